@@ -1,0 +1,1 @@
+"""Rayloom's library: everything that jobs, deployments and the command line are made of."""

@@ -1,0 +1,105 @@
+"""From a YAML file and overrides to a checked recipe; every error names the key."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from app.config.overrides import apply_overrides, parse_yaml
+from app.config.recipe import Recipe
+from app.errors import RecipeError
+from app.suggestions import did_you_mean
+
+_PATTERNS = {
+    "task": "text-classification, image-classification, or an import string, package.module:name",
+    "model.factory": "an import string, package.module:name",
+}
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read the recipe at ``path``, apply ``overrides`` and check the whole.
+
+    Raises:
+        RecipeError: no such file, broken YAML, or keys, types or combinations that are refused.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(
+            f"recipe {str(path)!r} cannot be read ({error.strerror}): give the path of a YAML file, "
+            "for example recipes/reviews.yaml"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"recipe {str(path)!r} is not a text in UTF-8: give a YAML file") from error
+    try:
+        tree = parse_yaml(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"recipe {str(path)!r} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise RecipeError(f"recipe {str(path)!r} holds {_show(tree)}: expected keys such as name, task and data")
+    return parse_recipe(apply_overrides(tree, overrides), source=str(path))
+
+
+def parse_recipe(tree: dict[str, Any], source: str = "recipe") -> Recipe:
+    """Check a tree of plain values. Raises RecipeError with one line for each problem."""
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise RecipeError("\n".join(f"{source}: {_explain(each)}" for each in error.errors())) from None
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML, every default written out."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _explain(problem: ErrorDetails) -> str:
+    key = ".".join(map(str, problem["loc"])) or "recipe"
+    match problem["type"]:
+        case "extra_forbidden":
+            return f"unknown key {key}; {_suggestion(key)}"
+        case "missing":
+            return f"{key} is missing: add it"
+        case "value_error":
+            return f"{key}: {problem['ctx']['error']}"
+        case "literal_error":
+            expected = problem["ctx"]["expected"]
+        case "string_pattern_mismatch":
+            expected = _PATTERNS.get(key, f"a text that matches {problem['ctx']['pattern']}")
+        case "model_type":
+            expected = "a section of keys"
+        case _:
+            expected = problem["msg"].removeprefix("Input should be ")
+    return f"{key} is {_show(problem['input'])}: expected {expected}"
+
+
+def _suggestion(key: str) -> str:
+    """What to write instead: the nearest key beside it, the same key elsewhere, or all that are known."""
+    section, _, leaf = key.rpartition(".")
+    known = [each.rpartition(".")[2] for each in _keys(Recipe) if each.rpartition(".")[0] == section]
+    elsewhere = [each for each in _keys(Recipe) if each.rpartition(".")[2] == leaf]
+    return f"did you mean {elsewhere[0]!r}?" if elsewhere else did_you_mean(leaf, known)
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a recipe."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        if section := _section_of(field.annotation):
+            yield from _keys(section, f"{prefix}{name}.")
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (None, Literal):
+        return None
+    return next((found for part in get_args(annotation) if (found := _section_of(part))), None)
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
