@@ -1,0 +1,144 @@
+"""Runs: the folder of a job in storage, and the RESULT that it ends with."""
+
+import secrets
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ValidationError
+from upath import UPath
+
+from app.config import Recipe, dump_recipe
+from app.errors import RayloomError, StorageError
+from app.storage import open_storage, write_atomically
+
+RESULT_FILE = "result.json"
+
+
+class Result(BaseModel):
+    """How a job ended; printed as its last line and kept as ``result.json``."""
+
+    job: str
+    run_id: str
+    recipe: str
+    status: Literal["succeeded", "stopped", "failed"]
+    metrics: dict[str, Any] = {}
+    artifacts: dict[str, str] = {}
+    duration_s: float
+    error: str | None = None
+
+    def to_line(self) -> str:
+        """The line that other programs read."""
+        return f"RESULT {self.model_dump_json(exclude_none=True)}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a job achieved, and where what it made lies."""
+
+    metrics: BaseModel
+    artifacts: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run under way: ``<storage>/runs/<job>/<run_id>``."""
+
+    job: str
+    run_id: str
+    recipe: Recipe
+    storage: UPath
+    started: float
+
+    @classmethod
+    def start(cls, job: str, recipe: Recipe) -> Self:
+        """Name a new run. Nothing is written before ``open``."""
+        now = datetime.now(UTC)
+        run_id = f"{now:%Y%m%d-%H%M%S}-{recipe.name}-{secrets.token_hex(2)}"
+        return cls(job, run_id, recipe, open_storage(recipe.storage), time.monotonic())
+
+    @property
+    def folder(self) -> UPath:
+        """The run's folder in storage."""
+        return self.storage / "runs" / self.job / self.run_id
+
+    def open(self) -> None:
+        """Make the folder with the resolved recipe. Called once everything given has been checked."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=False)
+            write_atomically(self.folder / "config.yaml", dump_recipe(self.recipe).encode())
+        except OSError as error:
+            raise StorageError(
+                f"storage {str(self.storage)!r} cannot be written ({error}): check its rights"
+            ) from error
+
+    def succeed(self, outcome: Outcome) -> Result:
+        """Write and return the result of a run that did what it should."""
+        return self._finish("succeeded", outcome.metrics.model_dump(mode="json"), outcome.artifacts, None)
+
+    def fail(self, error: str) -> Result:
+        """Return the result of a run that broke; write it if the folder was made."""
+        return self._finish("failed", {}, {}, error)
+
+    def _finish(
+        self,
+        status: Literal["succeeded", "failed"],
+        metrics: dict[str, Any],
+        artifacts: dict[str, str],
+        error: str | None,
+    ) -> Result:
+        result = Result(
+            job=self.job,
+            run_id=self.run_id,
+            recipe=self.recipe.name,
+            status=status,
+            metrics=metrics,
+            artifacts=artifacts,
+            duration_s=round(time.monotonic() - self.started, 3),
+            error=error,
+        )
+        if self.folder.exists():
+            write_atomically(self.folder / RESULT_FILE, result.model_dump_json(exclude_none=True, indent=1).encode())
+        return result
+
+
+Step = Callable[[Run], Outcome]
+"""The work of a run. It opens the run once it has checked all that it was given."""
+
+
+def execute(run: Run, step: Step) -> Result:
+    """Do the work and keep its result; an error is shown, with a traceback if it is none of Rayloom's."""
+    try:
+        return run.succeed(step(run))
+    except RayloomError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return run.fail(str(error))
+    except Exception as error:
+        traceback.print_exc()
+        last_line = str(error).strip().rpartition("\n")[2]  # errors of Ray end with their cause
+        return run.fail(f"{type(error).__name__}: {last_line}")
+
+
+def latest_result(storage: UPath, job: str, recipe_name: str) -> Result:
+    """The newest run of a job that succeeded for a recipe. Raises StorageError if there is none."""
+    for result in _results(storage / "runs" / job):
+        if result.recipe == recipe_name and result.status == "succeeded":
+            return result
+    raise StorageError(
+        f"storage {str(storage)!r} has no finished {job} run of recipe {recipe_name!r}: run jobs.{job} first"
+    )
+
+
+def _results(folder: UPath) -> Iterator[Result]:
+    """Results of finished runs, the newest first."""
+    if not folder.exists():
+        return
+    for run in sorted(folder.iterdir(), key=lambda each: each.name, reverse=True):
+        try:
+            yield Result.model_validate_json((run / RESULT_FILE).read_bytes())
+        except (FileNotFoundError, ValidationError):
+            continue  # under way, or broken: not finished

@@ -1,0 +1,56 @@
+"""Storage: one root, local or any file system that fsspec reads, under which runs and models lie."""
+
+import os
+from pathlib import Path
+
+from upath import UPath
+
+from app.errors import StorageError
+
+HOME = Path(os.environ.get("RAYLOOM_HOME", "~/.rayloom")).expanduser()
+"""Rayloom's own folder on this machine: the local cluster's state and the default storage."""
+
+
+def open_storage(location: str | None) -> UPath:
+    """The root of storage: ``location``, else ``$RAYLOOM_STORAGE``, else ``~/.rayloom/storage``.
+
+    Raises:
+        StorageError: a relative path, which inside a job would lie in a copy that Ray deletes, or a
+            protocol that is not installed.
+    """
+    location = location or os.environ.get("RAYLOOM_STORAGE") or str(HOME / "storage")
+    if "://" not in location and not Path(location).is_absolute():
+        raise StorageError(
+            f"storage is {location!r}, a relative path: a job runs in a copy of the working directory that Ray "
+            "deletes; give an absolute path or a URI such as s3://bucket/prefix"
+        )
+    try:
+        root = UPath(location)
+        root.exists()  # the driver of a protocol is loaded on first use
+    except Exception as error:  # each protocol's driver has errors of its own
+        raise StorageError(f"storage {location!r} cannot be opened ({error}): check the URI and its driver") from error
+    return root
+
+
+def absolute_location(location: str) -> str:
+    """``location`` as a job can use it: a relative path is taken from the current folder."""
+    return location if "://" in location else str(Path(location).expanduser().absolute())
+
+
+def is_local(path: UPath) -> bool:
+    """Whether ``path`` lies on this machine, where a rename is atomic."""
+    return path.protocol in ("", "file", "local")
+
+
+def write_atomically(path: UPath, data: bytes) -> None:
+    """Write ``data`` to ``path`` so that a reader sees the old content or the new, never a part.
+
+    Object stores publish a whole object at once; a local file is written aside and renamed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if is_local(path):
+        aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        aside.write_bytes(data)
+        aside.rename(path)
+    else:
+        path.write_bytes(data)

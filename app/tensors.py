@@ -1,0 +1,72 @@
+"""Named tensors: what a processor makes, an engine runs and a request carries."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.errors import RequestError
+
+Tensors = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a tensor must be. A size of -1 varies; the first is the batch.
+
+    ``longest`` bounds the sizes that vary beside the batch; ``values_below`` bounds the values, from 0.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    longest: int | None = None
+    values_below: int | None = None
+
+    def check(self, tensor: NDArray[Any]) -> None:
+        """Raises RequestError if ``tensor`` is not one of these; it is named."""
+        if tensor.dtype != self.dtype:
+            raise RequestError(f"input {self.name!r} is {tensor.dtype}: expected {self.dtype}")
+        if len(tensor.shape) != len(self.shape) or not all(map(self._takes, range(len(self.shape)), tensor.shape)):
+            most = f" up to {self.longest}" if self.longest else ""
+            raise RequestError(
+                f"input {self.name!r} has shape {list(tensor.shape)}: expected {list(self.shape)}, where the first -1 "
+                f"is the number of rows and each other any size{most}"
+            )
+        if self.values_below is not None and not (tensor.min() >= 0 and tensor.max() < self.values_below):
+            raise RequestError(
+                f"input {self.name!r} has values from {tensor.min()} to {tensor.max()}: "
+                f"expected 0 to {self.values_below - 1}"
+            )
+
+    def _takes(self, axis: int, size: int) -> bool:
+        expected = self.shape[axis]
+        if expected != -1:
+            return size == expected
+        return size > 0 and (axis == 0 or self.longest is None or size <= self.longest)
+
+
+def check_tensors(tensors: Tensors, specs: Sequence[TensorSpec]) -> None:
+    """Compare tensors with what is expected.
+
+    Raises:
+        RequestError: a tensor is missing, not known, of another dtype, shape or range of values, or varies in
+            size from the first one; it is named.
+    """
+    names = [spec.name for spec in specs]
+    if unknown := [name for name in tensors if name not in names]:
+        raise RequestError(f"input {unknown[0]!r} is not known: expected {', '.join(names)}")
+    sizes: list[tuple[int, ...]] = []
+    for spec in specs:
+        if spec.name not in tensors:
+            raise RequestError(f"input {spec.name!r} is missing: expected {', '.join(names)}")
+        tensor = tensors[spec.name]
+        spec.check(tensor)
+        sizes.append(tuple(given for given, size in zip(tensor.shape, spec.shape, strict=True) if size == -1))
+        if sizes[-1] != sizes[0]:
+            raise RequestError(
+                f"input {spec.name!r} has shape {list(tensor.shape)}, {names[0]!r} has "
+                f"{list(tensors[names[0]].shape)}: expected the same rows and length"
+            )
