@@ -1,0 +1,96 @@
+"""Sources of labelled examples: built-in sets, tables and image folders."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pandas as pd
+from upath import UPath
+
+from app.config import DataConfig
+from app.data.builtin import BUILTIN
+from app.data.examples import Examples
+from app.errors import DataError
+from app.suggestions import did_you_mean
+
+IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
+
+
+def load_examples(config: DataConfig) -> Examples:
+    """Read every example of ``config.source``.
+
+    Raises:
+        DataError: no such source, a format that is not known, a column that is missing, or no rows.
+    """
+    examples = _read(config)
+    if not examples:
+        raise DataError(f"data.source {config.source!r} has no examples: give a source with at least two a class")
+    return examples
+
+
+def _read(config: DataConfig) -> Examples:
+    scheme, _, name = config.source.partition(":")
+    if scheme == "builtin":
+        if name not in BUILTIN:
+            raise DataError(f"data.source {config.source!r}: no built-in set {name!r}; {did_you_mean(name, BUILTIN)}")
+        return BUILTIN[name]()
+    try:
+        path = UPath(config.source).expanduser()
+        found = path.exists()
+    except Exception as error:  # each protocol's driver has errors of its own
+        raise DataError(f"data.source {config.source!r} cannot be opened ({error}): check the URI") from error
+    if not found:
+        raise DataError(
+            f"data.source {config.source!r} does not exist: give builtin:NAME, or the path or URI of a csv, jsonl "
+            "or parquet file or of an image folder"
+        )
+    return _read_image_folder(path) if path.is_dir() else _read_table(path, config)
+
+
+def _read_table(path: UPath, config: DataConfig) -> Examples:
+    """A table with a column of texts and one of labels; empty cells become empty texts."""
+    if path.suffix not in TABLE_READERS:
+        raise DataError(
+            f"data.source {str(path)!r} ends in {path.suffix!r}: expected {', '.join(TABLE_READERS)} or a folder"
+        )
+    try:
+        with path.open("rb") as file:
+            table = TABLE_READERS[path.suffix](file)
+    except pd.errors.EmptyDataError:
+        return Examples("text", [], [])
+    except (ValueError, OSError) as error:
+        raise DataError(f"data.source {str(path)!r} is not a {path.suffix[1:]} table ({error})") from error
+    if not len(table.columns):
+        return Examples("text", [], [])
+    for key, column in (("input", config.columns.input), ("label", config.columns.label)):
+        if column not in table.columns:
+            raise DataError(
+                f"data.columns.{key} is {column!r}, which {str(path)!r} does not have: "
+                f"it has {', '.join(map(str, table.columns))}"
+            )
+    texts, labels = (
+        [_cell(value) for value in table[column]] for column in (config.columns.input, config.columns.label)
+    )
+    return Examples("text", list(texts), labels)
+
+
+TABLE_READERS: dict[str, Callable[..., pd.DataFrame]] = {
+    ".csv": partial(pd.read_csv, dtype=str, keep_default_na=False),
+    ".jsonl": partial(pd.read_json, lines=True, dtype=False),
+    ".parquet": pd.read_parquet,
+}
+
+
+def _cell(value: object) -> str:
+    return "" if pd.api.types.is_scalar(value) and pd.isna(value) else str(value)
+
+
+def _read_image_folder(root: UPath) -> Examples:
+    """One subfolder a class, as in torchvision's ImageFolder; an input is the content of a file."""
+    found = [
+        (file.read_bytes(), folder.name)
+        for folder in sorted(root.iterdir(), key=str)
+        if folder.is_dir()
+        for file in sorted(folder.iterdir(), key=str)
+        if file.suffix.lower() in IMAGE_SUFFIXES
+    ]
+    return Examples("image", [content for content, _ in found], [label for _, label in found])
