@@ -1,0 +1,59 @@
+"""From the recipe's import string to a model."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from app.config import ModelConfig
+from app.data.processor import Processor
+from app.errors import RecipeError
+from app.import_string import import_attribute
+from app.suggestions import did_you_mean
+
+
+def build_model(config: ModelConfig, num_labels: int, processor: Processor) -> nn.Module:
+    """The model of a recipe for so many labels and a processor's tensors, with fresh weights.
+
+    Raises:
+        RecipeError: the factory cannot be imported, does not take the arguments, refuses their
+            values, or returns something other than a module.
+    """
+    factory = import_attribute(config.factory)
+    if not callable(factory):
+        raise RecipeError(f"model.factory {config.factory!r} names a {type(factory).__name__}: expected a function")
+    try:
+        model = factory(**_arguments(factory, config.args, {"num_labels": num_labels, **processor.facts}))
+    except RecipeError:
+        raise
+    except Exception as error:  # a user's function may fail in any way
+        raise RecipeError(f"model.factory {config.factory!r} refuses model.args {config.args}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise RecipeError(
+            f"model.factory {config.factory!r} returned a {type(model).__name__}: expected a torch.nn.Module"
+        )
+    return model
+
+
+def _arguments(factory: Callable[..., Any], given: Mapping[str, Any], facts: Mapping[str, int]) -> dict[str, Any]:
+    """All arguments that are ``given``, and of the ``facts`` those that the factory names."""
+    parameters = inspect.signature(factory).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    names = [name for name, each in parameters.items() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    for name in given:
+        if name not in names and not takes_any:
+            raise RecipeError(f"unknown key model.args.{name}; {did_you_mean(name, names)}")
+    arguments = {name: value for name, value in facts.items() if name in names} | dict(given)
+    for name in names:
+        if name not in arguments and parameters[name].default is inspect.Parameter.empty:
+            raise RecipeError(f"model.args.{name} is missing: {factory.__name__} needs it")
+    return arguments
+
+
+def logits_of(output: object) -> Tensor:
+    """The logits in a model's answer: a tensor, or an output of Hugging Face ``transformers``."""
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor):
+        raise RecipeError(f"the model answered a {type(output).__name__}: expected logits, or an output with logits")
+    return logits

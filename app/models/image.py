@@ -1,0 +1,43 @@
+"""Models of images."""
+
+from torch import Tensor, nn
+
+
+class SmallCnn(nn.Module):
+    """Three convolutions and a linear layer over the mean of the picture."""
+
+    def __init__(self, num_labels: int, channels: int, width: int = 32) -> None:
+        """Fresh weights, for pictures of 8 x 8 pixels and more; ``width`` is a multiple of 8."""
+        super().__init__()
+        if width % 8:
+            raise ValueError(f"width {width} is not a multiple of 8")
+        self.features = nn.Sequential(
+            _convolution(channels, width),
+            _convolution(width, 2 * width),
+            nn.MaxPool2d(2),
+            _convolution(2 * width, 4 * width),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+        )
+        self.classifier = nn.Linear(4 * width, num_labels)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Logits of shape (batch, labels) from pixels of shape (batch, channels, height, width)."""
+        logits: Tensor = self.classifier(self.features(pixel_values))
+        return logits
+
+
+def _convolution(channels: int, width: int) -> nn.Module:
+    # Group norm: with batch norm the statistics, and so the loss, would depend on the micro-batch.
+    return nn.Sequential(nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.GroupNorm(8, width), nn.GELU())
+
+
+small_cnn = SmallCnn
+
+
+def resnet50(num_labels: int, channels: int) -> nn.Module:
+    """ResNet-50 (He et al. 2015, arXiv:1512.03385) of Hugging Face ``transformers``, from scratch."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    model: nn.Module = ResNetForImageClassification(ResNetConfig(num_channels=channels, num_labels=num_labels))
+    return model

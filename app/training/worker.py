@@ -1,0 +1,74 @@
+"""One process of a training run, among the others."""
+
+import os
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from app.errors import TrainingError
+from app.training.batches import Shard
+
+os.environ.setdefault("DS_LOG_LEVEL", "warning")
+
+_COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One process of the run: its shard of the data and its device."""
+
+    shard: Shard
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks for all: prints, and writes what they share."""
+        return self.shard.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """``values`` added up over all workers."""
+        values = values.to(self.device)
+        torch.distributed.all_reduce(values)
+        return values.cpu()
+
+
+def start_worker(device: str) -> Worker:
+    """Join the process group: the one that Ray Train made, torchrun's, or one of this process alone.
+
+    Raises:
+        TrainingError: a GPU is asked for, and torch sees none.
+    """
+    if device == "gpu" and not torch.cuda.is_available():
+        raise TrainingError("train.device is gpu, and torch sees none here: set it to cpu, or check the driver")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
+    if device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
+        os.environ.setdefault(name, value)
+    if device == "gpu":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed = import_deepspeed()
+    if not torch.distributed.is_initialized() and os.environ["WORLD_SIZE"] == "1":
+        torch.distributed.init_process_group(_backend(device), store=HashStore(), rank=0, world_size=1)
+    deepspeed.init_distributed(_backend(device), timeout=_COLLECTIVE_TIMEOUT, verbose=False)
+    shard = Shard(torch.distributed.get_rank(), torch.distributed.get_world_size())
+    return Worker(shard, torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device()))
+
+
+def _backend(device: str) -> str:
+    return "gloo" if device == "cpu" else "nccl"
+
+
+def import_deepspeed() -> Any:
+    """DeepSpeed without the shared-memory kernel of its CPU inference, which takes a minute to compile."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import deepspeed
+        import deepspeed.ops
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
