@@ -1,0 +1,1 @@
+"""From weights to ONNX, proven equal to PyTorch on real samples."""

@@ -1,0 +1,1 @@
+"""One way to run a compiled model."""
