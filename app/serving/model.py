@@ -1,0 +1,87 @@
+"""A version of a model in memory, with what it takes to answer a person."""
+
+import base64
+import binascii
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import softmax
+from upath import UPath
+
+from app.data.examples import Input
+from app.data.prepared import load_labels
+from app.data.processor import Processor
+from app.engines.base import Engine
+from app.engines.openvino import OpenVinoEngine
+from app.errors import RequestError
+from app.repository.manifest import MODEL_FILE, Manifest
+from app.repository.repository import Repository
+from app.serving.protocol import Prediction
+from app.tasks import find_processor
+from app.tensors import Tensors
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """An engine with the processor before it and the labels after it."""
+
+    manifest: Manifest
+    engine: Engine
+    processor: Processor
+    labels: list[str]
+
+    @property
+    def version(self) -> str:
+        """The version, as the protocol writes it."""
+        return str(self.manifest.version)
+
+    def encode(self, inputs: str | Sequence[str]) -> Tensors:
+        """Tensors of natural inputs: texts, or images in base64. Raises RequestError or DataError."""
+        given = [inputs] if isinstance(inputs, str) else list(inputs)
+        if not given:
+            raise RequestError("inputs is an empty list: give one text or image at least")
+        return self.processor.encode([self._read(each) for each in given])
+
+    def _read(self, given: str) -> Input:
+        if self.processor.modality == "text":
+            return given
+        try:
+            return base64.b64decode(given, validate=True)
+        except binascii.Error as error:
+            raise RequestError(f"an image is not base64 ({error}): encode the content of a PNG or JPEG file") from error
+
+    def decode(self, logits: NDArray[np.float32]) -> list[Prediction]:
+        """Labels and probabilities from logits of shape (batch, labels)."""
+        return [
+            Prediction(
+                label=self.labels[int(row.argmax())],
+                scores={label: round(float(score), 6) for label, score in zip(self.labels, row, strict=True)},
+            )
+            for row in softmax(logits, axis=-1)
+        ]
+
+
+def load_model(storage: UPath, name: str, version: int, threads: int) -> LoadedModel:
+    """Fetch a version, verify it, load its engine and run it once.
+
+    Raises:
+        StorageError: the version is not there or was changed.
+        EngineError: the engine cannot load it.
+    """
+    with tempfile.TemporaryDirectory(prefix="rayloom-model-") as temporary:
+        files = UPath(temporary)
+        manifest = Repository(storage).fetch(name, version, files)
+        processor = find_processor(manifest.task).load(files)
+        model = LoadedModel(
+            manifest, OpenVinoEngine(Path(temporary) / MODEL_FILE, threads), processor, load_labels(files)
+        )
+    model.engine.infer(_blank_row(processor))  # the first call allocates
+    return model
+
+
+def _blank_row(processor: Processor) -> Tensors:
+    return {spec.name: np.ones([max(size, 1) for size in spec.shape], spec.dtype) for spec in processor.inputs}
