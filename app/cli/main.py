@@ -1,0 +1,150 @@
+"""The command ``rayloom``."""
+
+import base64
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import httpx
+import typer
+
+from app.cluster import local, ports
+from app.cluster.state import TOKEN_FILE, ClusterState, read_state, running_cluster
+from app.cluster.submit import submit as submit_job
+from app.config import Recipe, dump_recipe, load_recipe
+from app.errors import ClusterError, RayloomError, RequestError
+from app.serving.protocol import ModelIndex, PredictRequest, PredictResponse
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Rayloom.")
+recipes = typer.Typer(no_args_is_help=True, help="Look at recipes.")
+app.add_typer(recipes, name="recipe")
+
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Such as train.epochs=3.")]
+
+
+@app.command()
+def up(
+    dashboard_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 8265, or a free one.")] = None,
+    serve_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 8000, or a free one.")] = None,
+    num_cpus: Annotated[int | None, typer.Option(min=1, help="Default: the cores of this machine.")] = None,
+) -> None:
+    """Start a Ray cluster on this machine, with token authentication and on loopback."""
+    _describe(local.start(dashboard_port, serve_port, num_cpus))
+
+
+@app.command()
+def down() -> None:
+    """Stop the cluster that 'rayloom up' started, and remove its state; storage stays."""
+    cluster = read_state()
+    if cluster is None:
+        print("no local cluster is up: nothing to stop")
+        return
+    print(f"stopped {local.stop(cluster)} processes; models and runs stay in {cluster.storage}")
+
+
+@app.command()
+def status() -> None:
+    """Show the local cluster: addresses, what it serves, and every port that others could reach."""
+    cluster = running_cluster()
+    _describe_ports(cluster)
+    _describe(cluster)
+    _describe_models(cluster)
+
+
+@app.command()
+def env() -> None:
+    """Print what 'ray job submit' needs; use it as: eval "$(rayloom env)"."""
+    for name, value in running_cluster().client_environment().items():
+        print(f"export {name}={shlex.quote(value)}")
+
+
+@app.command()
+def submit(job: str, recipe: str, overrides: Overrides = None) -> None:
+    """Send a job (train, compile, deploy, lifecycle) to the cluster and follow it to its end."""
+    raise typer.Exit(submit_job(job, recipe, overrides or []))
+
+
+@app.command()
+def predict(
+    model: str,
+    inputs: Annotated[list[str], typer.Argument(help="Texts; or paths of images, with --image.")],
+    image: Annotated[bool, typer.Option("--image", help="The inputs are paths of images.")] = False,
+    endpoint: Annotated[str | None, typer.Option(help="Default: the local cluster's.")] = None,
+) -> None:
+    """Ask a deployed model: the label of each input, and its probability."""
+    given = [_read_image(path) for path in inputs] if image else inputs
+    answer = _predict(endpoint or running_cluster().endpoint, model, PredictRequest(inputs=given))
+    for text, prediction in zip(inputs, answer.predictions, strict=True):
+        print(f"{prediction.label}  {prediction.scores[prediction.label]:.3f}  {text}")
+
+
+@recipes.command()
+def show(recipe: str, overrides: Overrides = None) -> None:
+    """Print the resolved recipe, every default written out."""
+    print(dump_recipe(load_recipe(recipe, overrides or [])), end="")
+
+
+@recipes.command()
+def schema() -> None:
+    """Print the JSON schema of recipes, for editors."""
+    print(json.dumps(Recipe.model_json_schema(), indent=2))
+
+
+def main() -> NoReturn:
+    """Run the command line; a refusal is one sentence on standard error, and exit code 2."""
+    try:
+        app()
+    except RayloomError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(0)
+
+
+def _describe(cluster: ClusterState) -> None:
+    print(f"dashboard  {cluster.dashboard}  (asks for the token, the content of {TOKEN_FILE})")
+    print(f"endpoint   {cluster.endpoint}  (answers once a model is deployed; its API is at /docs)")
+    print(f"storage    {cluster.storage}")
+
+
+def _describe_models(cluster: ClusterState) -> None:
+    """Which models answer, and a line to paste for each."""
+    try:
+        answer = httpx.post(f"{cluster.endpoint}/v2/repository/index", timeout=5.0).raise_for_status()
+        models = [ModelIndex.model_validate(each) for each in answer.json()]
+    except (httpx.HTTPError, ValueError):
+        models = []
+    print(f"models     {', '.join(f'{each.name} version {each.version}' for each in models) or 'none deployed'}")
+    for each in models:
+        print(f'try        curl {cluster.endpoint}/v1/models/{each.name}/predict -d \'{{"inputs": "..."}}\'')
+
+
+def _describe_ports(cluster: ClusterState) -> None:
+    """The ports that Ray opens on other interfaces than loopback; the token guards the first kind."""
+    exposed = [port for port in ports.open_ports(cluster.processes()) if not port.is_loopback]
+    print(f"ports that other machines could reach, unless a firewall is in front ({len(exposed)}):")
+    for port in exposed:
+        print(f"  {port.port:>5}  {port.address:<18} {port.process}")
+
+
+def _read_image(path: str) -> str:
+    try:
+        return base64.b64encode(Path(path).read_bytes()).decode()
+    except OSError as error:
+        raise RequestError(
+            f"image {path!r} cannot be read ({error.strerror}): give the path of a PNG or JPEG file"
+        ) from error
+
+
+def _predict(endpoint: str, model: str, request: PredictRequest) -> PredictResponse:
+    """Ask the endpoint. Raises ClusterError if nothing answers, RequestError if it refuses."""
+    try:
+        answer = httpx.post(f"{endpoint}/v1/models/{model}/predict", content=request.model_dump_json(), timeout=60.0)
+    except httpx.HTTPError as error:
+        raise ClusterError(
+            f"nothing answers at {endpoint} ({error}): deploy a model with 'rayloom submit deploy RECIPE'"
+        ) from error
+    if answer.is_error:
+        raise RequestError(f"{endpoint} answered {answer.status_code}: {answer.text}")
+    return PredictResponse.model_validate_json(answer.content)

@@ -1,0 +1,134 @@
+"""Start and stop a Ray head on this machine."""
+
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from app.cluster import ports, state
+from app.cluster.ports import LOOPBACK
+from app.cluster.state import MARK, ClusterState
+from app.errors import ClusterError
+from app.storage import absolute_location
+
+_STOP_TIMEOUT_S = 5.0
+
+
+def start(dashboard_port: int | None, serve_port: int | None, num_cpus: int | None) -> ClusterState:
+    """Start a head with token authentication, its dashboard on loopback; a port not given is chosen.
+
+    Raises:
+        ClusterError: one runs already, a port is taken, no token can be made, or Ray does not start.
+    """
+    known = state.read_state()
+    if known and known.processes():
+        raise ClusterError(
+            f"a cluster is up already, dashboard {known.dashboard}: use it, or stop it with 'rayloom down'"
+        )
+    if known:
+        known.forget()  # it ended without 'rayloom down', with the machine for example
+    dashboard = ports.choose(dashboard_port, 8265, "--dashboard-port")
+    serve = ports.choose(serve_port, 8000 if dashboard != 8000 else ports.any_free(), "--serve-port")
+    if serve == dashboard:
+        raise ClusterError(f"--dashboard-port and --serve-port are both {serve}: give two ports, or leave one out")
+    state.claim()
+    cluster = ClusterState(
+        id=secrets.token_hex(8),
+        gcs_port=ports.any_free(),
+        dashboard_port=dashboard,
+        serve_port=serve,
+        storage=_storage(),
+        runtime=Path(tempfile.mkdtemp(prefix="rl-", dir="/tmp")),
+    )
+    try:
+        cluster.save()
+        _start_head(cluster, num_cpus)
+    except BaseException:
+        stop(cluster)
+        raise
+    return cluster
+
+
+def stop(cluster: ClusterState) -> int:
+    """End every process of ``cluster``, politely and then not, and forget it. Returns how many there were."""
+    ended: set[psutil.Process] = set()
+    while processes := cluster.processes():  # a process may start another while it ends
+        ended.update(processes)
+        for process in processes:
+            _signal(process.terminate)
+        _, alive = psutil.wait_procs(processes, timeout=_STOP_TIMEOUT_S)
+        for process in alive:
+            _signal(process.kill)
+        psutil.wait_procs(alive, timeout=_STOP_TIMEOUT_S)
+    cluster.forget()
+    return len(ended)
+
+
+def _signal(send: Callable[[], None]) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        send()
+
+
+def _start_head(cluster: ClusterState, num_cpus: int | None) -> None:
+    command = [
+        *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--disable-usage-stats"),
+        f"--port={cluster.gcs_port}",
+        f"--dashboard-host={LOOPBACK}",
+        f"--dashboard-port={cluster.dashboard_port}",
+        "--dashboard-agent-listen-port=0",
+        f"--ray-client-server-port={ports.any_free()}",
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+        f"--temp-dir={cluster.runtime / 'ray'}",
+        *([f"--num-cpus={num_cpus}"] if num_cpus else []),
+    ]
+    log = cluster.runtime / "start.log"
+    with log.open("w", encoding="utf-8") as output:
+        done = subprocess.run(
+            command,
+            env=_environment(cluster),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C in this terminal is not for the cluster
+            check=False,
+        )
+    if done.returncode:
+        raise ClusterError(f"Ray did not start:\n{log.read_text(encoding='utf-8').strip()}")
+
+
+def _environment(cluster: ClusterState) -> dict[str, str]:
+    """What every process of the cluster inherits."""
+    haproxy = cluster.runtime / "haproxy"
+    return {
+        **os.environ,
+        **cluster.client_environment(),
+        MARK: cluster.id,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+        "RAYLOOM_STORAGE": cluster.storage,
+        "RAYLOOM_SERVE_PORT": str(cluster.serve_port),
+        # Serve's fast ingress: HAProxy in front, requests straight to the replicas.
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        # How long a replica that is replaced still answers: long enough for HAProxy beside it to have heard of it.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports.any_free()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(ports.any_free()),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports.any_free()),
+    }
+
+
+def _storage() -> str:
+    """``$RAYLOOM_STORAGE``, else ``storage`` in the checkout that the library lies in."""
+    checkout = Path(__file__).resolve().parents[2]
+    return absolute_location(os.environ.get("RAYLOOM_STORAGE") or str(checkout / "storage"))

@@ -1,0 +1,81 @@
+"""Ports: which are free, and which a cluster has opened."""
+
+import contextlib
+import socket
+from dataclasses import dataclass
+
+import psutil
+
+from app.errors import ClusterError
+
+LOOPBACK = "127.0.0.1"
+
+
+def is_free(port: int) -> bool:
+    """Whether nothing listens on ``port``, on any interface."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def choose(wanted: int | None, preferred: int, option: str) -> int:
+    """``wanted`` if it is given, else ``preferred`` if it is free, else any free port.
+
+    Raises:
+        ClusterError: the wanted port is taken.
+    """
+    if wanted is not None:
+        if not is_free(wanted):
+            raise ClusterError(
+                f"port {wanted} is in use: give {option} another one, or leave it out to take a free one"
+            )
+        return wanted
+    return preferred if is_free(preferred) else any_free()
+
+
+def any_free() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+@dataclass(frozen=True)
+class OpenPort:
+    """A port that a process listens on."""
+
+    address: str
+    port: int
+    process: str
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches it."""
+        return self.address in (LOOPBACK, "::1", f"::ffff:{LOOPBACK}")
+
+
+def open_ports(processes: list[psutil.Process]) -> list[OpenPort]:
+    """Every port that one of the processes listens on."""
+    found: set[OpenPort] = set()
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # it ended while we looked
+            found |= {
+                OpenPort(each.laddr.ip, each.laddr.port, _title(process))
+                for each in process.net_connections(kind="tcp")
+                if each.status == psutil.CONN_LISTEN
+            }
+    return sorted(found, key=lambda each: (each.port, each.address))
+
+
+def _title(process: psutil.Process) -> str:
+    """What a person calls the process: Ray's own title, or the program or module that it runs."""
+    words = process.cmdline() or [process.name()]
+    if not words[0].rpartition("/")[2].startswith("python"):
+        return words[0].rpartition("/")[2]
+    rest = [word for word in words[1:] if not word.startswith("-")]
+    return rest[0].rpartition("/")[2] if rest else words[0]

@@ -1,0 +1,115 @@
+"""What is remembered of the local cluster, in ``~/.rayloom/cluster``."""
+
+import contextlib
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+import psutil
+from pydantic import BaseModel, ValidationError
+
+from app.cluster.ports import LOOPBACK
+from app.errors import ClusterError
+from app.storage import HOME
+
+FOLDER = HOME / "cluster"
+TOKEN_FILE = FOLDER / "token"
+_STATE_FILE = FOLDER / "cluster.json"
+MARK = "RAYLOOM_CLUSTER"
+"""The environment variable that every process of a cluster inherits; its value is the cluster's id."""
+
+
+class ClusterState(BaseModel):
+    """A cluster that was started."""
+
+    id: str
+    gcs_port: int
+    dashboard_port: int
+    serve_port: int
+    storage: str
+    runtime: Path
+    """Ray's own files, in a folder whose name is short: sockets lie in it, and their paths are bounded."""
+
+    @property
+    def dashboard(self) -> str:
+        """The address of the dashboard, and of the jobs API."""
+        return f"http://{LOOPBACK}:{self.dashboard_port}"
+
+    @property
+    def endpoint(self) -> str:
+        """The address that models answer at once one is deployed."""
+        return f"http://{LOOPBACK}:{self.serve_port}"
+
+    def client_environment(self) -> dict[str, str]:
+        """What ``ray job submit`` needs to know to reach this cluster."""
+        return {
+            "RAY_API_SERVER_ADDRESS": self.dashboard,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(TOKEN_FILE),
+        }
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process of this cluster but the one that asks: those that carry its mark, and their children.
+
+        (A process that gives itself a long title overwrites its environment, so a child may have lost the mark.)
+        """
+        found: set[psutil.Process] = set()
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # another user's, or ended while we looked
+                if process.environ().get(MARK) == self.id:
+                    found |= {process, *process.children(recursive=True)}
+        return [process for process in found if process.pid != os.getpid()]
+
+    def forget(self) -> None:
+        """Remove everything that this cluster left on disk."""
+        shutil.rmtree(self.runtime, ignore_errors=True)
+        shutil.rmtree(FOLDER, ignore_errors=True)
+
+    def save(self) -> None:
+        """Remember this cluster."""
+        _STATE_FILE.write_text(self.model_dump_json(indent=1), encoding="utf-8")
+
+
+def read_state() -> ClusterState | None:
+    """The cluster that was started here, whether or not it still runs."""
+    try:
+        return ClusterState.model_validate_json(_STATE_FILE.read_text(encoding="utf-8"))
+    except (OSError, ValidationError):
+        return None
+
+
+def running_cluster() -> ClusterState:
+    """The local cluster. Raises ClusterError if none is up."""
+    state = read_state()
+    if state is None or not state.processes():
+        raise ClusterError("no local cluster is up: start one with 'rayloom up'")
+    return state
+
+
+def claim() -> None:
+    """Make the state's folder with a token in it that only its owner reads.
+
+    Raises:
+        ClusterError: the folder is there already, or cannot be made, or others could read the token.
+    """
+    try:
+        FOLDER.mkdir(mode=0o700, parents=True)
+        with open(os.open(TOKEN_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(secrets.token_hex(32))
+    except FileExistsError as error:
+        raise ClusterError(
+            f"{str(FOLDER)!r} is there, of a cluster that another 'rayloom up' starts just now, or another version of "
+            "Rayloom has started: if no Ray runs on this machine, remove the folder"
+        ) from error
+    except OSError as error:
+        raise ClusterError(
+            f"the token {str(TOKEN_FILE)!r} cannot be written ({error.strerror}), and without one anybody on this "
+            "machine could run commands through Ray: set RAYLOOM_HOME to a folder of your own"
+        ) from error
+    if (mode := TOKEN_FILE.stat().st_mode & 0o777) != 0o600:
+        shutil.rmtree(FOLDER)
+        raise ClusterError(
+            f"the token {str(TOKEN_FILE)!r} has mode {mode:o}, expected 600: set RAYLOOM_HOME to a folder on a file "
+            "system that keeps modes"
+        )
