@@ -1,0 +1,1 @@
+"""What a person submits: ``python -m jobs.NAME RECIPE [key=value …]``."""

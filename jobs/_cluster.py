@@ -1,0 +1,51 @@
+"""The Ray cluster as a job meets it."""
+
+import os
+from collections.abc import Mapping
+
+import ray
+
+from app.cluster.state import MARK
+from app.errors import ClusterError
+
+_TRAIN_ENVIRONMENT = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # how often reports are fetched: each epoch waits for it
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # nothing here answers a notice of preemption yet
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # it shows every printed line twice
+}
+
+
+def connect() -> None:
+    """Join the cluster that this job was submitted to.
+
+    Raises:
+        ClusterError: the job was started by hand and there is no cluster to join.
+    """
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address="auto", logging_level="warning", runtime_env={"env_vars": _TRAIN_ENVIRONMENT})
+    except (ConnectionError, ray.exceptions.RayError) as error:
+        raise ClusterError(
+            "no Ray cluster answers here: start one with 'rayloom up' and send the job to it with 'rayloom submit', "
+            f"or with 'ray job submit' ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def require(needed: Mapping[str, float], who: str) -> None:
+    """Refuse what the local cluster, which never grows, cannot hold; ``who`` needs it, for the message.
+
+    Another cluster may have an autoscaler: there a job waits until it has brought the nodes.
+
+    Raises:
+        ClusterError: more of a resource is needed than there is.
+    """
+    available = ray.cluster_resources()
+    for resource, amount in needed.items():
+        held = available.get(resource, 0.0)
+        if amount <= held:
+            continue
+        sentence = f"{who} need {amount:g} {resource}s, and the cluster has {held:g}"
+        if MARK in os.environ:
+            raise ClusterError(f"{sentence}: ask for fewer, or start a larger cluster")
+        print(f"{sentence}; waiting for it to grow", flush=True)
