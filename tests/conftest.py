@@ -1,0 +1,41 @@
+"""Shared by every test: folders decide the kind of a test, and storage is never the user's."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, run
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test by its folder: 'pytest -m integration'."""
+    for item in items:
+        item.add_marker(item.path.relative_to(ROOT / "tests").parts[0])
+
+
+@pytest.fixture(autouse=True)
+def _own_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYLOOM_STORAGE", str(tmp_path / "storage"))
+
+
+@pytest.fixture(scope="session")
+def home() -> Iterator[Path]:
+    """A short folder for the state of a cluster of our own."""
+    folder = Path(tempfile.mkdtemp(prefix="rayloom-test-"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def cluster(home: Path) -> Iterator[dict[str, str]]:
+    """One cluster for all tests; its value is the environment that reaches it."""
+    environment = {"RAYLOOM_HOME": str(home), "RAYLOOM_STORAGE": str(home / "storage")}
+    started = run("rayloom", "up", environment=environment)
+    assert started.returncode == 0, started.stderr
+    exports = run("rayloom", "env", environment=environment).stdout.splitlines()
+    yield environment | dict(line.removeprefix("export ").split("=", 1) for line in exports)
+    stopped = run("rayloom", "down", environment=environment)
+    assert stopped.returncode == 0, stopped.stderr

@@ -1,0 +1,229 @@
+"""The whole path as a person takes it: jobs through 'ray job submit', questions over HTTP."""
+
+import base64
+import concurrent.futures
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from app.config import DataConfig
+from app.data.sources import load_examples
+from tests.helpers import result_of, run
+
+DIGITS = ["recipes/digits.yaml", "train.epochs=8"]
+
+
+def submit(cluster: dict[str, str], job: str, *arguments: str, succeeds: bool = True) -> dict[str, Any]:
+    """Plain 'ray job submit', as the README shows it."""
+    command = ["ray", "job", "submit", "--working-dir", ".", "--", "python", "-m", f"jobs.{job}", *arguments]
+    done = run(*command, environment=cluster)
+    assert (done.returncode == 0) is succeeds, done.stdout + done.stderr
+    shown = done.stdout.partition("Status message:")[0]  # Ray prints the log of a failed job once more
+    return result_of(shown)
+
+
+@pytest.fixture(scope="module")
+def deployed(cluster: dict[str, str]) -> dict[str, Any]:
+    """The result of the digits' lifecycle."""
+    return submit(cluster, "lifecycle", *DIGITS)
+
+
+@pytest.fixture(scope="module")
+def endpoint(deployed: dict[str, Any]) -> httpx.Client:
+    return httpx.Client(base_url=deployed["artifacts"]["http"], timeout=30)
+
+
+@pytest.fixture(scope="module")
+def pictures() -> tuple[list[bytes], list[str]]:
+    examples = load_examples(DataConfig(source="builtin:digits"))
+    return list(examples.inputs[:40]), examples.labels[:40]
+
+
+def pixels(count: int = 1, **change: object) -> dict[str, Any]:
+    data = np.linspace(-1, 1, count * 64).tolist()
+    return {"inputs": [{"name": "pixel_values", "shape": [count, 1, 8, 8], "datatype": "FP32", "data": data, **change}]}
+
+
+def test_the_result_says_what_was_reached(deployed: dict[str, Any], cluster: dict[str, str]) -> None:
+    metrics = deployed["metrics"]
+    assert deployed["status"] == "succeeded"
+    assert metrics["train"]["val_accuracy"] >= 0.97
+    assert {variant["engine"] for variant in metrics["compile"]["variants"]} == {"onnxruntime", "openvino"}
+    assert all(variant["max_difference"] <= 1e-4 for variant in metrics["compile"]["variants"])
+    assert metrics["compile"]["chosen"]["accuracy"] == pytest.approx(metrics["train"]["val_accuracy"], abs=0.005)
+    assert metrics["deploy"]["ready_s"] > 0
+    for job in ("train", "compile", "deploy", "lifecycle"):
+        kept = max(Path(cluster["RAYLOOM_STORAGE"]).glob(f"runs/{job}/*-digits-*/result.json"))
+        assert json.loads(kept.read_text(encoding="utf-8"))["status"] == "succeeded"
+
+
+def test_nothing_temporary_is_left(deployed: dict[str, Any], cluster: dict[str, str]) -> None:
+    assert not list(Path(cluster["RAYLOOM_STORAGE"]).rglob("*.tmp"))
+
+
+def test_health_and_metadata(endpoint: httpx.Client) -> None:
+    assert endpoint.get("/v2/health/live").status_code == 200
+    assert endpoint.get("/v2/health/ready").status_code == 200
+    assert endpoint.get("/v2/models/digits/ready").status_code == 200
+    assert endpoint.get("/v2").json()["name"] == "rayloom"
+    metadata = endpoint.get("/v2/models/digits").json()
+    assert metadata["inputs"] == [{"name": "pixel_values", "datatype": "FP32", "shape": [-1, 1, 8, 8]}]
+    assert metadata["outputs"] == [{"name": "logits", "datatype": "FP32", "shape": [-1, 10]}]
+    assert endpoint.get(f"/v2/models/digits/versions/{metadata['versions'][0]}").json() == metadata
+    assert endpoint.get("/docs").status_code == 200
+
+
+def test_infer_answers_tensors(endpoint: httpx.Client) -> None:
+    answer = endpoint.post("/v2/models/digits/infer", json={"id": "7", **pixels(3)}).json()
+    assert (answer["model_name"], answer["id"]) == ("digits", "7")
+    (output,) = answer["outputs"]
+    assert (output["name"], output["shape"], len(output["data"])) == ("logits", [3, 10], 30)
+
+
+def test_predict_reads_pictures(endpoint: httpx.Client, pictures: tuple[list[bytes], list[str]]) -> None:
+    inputs = [base64.b64encode(picture).decode() for picture in pictures[0][:32]]
+    predictions = endpoint.post("/v1/models/digits/predict", json={"inputs": inputs}).json()["predictions"]
+    right = [given["label"] == label for given, label in zip(predictions, pictures[1], strict=False)]
+    assert len(right) == 32
+    assert sum(right) >= 30
+    assert sum(predictions[0]["scores"].values()) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_requests_at_once_answer_as_alone(endpoint: httpx.Client, pictures: tuple[list[bytes], list[str]]) -> None:
+    def ask(picture: bytes) -> dict[str, float]:
+        body = {"inputs": base64.b64encode(picture).decode()}
+        return endpoint.post("/v1/models/digits/predict", json=body).json()["predictions"][0]["scores"]
+
+    alone = [ask(picture) for picture in pictures[0]]
+    with concurrent.futures.ThreadPoolExecutor(20) as pool:
+        together = list(pool.map(ask, pictures[0]))
+    for one, other in zip(alone, together, strict=True):
+        assert other == pytest.approx(one, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("/v2/models/digits/infer", b"{", 400, "Invalid JSON"),
+        ("/v2/models/digits/infer", pixels(shape=[1, 64]), 400, "input 'pixel_values' has shape [1, 64]"),
+        ("/v2/models/digits/infer", pixels(datatype="FP64"), 400, "input 'pixel_values' is float64: expected float32"),
+        ("/v2/models/digits/infer", pixels(data=[1.0]), 400, "1 elements, its shape is [1, 1, 8, 8]"),
+        ("/v2/models/digits/infer", pixels(name="x"), 400, "input 'x' is not known: expected pixel_values"),
+        ("/v2/models/digits/infer", pixels(33), 400, "33 rows: at most 32"),
+        ("/v2/models/digits/infer", pixels(data=[1e39] * 64), 400, "output 'logits' is not finite"),
+        ("/v2/models/other/infer", pixels(), 404, "model 'other' is not deployed: deployed are digits"),
+        ("/v2/models/digits/versions/99/infer", pixels(), 404, "no version '99' here"),
+        ("/v1/models/digits/predict", {"inputs": []}, 400, "empty list"),
+        ("/v1/models/digits/predict", {"inputs": "?"}, 400, "not base64"),
+        ("/v1/models/digits/predict", {"inputs": "YWJj"}, 400, "cannot be read"),
+        ("/v1/models/digits/predict", {"input": "YWJj"}, 400, "inputs: Field required"),
+        ("/v2/nothing", b"", 404, "no POST /v2/nothing here"),
+        ("/v2/models/digits/infer", b" " * (64 * 2**20 + 1), 413, "larger than"),
+    ],
+)
+def test_bad_requests_are_told_what_is_wrong(
+    endpoint: httpx.Client, path: str, body: bytes | dict[str, Any], status: int, words: str
+) -> None:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = endpoint.post(path, content=content)
+    assert answer.status_code == status
+    assert words in answer.json()["error"]
+
+
+def test_the_endpoint_is_on_loopback_only(endpoint: httpx.Client) -> None:
+    address = socket.gethostbyname(socket.gethostname())
+    if address.startswith("127."):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))  # sends nothing; picks the interface that would
+            address = probe.getsockname()[0]
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection((address, endpoint.base_url.port or 80), timeout=5).close()
+
+
+def test_a_second_model_and_the_words_of_the_command_line(
+    cluster: dict[str, str], endpoint: httpx.Client, tmp_path: Path
+) -> None:
+    table = "text,label\n" + "".join(f"{word} {i},{label}\n" for i in range(60) for word, label in WORDS)
+    (tmp_path / "words.csv").write_text(table, encoding="utf-8")
+    recipe = [
+        "recipes/reviews.yaml",
+        "name=words",
+        f"data.source={tmp_path / 'words.csv'}",
+        "train.epochs=4",
+        "train.early_stopping=null",
+        "train.precision=fp32",
+        "train.global_batch_size=16",
+        "model.args={layers: 1, width: 32, heads: 2}",
+    ]
+    result = submit(cluster, "lifecycle", *recipe)
+    assert result["metrics"]["train"]["val_accuracy"] == 1.0
+    served = endpoint.post("/v2/repository/index").json()
+    assert [(each["name"], each["state"]) for each in served] == [("digits", "READY"), ("words", "READY")]
+    assert run("rayloom", "status", environment=cluster).stdout.count("version") == 2
+    predicted = run("rayloom", "predict", "words", "good 99", "awful 7", environment=cluster)
+    assert [line.split()[0] for line in predicted.stdout.splitlines()] == ["yes", "no"]
+    refused = run("rayloom", "predict", "nothing", "good", environment=cluster)
+    assert refused.returncode == 2
+    assert "model 'nothing' is not deployed: deployed are digits, words" in refused.stderr
+
+
+WORDS = [("good", "yes"), ("fine", "yes"), ("bad", "no"), ("awful", "no")]
+
+
+def test_a_damaged_version_is_not_deployed_and_the_old_one_stays(
+    cluster: dict[str, str], endpoint: httpx.Client, deployed: dict[str, Any]
+) -> None:
+    storage = Path(cluster["RAYLOOM_STORAGE"])
+    second = submit(cluster, "compile", *DIGITS)["artifacts"]["model"].rpartition("/")[2]
+    model = storage / "models/digits" / second / "model.onnx"
+    model.write_bytes(model.read_bytes()[:-100])
+    result = submit(cluster, "deploy", *DIGITS, succeeds=False)
+    assert result["status"] == "failed"
+    assert "model.onnx" in result["error"]
+    first = deployed["artifacts"]["model"].rpartition("/")[2]
+    assert endpoint.get("/v2/models/digits").json()["versions"] == [first]
+    assert endpoint.post("/v2/models/digits/infer", json=pixels()).status_code == 200
+    back = submit(cluster, "deploy", *DIGITS, f"serve.version={first}")
+    assert back["artifacts"]["model"] == f"digits/{first}"
+
+
+def test_a_gate_that_does_not_hold_publishes_nothing(cluster: dict[str, str], deployed: dict[str, Any]) -> None:
+    models = Path(cluster["RAYLOOM_STORAGE"]) / "models/digits"
+    before = sorted(models.iterdir())
+    result = submit(cluster, "compile", *DIGITS, "compile.gates.max_difference=1e-12", succeeds=False)
+    assert "compile.gates.max_difference" in result["error"]
+    assert sorted(models.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("job", "override", "words"),
+    [
+        ("train", "train.workers=64", "train.workers, of which there are 64, need 64 CPUs, and the cluster has"),
+        ("deploy", "serve.cpus_per_replica=64", "need 128 CPUs, and the cluster has"),
+        ("deploy", "serve.port=9", "serve.port is 9, on 127.0.0.1, and this cluster's endpoint listens on"),
+    ],
+)
+def test_a_submitted_job_that_is_refused_fails(
+    cluster: dict[str, str], deployed: dict[str, Any], job: str, override: str, words: str
+) -> None:
+    before = sorted(Path(cluster["RAYLOOM_STORAGE"]).glob("*/*/*"))
+    result = submit(cluster, job, "recipes/digits.yaml", override, succeeds=False)
+    assert words in result["error"]
+    assert sorted(Path(cluster["RAYLOOM_STORAGE"]).glob("*/*/*")) == before
+
+
+def test_submit_refuses_before_it_sends_anything(cluster: dict[str, str]) -> None:
+    for arguments, words in (
+        (["train", "recipes/digits.yaml", "train.epoch=1"], "'epochs'"),
+        (["trian", "recipes/digits.yaml"], "known are compile, deploy, lifecycle, train"),
+        (["train", "/etc/hostname"], "outside the working directory"),
+    ):
+        refused = run("rayloom", "submit", *arguments, environment=cluster)
+        assert refused.returncode == 2
+        assert words in refused.stderr
+        assert refused.stdout == ""

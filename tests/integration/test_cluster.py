@@ -1,0 +1,109 @@
+"""The local cluster: guarded, known, and gone without a trace."""
+
+import json
+import os
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.helpers import run
+
+SHELL_JOB = {"entrypoint": "touch /tmp/rayloom-was-here"}
+
+
+def headers(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+def test_the_token_is_private_and_guards_the_jobs_api(cluster: dict[str, str]) -> None:
+    path = Path(cluster["RAY_AUTH_TOKEN_PATH"])
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    jobs = f"{cluster['RAY_API_SERVER_ADDRESS']}/api/jobs/"
+    assert httpx.post(jobs, json=SHELL_JOB).status_code == 401
+    assert httpx.post(jobs, json=SHELL_JOB, headers=headers("0" * 64)).status_code == 403
+    assert httpx.get(jobs, headers=headers(path.read_text(encoding="utf-8"))).status_code == 200
+
+
+def test_a_wrong_token_is_told(cluster: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("0" * 64, encoding="utf-8")
+    environment = {**cluster, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
+    refused = run("rayloom", "submit", "train", "recipes/digits.yaml", environment=environment)
+    assert refused.returncode == 2
+    assert f"refuses the token of {tmp_path / 'token'}" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_an_address_where_nothing_answers_is_told(cluster: dict[str, str]) -> None:
+    environment = {**cluster, "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9"}
+    refused = run("rayloom", "submit", "train", "recipes/digits.yaml", environment=environment)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: no cluster answers at http://127.0.0.1:9")
+
+
+def test_a_second_cluster_in_the_same_home_is_refused(cluster: dict[str, str]) -> None:
+    refused = run("rayloom", "up", environment=cluster)
+    assert refused.returncode == 2
+    assert cluster["RAY_API_SERVER_ADDRESS"] in refused.stderr
+    assert "rayloom down" in refused.stderr
+
+
+def test_status_lists_the_ports_that_others_could_reach(cluster: dict[str, str]) -> None:
+    shown = run("rayloom", "status", environment=cluster).stdout
+    state = json.loads((Path(cluster["RAYLOOM_HOME"]) / "cluster/cluster.json").read_text(encoding="utf-8"))
+    listed = {int(line.split()[0]) for line in shown.splitlines() if line.startswith("  ")}
+    opened = {
+        each.laddr.port
+        for process in psutil.process_iter()
+        if process.pid != os.getpid() and state["runtime"] in " ".join(process.cmdline())
+        for each in process.net_connections(kind="tcp")
+        if each.status == psutil.CONN_LISTEN and not each.laddr.ip.endswith("127.0.0.1")
+    }
+    assert state["gcs_port"] in listed
+    assert opened <= listed
+    assert state["dashboard_port"] not in listed
+
+
+@pytest.mark.parametrize("option", ["--dashboard-port", "--serve-port"])
+def test_a_port_in_use_is_refused_and_nothing_is_left(option: str, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        refused = run("rayloom", "up", option, port, environment={"RAYLOOM_HOME": str(tmp_path)})
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(f"error: port {port} is in use: give {option} another one")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_does_not_start_without_a_token(tmp_path: Path) -> None:
+    (tmp_path / "home").write_text("a file where the folder should be", encoding="utf-8")
+    refused = run("rayloom", "up", environment={"RAYLOOM_HOME": str(tmp_path / "home")})
+    assert refused.returncode == 2
+    assert "the token" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize("command", [["status"], ["env"], ["predict", "digits", "x"]])
+def test_a_cluster_that_is_not_up_is_told(command: list[str], tmp_path: Path) -> None:
+    refused = run("rayloom", *command, environment={"RAYLOOM_HOME": str(tmp_path)})
+    assert refused.returncode == 2
+    assert refused.stderr == "error: no local cluster is up: start one with 'rayloom up'\n"
+
+
+def test_down_ends_what_up_started_and_nothing_else(cluster: dict[str, str], tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="rayloom-other-") as home:
+        other = {"RAYLOOM_HOME": home}
+        assert run("rayloom", "up", environment=other).returncode == 0
+        state = json.loads((Path(home) / "cluster/cluster.json").read_text(encoding="utf-8"))
+        stopped = run("rayloom", "down", environment=other)
+        assert stopped.returncode == 0
+        assert list(Path(home).iterdir()) == []
+    assert not Path(state["runtime"]).exists()
+    lines = [" ".join(process.cmdline()) for process in psutil.process_iter() if process.pid != os.getpid()]
+    assert not [line for line in lines if state["runtime"] in line]
+    assert run("rayloom", "status", environment=cluster).returncode == 0

@@ -1,0 +1,106 @@
+"""The recipe: what is read, what is refused, and in which words."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from app.config import Recipe, load_recipe
+from app.errors import RecipeError
+from tests.helpers import ROOT, run
+
+DIGITS, REVIEWS = ROOT / "recipes/digits.yaml", ROOT / "recipes/reviews.yaml"
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/*.yaml")), ids=lambda path: path.stem)
+def test_recipes_load_and_fit_the_schema(path: Path) -> None:
+    jsonschema.validate(yaml.safe_load(path.read_text(encoding="utf-8")), Recipe.model_json_schema())
+    assert load_recipe(path).name == path.stem
+
+
+def test_what_show_prints_is_the_same_recipe(tmp_path: Path) -> None:
+    shown = run("rayloom", "recipe", "show", str(DIGITS), "train.epochs=7")
+    (tmp_path / "shown.yaml").write_text(shown.stdout, encoding="utf-8")
+    assert load_recipe(tmp_path / "shown.yaml") == load_recipe(DIGITS, ["train.epochs=7"])
+
+
+@pytest.mark.parametrize(
+    ("override", "read"),
+    [
+        ("train.optimizer.lr=1e-3", lambda recipe: recipe.train.optimizer.lr == 0.001),
+        ("data.buckets=[8, 16]", lambda recipe: recipe.data.buckets == [8, 16]),
+        ("data.buckets.0=8", lambda recipe: recipe.data.buckets[:2] == [8, 32]),
+        ("train.plan.zero_stage=2", lambda recipe: recipe.train.plan.zero_stage == 2),
+        ("train.early_stopping=null", lambda recipe: recipe.train.early_stopping is None),
+        ("model.args.width=64", lambda recipe: recipe.model.args["width"] == 64),
+    ],
+)
+def test_overrides_set_one_value(override: str, read: Callable[[Recipe], bool]) -> None:
+    assert read(load_recipe(REVIEWS, [override]))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.optimzer.lr=1", ["train.optimzer", "'optimizer'"]),
+        ("epochs=3", ["epochs", "'train.epochs'"]),
+        ("train.Epochs=3", ["unknown key train.Epochs", "'epochs'"]),
+        ("train.epochs=three", ["train.epochs", "'three'", "integer"]),
+        ("train.epochs=true", ["train.epochs", "True", "integer"]),
+        ("train.optimizer.lr=0", ["train.optimizer.lr", "greater than 0"]),
+        ("train.plan.zero_stage=7", ["train.plan.zero_stage", "0, 1 or 2"]),
+        ("train.workers=3", ["global_batch_size 64", "workers 3"]),
+        ("train.plan.micro_batch=5", ["micro_batch 5", "32 samples each"]),
+        ("model.factory=small_cnn", ["model.factory", "package.module:name"]),
+        ("data.buckets=[64, 32]", ["data.buckets", "ascend"]),
+        ("data.buckets.9=1", ["'9'", "index"]),
+        ("train.early_stopping.mode=min", ["val_accuracy", "max"]),
+        ("train.epochs", ["'train.epochs'", "key=value"]),
+    ],
+)
+def test_what_cannot_work_is_refused_with_key_value_and_way_out(override: str, words: list[str]) -> None:
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(REVIEWS, [override])
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "word"), [("name: [", "not YAML"), ("- a", "expected keys"), ("name: x", "data is missing")]
+)
+def test_broken_files_are_refused(tmp_path: Path, content: str, word: str) -> None:
+    (tmp_path / "broken.yaml").write_text(content, encoding="utf-8")
+    with pytest.raises(RecipeError, match=word):
+        load_recipe(tmp_path / "broken.yaml")
+
+
+def test_a_missing_file_is_refused() -> None:
+    refused = run("rayloom", "recipe", "show", "recipes/nothing.yaml")
+    assert refused.returncode == 2
+    assert "recipes/nothing.yaml" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(DIGITS, ["train.epochs=0", "serve.port=0"])
+    assert len(str(refused.value).splitlines()) == 2
+
+
+def test_the_batch_is_divided() -> None:
+    train = load_recipe(DIGITS, ["train.global_batch_size=96", "train.plan.micro_batch=16"]).train
+    assert (train.batch_per_worker, train.micro_batch, train.gradient_accumulation) == (48, 16, 3)
+
+
+def test_the_schema_is_printed() -> None:
+    assert json.loads(run("rayloom", "recipe", "schema").stdout) == json.loads(json.dumps(Recipe.model_json_schema()))
+
+
+def test_configuration_imports_nothing_heavy() -> None:
+    code = "import app.config, sys; print({'ray', 'torch', 'deepspeed', 'pandas'} & set(sys.modules))"
+    seen = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert seen.stdout.strip() == "set()"

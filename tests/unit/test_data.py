@@ -1,0 +1,152 @@
+"""Data: sources, cleaning, the split and the processors."""
+
+import io
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+from upath import UPath
+
+from app.config import CleanConfig, DataConfig, TokenizerConfig
+from app.data.cleaning import clean
+from app.data.examples import Examples
+from app.data.images import ImageProcessor
+from app.data.prepared import PreparedData, prepare, split
+from app.data.sources import load_examples
+from app.data.text import TextProcessor
+from app.errors import DataError
+
+TABLE = pd.DataFrame({"text": ["good one", "bad one", "fine", "poor"] * 5, "label": ["yes", "no", "yes", "no"] * 5})
+TABLE["text"] += [f" {index}" for index in range(len(TABLE))]
+WRITERS = {
+    "csv": lambda path: TABLE.to_csv(path, index=False),
+    "jsonl": lambda path: TABLE.to_json(path, orient="records", lines=True),
+    "parquet": lambda path: TABLE.to_parquet(path),
+}
+
+
+@pytest.fixture(scope="module")
+def reviews() -> PreparedData:
+    return prepare(DataConfig(source="builtin:reviews"), TextProcessor)
+
+
+def test_reviews_are_cleaned_as_counted() -> None:
+    kept, report = clean(load_examples(DataConfig(source="builtin:reviews")), CleanConfig())
+    assert report.model_dump() == {
+        "given": 35_124,
+        "empty": 1,
+        "unlabelled": 0,
+        "duplicate": 17_713,
+        "conflicting": 47,
+        "kept": 17_363,
+    }
+    assert len(set(kept.inputs)) == len(kept) == 17_363
+    assert "17,713 exact duplicates" in str(report)
+
+
+def test_the_split_is_stratified_fixed_and_does_not_leak(reviews: PreparedData) -> None:
+    config = DataConfig(source="builtin:reviews")
+    cleaned, _ = clean(load_examples(config), config.clean)
+    assert split(cleaned, config) == (reviews.train, reviews.validation, reviews.labels)
+    assert split(cleaned, DataConfig(source="builtin:reviews", seed=1))[1] != reviews.validation
+    assert not set(reviews.train.inputs) & set(reviews.validation.inputs)
+    assert len(reviews.validation) == pytest.approx(0.1 * 17_363, abs=1)
+    shares = [Counter(part.classes)[1] / len(part) for part in (reviews.train, reviews.validation)]
+    assert shares[0] == pytest.approx(shares[1], abs=1e-3)
+
+
+def test_prepared_data_is_read_as_it_was_written(reviews: PreparedData, tmp_path: Path) -> None:
+    reviews.save(UPath(tmp_path))
+    loaded = PreparedData.load(UPath(tmp_path), TextProcessor)
+    texts = reviews.validation.inputs[:5]
+    assert loaded.fingerprint == reviews.fingerprint
+    assert np.array_equal(loaded.processor.encode(texts)["input_ids"], reviews.processor.encode(texts)["input_ids"])
+
+
+def test_cleaning_drops_each_example_for_one_reason() -> None:
+    given = [("a", "x"), ("a ", "x"), ("", "x"), ("b", ""), ("b", "x"), ("c", "x"), ("c", "y"), ("c", "x")]
+    kept, report = clean(Examples("text", *map(list, zip(*given, strict=True))), CleanConfig())
+    assert list(kept) == [("a", "x"), ("b", "x")]
+    assert (report.empty, report.unlabelled, report.duplicate, report.conflicting) == (1, 1, 3, 1)
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_tables_are_read(tmp_path: Path, suffix: str) -> None:
+    WRITERS[suffix](tmp_path / f"table.{suffix}")
+    examples = load_examples(DataConfig(source=str(tmp_path / f"table.{suffix}")))
+    assert list(examples) == list(zip(TABLE["text"], TABLE["label"], strict=True))
+
+
+def test_an_image_folder_is_read(tmp_path: Path) -> None:
+    for label, level in (("dark", 0), ("light", 255)):
+        for index in range(4):
+            (tmp_path / label).mkdir(exist_ok=True)
+            Image.fromarray(np.full((9 + index, 5), level, np.uint8)).save(tmp_path / label / f"{index}.png")
+    (tmp_path / "notes.txt").write_text("not an image", encoding="utf-8")
+    config = DataConfig(source=str(tmp_path), validation_fraction=0.5, clean=CleanConfig(deduplicate=False))
+    data = prepare(config, ImageProcessor)
+    pixels = data.processor.encode(data.train.inputs)["pixel_values"]
+    assert data.labels == ["dark", "light"]
+    assert pixels.shape == (4, 3, 32, 32)
+    assert pixels.dtype == np.float32
+    assert [pixels[row].mean() for row in range(4)] == [2.0 * label - 1.0 for label in data.train.classes]
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("builtin:review", ["builtin:review", "'reviews'"]),
+        ("/nowhere/data.csv", ["/nowhere/data.csv", "does not exist"]),
+        ("nosuch://bucket/data.csv", ["nosuch", "cannot be opened"]),
+        ("{folder}/data.txt", [".txt", ".csv"]),
+        ("{folder}/empty.csv", ["empty.csv", "no examples"]),
+        ("{folder}/header.csv", ["header.csv", "no examples"]),
+        ("{folder}/other.csv", ["data.columns.label", "'label'", "text, target"]),
+        ("{folder}/one.csv", ["one.csv", "expected two"]),
+        ("{folder}/broken.jsonl", ["broken.jsonl", "not a jsonl table"]),
+        ("{folder}/folder", ["folder", "no examples"]),
+    ],
+)
+def test_bad_sources_are_refused(tmp_path: Path, source: str, words: list[str]) -> None:
+    files = {
+        "data.txt": "text",
+        "empty.csv": "",
+        "header.csv": "text,label\n",
+        "other.csv": "text,target\na,b\n",
+        "one.csv": "text,label\na,x\nb,x\n",
+        "broken.jsonl": '{"text": ',
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError) as refused:
+        prepare(DataConfig(source=source.format(folder=tmp_path)), TextProcessor)
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+def test_another_kind_of_input_is_refused() -> None:
+    with pytest.raises(DataError, match="holds images, the task takes texts"):
+        prepare(DataConfig(source="builtin:digits"), TextProcessor)
+
+
+def test_texts_are_padded_to_buckets_and_cut_at_the_last() -> None:
+    config = DataConfig(source="-", buckets=[4, 8], tokenizer=TokenizerConfig(max_piece_length=1))
+    processor = TextProcessor.fit(["abc", "bcd", "abcd"] * 2, config)
+    short, cut = processor.encode(["ab", "a"]), processor.encode(["abcd" * 9, "a"])
+    assert short["input_ids"].shape == (2, 4)
+    assert short["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 0, 0]]  # the start token comes first
+    assert cut["input_ids"].shape == (2, 8)
+    assert cut["attention_mask"].sum(1).tolist() == [8, 2]
+
+
+def test_an_unreadable_image_is_refused() -> None:
+    processor = ImageProcessor.fit([], DataConfig(source="-"))
+    with pytest.raises(DataError, match="of 3 bytes cannot be read"):
+        processor.encode([b"abc"])
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(buffer, "PNG")
+    with pytest.raises(DataError, match="cannot be read"):
+        processor.encode([buffer.getvalue()[:40]])

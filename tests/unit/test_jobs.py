@@ -1,0 +1,43 @@
+"""What jobs refuse before they look for a cluster."""
+
+from pathlib import Path
+
+import pytest
+
+from jobs._runner import main
+from jobs.compile import compile_model
+from jobs.deploy import deploy
+from jobs.train import train
+from tests.helpers import ROOT, result_of
+
+DIGITS = str(ROOT / "recipes/digits.yaml")
+
+
+@pytest.mark.parametrize(
+    ("job", "arguments", "code", "words"),
+    [
+        ("train", ["recipes/nothing.yaml"], 2, "recipes/nothing.yaml"),
+        ("train", [DIGITS, "train.epochs=many"], 2, "train.epochs"),
+        ("train", [DIGITS, "storage=somewhere"], 2, "relative path"),
+        ("train", [DIGITS, "data.source=/nowhere.csv"], 1, "/nowhere.csv"),
+        ("train", [DIGITS, "train.global_batch_size=4096"], 1, "the training split has 1437 samples"),
+        ("train", [DIGITS, "train.linear_baseline=true"], 1, "train.linear_baseline is for texts"),
+        ("train", [DIGITS, "model.factory=app.models.image:resnet"], 1, "'resnet50'"),
+        ("train", [DIGITS, "task=app.models.image:resnet50"], 1, "expected a class"),
+        ("compile", [DIGITS, "name=unknown"], 1, "run jobs.train first"),
+        ("compile", [DIGITS, "compile.weights=/nowhere"], 1, "/nowhere"),
+        ("deploy", [DIGITS, "name=unknown"], 1, "run jobs.compile first"),
+        ("deploy", [DIGITS, "serve.version=99"], 1, "no version 99"),
+    ],
+)
+def test_what_cannot_work_is_refused_and_leaves_nothing(
+    job: str, arguments: list[str], code: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = {"train": train, "compile": compile_model, "deploy": deploy}[job]
+    assert main(job, step, arguments) == code
+    printed = capsys.readouterr()
+    result = result_of(printed.out)
+    assert result["status"] == "failed"
+    assert words in result["error"]
+    assert printed.err.strip() == f"error: {result['error']}"
+    assert not (tmp_path / "storage").exists()

@@ -1,0 +1,119 @@
+"""The parts of training that need no process group."""
+
+import pytest
+import torch
+
+from app.config import DataConfig, EarlyStoppingConfig, ImageConfig, ModelConfig, ScheduleConfig, load_recipe
+from app.data.images import ImageProcessor
+from app.errors import RecipeError, TrainingError
+from app.models.factory import build_model, logits_of
+from app.training.batches import Shard, micro_batches, train_batches, validation_batches
+from app.training.early_stopping import should_stop
+from app.training.loop import count_steps
+from app.training.plan import deepspeed_config
+from app.training.schedule import lr_factor
+from tests.helpers import ROOT
+
+LENGTHS = [(index * 37) % 101 for index in range(1000)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_workers_together_see_the_global_batch(world_size: int) -> None:
+    batches = train_batches(LENGTHS, batch_size=32, seed=0, epoch=1)
+    for batch in batches[:5]:
+        shares = [list(micro_batches(batch, Shard(rank, world_size), 4)) for rank in range(world_size)]
+        assert sorted(index for share in shares for micro in share for index in micro) == sorted(batch)
+        assert {len(micro) for share in shares for micro in share} == {4}
+
+
+def test_an_epoch_sees_a_sample_once_and_in_its_own_order() -> None:
+    first, second = (train_batches(LENGTHS, 32, seed=0, epoch=epoch) for epoch in (1, 2))
+    seen = [index for batch in first for index in batch]
+    assert len(seen) == len(set(seen)) == 992
+    assert first == train_batches(LENGTHS, 32, seed=0, epoch=1) != second
+    assert set(seen) != {index for batch in second for index in batch}
+
+
+def test_batches_are_of_similar_length() -> None:
+    spans = [
+        max(LENGTHS[index] for index in batch) - min(LENGTHS[index] for index in batch)
+        for batch in train_batches(LENGTHS, 32, seed=0, epoch=1)
+    ]
+    assert sum(spans) / len(spans) < 10
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_validation_sees_each_sample_once(world_size: int) -> None:
+    seen = [i for rank in range(world_size) for b in validation_batches(LENGTHS, Shard(rank, world_size), 7) for i in b]
+    assert sorted(seen) == list(range(1000))
+
+
+@pytest.mark.parametrize(
+    ("values", "patience", "min_delta", "expected"),
+    [
+        ([3.0, 2.0, 1.0], 3, 0.0, False),  # nothing before the last three
+        ([3.0, 2.0, 1.0, 0.9], 3, 0.0, False),
+        ([1.0, 1.1, 1.2, 1.3], 3, 0.0, True),
+        ([1.0, 1.0, 1.0], 2, 0.0, True),  # equal is no better
+        ([1.0, 0.95, 0.94], 2, 0.1, True),  # better, but by less than min_delta
+        ([1.0, 0.8, 1.2], 2, 0.1, False),
+        ([1.0, 2.0, 0.5, 2.0], 2, 0.0, False),
+    ],
+)
+def test_early_stopping_by_hand(values: list[float], patience: int, min_delta: float, expected: bool) -> None:
+    less = EarlyStoppingConfig(metric="val_loss", mode="min", patience=patience, min_delta=min_delta)
+    more = EarlyStoppingConfig(metric="val_accuracy", mode="max", patience=patience, min_delta=min_delta)
+    assert should_stop(values, less) is expected
+    assert should_stop([-value for value in values], more) is expected
+
+
+def test_schedules_by_hand() -> None:
+    cosine = ScheduleConfig(name="cosine", warmup_fraction=0.2)
+    assert [round(lr_factor(step, 10, cosine), 4) for step in (0, 1, 2, 6, 10)] == [0.3333, 0.6667, 1.0, 0.5, 0.0]
+    linear = ScheduleConfig(name="linear", warmup_fraction=0.0)
+    assert [lr_factor(step, 4, linear) for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
+    assert lr_factor(9, 10, ScheduleConfig(name="constant", warmup_fraction=0.0)) == 1.0
+
+
+def test_the_plan_becomes_deepspeeds_configuration() -> None:
+    overrides = ["train.plan.zero_stage=2", "train.plan.micro_batch=8", "train.precision=bf16"]
+    config = deepspeed_config(load_recipe(ROOT / "recipes/digits.yaml", overrides).train)
+    assert config["zero_optimization"] == {"stage": 2}
+    assert config["bf16"] == {"enabled": True}
+    assert config["gradient_clipping"] == 1.0
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    assert [config[size] for size in sizes] == [64, 8, 4]
+
+
+def test_too_few_samples_for_a_batch_are_refused() -> None:
+    config = load_recipe(ROOT / "recipes/digits.yaml").train
+    assert count_steps(config, 200) == 3 * config.epochs
+    with pytest.raises(TrainingError, match="global_batch_size is 64, the training split has 10 samples"):
+        count_steps(config, 10)
+
+
+@pytest.mark.parametrize(
+    ("factory", "args", "words"),
+    [
+        ("app.models.nothing:small_cnn", {}, "'app.models.nothing' cannot be imported"),
+        ("app.models.image:small_cn", {}, "did you mean 'small_cnn'"),
+        ("app.models.image:small_cnn", {"widht": 8}, "model.args.widht; did you mean 'width'"),
+        ("app.models.image:small_cnn", {"width": 9}, "not a multiple of 8"),
+        ("app.models.image:small_cnn", {"width": -8}, "refuses model.args"),
+        ("app.models.text:encoder_classifier", {}, "model.args.vocab_size is missing"),
+        ("app.training.checkpoint:_TAG", {}, "expected a function"),
+        ("app.training.batches:Shard", {"rank": 0, "world_size": 1}, "expected a torch.nn.Module"),
+    ],
+)
+def test_models_that_cannot_be_built_are_refused(factory: str, args: dict[str, int], words: str) -> None:
+    processor = ImageProcessor.fit([], DataConfig(source="-"))
+    with pytest.raises(RecipeError) as refused:
+        build_model(ModelConfig(factory=factory, args=args), 10, processor)
+    assert words in str(refused.value)
+
+
+def test_resnet50_has_its_size_and_answers_logits() -> None:
+    processor = ImageProcessor.fit([], DataConfig(source="-", image=ImageConfig(size=64, channels=3)))
+    model = build_model(ModelConfig(factory="app.models.image:resnet50"), 1000, processor).eval()
+    assert sum(each.numel() for each in model.parameters()) == 25_557_032  # of the paper's network, as in torchvision
+    assert logits_of(model(pixel_values=torch.zeros(2, 3, 64, 64))).shape == (2, 1000)
