@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import sys
+import threading
 import time
 
 from pydantic import BaseModel
@@ -101,13 +102,16 @@ def _require_free(host: str, port: int) -> None:
 def _deployed() -> ServedModels:
     """What the endpoint serves now: nothing, if no replica runs."""
     application = serve.status().applications.get(APPLICATION)
-    running = application and application.deployments[DEPLOYMENT].replica_states.get(ReplicaState.RUNNING, 0)
-    return asyncio.run(_ask_for_config()) if running else ServedModels()
+    if not (application and application.deployments[DEPLOYMENT].replica_states.get(ReplicaState.RUNNING)):
+        return ServedModels()
+    # With the fast ingress, a handle needs an event loop, which its listeners go on using.
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return asyncio.run_coroutine_threadsafe(_ask_for_config(), loop).result(_ANSWER_TIMEOUT_S)
 
 
 async def _ask_for_config() -> ServedModels:
-    # With the fast ingress, a handle works inside an event loop only.
-    config: ServedModels = await asyncio.wait_for(serve.get_app_handle(APPLICATION).config.remote(), _ANSWER_TIMEOUT_S)
+    config: ServedModels = await serve.get_app_handle(APPLICATION).config.remote()
     return config
 
 
