@@ -1,5 +1,6 @@
 """Training under Ray Train and under torchrun: the same, whoever runs it."""
 
+import contextlib
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from upath import UPath
 
@@ -84,8 +86,9 @@ def _wait_for_worker(cluster: dict[str, str]) -> int:
     while time.monotonic() < deadline:
         if list(Path(cluster["RAYLOOM_STORAGE"]).glob(stored)):
             time.sleep(1.5)  # the controller learns of a stored checkpoint a moment later
-            workers = [each for each in ClusterState(**state).processes() if "RayTrainWorker" in each.cmdline()[0]]
-            if workers:
-                return workers[-1].pid
+            for process in ClusterState(**state).processes():
+                with contextlib.suppress(psutil.NoSuchProcess):  # it ended while we looked
+                    if "RayTrainWorker" in " ".join(process.cmdline()):
+                        return process.pid
         time.sleep(0.2)
     pytest.fail("no training worker with a checkpoint appeared")
