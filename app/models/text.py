@@ -53,7 +53,7 @@ class EncoderClassifier(nn.Module):
             width, heads, 4 * width, dropout, activation="gelu", batch_first=True, norm_first=True
         )
         # Dropout on what each part adds is kept; on attention and inside the feed-forward part, where
-        # there is most to draw, it costs a third of a step on a CPU and brought nothing.
+        # there is most to draw, it costs a third of a step on a CPU.
         layer.self_attn.dropout = 0.0
         layer.dropout.p = 0.0
         self.encoder = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
