@@ -1,10 +1,15 @@
 """sha256 of files, kept beside them as ``sha256sum`` writes and reads it."""
 
 import hashlib
+import io
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import cast
 
 from upath import UPath
 
 from app.errors import StorageError
+from app.storage import write_atomically
 
 CHECKSUMS_FILE = "SHA256SUMS"
 
@@ -14,9 +19,13 @@ def sha256_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def checksums_of(folder: UPath) -> dict[str, str]:
-    """The sha256 of every file of ``folder``, by name."""
-    return {file.name: sha256_of(file.read_bytes()) for file in sorted(folder.iterdir(), key=str) if file.is_file()}
+def checksums_of(files: Iterable[Path | UPath]) -> dict[str, str]:
+    """The sha256 of each file, by name; read in pieces."""
+    sums = {}
+    for path in sorted(files, key=str):
+        with path.open("rb") as file:
+            sums[path.name] = hashlib.file_digest(cast(io.BufferedReader, file), "sha256").hexdigest()
+    return sums
 
 
 def read_verified(file: UPath, sha256: str) -> bytes:
@@ -26,27 +35,38 @@ def read_verified(file: UPath, sha256: str) -> bytes:
     except FileNotFoundError as error:
         raise StorageError(f"{str(file)!r} is missing: make it again") from error
     if (given := sha256_of(content)) != sha256:
-        raise StorageError(
-            f"{str(file)!r} was changed: its sha256 is {given[:12]}…, expected {sha256[:12]}…; make it again"
-        )
+        raise StorageError(_changed(file, given, sha256))
     return content
 
 
-def write_checksums(folder: UPath) -> None:
-    """Write the checksum of every file of ``folder``."""
-    lines = [f"{sha256}  {name}\n" for name, sha256 in checksums_of(folder).items() if name != CHECKSUMS_FILE]
-    (folder / CHECKSUMS_FILE).write_text("".join(lines), encoding="utf-8")
+def write_checksums(folder: UPath, sums: Mapping[str, str] | None = None) -> None:
+    """Write the checksum of every file of ``folder``, or those given, in one step."""
+    if sums is None:
+        sums = checksums_of(file for file in folder.iterdir() if file.is_file() and file.name != CHECKSUMS_FILE)
+    lines = [f"{sha256}  {name}\n" for name, sha256 in sorted(sums.items())]
+    write_atomically(folder / CHECKSUMS_FILE, "".join(lines).encode())
 
 
 def verify_checksums(folder: UPath) -> None:
     """Compare every file of ``folder`` with its checksum.
 
     Raises:
-        StorageError: there are no checksums, or a file is missing or differs; it is named.
+        StorageError: there are no checksums, or a file is missing, differs or has none; it is named.
     """
     path = folder / CHECKSUMS_FILE
     if not path.exists():
         raise StorageError(f"{str(folder)!r} has no {CHECKSUMS_FILE}: it is not a folder that Rayloom wrote whole")
-    for line in path.read_text(encoding="utf-8").splitlines():
-        sha256, _, name = line.partition("  ")
-        read_verified(folder / name, sha256)
+    lines = path.read_bytes().decode(errors="replace").splitlines()
+    expected = {name: sha256 for sha256, _, name in (line.partition("  ") for line in lines)}
+    files = {file.name: file for file in folder.iterdir() if file.is_file() and file.name != CHECKSUMS_FILE}
+    if missing := sorted(expected.keys() - files.keys()):
+        raise StorageError(f"{str(folder / missing[0])!r} is missing: make it again")
+    if unknown := sorted(files.keys() - expected.keys()):
+        raise StorageError(f"{str(path)!r} does not name {unknown[0]!r}: one of them was changed; make it again")
+    for name, given in checksums_of(files.values()).items():
+        if given != expected[name]:
+            raise StorageError(_changed(files[name], given, expected[name]))
+
+
+def _changed(file: UPath, given: str, expected: str) -> str:
+    return f"{str(file)!r} was changed: its sha256 is {given[:12]}…, expected {expected[:12]}…; make it again"

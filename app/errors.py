@@ -6,9 +6,12 @@ RayloomError
 ├── StorageError           a place in storage is missing, taken or damaged
 ├── ClusterError           the local cluster is not in the state that a command needs
 ├── TrainingError          training cannot start or go on
+│   └── NonFiniteLossError a loss or gradient is not a number, or infinite
 ├── CompileError           a model cannot be exported, or its numbers differ too much
 ├── EngineError            a compiled model cannot be loaded
-└── RequestError           a request to the endpoint is malformed
+├── RequestError           a request to the endpoint is malformed
+└── DeliveryError          a receiver did not take a notification
+    └── TryLaterError      it may take it later
 
 Each message says what was given, what was expected and what to do. Each error is built from one
 string, so that it survives pickling between Ray's processes.
@@ -39,6 +42,10 @@ class TrainingError(RayloomError):
     """Training cannot start or go on."""
 
 
+class NonFiniteLossError(TrainingError):
+    """A loss or gradient is not a number, or infinite."""
+
+
 class CompileError(RayloomError):
     """A model cannot be exported, or its numbers differ too much from PyTorch's."""
 
@@ -49,3 +56,11 @@ class EngineError(RayloomError):
 
 class RequestError(RayloomError):
     """A request to the endpoint is malformed; answered with status 400."""
+
+
+class DeliveryError(RayloomError):
+    """A receiver did not take a notification, and will not."""
+
+
+class TryLaterError(DeliveryError):
+    """A receiver did not take a notification, and may take it later."""

@@ -16,7 +16,7 @@ from app.config import Recipe, dump_recipe
 from app.errors import RayloomError, StorageError
 from app.storage import open_storage, write_atomically
 
-RESULT_FILE = "result.json"
+RESULT_FILE, CONFIG_FILE = "result.json", "config.yaml"
 
 
 class Result(BaseModel):
@@ -42,6 +42,8 @@ class Outcome:
 
     metrics: BaseModel
     artifacts: dict[str, str]
+    status: Literal["succeeded", "stopped"] = "succeeded"
+    """stopped: it was asked to end early, and can go on."""
 
 
 @dataclass(frozen=True)
@@ -61,24 +63,33 @@ class Run:
         run_id = f"{now:%Y%m%d-%H%M%S}-{recipe.name}-{secrets.token_hex(2)}"
         return cls(job, run_id, recipe, open_storage(recipe.storage), time.monotonic())
 
+    @classmethod
+    def resume(cls, job: str, recipe: Recipe, run_id: str) -> Self:
+        """An earlier run, to be continued under its own name."""
+        return cls(job, run_id, recipe, open_storage(recipe.storage), time.monotonic())
+
     @property
     def folder(self) -> UPath:
         """The run's folder in storage."""
         return self.storage / "runs" / self.job / self.run_id
 
     def open(self) -> None:
-        """Make the folder with the resolved recipe. Called once everything given has been checked."""
+        """Make the folder with the resolved recipe. Called once everything given has been checked.
+
+        Of a run that goes on, the folder is there; what it ended with last time is removed.
+        """
         try:
-            self.folder.mkdir(parents=True, exist_ok=False)
-            write_atomically(self.folder / "config.yaml", dump_recipe(self.recipe).encode())
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / RESULT_FILE).unlink(missing_ok=True)
+            write_atomically(self.folder / CONFIG_FILE, dump_recipe(self.recipe).encode())
         except OSError as error:
             raise StorageError(
                 f"storage {str(self.storage)!r} cannot be written ({error}): check its rights"
             ) from error
 
-    def succeed(self, outcome: Outcome) -> Result:
+    def end(self, outcome: Outcome) -> Result:
         """Write and return the result of a run that did what it should."""
-        return self._finish("succeeded", outcome.metrics.model_dump(mode="json"), outcome.artifacts, None)
+        return self._finish(outcome.status, outcome.metrics.model_dump(mode="json"), outcome.artifacts, None)
 
     def fail(self, error: str) -> Result:
         """Return the result of a run that broke; write it if the folder was made."""
@@ -86,7 +97,7 @@ class Run:
 
     def _finish(
         self,
-        status: Literal["succeeded", "failed"],
+        status: Literal["succeeded", "stopped", "failed"],
         metrics: dict[str, Any],
         artifacts: dict[str, str],
         error: str | None,
@@ -113,7 +124,7 @@ Step = Callable[[Run], Outcome]
 def execute(run: Run, step: Step) -> Result:
     """Do the work and keep its result; an error is shown, with a traceback if it is none of Rayloom's."""
     try:
-        return run.succeed(step(run))
+        return run.end(step(run))
     except RayloomError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return run.fail(str(error))

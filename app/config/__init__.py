@@ -1,40 +1,59 @@
 """The recipe as typed values. Imported by every other part of Rayloom; imports none of them."""
 
+from app.config.alerts import AlertConfig, EmailConfig, NotifyConfig, WebhookConfig
+from app.config.data import CleanConfig, ColumnsConfig, DataConfig, ImageConfig, TokenizerConfig
+from app.config.layout import Layout
 from app.config.loading import dump_recipe, load_recipe
+from app.config.plan import ModelTraits, PlanConfig, Setting, broken_rule, nearest_plan
 from app.config.recipe import (
+    LANGUAGE_MODELING,
     BatchingConfig,
-    CleanConfig,
     CompileConfig,
-    DataConfig,
-    EarlyStoppingConfig,
     GatesConfig,
-    ImageConfig,
     ModelConfig,
-    OptimizerConfig,
-    PlanConfig,
     Recipe,
-    ScheduleConfig,
     ServeConfig,
-    TokenizerConfig,
+)
+from app.config.train import (
+    CheckpointConfig,
+    EarlyStoppingConfig,
+    LoaderConfig,
+    OptimizerConfig,
+    ProfileConfig,
+    ScheduleConfig,
     TrainConfig,
 )
 
 __all__ = [
+    "LANGUAGE_MODELING",
+    "AlertConfig",
     "BatchingConfig",
+    "CheckpointConfig",
     "CleanConfig",
+    "ColumnsConfig",
     "CompileConfig",
     "DataConfig",
     "EarlyStoppingConfig",
+    "EmailConfig",
     "GatesConfig",
     "ImageConfig",
+    "Layout",
+    "LoaderConfig",
     "ModelConfig",
+    "ModelTraits",
+    "NotifyConfig",
     "OptimizerConfig",
     "PlanConfig",
+    "ProfileConfig",
     "Recipe",
     "ScheduleConfig",
     "ServeConfig",
+    "Setting",
     "TokenizerConfig",
     "TrainConfig",
+    "WebhookConfig",
+    "broken_rule",
     "dump_recipe",
     "load_recipe",
+    "nearest_plan",
 ]

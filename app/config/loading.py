@@ -1,5 +1,6 @@
 """From a YAML file and overrides to a checked recipe; every error names the key."""
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -7,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+from upath import UPath
 
 from app.config.overrides import apply_overrides, parse_yaml
 from app.config.recipe import Recipe
@@ -14,7 +16,7 @@ from app.errors import RecipeError
 from app.suggestions import did_you_mean
 
 _PATTERNS = {
-    "task": "text-classification, image-classification, or an import string, package.module:name",
+    "task": "text-classification, image-classification, language-modeling, or an import string, package.module:name",
     "model.factory": "an import string, package.module:name",
 }
 
@@ -26,7 +28,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         RecipeError: no such file, broken YAML, or keys, types or combinations that are refused.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = UPath(path).read_text(encoding="utf-8")
     except OSError as error:
         raise RecipeError(
             f"recipe {str(path)!r} cannot be read ({error.strerror}): give the path of a YAML file, "
@@ -78,7 +80,7 @@ def _explain(problem: ErrorDetails) -> str:
 
 def _suggestion(key: str) -> str:
     """What to write instead: the nearest key beside it, the same key elsewhere, or all that are known."""
-    section, _, leaf = key.rpartition(".")
+    section, _, leaf = re.sub(r"\.\d+", "", key).rpartition(".")  # a key in an item of a list
     known = [each.rpartition(".")[2] for each in _keys(Recipe) if each.rpartition(".")[0] == section]
     elsewhere = [each for each in _keys(Recipe) if each.rpartition(".")[2] == leaf]
     return f"did you mean {elsewhere[0]!r}?" if elsewhere else did_you_mean(leaf, known)

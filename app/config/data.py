@@ -1,0 +1,79 @@
+"""The recipe's ``data``: where examples come from and how they become batches."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, PositiveInt, field_validator, model_validator
+
+from app.config.section import Section
+
+
+class CleanConfig(Section):
+    """What cleaning drops before the split. Texts under several labels are always dropped."""
+
+    drop_empty: bool = True
+    deduplicate: bool = True
+
+
+class ColumnsConfig(Section):
+    """The columns of a csv, jsonl or parquet source."""
+
+    input: str = Field(default="text", description="column of the text")
+    label: str = Field(default="label", description="column of the class; language modelling has none")
+
+
+class TokenizerConfig(Section):
+    """The tokenizer: byte pairs that are learned from the training split, or plain bytes."""
+
+    kind: Literal["bpe", "bytes"] = Field(default="bpe", description="bytes: for language modelling")
+    vocab_size: PositiveInt = Field(default=8000, description="of bpe, tokens at most")
+    max_piece_length: PositiveInt | None = Field(
+        default=None,
+        description="of bpe, characters in a token, default: 4; for language modelling bytes, default: any number",
+    )
+
+    @model_validator(mode="after")
+    def _bytes_are_not_learned(self) -> Self:
+        if self.kind == "bytes" and self != TokenizerConfig.model_construct(kind="bytes"):
+            raise ValueError(
+                "kind bytes has one token for each byte and one for the end of a document: "
+                "leave vocab_size and max_piece_length out, or set kind to bpe"
+            )
+        return self
+
+
+class ImageConfig(Section):
+    """The shape that images are brought to."""
+
+    size: PositiveInt = Field(default=32, description="height and width in pixels")
+    channels: Literal[1, 3] = Field(default=3, description="1: grey, 3: RGB")
+
+
+class DataConfig(Section):
+    """Where examples come from and how they become batches."""
+
+    source: str = Field(
+        description="builtin:NAME, or a path or URI of a csv, jsonl or parquet file; of an image folder with one "
+        "subfolder a class; for language modelling also of a text file or a folder of files"
+    )
+    validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        default=0.1, description="share of the examples, or for language modelling of the documents"
+    )
+    seed: int = Field(default=0, description="seed of the split")
+    columns: ColumnsConfig = ColumnsConfig()
+    clean: CleanConfig = CleanConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    image: ImageConfig = ImageConfig()
+    buckets: Annotated[list[PositiveInt], Field(min_length=1)] = Field(
+        default=[32, 64, 128, 256],
+        description="lengths in tokens that batches are padded to; longer texts are cut at the last",
+    )
+    block_length: PositiveInt = Field(
+        default=256, description="for language modelling: tokens in a sample, and the longest that the model reads"
+    )
+
+    @field_validator("buckets")
+    @classmethod
+    def _buckets_ascend(cls, buckets: list[int]) -> list[int]:
+        if buckets != sorted(set(buckets)):
+            raise ValueError(f"lengths must ascend without repeats, got {buckets}")
+        return buckets

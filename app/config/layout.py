@@ -1,0 +1,64 @@
+"""The numbers that follow from a plan and the number of workers."""
+
+from dataclasses import dataclass
+
+from app.config.plan import PlanConfig
+
+_LARGEST_MICRO_BATCH = 64
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A plan on a number of workers.
+
+    Workers are counted with the tensor degree innermost, then data, then the pipeline, so that those that
+    talk most are neighbours: rank = (stage x data + data rank) x tensor + tensor rank.
+    """
+
+    tensor: int
+    pipeline: int
+    data: int
+    micro_batch: int
+    """Samples that a data-parallel rank computes at once."""
+    gradient_accumulation: int
+    """Micro-batches of a data-parallel rank in an optimizer step."""
+
+    @property
+    def model_parallel(self) -> int:
+        """Workers that hold one copy of the model."""
+        return self.tensor * self.pipeline
+
+    @property
+    def workers(self) -> int:
+        """All processes of the run."""
+        return self.model_parallel * self.data
+
+    def tensor_rank(self, rank: int) -> int:
+        """Which part of each shared matrix a worker holds."""
+        return rank % self.tensor
+
+    def data_rank(self, rank: int) -> int:
+        """Which share of a batch a worker computes."""
+        return rank // self.tensor % self.data
+
+
+def lay_out(plan: PlanConfig, global_batch_size: int, workers: int) -> Layout:
+    """The layout of ``plan`` on ``workers`` processes.
+
+    Raises:
+        ValueError: a rank's share of the global batch is not a multiple of the micro-batch.
+    """
+    data = workers // plan.model_parallel
+    share = global_batch_size // data
+    micro_batch = plan.micro_batch or _largest_divisor(share)
+    if share % micro_batch:
+        raise ValueError(
+            f"global_batch_size {global_batch_size} over {data} data-parallel ranks is {share} samples each, not "
+            f"divisible by plan.micro_batch {micro_batch}: "
+            "global_batch_size = micro_batch x gradient accumulation x data-parallel ranks"
+        )
+    return Layout(plan.tensor, plan.pipeline, data, micro_batch, share // micro_batch)
+
+
+def _largest_divisor(share: int) -> int:
+    return max(size for size in range(1, min(share, _LARGEST_MICRO_BATCH) + 1) if share % size == 0)

@@ -1,0 +1,163 @@
+"""The training run as the recipe says it."""
+
+import math
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+
+from app.config.layout import Layout, lay_out
+from app.config.plan import Device, ModelTraits, Plan, PlanConfig, Precision, Setting, broken_rule, nearest_plan
+from app.config.section import Fraction, Section
+
+
+class OptimizerConfig(Section):
+    """The optimizer and its rates."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: Annotated[float, Field(gt=0.0)] = 3.0e-4
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.01
+    momentum: Fraction = Field(default=0.0, description="for sgd")
+    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.999), strict=False, description="for adamw")
+
+
+class ScheduleConfig(Section):
+    """How the learning rate moves over the optimizer steps of a run."""
+
+    name: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_fraction: Fraction = 0.05
+
+
+class EarlyStoppingConfig(Section):
+    """Stop when the last ``patience`` epochs brought nothing better than the best before them."""
+
+    metric: Literal["val_loss", "val_accuracy", "val_perplexity"] = "val_loss"
+    mode: Literal["min", "max"] = "min"
+    patience: PositiveInt = 3
+    min_delta: Annotated[float, Field(ge=0.0)] = 0.0
+
+    @model_validator(mode="after")
+    def _mode_fits_metric(self) -> Self:
+        expected = "max" if self.metric == "val_accuracy" else "min"
+        if self.mode != expected:
+            raise ValueError(f"metric {self.metric} is better when {expected}imal: set mode to {expected}")
+        return self
+
+
+def _read_workers(given: object) -> object:
+    """One number, or two that ascend."""
+    numbers = given if isinstance(given, list | tuple) else [given]
+    if not all(type(each) is int and each > 0 for each in numbers) or len(numbers) > 2 or sorted(numbers) != [*numbers]:
+        raise ValueError(f"expected a number of processes, or [least, most], got {given!r}")
+    return tuple(numbers) if isinstance(given, list) else given
+
+
+Workers = Annotated[int | tuple[int, int], BeforeValidator(_read_workers)]
+
+
+class ProfileConfig(Section):
+    """Which optimizer steps of a run are profiled; each number counts steps."""
+
+    wait: Annotated[int, Field(ge=0)] = Field(default=5, description="left alone first")
+    warmup: Annotated[int, Field(ge=0)] = Field(default=1, description="profiled and thrown away: the first ones lie")
+    active: PositiveInt = Field(default=3, description="profiled and kept")
+
+
+class CheckpointConfig(Section):
+    """When the run's state is kept, and how much of it. The end of an epoch always keeps it."""
+
+    every_steps: PositiveInt | None = Field(default=None, description="also every so many optimizer steps")
+    num_to_keep: PositiveInt = Field(default=2, description="newest checkpoints kept, beside the best epoch's")
+    background: bool = Field(default=True, description="write and upload while training goes on")
+
+
+class LoaderConfig(Section):
+    """How batches are read."""
+
+    num_workers: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="processes of each worker that read ahead; 0: the training process reads"
+    )
+    prefetch_factor: PositiveInt = Field(default=2, description="micro-batches that each of them reads ahead")
+
+
+class TrainConfig(Section):
+    """The training run."""
+
+    epochs: PositiveInt = 3
+    global_batch_size: PositiveInt = 64
+    precision: Precision = "fp32"
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    early_stopping: EarlyStoppingConfig | None = EarlyStoppingConfig()
+    gradient_clipping: Annotated[float, Field(ge=0.0)] = Field(
+        default=1.0, description="largest global norm of the gradient; 0 leaves it as it is"
+    )
+    label_smoothing: Fraction = 0.0
+    linear_baseline: bool = Field(
+        default=False, description="texts: also fit a linear model on the same split, to compare with"
+    )
+    max_steps: PositiveInt | None = Field(default=None, description="stop after so many optimizer steps")
+    seed: int = 0
+    workers: Workers = Field(default=1, description="processes; or [least, most]: as many as the cluster has room for")
+    cpus_per_worker: Annotated[float, Field(gt=0.0)] = 1.0
+    device: Device = Field(default="cpu", description="gpu: one GPU a worker")
+    plan: Plan = PlanConfig()
+    deepspeed: dict[str, Any] = Field(default={}, description="further keys of DeepSpeed's own configuration")
+    torch_compile: bool = Field(default=False, description="compile the model with torch.compile")
+    loader: LoaderConfig = LoaderConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    resume: str | None = Field(
+        default=None,
+        description="latest: go on with the newest run of this recipe that has not finished, or start; or a run's id",
+    )
+    max_failures: Annotated[int, Field(ge=0)] = Field(
+        default=1, description="lost workers after which Ray restarts from the last checkpoint"
+    )
+    non_finite: Literal["fail", "rollback"] = Field(
+        default="fail",
+        description="when a loss or gradient is not finite: stop, or go back to the last checkpoint and leave the "
+        "batch out, three times at most",
+    )
+    profile: ProfileConfig | None = Field(
+        default=None, description="keep a trace of a few steps, and where their time went, in the run's folder"
+    )
+    hang_timeout_s: Annotated[float, Field(gt=0.0)] = Field(
+        default=600.0, description="seconds without progress after which a worker is given up and named"
+    )
+
+    @property
+    def selection(self) -> EarlyStoppingConfig:
+        """The metric by which the best epoch is chosen: early stopping's, or its default."""
+        return self.early_stopping or EarlyStoppingConfig()
+
+    @property
+    def workers_range(self) -> tuple[int, int]:
+        """The fewest and the most processes."""
+        return self.workers if isinstance(self.workers, tuple) else (self.workers, self.workers)
+
+    def layout(self, workers: int) -> Layout:
+        """How the plan lies on ``workers`` processes. Raises ValueError if the global batch cannot be shared out."""
+        return lay_out(self.plan, self.global_batch_size, workers)
+
+    def setting(self, model: ModelTraits | None) -> Setting:
+        """What the plan has to fit."""
+        return Setting(self.workers_range, self.precision, self.device, self.optimizer.name, model)
+
+    @model_validator(mode="after")
+    def _plan_can_run(self) -> Self:
+        setting = self.setting(model=None)
+        if rule := broken_rule(self.plan, setting):
+            raise ValueError(f"plan: {rule}; {nearest_plan(self.plan, setting)}")
+        return self
+
+    @model_validator(mode="after")
+    def _global_batch_divides(self) -> Self:
+        least, most = self.workers_range
+        step = math.lcm(*(workers // self.plan.model_parallel for workers in range(least, most + 1)))
+        if self.global_batch_size % step:
+            raise ValueError(
+                f"global_batch_size {self.global_batch_size} cannot be shared out evenly with workers "
+                f"{self.workers}: choose a multiple of {step}, such as {-(-self.global_batch_size // step) * step}"
+            )
+        for workers in range(least, most + 1):
+            self.layout(workers)
+        return self
