@@ -1,6 +1,17 @@
-"""Tasks: what kind of input a model takes. Each is named by its processor; the model answers one logit a label."""
+"""Tasks: what kind of data a model learns from.
 
+A classification task is named by its processor; its model answers one logit a label, and can be compiled
+and served. Language modelling has no processor: its model answers one logit a token of the vocabulary.
+"""
+
+from upath import UPath
+
+from app.config import LANGUAGE_MODELING, Recipe
+from app.data import classification, language
+from app.data.classification import ClassificationData
 from app.data.images import ImageProcessor
+from app.data.language import LanguageData
+from app.data.prepared import PreparedData
 from app.data.processor import Processor
 from app.data.text import TextProcessor
 from app.errors import RecipeError
@@ -12,8 +23,31 @@ PROCESSORS: dict[str, type[Processor]] = {
 }
 
 
+def prepare(recipe: Recipe) -> PreparedData:
+    """Load, clean, split and encode the data of a recipe. Raises RecipeError or DataError."""
+    if recipe.is_language_model:
+        return language.prepare(recipe.data)
+    return classification.prepare(recipe.data, find_processor(recipe.task))
+
+
+def load_prepared(recipe: Recipe, folder: UPath) -> PreparedData:
+    """The data that a run of the recipe has saved in ``folder``."""
+    if recipe.is_language_model:
+        return LanguageData.load(folder)
+    return ClassificationData.load(folder, find_processor(recipe.task))
+
+
 def find_processor(task: str) -> type[Processor]:
-    """The processor of a task, or the one that an import string names. Raises RecipeError if it names none."""
+    """The processor of a classification task, or the one that an import string names.
+
+    Raises:
+        RecipeError: the import string names none, or the task has none and cannot be compiled or served.
+    """
+    if task == LANGUAGE_MODELING:
+        raise RecipeError(
+            f"task {task} cannot be compiled or served: expected {', '.join(PROCESSORS)}, or the import string of a "
+            "processor"
+        )
     processor = PROCESSORS.get(task) or import_attribute(task)
     if not (isinstance(processor, type) and callable(getattr(processor, "fit", None))):
         raise RecipeError(

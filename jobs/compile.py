@@ -12,7 +12,7 @@ from app.checksums import sha256_of, verify_checksums
 from app.code_revision import code_revision
 from app.compile.export import export_onnx
 from app.compile.variants import Reference, Variant, measure, pytorch_reference
-from app.data.prepared import PreparedData, save_labels
+from app.data.classification import ClassificationData, save_labels
 from app.engines.onnxruntime import OnnxRuntimeEngine
 from app.engines.openvino import OpenVinoEngine
 from app.errors import CompileError, StorageError
@@ -20,6 +20,7 @@ from app.repository.manifest import MODEL_FILE, EngineKey, Lineage, Manifest, Mo
 from app.repository.repository import Repository
 from app.runs import Outcome, Run, latest_result
 from app.storage import write_atomically
+from app.tasks import find_processor
 from app.training.run_folder import DATA, WEIGHTS
 from app.training.weights import TrainedModel, load_weights
 from jobs._runner import main
@@ -34,6 +35,7 @@ class CompileMetrics(BaseModel):
 
 def compile_model(run: Run) -> Outcome:
     """Export the weights, prove them equal to PyTorch on the validation split, publish a version."""
+    find_processor(run.recipe.task)  # refuses a task that cannot be compiled
     weights = _weights_folder(run)
     trained = load_weights(weights)
     if trained.recipe.task != run.recipe.task:
@@ -44,7 +46,7 @@ def compile_model(run: Run) -> Outcome:
     data = _validation_data(weights, trained)
     print(f"weights {weights}: checksums hold", flush=True)
     run.open()
-    reference = pytorch_reference(trained, data.validation)
+    reference = pytorch_reference(trained.model, data.validation)
     print(f"PyTorch on {len(data.validation):,} validation samples: accuracy {reference.accuracy:.4f}", flush=True)
     with tempfile.TemporaryDirectory(prefix="rayloom-compile-") as temporary:
         files = UPath(temporary)
@@ -64,14 +66,14 @@ def _weights_folder(run: Run) -> UPath:
     return UPath(latest_result(run.storage, "train", run.recipe.name).artifacts["weights"])
 
 
-def _validation_data(weights: UPath, trained: TrainedModel) -> PreparedData:
+def _validation_data(weights: UPath, trained: TrainedModel) -> ClassificationData:
     folder = weights.parent / DATA
     if weights.name != WEIGHTS or not folder.exists():
         raise StorageError(
             f"{str(weights)!r} has no prepared data beside it: give the {WEIGHTS} folder inside a train run's folder"
         )
     verify_checksums(folder)
-    return PreparedData.load(folder, type(trained.processor))
+    return ClassificationData.load(folder, type(trained.processor))
 
 
 def _measure(run: Run, model: Path, reference: Reference) -> CompileMetrics:
@@ -97,7 +99,7 @@ def _measure(run: Run, model: Path, reference: Reference) -> CompileMetrics:
 
 
 def _publish(
-    run: Run, files: UPath, chosen: Variant, trained: TrainedModel, weights: UPath, data: PreparedData
+    run: Run, files: UPath, chosen: Variant, trained: TrainedModel, weights: UPath, data: ClassificationData
 ) -> Manifest:
     """Publish, and make the version the one in production: its gates hold."""
     card = ModelCard(

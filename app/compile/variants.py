@@ -1,22 +1,20 @@
 """Variants of a compiled model, and how each compares with PyTorch on the validation split."""
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import BaseModel
+from torch import nn
 
 from app.compile.export import OUTPUT
 from app.config import GatesConfig
-from app.data.examples import Split
-from app.data.processor import Processor
+from app.data.dataset import Dataset
 from app.engines.base import Engine
 from app.models.factory import logits_of
 from app.tensors import Tensors
-from app.training.weights import TrainedModel
 
 _BATCH = 64
 _LATENCY_BATCHES = (1, 8)
@@ -58,15 +56,17 @@ class Reference:
         return _accuracy(self.logits, self.classes)
 
 
-def pytorch_reference(trained: TrainedModel, split: Split) -> Reference:
-    """Run the trained model over a split."""
-    inputs = list(_batches(split, trained.processor))
+def pytorch_reference(model: nn.Module, dataset: Dataset) -> Reference:
+    """Run a trained model over a split."""
+    starts = range(0, len(dataset), _BATCH)
+    batches = [dataset.batch(range(start, min(start + _BATCH, len(dataset)))) for start in starts]
     with torch.no_grad():
         logits = [
-            logits_of(trained.model(**{name: torch.from_numpy(array) for name, array in batch.items()})).numpy()
-            for batch in inputs
+            logits_of(model(**{name: torch.from_numpy(array) for name, array in batch.inputs.items()})).numpy()
+            for batch in batches
         ]
-    return Reference(inputs, logits, np.array(split.classes, np.int64))
+    targets = np.concatenate([batch.targets for batch in batches])
+    return Reference([batch.inputs for batch in batches], logits, targets)
 
 
 def measure(engine: Engine, precision: str, size_bytes: int, reference: Reference, gates: GatesConfig) -> Variant:
@@ -90,11 +90,6 @@ def measure(engine: Engine, precision: str, size_bytes: int, reference: Referenc
         throughput={size: round(1000.0 * size / value, 1) for size, value in latency.items()},
         passed=difference <= gates.max_difference and reference.accuracy - accuracy <= gates.max_accuracy_drop,
     )
-
-
-def _batches(split: Split, processor: Processor) -> Iterator[Tensors]:
-    for start in range(0, len(split), _BATCH):
-        yield processor.encode(split.inputs[start : start + _BATCH])
 
 
 def _accuracy(logits: list[NDArray[np.float32]], classes: NDArray[np.int64]) -> float:

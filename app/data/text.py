@@ -17,6 +17,7 @@ from app.tensors import Tensors, TensorSpec
 
 SPECIAL_TOKENS = [PAD, UNKNOWN, START] = ["[PAD]", "[UNK]", "[CLS]"]
 TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "text.json"
+_MAX_PIECE_LENGTH = 4  # characters; longer pieces are too rare to learn from a few thousand texts
 
 
 class _Settings(BaseModel):
@@ -45,7 +46,7 @@ class TextProcessor:
         trainer = trainers.BpeTrainer(
             vocab_size=config.tokenizer.vocab_size,
             min_frequency=2,
-            max_token_length=config.tokenizer.max_piece_length,
+            max_token_length=config.tokenizer.max_piece_length or _MAX_PIECE_LENGTH,
             special_tokens=SPECIAL_TOKENS,
             show_progress=False,
         )

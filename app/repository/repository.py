@@ -75,7 +75,7 @@ class Repository:
             name=name,
             version=version,
             created=datetime.now(UTC),
-            files={name: sha256 for name, sha256 in checksums_of(folder).items() if name != MANIFEST_FILE},
+            files=checksums_of(file for file in folder.iterdir() if file.is_file() and file.name != MANIFEST_FILE),
         )
         write_atomically(folder / MANIFEST_FILE, manifest.model_dump_json(indent=1).encode())
         return manifest

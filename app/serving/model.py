@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from scipy.special import softmax
 from upath import UPath
 
+from app.data.classification import load_labels
 from app.data.examples import Input
-from app.data.prepared import load_labels
 from app.data.processor import Processor
 from app.engines.base import Engine
 from app.engines.openvino import OpenVinoEngine

@@ -11,10 +11,10 @@ from PIL import Image
 from upath import UPath
 
 from app.config import CleanConfig, DataConfig, TokenizerConfig
+from app.data.classification import ClassificationData, prepare, split
 from app.data.cleaning import clean
 from app.data.examples import Examples
 from app.data.images import ImageProcessor
-from app.data.prepared import PreparedData, prepare, split
 from app.data.sources import load_examples
 from app.data.text import TextProcessor
 from app.errors import DataError
@@ -29,7 +29,7 @@ WRITERS = {
 
 
 @pytest.fixture(scope="module")
-def reviews() -> PreparedData:
+def reviews() -> ClassificationData:
     return prepare(DataConfig(source="builtin:reviews"), TextProcessor)
 
 
@@ -47,21 +47,21 @@ def test_reviews_are_cleaned_as_counted() -> None:
     assert "17,713 exact duplicates" in str(report)
 
 
-def test_the_split_is_stratified_fixed_and_does_not_leak(reviews: PreparedData) -> None:
+def test_the_split_is_stratified_fixed_and_does_not_leak(reviews: ClassificationData) -> None:
     config = DataConfig(source="builtin:reviews")
     cleaned, _ = clean(load_examples(config), config.clean)
-    assert split(cleaned, config) == (reviews.train, reviews.validation, reviews.labels)
-    assert split(cleaned, DataConfig(source="builtin:reviews", seed=1))[1] != reviews.validation
-    assert not set(reviews.train.inputs) & set(reviews.validation.inputs)
+    assert split(cleaned, config) == (reviews.train.split, reviews.validation.split, reviews.labels)
+    assert split(cleaned, DataConfig(source="builtin:reviews", seed=1))[1] != reviews.validation.split
+    assert not set(reviews.train.split.inputs) & set(reviews.validation.split.inputs)
     assert len(reviews.validation) == pytest.approx(0.1 * 17_363, abs=1)
-    shares = [Counter(part.classes)[1] / len(part) for part in (reviews.train, reviews.validation)]
+    shares = [Counter(part.classes)[1] / len(part) for part in (reviews.train.split, reviews.validation.split)]
     assert shares[0] == pytest.approx(shares[1], abs=1e-3)
 
 
-def test_prepared_data_is_read_as_it_was_written(reviews: PreparedData, tmp_path: Path) -> None:
+def test_prepared_data_is_read_as_it_was_written(reviews: ClassificationData, tmp_path: Path) -> None:
     reviews.save(UPath(tmp_path))
-    loaded = PreparedData.load(UPath(tmp_path), TextProcessor)
-    texts = reviews.validation.inputs[:5]
+    loaded = ClassificationData.load(UPath(tmp_path), TextProcessor)
+    texts = reviews.validation.split.inputs[:5]
     assert loaded.fingerprint == reviews.fingerprint
     assert np.array_equal(loaded.processor.encode(texts)["input_ids"], reviews.processor.encode(texts)["input_ids"])
 
@@ -88,11 +88,12 @@ def test_an_image_folder_is_read(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("not an image", encoding="utf-8")
     config = DataConfig(source=str(tmp_path), validation_fraction=0.5, clean=CleanConfig(deduplicate=False))
     data = prepare(config, ImageProcessor)
-    pixels = data.processor.encode(data.train.inputs)["pixel_values"]
+    batch = data.train.batch(range(4))
+    pixels = batch.inputs["pixel_values"]
     assert data.labels == ["dark", "light"]
     assert pixels.shape == (4, 3, 32, 32)
     assert pixels.dtype == np.float32
-    assert [pixels[row].mean() for row in range(4)] == [2.0 * label - 1.0 for label in data.train.classes]
+    assert [pixels[row].mean() for row in range(4)] == [2.0 * label - 1.0 for label in batch.targets]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,145 @@
+"""Data of language modelling: documents as one array of tokens, cut into blocks; the split is by document."""
+
+import hashlib
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.model_selection import train_test_split
+from upath import UPath
+
+from app.checksums import write_checksums
+from app.config import DataConfig
+from app.data.dataset import Batch
+from app.data.documents import DocumentsReport, load_documents
+from app.data.tokenizer import LanguageTokenizer
+from app.errors import DataError
+from app.storage import is_local, write_atomically
+
+REPORT_FILE = "cleaning.json"
+Tokens = NDArray[np.unsignedinteger[Any]]
+
+
+@dataclass(frozen=True)
+class TokenBlocks:
+    """Tokens in blocks of ``block_length``; the target of each is the token after it.
+
+    ``tokens`` is of shape (tokens,); the last ones, if they do not fill a block, are left out.
+    """
+
+    tokens: Tokens
+    block_length: int
+
+    def __len__(self) -> int:
+        return max(len(self.tokens) - 1, 0) // self.block_length
+
+    @property
+    def lengths(self) -> list[int]:
+        """All equal: blocks are not padded."""
+        return [self.block_length] * len(self)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """``input_ids`` and targets, each int64 of shape (batch, block_length)."""
+        positions = np.asarray(indices, np.int64)[:, None] * self.block_length + np.arange(self.block_length)
+        inputs, targets = (self.tokens[positions + shift].astype(np.int64) for shift in (0, 1))
+        return Batch({"input_ids": inputs}, targets)
+
+
+@dataclass(frozen=True)
+class LanguageData:
+    """Blocks of the training documents and of those held out, the tokenizer learned from the former."""
+
+    train: TokenBlocks
+    validation: TokenBlocks
+    tokenizer: LanguageTokenizer
+    report: DocumentsReport
+
+    @property
+    def facts(self) -> Mapping[str, int]:
+        """``vocab_size`` and ``max_length``."""
+        return self.tokenizer.facts
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 over the tokenizer and the tokens of both splits, in order."""
+        digest = hashlib.sha256(f"{self.tokenizer.to_json()} {self.train.block_length}".encode())
+        for blocks in (self.train, self.validation):
+            digest.update(b"%d " % len(blocks.tokens))
+            digest.update(blocks.tokens.data)
+        return digest.hexdigest()
+
+    @property
+    def summary(self) -> str:
+        return (
+            f"{self.report}\ntraining on {len(self.train.tokens):,} tokens in {len(self.train):,} blocks, validating "
+            f"on {len(self.validation.tokens):,} of documents held out; vocabulary {self.facts['vocab_size']:,}"
+        )
+
+    def save(self, folder: UPath) -> None:
+        """Write the tokens as .npy, the report as JSON, and the tokenizer's own files."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, blocks in (("train", self.train), ("validation", self.validation)):
+            buffer = io.BytesIO()
+            np.save(buffer, blocks.tokens, allow_pickle=False)
+            write_atomically(folder / f"{name}.npy", buffer.getvalue())
+        self.save_codec(folder)
+        write_atomically(folder / REPORT_FILE, self.report.model_dump_json(indent=1).encode())
+        write_checksums(folder)
+
+    def save_codec(self, folder: UPath) -> None:
+        """Write the tokenizer's own files."""
+        self.tokenizer.save(folder)
+
+    @classmethod
+    def load(cls, folder: UPath) -> Self:
+        """What ``save`` wrote; of a local folder, tokens stay on disk until they are asked for."""
+        tokenizer = LanguageTokenizer.load(folder)
+        train, validation = (
+            TokenBlocks(_load_tokens(folder / f"{name}.npy"), tokenizer.facts["max_length"])
+            for name in ("train", "validation")
+        )
+        report = DocumentsReport.model_validate_json((folder / REPORT_FILE).read_bytes())
+        return cls(train, validation, tokenizer, report)
+
+
+def prepare(config: DataConfig) -> LanguageData:
+    """Load, clean, split and tokenise, the same for the same configuration.
+
+    Raises:
+        DataError: the source cannot be read, or holds too little text for both splits.
+    """
+    documents, report = load_documents(config)
+    train, validation = _split(documents, config)
+    tokenizer = LanguageTokenizer.fit(train, config)
+    blocks = [TokenBlocks(tokenizer.join(part), config.block_length) for part in (train, validation)]
+    for part, name in zip(blocks, ("training", "validation"), strict=True):
+        if not len(part):
+            raise DataError(
+                f"data.source {config.source!r} has {len(part.tokens)} tokens in its {name} documents, too few for "
+                f"one block: give more text, or lower data.block_length, which is {config.block_length}"
+            )
+    return LanguageData(blocks[0], blocks[1], tokenizer, report)
+
+
+def _split(documents: list[str], config: DataConfig) -> tuple[list[str], list[str]]:
+    """A seeded split by document, so that no part of a validation document was trained on."""
+    try:
+        train, validation = train_test_split(documents, test_size=config.validation_fraction, random_state=config.seed)
+    except ValueError as error:
+        raise DataError(
+            f"data.source {config.source!r} has {len(documents)} documents after cleaning, which cannot be split with "
+            f"data.validation_fraction {config.validation_fraction}: give a folder of files, or a table with a "
+            "document a row"
+        ) from error
+    return train, validation
+
+
+def _load_tokens(path: UPath) -> Tokens:
+    if is_local(path):
+        return np.asarray(np.load(path.path, mmap_mode="r", allow_pickle=False))
+    with path.open("rb") as file:
+        tokens: Tokens = np.load(file, allow_pickle=False)
+    return tokens
