@@ -7,14 +7,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from app.config import ModelConfig
-from app.data.processor import Processor
 from app.errors import RecipeError
 from app.import_string import import_attribute
 from app.suggestions import did_you_mean
 
 
-def build_model(config: ModelConfig, num_labels: int, processor: Processor) -> nn.Module:
-    """The model of a recipe for so many labels and a processor's tensors, with fresh weights.
+def build_model(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module:
+    """The model of a recipe, with fresh weights.
+
+    Args:
+        facts: what the data knows; the factory gets those that it names as arguments.
 
     Raises:
         RecipeError: the factory cannot be imported, does not take the arguments, refuses their
@@ -24,7 +26,7 @@ def build_model(config: ModelConfig, num_labels: int, processor: Processor) -> n
     if not callable(factory):
         raise RecipeError(f"model.factory {config.factory!r} names a {type(factory).__name__}: expected a function")
     try:
-        model = factory(**_arguments(factory, config.args, {"num_labels": num_labels, **processor.facts}))
+        model = factory(**_arguments(factory, config.args, facts))
     except RecipeError:
         raise
     except Exception as error:  # a user's function may fail in any way

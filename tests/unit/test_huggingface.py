@@ -1,0 +1,69 @@
+"""Models of transformers, built from a recipe's arguments."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from app.config import ModelConfig
+from app.errors import RecipeError
+from app.models.factory import build_model, logits_of
+
+FACTS = {"vocab_size": 60, "max_length": 16, "num_labels": 3, "unknown_id": 1}
+LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+GPT2 = {"n_embd": 32, "n_layer": 2, "num_attention_heads": 4}
+BERT = LLAMA | {"model_type": "bert"}
+
+
+def build(kind: str, **args: Any) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return build_model(ModelConfig(factory=f"app.models.huggingface:{kind}", args=args), FACTS).eval()
+
+
+@pytest.mark.parametrize("args", [LLAMA | {"model_type": "llama"}, GPT2 | {"model_type": "gpt2"}])
+def test_a_causal_model_answers_the_next_token(args: dict[str, Any], tmp_path: Path) -> None:
+    model = build("causal_lm", **args, tie_word_embeddings=True)
+    ids = torch.randint(0, 60, (2, 16))
+    logits = logits_of(model(input_ids=ids))
+    assert logits.shape == (2, 16, 60)
+    changed = ids.clone()
+    changed[:, 9] = (ids[:, 9] + 1) % 60
+    assert torch.allclose(logits[:, :9], logits_of(model(input_ids=changed))[:, :9], atol=1e-6)
+    assert model.config._attn_implementation == "sdpa"
+    assert model.config.max_position_embeddings == 16
+    safetensors.torch.save_model(model, str(tmp_path / "model.safetensors"))
+    other = build("causal_lm", **args, tie_word_embeddings=True)
+    torch.nn.init.zeros_(other.get_input_embeddings().weight)
+    safetensors.torch.load_model(other, str(tmp_path / "model.safetensors"))
+    assert torch.equal(logits_of(other(input_ids=ids)), logits)
+
+
+@pytest.mark.parametrize("args", [BERT, LLAMA | {"model_type": "llama"}])
+def test_a_classifier_does_not_see_padding(args: dict[str, Any]) -> None:
+    model = build("sequence_classifier", **args)
+    ids = torch.randint(3, 60, (2, 16))
+    ids[:, 10:] = 0
+    mask = (ids != 0).long()
+    logits = logits_of(model(input_ids=ids, attention_mask=mask))
+    assert logits.shape == (2, 3)
+    assert torch.allclose(logits, logits_of(model(input_ids=ids[:, :10], attention_mask=mask[:, :10])), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "words"),
+    [
+        ("causal_lm", {"model_type": "lama"}, "model.args.model_type is 'lama'; did you mean 'llama'"),
+        ("causal_lm", {"model_type": "zzz"}, "known are "),
+        ("causal_lm", {"model_type": "llama", "hiden_size": 64}, "unknown key model.args.hiden_size of a llama; did"),
+        ("causal_lm", {"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}, "refuses model.args"),
+        ("causal_lm", {}, "model.args.model_type is missing"),
+        ("sequence_classifier", {"model_type": "resnet"}, "model.args.model_type is 'resnet'"),
+    ],
+)
+def test_wrong_arguments_are_refused(kind: str, args: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        build(kind, **args)
+    assert words in str(refused.value)
+    assert len(str(refused.value)) < 1000
