@@ -1,0 +1,135 @@
+"""Whether a rule has come true, record by record."""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+
+from app.config.alert_rules import (
+    Condition,
+    HasFallen,
+    MetricRule,
+    NotFinite,
+    NotImproved,
+    SilenceRule,
+    Threshold,
+    Unit,
+)
+
+USUAL_VALUES = 100
+"""What is usual is the median of so many values before."""
+WARM_UP_VALUES = 20
+"""What is usual is not known before so many values."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a record came: the clock in seconds, optimizer steps so far, the epoch and whether it was over by then."""
+
+    time_s: float
+    step: int | None = None
+    epoch: int | None = None
+    epoch_is_over: bool = False
+
+    def after(self, record: Mapping[str, object], time_s: float) -> "Moment":
+        """The moment of the next record; what it does not say stays as it was."""
+        step, epoch = number_in(record, "step"), number_in(record, "epoch")
+        return Moment(
+            time_s,
+            self.step if step is None else int(step),
+            self.epoch if epoch is None else int(epoch),
+            epoch_is_over="train_loss" in record,  # the loop reports it once, at the end of an epoch
+        )
+
+    def since(self, began: "Moment", unit: Unit) -> float:
+        """Seconds, steps or whole epochs from ``began`` to now; the step or epoch in which it began counts."""
+        if unit == "s":
+            return self.time_s - began.time_s
+        if unit == "steps":
+            return (self.step or 0) - (began.step or 0) + 1
+        return (self.epoch or 0) - (began.epoch or 0) + self.epoch_is_over
+
+
+class MetricWatch:
+    """Follows one metric for one rule."""
+
+    def __init__(self, rule: MetricRule) -> None:
+        self.metric = rule.metric
+        self._holds, self._hold = _test_of(rule.condition), rule.hold
+        self._began: Moment | None = None
+        self._fired = False
+
+    def observe(self, value: float, now: Moment) -> bool:
+        """Whether the rule comes true with this value: once, and again after it was false in between."""
+        if not self._holds(value):
+            self._began, self._fired = None, False
+            return False
+        self._began = self._began or now
+        if self._fired or (self._hold and now.since(self._began, self._hold.unit) < self._hold.amount):
+            return False
+        self._fired = True
+        return True
+
+
+class SilenceWatch:
+    """Follows the time since the last record, for one rule."""
+
+    def __init__(self, rule: SilenceRule) -> None:
+        self._seconds = rule.seconds
+        self._fired = False
+
+    def observe(self, silent_s: float) -> bool:
+        """Whether the rule comes true after ``silent_s`` seconds without a record: once in each silence."""
+        was_fired, self._fired = self._fired, silent_s >= self._seconds
+        return self._fired and not was_fired
+
+
+def number_in(record: Mapping[str, object], name: str) -> float | None:
+    """The number under ``name``, or None if there is none."""
+    value = record.get(name)
+    return float(value) if isinstance(value, Real) else None
+
+
+def _test_of(condition: Condition) -> Callable[[float], bool]:
+    match condition:
+        case Threshold("above", bound):
+            return lambda value: value > bound
+        case Threshold(_, bound):
+            return lambda value: value < bound
+        case NotFinite():
+            return lambda value: not math.isfinite(value)
+        case HasFallen(share):
+            return _HasFallen(share)
+        case NotImproved(better):
+            return _HasNotImproved(1.0 if better == "higher" else -1.0)
+
+
+class _HasFallen:
+    """Against the median of the usual values before: those that had not fallen themselves."""
+
+    def __init__(self, share: float) -> None:
+        self._kept = 1.0 - share
+        self._usual: deque[float] = deque(maxlen=USUAL_VALUES)
+
+    def __call__(self, value: float) -> bool:
+        known = len(self._usual) >= WARM_UP_VALUES
+        fallen = known and value <= self._kept * statistics.median(self._usual)
+        if not fallen and math.isfinite(value):
+            self._usual.append(value)
+        return fallen
+
+
+class _HasNotImproved:
+    """Against the best value before; one that is not a number is never better."""
+
+    def __init__(self, sign: float) -> None:
+        self._sign = sign
+        self._best = -math.inf
+
+    def __call__(self, value: float) -> bool:
+        if not self._sign * value > self._best:
+            return True
+        self._best = self._sign * value
+        return False

@@ -1,0 +1,158 @@
+"""When alerts fire, on sequences worked out by hand, and what they ask of the loop."""
+
+from collections.abc import Iterable, Mapping
+from math import inf, nan
+
+import pytest
+
+from app.config import AlertConfig
+from app.config.alerts import Act, ReceiverConfig
+from app.telemetry.alerts import Action, Alerts, Notification, Notifier
+from app.telemetry.alerts.notifier import Outbox
+from tests.helpers import wait_until
+
+STEADY = [100.0] * 20
+
+
+class Kept:
+    """A receiver that keeps what it gets."""
+
+    name = "kept"
+
+    def __init__(self) -> None:
+        self.notifications: list[Notification] = []
+
+    def send(self, notification: Notification) -> None:
+        self.notifications.append(notification)
+
+
+class Bench:
+    """Alerts with a receiver that keeps, and a clock that stands still until it is set."""
+
+    def __init__(self, *whens: str, do: Iterable[Act] = ("notify",)) -> None:
+        self.now_s, self.kept = 0.0, Kept()
+        alerts = [AlertConfig(when=when, do=list(do)) for when in whens]
+        notifier = Notifier([Outbox(self.kept, ReceiverConfig())])
+        self.alerts = Alerts(alerts, notifier, "run-1", "digits", clock=lambda: self.now_s)
+
+    def told(self) -> list[Notification]:
+        self.alerts.close()
+        return self.kept.notifications
+
+
+def epochs(metric: str, values: Iterable[float]) -> list[Mapping[str, float]]:
+    return [{"epoch": number, "train_loss": 1.0, metric: value} for number, value in enumerate(values, start=1)]
+
+
+def steps(metric: str, values: Iterable[float]) -> list[Mapping[str, float]]:
+    return [{"step": number, "epoch": 1, metric: value} for number, value in enumerate(values, start=1)]
+
+
+@pytest.mark.parametrize(
+    ("when", "values", "fires_after"),
+    [
+        ("val_loss has not improved for 3 epochs", [1.0, 0.9, 0.95, 0.92, 0.9, 0.91, 0.8, 0.8, 0.8, 0.8], [5, 10]),
+        ("val_accuracy has not improved for 2 epochs", [0.5, 0.6, 0.5, 0.7, 0.7, 0.6, 0.5], [6]),
+        ("val_error has not improved for 1 epochs (lower is better)", [3, 2, 2, 1, 2], [3, 5]),
+        ("val_loss has not improved for 2 epochs", [nan, nan, 1.0, nan, inf], [2, 5]),
+        ("val_loss above 2 for 3 epochs", [3, 3, 1, 3, 3, 3, 3], [6]),
+    ],
+)
+def test_rules_over_epochs(when: str, values: list[float], fires_after: list[int]) -> None:
+    bench = Bench(when)
+    for record in epochs(when.split()[0], values):
+        bench.alerts.observe(record)
+    assert [each.epoch for each in bench.told()] == fires_after
+
+
+@pytest.mark.parametrize(
+    ("when", "values", "fires_after"),
+    [
+        ("loss above 2", [1, 2, 2.5, 3, 1, 3], [3, 6]),
+        ("loss below 2", [3, 2, 1, 1, nan, 1], [3, 6]),
+        ("loss above 2 for 3 steps", [3, 3, 1, 3, 3, 3, 3, 1, 3, 3, 3], [6, 11]),
+        ("loss is not finite", [1, nan, inf, 1, -inf], [2, 5]),
+        ("samples_per_s has fallen by 50 %", [*STEADY, 51, 50, 40, 90, 49], [22, 25]),
+        ("samples_per_s has fallen by 50 % for 2 steps", [*STEADY, 50, 90, 50, 50], [24]),
+        ("samples_per_s has fallen by 50 %", [*STEADY[1:], 1], []),  # what is usual is not known yet
+        ("samples_per_s has fallen by 50 %", [*STEADY, *[10] * 300, 100, 10], [21, 322]),  # low is never usual
+    ],
+)
+def test_rules_over_steps(when: str, values: list[float], fires_after: list[int]) -> None:
+    bench = Bench(when)
+    for record in steps(when.split()[0], values):
+        bench.alerts.observe(record)
+    assert [each.step for each in bench.told()] == fires_after
+
+
+def test_a_step_is_in_an_epoch_that_is_not_over() -> None:
+    bench = Bench("loss above 2 for 2 epochs")
+    for step in range(1, 7):
+        bench.alerts.observe({"step": step, "epoch": (step + 1) // 2, "loss": 3.0})
+    assert [each.step for each in bench.told()] == [5]
+
+
+def test_time_passes_on_the_clock() -> None:
+    bench = Bench("loss above 2 for 5 min")
+    for now_s, loss in [(0, 1), (10, 3), (309, 3), (310, 3), (311, 1), (312, 3), (612, 3)]:
+        bench.now_s = now_s
+        bench.alerts.observe({"step": now_s, "loss": loss})
+    assert [each.step for each in bench.told()] == [310, 612]
+
+
+def test_silence_is_noticed_once_and_again_after_a_report() -> None:
+    bench = Bench("nothing reported for 10 min", do=["notify", "pause"])
+    for now_s, asked in [(599, Action.CONTINUE), (600, Action.PAUSE), (900, Action.PAUSE)]:
+        bench.now_s = now_s
+        bench.alerts.check_silence()
+        assert bench.alerts.pending() is asked
+    assert bench.alerts.observe({"step": 7, "epoch": 1, "loss": 1.0}) is Action.PAUSE
+    bench.now_s += 600
+    bench.alerts.check_silence()
+    first, second = bench.told()
+    assert (first.step, first.metric, first.value, first.action) == (None, None, None, "pause")
+    assert second.step == 7
+
+
+def test_the_thread_notices_silence() -> None:
+    bench = Bench("nothing reported for 10 min", do=["stop"])
+    bench.now_s = 600
+    wait_until(lambda: bench.alerts.pending() is Action.STOP)
+
+
+def test_stop_beats_pause_and_what_was_asked_for_stays() -> None:
+    rules: list[tuple[str, Act]] = [("loss is not finite", "stop"), ("loss above 2", "pause"), ("lr above 0", "notify")]
+    alerts = Alerts([AlertConfig(when=when, do=[act]) for when, act in rules], Notifier(), "run-1", "digits")
+    losses = [1.0, 3.0, 1.0, inf, 1.0]
+    asked = [alerts.observe({"step": 1, "epoch": 1, "loss": loss, "lr": 0.1}) for loss in losses]
+    assert asked == [Action.CONTINUE, Action.PAUSE, Action.PAUSE, Action.STOP, Action.STOP]
+
+
+def test_a_resumed_run_knows_what_came_before() -> None:
+    before = epochs("val_loss", [0.5, 0.6, 0.6])
+    paused, resumed, lost = (Bench("val_loss has not improved for 2 epochs", do=["notify", "pause"]) for _ in range(3))
+    assert [paused.alerts.observe(record) for record in before][-1] is Action.PAUSE
+    resumed.alerts.recall(before)
+    assert resumed.alerts.pending() is Action.CONTINUE
+    assert resumed.alerts.observe({"epoch": 4, "train_loss": 1.0, "val_loss": 0.6}) is Action.CONTINUE
+    lost.alerts.recall(before[:2])
+    assert lost.alerts.observe(before[2]) is Action.PAUSE
+
+
+def test_what_is_no_number_counts_as_not_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    bench = Bench("val_perplexity above 0", "val_los above 3", "plan is not finite")
+    bench.alerts.observe({"epoch": 1, "step": 5, "loss": 1.0})
+    assert "val_los" not in capsys.readouterr().err
+    for epoch in (1, 2):
+        bench.alerts.observe({"epoch": epoch, "train_loss": 1.0, "val_perplexity": None, "plan": {"zero_stage": 1}})
+    assert bench.told() == []
+    assert capsys.readouterr().err.count("no record had plan, val_los, val_perplexity so far") == 1
+
+
+def test_the_log_has_a_line_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
+    bench = Bench("val_loss above 0.5", do=["pause"])
+    bench.alerts.observe({"epoch": 7, "step": 1400, "train_loss": 0.1, "val_loss": 0.52134})
+    assert capsys.readouterr().out == (
+        "alert: val_loss above 0.5 (val_loss 0.52134, epoch 7, step 1,400): training pauses\n"
+    )
+    assert bench.told() == []  # a pause without notify stays in the log
