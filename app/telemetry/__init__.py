@@ -1,0 +1,1 @@
+"""What a training run says about itself: metrics, profiles, alerts."""

@@ -1,0 +1,97 @@
+"""A run's records in TensorBoard, read back by TensorBoard."""
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from upath import UPath
+
+from app.telemetry.memory import MemoryRecord
+from app.telemetry.tensorboard import TensorBoardLog
+
+
+class StepRecord(BaseModel):
+    step: int
+    loss: float
+    loss_scale: float | None = None
+    memory: MemoryRecord | None = None
+    note: str = "no number"
+
+
+class EpochRecord(BaseModel):
+    step: int
+    loss: float
+
+
+def steps(*numbers: int) -> list[StepRecord]:
+    return [StepRecord(step=number, loss=number / 4) for number in numbers]
+
+
+def read(folder: UPath, tmp_path: Path) -> dict[str, list[tuple[int, float]]]:
+    """Every scalar, as (step, value)."""
+    copy = tmp_path / "copy"
+    (folder / "tensorboard").copy(UPath(copy))
+    events = EventAccumulator(str(copy)).Reload()
+    return {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+@pytest.fixture(params=["local", "memory"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> UPath:
+    return UPath(tmp_path / "run" if request.param == "local" else f"memory://{tmp_path}/run")
+
+
+@pytest.fixture
+def small_files() -> Iterator[int]:
+    """The bytes that a file can have; a write beyond them fails, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    yield 20_000
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_numbers_become_scalars_named_by_record_and_field(folder: UPath, tmp_path: Path) -> None:
+    log = TensorBoardLog(folder, first_step=1)
+    log.append(StepRecord(step=1, loss=0.5, memory=MemoryRecord(peak_bytes=1024)), EpochRecord(step=1, loss=0.25))
+    log.append(StepRecord(step=2, loss=float("nan"), loss_scale=2.0))
+    log.close()
+    scalars = read(folder, tmp_path)
+    assert str(scalars.pop("step/loss")) == "[(1, 0.5), (2, nan)]"
+    assert scalars == {
+        "step/loss_scale": [(2, 2.0)],
+        "step/memory/peak_bytes": [(1, 1024.0)],
+        "epoch/loss": [(1, 0.25)],
+    }
+
+
+def test_a_resumed_run_has_no_step_twice(folder: UPath, tmp_path: Path) -> None:
+    killed = TensorBoardLog(folder, first_step=1)
+    killed.append(*steps(1, 2, 3, 4))
+    killed.flush()
+    resumed = TensorBoardLog(folder, first_step=3)
+    resumed.append(StepRecord(step=3, loss=8.0))
+    resumed.close()
+    assert read(folder, tmp_path) == {"step/loss": [(1, 0.25), (2, 0.5), (3, 8.0)]}
+
+
+def test_training_goes_on_when_storage_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    log = TensorBoardLog(UPath(tmp_path / "file"), first_step=1)
+    log.append(*steps(1, 2))
+    log.close()
+    assert capsys.readouterr().err.count("training goes on") == 1
+
+
+def test_training_goes_on_when_the_disk_is_full(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], small_files: int
+) -> None:
+    log = TensorBoardLog(UPath(tmp_path), first_step=1)
+    for number in range(1, small_files // 20):
+        log.append(*steps(number))
+    log.close()
+    assert capsys.readouterr().err.count("training goes on") == 1
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    assert file.stat().st_size == small_files
+    assert len(EventAccumulator(str(file)).Reload().Scalars("step/loss")) > 100  # what was written can be read
