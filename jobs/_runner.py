@@ -2,22 +2,27 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from app.config import load_recipe
+from app.config import Recipe, load_recipe
 from app.errors import RayloomError
 from app.runs import Result, Run, Step, execute
 
 
-def main(job: str, step: Step, argv: Sequence[str] | None = None) -> int:
-    """Run a job from its command line. Returns 0, 1 if it failed, or 2 if the recipe was refused."""
+def main(
+    job: str, step: Step, argv: Sequence[str] | None = None, start: Callable[[str, Recipe], Run] = Run.start
+) -> int:
+    """Run a job from its command line. Returns 0, 1 if it failed, or 2 if the recipe was refused.
+
+    ``start`` names the run, before anything is written.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m jobs.{job}")
     parser.add_argument("recipe", help="path of a recipe, such as recipes/reviews.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as train.epochs=3; beats the recipe")
     arguments = parser.parse_args(argv)
     try:
         recipe = load_recipe(arguments.recipe, arguments.overrides)
-        run = Run.start(job, recipe)
+        run = start(job, recipe)
     except RayloomError as error:
         print(f"error: {error}", file=sys.stderr)
         refused = Result(job=job, run_id="", recipe=arguments.recipe, status="failed", duration_s=0.0, error=str(error))
@@ -25,4 +30,4 @@ def main(job: str, step: Step, argv: Sequence[str] | None = None) -> int:
         return 2
     result = execute(run, step)
     print(result.to_line(), flush=True)
-    return 0 if result.status == "succeeded" else 1
+    return int(result.status == "failed")

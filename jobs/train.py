@@ -1,21 +1,28 @@
 """Train a recipe's model on the Ray cluster: python -m jobs.train RECIPE [key=value …]"""
 
+import signal
 import sys
-from pathlib import PurePath
+import uuid
+from types import FrameType
 
 import ray.train
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.train.torch import TorchTrainer
-from upath import UPath
 
 from app.config import TrainConfig
-from app.errors import TrainingError
+from app.errors import NonFiniteLossError, TrainingError
 from app.runs import Outcome, Run
+from app.telemetry.alerts import Action
+from app.training.control import request
 from app.training.ray_worker import WorkerArguments, train_worker
-from app.training.records import EpochRecord, best_of
-from app.training.run import finish_run, prepare_run
-from app.training.run_folder import CHECKPOINTS, DATA
+from app.training.resume import start_or_resume
+from app.training.run import finish_run, open_run, prepare_run
+from app.training.run_folder import FAILURE_FILE
+from app.training.session import Ending
 from jobs._cluster import connect, require
 from jobs._runner import main
+
+_RESIZE_INTERVAL_S = 10.0
 
 
 def train(run: Run) -> Outcome:
@@ -23,15 +30,23 @@ def train(run: Run) -> Outcome:
     config = run.recipe.train
     data = prepare_run(run)
     connect()
-    require(_resources(config, config.workers), f"train.workers, of which there are {config.workers},")
-    run.open()
-    data.save(run.folder / DATA)
-    result = _fit(run)
-    best, checkpoint = _best(result, run)
-    return finish_run(run, data, best, EpochRecord.model_validate(result.return_value[-1]), checkpoint)
+    least, _ = config.workers_range
+    require(_resources(config, least), f"train.workers, of which there are {least},")
+    open_run(run, data)
+    _stop_on_sigterm(run)
+    return finish_run(run, data, _fit(run))
 
 
-def _fit(run: Run) -> ray.train.Result:
+def _fit(run: Run) -> Ending:
+    """Train with Ray; if Ray's own controller of the run is lost, once more from the last checkpoint."""
+    try:
+        return _fit_once(run)
+    except (ActorDiedError, ActorUnavailableError) as error:
+        print(f"warning: Ray's training controller is gone ({_first_line(error)}); starting it again", flush=True)
+        return _fit_once(run)
+
+
+def _fit_once(run: Run) -> Ending:
     config = run.recipe.train
     trainer = TorchTrainer(
         train_worker,
@@ -40,23 +55,24 @@ def _fit(run: Run) -> ray.train.Result:
             num_workers=config.workers,
             use_gpu=config.device == "gpu",
             resources_per_worker=_resources(config, workers=1),
+            elastic_resize_monitor_interval_s=_RESIZE_INTERVAL_S,
         ),
         run_config=ray.train.RunConfig(
-            name=CHECKPOINTS,
+            # A name that Ray never saw: what it remembers of a run can keep it from starting again, and
+            # everything that the run needs lies in its own checkpoints.
+            name=f"{run.run_id}-{uuid.uuid4().hex[:6]}",
+            storage_path=str(run.folder / "ray"),
             logging_config=ray.train.LoggingConfig(log_level="WARNING"),
-            storage_path=str(run.folder),
             failure_config=ray.train.FailureConfig(max_failures=config.max_failures),
-            checkpoint_config=ray.train.CheckpointConfig(
-                num_to_keep=1,
-                checkpoint_score_attribute=config.selection.metric,
-                checkpoint_score_order=config.selection.mode,
-            ),
         ),
     )
     try:
-        return trainer.fit()
+        answer = trainer.fit().return_value
     except ray.train.TrainingFailedError as error:
-        raise TrainingError(f"training failed: {_cause(error)}") from error
+        raise TrainingError(f"training failed: {_cause(run, error)}") from error
+    if "non_finite" in answer:
+        raise NonFiniteLossError(answer["non_finite"])
+    return Ending.model_validate(answer)
 
 
 def _resources(config: TrainConfig, workers: int) -> dict[str, float]:
@@ -65,19 +81,28 @@ def _resources(config: TrainConfig, workers: int) -> dict[str, float]:
     return {"CPU": config.cpus_per_worker * workers, **gpus}
 
 
-def _best(result: ray.train.Result, run: Run) -> tuple[EpochRecord, UPath]:
-    """The best epoch whose checkpoint Ray has kept, which chooses for itself among equals, and the checkpoint."""
-    kept = {metrics["epoch"]: (EpochRecord.model_validate(metrics), path) for path, metrics in result.best_checkpoints}
-    best = best_of([record for record, _ in kept.values()], run.recipe.train)
-    # Of a path on an object store, Ray leaves the protocol out: only the name is taken.
-    return best, run.folder / CHECKPOINTS / PurePath(kept[best.epoch][1].path).name
+def _stop_on_sigterm(run: Run) -> None:
+    """``ray job stop`` sends SIGTERM: ask the workers to keep their state and end."""
+
+    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        print("asked to stop: keeping the state", flush=True)
+        request(run.folder, Action.STOP)
+
+    signal.signal(signal.SIGTERM, stop)
 
 
-def _cause(error: ray.train.TrainingFailedError) -> str:
-    """The first worker's own error, without the traceback that Ray puts around it."""
+def _cause(run: Run, error: ray.train.TrainingFailedError) -> str:
+    """What a worker noted before it ended itself; else the first worker's own error, without Ray's traceback."""
+    note = run.folder / FAILURE_FILE
+    if note.exists():
+        return note.read_text(encoding="utf-8")
     failures = getattr(error, "worker_failures", None)
     return str(failures[min(failures)] if failures else error).strip().splitlines()[-1]
 
 
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
 if __name__ == "__main__":
-    sys.exit(main("train", train))
+    sys.exit(main("train", train, start=start_or_resume))

@@ -9,16 +9,15 @@ import torch
 from upath import UPath
 
 from app.config import Recipe, load_recipe
-from app.data.prepared import PreparedData
 from app.errors import RayloomError
 from app.runs import Outcome, Run, execute
 from app.storage import absolute_location
-from app.tasks import find_processor
-from app.training.local_reporter import LocalReporter
-from app.training.loop import train
-from app.training.records import best_of
-from app.training.run import finish_run, prepare_run
-from app.training.run_folder import CHECKPOINTS, DATA
+from app.tasks import load_prepared
+from app.training.records import EpochRecord
+from app.training.resume import start_or_resume
+from app.training.run import finish_run, open_run, prepare_run
+from app.training.run_folder import DATA
+from app.training.session import train
 from app.training.worker import Worker, start_worker
 
 
@@ -32,9 +31,9 @@ def main(argv: list[str] | None = None) -> int:
         recipe = _load(arguments.recipe, arguments.overrides)
         worker = start_worker(recipe.train.device)
         if worker.is_first:
-            result = execute(Run.start("train", recipe), partial(_lead, worker))
+            result = execute(_start(recipe), partial(_lead, worker))
             print(result.to_line(), flush=True)
-            return 0 if result.status == "succeeded" else 1
+            return int(result.status == "failed")
         _follow(worker, recipe)
     except RayloomError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -51,20 +50,24 @@ def _load(path: str, overrides: list[str]) -> Recipe:
     return recipe.model_copy(update={"storage": recipe.storage and absolute_location(recipe.storage)})
 
 
+def _start(recipe: Recipe) -> Run:
+    try:
+        return start_or_resume("train", recipe)
+    except BaseException:
+        _tell_followers(None)
+        raise
+
+
 def _lead(worker: Worker, run: Run) -> Outcome:
     """The first process prepares the data, opens the run and keeps the best weights."""
     try:
         data = prepare_run(run)
-        run.open()
-        data.save(run.folder / DATA)
+        open_run(run, data)
     except BaseException:
         _tell_followers(None)
         raise
     _tell_followers(run.folder)
-    reporter = LocalReporter(run.folder / CHECKPOINTS, run.recipe.train)
-    records = train(run.recipe, data, worker, run.folder, reporter)
-    best = best_of(records, run.recipe.train)
-    return finish_run(run, data, best, records[-1], reporter.checkpoint_of(best))
+    return finish_run(run, data, train(run.recipe, data, worker, run.folder, _report))
 
 
 def _tell_followers(folder: UPath | None) -> None:
@@ -79,8 +82,11 @@ def _follow(worker: Worker, recipe: Recipe) -> None:
     if message[0] is None:
         return  # the first process says why
     folder = UPath(message[0])
-    data = PreparedData.load(folder / DATA, find_processor(recipe.task))
-    train(recipe, data, worker, folder, LocalReporter(folder / CHECKPOINTS, recipe.train))
+    train(recipe, load_prepared(recipe, folder / DATA), worker, folder, _report)
+
+
+def _report(record: EpochRecord) -> None:
+    """Nobody else is told."""
 
 
 if __name__ == "__main__":

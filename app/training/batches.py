@@ -9,10 +9,10 @@ _GROUP = 32  # batches whose samples are sorted by length together: more pads le
 
 @dataclass(frozen=True)
 class Shard:
-    """A worker's place among the data-parallel workers."""
+    """A worker's place among the data-parallel ranks."""
 
     rank: int
-    world_size: int
+    size: int
 
 
 def train_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -> list[list[int]]:
@@ -34,14 +34,20 @@ def train_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int
 
 
 def micro_batches(batch: Sequence[int], shard: Shard, size: int) -> Iterator[list[int]]:
-    """This worker's share of a global batch, in micro-batches of ``size``."""
-    share = batch[shard.rank :: shard.world_size]
+    """This rank's share of a global batch, in micro-batches of ``size``."""
+    share = batch[shard.rank :: shard.size]
     for start in range(0, len(share), size):
         yield list(share[start : start + size])
 
 
 def validation_batches(lengths: Sequence[int], shard: Shard, size: int) -> Iterator[list[int]]:
-    """This worker's share of a split, each sample once, in batches of ``size`` and similar length."""
-    share = sorted(range(len(lengths)), key=lengths.__getitem__)[shard.rank :: shard.world_size]
-    for start in range(0, len(share), size):
+    """This rank's share of a split, each sample in one rank, in batches of ``size`` and similar length.
+
+    Every rank gets as many batches as any other, since those of ZeRO 3 and of a pipeline compute together;
+    where samples have run out the batch is empty.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    share = order[shard.rank :: shard.size]
+    most = -(-len(order) // shard.size)
+    for start in range(0, most, size):
         yield share[start : start + size]

@@ -1,33 +1,62 @@
-"""The DeepSpeed engine of one worker."""
+"""DeepSpeed's engine of one worker, the same to the loop however the model is cut."""
 
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-from app.config import OptimizerConfig, TrainConfig
-from app.training.plan import deepspeed_config
-from app.training.schedule import lr_factor
-from app.training.worker import import_deepspeed
-
-
-def create_engine(model: nn.Module, config: TrainConfig, total_steps: int) -> Any:
-    """DeepSpeed's engine around ``model``, with the recipe's optimizer and schedule over ``total_steps``."""
-    optimizer = _optimizer(model, config.optimizer)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, total_steps, config.schedule))
-    engine, *_ = import_deepspeed().initialize(
-        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=deepspeed_config(config)
-    )
-    return engine
+from app.config import Layout, TrainConfig
+from app.models.staged import Staged
+from app.training.activation_checkpointing import recompute_activations
+from app.training.data_parallel import DataParallelEngine
+from app.training.micro_batch import MicroBatch
+from app.training.objective import Objective
+from app.training.pipeline import PipelineEngine
+from app.training.step import Beat, StepResult
 
 
-def _optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer; vectors (biases, norms) are not decayed."""
-    groups = [
-        {"params": [each for each in model.parameters() if each.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [each for each in model.parameters() if each.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
+class TrainingEngine(Protocol):
+    """One worker's part of the model, its optimizer, and the steps of training."""
+
+    @property
+    def deepspeed(self) -> Any:
+        """The ``DeepSpeedEngine``."""
+        ...
+
+    @property
+    def names(self) -> Mapping[int, str]:
+        """The name that each parameter and module has in the whole model, by ``id``."""
+        ...
+
+    def train_step(self, batches: Iterator[MicroBatch], beat: Beat) -> StepResult:
+        """One optimizer step on this rank's micro-batches; ``beat`` hears of each part of it."""
+        ...
+
+    def evaluate(self, batches: Iterable[MicroBatch]) -> Tensor:
+        """``Objective.sums`` over this rank's batches, float64 of shape (3,); zeros where another rank counts."""
+        ...
+
+
+def create_engine(model: nn.Module, config: TrainConfig, layout: Layout, total_steps: int) -> TrainingEngine:
+    """The engine for ``model`` under the recipe's plan."""
+    objective = Objective(config.label_smoothing)
+    if isinstance(model, Staged) and layout.model_parallel > 1:
+        return PipelineEngine.create(model, config, layout, total_steps, objective)
+    if config.plan.activation_checkpointing:
+        recompute_activations(model)
+    return DataParallelEngine.create(model, config, layout, total_steps, objective)
+
+
+def learning_rate(engine: TrainingEngine) -> float:
+    """The rate of the step to come."""
+    return float(engine.deepspeed.get_lr()[0])
+
+
+def gradient_norm(engine: TrainingEngine) -> float:
+    """The global norm of the last step's gradient, before clipping."""
+    return float(engine.deepspeed.get_global_grad_norm() or 0.0)
+
+
+def loss_scale(engine: TrainingEngine) -> float | None:
+    """fp16: what losses are multiplied with; otherwise None."""
+    return float(engine.deepspeed.loss_scale()) if engine.deepspeed.fp16_enabled() else None

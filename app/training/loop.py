@@ -1,215 +1,204 @@
 """The training loop of one worker; the same under Ray Train, under ``torchrun`` and alone."""
 
-import shutil
+import math
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from itertools import islice
 
 import torch
-from torch import Tensor
-from torch.nn import functional
-from upath import UPath
 
-from app.config import Recipe, TrainConfig
-from app.data.examples import Split
-from app.data.prepared import PreparedData
-from app.errors import TrainingError
-from app.models.factory import build_model, logits_of
-from app.training.batches import micro_batches, train_batches, validation_batches
-from app.training.checkpoint import load_checkpoint, save_checkpoint
+from app.config import Layout, TrainConfig
+from app.data.dataset import Dataset
+from app.errors import NonFiniteLossError
+from app.telemetry.alerts import Action
+from app.telemetry.profiler import StepProfiler
+from app.training.batches import Shard, micro_batches, train_batches, validation_batches
+from app.training.checkpoints.snapshot import take_snapshot
+from app.training.checkpoints.state import Position
+from app.training.checkpoints.writer import CheckpointWriter
+from app.training.control import Control
 from app.training.early_stopping import should_stop
-from app.training.engine import create_engine
-from app.training.metrics_log import MetricsLog
-from app.training.progress import Progress
-from app.training.records import EpochRecord, StepRecord, best_of
+from app.training.engine import TrainingEngine, gradient_norm, learning_rate, loss_scale
+from app.training.exchange import Exchange, LocalStep
+from app.training.loader import Loader
+from app.training.meter import Meter
+from app.training.micro_batch import MicroBatch
+from app.training.objective import Totals
+from app.training.observer import Observer
+from app.training.records import EpochRecord, best_of, perplexity
+from app.training.watchdog import Watchdog
 from app.training.worker import Worker
-
-_FLUSH_STEPS = 20  # steps whose losses are added up over the workers in one exchange
-
-
-class Reporter(Protocol):
-    """Where a worker's epochs go: Ray Train, or a folder."""
-
-    def report(self, record: EpochRecord, checkpoint: Path) -> None:
-        """Store an epoch with this worker's part of its checkpoint; every worker calls it."""
-        ...
-
-    def latest_checkpoint(self) -> AbstractContextManager[Path | None]:
-        """The checkpoint that this run goes on from, if it was interrupted."""
-        ...
-
-
-def train(
-    recipe: Recipe, data: PreparedData, worker: Worker, run_folder: UPath, reporter: Reporter
-) -> list[EpochRecord]:
-    """Train the recipe's model as one worker of the run, and return its epochs.
-
-    Raises:
-        RecipeError: the model cannot be built from the recipe.
-        TrainingError: the split is smaller than a batch, or a checkpoint cannot be loaded.
-    """
-    started = time.monotonic()
-    config = recipe.train
-    torch.manual_seed(config.seed)  # the same weights everywhere
-    model = build_model(recipe.model, len(data.labels), data.processor)
-    total_steps = count_steps(config, len(data.train))
-    engine = create_engine(model, config, total_steps)
-    torch.manual_seed(config.seed + worker.shard.rank)  # other dropout in each shard
-    with reporter.latest_checkpoint() as folder:
-        records = load_checkpoint(engine, folder) if folder else []
-    _Loop(config, data, worker, engine, total_steps, MetricsLog(run_folder), reporter, records, started).train()
-    return records
-
-
-def count_steps(config: TrainConfig, num_samples: int) -> int:
-    """Optimizer steps of the whole run.
-
-    Raises:
-        TrainingError: there are fewer samples than one batch takes.
-    """
-    per_epoch = num_samples // config.global_batch_size
-    if not per_epoch:
-        raise TrainingError(
-            f"train.global_batch_size is {config.global_batch_size}, the training split has {num_samples} samples: "
-            "lower the batch size or give more data"
-        )
-    return min(config.epochs * per_epoch, config.max_steps or config.epochs * per_epoch)
 
 
 @dataclass
-class _Loop:
+class Loop:
+    """Epoch after epoch of training and validation, from a position on."""
+
     config: TrainConfig
-    data: PreparedData
+    layout: Layout
     worker: Worker
-    engine: Any
+    engine: TrainingEngine
+    train_data: Dataset
+    validation_data: Dataset
+    is_language_model: bool
     total_steps: int
-    log: MetricsLog
-    reporter: Reporter
-    records: list[EpochRecord]
+    writer: CheckpointWriter
+    control: Control
+    watchdog: Watchdog
+    observer: Observer
+    meter: Meter
+    profiler: StepProfiler
     started: float
+    """``time.monotonic`` at which this process began."""
+    position: Position
+    records: list[EpochRecord]
     first_step_s: float = 0.0
-    step: int = 0
-    resumed_from_step: int = 0
-    progress: Progress = field(init=False)
+    _saved_step: int = -1
+    _resumed_from_step: int = field(init=False)
+    _exchange: Exchange = field(init=False)
+    _shard: Shard = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.records:
-            self.step = self.resumed_from_step = self.records[-1].step
-            self.first_step_s = self.records[-1].first_step_s
-        self.progress = Progress(self.config.epochs, self.total_steps, self.step)
+        self._resumed_from_step = self.position.step
+        self._exchange = Exchange(self.worker)
+        self._shard = Shard(self.layout.data_rank(self.worker.rank), self.layout.data)
 
-    def train(self) -> None:
-        """Train from the epoch after the last record to the end, or until it should stop."""
-        for epoch in range(len(self.records) + 1, self.config.epochs + 1):
-            if self.step >= self.total_steps or self._should_stop():
-                return
-            self._finish_epoch(self._train_epoch(epoch))
+    def run(self) -> Action:
+        """Train to the end, or until it should stop; then what was asked of the run, with its state kept.
 
-    def _train_epoch(self, epoch: int) -> EpochRecord:
-        """Every batch of the epoch, then the validation split."""
-        began, first = time.monotonic(), self.step
-        self.engine.train()
-        lengths = _lengths(self.data.train)
-        batches = train_batches(lengths, self.config.global_batch_size, self.config.seed, epoch)
-        pending: list[tuple[Tensor, float, float]] = []
-        losses: list[float] = []
-        for batch in batches[: self.total_steps - self.step]:
-            pending.append(self._train_step(batch))
-            if len(pending) == _FLUSH_STEPS:
-                losses += self._flush(pending, epoch, began, first)
-        losses += self._flush(pending, epoch, began, first)
-        samples_per_s = (self.step - first) * self.config.global_batch_size / (time.monotonic() - began)
-        val_loss, val_accuracy = self._validate()
-        return EpochRecord(
-            epoch=epoch,
-            step=self.step,
-            train_loss=sum(losses) / len(losses),
-            val_loss=val_loss,
-            val_accuracy=val_accuracy,
-            samples_per_s=samples_per_s,
-            first_step_s=self.first_step_s,
-            resumed_from_step=self.resumed_from_step,
+        Raises:
+            NonFiniteLossError: a loss or gradient is not finite.
+            TrainingError: a checkpoint cannot be written.
+        """
+        while not self._is_finished():
+            if request := self._train_epoch():
+                self._save()
+                self.writer.wait()
+                return request
+            self._finish_epoch()
+        self.writer.wait()
+        return Action.CONTINUE
+
+    def _is_finished(self) -> bool:
+        if self.position.epoch > self.config.epochs or (self._steps_left() <= 0 and not self.position.batches_done):
+            return True
+        stopping = self.config.early_stopping
+        stop = stopping and should_stop([float(getattr(each, stopping.metric)) for each in self.records], stopping)
+        if stop and stopping:
+            self.observer.stopped_early(self.records[-1].epoch, stopping)
+        return bool(stop)
+
+    def _steps_left(self) -> int:
+        return self.total_steps - self.position.step
+
+    def _train_epoch(self) -> Action:
+        """The rest of the epoch's batches; what was asked of the run, which may end it early."""
+        position, layout = self.position, self.layout
+        batches = train_batches(
+            self.train_data.lengths, self.config.global_batch_size, self.config.seed, position.epoch
+        )
+        numbers = [
+            number
+            for number in range(position.batches_done, len(batches))
+            if (position.epoch, number) not in position.left_out
+        ][: self._steps_left()]
+        shares = (micro_batches(batches[number], self._shard, layout.micro_batch) for number in numbers)
+        loader = Loader(self.train_data, [each for share in shares for each in share], self.config, self.worker.device)
+        stream = iter(loader)
+        self.observer.epoch_began(position)
+        for number in numbers:
+            self._step(number, loader, stream)
+            is_last = number == numbers[-1]
+            keeps = not is_last and self._keeps_state()
+            asked = self._tell() if self._exchange.is_due or is_last or keeps else Action.CONTINUE
+            if asked and not is_last:  # a whole epoch is validated first; what was asked for stays so
+                return asked
+            if keeps:
+                self._save()
+        return Action.CONTINUE
+
+    def _step(self, number: int, loader: Loader, stream: Iterator[MicroBatch]) -> None:
+        """One optimizer step on global batch ``number`` of the epoch."""
+        began, waited_before, lr = time.monotonic(), loader.waited_s, learning_rate(self.engine)
+        result = self.engine.train_step(islice(stream, self.layout.gradient_accumulation), self.watchdog.beat)
+        data_s = loader.waited_s - waited_before
+        norm = gradient_norm(self.engine)
+        self.position.step += 1
+        self.position.batches_done = number + 1
+        self._check_finite(result.loss, norm, number)
+        seconds = time.monotonic() - began
+        self.first_step_s = self.first_step_s or time.monotonic() - self.started
+        mfu = self.meter.utilisation(loader.last, seconds) if loader.last else None
+        busy_s, scale = data_s + result.forward_s, loss_scale(self.engine)
+        self._exchange.add(LocalStep(result.loss, lr, norm, scale, busy_s, data_s, seconds, mfu))
+        self.profiler.step()
+
+    def _check_finite(self, loss: torch.Tensor, norm: float, number: int) -> None:
+        """The norm is global: all workers see at the same step that it is not finite, and say whose loss it was."""
+        if self.config.precision == "fp16":
+            return  # an overflow is how the loss scale finds its size
+        if math.isfinite(norm) and self.engine.deepspeed.was_step_applied():
+            return
+        mine = torch.zeros(self.worker.size)
+        mine[self.worker.rank] = float(not torch.isfinite(loss))
+        ranks = [rank for rank, broken in enumerate(self.worker.sum(mine).tolist()) if broken]
+        whose = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "the gradient, and no rank's loss,"
+        raise NonFiniteLossError(
+            f"step {self.position.step}: {whose} is not finite (epoch {self.position.epoch}, batch {number}). No "
+            "checkpoint has it: lower train.optimizer.lr or clip gradients, and go on with train.resume=latest; "
+            "train.non_finite=rollback leaves such a batch out"
         )
 
-    def _train_step(self, batch: list[int]) -> tuple[Tensor, float, float]:
-        """One optimizer step: this worker's mean loss, the learning rate and the gradient's norm."""
-        lr = self.engine.get_lr()[0]
-        loss_sum = torch.zeros((), device=self.worker.device)
-        for indices in micro_batches(batch, self.worker.shard, self.config.micro_batch):
-            logits, classes = self._forward(self.data.train, indices)
-            loss = functional.cross_entropy(logits, classes, label_smoothing=self.config.label_smoothing)
-            self.engine.backward(loss)
-            self.engine.step()
-            loss_sum += loss.detach()
-        self.step += 1
-        if not self.first_step_s:
-            self.first_step_s = time.monotonic() - self.started
-        return loss_sum / self.config.gradient_accumulation, lr, float(self.engine.get_global_grad_norm() or 0.0)
+    def _keeps_state(self) -> bool:
+        every = self.config.checkpoint.every_steps
+        return bool(every) and self.position.step % (every or 1) == 0
 
-    def _flush(self, pending: list[tuple[Tensor, float, float]], epoch: int, began: float, first: int) -> list[float]:
-        """Average the losses of the last steps over the workers; log and show them."""
-        if not pending:
-            return []
-        losses = self.worker.sum(torch.stack([loss for loss, _, _ in pending])) / self.worker.shard.world_size
-        rate = (self.step - first) * self.config.global_batch_size / (time.monotonic() - began)
-        steps = range(self.step - len(pending) + 1, self.step + 1)
-        records = [
-            StepRecord(step=step, epoch=epoch, loss=loss, lr=lr, grad_norm=norm, samples_per_s=rate)
-            for step, loss, (_, lr, norm) in zip(steps, losses.tolist(), pending, strict=True)
-        ]
-        if self.worker.is_first:
-            self.log.append(*records)
-            self.progress.step(records[-1])
-        pending.clear()
-        return [record.loss for record in records]
+    def _tell(self) -> Action:
+        """Exchange the last steps with the other workers, and log them."""
+        self.watchdog.beat(f"the exchange after step {self.position.step}")
+        exchanged = self._exchange.run(max(self.control.asked(), self.observer.alerts.pending()))
+        self.position.loss_sum += sum(exchanged.losses)
+        self.position.losses += len(exchanged.losses)
+        self.observer.exchanged(self.position, exchanged)
+        return exchanged.request
 
-    @torch.no_grad()
-    def _validate(self) -> tuple[float, float]:
-        """Mean loss and accuracy over the validation split, each sample counted once over all workers."""
-        self.engine.eval()
-        totals = torch.zeros(2, dtype=torch.float64)
-        batches = validation_batches(_lengths(self.data.validation), self.worker.shard, 2 * self.config.micro_batch)
-        for indices in batches:
-            logits, classes = self._forward(self.data.validation, indices)
-            totals[0] += functional.cross_entropy(logits, classes, reduction="sum").item()
-            totals[1] += (logits.argmax(-1) == classes).sum().item()
-        loss, accuracy = (self.worker.sum(totals) / len(self.data.validation)).tolist()
-        return loss, accuracy
-
-    def _forward(self, split: Split, indices: list[int]) -> tuple[Tensor, Tensor]:
-        """Logits (float32) and classes of a few samples."""
-        tensors = self.data.processor.encode([split.inputs[index] for index in indices])
-        dtype = torch.bfloat16 if self.config.precision == "bf16" else torch.float32
-        inputs = {name: torch.from_numpy(array).to(self.worker.device) for name, array in tensors.items()}
-        inputs = {name: each.to(dtype) if each.is_floating_point() else each for name, each in inputs.items()}
-        classes = torch.tensor([split.classes[index] for index in indices], device=self.worker.device)
-        return logits_of(self.engine(**inputs)).float(), classes
-
-    def _finish_epoch(self, record: EpochRecord) -> None:
-        """Log the epoch, show it and store its checkpoint."""
+    def _finish_epoch(self) -> None:
+        """Validate, log the epoch and keep the state."""
+        position = self.position
+        totals = self._validate()
+        record = EpochRecord(
+            epoch=position.epoch,
+            step=position.step,
+            train_loss=position.loss_sum / max(position.losses, 1),
+            val_loss=totals.mean_loss,
+            val_accuracy=totals.accuracy,
+            val_perplexity=perplexity(totals.mean_loss) if self.is_language_model else None,
+            samples_per_s=self.observer.samples_per_s,
+            first_step_s=self.first_step_s,
+            resumed_from_step=self._resumed_from_step,
+        )
         self.records.append(record)
-        if self.worker.is_first:
-            self.log.append(record)
-            self.progress.epoch(record, is_best=best_of(self.records, self.config) is record)
-        checkpoint = save_checkpoint(self.engine, self.records, self.worker.is_first)
-        try:
-            self.reporter.report(record, checkpoint)
-        finally:
-            shutil.rmtree(checkpoint, ignore_errors=True)
+        self.position = Position(step=position.step, epoch=position.epoch + 1, left_out=position.left_out)
+        self._save()
+        self.observer.epoch_ended(record, is_best=best_of(self.records, self.config) is record)
 
-    def _should_stop(self) -> bool:
-        stopping = self.config.early_stopping
-        if stopping is None:
-            return False
-        values = [float(getattr(record, stopping.metric)) for record in self.records]
-        stop = should_stop(values, stopping)
-        if stop and self.worker.is_first:
-            self.progress.stopped_early(self.records[-1].epoch, stopping.metric, stopping.patience)
-        return stop
+    def _validate(self) -> Totals:
+        """Over the validation split, each sample counted once over all workers."""
+        indices = list(validation_batches(self.validation_data.lengths, self._shard, 2 * self.layout.micro_batch))
+        loader = Loader(self.validation_data, indices, self.config, self.worker.device)
+        return Totals.of(self.worker.sum(self.engine.evaluate(self._watched(loader))))
 
+    def _watched(self, loader: Loader) -> Iterator[MicroBatch]:
+        for batch in loader:
+            self.watchdog.beat(f"validation after step {self.position.step}")
+            yield batch
 
-def _lengths(split: Split) -> list[int]:
-    """A sort key by which samples pad alike: the characters of a text; pictures are all of one size."""
-    return [len(given) if isinstance(given, str) else 0 for given in split.inputs]
+    def _save(self) -> None:
+        """Keep the state, unless this very state was kept."""
+        if self._saved_step == self.position.step:
+            return
+        self.watchdog.beat(f"the checkpoint of step {self.position.step}")
+        snapshot = take_snapshot(self.engine, self.layout, self.position, self.records, self.config.precision)
+        self.writer.save(snapshot, best_of(self.records, self.config).step if self.records else None)
+        self._saved_step = self.position.step

@@ -1,11 +1,13 @@
 """What a training run reports."""
 
+import math
 from collections.abc import Iterable
 from typing import Self
 
 from pydantic import BaseModel
 
 from app.config import PlanConfig, TrainConfig
+from app.telemetry.memory import MemoryRecord
 
 
 class StepRecord(BaseModel):
@@ -17,6 +19,15 @@ class StepRecord(BaseModel):
     lr: float
     grad_norm: float
     samples_per_s: float
+    data_stall: float
+    """Share of the step's time that the first worker waited for data."""
+    loss_scale: float | None = None
+    tokens_per_s: float | None = None
+    """Of language modelling."""
+    mfu: float | None = None
+    """Model FLOPs utilisation of the first worker; None if the model or its device cannot be counted."""
+    memory: MemoryRecord
+    """Of the first worker."""
 
 
 class EpochRecord(BaseModel):
@@ -27,6 +38,9 @@ class EpochRecord(BaseModel):
     train_loss: float
     val_loss: float
     val_accuracy: float
+    """Share of the targets, classes or tokens, that are the model's first choice."""
+    val_perplexity: float | None = None
+    """exp(``val_loss``), of language modelling alone."""
     samples_per_s: float
     first_step_s: float
     resumed_from_step: int
@@ -37,6 +51,7 @@ class TrainMetrics(BaseModel):
 
     val_loss: float
     val_accuracy: float
+    val_perplexity: float | None = None
     train_loss: float
     best_epoch: int
     epochs: int
@@ -44,17 +59,24 @@ class TrainMetrics(BaseModel):
     samples_per_s: float
     first_step_s: float
     resumed_from_step: int
+    workers: int
     plan: PlanConfig
     baseline_accuracy: float | None = None
 
     @classmethod
     def of(
-        cls, best: EpochRecord, last: EpochRecord, config: TrainConfig, baseline_accuracy: float | None = None
+        cls,
+        best: EpochRecord,
+        last: EpochRecord,
+        config: TrainConfig,
+        workers: int,
+        baseline_accuracy: float | None = None,
     ) -> Self:
         """The outcome, from the best and the last epoch."""
         return cls(
             val_loss=best.val_loss,
             val_accuracy=best.val_accuracy,
+            val_perplexity=best.val_perplexity,
             train_loss=best.train_loss,
             best_epoch=best.epoch,
             epochs=last.epoch,
@@ -62,9 +84,24 @@ class TrainMetrics(BaseModel):
             samples_per_s=last.samples_per_s,
             first_step_s=last.first_step_s,
             resumed_from_step=last.resumed_from_step,
-            plan=config.plan.model_copy(update={"micro_batch": config.micro_batch}),
+            workers=workers,
+            plan=config.plan.model_copy(update={"micro_batch": config.layout(workers).micro_batch}),
             baseline_accuracy=baseline_accuracy,
         )
+
+
+class StoppedMetrics(BaseModel):
+    """How far a run came that was asked to end."""
+
+    steps: int
+    epochs: int
+    """Whole ones."""
+    paused: bool
+
+
+def perplexity(loss: float) -> float:
+    """exp of a mean loss in nats; infinite where that is too large a number."""
+    return math.exp(loss) if loss < 700.0 else math.inf
 
 
 def best_of(records: Iterable[EpochRecord], config: TrainConfig) -> EpochRecord:

@@ -1,16 +1,24 @@
 """A whole training run, whoever runs it: what comes before the workers, and what comes after."""
 
-from upath import UPath
+from torch import nn
 
+from app.checksums import CHECKSUMS_FILE, verify_checksums
+from app.config import broken_rule, nearest_plan
 from app.data.baseline import LINEAR_BASELINE, linear_baseline
-from app.data.prepared import PreparedData, prepare
+from app.data.classification import ClassificationData
+from app.data.prepared import PreparedData
 from app.errors import RecipeError
 from app.models.factory import build_model
+from app.models.traits import traits_of
 from app.runs import Outcome, Run
-from app.tasks import find_processor
-from app.training.loop import count_steps
-from app.training.records import EpochRecord, TrainMetrics
-from app.training.run_folder import WEIGHTS
+from app.tasks import load_prepared, prepare
+from app.telemetry.alerts import Action
+from app.training.checkpoints.store import CheckpointStore
+from app.training.control import withdraw
+from app.training.deepspeed_config import deepspeed_config
+from app.training.records import StoppedMetrics, TrainMetrics, best_of
+from app.training.run_folder import CHECKPOINTS, DATA, FAILURE_FILE, WEIGHTS
+from app.training.session import Ending, count_steps
 from app.training.weights import publish_weights
 
 
@@ -18,28 +26,74 @@ def prepare_run(run: Run) -> PreparedData:
     """Prepare the data and check all that can be checked before a worker starts; nothing is written.
 
     Raises:
-        RecipeError: the task or the model cannot be had as the recipe says.
+        RecipeError: the task, the model or the plan cannot be had as the recipe says.
         DataError: the data cannot be read, or is not what the recipe says.
         TrainingError: there are fewer samples than one batch takes.
     """
     recipe = run.recipe
-    data = prepare(recipe.data, find_processor(recipe.task))
-    print(f"data {recipe.data.source}: {data.report}", flush=True)
-    print(f"training on {len(data.train):,} examples, validating on {len(data.validation):,}", flush=True)
-    model = build_model(recipe.model, len(data.labels), data.processor)
+    data = _data_of(run)
+    print(f"data {recipe.data.source}: {data.summary}", flush=True)
+    model = build_model(recipe.model, data.facts)
     print(f"model {recipe.model.factory}: {sum(each.numel() for each in model.parameters()):,} parameters", flush=True)
+    _check_plan(run, model)
     count_steps(recipe.train, len(data.train))
-    if recipe.train.linear_baseline and data.processor.modality != "text":
-        raise RecipeError("train.linear_baseline is for texts: set it to false")
+    if recipe.train.linear_baseline:
+        _texts_of(data)
     return data
 
 
-def finish_run(run: Run, data: PreparedData, best: EpochRecord, last: EpochRecord, checkpoint: UPath) -> Outcome:
-    """Keep the weights of the best epoch's checkpoint, and say what was reached."""
-    recipe, weights = run.recipe, run.folder / WEIGHTS
+def open_run(run: Run, data: PreparedData) -> None:
+    """Make the run's folder, with the data that every worker reads; what was asked of it before is forgotten."""
+    run.open()
+    withdraw(run.folder)
+    (run.folder / FAILURE_FILE).unlink(missing_ok=True)
+    if not _is_saved(run):
+        data.save(run.folder / DATA)
+
+
+def finish_run(run: Run, data: PreparedData, ending: Ending) -> Outcome:
+    """Keep the weights of the best epoch, and say what was reached; or that the run was stopped."""
+    recipe, store = run.recipe, CheckpointStore(run.folder / CHECKPOINTS)
+    if ending.request is not Action.CONTINUE:
+        verb = "paused" if ending.request is Action.PAUSE else "stopped"
+        print(f"{verb} at step {ending.step:,}; to go on: train.resume={run.run_id}", flush=True)
+        metrics = StoppedMetrics(steps=ending.step, epochs=len(ending.records), paused=verb == "paused")
+        return Outcome(metrics, {"checkpoint": str(store.folder_of(ending.step))}, status="stopped")
+    kept = set(store.committed())
+    best = best_of([each for each in ending.records if each.step in kept], recipe.train)
+    checkpoint, weights = store.folder_of(best.step), run.folder / WEIGHTS
+    verify_checksums(checkpoint)
     publish_weights(checkpoint, data, recipe, weights)
-    baseline = linear_baseline(data) if recipe.train.linear_baseline else None
+    baseline = linear_baseline(_texts_of(data)) if recipe.train.linear_baseline else None
     if baseline is not None:
         print(f"val_accuracy {best.val_accuracy:.4f}; {LINEAR_BASELINE}: {baseline:.4f}", flush=True)
-    metrics = TrainMetrics.of(best, last, recipe.train, baseline)
-    return Outcome(metrics, {"checkpoint": str(checkpoint), "weights": str(weights)})
+    reached = TrainMetrics.of(best, ending.records[-1], recipe.train, ending.workers, baseline)
+    return Outcome(reached, {"checkpoint": str(checkpoint), "weights": str(weights)})
+
+
+def _data_of(run: Run) -> PreparedData:
+    """What the run has saved, if it goes on; otherwise made from the source."""
+    if not _is_saved(run):
+        return prepare(run.recipe)
+    verify_checksums(run.folder / DATA)
+    return load_prepared(run.recipe, run.folder / DATA)
+
+
+def _is_saved(run: Run) -> bool:
+    return (run.folder / DATA / CHECKSUMS_FILE).exists()
+
+
+def _check_plan(run: Run, model: nn.Module) -> None:
+    """Refuse a plan that the model cannot run, and DeepSpeed keys that contradict it."""
+    config = run.recipe.train
+    setting = config.setting(traits_of(model))
+    if rule := broken_rule(config.plan, setting):
+        raise RecipeError(f"train.plan: {rule}; {nearest_plan(config.plan, setting)}")
+    deepspeed_config(config, config.layout(config.workers_range[1]), autotp=False)
+
+
+def _texts_of(data: PreparedData) -> ClassificationData:
+    """Data that the linear baseline can be fitted on. Raises RecipeError for any other."""
+    if not isinstance(data, ClassificationData) or data.processor.modality != "text":
+        raise RecipeError("train.linear_baseline is for texts with labels: set it to false")
+    return data

@@ -4,7 +4,10 @@ DATA = "data"
 """The prepared data, read by every worker."""
 
 CHECKPOINTS = "checkpoints"
-"""One folder for each checkpoint that is kept: the best and the last."""
+"""One folder for each checkpoint that is kept: the newest ones and the best epoch's."""
 
 WEIGHTS = "weights"
 """The weights of the best epoch."""
+
+FAILURE_FILE = "failure.txt"
+"""Why a worker ended itself."""

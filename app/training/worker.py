@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from app.errors import TrainingError
-from app.training.batches import Shard
 
 os.environ.setdefault("DS_LOG_LEVEL", "warning")
 
@@ -20,15 +19,17 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Worker:
-    """One process of the run: its shard of the data and its device."""
+    """One process of the run: which of them, and its device."""
 
-    shard: Shard
+    rank: int
+    size: int
+    """How many there are."""
     device: torch.device
 
     @property
     def is_first(self) -> bool:
         """Whether this process speaks for all: prints, and writes what they share."""
-        return self.shard.rank == 0
+        return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
         """``values`` added up over all workers."""
@@ -52,12 +53,13 @@ def start_worker(device: str) -> Worker:
         os.environ.setdefault(name, value)
     if device == "gpu":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.set_float32_matmul_precision("high")  # TF32
     deepspeed = import_deepspeed()
     if not torch.distributed.is_initialized() and os.environ["WORLD_SIZE"] == "1":
         torch.distributed.init_process_group(_backend(device), store=HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed(_backend(device), timeout=_COLLECTIVE_TIMEOUT, verbose=False)
-    shard = Shard(torch.distributed.get_rank(), torch.distributed.get_world_size())
-    return Worker(shard, torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device()))
+    place = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    return Worker(torch.distributed.get_rank(), torch.distributed.get_world_size(), place)
 
 
 def _backend(device: str) -> str:

@@ -3,15 +3,14 @@
 import pytest
 import torch
 
-from app.config import DataConfig, EarlyStoppingConfig, ImageConfig, ModelConfig, ScheduleConfig, load_recipe
-from app.data.images import ImageProcessor
+from app.config import EarlyStoppingConfig, ModelConfig, ScheduleConfig, load_recipe
 from app.errors import RecipeError, TrainingError
 from app.models.factory import build_model, logits_of
 from app.training.batches import Shard, micro_batches, train_batches, validation_batches
+from app.training.deepspeed_config import deepspeed_config
 from app.training.early_stopping import should_stop
-from app.training.loop import count_steps
-from app.training.plan import deepspeed_config
 from app.training.schedule import lr_factor
+from app.training.session import count_steps
 from tests.helpers import ROOT
 
 LENGTHS = [(index * 37) % 101 for index in range(1000)]
@@ -77,9 +76,10 @@ def test_schedules_by_hand() -> None:
 
 def test_the_plan_becomes_deepspeeds_configuration() -> None:
     overrides = ["train.plan.zero_stage=2", "train.plan.micro_batch=8", "train.precision=bf16"]
-    config = deepspeed_config(load_recipe(ROOT / "recipes/digits.yaml", overrides).train)
-    assert config["zero_optimization"] == {"stage": 2}
-    assert config["bf16"] == {"enabled": True}
+    train = load_recipe(ROOT / "recipes/digits.yaml", overrides).train
+    config = deepspeed_config(train, train.layout(2), autotp=False)
+    assert config["zero_optimization"]["stage"] == 2
+    assert config["bf16"] == {"enabled": True, "check_grad_overflow": True}
     assert config["gradient_clipping"] == 1.0
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     assert [config[size] for size in sizes] == [64, 8, 4]
@@ -101,19 +101,18 @@ def test_too_few_samples_for_a_batch_are_refused() -> None:
         ("app.models.image:small_cnn", {"width": 9}, "not a multiple of 8"),
         ("app.models.image:small_cnn", {"width": -8}, "refuses model.args"),
         ("app.models.text:encoder_classifier", {}, "model.args.vocab_size is missing"),
-        ("app.training.checkpoint:_TAG", {}, "expected a function"),
-        ("app.training.batches:Shard", {"rank": 0, "world_size": 1}, "expected a torch.nn.Module"),
+        ("app.training.run_folder:DATA", {}, "expected a function"),
+        ("app.training.batches:Shard", {"rank": 0, "size": 1}, "expected a torch.nn.Module"),
     ],
 )
 def test_models_that_cannot_be_built_are_refused(factory: str, args: dict[str, int], words: str) -> None:
-    processor = ImageProcessor.fit([], DataConfig(source="-"))
+    facts = {"num_labels": 10, "channels": 3, "image_size": 32}
     with pytest.raises(RecipeError) as refused:
-        build_model(ModelConfig(factory=factory, args=args), 10, processor)
+        build_model(ModelConfig(factory=factory, args=args), facts)
     assert words in str(refused.value)
 
 
 def test_resnet50_has_its_size_and_answers_logits() -> None:
-    processor = ImageProcessor.fit([], DataConfig(source="-", image=ImageConfig(size=64, channels=3)))
-    model = build_model(ModelConfig(factory="app.models.image:resnet50"), 1000, processor).eval()
+    model = build_model(ModelConfig(factory="app.models.image:resnet50"), {"num_labels": 1000, "channels": 3}).eval()
     assert sum(each.numel() for each in model.parameters()) == 25_557_032  # of the paper's network, as in torchvision
     assert logits_of(model(pixel_values=torch.zeros(2, 3, 64, 64))).shape == (2, 1000)

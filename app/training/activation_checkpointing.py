@@ -1,0 +1,28 @@
+"""Activations that the backward pass computes again (Chen et al. 2016, arXiv:1604.06174)."""
+
+from functools import partial
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from app.errors import TrainingError
+from app.models.staged import Staged, Tied
+
+
+def recompute_activations(model: nn.Module) -> None:
+    """Keep only what passes between the layers of a staged or Hugging Face model.
+
+    Raises:
+        TrainingError: the model is neither.
+    """
+    if isinstance(model, Staged):
+        for layer in model.layers():
+            if not isinstance(layer, Tied):
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    elif callable(enable := getattr(model, "gradient_checkpointing_enable", None)):
+        enable({"use_reentrant": False})
+    else:
+        raise TrainingError(
+            f"plan.activation_checkpointing: {type(model).__name__} is neither staged nor of Hugging Face: "
+            "set it to false"
+        )

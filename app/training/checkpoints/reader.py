@@ -1,0 +1,116 @@
+"""Reading checkpoints, under the plan that wrote them or any other."""
+
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from upath import UPath
+
+from app.config import Layout
+from app.errors import TrainingError
+from app.storage import is_local
+from app.training.checkpoints.restore import apply_own, apply_state, destinations
+from app.training.checkpoints.snapshot import BUFFER, WEIGHT, own_prefix
+from app.training.checkpoints.state import TrainState
+from app.training.checkpoints.writer import STATE_FILE
+from app.training.engine import TrainingEngine
+
+
+def load_checkpoint(engine: TrainingEngine, layout: Layout, folder: UPath) -> TrainState:
+    """Bring ``engine`` to the state of a verified checkpoint. Every process calls it.
+
+    Each process reads what its plan has it hold, however the checkpoint was cut when it was written. Random
+    numbers go on where they were if there are as many processes as then.
+
+    Raises:
+        TrainingError: the checkpoint is of another model.
+    """
+    state = load_state(folder)
+    with _local_copy(folder) as local:
+        reader = FileSystemReader(local)
+        saved = reader.read_metadata()
+        content = destinations(engine, layout, state, frozenset(saved.state_dict_metadata))
+        if missing := sorted(set(content) - set(saved.state_dict_metadata)):
+            raise TrainingError(
+                f"checkpoint {str(folder)!r} has no {missing[0]!r}: it is of another model; set train.resume to a run "
+                "of this recipe"
+            )
+        alike = (state.workers, state.tensor, state.pipeline) == (layout.workers, layout.tensor, layout.pipeline)
+        own = _empty(saved, own_prefix(dist.get_rank())) if alike else {}
+        _load({**content, **own}, reader)
+    apply_state(engine, state)
+    if own:
+        apply_own(engine, {name.removeprefix(own_prefix(dist.get_rank())): each for name, each in own.items()})
+    return state
+
+
+def load_state(folder: UPath) -> TrainState:
+    """Where training stood."""
+    return TrainState.model_validate_json((folder / STATE_FILE).read_bytes())
+
+
+def export_weights(folder: UPath, path: Path) -> None:
+    """Write a checkpoint of any plan as one safetensors file, equal to the weights of a single process.
+
+    float32; after training in bf16 or fp16 the values are those that validation saw, rounded.
+    """
+    state = load_state(folder)
+    with _local_copy(folder) as local:
+        reader = FileSystemReader(local)
+        saved = reader.read_metadata()
+        found = {
+            name: each
+            for name, each in _empty(saved).items()
+            if name.startswith(BUFFER) or (name.endswith(f"/{WEIGHT}") and not name.startswith("rank_"))
+        }
+        _load(dict(found), reader)
+    tensors = {
+        name.removeprefix(BUFFER).removesuffix(f"/{WEIGHT}"): _as_validated(each, state.precision)
+        for name, each in found.items()
+    }
+    shaped = {name: each.reshape(state.shapes.get(name, each.shape)).contiguous() for name, each in tensors.items()}
+    safetensors.torch.save_file(shaped, str(path))
+
+
+def _load(content: dict[str, Tensor], reader: FileSystemReader) -> None:
+    """Fill the tensors; each process reads for itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load(content, storage_reader=reader, no_dist=True)
+
+
+def _as_validated(tensor: Tensor, precision: str) -> Tensor:
+    """float32, if it has a fraction, after the rounding of training's precision."""
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)).float()
+
+
+def _empty(saved: Metadata, prefix: str = "") -> dict[str, Tensor]:
+    """Room for the tensors whose names begin with ``prefix``."""
+    found = {name: each for name, each in saved.state_dict_metadata.items() if name.startswith(prefix)}
+    return {
+        name: torch.empty(each.size, dtype=each.properties.dtype)
+        for name, each in found.items()
+        if isinstance(each, TensorStorageMetadata)
+    }
+
+
+@contextmanager
+def _local_copy(folder: UPath) -> Iterator[Path]:
+    """``folder`` itself where it lies on a disk, else a copy of it."""
+    if is_local(folder):
+        yield Path(folder.path)
+        return
+    with tempfile.TemporaryDirectory(prefix="rayloom-checkpoint-") as temporary:
+        folder.fs.get(f"{folder.path}/", f"{temporary}/", recursive=True)
+        yield Path(temporary)

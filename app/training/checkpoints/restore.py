@@ -1,0 +1,97 @@
+"""From a checkpoint's content back into a running engine."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.config import Layout
+from app.training.checkpoints.rng import restore_random_state
+from app.training.checkpoints.snapshot import (
+    BUFFER,
+    RANDOM,
+    WEIGHT,
+    Content,
+    buffers_of,
+    fp16_scaler,
+    master_tensors,
+    shards_of,
+)
+from app.training.checkpoints.state import TrainState
+from app.training.engine import TrainingEngine
+from app.training.fragments import fragments_of
+
+
+def destinations(engine: TrainingEngine, layout: Layout, state: TrainState, saved: frozenset[str]) -> Content:
+    """Where the tensors of a checkpoint go: into the engine's own memory.
+
+    ``saved``: the names that the checkpoint has.
+    """
+    optimizer = engine.deepspeed.basic_optimizer
+    content: Content = {}
+    for fragment in fragments_of(engine, layout):
+        prefix = f"{fragment.name}/"
+        keys = {name.removeprefix(prefix) for name in saved if name.startswith(prefix)} - {WEIGHT}
+        _prepare_state(optimizer, fragment.master, keys, state.optimizer_steps)
+        for key, flat in master_tensors(optimizer, fragment).items():
+            content[prefix + key] = shards_of(fragment, flat, copy=False)
+    return content | {BUFFER + name: buffer for name, buffer in buffers_of(engine).items()}
+
+
+def apply_state(engine: TrainingEngine, state: TrainState) -> None:
+    """After the tensors are in place: the model's weights from the optimizer's, and the counters."""
+    deepspeed = engine.deepspeed
+    _refresh_weights(deepspeed)
+    deepspeed.global_steps = state.position.step
+    deepspeed.global_samples = state.position.step * deepspeed.train_batch_size()
+    deepspeed.micro_steps = state.position.step * deepspeed.gradient_accumulation_steps()
+    deepspeed.lr_scheduler.last_epoch = state.schedule_steps - 1
+    deepspeed.lr_scheduler.step()
+    if state.loss_scale and (scaler := fp16_scaler(deepspeed)):
+        scaler.cur_scale, scaler.cur_iter = state.loss_scale.scale, state.loss_scale.iteration
+        scaler.last_overflow_iter, scaler.cur_hysteresis = state.loss_scale.last_overflow, state.loss_scale.hysteresis
+
+
+def apply_own(engine: TrainingEngine, own: Mapping[str, Tensor]) -> None:
+    """What this very process had: its random numbers, and its own view of the model's buffers."""
+    for name, buffer in buffers_of(engine).items():
+        buffer.copy_(own[BUFFER + name])
+    states = {name.removeprefix(RANDOM): each for name, each in own.items() if name.startswith(RANDOM)}
+    restore_random_state(states, engine.deepspeed.device)
+
+
+def _prepare_state(optimizer: torch.optim.Optimizer, master: Tensor, keys: set[str], steps: int) -> None:
+    """Make the state that the optimizer would make on its first step, to be read into; and set its count."""
+    state = optimizer.state[master] if keys else {}
+    for key in keys - state.keys():
+        state[key] = torch.zeros_like(master, requires_grad=False)
+    if "exp_avg" in keys:
+        counts_in_tensors = type(optimizer).__module__.startswith("torch.")
+        state["step"] = torch.tensor(float(steps), device=master.device) if counts_in_tensors else steps
+
+
+@torch.no_grad()
+def _refresh_weights(deepspeed: Any) -> None:
+    """Copy the optimizer's float32 weights into the model."""
+    optimizer = deepspeed.optimizer
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        _refresh_zero_3(deepspeed)
+    elif hasattr(optimizer, "update_lp_params"):
+        optimizer.update_lp_params()
+    elif hasattr(optimizer, "fp32_groups"):
+        for lows, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            for low, master in zip(lows, masters, strict=True):
+                low.copy_(master)
+
+
+def _refresh_zero_3(deepspeed: Any) -> None:
+    optimizer = deepspeed.optimizer
+    if optimizer.persistent_parameters:
+        optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+    for parameter in (each for each in deepspeed.module.parameters() if each.requires_grad):
+        group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        size = parameter.partition_numel()
+        parameter.ds_tensor.data.copy_(optimizer.fp32_partitioned_groups_flat[group].narrow(0, offset, size))
+    if optimizer.persistent_parameters:
+        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)

@@ -1,0 +1,123 @@
+"""From a running engine to a checkpoint's content."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.config import Layout
+from app.training.checkpoints.rng import random_state
+from app.training.checkpoints.shards import Shards
+from app.training.checkpoints.state import LossScale, Position, TrainState
+from app.training.engine import TrainingEngine
+from app.training.fragments import Fragment, boxes_of, fragments_of, matrix_shape
+from app.training.records import EpochRecord
+
+WEIGHT, BUFFER, RANDOM = "weight", "buffer/", "random/"
+Content = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """This process's part of a checkpoint, in memory of its own."""
+
+    state: TrainState
+    content: Content
+    """``PARAMETER/weight`` and ``PARAMETER/STATE``, in float32 what is trained; ``buffer/BUFFER`` as the first
+    data-parallel rank sees it; and under ``rank_R/`` what only one process needs: its buffers and random numbers."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        parts = [[*each.parts.values()] if isinstance(each, Shards) else [each] for each in self.content.values()]
+        return sum(tensor.nbytes for each in parts for tensor in each)
+
+
+def take_snapshot(
+    engine: TrainingEngine, layout: Layout, position: Position, records: list[EpochRecord], precision: str
+) -> Snapshot:
+    """Copy what this process writes of the engine's state. Every process calls it."""
+    fragments = fragments_of(engine, layout)
+    optimizer = engine.deepspeed.basic_optimizer
+    content: Content = {}
+    for fragment in fragments:
+        if fragment.is_owned:
+            for key, flat in master_tensors(optimizer, fragment).items():
+                content[f"{fragment.name}/{key}"] = shards_of(fragment, flat, copy=True)
+    rank = torch.distributed.get_rank()
+    buffers = {BUFFER + name: each.detach().to("cpu", copy=True) for name, each in buffers_of(engine).items()}
+    own = buffers | {RANDOM + name: each for name, each in random_state(engine.deepspeed.device).items()}
+    content |= {f"{own_prefix(rank)}{name}": each for name, each in own.items()}
+    if layout.data_rank(rank) == layout.tensor_rank(rank) == 0:
+        content |= buffers
+    state = TrainState(
+        position=position.model_copy(deep=True),
+        records=records,
+        workers=layout.workers,
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        optimizer_steps=_optimizer_steps(optimizer),
+        schedule_steps=engine.deepspeed.lr_scheduler.last_epoch,
+        loss_scale=_loss_scale(engine.deepspeed),
+        precision=precision,
+        shapes=_shapes(fragments),
+    )
+    return Snapshot(state, content)
+
+
+def own_prefix(rank: int) -> str:
+    """What the names of a process's own tensors begin with."""
+    return f"rank_{rank}/"
+
+
+def buffers_of(engine: TrainingEngine) -> dict[str, Tensor]:
+    """The buffers that belong to the model's state, such as running means, by their name in the whole model."""
+    found = {}
+    for module in engine.deepspeed.module.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and id(module) in engine.names:
+                found[f"{engine.names[id(module)]}.{name}".lstrip(".")] = buffer
+    return found
+
+
+def master_tensors(optimizer: torch.optim.Optimizer, fragment: Fragment) -> dict[str, Tensor]:
+    """The weight and the state of a fragment's master that have its shape."""
+    state = optimizer.state.get(fragment.master, {})
+    alike = {key: each for key, each in state.items() if key != "step" and torch.is_tensor(each)}
+    return {WEIGHT: fragment.master, **alike}
+
+
+def shards_of(fragment: Fragment, flat: Tensor, copy: bool) -> Shards:
+    parts = {corner: part.to("cpu", copy=True) if copy else part for corner, part in boxes_of(fragment, flat)}
+    return Shards(matrix_shape(fragment.cut.whole_shape), parts)
+
+
+def _shapes(fragments: list[Fragment]) -> dict[str, list[int]]:
+    """The shapes of all parameters, whoever holds them."""
+    parts: list[dict[str, list[int]]] = [{} for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather_object(parts, {each.name: list(each.cut.whole_shape) for each in fragments})
+    return {name: shape for part in parts for name, shape in part.items()}
+
+
+def _optimizer_steps(optimizer: torch.optim.Optimizer) -> int:
+    steps = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
+    return max(steps, default=0)
+
+
+def fp16_scaler(deepspeed: Any) -> Any:
+    optimizer = deepspeed.optimizer
+    scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+    return scaler if deepspeed.fp16_enabled() and hasattr(scaler, "cur_scale") else None
+
+
+def _loss_scale(deepspeed: Any) -> LossScale | None:
+    scaler = fp16_scaler(deepspeed)
+    if scaler is None:
+        return None
+    return LossScale(
+        scale=float(scaler.cur_scale),
+        iteration=int(getattr(scaler, "cur_iter", 0)),
+        last_overflow=int(getattr(scaler, "last_overflow_iter", -1)),
+        hysteresis=int(getattr(scaler, "cur_hysteresis", 1)),
+    )

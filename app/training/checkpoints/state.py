@@ -1,0 +1,49 @@
+"""The small part of a checkpoint: where training stands."""
+
+from pydantic import BaseModel
+
+from app.training.records import EpochRecord
+
+
+class Position(BaseModel):
+    """Where in the data a run stands, and what it has counted so far."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    epoch: int = 1
+    """The epoch under way, from 1."""
+    batches_done: int = 0
+    """Global batches of that epoch that are done."""
+    loss_sum: float = 0.0
+    losses: int = 0
+    """Sum and number of their losses."""
+    left_out: list[tuple[int, int]] = []
+    """Batches, as (epoch, number), that a roll-back leaves out."""
+
+
+class LossScale(BaseModel):
+    """fp16's dynamic loss scale."""
+
+    scale: float
+    iteration: int
+    last_overflow: int
+    hysteresis: int
+
+
+class TrainState(BaseModel):
+    """Everything of a checkpoint that is not a tensor."""
+
+    position: Position
+    records: list[EpochRecord]
+    """Epochs so far: early stopping and the choice of the best read them."""
+    workers: int
+    tensor: int
+    pipeline: int
+    """With another layout a process plays another part, and its random numbers are not its own."""
+    optimizer_steps: int
+    """Updates applied, by which AdamW corrects its bias; fp16 may have skipped some."""
+    schedule_steps: int
+    loss_scale: LossScale | None
+    precision: str
+    shapes: dict[str, list[int]]
+    """The shape of every parameter in the whole model, by name."""

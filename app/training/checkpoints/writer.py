@@ -1,0 +1,121 @@
+"""Writing checkpoints: every process its own part, in the background, committed by one file."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+from upath import UPath
+
+from app.checksums import checksums_of, write_checksums
+from app.config import CheckpointConfig
+from app.errors import TrainingError
+from app.storage import is_local
+from app.telemetry.attempt import attempt
+from app.training.checkpoints.snapshot import Snapshot
+from app.training.checkpoints.store import CheckpointStore
+
+STATE_FILE = "state.json"
+
+
+class CheckpointWriter:
+    """Writes snapshots one after the other. Every process of the run has one, and calls it in the same order."""
+
+    def __init__(self, store: CheckpointStore, config: CheckpointConfig) -> None:
+        self._store, self._config = store, config
+        # Of its own: what the thread says to the others must not mix with what training says.
+        self._group = dist.new_group(backend="gloo")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+
+    def save(self, snapshot: Snapshot, best: int | None) -> None:
+        """Store ``snapshot`` once the one before it is stored, then remove old ones, but never that of step ``best``.
+
+        Raises:
+            TrainingError: the one before cannot be written; or this one, unless that is found out in the background.
+        """
+        self.wait()
+        self._pending = self._thread.submit(self._write, snapshot, best)
+        if not self._config.background:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until everything that was saved is stored. Raises TrainingError if it cannot be."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def close(self) -> None:
+        """Let what is being written be finished, also where training breaks off."""
+        self._thread.shutdown()
+
+    def _write(self, snapshot: Snapshot, best: int | None) -> None:
+        step = snapshot.state.position.step
+        folder = self._store.folder_of(step)
+        is_first = dist.get_rank() == 0
+        try:
+            if is_first and folder.exists():
+                self._store.remove(step)
+            dist.barrier(self._group)
+            sums = self._write_part(snapshot, folder, is_first)
+            parts: list[dict[str, str] | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(parts, sums, group=self._group)
+            if is_first:
+                write_checksums(folder, {name: each for part in parts if part for name, each in part.items()})
+        except (OSError, CheckpointException) as error:
+            if is_local(folder):
+                shutil.rmtree(folder.path, ignore_errors=True)
+            raise TrainingError(_cannot_write(folder, snapshot, error)) from error
+        if is_first:
+            attempt(lambda: self._store.prune(self._config.num_to_keep, best), "old checkpoints cannot be removed")
+
+    def _write_part(self, snapshot: Snapshot, folder: UPath, is_first: bool) -> dict[str, str]:
+        """Write this process's files; their checksums."""
+        with _local_folder(folder) as local:
+            before = set(local.iterdir()) if local.exists() else set()
+            save(dict(snapshot.content), storage_writer=FileSystemWriter(local), process_group=self._group)
+            if is_first:
+                (local / STATE_FILE).write_text(snapshot.state.model_dump_json(indent=1), encoding="utf-8")
+            own = [file for file in local.iterdir() if file not in before and _is_own(file.name, is_first)]
+            if not is_local(folder):
+                for file in own:
+                    folder.fs.put(str(file), (folder / file.name).path)
+            return checksums_of(own)
+
+
+def _is_own(name: str, is_first: bool) -> bool:
+    """The first also wrote what is not of one process."""
+    return name.startswith(f"__{dist.get_rank()}_") or (is_first and not name.startswith("__"))
+
+
+@contextmanager
+def _local_folder(folder: UPath) -> Iterator[Path]:
+    """``folder`` itself where it lies on a disk, else a temporary one to upload from."""
+    if is_local(folder):
+        yield Path(folder.path)
+        return
+    with tempfile.TemporaryDirectory(prefix="rayloom-checkpoint-") as temporary:
+        yield Path(temporary)
+
+
+def _cannot_write(folder: UPath, snapshot: Snapshot, error: BaseException) -> str:
+    """What went wrong, and whether there was room."""
+    room = "check its rights and quota"
+    if is_local(folder):
+        room = f"{shutil.disk_usage(folder.parent.path).free:,} bytes are free there"
+    return (
+        f"checkpoint {str(folder)!r} cannot be written: {_cause(error)}; this process's part takes "
+        f"{snapshot.nbytes:,} bytes, {room}. Those before it are whole: go on from them with train.resume=latest"
+    )
+
+
+def _cause(error: BaseException) -> str:
+    failures = getattr(error, "failures", None)
+    first = next(iter(failures.values()))[0] if failures else error
+    return str(first).strip().splitlines()[-1]

@@ -1,0 +1,120 @@
+"""Training with the whole model, or DeepSpeed's shares of it, in each data-parallel rank: ZeRO 0 to 3."""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from app.config import Layout, TrainConfig
+from app.telemetry.phases import Phase, phase
+from app.training.deepspeed_config import deepspeed_config
+from app.training.micro_batch import MicroBatch
+from app.training.names import names_of
+from app.training.objective import Objective
+from app.training.optimizer import create_optimizer, create_scheduler
+from app.training.step import Beat, StepResult
+from app.training.worker import import_deepspeed
+
+
+@dataclass(frozen=True)
+class DataParallelEngine:
+    """``DeepSpeedEngine``: forward, backward and step on each micro-batch."""
+
+    deepspeed: Any
+    names: Mapping[int, str]
+    layout: Layout
+    objective: Objective
+
+    @classmethod
+    def create(
+        cls, model: nn.Module, config: TrainConfig, layout: Layout, total_steps: int, objective: Objective
+    ) -> Self:
+        """The engine around ``model``."""
+        optimizer = create_optimizer(model, config)
+        powersgd = config.plan.powersgd
+        engine, *_ = import_deepspeed().initialize(
+            model=_reduced_in_low_rank(model, powersgd.rank) if powersgd else model,
+            optimizer=optimizer,
+            lr_scheduler=create_scheduler(optimizer, config, total_steps),
+            config=deepspeed_config(config, layout, autotp=layout.tensor > 1),
+        )
+        if powersgd:
+            engine.enable_backward_allreduce = False
+        engine.clip_fp32_gradients = partial(_clip, engine)
+        if hasattr(engine.optimizer, "fp32_groups"):
+            _undo_first_step(engine)
+        if config.torch_compile:
+            engine.compile()
+        return cls(engine, names_of(model), layout, objective)
+
+    def train_step(self, batches: Iterator[MicroBatch], beat: Beat) -> StepResult:
+        """One optimizer step on this rank's micro-batches."""
+        self.deepspeed.train()
+        losses, forward_s = [], 0.0
+        for number, batch in enumerate(batches, start=1):
+            with self._reduction(is_last=number == self.layout.gradient_accumulation):
+                beat("the forward pass")
+                began = time.monotonic()
+                with phase(Phase.FORWARD):
+                    loss = self.objective.loss(self.deepspeed(**batch.inputs), batch.targets)
+                forward_s += time.monotonic() - began
+                beat("the backward pass")
+                with phase(Phase.BACKWARD):
+                    self.deepspeed.backward(loss)
+            beat("the optimizer's step")
+            with phase(Phase.OPTIMIZER):
+                self.deepspeed.step()
+            beat("reading data")
+            losses.append(loss.detach())
+        return StepResult(torch.stack(losses).mean(), forward_s)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[MicroBatch]) -> Tensor:
+        """``Objective.sums`` over this rank's batches, float64 of shape (3,); zeros where another rank counts."""
+        self.deepspeed.eval()
+        sums = torch.zeros(3, dtype=torch.float64, device=self.deepspeed.device)
+        for batch in batches:
+            sums += self.objective.sums(self.deepspeed(**batch.inputs), batch.targets)
+        counts = self.layout.tensor_rank(torch.distributed.get_rank()) == 0
+        return sums if counts else torch.zeros_like(sums)
+
+    def _reduction(self, is_last: bool) -> AbstractContextManager[None]:
+        """Where torch reduces gradients, it waits for the last micro-batch; DeepSpeed does so by itself."""
+        module = self.deepspeed.module
+        return module.no_sync() if isinstance(module, DistributedDataParallel) and not is_last else nullcontext()
+
+
+@torch.no_grad()
+def _undo_first_step(engine: Any) -> None:
+    """Without ZeRO, in bf16 or fp16, DeepSpeed steps once without gradients to make the optimizer's state.
+
+    AdamW counts that step, and would correct its bias for one too many; the weights have decayed once.
+    """
+    optimizer = engine.optimizer
+    for lows, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        for low, master in zip(lows, masters, strict=True):
+            master.copy_(low)
+    engine.basic_optimizer.state.clear()
+
+
+def _clip(engine: Any) -> None:
+    """Clip as DeepSpeed does without ZeRO in float32, and keep the norm, which it forgets."""
+    from deepspeed.runtime.utils import clip_grad_norm_
+
+    parameters = list(engine.module.parameters())
+    engine._global_grad_norm = clip_grad_norm_(parameters, engine.gradient_clipping(), mpu=engine.mpu)
+
+
+def _reduced_in_low_rank(model: nn.Module, rank: int) -> DistributedDataParallel:
+    """``model`` with torch's own reduction through PowerSGD (Vogels et al. 2019, arXiv:1905.13727)."""
+    reduced = DistributedDataParallel(model)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    reduced.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return reduced

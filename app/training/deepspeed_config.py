@@ -1,0 +1,94 @@
+"""From the recipe to DeepSpeed's configuration."""
+
+import math
+from typing import Any
+
+from app.config import Layout, PlanConfig, TrainConfig
+from app.errors import RecipeError
+
+
+def deepspeed_config(config: TrainConfig, layout: Layout, autotp: bool) -> dict[str, Any]:
+    """DeepSpeed's configuration for one layout, with every default that moved lately written out.
+
+    ``autotp``: whether DeepSpeed itself shares the matrices of the model.
+    Source of the keys: https://www.deepspeed.ai/docs/config-json
+
+    Raises:
+        RecipeError: ``train.deepspeed`` sets a key that follows from the recipe to something else.
+    """
+    ours: dict[str, Any] = {
+        "train_batch_size": config.global_batch_size,
+        "train_micro_batch_size_per_gpu": layout.micro_batch,
+        "gradient_accumulation_steps": layout.gradient_accumulation,
+        "gradient_clipping": _clipping(config),
+        "prescale_gradients": False,
+        "communication_data_type": config.plan.communication_data_type,
+        "zero_optimization": _zero(config.plan, config.device == "gpu"),
+        "zero_allow_untested_optimizer": True,  # SGD: DeepSpeed lists only the Adam family as tested
+        "bf16": {"enabled": config.precision == "bf16", "check_grad_overflow": True},
+        "fp16": {
+            "enabled": config.precision == "fp16",
+            "loss_scale": 0,  # dynamic
+            "initial_scale_power": 16,
+            "loss_scale_window": 1000,
+            "hysteresis": 2,
+            "min_loss_scale": 1,
+        },
+        "data_types": {"grad_accum_dtype": _accumulation_dtype(config, layout)},
+        "pipeline": {
+            "activation_checkpoint_interval": int(config.plan.activation_checkpointing and layout.pipeline > 1),
+            "use_reentrant": False,
+        },
+        "wall_clock_breakdown": False,
+        "steps_per_print": 2**31,  # progress is ours to print
+    }
+    if autotp:
+        ours["tensor_parallel"] = {"autotp_size": layout.tensor}
+        del ours["train_batch_size"]  # it would be checked before the workers are known to share matrices
+    return _merge(ours, config.deepspeed, "train.deepspeed")
+
+
+def _zero(plan: PlanConfig, on_gpu: bool) -> dict[str, Any]:
+    plus = plan.zero_plus_plus
+    zero: dict[str, Any] = {
+        "stage": plan.zero_stage,
+        "overlap_comm": plan.overlap_comm,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "round_robin_gradients": False,
+        "zero_hpz_partition_size": plus.hpz_partition_size,
+        "zero_quantized_weights": plus.quantized_weights,
+        "zero_quantized_gradients": plus.quantized_gradients,
+    }
+    for key, device in (("offload_optimizer", plan.offload), ("offload_param", plan.offload_param)):
+        if device != "none":
+            zero[key] = {"device": device, "pin_memory": on_gpu}
+    return zero
+
+
+def _clipping(config: TrainConfig) -> float:
+    """Without ZeRO, in float32, the norm is taken only where gradients are clipped: then by infinity."""
+    plain = config.plan.zero_stage == 0 and config.precision == "fp32"
+    return config.gradient_clipping or (math.inf if plain else 0.0)
+
+
+def _accumulation_dtype(config: TrainConfig, layout: Layout) -> str | None:
+    """float32 where low-precision gradients are added up; None is the model's own type."""
+    adds_up = layout.gradient_accumulation > 1 or layout.pipeline > 1
+    return "fp32" if config.precision == "bf16" and config.plan.zero_stage and adds_up else None
+
+
+def _merge(ours: dict[str, Any], given: dict[str, Any], path: str) -> dict[str, Any]:
+    """Both trees; a leaf that both set must agree."""
+    merged = dict(ours)
+    for key, value in given.items():
+        if isinstance(value, dict) and isinstance(ours.get(key), dict):
+            merged[key] = _merge(ours[key], value, f"{path}.{key}")
+        elif key in ours and ours[key] != value:
+            raise RecipeError(
+                f"{path}.{key} is {value!r}, and the recipe's own keys make it {ours[key]!r}: "
+                "remove it here, and set what it follows from"
+            )
+        else:
+            merged[key] = value
+    return merged

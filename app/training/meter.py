@@ -1,0 +1,61 @@
+"""What a step takes of the hardware, as the first worker sees it."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from app.config import Layout, TrainConfig
+from app.telemetry.attempt import attempt
+from app.telemetry.flops import flops_per_sample, utilisation
+from app.telemetry.peak import peak_flops
+from app.training.micro_batch import DTYPES, MicroBatch
+from app.training.worker import Worker
+
+
+@dataclass
+class Meter:
+    """Counts the operations of this worker's micro-batches on a copy of the model that has no memory."""
+
+    layout: Layout
+    device: torch.device
+    dtype: torch.dtype
+    model: nn.Module | None
+    """On the meta device; None where nobody asks."""
+    _by_shape: dict[tuple[torch.Size, ...], float | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, config: TrainConfig, layout: Layout, worker: Worker) -> "Meter":
+        """A meter for the whole ``model``, before it is cut."""
+        shape = copy.deepcopy(model).to("meta") if worker.is_first else None
+        return cls(layout, worker.device, DTYPES[config.precision], shape)
+
+    def utilisation(self, batch: MicroBatch, seconds: float) -> float | None:
+        """Model FLOPs utilisation of a step of ``seconds`` on micro-batches like ``batch``; None if unknown."""
+        flops = self._flops(batch.inputs)
+        if flops is None:
+            return None
+        samples = self.layout.micro_batch * self.layout.gradient_accumulation
+        return utilisation(samples / seconds, flops, self.layout.model_parallel, self._peak)
+
+    @cached_property
+    def _peak(self) -> float | None:
+        """Operations per second of the device."""
+        return peak_flops(self.device, self.dtype)
+
+    def _flops(self, inputs: Mapping[str, Tensor]) -> float | None:
+        """Of training on one sample of this shape; counted once for each shape."""
+        key = tuple(each.shape for each in inputs.values())
+        if self.model is not None and key not in self._by_shape:
+            self._by_shape[key] = None
+            attempt(lambda: self._count(key, inputs), "the model's operations cannot be counted, so there is no MFU")
+        return self._by_shape.get(key)
+
+    def _count(self, key: tuple[torch.Size, ...], inputs: Mapping[str, Tensor]) -> None:
+        assert self.model is not None
+        shapes = {name: torch.empty_like(each, device="meta") for name, each in inputs.items()}
+        floats = {name: each.float() if each.is_floating_point() else each for name, each in shapes.items()}
+        self._by_shape[key] = flops_per_sample(self.model, floats)

@@ -1,0 +1,31 @@
+"""A micro-batch as the model takes it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from app.config import TrainConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The model's inputs by name, and int64 targets of shape (batch, …)."""
+
+    inputs: dict[str, Tensor]
+    targets: Tensor
+
+    def to(self, device: torch.device, config: TrainConfig) -> "MicroBatch":
+        """On ``device``, numbers with a fraction in the precision of training."""
+        dtype = DTYPES[config.precision]
+        inputs = {
+            name: each.to(device, dtype if each.is_floating_point() else None, non_blocking=True)
+            for name, each in self.inputs.items()
+        }
+        return MicroBatch(inputs, self.targets.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "MicroBatch":
+        """In page-locked memory, from which a GPU copies while it computes; torch's loader calls it."""
+        return MicroBatch({name: each.pin_memory() for name, each in self.inputs.items()}, self.targets.pin_memory())

@@ -1,0 +1,35 @@
+"""The optimizer and its schedule."""
+
+import torch
+from torch import nn
+
+from app.config import TrainConfig
+from app.training.schedule import lr_factor
+
+
+def create_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """The recipe's optimizer; vectors (biases, norms) are not decayed. On the CPU for a plan that offloads."""
+    optimizer = config.optimizer
+    learned = [each for each in model.parameters() if each.requires_grad]
+    groups = [
+        {"params": [each for each in learned if each.ndim > 1], "weight_decay": optimizer.weight_decay},
+        {"params": [each for each in learned if each.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if optimizer.name == "sgd":
+        return torch.optim.SGD(groups, lr=optimizer.lr, momentum=optimizer.momentum)
+    if config.plan.offload != "none":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # compiles its kernel on first use
+
+        offloaded: torch.optim.Optimizer = DeepSpeedCPUAdam(
+            groups, lr=optimizer.lr, betas=optimizer.betas, adamw_mode=True
+        )
+        return offloaded
+    return torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, fused=True)
+
+
+def create_scheduler(
+    optimizer: torch.optim.Optimizer, config: TrainConfig, total_steps: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """The recipe's schedule over ``total_steps`` optimizer steps."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, total_steps, config.schedule))

@@ -1,0 +1,143 @@
+"""Training on a grid of pipeline stages, data-parallel ranks and shared matrices, by DeepSpeed's pipeline engine."""
+
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from app.config import Layout, TrainConfig
+from app.models.staged import Layer, Tied, cuts_of, layers_of
+from app.telemetry.phases import Phase, phase
+from app.training.deepspeed_config import deepspeed_config
+from app.training.micro_batch import MicroBatch
+from app.training.names import names_of
+from app.training.objective import Objective
+from app.training.optimizer import create_optimizer, create_scheduler
+from app.training.step import Beat, StepResult
+from app.training.tensor_parallel import shard_linears
+from app.training.worker import import_deepspeed
+
+_Micro = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class PipelineEngine:
+    """DeepSpeed's ``PipelineEngine``; of three-dimensional parallelism with ZeRO 1 (arXiv:1910.02054, section 7.1)."""
+
+    deepspeed: Any
+    names: Mapping[int, str]
+    layout: Layout
+    objective: Objective
+
+    @classmethod
+    def create(
+        cls, model: nn.Module, config: TrainConfig, layout: Layout, total_steps: int, objective: Objective
+    ) -> Self:
+        """The engine for this worker's stage of ``model``, and its part of the shared matrices."""
+        names, cuts = names_of(model), cuts_of(model)
+        module = _cut(model, layout, objective)
+        if layout.tensor > 1:
+            shard_linears(module, names, cuts, module.mpu().get_slice_parallel_group())
+        optimizer = create_optimizer(module, config)
+        engine, *_ = import_deepspeed().initialize(
+            model=module,
+            optimizer=optimizer,
+            lr_scheduler=create_scheduler(optimizer, config, total_steps),
+            config=deepspeed_config(config, layout, autotp=False),
+        )
+        if config.torch_compile:
+            engine.module.compile()
+        engine._INSTRUCTION_MAP = _with_phases(engine._INSTRUCTION_MAP)
+        return cls(engine, names, layout, objective)
+
+    def train_step(self, batches: Iterator[MicroBatch], beat: Beat) -> StepResult:
+        """One optimizer step on this rank's micro-batches; the loss is the mean of all ranks."""
+        beat("the pipeline's step")
+        loss: Tensor = self.deepspeed.train_batch(_pairs(batches))
+        beat("reading data")
+        return StepResult(loss.float(), forward_s=0.0)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[MicroBatch]) -> Tensor:
+        """``Objective.sums`` over this rank's batches, float64 of shape (3,); zeros where another rank counts."""
+        sums = torch.zeros(3, dtype=torch.float64, device=self.deepspeed.device)
+        for batch in batches:
+            self.deepspeed.reset_activation_shape()  # the last batch may be a shorter one
+            self.deepspeed.total_loss = None  # it would add these sums to the loss of the last step
+            outputs = self.deepspeed.eval_batch(
+                _pairs(iter([batch])), reduce_output=None, bcast_loss=False, num_micro_batches=1
+            )
+            if outputs is not None:
+                sums += torch.stack(outputs).sum(0)
+        self.deepspeed.reset_activation_shape()
+        counts = self.layout.tensor_rank(torch.distributed.get_rank()) == 0
+        return sums if counts else torch.zeros_like(sums)
+
+
+def _with_phases(instructions: Mapping[Any, Callable[..., None]]) -> dict[Any, Callable[..., None]]:
+    """DeepSpeed's instructions, those that compute marked for the profiler."""
+    from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, OptimizerStep
+
+    phases = {ForwardPass: Phase.FORWARD, BackwardPass: Phase.BACKWARD, OptimizerStep: Phase.OPTIMIZER}
+
+    def marked(run: Callable[..., None], name: Phase) -> Callable[..., None]:
+        def run_marked(engine: Any, **arguments: Any) -> None:
+            with phase(name):
+                run(engine, **arguments)
+
+        return run_marked
+
+    return {each: marked(run, phases[each]) if each in phases else run for each, run in instructions.items()}
+
+
+def _pairs(batches: Iterator[MicroBatch]) -> Iterator[_Micro]:
+    """Batches as the first stage (input) and the last (targets) read them."""
+    for batch in batches:
+        (tensor,) = batch.inputs.values()
+        yield tensor, batch.targets
+
+
+def _cut(model: nn.Module, layout: Layout, objective: Objective) -> Any:
+    """This worker's stage, about as many parameters as any other's."""
+    import_deepspeed()
+    from deepspeed.runtime.pipe.module import PipelineModule
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    def answer(output: Tensor, targets: Tensor) -> Tensor:
+        training = torch.is_grad_enabled()
+        return objective.loss(output, targets) if training else objective.sums(output, targets)
+
+    with redirect_stdout(io.StringIO()):  # it prints its partition
+        module = PipelineModule(
+            _specs(layers_of(model)),
+            topology=PipeModelDataParallelTopology(layout.pipeline, layout.tensor, layout.data),
+            loss_fn=answer,
+            partition_method="parameters",
+        )
+    module._layer_specs.clear()  # or every stage would keep the whole model
+    return module
+
+
+def _specs(layers: list[Layer]) -> list[Any]:
+    """Layers for DeepSpeed; a shared module sums its gradients over the stages that use it."""
+    from deepspeed.runtime.pipe.module import TiedLayerSpec
+
+    class BuiltTiedLayer(TiedLayerSpec):  # type: ignore[misc]
+        """A tied layer whose module is there already."""
+
+        def __init__(self, key: str, shared: Tied) -> None:
+            super().__init__(key, type(shared.module), forward_fn=shared.forward)
+            self.module = shared.module
+
+        def build(self, log: bool = False) -> nn.Module:  # noqa: ARG002
+            return self.module
+
+    modules = [layer.module for layer in layers if isinstance(layer, Tied)]
+    return [
+        BuiltTiedLayer(f"shared_{modules.index(layer.module)}", layer) if isinstance(layer, Tied) else layer
+        for layer in layers
+    ]

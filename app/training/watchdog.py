@@ -1,0 +1,120 @@
+"""Notices a run that makes no progress, says which worker holds it up, and ends it; also one that nobody leads."""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from pydantic import BaseModel
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_store
+
+from app.training.worker import Worker
+
+HANG_EXIT_CODE = 70
+_STORE_TIMEOUT_S = 3.0
+_NO_STORE = "rank 0, or the torchrun that started it, does not answer: stopped, or gone"
+"""One of them keeps the store through which the workers tell each other where they are."""
+
+
+class Beat(BaseModel):
+    """Where a worker was when it last made progress."""
+
+    rank: int
+    count: int
+    """Pieces of work begun; of workers that wait for each other, the lowest holds up the rest."""
+    doing: str
+    written: float
+    """Unix time at which its watching thread wrote this."""
+
+
+class Watchdog:
+    """Each worker tells the others what it does; each notices for itself when that does not change."""
+
+    def __init__(self, worker: Worker, timeout_s: float, give_up: Callable[[str], None]) -> None:
+        """``give_up`` is called with the reason, from a thread, before the process is ended."""
+        self._worker, self._timeout_s, self._give_up = worker, timeout_s, give_up
+        self._interval_s = min(1.0, timeout_s / 5)
+        self._count, self._doing, self._moved = 0, "starting", time.monotonic()
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self._stopped = threading.Event()
+        # A connection of its own: one that waits for the other workers would block this thread too.
+        self._store: Store | None = _get_default_store().clone() if worker.size > 1 else None  # type: ignore[attr-defined]
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
+        self._thread.start()
+
+    def beat(self, doing: str) -> None:
+        """Say that progress was made, and what comes next."""
+        self._count, self._doing, self._moved = self._count + 1, doing, time.monotonic()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._stopped.set()
+        self._thread.join(timeout=2 * self._interval_s)
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self._interval_s):
+            if self._launcher not in (None, os.getppid()):
+                self._end("torchrun is gone, and whoever starts the run again would find its folder in use")
+            self._tell()
+            if time.monotonic() - self._moved > self._timeout_s:
+                self._end(f"no progress for {self._timeout_s:g} s: {self._ask()}")
+
+    def _tell(self) -> None:
+        if self._store is not None:
+            beat = Beat(rank=self._worker.rank, count=self._count, doing=self._doing, written=time.time())
+            try:
+                self._store.set(_key(self._worker.rank), beat.model_dump_json())
+            except RuntimeError:
+                return  # the first worker keeps the store: if it is gone, reading says so
+
+    def _ask(self) -> str:
+        """``_blame``, in a thread of its own: a store whose keeper is frozen never answers."""
+        answers: list[str] = []
+        asking = threading.Thread(target=lambda: answers.append(self._blame()), daemon=True)
+        asking.start()
+        asking.join(_STORE_TIMEOUT_S)
+        return answers[0] if answers else _NO_STORE
+
+    def _blame(self) -> str:
+        """Which workers hold up the others, and where they are."""
+        if self._store is None:
+            return f"rank 0 is in {self._doing}"
+        try:
+            beats = [self._beat_of(rank) for rank in range(self._worker.size)]
+        except RuntimeError:
+            return _NO_STORE
+        silent = [rank for rank, beat in enumerate(beats) if beat is None or self._is_old(beat)]
+        if silent:
+            return f"{_ranks(silent)} not answer: stopped, or gone"
+        heard = [beat for beat in beats if beat is not None]
+        behind = [beat for beat in heard if beat.count == min(each.count for each in heard)]
+        if len(behind) == self._worker.size:
+            return f"all ranks wait for each other in {behind[0].doing}: one may have skipped an exchange"
+        return f"{_ranks([beat.rank for beat in behind])} not come out of {behind[0].doing}; the others wait"
+
+    def _beat_of(self, rank: int) -> Beat | None:
+        assert self._store is not None
+        known = self._store.check([_key(rank)])
+        return Beat.model_validate_json(self._store.get(_key(rank))) if known else None
+
+    def _is_old(self, beat: Beat) -> bool:
+        return time.time() - beat.written > 3 * self._interval_s + 1.0
+
+    def _end(self, reason: str) -> None:
+        print(f"error: {reason}; the stacks of rank {self._worker.rank}:", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+        try:
+            self._give_up(reason)
+        finally:
+            os._exit(HANG_EXIT_CODE)
+
+
+def _key(rank: int) -> str:
+    return f"rayloom/watchdog/{rank}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]} does" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} do"

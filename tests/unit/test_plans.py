@@ -1,0 +1,82 @@
+"""Plans that cannot run are refused before a worker starts, with the rule and the nearest plan that can."""
+
+import pytest
+
+from app.config import load_recipe
+from app.config.layout import lay_out
+from app.config.plan import ModelTraits, PlanConfig, Setting, broken_rule, nearest_plan
+from app.errors import RecipeError
+from app.models.factory import build_model
+from app.models.traits import traits_of
+from app.training.deepspeed_config import deepspeed_config
+from tests.helpers import ROOT
+from tests.parity.plans import FACTS, MODELS
+
+GPT = ROOT / "recipes/stdlib_gpt.yaml"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train.precision=fp16"], ["fp16 takes device gpu", "precision bf16"]),
+        (["train.plan.pipeline=2", "train.plan.zero_stage=3"], ["pipeline 2", "zero_stage 1, got 3", "pipeline: 1"]),
+        (["train.plan.pipeline=2", "train.plan.zero_stage=0"], ["a norm of its own", "got 0"]),
+        (["train.plan.tensor=2", "train.plan.zero_stage=3"], ["tensor 2", "zero_stage 0 or 1", "got 3"]),
+        (["train.plan.tensor=3"], ["tensor 3 x pipeline 1 does not divide the 2 workers", "tensor: 2"]),
+        (["train.plan.offload=cpu", "train.plan.zero_stage=0"], ["offload", "got 0", "offload: none"]),
+        (["train.plan.offload_param=cpu"], ["moves split parameters", "got 1"]),
+        (["train.plan.offload=cpu", "train.optimizer.name=sgd"], ["optimizer adamw, got sgd"]),
+        (["train.workers=[1, 2]", "train.plan.pipeline=2"], ["grow and shrink", "pipeline: 1"]),
+        (["train.plan.powersgd={}"], ["powersgd", "zero_stage 0"]),
+        (["train.plan={zero_stage: 3, zero_plus_plus: {quantized_weights: true}}"], ["on gpus", "zero_plus_plus"]),
+    ],
+)
+def test_a_plan_that_cannot_run_is_refused_with_the_nearest_that_can(overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(GPT, overrides)
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+def test_the_model_has_a_say() -> None:
+    traits = traits_of(build_model(MODELS["gpt"], FACTS))
+    assert (traits.layers, traits.heads) == (7, 4)  # embedding, four blocks, norm, output
+
+    def said(workers: int, **plan: int) -> str | None:
+        return broken_rule(PlanConfig(**plan), Setting((workers, workers), "fp32", "cpu", "adamw", traits))
+
+    assert said(8, pipeline=2, tensor=4) is None
+    assert "pipeline 16 has more stages than model GPT has layers (7)" in str(said(16, pipeline=16))
+    assert "tensor 8 does not divide the 4 heads" in str(said(8, tensor=8))
+
+
+def test_a_model_that_is_not_staged_takes_no_pipeline() -> None:
+    traits = ModelTraits("CNN", layers=None, heads=None, checkpoints_activations=False)
+    setting = Setting((4, 4), "fp32", "cpu", "adamw", traits)
+    assert "is not staged" in str(broken_rule(PlanConfig(pipeline=2), setting))
+    assert "activation_checkpointing is false" in str(broken_rule(PlanConfig(activation_checkpointing=True), setting))
+    assert nearest_plan(PlanConfig(tensor=2, pipeline=2), setting).endswith("has tensor: 1, pipeline: 1")
+
+
+def test_neighbours_share_matrices_and_ranks_of_one_stage_share_data() -> None:
+    layout = lay_out(PlanConfig(tensor=2, pipeline=2, micro_batch=4), global_batch_size=16, workers=8)
+    assert (layout.data, layout.gradient_accumulation, layout.workers) == (2, 2, 8)
+    places = [(layout.data_rank(rank), layout.tensor_rank(rank)) for rank in range(8)]
+    assert places == 2 * [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_deepspeed_gets_every_default_that_moved_and_what_the_recipe_adds() -> None:
+    config = load_recipe(
+        GPT, ["train.deepspeed={zero_optimization: {reduce_bucket_size: 1000}, dump_state: true}"]
+    ).train
+    made = deepspeed_config(config, config.layout(2), autotp=False)
+    assert made["gradient_clipping"] == 1.0
+    assert made["bf16"] == {"enabled": True, "check_grad_overflow": True}
+    assert made["zero_optimization"]["stage"] == 1
+    assert made["zero_optimization"]["reduce_bucket_size"] == 1000
+    assert made["dump_state"]
+
+
+def test_a_deepspeed_key_that_contradicts_the_recipe_is_refused() -> None:
+    config = load_recipe(GPT, ["train.deepspeed={zero_optimization: {stage: 2}}"]).train
+    with pytest.raises(RecipeError, match=r"train\.deepspeed\.zero_optimization\.stage is 2.*make it 1"):
+        deepspeed_config(config, config.layout(2), autotp=False)
