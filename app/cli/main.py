@@ -9,18 +9,25 @@ from typing import Annotated, NoReturn
 
 import httpx
 import typer
+from upath import UPath
 
 from app.cluster import local, ports
-from app.cluster.state import TOKEN_FILE, ClusterState, read_state, running_cluster
+from app.cluster.state import SUPERVISOR_LOG, TOKEN_FILE, ClusterState, read_state, running_cluster
+from app.cluster.submit import send_job
 from app.cluster.submit import submit as submit_job
 from app.config import Recipe, dump_recipe, load_recipe
-from app.errors import ClusterError, RayloomError, RequestError
+from app.errors import ClusterError, RayloomError, RequestError, StorageError
+from app.runs import CONFIG_FILE
 from app.serving.protocol import ModelIndex, PredictRequest, PredictResponse
+from app.storage import absolute_location, open_storage
+from app.telemetry.alerts import Action
+from app.training.control import request
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Rayloom.")
 recipes = typer.Typer(no_args_is_help=True, help="Look at recipes.")
 app.add_typer(recipes, name="recipe")
 
+Storage = Annotated[str | None, typer.Option(help="Default: the local cluster's, else $RAYLOOM_STORAGE.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Such as train.epochs=3.")]
 
 
@@ -46,10 +53,11 @@ def down() -> None:
 
 @app.command()
 def status() -> None:
-    """Show the local cluster: addresses, what it serves, and every port that others could reach."""
+    """Show the local cluster: addresses, models, what its supervisor did, and every port that others could reach."""
     cluster = running_cluster()
     _describe_ports(cluster)
     _describe(cluster)
+    _describe_supervisor(cluster)
     _describe_models(cluster)
 
 
@@ -64,6 +72,22 @@ def env() -> None:
 def submit(job: str, recipe: str, overrides: Overrides = None) -> None:
     """Send a job (train, compile, deploy, lifecycle) to the cluster and follow it to its end."""
     raise typer.Exit(submit_job(job, recipe, overrides or []))
+
+
+@app.command()
+def pause(run_id: str, storage: Storage = None) -> None:
+    """Let a training run keep its state and end, to be resumed; its workers hear of it within a second or two."""
+    request(_train_run(run_id, storage), Action.PAUSE)
+    print(f"asked {run_id} to pause; go on with: rayloom resume {run_id}")
+
+
+@app.command()
+def resume(run_id: str, overrides: Overrides = None, storage: Storage = None) -> None:
+    """Go on with a training run that was paused, stopped or interrupted, as a new job, and follow it to its end."""
+    folder = _train_run(run_id, storage)
+    chosen = [f"storage={absolute_location(storage)}"] if storage else []
+    config = str(folder / CONFIG_FILE)
+    raise typer.Exit(send_job("train", config, [*(overrides or []), *chosen, f"train.resume={run_id}"]))
 
 
 @app.command()
@@ -108,6 +132,15 @@ def _describe(cluster: ClusterState) -> None:
     print(f"storage    {cluster.storage}")
 
 
+def _describe_supervisor(cluster: ClusterState) -> None:
+    """Whether somebody watches over Ray's control processes, and what was done last."""
+    watched = "watches over Ray's control processes" if cluster.supervisors() else "has ended: nobody restarts Ray"
+    print(f"supervisor {watched}; its log is {SUPERVISOR_LOG}")
+    done = SUPERVISOR_LOG.read_text(encoding="utf-8").splitlines() if SUPERVISOR_LOG.exists() else []
+    for line in done[-3:]:
+        print(f"supervisor {line}")
+
+
 def _describe_models(cluster: ClusterState) -> None:
     """Which models answer, and a line to paste for each."""
     try:
@@ -126,6 +159,16 @@ def _describe_ports(cluster: ClusterState) -> None:
     print(f"ports that other machines could reach, unless a firewall is in front ({len(exposed)}):")
     for port in exposed:
         print(f"  {port.port:>5}  {port.address:<18} {port.process}")
+
+
+def _train_run(run_id: str, storage: str | None) -> UPath:
+    """The folder of a training run. Raises StorageError if there is none."""
+    cluster = read_state()
+    location = absolute_location(storage) if storage else cluster.storage if cluster else None
+    folder = open_storage(location) / "runs" / "train" / run_id
+    if not (folder / CONFIG_FILE).exists():
+        raise StorageError(f"{str(folder)!r} is no training run: check the run's id, and --storage")
+    return folder
 
 
 def _read_image(path: str) -> str:

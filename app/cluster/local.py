@@ -1,11 +1,13 @@
 """Start and stop a Ray head on this machine."""
 
 import contextlib
+import json
 import os
 import secrets
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from app.errors import ClusterError
 from app.storage import absolute_location
 
 _STOP_TIMEOUT_S = 5.0
+_PERIOD_S = 0.05
 
 
 def start(dashboard_port: int | None, serve_port: int | None, num_cpus: int | None) -> ClusterState:
@@ -44,11 +47,13 @@ def start(dashboard_port: int | None, serve_port: int | None, num_cpus: int | No
         dashboard_port=dashboard,
         serve_port=serve,
         storage=_storage(),
+        num_cpus=num_cpus,
         runtime=Path(tempfile.mkdtemp(prefix="rl-", dir="/tmp")),
     )
     try:
         cluster.save()
-        _start_head(cluster, num_cpus)
+        _start_head(cluster)
+        _start_supervisor(cluster)
     except BaseException:
         stop(cluster)
         raise
@@ -57,8 +62,31 @@ def start(dashboard_port: int | None, serve_port: int | None, num_cpus: int | No
 
 def stop(cluster: ClusterState) -> int:
     """End every process of ``cluster``, politely and then not, and forget it. Returns how many there were."""
+    ended = _end(cluster.supervisors)  # first: it would start again what ends next
+    ended |= _end(cluster.processes)
+    cluster.forget()
+    return len(ended)
+
+
+def restart(cluster: ClusterState) -> None:
+    """Kill what is left of a cluster and start its head anew, with the same ports, token, options and stored state.
+
+    Nothing is ended politely: Ray would note in the store that its actors wanted to go, and not start them again.
+
+    Raises:
+        ClusterError: Ray does not start.
+    """
+    while processes := cluster.processes():
+        for process in processes:
+            _signal(process.kill)
+        psutil.wait_procs(processes, timeout=_STOP_TIMEOUT_S)
+    _start_head(cluster)
+
+
+def _end(find: Callable[[], list[psutil.Process]]) -> set[psutil.Process]:
+    """End what ``find`` finds until it finds nothing: a process may start another while it ends."""
     ended: set[psutil.Process] = set()
-    while processes := cluster.processes():  # a process may start another while it ends
+    while processes := find():
         ended.update(processes)
         for process in processes:
             _signal(process.terminate)
@@ -66,8 +94,7 @@ def stop(cluster: ClusterState) -> int:
         for process in alive:
             _signal(process.kill)
         psutil.wait_procs(alive, timeout=_STOP_TIMEOUT_S)
-    cluster.forget()
-    return len(ended)
+    return ended
 
 
 def _signal(send: Callable[[], None]) -> None:
@@ -75,7 +102,7 @@ def _signal(send: Callable[[], None]) -> None:
         send()
 
 
-def _start_head(cluster: ClusterState, num_cpus: int | None) -> None:
+def _start_head(cluster: ClusterState) -> None:
     command = [
         *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--disable-usage-stats"),
         f"--port={cluster.gcs_port}",
@@ -86,7 +113,8 @@ def _start_head(cluster: ClusterState, num_cpus: int | None) -> None:
         "--min-worker-port=0",
         "--max-worker-port=0",
         f"--temp-dir={cluster.runtime / 'ray'}",
-        *([f"--num-cpus={num_cpus}"] if num_cpus else []),
+        *([f"--num-cpus={cluster.num_cpus}"] if cluster.num_cpus else []),
+        f"--system-config={json.dumps(_store(cluster))}",
     ]
     log = cluster.runtime / "start.log"
     with log.open("w", encoding="utf-8") as output:
@@ -101,6 +129,28 @@ def _start_head(cluster: ClusterState, num_cpus: int | None) -> None:
         )
     if done.returncode:
         raise ClusterError(f"Ray did not start:\n{log.read_text(encoding='utf-8').strip()}")
+
+
+def _store(cluster: ClusterState) -> dict[str, str]:
+    """Ray's control store on disk, so that its GCS can be killed and started again; without it, the cluster is lost."""
+    return {"gcs_storage": "rocksdb", "gcs_storage_path": str(cluster.runtime / "store")}
+
+
+def _start_supervisor(cluster: ClusterState) -> None:
+    """Start the supervisor, and wait until its log says what it watches. Raises ClusterError if it ends instead."""
+    with state.SUPERVISOR_LOG.open("w", encoding="utf-8") as log:
+        supervisor = subprocess.Popen(
+            [sys.executable, "-P", "-m", state.SUPERVISOR],  # -P: not a package 'app' in the current folder
+            env=_environment(cluster),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    while supervisor.poll() is None and not state.SUPERVISOR_LOG.stat().st_size:
+        time.sleep(_PERIOD_S)
+    if supervisor.poll() is not None:
+        raise ClusterError(f"the supervisor ended: {state.SUPERVISOR_LOG.read_text(encoding='utf-8').strip()}")
 
 
 def _environment(cluster: ClusterState) -> dict[str, str]:

@@ -15,9 +15,13 @@ from app.storage import HOME
 
 FOLDER = HOME / "cluster"
 TOKEN_FILE = FOLDER / "token"
+SUPERVISOR_LOG = FOLDER / "supervisor.log"
 _STATE_FILE = FOLDER / "cluster.json"
 MARK = "RAYLOOM_CLUSTER"
 """The environment variable that every process of a cluster inherits; its value is the cluster's id."""
+
+SUPERVISOR = "app.cluster.supervisor"
+"""The module that the cluster's supervisor runs."""
 
 
 class ClusterState(BaseModel):
@@ -28,6 +32,7 @@ class ClusterState(BaseModel):
     dashboard_port: int
     serve_port: int
     storage: str
+    num_cpus: int | None
     runtime: Path
     """Ray's own files, in a folder whose name is short: sockets lie in it, and their paths are bounded."""
 
@@ -61,6 +66,10 @@ class ClusterState(BaseModel):
                     found |= {process, *process.children(recursive=True)}
         return [process for process in found if process.pid != os.getpid()]
 
+    def supervisors(self) -> list[psutil.Process]:
+        """The process that watches over the others: one, or none if it has ended."""
+        return [process for process in self.processes() if _runs(process, SUPERVISOR)]
+
     def forget(self) -> None:
         """Remove everything that this cluster left on disk."""
         shutil.rmtree(self.runtime, ignore_errors=True)
@@ -69,6 +78,13 @@ class ClusterState(BaseModel):
     def save(self) -> None:
         """Remember this cluster."""
         _STATE_FILE.write_text(self.model_dump_json(indent=1), encoding="utf-8")
+
+
+def _runs(process: psutil.Process, module: str) -> bool:
+    try:
+        return module in process.cmdline()
+    except psutil.Error:  # it ended while we looked
+        return False
 
 
 def read_state() -> ClusterState | None:

@@ -1,29 +1,43 @@
-"""Send a job to a cluster with ``ray job submit``."""
+"""Send a job to a cluster with ``ray job submit``, and once more after the cluster was lost."""
 
+import contextlib
+import json
 import os
+import secrets
+import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
 
-from app.cluster.state import running_cluster
+from app.cluster.jobs import Job, JobsApi
+from app.cluster.state import read_state, running_cluster
 from app.config import load_recipe
 from app.errors import ClusterError, RecipeError
 from app.storage import absolute_location
 
 JOBS = Path("jobs")
+_FOLDER = "rayloom_folder"
+"""The key in a job's metadata under which the folder lies that it was submitted from."""
+_TRAINING = {"jobs.train", "jobs.lifecycle"}
+_RESUME = "train.resume="
+_LOST_TIMEOUT_S = 300.0
+"""How long a supervisor at work may take to start the cluster anew."""
 
 
 def submit(job: str, recipe: str, overrides: list[str]) -> int:
     """Submit ``python -m jobs.JOB RECIPE …`` from the current folder, show its log, return its exit code.
 
-    The local cluster is used, unless ``RAY_API_SERVER_ADDRESS`` names another one.
+    The local cluster is used, unless ``RAY_API_SERVER_ADDRESS`` names another one. If the cluster is lost while the job
+    runs, the one that its supervisor submits in its place is followed.
 
     Raises:
         RecipeError: the recipe is refused; nothing was sent.
-        ClusterError: no such job here, no cluster answers, or the token is not its own.
+        ClusterError: no such job here, no cluster answers, the token is not its own, or the cluster was lost and with
+            it the job.
     """
     known = sorted(file.stem for file in JOBS.glob("[!_]*.py"))
     if job not in known:
@@ -31,32 +45,93 @@ def submit(job: str, recipe: str, overrides: list[str]) -> int:
     if Path(recipe).is_absolute() or ".." in Path(recipe).parts:
         raise RecipeError(f"recipe {recipe!r} lies outside the working directory, which is what a job gets a copy of")
     storage = load_recipe(recipe, overrides).storage
-    overrides = [*overrides, *([f"storage={absolute_location(storage)}"] if storage else [])]
+    return send_job(job, recipe, [*overrides, *([f"storage={absolute_location(storage)}"] if storage else [])])
+
+
+def send_job(job: str, recipe: str, overrides: list[str]) -> int:
+    """Submit a job on a recipe that every node can read, show its log, return its exit code.
+
+    Raises:
+        ClusterError: no cluster answers, or the token is not its own.
+    """
     environment = {"RAY_LOGGER_LEVEL": "error", **os.environ}  # not a line for each file that is left out
     if "RAY_API_SERVER_ADDRESS" not in environment:
         environment |= running_cluster().client_environment()
-    _require_access(environment)
-    command = [str(Path(sys.executable).with_name("ray")), "job", "submit", "--working-dir", "."]
-    return subprocess.run(
-        [*command, "--", "python", "-m", f"jobs.{job}", recipe, *overrides], env=environment, check=False
-    ).returncode
+    JobsApi.of(environment).require_access()
+    submission_id = f"{job}-{secrets.token_hex(4)}"
+    options = ["--submission-id", submission_id, "--metadata-json", json.dumps({_FOLDER: str(Path.cwd())})]
+    command = _ray_job("submit", *options, "--working-dir", ".", "--", "python", "-m", f"jobs.{job}", recipe)
+    code = subprocess.run([*command, *overrides], env=environment, check=False).returncode
+    return _exit_code(submission_id, code, environment)
 
 
-def _require_access(environment: Mapping[str, str]) -> None:
-    """Ask the jobs API for its version, as 'ray job submit' will; what that tells in a traceback is one sentence here.
+def resubmit(job: Job, environment: Mapping[str, str]) -> str | None:
+    """Submit again, from the folder that it came from, a job that was lost; one that trains is told to resume.
+
+    Returns the new id, or None for a job that ``submit`` has not sent, or that was submitted again before.
 
     Raises:
-        ClusterError: nothing answers, or the token is refused.
+        ClusterError: Ray refuses it.
     """
-    address = environment["RAY_API_SERVER_ADDRESS"]
-    path = Path(environment.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
-    token = environment.get("RAY_AUTH_TOKEN") or (path.read_text(encoding="utf-8").strip() if path.is_file() else "")
+    folder = job.metadata.get(_FOLDER)
+    if folder is None:
+        return None
+    entrypoint = shlex.split(job.entrypoint)
+    if set(entrypoint) & _TRAINING and not any(word.startswith(_RESUME) for word in entrypoint):
+        entrypoint.append(f"{_RESUME}latest")
+    second = _again(job.submission_id)
+    command = _ray_job("submit", "--no-wait", "--submission-id", second, "--working-dir", folder, "--", *entrypoint)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr or done.stdout).strip().rpartition("\n")[2]
+        raise ClusterError(f"job {job.submission_id} was lost, and Ray refused to submit it again: {reason}")
+    return second
+
+
+def _exit_code(submission_id: str, code: int, environment: Mapping[str, str]) -> int:
+    """``code``; or, if the cluster was lost while the job ran, that of the job that takes its place, at its end."""
+    api = JobsApi.of(environment)
+    if not _was_lost(api, submission_id):
+        return code
+    print("the cluster was lost while the job ran", file=sys.stderr)
+    second = _again(submission_id)
+    deadline = time.monotonic() + _LOST_TIMEOUT_S
+    while not _look(api, second):
+        if time.monotonic() > deadline or not _is_supervised(api.address):
+            raise ClusterError(
+                f"job {submission_id} was lost with its cluster, and is not submitted again: look at 'rayloom status', "
+                "and once a cluster is up, submit it yourself"
+            )
+        time.sleep(1.0)
+    subprocess.run(_ray_job("logs", "--follow", second), env=environment, check=False)
+    ended = _look(api, second)
+    return 0 if ended and ended.status == "SUCCEEDED" else 1
+
+
+def _is_supervised(address: str) -> bool:
+    """Whether the cluster there is the local one, and its supervisor at work."""
+    local = read_state()
+    return local is not None and local.dashboard == address and bool(local.supervisors())
+
+
+def _was_lost(api: JobsApi, submission_id: str) -> bool:
     try:
-        answer = httpx.get(f"{address}/api/version", headers={"Authorization": f"Bearer {token}"}, timeout=30.0)
-    except httpx.HTTPError as error:
-        raise ClusterError(f"no cluster answers at {address} ({error}): check RAY_API_SERVER_ADDRESS") from error
-    if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-        source = "RAY_AUTH_TOKEN" if "RAY_AUTH_TOKEN" in environment else path
-        raise ClusterError(
-            f"the cluster at {address} refuses the token of {source}: set RAY_AUTH_TOKEN_PATH to its own"
-        )
+        job = api.find(submission_id)
+    except httpx.HTTPError:
+        return True
+    return job is not None and not job.has_ended
+
+
+def _look(api: JobsApi, submission_id: str) -> Job | None:
+    with contextlib.suppress(httpx.HTTPError):
+        return api.find(submission_id)
+    return None
+
+
+def _again(submission_id: str) -> str:
+    """The id under which a lost job is submitted again."""
+    return f"{submission_id}-again"
+
+
+def _ray_job(*words: str) -> list[str]:
+    return [str(Path(sys.executable).with_name("ray")), "job", *words]

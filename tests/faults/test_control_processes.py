@@ -1,0 +1,193 @@
+"""Ray's own control processes, killed while a job runs and an application answers."""
+
+import concurrent.futures
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.helpers import ROOT, run
+
+# Deploys an application, then counts to train.max_steps in an actor; told to resume, it goes on from the last number.
+JOB = """
+import os, sys, time
+from pathlib import Path
+import ray
+from ray import serve
+
+@serve.deployment(ray_actor_options={"num_cpus": 0})
+class Answer:
+    def __call__(self, request):
+        return os.getpid()
+
+@ray.remote(num_cpus=0)
+class Counter:
+    def __init__(self):
+        self.count = 0
+    def add(self, amount=1):
+        self.count += amount
+        return self.count, os.getpid()
+
+ray.init(namespace="faults")
+resumes = "train.resume=latest" in sys.argv
+if not resumes:
+    serve.start(http_options={"host": "127.0.0.1", "port": int(os.environ["RAYLOOM_SERVE_PORT"])})
+    serve.run(Answer.bind())
+ledger = Path(os.environ["RAYLOOM_STORAGE"]) / "ledger"
+counter = Counter.options(name=str(time.time()), lifetime="detached").remote()
+count = ray.get(counter.add.remote(len(ledger.read_text().splitlines()) if resumes else 0))[0]
+(last,) = [int(word.partition("=")[2]) for word in sys.argv if word.startswith("train.max_steps=")]
+while count < last:
+    count, actor = ray.get(counter.add.remote())
+    with ledger.open("a") as file:
+        print(count, os.getpid(), actor, file=file)
+    time.sleep(0.5)
+"""
+
+
+class Cluster:
+    """A cluster of our own, and a project whose one job is the one above."""
+
+    def __init__(self, folder: Path) -> None:
+        self.project = folder / "project"
+        self.environment = {"RAYLOOM_HOME": str(folder / "home"), "RAYLOOM_STORAGE": str(folder)}
+        (self.project / "jobs").mkdir(parents=True)
+        (self.project / "jobs/__init__.py").touch()
+        (self.project / "jobs/train.py").write_text(JOB, encoding="utf-8")
+        shutil.copy(ROOT / "recipes/digits.yaml", self.project)
+
+    def rayloom(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return run("rayloom", *words, environment=self.environment, folder=self.project, timeout=600)
+
+    def submit(self, steps: int) -> subprocess.CompletedProcess[str]:
+        return self.rayloom("submit", "train", "digits.yaml", f"train.max_steps={steps}")
+
+    @property
+    def state(self) -> dict[str, object]:
+        text = (Path(self.environment["RAYLOOM_HOME"]) / "cluster/cluster.json").read_text(encoding="utf-8")
+        return json.loads(text)
+
+    def process(self, name: str) -> psutil.Process:
+        """The oldest of that name: the raylet's forks bear its name for a moment."""
+        found = [each for each in psutil.process_iter() if self.owns(each, name)]
+        return min(found, key=lambda each: each.create_time())
+
+    def owns(self, process: psutil.Process, name: str) -> bool:
+        try:
+            ours = process.environ().get("RAYLOOM_CLUSTER") == self.state["id"]
+            return ours and name in (process.name(), *process.cmdline())
+        except psutil.Error:  # another user's, or it has ended
+            return False
+
+    def kill(self, name: str) -> None:
+        os.kill(self.process(name).pid, signal.SIGKILL)
+
+    def ledger(self) -> list[tuple[int, int, int]]:
+        """What the job has counted: the number, the pid of the driver, the pid of the actor."""
+        path = Path(self.environment["RAYLOOM_STORAGE"]) / "ledger"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [tuple(int(word) for word in line.split()) for line in lines]
+
+    def ask(self) -> int | str:
+        """The status that the application answers with, or the name of the error."""
+        try:
+            return httpx.get(f"http://127.0.0.1:{self.state['serve_port']}/", timeout=10).status_code
+        except httpx.HTTPError as error:
+            return type(error).__name__
+
+    def jobs(self) -> dict[str, str]:
+        """The status of each job by its id."""
+        token = (Path(self.environment["RAYLOOM_HOME"]) / "cluster/token").read_text(encoding="utf-8")
+        answer = httpx.get(
+            f"http://127.0.0.1:{self.state['dashboard_port']}/api/jobs/", headers={"Authorization": f"Bearer {token}"}
+        )
+        return {job["submission_id"]: job["status"] for job in answer.json() if job["submission_id"]}
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """One for each test, for the next one is not to inherit its wounds."""
+    folder = Path(tempfile.mkdtemp(prefix="rayloom-faults-"))
+    cluster = Cluster(folder)
+    started = cluster.rayloom("up")
+    assert started.returncode == 0, started.stderr
+    state = cluster.state
+    yield cluster
+    stopped = cluster.rayloom("down")
+    assert stopped.returncode == 0, stopped.stderr
+    assert not Path(str(state["runtime"])).exists()
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def background() -> Iterator[concurrent.futures.Executor]:
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        yield pool
+
+
+def wait_until(holds: Callable[[], bool], timeout: float = 300) -> None:
+    deadline = time.monotonic() + timeout
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.2)
+
+
+def answers_until(ended: threading.Event, cluster: Cluster) -> Counter[int | str]:
+    answers: Counter[int | str] = Counter()
+    while not ended.wait(0.05):
+        answers[cluster.ask()] += 1
+    return answers
+
+
+def test_a_killed_gcs_costs_nothing(cluster: Cluster, background: concurrent.futures.Executor) -> None:
+    submitted = background.submit(cluster.submit, 30)
+    wait_until(lambda: submitted.done() or len(cluster.ledger()) >= 3)
+    ended = threading.Event()
+    answers = background.submit(answers_until, ended, cluster)
+    died = cluster.process("gcs_server").pid
+    cluster.kill("gcs_server")
+    done = submitted.result()
+    ended.set()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(answers.result()) == {200}
+    assert [count for count, _, _ in cluster.ledger()] == list(range(1, 31))
+    assert len({(driver, actor) for _, driver, actor in cluster.ledger()}) == 1
+    assert f"relaunched the GCS: process {died} died" in cluster.rayloom("status").stdout
+    assert cluster.submit(1).returncode == 0  # the next job needs a new actor and a new replica
+
+
+def test_a_killed_raylet_loses_the_cluster_and_the_job_is_submitted_again(
+    cluster: Cluster, background: concurrent.futures.Executor
+) -> None:
+    submitted = background.submit(cluster.submit, 30)
+    wait_until(lambda: submitted.done() or len(cluster.ledger()) >= 3)
+    (first,) = cluster.jobs()
+    cluster.kill("raylet")
+    done = submitted.result()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert cluster.jobs() == {first: "FAILED", f"{first}-again": "SUCCEEDED"}
+    assert [count for count, _, _ in cluster.ledger()] == list(range(1, 31))
+    assert len({driver for _, driver, _ in cluster.ledger()}) == 2
+    assert f"job {first} was lost: submitted again as {first}-again" in cluster.rayloom("status").stdout
+    wait_until(lambda: cluster.ask() == 200)  # Serve has its applications from the store
+
+
+def test_without_a_supervisor_a_killed_gcs_is_told(cluster: Cluster, background: concurrent.futures.Executor) -> None:
+    submitted = background.submit(cluster.submit, 1000)
+    wait_until(lambda: submitted.done() or len(cluster.ledger()) >= 3)
+    cluster.kill("app.cluster.supervisor")
+    cluster.kill("gcs_server")
+    done = submitted.result()
+    assert done.returncode == 2
+    assert "was lost with its cluster, and is not submitted again" in done.stderr
