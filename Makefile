@@ -2,14 +2,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help install demo test test-gpu lint format
+.PHONY: help install demo test test-gpu test-faults lint format
 
 help:
-	@echo "make demo      from a fresh clone to a prediction: install, start a cluster, train, compile, deploy, ask"
-	@echo "make test      every test that needs no GPU"
-	@echo "make test-gpu  the tests that need a GPU"
-	@echo "make lint      ruff, mypy and the rules between the parts"
-	@echo "make format    put the code into its one form"
+	@echo "make demo         from a fresh clone to a prediction: install, start a cluster, train, compile, deploy, ask"
+	@echo "make test         every test that needs no GPU"
+	@echo "make test-gpu     the tests that need a GPU"
+	@echo "make test-faults  the tests that kill Ray's processes, on clusters of their own"
+	@echo "make lint         ruff, mypy and the rules between the parts"
+	@echo "make format       put the code into its one form"
 
 install: $(INSTALLED)
 
@@ -36,6 +37,9 @@ test: $(INSTALLED)
 
 test-gpu: $(INSTALLED)
 	@$(BIN)/python -m pytest tests/gpu
+
+test-faults: $(INSTALLED)
+	@$(BIN)/python -m pytest tests/faults
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .

@@ -2,12 +2,43 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, run
+from tests.helpers import ROOT, Tables, run
+from tests.receiver import HttpReceiver
+
+_TABLES = Tables()
+
+
+@pytest.fixture
+def tables() -> Tables:
+    """Where a test puts what a person wants to see."""
+    return _TABLES
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the tables."""
+    for table in _TABLES.rendered:
+        terminalreporter.write_line("")
+        terminalreporter.write_line(table)
+
+
+@pytest.fixture
+def http() -> Iterator[Callable[..., HttpReceiver]]:
+    receivers: list[HttpReceiver] = []
+
+    def start(*statuses: int) -> HttpReceiver:
+        receivers.append(HttpReceiver(*statuses))
+        return receivers[-1]
+
+    yield start
+    for each in receivers:
+        each.open.set()
+        each.server.shutdown()
+        each.server.server_close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,30 @@ BIN = Path(sys.executable).parent
 
 
 def run(
-    *command: str, environment: dict[str, str] | None = None, timeout: float = 300
+    *command: str, environment: dict[str, str] | None = None, timeout: float = 300, folder: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command of this environment in the checkout; its output is captured."""
+    """Run a command of this environment, in the checkout unless told otherwise; its output is captured."""
     return subprocess.run(
         [str(BIN / command[0]), *command[1:]],
-        cwd=ROOT,
+        cwd=folder,
         env={**os.environ, **(environment or {}), "PATH": f"{BIN}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         timeout=timeout,
         check=False,
     )
+
+
+class Tables:
+    """Tables that are printed after the tests, whether they passed or not."""
+
+    def __init__(self) -> None:
+        self.rendered: list[str] = []
+
+    def add(self, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
+        self.rendered.append("\n".join([title, *lines]))
 
 
 SGD = ["train.optimizer.name=sgd", "train.optimizer.lr=0.1", "train.optimizer.momentum=0.9", "train.max_steps=20"]
@@ -47,3 +61,10 @@ def train_alone(*overrides: str, processes: int = 1, recipe: str = "recipes/digi
     )
     assert done.returncode == 0, done.stderr
     return result_of(done.stdout)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.01)

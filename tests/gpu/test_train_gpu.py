@@ -1,5 +1,8 @@
 """Training on a GPU. Not run in CI, which has none: 'make test-gpu' on a machine with one."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -13,7 +16,22 @@ def test_a_gpu_draws_the_same_curve_as_a_cpu() -> None:
     assert losses(train_alone(*SGD, "train.device=gpu")) == pytest.approx(on_cpu, abs=1e-2)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_bf16_learns_the_digits(stage: int) -> None:
-    result = train_alone("train.device=gpu", "train.precision=bf16", f"train.plan.zero_stage={stage}")
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.precision=bf16", "train.plan.zero_stage=1"],
+        ["train.precision=bf16", "train.plan.zero_stage=2"],
+        ["train.precision=bf16", "train.plan.zero_stage=3"],
+        ["train.precision=fp16", "train.plan.zero_stage=2"],
+        ["train.precision=bf16", "train.plan={zero_stage: 2, offload: cpu}"],
+        ["train.precision=bf16", "train.torch_compile=true"],
+    ],
+    ids=lambda overrides: " ".join(overrides),
+)
+def test_plans_learn_the_digits(overrides: list[str]) -> None:
+    result = train_alone("train.device=gpu", *overrides)
     assert result["metrics"]["val_accuracy"] >= 0.97
+    lines = (Path(result["artifacts"]["weights"]).parent / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    step = json.loads(lines[0])
+    assert 0.0 <= step["memory"]["fragmentation"] < 1.0
+    assert ("loss_scale" in step) is ("train.precision=fp16" in overrides)

@@ -1,7 +1,7 @@
 """The local cluster: guarded, known, and gone without a trace."""
 
+import contextlib
 import json
-import os
 import socket
 import stat
 import tempfile
@@ -12,6 +12,15 @@ import psutil
 import pytest
 
 from tests.helpers import run
+
+
+def belongs_to(process: psutil.Process, state: dict[str, str]) -> bool:
+    with contextlib.suppress(psutil.Error):  # another user's, or ended while we looked
+        return process.environ().get("RAYLOOM_CLUSTER") == state["id"] or state["runtime"] in " ".join(
+            process.cmdline()
+        )
+    return False
+
 
 SHELL_JOB = {"entrypoint": "touch /tmp/rayloom-was-here"}
 
@@ -59,13 +68,14 @@ def test_status_lists_the_ports_that_others_could_reach(cluster: dict[str, str])
     opened = {
         each.laddr.port
         for process in psutil.process_iter()
-        if process.pid != os.getpid() and state["runtime"] in " ".join(process.cmdline())
+        if belongs_to(process, state)
         for each in process.net_connections(kind="tcp")
         if each.status == psutil.CONN_LISTEN and not each.laddr.ip.endswith("127.0.0.1")
     }
     assert state["gcs_port"] in listed
     assert opened <= listed
     assert state["dashboard_port"] not in listed
+    assert "supervisor watches over Ray's control processes" in shown
 
 
 @pytest.mark.parametrize("option", ["--dashboard-port", "--serve-port"])
@@ -104,6 +114,5 @@ def test_down_ends_what_up_started_and_nothing_else(cluster: dict[str, str], tmp
         assert stopped.returncode == 0
         assert list(Path(home).iterdir()) == []
     assert not Path(state["runtime"]).exists()
-    lines = [" ".join(process.cmdline()) for process in psutil.process_iter() if process.pid != os.getpid()]
-    assert not [line for line in lines if state["runtime"] in line]
+    assert not [process for process in psutil.process_iter() if belongs_to(process, state)]
     assert run("rayloom", "status", environment=cluster).returncode == 0

@@ -33,22 +33,6 @@ def test_one_and_two_workers_and_ray_draw_the_same_curve(cluster: dict[str, str]
     assert ray == pytest.approx(one, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "tolerance"),
-    [
-        (["train.plan.zero_stage=2", "train.plan.micro_batch=16"], 1e-4),
-        (["train.plan.zero_stage=0", "train.plan.micro_batch=8"], 1e-4),
-        (["train.precision=bf16", "train.plan.zero_stage=2"], 5e-2),
-    ],
-    ids=["zero2-accumulation", "zero0-accumulation", "bf16-zero2"],
-)
-def test_plans_draw_the_same_curve(one: list[float], overrides: list[str], tolerance: float) -> None:
-    curve = losses(train_alone(*SGD, *overrides, processes=2))
-    assert curve == pytest.approx(one, abs=tolerance)
-    if "train.precision=bf16" in overrides:
-        assert curve != pytest.approx(one, abs=1e-5)  # it did compute in bf16
-
-
 def test_the_best_weights_are_kept_and_checked() -> None:
     result = train_alone("train.epochs=3", "train.early_stopping.patience=1")
     trained = load_weights(UPath(result["artifacts"]["weights"]))
@@ -81,11 +65,10 @@ def test_a_killed_worker_is_replaced_and_goes_on_from_the_last_checkpoint(cluste
 def _wait_for_worker(cluster: dict[str, str]) -> int:
     """The pid of a training worker whose run has stored a checkpoint."""
     state = json.loads((Path(cluster["RAYLOOM_HOME"]) / "cluster/cluster.json").read_text(encoding="utf-8"))
-    stored = "runs/train/*-killed-*/checkpoints/checkpoint_*/model.safetensors"
+    stored = "runs/train/*-killed-*/checkpoints/step_*/SHA256SUMS"
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if list(Path(cluster["RAYLOOM_STORAGE"]).glob(stored)):
-            time.sleep(1.5)  # the controller learns of a stored checkpoint a moment later
             for process in ClusterState(**state).processes():
                 with contextlib.suppress(psutil.NoSuchProcess):  # it ended while we looked
                     if "RayTrainWorker" in " ".join(process.cmdline()):

@@ -14,7 +14,7 @@ from app.config import Recipe, load_recipe
 from app.errors import RecipeError
 from tests.helpers import ROOT, run
 
-DIGITS, REVIEWS = ROOT / "recipes/digits.yaml", ROOT / "recipes/reviews.yaml"
+DIGITS, REVIEWS, STDLIB = (ROOT / f"recipes/{name}.yaml" for name in ("digits", "reviews", "stdlib_gpt"))
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/*.yaml")), ids=lambda path: path.stem)
@@ -37,6 +37,7 @@ def test_what_show_prints_is_the_same_recipe(tmp_path: Path) -> None:
         ("data.buckets.0=8", lambda recipe: recipe.data.buckets[:2] == [8, 32]),
         ("train.plan.zero_stage=2", lambda recipe: recipe.train.plan.zero_stage == 2),
         ("train.early_stopping=null", lambda recipe: recipe.train.early_stopping is None),
+        ("train.profile.active=2", lambda recipe: (recipe.train.profile.wait, recipe.train.profile.active) == (5, 2)),
         ("model.args.width=64", lambda recipe: recipe.model.args["width"] == 64),
     ],
 )
@@ -50,22 +51,45 @@ def test_overrides_set_one_value(override: str, read: Callable[[Recipe], bool]) 
         ("train.optimzer.lr=1", ["train.optimzer", "'optimizer'"]),
         ("epochs=3", ["epochs", "'train.epochs'"]),
         ("train.Epochs=3", ["unknown key train.Epochs", "'epochs'"]),
+        ("alerts.0.whn=x", ["unknown key alerts.0.whn", "'when'"]),
         ("train.epochs=three", ["train.epochs", "'three'", "integer"]),
         ("train.epochs=true", ["train.epochs", "True", "integer"]),
         ("train.optimizer.lr=0", ["train.optimizer.lr", "greater than 0"]),
-        ("train.plan.zero_stage=7", ["train.plan.zero_stage", "0, 1 or 2"]),
-        ("train.workers=3", ["global_batch_size 64", "workers 3"]),
+        ("train.plan.zero_stage=7", ["train.plan.zero_stage", "0, 1, 2 or 3"]),
+        ("train.workers=3", ["global_batch_size 64", "workers 3", "multiple of 3, such as 66"]),
+        ("train.workers=[1, 4]", ["multiple of 12, such as 72"]),
+        ("train.workers=[4, 1]", ["train.workers", "[least, most]"]),
+        ("train.profile={wait: -1}", ["train.profile.wait", "-1"]),
         ("train.plan.micro_batch=5", ["micro_batch 5", "32 samples each"]),
         ("model.factory=small_cnn", ["model.factory", "package.module:name"]),
         ("data.buckets=[64, 32]", ["data.buckets", "ascend"]),
         ("data.buckets.9=1", ["'9'", "index"]),
         ("train.early_stopping.mode=min", ["val_accuracy", "max"]),
+        ("train.early_stopping={metric: val_perplexity}", ["val_perplexity", "language-modeling alone"]),
+        ("data.block_length=64", ["data.block_length", "64", "does not read"]),
+        ("data.tokenizer={kind: bytes}", ["data.tokenizer.kind", "does not read"]),
+        ("task=image-clasification", ["language-modeling", "import string"]),
         ("train.epochs", ["'train.epochs'", "key=value"]),
     ],
 )
 def test_what_cannot_work_is_refused_with_key_value_and_way_out(override: str, words: list[str]) -> None:
     with pytest.raises(RecipeError) as refused:
         load_recipe(REVIEWS, [override])
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.buckets=[8, 16]", ["data.buckets", "[8, 16]", "language-modeling does not read"]),
+        ("train.linear_baseline=true", ["train.linear_baseline", "does not read"]),
+        ("data.tokenizer={kind: bytes, vocab_size: 512}", ["data.tokenizer", "leave vocab_size"]),
+        ("data.tokenizer.vocab_size=256", ["256", "257 or more"]),
+    ],
+)
+def test_keys_that_language_modelling_does_not_take_are_refused(override: str, words: list[str]) -> None:
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(STDLIB, [override])
     assert all(word in str(refused.value) for word in words), str(refused.value)
 
 
@@ -93,7 +117,8 @@ def test_all_problems_are_told_at_once() -> None:
 
 def test_the_batch_is_divided() -> None:
     train = load_recipe(DIGITS, ["train.global_batch_size=96", "train.plan.micro_batch=16"]).train
-    assert (train.batch_per_worker, train.micro_batch, train.gradient_accumulation) == (48, 16, 3)
+    layout = train.layout(2)
+    assert (layout.data, layout.micro_batch, layout.gradient_accumulation) == (2, 16, 3)
 
 
 def test_the_schema_is_printed() -> None:

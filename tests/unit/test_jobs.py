@@ -7,10 +7,11 @@ import pytest
 from jobs._runner import main
 from jobs.compile import compile_model
 from jobs.deploy import deploy
+from jobs.lifecycle import lifecycle
 from jobs.train import train
 from tests.helpers import ROOT, result_of
 
-DIGITS = str(ROOT / "recipes/digits.yaml")
+DIGITS, STDLIB = str(ROOT / "recipes/digits.yaml"), str(ROOT / "recipes/stdlib_gpt.yaml")
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,8 @@ DIGITS = str(ROOT / "recipes/digits.yaml")
         ("train", [DIGITS, "task=app.models.image:resnet50"], 1, "expected a class"),
         ("compile", [DIGITS, "name=unknown"], 1, "run jobs.train first"),
         ("compile", [DIGITS, "compile.weights=/nowhere"], 1, "/nowhere"),
+        ("compile", [STDLIB], 1, "cannot be compiled or served: expected text-classification, image-classification"),
+        ("lifecycle", [STDLIB], 1, "cannot be compiled or served"),
         ("deploy", [DIGITS, "name=unknown"], 1, "run jobs.compile first"),
         ("deploy", [DIGITS, "serve.version=99"], 1, "no version 99"),
     ],
@@ -33,7 +36,7 @@ DIGITS = str(ROOT / "recipes/digits.yaml")
 def test_what_cannot_work_is_refused_and_leaves_nothing(
     job: str, arguments: list[str], code: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    step = {"train": train, "compile": compile_model, "deploy": deploy}[job]
+    step = {"train": train, "compile": compile_model, "deploy": deploy, "lifecycle": lifecycle}[job]
     assert main(job, step, arguments) == code
     printed = capsys.readouterr()
     result = result_of(printed.out)

@@ -1,0 +1,116 @@
+"""The table of plans that must train the same model."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from app.config import ModelConfig, TrainConfig
+
+STEPS, BATCH, LENGTH = 10, 16, 16
+CLIPPING = 0.5  # smaller than any gradient here, so every step is clipped
+FACTS = {"vocab_size": 257, "max_length": LENGTH}
+MODELS = {
+    "gpt": ModelConfig(factory="app.models.gpt:gpt", args={"layers": 4, "width": 32, "heads": 4}),
+    "llama": ModelConfig(
+        factory="app.models.huggingface:causal_lm",
+        args={
+            "model_type": "llama",
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "intermediate_size": 64,
+        },
+    ),
+}
+OPTIMIZERS = {
+    "sgd": {"name": "sgd", "lr": 1.0, "momentum": 0.9},
+    "adamw": {"name": "adamw", "lr": 1.0e-2},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A plan with an optimizer."""
+
+    name: str
+    model: str
+    config: TrainConfig
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative difference of a loss from plain PyTorch's."""
+        plan = self.config.plan
+        exact = self.config.precision == "fp32" and not (plan.communication_data_type or plan.powersgd)
+        return 1e-4 if exact else 2e-2
+
+    @property
+    def slug(self) -> str:
+        """The name as a folder."""
+        return self.name.replace(" ", "_").replace(",", "")
+
+
+# Pipelines come last: DeepSpeed remembers their grid for the rest of the process.
+PLANS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {
+        "one process": {"zero_stage": 0},
+        "one process, accumulation 4": {"zero_stage": 1, "micro_batch": 4},
+        "one process, torch.compile": {"torch_compile": True},
+    },
+    2: {
+        **{f"ZeRO {stage}": {"zero_stage": stage} for stage in range(4)},
+        **{f"ZeRO {stage}, accumulation 4": {"zero_stage": stage, "micro_batch": 2} for stage in range(4)},
+        **{f"ZeRO {stage}, bf16": {"zero_stage": stage, "precision": "bf16"} for stage in range(4)},
+        "ZeRO 1, bf16, accumulation 4": {"precision": "bf16", "micro_batch": 2},
+        "ZeRO 1, gradients travel as bf16": {"communication_data_type": "bf16"},
+        "ZeRO 0, PowerSGD": {"zero_stage": 0, "powersgd": {"rank": 8}},
+        "ZeRO 1, recomputed activations": {"activation_checkpointing": True},
+        "ZeRO 2, offload": {"zero_stage": 2, "offload": "cpu"},
+        "ZeRO 3, offload": {"zero_stage": 3, "offload": "cpu", "offload_param": "cpu"},
+        "Llama, tensor 2, ZeRO 0": {"tensor": 2, "zero_stage": 0, "model": "llama"},
+        "Llama, tensor 2, ZeRO 1": {"tensor": 2, "model": "llama"},
+        "tensor 2": {"tensor": 2},
+        "tensor 2, bf16": {"tensor": 2, "precision": "bf16"},
+        "pipeline 2": {"pipeline": 2},
+        "pipeline 2, accumulation 4": {"pipeline": 2, "micro_batch": 4},
+        "pipeline 2, recomputed activations": {"pipeline": 2, "micro_batch": 4, "activation_checkpointing": True},
+        "pipeline 2, bf16": {"pipeline": 2, "micro_batch": 4, "precision": "bf16"},
+    },
+    8: {
+        "pipeline 2 x tensor 2 x data 2": {"pipeline": 2, "tensor": 2},
+        "pipeline 2 x tensor 2 x data 2, accumulation 4": {"pipeline": 2, "tensor": 2, "micro_batch": 2},
+        "pipeline 2 x tensor 2 x data 2, bf16": {"pipeline": 2, "tensor": 2, "micro_batch": 2, "precision": "bf16"},
+    },
+}
+
+
+def rows_of(workers: int) -> dict[str, Row]:
+    """Every plan for so many processes with every optimizer that it takes, by name."""
+    return {
+        f"{name}, {optimizer}": _row(f"{name}, {optimizer}", workers, optimizer, **keys)
+        for name, keys in PLANS[workers].items()
+        for optimizer in OPTIMIZERS
+        if optimizer == "adamw" or "offload" not in keys
+    }
+
+
+def _row(
+    name: str,
+    workers: int,
+    optimizer: str,
+    model: str = "gpt",
+    precision: str = "fp32",
+    torch_compile: bool = False,
+    **plan: object,
+) -> Row:
+    config = {
+        "global_batch_size": BATCH,
+        "workers": workers,
+        "precision": precision,
+        "optimizer": OPTIMIZERS[optimizer],
+        "gradient_clipping": CLIPPING,
+        "torch_compile": torch_compile,
+        "plan": plan,
+        # Parameters as small as these would else stay whole under ZeRO 3.
+        "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
+    }
+    return Row(name, model, TrainConfig.model_validate(config))

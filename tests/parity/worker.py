@@ -1,0 +1,155 @@
+"""torchrun -m tests.parity.worker table|save|load FOLDER ROW…: what plans do to the loss, as a line of JSON."""
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import torch
+from torch.nn import functional
+from upath import UPath
+
+from app.config import CheckpointConfig, Layout, TrainConfig
+from app.models.factory import build_model, logits_of
+from app.training.batches import Shard, micro_batches
+from app.training.checkpoints.reader import load_checkpoint
+from app.training.checkpoints.snapshot import take_snapshot
+from app.training.checkpoints.state import Position
+from app.training.checkpoints.store import CheckpointStore
+from app.training.checkpoints.writer import CheckpointWriter
+from app.training.engine import TrainingEngine, create_engine
+from app.training.micro_batch import MicroBatch
+from app.training.objective import Totals
+from app.training.schedule import lr_factor
+from app.training.worker import start_worker
+from tests.parity.plans import BATCH, CLIPPING, FACTS, LENGTH, MODELS, OPTIMIZERS, STEPS, Row, rows_of
+
+HALF = STEPS // 2
+
+
+def global_batches() -> list[torch.Tensor]:
+    """Two batches of few of the tokens, again and again, so that ten steps learn something."""
+    generator = torch.Generator().manual_seed(1)
+    two = [torch.randint(40, (BATCH, LENGTH + 1), generator=generator) for _ in range(2)]
+    return [two[step % 2] for step in range(STEPS)]
+
+
+def build(model: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return build_model(MODELS[model], FACTS)
+
+
+@cache
+def plain_losses(model_name: str, optimizer_name: str) -> list[float]:
+    """The loss of each step, then of validation, in one process of plain PyTorch in float32.
+
+    Nothing of the trainer is used but its schedule.
+    """
+    config, model = TrainConfig.model_validate({"optimizer": OPTIMIZERS[optimizer_name]}), build(model_name)
+    groups = [
+        {"params": [each for each in model.parameters() if each.ndim > 1], "weight_decay": 0.01},
+        {"params": [each for each in model.parameters() if each.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer: torch.optim.Optimizer
+    if config.optimizer.name == "sgd":
+        optimizer = torch.optim.SGD(groups, lr=config.optimizer.lr, momentum=config.optimizer.momentum)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=config.optimizer.lr)
+    losses = []
+    for step, tokens in enumerate(global_batches()):
+        for group in optimizer.param_groups:
+            group["lr"] = config.optimizer.lr * lr_factor(step, STEPS, config.schedule)
+        logits = logits_of(model(tokens[:, :-1]))
+        loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
+        optimizer.step()
+        losses.append(loss.item())
+    with torch.no_grad():
+        tokens = global_batches()[0]
+        logits = logits_of(model(tokens[:, :-1]))
+        losses.append(functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item())
+    return losses
+
+
+def planned(row: Row) -> tuple[TrainingEngine, Layout]:
+    layout = row.config.layout(torch.distributed.get_world_size())
+    return create_engine(build(row.model), row.config, layout, STEPS), layout
+
+
+def train(engine: TrainingEngine, layout: Layout, steps: range) -> list[float]:
+    """The loss of each step, mean over the ranks."""
+    shard = Shard(layout.data_rank(torch.distributed.get_rank()), layout.data)
+
+    def stream(tokens: torch.Tensor) -> Iterator[MicroBatch]:
+        for indices in micro_batches(range(BATCH), shard, layout.micro_batch):
+            yield MicroBatch({"input_ids": tokens[indices][:, :-1]}, tokens[indices][:, 1:])
+
+    losses = []
+    for step in steps:
+        loss = engine.train_step(stream(global_batches()[step]), lambda _: None).loss.double()
+        torch.distributed.all_reduce(loss)
+        losses.append(loss.item() / layout.workers)
+    return losses
+
+
+def validate(engine: TrainingEngine, layout: Layout) -> float:
+    """The mean loss over the first batch, in two uneven parts."""
+    share = list(range(BATCH))[layout.data_rank(torch.distributed.get_rank()) :: layout.data]
+    tokens = global_batches()[0]
+    parts = [share[:-1], share[-1:]]
+    sums = engine.evaluate(
+        MicroBatch({"input_ids": tokens[indices][:, :-1]}, tokens[indices][:, 1:]) for indices in parts if indices
+    )
+    torch.distributed.all_reduce(sums)
+    return Totals.of(sums).mean_loss
+
+
+def compare(row: Row, _: UPath) -> dict[str, list[float]]:
+    engine, layout = planned(row)
+    losses = train(engine, layout, range(STEPS))
+    return {"plan": [*losses, validate(engine, layout)], "plain": plain_losses(row.model, row.config.optimizer.name)}
+
+
+def save(row: Row, folder: UPath) -> dict[str, list[float]]:
+    """Losses of the second half, after the state of the first was kept."""
+    engine, layout = planned(row)
+    train(engine, layout, range(HALF))
+    writer = CheckpointWriter(CheckpointStore(folder / row.slug), CheckpointConfig())
+    writer.save(take_snapshot(engine, layout, Position(step=HALF), [], row.config.precision), best=None)
+    losses = train(engine, layout, range(HALF, STEPS))
+    writer.wait()
+    return {row.slug: losses}
+
+
+def load(row: Row, folder: UPath) -> dict[str, list[float]]:
+    """Losses of the second half from each state in ``folder`` that the same optimizer left."""
+    found = {}
+    for saved in sorted(each.name for each in folder.iterdir() if each.name.endswith(row.config.optimizer.name)):
+        engine, layout = planned(row)
+        load_checkpoint(engine, layout, CheckpointStore(folder / saved).folder_of(HALF))
+        found[saved] = train(engine, layout, range(HALF, STEPS))
+    return found
+
+
+WORK: dict[str, Callable[[Row, UPath], dict[str, list[float]]]] = {"table": compare, "save": save, "load": load}
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    start_worker("cpu")
+    what, folder, wanted = sys.argv[1], UPath(sys.argv[2]), sys.argv[3:]
+    rows = rows_of(int(os.environ["WORLD_SIZE"]))
+    results = {name: WORK[what](row, folder) for name, row in rows.items() if not wanted or name in wanted}
+    if torch.distributed.get_rank() == 0:
+        print("LOSSES " + json.dumps(results), flush=True)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
