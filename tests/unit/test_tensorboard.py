@@ -2,6 +2,7 @@
 
 import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -43,13 +44,15 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> UPath:
     return UPath(tmp_path / "run" if request.param == "local" else f"memory://{tmp_path}/run")
 
 
-@pytest.fixture
-def small_files() -> Iterator[int]:
-    """The bytes that a file can have; a write beyond them fails, as on a full disk."""
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """A write beyond ``size`` bytes fails, as on a full disk; also one to a log that pytest writes."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    yield 20_000
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_numbers_become_scalars_named_by_record_and_field(folder: UPath, tmp_path: Path) -> None:
@@ -84,14 +87,13 @@ def test_training_goes_on_when_storage_refuses(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().err.count("training goes on") == 1
 
 
-def test_training_goes_on_when_the_disk_is_full(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], small_files: int
-) -> None:
+def test_training_goes_on_when_the_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = TensorBoardLog(UPath(tmp_path), first_step=1)
-    for number in range(1, small_files // 20):
-        log.append(*steps(number))
-    log.close()
+    with files_of_at_most(20_000):
+        for number in range(1, 1_000):
+            log.append(*steps(number))
+        log.close()
     assert capsys.readouterr().err.count("training goes on") == 1
     (file,) = (tmp_path / "tensorboard").iterdir()
-    assert file.stat().st_size == small_files
+    assert file.stat().st_size == 20_000
     assert len(EventAccumulator(str(file)).Reload().Scalars("step/loss")) > 100  # what was written can be read
