@@ -1,16 +1,18 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+INSTALLED_BENCH := .venv/.installed-bench
 
-.PHONY: help install demo test test-gpu test-faults lint format
+.PHONY: help install demo test test-gpu test-faults bench-training lint format
 
 help:
-	@echo "make demo         from a fresh clone to a prediction: install, start a cluster, train, compile, deploy, ask"
-	@echo "make test         every test that needs no GPU"
-	@echo "make test-gpu     the tests that need a GPU"
-	@echo "make test-faults  the tests that kill Ray's processes, on clusters of their own"
-	@echo "make lint         ruff, mypy and the rules between the parts"
-	@echo "make format       put the code into its one form"
+	@echo "make demo            from a fresh clone to a prediction: install, start a cluster, train, compile, deploy, ask"
+	@echo "make test            every test that needs no GPU"
+	@echo "make test-gpu        the tests that need a GPU"
+	@echo "make test-faults     the tests that kill Ray's processes, on clusters of their own"
+	@echo "make bench-training  training beside its peers, into benchmarks/training/RESULTS.md; the machine must be quiet"
+	@echo "make lint            ruff, mypy and the rules between the parts"
+	@echo "make format          put the code into its one form"
 
 install: $(INSTALLED)
 
@@ -40,6 +42,13 @@ test-gpu: $(INSTALLED)
 
 test-faults: $(INSTALLED)
 	@$(BIN)/python -m pytest tests/faults
+
+$(INSTALLED_BENCH): $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+	@touch $(INSTALLED_BENCH)
+
+bench-training: $(INSTALLED_BENCH)
+	@$(BIN)/python -m benchmarks.training
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .

@@ -1,0 +1,1 @@
+"""Training beside its peers: make bench-training."""

@@ -1,0 +1,36 @@
+"""A plain DeepSpeed script: torchrun --nproc-per-node 2 -m benchmarks.training.bare_deepspeed WORKLOAD.json"""
+
+from itertools import islice
+
+import deepspeed
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, DistributedSampler
+
+from app.models.gpt import GPT
+from benchmarks.training.workload import Blocks, Stamps, Workload, skip_inference_kernel
+
+
+def main() -> None:
+    """Train for as many steps as the workload says."""
+    work = Workload.read()
+    skip_inference_kernel()
+    deepspeed.init_distributed("gloo", verbose=False)
+    torch.manual_seed(0)
+    model = GPT(**work.model)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=work.optimizer(model), config=work.deepspeed)
+    blocks = Blocks(work)
+    batches = DataLoader(blocks, work.micro_batch, sampler=DistributedSampler(blocks), drop_last=True)
+    stamps = Stamps(work)
+    for inputs, targets in islice(batches, work.steps):
+        loss = cross_entropy(engine(inputs).float().flatten(0, 1), targets.flatten())
+        engine.backward(loss)
+        engine.step()
+        stamps.add(loss)
+    if torch.distributed.get_rank() == 0:
+        stamps.write()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

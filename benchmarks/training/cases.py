@@ -1,0 +1,91 @@
+"""What is trained: small runs of the GPT, as a recipe for Rayloom and as a workload for its peers."""
+
+import shutil
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from app.config import Recipe, load_recipe
+from app.data import language
+from benchmarks.training.workload import Workload
+
+WORKERS = 2
+_RECIPE = "recipes/stdlib_gpt.yaml"
+_PACKAGES = ("asyncio", "email", "multiprocessing", "unittest")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model under one plan."""
+
+    name: str
+    vocab_size: int
+    layers: int
+    width: int
+    heads: int
+    block_length: int
+    global_batch: int
+    precision: str
+    zero_stage: int
+    steps: int
+
+    def overrides(self, folder: Path) -> list[str]:
+        """What turns the recipe into this case, with its storage below ``folder``."""
+        return [
+            f"storage={folder / 'storage'}",
+            f"data.source={folder / 'corpus'}",
+            "data.validation_fraction=0.01",
+            f"data.tokenizer.vocab_size={self.vocab_size}",
+            f"data.block_length={self.block_length}",
+            f"model.args={{layers: {self.layers}, width: {self.width}, heads: {self.heads}}}",
+            "train.epochs=1",
+            f"train.max_steps={self.steps}",
+            f"train.global_batch_size={self.global_batch}",
+            f"train.precision={self.precision}",
+            "train.schedule={name: constant, warmup_fraction: 0.0}",
+            "train.early_stopping=null",
+            f"train.plan.zero_stage={self.zero_stage}",
+        ]
+
+    def recipe(self, folder: Path) -> Recipe:
+        """As Rayloom reads it."""
+        return load_recipe(_RECIPE, self.overrides(folder))
+
+    def command(self, folder: Path) -> list[str]:
+        """The arguments of ``app.training``."""
+        return [_RECIPE, *self.overrides(folder)]
+
+    def workload(self, folder: Path) -> Workload:
+        """The same for the peers; the tokens that Rayloom makes of the corpus are written for them."""
+        recipe = self.recipe(folder)
+        data, optimizer = language.prepare(recipe.data), recipe.train.optimizer
+        tokens_file = folder / f"{self.name}.npy"
+        np.save(tokens_file, data.train.tokens)
+        return Workload(
+            model={**data.facts, **recipe.model.args},
+            tokens_file=str(tokens_file),
+            block_length=self.block_length,
+            micro_batch=self.global_batch // WORKERS,
+            steps=self.steps,
+            precision=self.precision,
+            zero_stage=self.zero_stage,
+            lr=optimizer.lr,
+            betas=optimizer.betas,
+            weight_decay=optimizer.weight_decay,
+            stamps_file=str(folder / f"{self.name}.stamps"),
+        )
+
+
+CASES = (
+    Case("small, fp32, ZeRO 2", 1024, 2, 64, 2, 64, 8, "fp32", 2, 200),
+    Case("stdlib_gpt, bf16, ZeRO 1", 4096, 4, 192, 6, 128, 8, "bf16", 1, 45),  # the model of the recipe
+)
+
+
+def copy_corpus(folder: Path) -> None:
+    """A part of the interpreter's standard library, about 1.3 MB of text, as ``folder/corpus``."""
+    for package in _PACKAGES:
+        source = Path(sysconfig.get_path("stdlib"), package)
+        shutil.copytree(source, folder / "corpus" / package, ignore=shutil.ignore_patterns("__pycache__"))

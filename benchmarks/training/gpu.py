@@ -1,0 +1,137 @@
+"""A large GPT on GPUs: torchrun --nproc-per-node 1 -m benchmarks.training.gpu RECIPE… [key=value …]
+
+Prints tokens/s, model FLOPs utilisation and peak memory of each recipe's model under the recipe's plan, trained on
+random tokens. Overrides are for all of them, such as train.torch_compile=false.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import nn
+
+from app.config import Recipe, load_recipe
+from app.models.factory import build_model
+from app.telemetry.flops import flops_per_sample, utilisation
+from app.telemetry.memory import memory_record
+from app.telemetry.peak import peak_flops
+from app.training.engine import TrainingEngine, create_engine
+from app.training.micro_batch import DTYPES, MicroBatch
+from app.training.worker import Worker, start_worker
+
+GOAL_MFU = 0.5
+_HEADER = ("model", "parameters", "step", "tokens/s", "MFU", "peak memory")
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What a model reached."""
+
+    name: str
+    num_parameters: int
+    step_s: float
+    """Median seconds of an optimizer step."""
+    tokens_per_s: float
+    """Of all workers together."""
+    mfu: float | None
+    peak_bytes: int
+    """Of the first worker: of tensors on its GPU; on a CPU, of the whole process."""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """As the table shows it."""
+        return (
+            self.name,
+            f"{self.num_parameters:,}",
+            f"{self.step_s * 1e3:,.1f} ms",
+            f"{self.tokens_per_s:,.0f}",
+            "unknown" if self.mfu is None else f"{self.mfu:.3f}",
+            f"{self.peak_bytes / 2**30:.1f} GiB",
+        )
+
+
+def main() -> None:
+    """Measure every recipe, one after the other."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training.gpu", description=__doc__)
+    parser.add_argument("recipes", nargs="+", metavar="RECIPE or key=value")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps that are timed")
+    parser.add_argument("--warm-up", type=int, default=5, help="optimizer steps before these; the first one compiles")
+    arguments = parser.parse_args()
+    overrides = [each for each in arguments.recipes if "=" in each]
+    overrides.append(f"train.workers={os.environ.get('WORLD_SIZE', '1')}")
+    recipes = [load_recipe(each, overrides) for each in arguments.recipes if "=" not in each]
+    worker = start_worker(recipes[0].train.device)
+    if worker.is_first:
+        _print_row(_HEADER)
+    for recipe in recipes:
+        reached = measure(recipe, worker, arguments.warm_up, arguments.steps)
+        if worker.is_first:
+            _print_row(reached.cells)
+    if worker.is_first:
+        print(f"goal: MFU {GOAL_MFU} or more on one H100-class GPU", flush=True)
+    torch.distributed.destroy_process_group()
+
+
+def measure(recipe: Recipe, worker: Worker, warm_up: int, steps: int) -> Reached:
+    """Train the recipe's model for ``warm_up`` and then ``steps`` optimizer steps. Peak memory is this recipe's."""
+    config, length = recipe.train, recipe.data.block_length
+    facts = {"vocab_size": recipe.data.tokenizer.vocab_size, "max_length": length}
+    with torch.device("meta"):
+        shape = build_model(recipe.model, facts)
+    tokens = torch.randint(facts["vocab_size"], (config.layout(worker.size).micro_batch, length), device=worker.device)
+    flops = flops_per_sample(shape, {"input_ids": tokens[:1].to("meta")})
+    if worker.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    torch.manual_seed(config.seed)
+    with worker.device:
+        model = build_model(recipe.model, facts)
+    engine = create_engine(model, config, config.layout(worker.size), total_steps=warm_up + steps)
+    step_s = _time_steps(engine, MicroBatch({"input_ids": tokens}, tokens), recipe, worker, warm_up, steps)
+    samples_per_s = config.global_batch_size / step_s
+    peak = peak_flops(worker.device, DTYPES[config.precision])
+    reached = Reached(
+        name=recipe.name,
+        num_parameters=_count(shape),
+        step_s=step_s,
+        tokens_per_s=samples_per_s * length,
+        mfu=utilisation(samples_per_s, flops, worker.size, peak),
+        peak_bytes=memory_record(worker.device).peak_bytes,
+    )
+    engine.deepspeed.destroy()
+    return reached
+
+
+def _time_steps(
+    engine: TrainingEngine, batch: MicroBatch, recipe: Recipe, worker: Worker, warm_up: int, steps: int
+) -> float:
+    """Median seconds of a step after the warm-up, each waited for."""
+    accumulation = recipe.train.layout(worker.size).gradient_accumulation
+    seconds = []
+    for _ in range(warm_up + steps):
+        began = time.perf_counter()
+        engine.train_step(_repeat(batch, accumulation), lambda _: None)
+        if worker.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return median(seconds[warm_up:])
+
+
+def _repeat(batch: MicroBatch, times: int) -> Iterator[MicroBatch]:
+    for _ in range(times):
+        yield batch
+
+
+def _count(model: nn.Module) -> int:
+    return sum(each.numel() for each in model.parameters())
+
+
+def _print_row(cells: tuple[str, ...]) -> None:
+    print("".join(f"{cell:<16}" for cell in cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""On what, with what and when something was measured."""
+
+import os
+import platform
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+
+
+def machine() -> str:
+    """The processor, its cores as this process sees them, and memory; nothing that names the machine."""
+    found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    model = found[1] if found else platform.machine()
+    cores = len(os.sched_getaffinity(0))
+    return f"{cores} cores of {model}, {psutil.virtual_memory().total / 2**30:.0f} GiB of memory"
+
+
+def versions(packages: Sequence[str]) -> str:
+    """Python's version and those of ``packages``."""
+    named = [f"{package} {version(package)}" for package in packages]
+    return ", ".join([f"Python {platform.python_version()}", *named])
+
+
+def today() -> str:
+    """The date in UTC."""
+    return f"{datetime.now(UTC):%Y-%m-%d}"
+
+
+def load_average() -> str:
+    """Processes that ran or waited in the last 1, 5 and 15 minutes."""
+    return ", ".join(f"{each:.1f}" for each in os.getloadavg())

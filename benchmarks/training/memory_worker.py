@@ -1,0 +1,109 @@
+"""torchrun --nproc-per-node N -m benchmarks.training.memory_worker: what a rank holds under ZeRO 0 to 3.
+
+One line of JSON for each stage: stage, micro-batches, parameters of the model, and what is the largest of any rank in
+bytes.
+"""
+
+import gc
+import json
+from collections.abc import Iterable, Iterator
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from app.config import TrainConfig
+from app.models.gpt import GPT
+from app.training.engine import create_engine
+from app.training.worker import Worker, start_worker
+
+_VOCABULARY, _LENGTH, _SAMPLES = 2048, 16, 2
+
+
+def main() -> None:
+    """Measure every stage; on two workers also where two micro-batches are added up."""
+    worker = start_worker("cpu")
+    for accumulation in (1, 2) if worker.size == 2 else (1,):
+        for stage in range(4):
+            held = torch.tensor(_measure(worker, stage, accumulation))
+            torch.distributed.all_reduce(held, torch.distributed.ReduceOp.MAX)
+            if worker.is_first:
+                print("HELD", json.dumps([stage, accumulation, *held.tolist()]), flush=True)
+    torch.distributed.destroy_process_group()
+
+
+def _measure(worker: Worker, stage: int, accumulation: int) -> list[int]:
+    """Parameters of the model, then bytes of its parameters, gradients, optimizer state, and of all else.
+
+    Taken between the last backward pass of a step and the step, when gradients are there; in the second step, so
+    that the optimizer's state is there too.
+    """
+    gc.collect()
+    there_before = list(_all_tensors())
+    samples = _SAMPLES * accumulation * worker.size
+    plan = {"zero_stage": stage, "micro_batch": _SAMPLES}
+    config = TrainConfig.model_validate(
+        {"global_batch_size": samples, "workers": worker.size, "precision": "bf16", "plan": plan}
+    )
+    model = GPT(_VOCABULARY, _LENGTH, layers=3, width=512, heads=4)
+    count = sum(each.numel() for each in model.parameters())
+    engine = create_engine(model, config, config.layout(worker.size), total_steps=10).deepspeed
+    tokens = torch.zeros(_SAMPLES, _LENGTH, dtype=torch.int64)
+    last = 2 * accumulation - 1
+    for number in range(last + 1):
+        engine.backward(cross_entropy(engine(tokens).float().flatten(0, 1), tokens.flatten()))
+        if number < last:
+            engine.step()
+    held = _bytes_held(engine, there_before)
+    engine.destroy()
+    return [count, *held]
+
+
+def _bytes_held(engine: Any, there_before: list[Tensor]) -> list[int]:
+    """Of parameters, gradients, optimizer state and every other tensor; a storage counts where it is first seen."""
+    gc.collect()
+    seen = {each.untyped_storage().data_ptr() for each in there_before}
+    kinds: tuple[Iterable[Tensor], ...] = (_parameters(engine), _gradients(engine), _state(engine), _all_tensors())
+    return [sum(map(_new_bytes, tensors, repeat(seen))) for tensors in kinds]
+
+
+def _new_bytes(tensor: Tensor, seen: set[int]) -> int:
+    """The size of its storage, unless that was seen."""
+    storage = tensor.untyped_storage()
+    if storage.data_ptr() in seen or not storage.data_ptr():
+        return 0
+    seen.add(storage.data_ptr())
+    return storage.nbytes()
+
+
+def _parameters(engine: Any) -> Iterator[Tensor]:
+    for parameter in engine.module.parameters():
+        yield parameter.data
+        if hasattr(parameter, "ds_tensor"):  # this rank's part, under ZeRO 3
+            yield parameter.ds_tensor
+
+
+def _gradients(engine: Any) -> Iterator[Tensor]:
+    yield from (each.grad for each in engine.module.parameters() if each.grad is not None)
+    for reduced in getattr(engine.optimizer, "averaged_gradients", {}).values():
+        yield from reduced or []
+    yield from getattr(engine.optimizer, "fp32_groups_gradients_flat", [])
+
+
+def _state(engine: Any) -> Iterator[Tensor]:
+    """Float32 weights and the optimizer's averages."""
+    for weight, averages in engine.optimizer.optimizer.state.items():
+        yield weight
+        yield from (each for each in averages.values() if isinstance(each, Tensor))
+
+
+def _all_tensors() -> Iterator[Tensor]:
+    for each in gc.get_objects():
+        if isinstance(each, Tensor) and each.device.type != "meta":
+            yield each
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Steps per second and time to the first step, of Rayloom and its peers in turn."""
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from benchmarks.training.cases import Case, copy_corpus
+from benchmarks.training.contenders import CONTENDERS, Trial
+from benchmarks.training.workload import Workload
+
+WARM_UP_STEPS = 10
+Round = dict[str, Trial]
+"""One run of each contender, one after the other."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A number that was measured several times."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Of the values."""
+        return median(self.values)
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({min(self.values):.3f} to {max(self.values):.3f})"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The rounds of one case."""
+
+    case: Case
+    preparation_s: float
+    """Seconds to make tokens of the corpus, which Rayloom does in its run and the peers do not."""
+    rounds: tuple[Round, ...]
+
+    def steps_per_s(self, name: str) -> Spread:
+        """Of one contender, after start-up."""
+        return Spread(tuple(each[name].steps_per_s(*_window(each)) for each in self.rounds))
+
+    def first_step_s(self, name: str) -> Spread:
+        """Seconds from the command to the end of the first step."""
+        return Spread(tuple(each[name].first_step_s for each in self.rounds))
+
+    def loss(self, name: str) -> float:
+        """Mean loss over the steps that were timed."""
+        return median(each[name].mean_loss(*_window(each)) for each in self.rounds)
+
+    def speed_ratio(self, peer: str) -> Spread:
+        """Rayloom's steps per second / the peer's, round by round."""
+        return _ratio(self.steps_per_s("Rayloom"), self.steps_per_s(peer))
+
+    def start_ratio(self, peer: str) -> Spread:
+        """Rayloom's time to the first step / the peer's, round by round."""
+        return _ratio(self.first_step_s("Rayloom"), self.first_step_s(peer))
+
+    def start_ratio_prepared(self, peer: str) -> Spread:
+        """The same without the time that preparing the data takes."""
+        mine = Spread(tuple(seconds - self.preparation_s for seconds in self.first_step_s("Rayloom").values))
+        return _ratio(mine, self.first_step_s(peer))
+
+
+def compare(case: Case, num_rounds: int) -> Comparison:
+    """Run every contender in turn, ``num_rounds`` times; each round begins with another."""
+    with tempfile.TemporaryDirectory(prefix="bench-training-") as temporary:
+        folder = Path(temporary)
+        copy_corpus(folder)
+        began = time.monotonic()
+        work = case.workload(folder)
+        preparation_s = time.monotonic() - began
+        names = list(CONTENDERS)
+        rounds = []
+        for number in range(num_rounds):
+            order = [names[(number + place) % len(names)] for place in range(len(names))]
+            rounds.append({name: _run(name, case, work, folder) for name in order})
+    return Comparison(case, preparation_s, tuple(rounds))
+
+
+def _run(name: str, case: Case, work: Workload, folder: Path) -> Trial:
+    trial = CONTENDERS[name](case, work, folder)
+    print(f"{case.name}: {name}: first step after {trial.first_step_s:.1f} s", flush=True)
+    return trial
+
+
+def _window(each: Round) -> tuple[int, int]:
+    """The first and the last step between which time is taken: those that Rayloom tells of, after the warm-up."""
+    known: Sequence[int] = sorted(set.intersection(*(set(trial.ends) for trial in each.values())))
+    return next(step for step in known if step >= WARM_UP_STEPS), known[-1]
+
+
+def _ratio(ours: Spread, theirs: Spread) -> Spread:
+    return Spread(tuple(mine / other for mine, other in zip(ours.values, theirs.values, strict=True)))
