@@ -1,5 +1,6 @@
 """Train a recipe's model on the Ray cluster: python -m jobs.train RECIPE [key=value …]"""
 
+import os
 import signal
 import sys
 import uuid
@@ -23,18 +24,29 @@ from jobs._cluster import connect, require
 from jobs._runner import main
 
 _RESIZE_INTERVAL_S = 10.0
+_ROOM_TIMEOUT_S = 15.0
 
 
 def train(run: Run) -> Outcome:
     """Check everything, train on the cluster, keep the best weights."""
     config = run.recipe.train
     data = prepare_run(run)
+    _set_timeouts(config)
     connect()
     least, _ = config.workers_range
     require(_resources(config, least), f"train.workers, of which there are {least},")
     open_run(run, data)
     _stop_on_sigterm(run)
     return finish_run(run, data, _fit(run))
+
+
+def _set_timeouts(config: TrainConfig) -> None:
+    """Ray Train reads them from the driver's environment."""
+    # A frozen process: the other workers notice, but a single one has no other.
+    os.environ["RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"] = str(config.hang_timeout_s)
+    least, most = config.workers_range
+    if least < most:  # when a node is lost, Ray first waits for room for as many workers as there were
+        os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(_ROOM_TIMEOUT_S)
 
 
 def _fit(run: Run) -> Ending:
