@@ -14,13 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from app.config import Layout, TrainConfig
 from app.telemetry.phases import Phase, phase
-from app.training.deepspeed_config import deepspeed_config
+from app.training.initialize import initialize
 from app.training.micro_batch import MicroBatch
 from app.training.names import names_of
 from app.training.objective import Objective
-from app.training.optimizer import create_optimizer, create_scheduler
 from app.training.step import Beat, StepResult
-from app.training.worker import import_deepspeed
 
 
 @dataclass(frozen=True)
@@ -37,14 +35,9 @@ class DataParallelEngine:
         cls, model: nn.Module, config: TrainConfig, layout: Layout, total_steps: int, objective: Objective
     ) -> Self:
         """The engine around ``model``."""
-        optimizer = create_optimizer(model, config)
         powersgd = config.plan.powersgd
-        engine, *_ = import_deepspeed().initialize(
-            model=_reduced_in_low_rank(model, powersgd.rank) if powersgd else model,
-            optimizer=optimizer,
-            lr_scheduler=create_scheduler(optimizer, config, total_steps),
-            config=deepspeed_config(config, layout, autotp=layout.tensor > 1),
-        )
+        reduced = _reduced_in_low_rank(model, powersgd.rank) if powersgd else model
+        engine = initialize(reduced, model, config, layout, total_steps, autotp=layout.tensor > 1)
         if powersgd:
             engine.enable_backward_allreduce = False
         engine.clip_fp32_gradients = partial(_clip, engine)

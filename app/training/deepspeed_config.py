@@ -52,7 +52,7 @@ def _zero(plan: PlanConfig, on_gpu: bool) -> dict[str, Any]:
     plus = plan.zero_plus_plus
     zero: dict[str, Any] = {
         "stage": plan.zero_stage,
-        "overlap_comm": plan.overlap_comm,
+        "overlap_comm": plan.overlap_comm and plan.pipeline == 1,  # a pipeline reduces by its own schedule
         "contiguous_gradients": True,
         "reduce_scatter": True,
         "round_robin_gradients": False,

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from app.config import Layout, TrainConfig
 from app.models.staged import Layer, Tied, cuts_of, layers_of
 from app.telemetry.phases import Phase, phase
-from app.training.deepspeed_config import deepspeed_config
+from app.training.initialize import initialize
 from app.training.micro_batch import MicroBatch
 from app.training.names import names_of
 from app.training.objective import Objective
-from app.training.optimizer import create_optimizer, create_scheduler
 from app.training.step import Beat, StepResult
 from app.training.tensor_parallel import shard_linears
 from app.training.worker import import_deepspeed
@@ -42,13 +41,7 @@ class PipelineEngine:
         module = _cut(model, layout, objective)
         if layout.tensor > 1:
             shard_linears(module, names, cuts, module.mpu().get_slice_parallel_group())
-        optimizer = create_optimizer(module, config)
-        engine, *_ = import_deepspeed().initialize(
-            model=module,
-            optimizer=optimizer,
-            lr_scheduler=create_scheduler(optimizer, config, total_steps),
-            config=deepspeed_config(config, layout, autotp=False),
-        )
+        engine = initialize(module, module, config, layout, total_steps, autotp=False)
         if config.torch_compile:
             engine.module.compile()
         engine._INSTRUCTION_MAP = _with_phases(engine._INSTRUCTION_MAP)
@@ -111,7 +104,7 @@ def _cut(model: nn.Module, layout: Layout, objective: Objective) -> Any:
         training = torch.is_grad_enabled()
         return objective.loss(output, targets) if training else objective.sums(output, targets)
 
-    with redirect_stdout(io.StringIO()):  # it prints its partition
+    with torch.no_grad(), redirect_stdout(io.StringIO()):  # it broadcasts tied weights, and prints its partition
         module = PipelineModule(
             _specs(layers_of(model)),
             topology=PipeModelDataParallelTopology(layout.pipeline, layout.tensor, layout.data),

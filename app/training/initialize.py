@@ -1,0 +1,27 @@
+"""DeepSpeed's engine around a model, with the recipe's optimizer and schedule."""
+
+import io
+from contextlib import redirect_stdout
+from typing import Any
+
+from torch import nn
+
+from app.config import Layout, TrainConfig
+from app.training.deepspeed_config import deepspeed_config
+from app.training.optimizer import create_optimizer, create_scheduler
+from app.training.worker import import_deepspeed
+
+
+def initialize(
+    model: Any, learned: nn.Module, config: TrainConfig, layout: Layout, total_steps: int, autotp: bool
+) -> Any:
+    """The engine for ``model``, whose parameters are those of ``learned``."""
+    optimizer = create_optimizer(learned, config)
+    with redirect_stdout(io.StringIO()):  # some of its optimizers print what memory they take
+        engine, *_ = import_deepspeed().initialize(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=create_scheduler(optimizer, config, total_steps),
+            config=deepspeed_config(config, layout, autotp),
+        )
+    return engine
