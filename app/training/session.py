@@ -104,8 +104,10 @@ class _Session:
         stack.callback(alerts.close)
         total_steps = count_steps(config, len(data.train))
         torch.manual_seed(config.seed)
+        watchdog.beat("building the model")
         model = build_model(recipe.model, data.facts)
         meter = Meter.of(model, config, layout, worker)
+        watchdog.beat("making DeepSpeed's engine")
         engine = create_engine(model, config, layout, total_steps)
         fragments_of(engine, layout)  # what cannot be kept is found out before there is work to lose
         torch.manual_seed(config.seed + layout.data_rank(worker.rank))  # other dropout in each share
@@ -204,9 +206,11 @@ class _Session:
         )
 
     def _resume(self) -> TrainState | None:
+        self.watchdog.beat("looking for a checkpoint")
         step = on_first(self.worker, self._find_checkpoint)
         if step is None:
             return None
+        self.watchdog.beat(f"reading the checkpoint of step {step}")
         state = load_checkpoint(self.engine, self.layout, self.store.folder_of(step))
         if self.worker.is_first:
             print(f"going on from step {step:,} of {self.total_steps:,}", flush=True)

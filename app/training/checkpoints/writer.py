@@ -7,10 +7,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 from upath import UPath
 
 from app.checksums import checksums_of, write_checksums
@@ -22,6 +25,19 @@ from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.store import CheckpointStore
 
 STATE_FILE = "state.json"
+
+
+class _Writer(FileSystemWriter):
+    """Raises what the disk said, which the error of a file that could not be ended hides."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            hidden: BaseException | None = error
+            while hidden and not isinstance(hidden, OSError):
+                hidden = hidden.__context__
+            raise hidden or error from None
 
 
 class CheckpointWriter:
@@ -79,7 +95,7 @@ class CheckpointWriter:
         """Write this process's files; their checksums."""
         with _local_folder(folder) as local:
             before = set(local.iterdir()) if local.exists() else set()
-            save(dict(snapshot.content), storage_writer=FileSystemWriter(local), process_group=self._group)
+            save(dict(snapshot.content), storage_writer=_Writer(local), process_group=self._group)
             if is_first:
                 (local / STATE_FILE).write_text(snapshot.state.model_dump_json(indent=1), encoding="utf-8")
             own = [file for file in local.iterdir() if file not in before and _is_own(file.name, is_first)]
