@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT, Tables, run
+from tests.launch import Launch
 from tests.receiver import HttpReceiver
 
 _TABLES = Tables()
@@ -50,6 +51,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _own_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYLOOM_STORAGE", str(tmp_path / "storage"))
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    """Starts torchrun in the background; after the test nothing of it may be left."""
+    launch = Launch(tmp_path)
+    yield launch
+    launch.check()
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,104 @@
+"""Models of the tests' own, that draw random numbers, linger, hang, slow down or break where they are told to."""
+
+import hashlib
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from app.models.image import SmallCnn
+
+
+class DropoutCnn(nn.Module):
+    """A small network that draws random numbers, and takes at least ``pause_s`` seconds for a batch of training.
+
+    Each rank writes the id of its process into the folder ``ranks``, if there is one.
+    """
+
+    def __init__(
+        self,
+        num_labels: int,
+        channels: int,
+        width: int = 32,
+        dropout: float = 0.2,
+        pause_s: float = 0.0,
+        ranks: str = "",
+    ) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.network = SmallCnn(num_labels, channels, width)
+        self.pause_s, self.ranks = pause_s, ranks
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        if self.training:
+            self.note_rank()
+            self.trouble(pixel_values)
+        logits: Tensor = self.network(self.dropout(pixel_values))
+        return logits
+
+    def note_rank(self) -> None:
+        if self.ranks:
+            (Path(self.ranks) / str(torch.distributed.get_rank())).write_text(str(os.getpid()), encoding="utf-8")
+            self.ranks = ""
+
+    def trouble(self, pixel_values: Tensor) -> None:
+        """What this model does beside its work in each forward pass of training."""
+        time.sleep(self.pause_s)
+
+
+class HangingCnn(DropoutCnn):
+    """One that never comes back from a forward pass on ``rank``, once in the life of file ``once``."""
+
+    def __init__(self, num_labels: int, channels: int, width: int, rank: int, call: int, once: str) -> None:
+        super().__init__(num_labels, channels, width)
+        self.rank, self.call, self.once, self.calls = rank, call, Path(once), 0
+
+    def trouble(self, pixel_values: Tensor) -> None:
+        self.calls += 1
+        if torch.distributed.get_rank() == self.rank and self.calls == self.call and not self.once.exists():
+            self.once.write_text(str(os.getpid()), encoding="utf-8")
+            time.sleep(1e6)
+
+
+class SlowCnn(DropoutCnn):
+    """One that takes ``extra_s`` seconds longer on ``rank``."""
+
+    def __init__(self, num_labels: int, channels: int, width: int, rank: int, extra_s: float) -> None:
+        super().__init__(num_labels, channels, width)
+        self.rank, self.extra_s = rank, extra_s
+
+    def trouble(self, pixel_values: Tensor) -> None:
+        time.sleep(self.extra_s * (torch.distributed.get_rank() == self.rank))
+
+
+class PoisonedCnn(DropoutCnn):
+    """One that answers NaN to a batch with a picture whose fingerprint is in ``poison``."""
+
+    def __init__(self, num_labels: int, channels: int, width: int, poison: list[str]) -> None:
+        super().__init__(num_labels, channels, width)
+        self.poison = set(poison)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        logits = super().forward(pixel_values)
+        return logits * float("nan") if self.training and self.poison & set(fingerprints(pixel_values)) else logits
+
+
+class LedgerCnn(DropoutCnn):
+    """One that notes in ``folder`` which pictures it was trained on: a file a process, a line a picture."""
+
+    def __init__(self, num_labels: int, channels: int, width: int, folder: str, pause_s: float = 0.0) -> None:
+        super().__init__(num_labels, channels, width, pause_s)
+        self.folder = Path(folder)
+
+    def trouble(self, pixel_values: Tensor) -> None:
+        super().trouble(pixel_values)
+        with (self.folder / str(os.getpid())).open("a", encoding="utf-8") as file:
+            file.writelines(f"{each}\n" for each in fingerprints(pixel_values))
+
+
+def fingerprints(pixel_values: Tensor) -> list[str]:
+    """A short name for each picture, from its pixels."""
+    pictures = pixel_values.detach().cpu().float().numpy()
+    return [hashlib.sha256(each.tobytes()).hexdigest()[:16] for each in pictures]

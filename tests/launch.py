@@ -1,0 +1,167 @@
+"""Training that a test watches and harms: under torchrun, or as a job on a cluster."""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from app.cluster.state import ClusterState
+from tests.helpers import BIN, ROOT, result_of, run, wait_until
+
+MARK = "RAYLOOM_TEST"
+"""The environment variable that every process of a launch inherits."""
+CHECKPOINT = "checkpoints/step_{step}/SHA256SUMS"
+
+
+class Launched:
+    """A command under way; its output is in a file."""
+
+    def __init__(self, folder: Path, command: Sequence[str], environment: dict[str, str]) -> None:
+        self.mark, self.log = uuid.uuid4().hex, folder / f"{uuid.uuid4().hex[:8]}.log"
+        with self.log.open("w", encoding="utf-8") as log:
+            self.process = subprocess.Popen(
+                [str(BIN / command[0]), *command[1:]],
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", MARK: self.mark, **environment},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        self.pid = self.process.pid
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(encoding="utf-8")
+
+    def says(self, words: str, timeout_s: float = 120.0, times: int = 1) -> None:
+        """Wait until its output has the words, so many times."""
+        wait_until(lambda: self.output.count(words) >= times or self.process.poll() is not None, timeout_s)
+        assert self.output.count(words) >= times, self.output
+
+    def ends(self, timeout_s: float = 180.0) -> int:
+        """Wait for its end; its exit status."""
+        return self.process.wait(timeout_s)
+
+    def result(self) -> dict[str, Any]:
+        """Wait for its end; the result it printed."""
+        self.ends()
+        return result_of(self.output)
+
+    def left(self) -> list[psutil.Process]:
+        """Its processes, whoever their parent is by now."""
+        return _processes(lambda process: process.environ().get(MARK) == self.mark)
+
+    def ranks(self) -> dict[int, int]:
+        """The pid of each rank that torchrun has started."""
+        return {int(each.environ()["RANK"]): each.pid for each in self.left() if "RANK" in each.environ()}
+
+
+class Launch:
+    """Starts commands for a test, and sees to it that nothing of them is left."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._started = folder, list[Launched]()
+
+    def __call__(self, *command: str, **environment: str) -> Launched:
+        self._started.append(Launched(self._folder, command, environment))
+        return self._started[-1]
+
+    def torchrun(self, *arguments: str, processes: int = 2) -> Launched:
+        """Such as ``-m app.training recipes/digits.yaml``; a rank that does not end is killed after a few seconds."""
+        return self("torchrun", f"--nproc-per-node={processes}", "--shutdown-timeout=5", *arguments)
+
+    def check(self) -> None:
+        """No process may run on, and no file may be half written."""
+        left = [process for each in self._started for process in each.left()]
+        named = [" ".join(process.cmdline()) for process in left]
+        for process in left:
+            process.kill()
+        assert not named
+        assert not list(self._folder.rglob("*.tmp"))
+
+
+class Cluster:
+    """A running local cluster, by the environment that reaches it."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment = environment
+
+    @property
+    def state(self) -> ClusterState:
+        file = Path(self.environment["RAYLOOM_HOME"]) / "cluster/cluster.json"
+        return ClusterState.model_validate_json(file.read_bytes())
+
+    def processes(self, *words: str) -> list[psutil.Process]:
+        """Those whose command line has all the words."""
+        found = []
+        for process in self.state.processes():
+            with contextlib.suppress(psutil.Error):  # it ended while we looked
+                line = " ".join(process.cmdline())
+                if all(word in line for word in words) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def cpus(self) -> tuple[float, float]:
+        """Used and all."""
+        token = Path(self.environment["RAY_AUTH_TOKEN_PATH"]).read_text(encoding="utf-8").strip()
+        answer = httpx.get(
+            f"{self.environment['RAY_API_SERVER_ADDRESS']}/api/cluster_status",
+            headers={"Authorization": f"Bearer {token}"},
+        )
+        used, total = answer.json()["data"]["clusterStatus"]["loadMetricsReport"]["usage"]["CPU"]
+        return used, total
+
+    def is_idle(self) -> bool:
+        """Whether no training is left in it."""
+        return not self.processes("RayTrainWorker") and not self.processes("TrainController") and not self.cpus()[0]
+
+
+class Job:
+    """A training job on a cluster."""
+
+    def __init__(self, cluster: Cluster, launch: Launch, name: str, *overrides: str) -> None:
+        self._cluster, self._name = cluster, name
+        command = ["rayloom", "submit", "train", "recipes/digits.yaml", f"name={name}", *overrides]
+        self.client = launch(*command, **cluster.environment)
+
+    @property
+    def output(self) -> str:
+        return self.client.output
+
+    def driver(self) -> psutil.Process:
+        """The process that runs ``jobs.train``."""
+        (found,) = [each for each in self._cluster.processes("jobs.train", self._name) if "python" in each.name()]
+        return found
+
+    def stop(self) -> None:
+        """``ray job stop``."""
+        (submission_id,) = re.findall(r"Job '(\S+)' submitted", self.output)
+        stopped = run("ray", "job", "stop", submission_id, environment=self._cluster.environment)
+        assert stopped.returncode == 0, stopped.stderr
+
+
+def newest_step(storage: Path, name: str = "") -> int:
+    """Of the newest checkpoint of any run of the recipe that was written whole; 0 if there is none."""
+    marks = storage.glob(f"runs/train/*-{name}*/" + CHECKPOINT.format(step="*"))
+    return max((int(mark.parent.name.removeprefix("step_")) for mark in marks), default=0)
+
+
+def records_of(run_folder: Path) -> list[dict[str, Any]]:
+    """What a run has logged."""
+    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def _processes(matches: Any) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it ended while we looked
+            if matches(process) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
