@@ -14,7 +14,7 @@ from app.config import TrainConfig
 from app.errors import NonFiniteLossError, TrainingError
 from app.runs import Outcome, Run
 from app.telemetry.alerts import Action
-from app.training.control import request
+from app.training.coordination.control import request
 from app.training.ray_worker import WorkerArguments, train_worker
 from app.training.resume import start_or_resume
 from app.training.run import finish_run, open_run, prepare_run

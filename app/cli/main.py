@@ -21,7 +21,7 @@ from app.runs import CONFIG_FILE
 from app.serving.protocol import ModelIndex, PredictRequest, PredictResponse
 from app.storage import absolute_location, open_storage
 from app.telemetry.alerts import Action
-from app.training.control import request
+from app.training.coordination.control import request
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Rayloom.")
 recipes = typer.Typer(no_args_is_help=True, help="Look at recipes.")

@@ -13,21 +13,22 @@ from app.data.dataset import Dataset
 from app.errors import NonFiniteLossError
 from app.telemetry.alerts import Action
 from app.telemetry.profiler import StepProfiler
-from app.training.batches import Shard, micro_batches, train_batches, validation_batches
 from app.training.checkpoints.snapshot import take_snapshot
 from app.training.checkpoints.state import Position
 from app.training.checkpoints.writer import CheckpointWriter
-from app.training.control import Control
+from app.training.coordination.control import Control
+from app.training.coordination.exchange import Exchange, LocalStep
+from app.training.coordination.watchdog import Watchdog
+from app.training.data.batches import Shard, micro_batches, train_batches, validation_batches
+from app.training.data.loader import Loader
+from app.training.data.micro_batch import MicroBatch
 from app.training.early_stopping import should_stop
-from app.training.engine import TrainingEngine, gradient_norm, learning_rate, loss_scale
-from app.training.exchange import Exchange, LocalStep
-from app.training.loader import Loader
-from app.training.meter import Meter
-from app.training.micro_batch import MicroBatch
-from app.training.objective import Totals
-from app.training.observer import Observer
+from app.training.engine import TrainingEngine
+from app.training.engine.engine import gradient_norm, learning_rate, loss_scale
+from app.training.engine.objective import Totals
 from app.training.records import EpochRecord, best_of, perplexity
-from app.training.watchdog import Watchdog
+from app.training.reporting.meter import Meter
+from app.training.reporting.observer import Observer
 from app.training.worker import Worker
 
 

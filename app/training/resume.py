@@ -6,7 +6,7 @@ from app.config import Recipe, load_recipe
 from app.errors import RecipeError, StorageError
 from app.runs import CONFIG_FILE, RESULT_FILE, Result, Run
 from app.storage import open_storage
-from app.training.heartbeat import require_silence
+from app.training.coordination.heartbeat import require_silence
 
 LATEST = "latest"
 _FIXED = (

@@ -17,22 +17,22 @@ from app.models.factory import build_model
 from app.telemetry.alerts import Action, Alerts, start_alerts
 from app.telemetry.profiler import StepProfiler, profile_steps
 from app.telemetry.tensorboard import TensorBoardLog
+from app.training.checkpoints.fragments import fragments_of
 from app.training.checkpoints.reader import load_checkpoint
 from app.training.checkpoints.state import Position, TrainState
 from app.training.checkpoints.store import CheckpointStore
 from app.training.checkpoints.writer import CheckpointWriter
-from app.training.control import Control
+from app.training.coordination.control import Control
+from app.training.coordination.heartbeat import Heartbeat
+from app.training.coordination.watchdog import Watchdog
 from app.training.engine import TrainingEngine, create_engine
-from app.training.fragments import fragments_of
-from app.training.heartbeat import Heartbeat
 from app.training.loop import Loop
-from app.training.meter import Meter
-from app.training.metrics_log import MetricsLog
-from app.training.observer import Observer, Report
-from app.training.progress import Progress
 from app.training.records import EpochRecord
+from app.training.reporting.meter import Meter
+from app.training.reporting.metrics_log import MetricsLog
+from app.training.reporting.observer import Observer, Report
+from app.training.reporting.progress import Progress
 from app.training.run_folder import CHECKPOINTS, FAILURE_FILE
-from app.training.watchdog import Watchdog
 from app.training.worker import Worker
 
 _MOST_ROLLBACKS = 3

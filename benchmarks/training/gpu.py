@@ -19,8 +19,8 @@ from app.models.factory import build_model
 from app.telemetry.flops import flops_per_sample, utilisation
 from app.telemetry.memory import memory_record
 from app.telemetry.peak import peak_flops
+from app.training.data.micro_batch import DTYPES, MicroBatch
 from app.training.engine import TrainingEngine, create_engine
-from app.training.micro_batch import DTYPES, MicroBatch
 from app.training.worker import Worker, start_worker
 
 GOAL_MFU = 0.5

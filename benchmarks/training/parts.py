@@ -14,12 +14,12 @@ from app.telemetry.alerts import Alerts
 from app.telemetry.tensorboard import TensorBoardLog
 from app.training import loop
 from app.training.__main__ import main as train
-from app.training.control import Control
-from app.training.exchange import Exchange
-from app.training.meter import Meter
-from app.training.metrics_log import MetricsLog
-from app.training.observer import Observer
-from app.training.watchdog import Watchdog
+from app.training.coordination.control import Control
+from app.training.coordination.exchange import Exchange
+from app.training.coordination.watchdog import Watchdog
+from app.training.reporting.meter import Meter
+from app.training.reporting.metrics_log import MetricsLog
+from app.training.reporting.observer import Observer
 from benchmarks.training.cases import CASES, copy_corpus
 from benchmarks.training.launch import python
 

@@ -13,16 +13,16 @@ from upath import UPath
 
 from app.config import CheckpointConfig, Layout, TrainConfig
 from app.models.factory import build_model, logits_of
-from app.training.batches import Shard, micro_batches
 from app.training.checkpoints.reader import load_checkpoint
 from app.training.checkpoints.snapshot import take_snapshot
 from app.training.checkpoints.state import Position
 from app.training.checkpoints.store import CheckpointStore
 from app.training.checkpoints.writer import CheckpointWriter
+from app.training.data.batches import Shard, micro_batches
+from app.training.data.micro_batch import MicroBatch
 from app.training.engine import TrainingEngine, create_engine
-from app.training.micro_batch import MicroBatch
-from app.training.objective import Totals
-from app.training.schedule import lr_factor
+from app.training.engine.objective import Totals
+from app.training.engine.schedule import lr_factor
 from app.training.worker import start_worker
 from tests.parity.plans import BATCH, CLIPPING, FACTS, LENGTH, MODELS, OPTIMIZERS, STEPS, Row, rows_of
 

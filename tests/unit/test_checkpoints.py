@@ -8,9 +8,9 @@ from upath import UPath
 
 from app.checksums import CHECKSUMS_FILE, write_checksums
 from app.errors import StorageError
+from app.training.checkpoints.fragments import Fragment, Slice, boxes_of, matrix_shape
 from app.training.checkpoints.rng import random_state, restore_random_state
 from app.training.checkpoints.store import CheckpointStore
-from app.training.fragments import Fragment, Slice, boxes_of, matrix_shape
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, 35), (0, 3), (3, 4), (3, 30), (7, 14), (34, 1), (10, 20)])

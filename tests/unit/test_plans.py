@@ -8,7 +8,7 @@ from app.config.plan import ModelTraits, PlanConfig, Setting, broken_rule, neare
 from app.errors import RecipeError
 from app.models.factory import build_model
 from app.models.traits import traits_of
-from app.training.deepspeed_config import deepspeed_config
+from app.training.engine.deepspeed_config import deepspeed_config
 from tests.helpers import ROOT
 from tests.parity.plans import FACTS, MODELS
 

@@ -6,10 +6,10 @@ import torch
 from app.config import EarlyStoppingConfig, ModelConfig, ScheduleConfig, load_recipe
 from app.errors import RecipeError, TrainingError
 from app.models.factory import build_model, logits_of
-from app.training.batches import Shard, micro_batches, train_batches, validation_batches
-from app.training.deepspeed_config import deepspeed_config
+from app.training.data.batches import Shard, micro_batches, train_batches, validation_batches
 from app.training.early_stopping import should_stop
-from app.training.schedule import lr_factor
+from app.training.engine.deepspeed_config import deepspeed_config
+from app.training.engine.schedule import lr_factor
 from app.training.session import count_steps
 from tests.helpers import ROOT
 
@@ -102,7 +102,7 @@ def test_too_few_samples_for_a_batch_are_refused() -> None:
         ("app.models.image:small_cnn", {"width": -8}, "refuses model.args"),
         ("app.models.text:encoder_classifier", {}, "model.args.vocab_size is missing"),
         ("app.training.run_folder:DATA", {}, "expected a function"),
-        ("app.training.batches:Shard", {"rank": 0, "size": 1}, "expected a torch.nn.Module"),
+        ("app.training.data.batches:Shard", {"rank": 0, "size": 1}, "expected a torch.nn.Module"),
     ],
 )
 def test_models_that_cannot_be_built_are_refused(factory: str, args: dict[str, int], words: str) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from app.config import Layout
+from app.training.checkpoints.fragments import fragments_of
 from app.training.checkpoints.rng import restore_random_state
 from app.training.checkpoints.snapshot import (
     BUFFER,
@@ -20,7 +21,6 @@ from app.training.checkpoints.snapshot import (
 )
 from app.training.checkpoints.state import TrainState
 from app.training.engine import TrainingEngine
-from app.training.fragments import fragments_of
 
 
 def destinations(engine: TrainingEngine, layout: Layout, state: TrainState, saved: frozenset[str]) -> Content:

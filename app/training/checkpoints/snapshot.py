@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from app.config import Layout
+from app.training.checkpoints.fragments import Fragment, boxes_of, fragments_of, matrix_shape
 from app.training.checkpoints.rng import random_state
 from app.training.checkpoints.shards import Shards
 from app.training.checkpoints.state import LossScale, Position, TrainState
 from app.training.engine import TrainingEngine
-from app.training.fragments import Fragment, boxes_of, fragments_of, matrix_shape
 from app.training.records import EpochRecord
 
 WEIGHT, BUFFER, RANDOM = "weight", "buffer/", "random/"

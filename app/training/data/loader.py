@@ -10,7 +10,7 @@ from torch.utils.data import Dataset as TorchDataset
 from app.config import TrainConfig
 from app.data.dataset import IGNORED, Dataset
 from app.telemetry.phases import Phase, phase
-from app.training.micro_batch import MicroBatch
+from app.training.data.micro_batch import MicroBatch
 
 
 class _MicroBatches(TorchDataset[MicroBatch]):

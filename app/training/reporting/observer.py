@@ -12,10 +12,10 @@ from app.telemetry.alerts import Alerts
 from app.telemetry.memory import memory_record
 from app.telemetry.tensorboard import TensorBoardLog
 from app.training.checkpoints.state import Position
-from app.training.exchange import Exchanged
-from app.training.metrics_log import MetricsLog
-from app.training.progress import Progress
+from app.training.coordination.exchange import Exchanged
 from app.training.records import EpochRecord, StepRecord
+from app.training.reporting.metrics_log import MetricsLog
+from app.training.reporting.progress import Progress
 
 Report = Callable[[EpochRecord], None]
 """Where an epoch goes besides the run's folder; every worker calls it."""

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from app.config import Layout, TrainConfig
-from app.training.deepspeed_config import deepspeed_config
-from app.training.optimizer import create_optimizer, create_scheduler
+from app.training.engine.deepspeed_config import deepspeed_config
+from app.training.engine.optimizer import create_optimizer, create_scheduler
 from app.training.worker import import_deepspeed
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from app.config import TrainConfig
-from app.training.schedule import lr_factor
+from app.training.engine.schedule import lr_factor
 
 
 def create_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:

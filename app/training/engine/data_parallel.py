@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from app.config import Layout, TrainConfig
 from app.telemetry.phases import Phase, phase
-from app.training.initialize import initialize
-from app.training.micro_batch import MicroBatch
-from app.training.names import names_of
-from app.training.objective import Objective
-from app.training.step import Beat, StepResult
+from app.training.data.micro_batch import MicroBatch
+from app.training.engine.initialize import initialize
+from app.training.engine.names import names_of
+from app.training.engine.objective import Objective
+from app.training.engine.step import Beat, StepResult
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import math
 import time
 
-from app.training.exchange import Exchanged
+from app.training.coordination.exchange import Exchanged
 from app.training.records import EpochRecord, StepRecord
 
 _INTERVAL_S = 10.0

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from app.config import Layout, TrainConfig
 from app.models.staged import Layer, Tied, cuts_of, layers_of
 from app.telemetry.phases import Phase, phase
-from app.training.initialize import initialize
-from app.training.micro_batch import MicroBatch
-from app.training.names import names_of
-from app.training.objective import Objective
-from app.training.step import Beat, StepResult
-from app.training.tensor_parallel import shard_linears
+from app.training.data.micro_batch import MicroBatch
+from app.training.engine.initialize import initialize
+from app.training.engine.names import names_of
+from app.training.engine.objective import Objective
+from app.training.engine.step import Beat, StepResult
+from app.training.engine.tensor_parallel import shard_linears
 from app.training.worker import import_deepspeed
 
 _Micro = tuple[Tensor, Tensor]

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 from app.config import Layout, TrainConfig
 from app.models.staged import Staged
-from app.training.activation_checkpointing import recompute_activations
-from app.training.data_parallel import DataParallelEngine
-from app.training.micro_batch import MicroBatch
-from app.training.objective import Objective
-from app.training.pipeline import PipelineEngine
-from app.training.step import Beat, StepResult
+from app.training.data.micro_batch import MicroBatch
+from app.training.engine.activation_checkpointing import recompute_activations
+from app.training.engine.data_parallel import DataParallelEngine
+from app.training.engine.objective import Objective
+from app.training.engine.pipeline import PipelineEngine
+from app.training.engine.step import Beat, StepResult
 
 
 class TrainingEngine(Protocol):

@@ -1,0 +1,1 @@
+"""From a split to the micro-batches of one worker."""

@@ -1,0 +1,1 @@
+"""What of a run is measured, written down and shown."""
