@@ -1,6 +1,5 @@
 """Hands notifications to their receivers, each in a thread of its own, so that none delays training or another."""
 
-import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ from app.errors import DeliveryError, TryLaterError
 from app.telemetry.alerts.mail import Mail
 from app.telemetry.alerts.notification import Notification
 from app.telemetry.alerts.webhook import Webhook
+from app.telemetry.attempt import warn
 
 _CAPACITY = 100  # notifications that wait for one receiver
 _MAX_WAIT_S = 60.0
@@ -85,7 +85,7 @@ class Outbox:
 
     def _warn(self, text: str) -> None:
         if not self._too_late.is_set():
-            _warn(f"{self._receiver.name}: {text}")
+            warn(f"alerts: {self._receiver.name}: {text}")
 
 
 class Notifier:
@@ -102,7 +102,7 @@ class Notifier:
             try:
                 outboxes += [Outbox(_receiver(each), each)] if each else []
             except DeliveryError as error:
-                _warn(f"{error}; this receiver is told nothing")
+                warn(f"alerts: {error}; this receiver is told nothing")
         return cls(outboxes)
 
     def send(self, notification: Notification) -> None:
@@ -121,7 +121,3 @@ class Notifier:
 
 def _receiver(config: WebhookConfig | EmailConfig) -> Receiver:
     return Webhook(config) if isinstance(config, WebhookConfig) else Mail(config)
-
-
-def _warn(text: str) -> None:
-    print(f"warning: alerts: {text}", file=sys.stderr, flush=True)

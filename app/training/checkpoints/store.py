@@ -1,11 +1,10 @@
 """The checkpoints of a run: one folder each, there when its checksums are."""
 
-import sys
-
 from upath import UPath
 
 from app.checksums import CHECKSUMS_FILE, verify_checksums
 from app.errors import StorageError
+from app.telemetry.attempt import warn
 
 _PREFIX, _DAMAGED = "step_", "damaged_"
 
@@ -36,7 +35,7 @@ class CheckpointStore:
             try:
                 verify_checksums(self.folder_of(step))
             except StorageError as error:
-                _warn(f"checkpoint {self.folder_of(step).name} is damaged and left out: {error}")
+                warn(f"checkpoint {self.folder_of(step).name} is damaged and left out: {error}")
             else:
                 return step
         if committed:
@@ -52,7 +51,7 @@ class CheckpointStore:
         for step in self._steps():
             folder = self.folder_of(step)
             if step not in committed:
-                _warn(f"checkpoint {folder.name} was never finished: removed")
+                warn(f"checkpoint {folder.name} was never finished: removed")
                 self.remove(step)
             elif after is not None and step > after:
                 folder.rename(folder.with_name(f"{_DAMAGED}{folder.name}"))
@@ -74,7 +73,3 @@ class CheckpointStore:
             return []
         names = [each.name.removeprefix(_PREFIX) for each in self.folder.iterdir() if each.name.startswith(_PREFIX)]
         return sorted(int(name) for name in names if name.isdecimal())
-
-
-def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)
