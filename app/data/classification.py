@@ -61,6 +61,10 @@ class ClassificationData:
         return {"num_labels": len(self.labels), **self.processor.facts}
 
     @property
+    def tokens_per_sample(self) -> None:
+        """A sample has one target, its class."""
+
+    @property
     def summary(self) -> str:
         return f"{self.report}\ntraining on {len(self.train):,} examples, validating on {len(self.validation):,}"
 

@@ -63,6 +63,11 @@ class LanguageData:
         return self.tokenizer.facts
 
     @property
+    def tokens_per_sample(self) -> int:
+        """The length of a block."""
+        return self.train.block_length
+
+    @property
     def fingerprint(self) -> str:
         """sha256 over the tokenizer and the tokens of both splits, in order."""
         digest = hashlib.sha256(f"{self.tokenizer.to_json()} {self.train.block_length}".encode())

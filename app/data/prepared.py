@@ -25,6 +25,11 @@ class PreparedData(Protocol):
         ...
 
     @property
+    def tokens_per_sample(self) -> int | None:
+        """Where each token is a target, as in language modelling; None where a sample has one target."""
+        ...
+
+    @property
     def fingerprint(self) -> str:
         """sha256 over all that the model can see, in order."""
         ...

@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         recipe = _load(arguments.recipe, arguments.overrides)
         worker = start_worker(recipe.train.device)
         if worker.is_first:
-            result = execute(_start(recipe), partial(_lead, worker))
+            result = execute(_start(worker, recipe), partial(_lead, worker))
             print(result.to_line(), flush=True)
             return int(result.status == "failed")
         _follow(worker, recipe)
@@ -50,11 +50,11 @@ def _load(path: str, overrides: list[str]) -> Recipe:
     return recipe.model_copy(update={"storage": recipe.storage and absolute_location(recipe.storage)})
 
 
-def _start(recipe: Recipe) -> Run:
+def _start(worker: Worker, recipe: Recipe) -> Run:
     try:
         return start_or_resume("train", recipe)
     except BaseException:
-        _tell_followers(None)
+        worker.broadcast(None)
         raise
 
 
@@ -64,24 +64,18 @@ def _lead(worker: Worker, run: Run) -> Outcome:
         data = prepare_run(run)
         open_run(run, data)
     except BaseException:
-        _tell_followers(None)
+        worker.broadcast(None)
         raise
-    _tell_followers(run.folder)
+    worker.broadcast(str(run.folder))
     return finish_run(run, data, train(run.recipe, data, worker, run.folder, _report))
-
-
-def _tell_followers(folder: UPath | None) -> None:
-    """Where the run lies; None if there will be none."""
-    torch.distributed.broadcast_object_list([folder and str(folder)], src=0)
 
 
 def _follow(worker: Worker, recipe: Recipe) -> None:
     """Every other process trains on what the first has prepared."""
-    message: list[str | None] = [None]
-    torch.distributed.broadcast_object_list(message, src=0)
-    if message[0] is None:
+    location: str | None = worker.broadcast()
+    if location is None:
         return  # the first process says why
-    folder = UPath(message[0])
+    folder = UPath(location)
     train(recipe, load_prepared(recipe, folder / DATA), worker, folder, _report)
 
 

@@ -15,10 +15,11 @@ from app.tasks import load_prepared, prepare
 from app.telemetry.alerts import Action
 from app.training.checkpoints.store import CheckpointStore
 from app.training.coordination.control import withdraw
+from app.training.data.batches import count_steps
 from app.training.engine.deepspeed_config import deepspeed_config
 from app.training.records import StoppedMetrics, TrainMetrics, best_of
 from app.training.run_folder import CHECKPOINTS, DATA, FAILURE_FILE, WEIGHTS
-from app.training.session import Ending, count_steps
+from app.training.session import Ending
 from app.training.weights import publish_weights
 
 

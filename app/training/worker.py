@@ -2,19 +2,21 @@
 
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from app.errors import TrainingError
+from app.errors import RayloomError, TrainingError
 
 os.environ.setdefault("DS_LOG_LEVEL", "warning")
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,35 @@ class Worker:
         """Whether this process speaks for all: prints, and writes what they share."""
         return self.rank == 0
 
-    def sum(self, values: Tensor) -> Tensor:
+    def print(self, line: str) -> None:
+        """Print a line, in the first process alone."""
+        if self.is_first:
+            print(line, flush=True)
+
+    def all_reduce(self, values: Tensor) -> Tensor:
         """``values`` added up over all workers."""
         values = values.to(self.device)
         torch.distributed.all_reduce(values)
         return values.cpu()
+
+    def broadcast(self, value: T | None = None) -> T | None:
+        """The first worker's ``value``, in all of them."""
+        message = [value]
+        torch.distributed.broadcast_object_list(message, src=0)
+        return message[0]
+
+    def on_first(self, work: Callable[[], T]) -> T:
+        """What ``work`` answers, or raises, in the first worker; the same in all."""
+        answer: T | RayloomError | None = None
+        if self.is_first:
+            try:
+                answer = work()
+            except RayloomError as error:
+                answer = error
+        shared = self.broadcast(answer)
+        if isinstance(shared, RayloomError):
+            raise shared
+        return cast("T", shared)
 
 
 def start_worker(device: str) -> Worker:

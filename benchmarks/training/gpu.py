@@ -19,6 +19,7 @@ from app.models.factory import build_model
 from app.telemetry.flops import flops_per_sample, utilisation
 from app.telemetry.memory import memory_record
 from app.telemetry.peak import peak_flops
+from app.training.activity import Activity
 from app.training.data.micro_batch import DTYPES, MicroBatch
 from app.training.engine import TrainingEngine, create_engine
 from app.training.worker import Worker, start_worker
@@ -113,7 +114,7 @@ def _time_steps(
     seconds = []
     for _ in range(warm_up + steps):
         began = time.perf_counter()
-        engine.train_step(_repeat(batch, accumulation), lambda _: None)
+        engine.train_step(_repeat(batch, accumulation), Activity())
         if worker.device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)

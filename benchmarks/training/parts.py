@@ -17,9 +17,10 @@ from app.training.__main__ import main as train
 from app.training.coordination.control import Control
 from app.training.coordination.exchange import Exchange
 from app.training.coordination.watchdog import Watchdog
+from app.training.engine import StepResult
 from app.training.reporting.meter import Meter
 from app.training.reporting.metrics_log import MetricsLog
-from app.training.reporting.observer import Observer
+from app.training.reporting.recorder import Recorder
 from benchmarks.training.cases import CASES, copy_corpus
 from benchmarks.training.launch import python
 
@@ -104,14 +105,13 @@ def _watch_all(stopwatch: _Stopwatch) -> dict[str, bool]:
     """Watch every part; their names, and whether each lies inside the one before."""
     watched = (
         (Watchdog, "beat", "watchdog: beats", False),
-        (loop, "learning_rate", "reading the rate", False),
-        (loop, "gradient_norm", "reading the norm", False),
+        (StepResult, "of", "reading norm and scale", False),
         (loop.Loop, "_check_finite", "checking that numbers are finite", False),
         (Meter, "utilisation", "meter: utilisation", False),
         (Exchange, "add", "exchange: noting the step", False),
         (Exchange, "run", "exchange: telling the others", False),
         (Control, "asked", "control: reading the file", False),
-        (Observer, "exchanged", "observer", False),
+        (Recorder, "record_steps", "recorder", False),
         (MetricsLog, "append", "metrics.jsonl", True),
         (TensorBoardLog, "append", "TensorBoard", True),
         (Alerts, "observe", "alerts", True),

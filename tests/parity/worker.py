@@ -13,6 +13,7 @@ from upath import UPath
 
 from app.config import CheckpointConfig, Layout, TrainConfig
 from app.models.factory import build_model, logits_of
+from app.training.activity import Activity
 from app.training.checkpoints.reader import load_checkpoint
 from app.training.checkpoints.snapshot import take_snapshot
 from app.training.checkpoints.state import Position
@@ -90,7 +91,7 @@ def train(engine: TrainingEngine, layout: Layout, steps: range) -> list[float]:
 
     losses = []
     for step in steps:
-        loss = engine.train_step(stream(global_batches()[step]), lambda _: None).loss.double()
+        loss = engine.train_step(stream(global_batches()[step]), Activity()).loss.double()
         torch.distributed.all_reduce(loss)
         losses.append(loss.item() / layout.workers)
     return losses

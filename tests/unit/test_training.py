@@ -6,11 +6,10 @@ import torch
 from app.config import EarlyStoppingConfig, ModelConfig, ScheduleConfig, load_recipe
 from app.errors import RecipeError, TrainingError
 from app.models.factory import build_model, logits_of
-from app.training.data.batches import Shard, micro_batches, train_batches, validation_batches
+from app.training.data.batches import Shard, count_steps, micro_batches, train_batches, validation_batches
 from app.training.early_stopping import should_stop
 from app.training.engine.deepspeed_config import deepspeed_config
 from app.training.engine.schedule import lr_factor
-from app.training.session import count_steps
 from tests.helpers import ROOT
 
 LENGTHS = [(index * 37) % 101 for index in range(1000)]

@@ -1,9 +1,10 @@
 """The alerts of one training run, in its first process."""
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from pydantic import BaseModel
 
 from app.config import AlertConfig, Recipe
 from app.config.alert_rules import MetricRule, SilenceRule
@@ -11,6 +12,7 @@ from app.config.alerts import Act
 from app.telemetry.alerts.notification import Action, Notification
 from app.telemetry.alerts.notifier import Notifier
 from app.telemetry.alerts.watch import MetricWatch, Moment, SilenceWatch, number_in
+from app.telemetry.attempt import warn
 
 _LOOK_INTERVAL_S = 1.0
 _CLOSE_TIMEOUT_S = 15.0
@@ -56,6 +58,11 @@ class Alerts:
                 self._fire(alert, metric, value)
             self._warn_of_unseen()
             return self._asked
+
+    def append(self, *records: BaseModel) -> None:
+        """Check some records, in their order."""
+        for record in records:
+            self.observe(record.model_dump())
 
     def recall(self, records: Iterable[Mapping[str, object]]) -> None:
         """Take in what the run reported before it was interrupted; nothing fires, or fires again, for it."""
@@ -113,7 +120,7 @@ class Alerts:
         """After the first epoch, name the metrics that no record had: a slip of the pen makes no noise else."""
         if self._now.epoch_is_over and self._unseen:
             names = ", ".join(sorted(self._unseen))
-            print(f"warning: alerts: no record had {names} so far: check the name", file=sys.stderr, flush=True)
+            warn(f"alerts: no record had {names} so far: check the name")
             self._unseen.clear()
 
     def _look_for_silence(self) -> None:

@@ -4,6 +4,9 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from app.config import TrainConfig
+from app.errors import TrainingError
+
 _GROUP = 32  # batches whose samples are sorted by length together: more pads less, fewer mixes better
 
 
@@ -13,6 +16,21 @@ class Shard:
 
     rank: int
     size: int
+
+
+def count_steps(config: TrainConfig, num_samples: int) -> int:
+    """Optimizer steps of the whole run.
+
+    Raises:
+        TrainingError: there are fewer samples than one batch takes.
+    """
+    per_epoch = num_samples // config.global_batch_size
+    if not per_epoch:
+        raise TrainingError(
+            f"train.global_batch_size is {config.global_batch_size}, the training split has {num_samples} samples: "
+            "lower the batch size or give more data"
+        )
+    return min(config.epochs * per_epoch, config.max_steps or config.epochs * per_epoch)
 
 
 def train_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -> list[list[int]]:

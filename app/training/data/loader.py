@@ -1,6 +1,5 @@
 """Reads this rank's micro-batches, ahead of time where the recipe says so."""
 
-import time
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -9,7 +8,8 @@ from torch.utils.data import Dataset as TorchDataset
 
 from app.config import TrainConfig
 from app.data.dataset import IGNORED, Dataset
-from app.telemetry.phases import Phase, phase
+from app.telemetry.phases import Phase
+from app.training.activity import Activity
 from app.training.data.micro_batch import MicroBatch
 
 
@@ -32,14 +32,18 @@ class _MicroBatches(TorchDataset[MicroBatch]):
 
 
 class Loader:
-    """Iterates over micro-batches on the worker's device, and counts the time spent waiting for them."""
+    """Iterates over micro-batches on the worker's device."""
 
     def __init__(
-        self, dataset: Dataset, indices: Sequence[list[int]], config: TrainConfig, device: torch.device
+        self,
+        dataset: Dataset,
+        indices: Sequence[list[int]],
+        config: TrainConfig,
+        device: torch.device,
+        activity: Activity,
     ) -> None:
-        self.waited_s = 0.0
         self.last: MicroBatch | None = None
-        self._config, self._device = config, device
+        self._config, self._device, self._activity = config, device, activity
         workers = min(config.loader.num_workers, len(indices))
         self._loader = DataLoader(
             _MicroBatches(dataset, indices),
@@ -54,10 +58,8 @@ class Loader:
     def __iter__(self) -> Iterator[MicroBatch]:
         batches = iter(self._loader)
         while True:
-            started = time.monotonic()
-            with phase(Phase.DATA):
+            with self._activity.phase(Phase.DATA):
                 batch = next(batches, None)
-            self.waited_s += time.monotonic() - started
             if batch is None:
                 return
             self.last = batch.to(self._device, self._config)

@@ -1,6 +1,5 @@
 """Training with the whole model, or DeepSpeed's shares of it, in each data-parallel rank: ZeRO 0 to 3."""
 
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,12 +12,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from app.config import Layout, TrainConfig
-from app.telemetry.phases import Phase, phase
+from app.telemetry.phases import Phase
+from app.training.activity import Activity
 from app.training.data.micro_batch import MicroBatch
 from app.training.engine.initialize import initialize
 from app.training.engine.names import names_of
 from app.training.engine.objective import Objective
-from app.training.engine.step import Beat, StepResult
+from app.training.engine.step import StepResult, learning_rate
 
 
 @dataclass(frozen=True)
@@ -47,26 +47,20 @@ class DataParallelEngine:
             engine.compile()
         return cls(engine, names_of(model), layout, objective)
 
-    def train_step(self, batches: Iterator[MicroBatch], beat: Beat) -> StepResult:
+    def train_step(self, batches: Iterator[MicroBatch], activity: Activity) -> StepResult:
         """One optimizer step on this rank's micro-batches."""
         self.deepspeed.train()
-        losses, forward_s = [], 0.0
+        lr, losses = learning_rate(self.deepspeed), []
         for number, batch in enumerate(batches, start=1):
             with self._reduction(is_last=number == self.layout.gradient_accumulation):
-                beat("the forward pass")
-                began = time.monotonic()
-                with phase(Phase.FORWARD):
+                with activity.phase(Phase.FORWARD):
                     loss = self.objective.loss(self.deepspeed(**batch.inputs), batch.targets)
-                forward_s += time.monotonic() - began
-                beat("the backward pass")
-                with phase(Phase.BACKWARD):
+                with activity.phase(Phase.BACKWARD):
                     self.deepspeed.backward(loss)
-            beat("the optimizer's step")
-            with phase(Phase.OPTIMIZER):
+            with activity.phase(Phase.OPTIMIZER):
                 self.deepspeed.step()
-            beat("reading data")
             losses.append(loss.detach())
-        return StepResult(torch.stack(losses).mean(), forward_s)
+        return StepResult.of(self.deepspeed, lr, torch.stack(losses).mean())
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> Tensor:

@@ -7,12 +7,13 @@ from torch import Tensor, nn
 
 from app.config import Layout, TrainConfig
 from app.models.staged import Staged
+from app.training.activity import Activity
 from app.training.data.micro_batch import MicroBatch
 from app.training.engine.activation_checkpointing import recompute_activations
 from app.training.engine.data_parallel import DataParallelEngine
 from app.training.engine.objective import Objective
 from app.training.engine.pipeline import PipelineEngine
-from app.training.engine.step import Beat, StepResult
+from app.training.engine.step import StepResult
 
 
 class TrainingEngine(Protocol):
@@ -28,8 +29,8 @@ class TrainingEngine(Protocol):
         """The name that each parameter and module has in the whole model, by ``id``."""
         ...
 
-    def train_step(self, batches: Iterator[MicroBatch], beat: Beat) -> StepResult:
-        """One optimizer step on this rank's micro-batches; ``beat`` hears of each part of it."""
+    def train_step(self, batches: Iterator[MicroBatch], activity: Activity) -> StepResult:
+        """One optimizer step on this rank's micro-batches; ``activity`` hears of each phase of it."""
         ...
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> Tensor:
@@ -45,18 +46,3 @@ def create_engine(model: nn.Module, config: TrainConfig, layout: Layout, total_s
     if config.plan.activation_checkpointing:
         recompute_activations(model)
     return DataParallelEngine.create(model, config, layout, total_steps, objective)
-
-
-def learning_rate(engine: TrainingEngine) -> float:
-    """The rate of the step to come."""
-    return float(engine.deepspeed.get_lr()[0])
-
-
-def gradient_norm(engine: TrainingEngine) -> float:
-    """The global norm of the last step's gradient, before clipping."""
-    return float(engine.deepspeed.get_global_grad_norm() or 0.0)
-
-
-def loss_scale(engine: TrainingEngine) -> float | None:
-    """fp16: what losses are multiplied with; otherwise None."""
-    return float(engine.deepspeed.loss_scale()) if engine.deepspeed.fp16_enabled() else None

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from app.config import Layout, TrainConfig
 from app.models.staged import Layer, Tied, cuts_of, layers_of
 from app.telemetry.phases import Phase, phase
+from app.training.activity import Activity
 from app.training.data.micro_batch import MicroBatch
 from app.training.engine.initialize import initialize
 from app.training.engine.names import names_of
 from app.training.engine.objective import Objective
-from app.training.engine.step import Beat, StepResult
+from app.training.engine.step import StepResult, learning_rate
 from app.training.engine.tensor_parallel import shard_linears
 from app.training.worker import import_deepspeed
 
@@ -47,12 +48,12 @@ class PipelineEngine:
         engine._INSTRUCTION_MAP = _with_phases(engine._INSTRUCTION_MAP)
         return cls(engine, names, layout, objective)
 
-    def train_step(self, batches: Iterator[MicroBatch], beat: Beat) -> StepResult:
+    def train_step(self, batches: Iterator[MicroBatch], activity: Activity) -> StepResult:
         """One optimizer step on this rank's micro-batches; the loss is the mean of all ranks."""
-        beat("the pipeline's step")
-        loss: Tensor = self.deepspeed.train_batch(_pairs(batches))
-        beat("reading data")
-        return StepResult(loss.float(), forward_s=0.0)
+        lr = learning_rate(self.deepspeed)
+        with activity.whole("the pipeline's step"):
+            loss: Tensor = self.deepspeed.train_batch(_pairs(batches))
+        return StepResult.of(self.deepspeed, lr, loss.float())
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> Tensor:

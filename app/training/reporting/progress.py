@@ -1,10 +1,10 @@
 """Progress as a person reads it in the job's log."""
 
-import math
 import time
+from collections.abc import Sequence
 
-from app.training.coordination.exchange import Exchanged
-from app.training.records import EpochRecord, StepRecord
+from app.config import TrainConfig
+from app.training.records import EpochRecord, StepRecord, best_of
 
 _INTERVAL_S = 10.0
 
@@ -12,44 +12,36 @@ _INTERVAL_S = 10.0
 class Progress:
     """Prints a line every few seconds within an epoch, and one for each epoch."""
 
-    def __init__(self, epochs: int, total_steps: int, first_step: int) -> None:
-        self._epochs, self._total_steps, self._first_step = epochs, total_steps, first_step
+    def __init__(
+        self, config: TrainConfig, total_steps: int, first_step: int, epochs_so_far: Sequence[EpochRecord]
+    ) -> None:
+        self._config, self._total_steps, self._first_step = config, total_steps, first_step
+        self._epochs = list(epochs_so_far)
         self._started = self._printed = time.monotonic()
-        self._warned = -math.inf
 
-    def step(self, record: StepRecord) -> None:
-        """Print where the epoch stands, unless a line was printed just now."""
-        if time.monotonic() - self._printed < _INTERVAL_S:
-            return
+    def append(self, *records: StepRecord | EpochRecord) -> None:
+        """Print where the epoch stands, unless a line was printed just now; or what an epoch brought."""
+        match records:
+            case (*_, StepRecord() as last):
+                if time.monotonic() - self._printed >= _INTERVAL_S:
+                    self._print_step(last)
+            case (*_, EpochRecord() as last):
+                self._epochs.append(last)
+                self._print_epoch(last, is_best=best_of(self._epochs, self._config) is last)
+
+    def _print_step(self, record: StepRecord) -> None:
         self._print(
-            f"epoch {record.epoch}/{self._epochs}  step {record.step:,}/{self._total_steps:,}  loss {record.loss:.4f}  "
-            f"{record.samples_per_s:,.0f} samples/s  {self._time_left(record.step)}"
+            f"epoch {record.epoch}/{self._config.epochs}  step {record.step:,}/{self._total_steps:,}  "
+            f"loss {record.loss:.4f}  {record.samples_per_s:,.0f} samples/s  {self._time_left(record.step)}"
         )
 
-    def epoch(self, record: EpochRecord, is_best: bool) -> None:
-        """Print what the epoch brought."""
+    def _print_epoch(self, record: EpochRecord, is_best: bool) -> None:
         perplexity = "" if record.val_perplexity is None else f"val_perplexity {record.val_perplexity:.2f}  "
         self._print(
-            f"epoch {record.epoch}/{self._epochs}  loss {record.train_loss:.4f}  val_loss {record.val_loss:.4f}  "
-            f"{perplexity}val_accuracy {record.val_accuracy:.4f}{' (best)' if is_best else ''}  "
+            f"epoch {record.epoch}/{self._config.epochs}  loss {record.train_loss:.4f}  val_loss {record.val_loss:.4f}"
+            f"  {perplexity}val_accuracy {record.val_accuracy:.4f}{' (best)' if is_best else ''}  "
             f"{record.samples_per_s:,.0f} samples/s  {self._time_left(record.step)}"
         )
-
-    def slow(self, exchanged: Exchanged) -> None:
-        """Print which workers hold up the others, at most every few seconds."""
-        if not exchanged.slow_ranks or time.monotonic() - self._warned < _INTERVAL_S:
-            return
-        self._warned = time.monotonic()
-        for rank in exchanged.slow_ranks:
-            others = min(exchanged.busy_s)
-            self._print(
-                f"warning: rank {rank} is slow: {exchanged.busy_s[rank]:.3f} s of its own work a step, "
-                f"the fastest takes {others:.3f} s"
-            )
-
-    def stopped_early(self, epoch: int, metric: str, patience: int) -> None:
-        """Print why the run ends before its last epoch."""
-        self._print(f"stopped early after epoch {epoch}: {metric} has not improved for {patience} epochs")
 
     def _time_left(self, step: int) -> str:
         elapsed = time.monotonic() - self._started

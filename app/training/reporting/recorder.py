@@ -1,92 +1,111 @@
-"""What of a run is written down and shown, by its first worker."""
+"""From what all workers know to the records of a run, and on to whoever writes or shows them."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
-from pydantic import BaseModel
 
-from app.config import EarlyStoppingConfig, TrainConfig
-from app.telemetry.alerts import Alerts
+from app.config import TrainConfig
 from app.telemetry.memory import memory_record
-from app.telemetry.tensorboard import TensorBoardLog
 from app.training.checkpoints.state import Position
 from app.training.coordination.exchange import Exchanged
-from app.training.records import EpochRecord, StepRecord
-from app.training.reporting.metrics_log import MetricsLog
-from app.training.reporting.progress import Progress
+from app.training.engine.objective import Totals
+from app.training.records import EpochRecord, StepRecord, perplexity
 
 Report = Callable[[EpochRecord], None]
 """Where an epoch goes besides the run's folder; every worker calls it."""
 
 
+class Sink(Protocol):
+    """Where records go."""
+
+    def append(self, *records: StepRecord | EpochRecord) -> None:
+        """Take in some records, in their order."""
+        ...
+
+
 @dataclass
-class Observer:
-    """Logs steps and epochs; every worker has one, the first one speaks."""
+class Recorder:
+    """Makes the records of steps and epochs; every worker has one, and the first one's has sinks."""
 
     config: TrainConfig
-    speaks: bool
-    log: MetricsLog
-    alerts: Alerts
-    progress: Progress
-    report: Report
-    tensorboard: TensorBoardLog | None
     device: torch.device
     tokens_per_sample: int | None
-    """Of language modelling."""
-    samples_per_s: float = 0.0
+    """Of language modelling, which also has a perplexity."""
+    report: Report
+    open_sinks: Callable[[Position, list[EpochRecord]], Sequence[Sink]]
+    """The sinks of a run that goes on from a position, with its epochs so far; what was written later is forgotten."""
+    started: float
+    """``time.monotonic`` at which this process began."""
+    _sinks: Sequence[Sink] = ()
+    _resumed_from_step: int = 0
+    _first_step_s: float = 0.0
+    _samples_per_s: float = 0.0
     """Of the epoch under way."""
-    _began: float = 0.0
-    _first_step: int = 0
+    _epoch_began: float = field(default_factory=time.monotonic)
+    _epoch_first_step: int = 0
 
-    def epoch_began(self, position: Position) -> None:
+    def begin(self, position: Position, records: list[EpochRecord]) -> None:
+        """Go on after ``position``."""
+        self._resumed_from_step, self._first_step_s = position.step, 0.0
+        self._sinks = self.open_sinks(position, records)
+
+    def begin_epoch(self, position: Position) -> None:
         """The clock of an epoch, or of what is left of it, starts."""
-        self._began, self._first_step = time.monotonic(), position.step
+        self._epoch_began, self._epoch_first_step = time.monotonic(), position.step
 
-    def exchanged(self, position: Position, exchanged: Exchanged) -> None:
-        """Log the steps that all workers now know of."""
-        steps_done = position.step - self._first_step
-        self.samples_per_s = steps_done * self.config.global_batch_size / (time.monotonic() - self._began)
+    def end_step(self) -> None:
+        """Take the time from the start to the end of the first step."""
+        self._first_step_s = self._first_step_s or time.monotonic() - self.started
+
+    def record_steps(self, position: Position, exchanged: Exchanged) -> None:
+        """Record the steps up to ``position`` that all workers now know of."""
+        steps_done = position.step - self._epoch_first_step
+        self._samples_per_s = steps_done * self.config.global_batch_size / (time.monotonic() - self._epoch_began)
+        if not self._sinks:
+            return
         first = position.step - len(exchanged.steps) + 1
         memory = memory_record(self.device)
-        records = [
-            StepRecord(
-                step=first + number,
-                epoch=position.epoch,
-                loss=loss,
-                lr=step.lr,
-                grad_norm=step.grad_norm,
-                samples_per_s=self.samples_per_s,
-                data_stall=step.data_s / step.seconds,
-                loss_scale=step.loss_scale,
-                tokens_per_s=self.samples_per_s * self.tokens_per_sample if self.tokens_per_sample else None,
-                mfu=step.mfu,
-                memory=memory,
+        self._append(
+            *(
+                StepRecord(
+                    step=first + number,
+                    epoch=position.epoch,
+                    loss=loss,
+                    lr=step.result.lr,
+                    grad_norm=step.result.grad_norm,
+                    samples_per_s=self._samples_per_s,
+                    data_stall=step.data_s / step.seconds,
+                    loss_scale=step.result.loss_scale,
+                    tokens_per_s=self._samples_per_s * self.tokens_per_sample if self.tokens_per_sample else None,
+                    mfu=step.mfu,
+                    memory=memory,
+                )
+                for number, (step, loss) in enumerate(zip(exchanged.steps, exchanged.losses, strict=True))
             )
-            for number, (step, loss) in enumerate(zip(exchanged.steps, exchanged.losses, strict=True))
-        ]
-        if self.speaks and records:
-            self._write(*records)
-            self.progress.step(records[-1])
-            self.progress.slow(exchanged)
+        )
 
-    def epoch_ended(self, record: EpochRecord, is_best: bool) -> None:
-        """Log the epoch, show it and report it."""
-        if self.speaks:
-            self._write(record)
-            self.progress.epoch(record, is_best)
+    def make_epoch(self, position: Position, validation: Totals) -> EpochRecord:
+        """The record of the epoch that ends at ``position``."""
+        return EpochRecord(
+            epoch=position.epoch,
+            step=position.step,
+            train_loss=position.loss_sum / max(position.losses, 1),
+            val_loss=validation.mean_loss,
+            val_accuracy=validation.accuracy,
+            val_perplexity=perplexity(validation.mean_loss) if self.tokens_per_sample else None,
+            samples_per_s=self._samples_per_s,
+            first_step_s=self._first_step_s,
+            resumed_from_step=self._resumed_from_step,
+        )
+
+    def record_epoch(self, record: EpochRecord) -> None:
+        """Record an epoch whose state is kept, and report it."""
+        self._append(record)
         self.report(record)
 
-    def _write(self, *records: BaseModel) -> None:
-        """Into the log, and past the alerts."""
-        self.log.append(*records)
-        if self.tensorboard:
-            self.tensorboard.append(*records)
-        for record in records:
-            self.alerts.observe(record.model_dump())
-
-    def stopped_early(self, epoch: int, stopping: EarlyStoppingConfig) -> None:
-        """Say why the run ends before its last epoch."""
-        if self.speaks:
-            self.progress.stopped_early(epoch, stopping.metric, stopping.patience)
+    def _append(self, *records: StepRecord | EpochRecord) -> None:
+        for sink in self._sinks:
+            sink.append(*records)

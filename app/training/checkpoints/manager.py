@@ -1,0 +1,82 @@
+"""The checkpoints of a run as its training loop uses them."""
+
+from upath import UPath
+
+from app.config import Layout, TrainConfig
+from app.training.activity import Activity
+from app.training.checkpoints.fragments import fragments_of
+from app.training.checkpoints.reader import load_checkpoint
+from app.training.checkpoints.snapshot import take_snapshot
+from app.training.checkpoints.state import Position, TrainState
+from app.training.checkpoints.store import CheckpointStore
+from app.training.checkpoints.writer import CheckpointWriter
+from app.training.engine import TrainingEngine
+from app.training.records import EpochRecord, best_of
+from app.training.worker import Worker
+
+
+class CheckpointManager:
+    """Keeps the state of an engine, and brings it back. Every process has one, and calls it in the same order."""
+
+    def __init__(
+        self,
+        folder: UPath,
+        engine: TrainingEngine,
+        config: TrainConfig,
+        layout: Layout,
+        worker: Worker,
+        activity: Activity,
+    ) -> None:
+        """Raises TrainingError if the state of ``engine`` cannot be kept, before there is work to lose."""
+        fragments_of(engine, layout)
+        self._engine, self._config, self._layout = engine, config, layout
+        self._worker, self._activity = worker, activity
+        self._store = CheckpointStore(folder)
+        self._writer = CheckpointWriter(self._store, config.checkpoint)
+        self._saved_step: int | None = None
+
+    def restore(self) -> TrainState | None:
+        """Bring the engine to the newest intact checkpoint, and clear up after those that are not; None without one.
+
+        Raises:
+            StorageError: every checkpoint is damaged.
+            TrainingError: the checkpoint is of another model.
+        """
+        self._activity.begin("looking for a checkpoint")
+        self._saved_step = None
+        step = self._worker.on_first(self._find)
+        if step is None:
+            return None
+        self._activity.begin(f"reading the checkpoint of step {step}")
+        return load_checkpoint(self._engine, self._layout, self._store.folder_of(step))
+
+    def has_any(self) -> bool:
+        """Whether there is a whole one."""
+        return bool(self._worker.on_first(self._store.committed))
+
+    def is_due(self, step: int) -> bool:
+        """Whether the recipe has the state kept after optimizer step ``step``."""
+        every = self._config.checkpoint.every_steps
+        return every is not None and step % every == 0
+
+    def save(self, position: Position, records: list[EpochRecord]) -> None:
+        """Keep the state, unless this very state was kept. Raises TrainingError if it cannot be written."""
+        if self._saved_step == position.step:
+            return
+        self._activity.begin(f"the checkpoint of step {position.step}")
+        snapshot = take_snapshot(self._engine, self._layout, position, records, self._config.precision)
+        self._writer.save(snapshot, best_of(records, self._config).step if records else None)
+        self._saved_step = position.step
+
+    def wait(self) -> None:
+        """Until everything that was saved is stored. Raises TrainingError if it cannot be."""
+        self._writer.wait()
+
+    def close(self) -> None:
+        """Let what is being written be finished, also where training breaks off."""
+        self._writer.close()
+
+    def _find(self) -> int | None:
+        step = self._store.newest_intact()
+        self._store.sweep(after=step)
+        return step
