@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from app.config.layout import Layout, lay_out
-from app.config.plan import Device, ModelTraits, Plan, PlanConfig, Precision, Setting, broken_rule, nearest_plan
+from app.config.plan import Device, Plan, PlanConfig, Precision
+from app.config.plan_rules import ModelTraits, Setting, broken_rule, nearest_plan
 from app.config.section import Fraction, Section
 
 

@@ -4,7 +4,8 @@ import pytest
 
 from app.config import load_recipe
 from app.config.layout import lay_out
-from app.config.plan import ModelTraits, PlanConfig, Setting, broken_rule, nearest_plan
+from app.config.plan import PlanConfig
+from app.config.plan_rules import ModelTraits, Setting, broken_rule, nearest_plan
 from app.errors import RecipeError
 from app.models.factory import build_model
 from app.models.traits import traits_of

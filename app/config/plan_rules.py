@@ -1,0 +1,193 @@
+"""Which plans can run, and the nearest to one that cannot."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from app.config.plan import Device, PlanConfig, Precision, ZeroPlusPlusConfig
+from app.config.section import Section
+
+
+@dataclass(frozen=True)
+class ModelTraits:
+    """What a model offers to a plan."""
+
+    name: str
+    layers: int | None
+    """Layers that a pipeline can be cut between; None: the model is not staged."""
+    heads: int | None
+    """Attention heads that a tensor degree divides; None: its matrices cannot be shared."""
+    checkpoints_activations: bool
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a plan has to fit."""
+
+    workers: tuple[int, int]
+    precision: Precision
+    device: Device
+    optimizer: str
+    model: ModelTraits | None = None
+    """None: not known yet, its rules are left out."""
+
+
+Rule = Callable[[PlanConfig, Setting], str | None]
+
+
+def broken_rule(plan: PlanConfig, setting: Setting) -> str | None:
+    """The first rule that the plan breaks, as a sentence with what was given; None if it can run."""
+    return next((said for rule in _RULES if (said := rule(plan, setting))), None)
+
+
+def nearest_plan(plan: PlanConfig, setting: Setting) -> str:
+    """The plan that can run and differs least from ``plan``, as the keys to set."""
+    fitting = [each for each in _neighbours(plan, setting) if not broken_rule(each, setting)]
+    best = min(fitting, key=lambda each: _distance(plan, each), default=None)
+    if best is None:
+        return "no plan can run with this: change the other keys"
+    changed = [name for name in _SEARCHED if getattr(best, name) != getattr(plan, name)]
+    values = ", ".join(f"{name}: {_show(getattr(best, name))}" for name in changed)
+    return f"the nearest plan that can run has {values}"
+
+
+def _show(value: object) -> object:
+    return "null" if value is None else "{}" if isinstance(value, Section) else value
+
+
+_SEARCHED = (
+    "tensor", "pipeline", "zero_stage", "offload", "offload_param", "activation_checkpointing",
+    "powersgd", "zero_plus_plus",
+)  # fmt: skip
+
+
+def _neighbours(plan: PlanConfig, setting: Setting) -> Iterator[PlanConfig]:
+    most = setting.workers[1]
+    degrees = [degree for degree in range(1, most + 1) if most % degree == 0]
+    choices = product(
+        degrees,
+        degrees,
+        (0, 1, 2, 3),
+        {plan.offload, "none"},
+        {plan.offload_param, "none"},
+        {plan.activation_checkpointing, False},
+        (plan.powersgd, None) if plan.powersgd else (None,),
+        {plan.zero_plus_plus, ZeroPlusPlusConfig()},
+    )
+    for values in choices:
+        if values[0] * values[1] <= most:
+            yield plan.model_copy(update=dict(zip(_SEARCHED, values, strict=True)))
+
+
+def _distance(given: PlanConfig, other: PlanConfig) -> tuple[int, int]:
+    """Keys that differ, then by how much the degrees and the stage do."""
+    changed = sum(getattr(given, name) != getattr(other, name) for name in _SEARCHED)
+    return changed, sum(abs(getattr(given, name) - getattr(other, name)) for name in _SEARCHED[:3])
+
+
+def _degrees_divide_workers(plan: PlanConfig, setting: Setting) -> str | None:
+    least, most = setting.workers
+    if least != most and plan.model_parallel > 1:
+        return (
+            f"workers [{least}, {most}] grow and shrink, which tensor {plan.tensor} x pipeline {plan.pipeline} cannot"
+        )
+    if most % plan.model_parallel:
+        return f"tensor {plan.tensor} x pipeline {plan.pipeline} does not divide the {most} workers"
+    return None
+
+
+def _pipeline_takes_zero_1(plan: PlanConfig, _: Setting) -> str | None:
+    if plan.pipeline > 1 and plan.zero_stage > 1:
+        return f"pipeline {plan.pipeline} keeps gradients and parameters whole: zero_stage 1, got {plan.zero_stage}"
+    if plan.pipeline > 1 and plan.zero_stage == 0:
+        return "with zero_stage 0 each stage of a pipeline would be clipped by a norm of its own: zero_stage 1, got 0"
+    return None
+
+
+def _tensor_takes_zero_1(plan: PlanConfig, _: Setting) -> str | None:
+    if plan.tensor > 1 and plan.zero_stage > 1:
+        return f"tensor {plan.tensor} splits the matrices already: zero_stage 0 or 1 with it, got {plan.zero_stage}"
+    return None
+
+
+def _offload_takes_zero(plan: PlanConfig, _: Setting) -> str | None:
+    if plan.offload != "none" and plan.zero_stage == 0:
+        return "offload moves a split optimizer: zero_stage 1, 2 or 3, got 0"
+    if plan.offload != "none" and plan.model_parallel > 1:
+        return "offload takes tensor 1 and pipeline 1"
+    if plan.offload_param != "none" and plan.zero_stage != 3:
+        return f"offload_param {plan.offload_param} moves split parameters: zero_stage 3, got {plan.zero_stage}"
+    return None
+
+
+def _offload_takes_adamw(plan: PlanConfig, setting: Setting) -> str | None:
+    if plan.offload != "none" and setting.optimizer != "adamw":
+        return f"offload runs DeepSpeed's Adam on the CPU: optimizer adamw, got {setting.optimizer}"
+    return None
+
+
+def _fp16_takes_a_gpu(_: PlanConfig, setting: Setting) -> str | None:
+    if setting.precision == "fp16" and setting.device == "cpu":
+        return "precision fp16 takes device gpu: set precision bf16 or fp32"
+    return None
+
+
+def _zero_plus_plus_takes_gpus(plan: PlanConfig, setting: Setting) -> str | None:
+    if plan.zero_plus_plus == ZeroPlusPlusConfig():
+        return None
+    if setting.device == "cpu" or plan.zero_stage != 3:
+        return f"zero_plus_plus takes zero_stage 3 on gpus, got zero_stage {plan.zero_stage} on a {setting.device}"
+    if setting.workers[1] % plan.zero_plus_plus.hpz_partition_size:
+        return f"hpz_partition_size {plan.zero_plus_plus.hpz_partition_size} does not divide the workers"
+    return None
+
+
+def _powersgd_takes_plain_data_parallel(plan: PlanConfig, setting: Setting) -> str | None:
+    if plan.powersgd is None:
+        return None
+    if plan.zero_stage or plan.model_parallel > 1 or setting.precision != "fp32":
+        return "powersgd replaces DeepSpeed's reduction: zero_stage 0, fp32, tensor 1, pipeline 1"
+    return None
+
+
+def _model_is_staged(plan: PlanConfig, setting: Setting) -> str | None:
+    model = setting.model
+    if model is None or plan.pipeline == 1:
+        return None
+    if model.layers is None:
+        return f"model {model.name} is not staged (app.models.staged), so pipeline is 1"
+    if plan.pipeline > model.layers:
+        return f"pipeline {plan.pipeline} has more stages than model {model.name} has layers ({model.layers})"
+    return None
+
+
+def _heads_divide(plan: PlanConfig, setting: Setting) -> str | None:
+    model = setting.model
+    if model is None or plan.tensor == 1:
+        return None
+    if model.heads is None:
+        return f"model {model.name} has no matrices that can be shared (app.models.staged), so tensor is 1"
+    if model.heads % plan.tensor:
+        return f"tensor {plan.tensor} does not divide the {model.heads} heads of model {model.name}"
+    return None
+
+
+def _activations_can_be_recomputed(plan: PlanConfig, setting: Setting) -> str | None:
+    if setting.model and plan.activation_checkpointing and not setting.model.checkpoints_activations:
+        return f"model {setting.model.name} is neither staged nor of Hugging Face: activation_checkpointing is false"
+    return None
+
+
+_RULES: tuple[Rule, ...] = (
+    _fp16_takes_a_gpu,
+    _degrees_divide_workers,
+    _pipeline_takes_zero_1,
+    _tensor_takes_zero_1,
+    _offload_takes_zero,
+    _offload_takes_adamw,
+    _zero_plus_plus_takes_gpus,
+    _powersgd_takes_plain_data_parallel,
+    _model_is_staged,
+    _heads_divide,
+    _activations_can_be_recomputed,
+)
