@@ -1,6 +1,9 @@
 """Storage: one root, local or any file system that fsspec reads, under which runs and models lie."""
 
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from upath import UPath
@@ -40,6 +43,25 @@ def absolute_location(location: str) -> str:
 def is_local(path: UPath) -> bool:
     """Whether ``path`` lies on this machine, where a rename is atomic."""
     return path.protocol in ("", "file", "local")
+
+
+@contextmanager
+def local_folder(folder: UPath) -> Iterator[Path]:
+    """``folder`` itself where it lies on a disk, else an empty temporary one to upload from."""
+    if is_local(folder):
+        yield Path(folder.path)
+        return
+    with tempfile.TemporaryDirectory(prefix="rayloom-") as temporary:
+        yield Path(temporary)
+
+
+@contextmanager
+def local_copy(folder: UPath) -> Iterator[Path]:
+    """``folder`` itself where it lies on a disk, else a temporary copy of it."""
+    with local_folder(folder) as local:
+        if not is_local(folder):
+            folder.fs.get(f"{folder.path}/", f"{local}/", recursive=True)
+        yield local
 
 
 def write_atomically(path: UPath, data: bytes) -> None:

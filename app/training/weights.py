@@ -14,6 +14,7 @@ from app.data.classification import load_labels
 from app.data.prepared import PreparedData
 from app.data.processor import Processor
 from app.models.factory import build_model
+from app.storage import local_copy
 from app.tasks import find_processor
 from app.training.checkpoints.reader import export_weights
 
@@ -49,9 +50,8 @@ def load_weights(folder: UPath) -> TrainedModel:
         StorageError: the folder is not there, or a file in it was changed.
     """
     verify_checksums(folder)
-    with tempfile.TemporaryDirectory(prefix="rayloom-weights-") as temporary:
-        local = UPath(temporary) / "weights"
-        folder.copy(local)
+    with local_copy(folder) as path:
+        local = UPath(path)
         recipe = load_recipe(str(local / RECIPE_FILE))
         labels = load_labels(local)
         processor = find_processor(recipe.task).load(local)

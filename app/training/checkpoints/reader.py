@@ -1,9 +1,6 @@
 """Reading checkpoints, under the plan that wrote them or any other."""
 
-import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import safetensors.torch
@@ -17,7 +14,7 @@ from upath import UPath
 
 from app.config import Layout
 from app.errors import TrainingError
-from app.storage import is_local
+from app.storage import local_copy
 from app.training.checkpoints.restore import apply_own, apply_state, destinations
 from app.training.checkpoints.snapshot import BUFFER, WEIGHT, own_prefix
 from app.training.checkpoints.state import TrainState
@@ -35,7 +32,7 @@ def load_checkpoint(engine: TrainingEngine, layout: Layout, folder: UPath) -> Tr
         TrainingError: the checkpoint is of another model.
     """
     state = load_state(folder)
-    with _local_copy(folder) as local:
+    with local_copy(folder) as local:
         reader = FileSystemReader(local)
         saved = reader.read_metadata()
         content = destinations(engine, layout, state, frozenset(saved.state_dict_metadata))
@@ -64,7 +61,7 @@ def export_weights(folder: UPath, path: Path) -> None:
     float32; after training in bf16 or fp16 the values are those that validation saw, rounded.
     """
     state = load_state(folder)
-    with _local_copy(folder) as local:
+    with local_copy(folder) as local:
         reader = FileSystemReader(local)
         saved = reader.read_metadata()
         found = {
@@ -103,14 +100,3 @@ def _empty(saved: Metadata, prefix: str = "") -> dict[str, Tensor]:
         for name, each in found.items()
         if isinstance(each, TensorStorageMetadata)
     }
-
-
-@contextmanager
-def _local_copy(folder: UPath) -> Iterator[Path]:
-    """``folder`` itself where it lies on a disk, else a copy of it."""
-    if is_local(folder):
-        yield Path(folder.path)
-        return
-    with tempfile.TemporaryDirectory(prefix="rayloom-checkpoint-") as temporary:
-        folder.fs.get(f"{folder.path}/", f"{temporary}/", recursive=True)
-        yield Path(temporary)

@@ -1,11 +1,7 @@
 """Writing checkpoints: every process its own part, in the background, committed by one file."""
 
 import shutil
-import tempfile
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,7 +15,7 @@ from upath import UPath
 from app.checksums import checksums_of, write_checksums
 from app.config import CheckpointConfig
 from app.errors import TrainingError
-from app.storage import is_local
+from app.storage import is_local, local_folder
 from app.telemetry.attempt import attempt
 from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.store import CheckpointStore
@@ -93,7 +89,7 @@ class CheckpointWriter:
 
     def _write_part(self, snapshot: Snapshot, folder: UPath, is_first: bool) -> dict[str, str]:
         """Write this process's files; their checksums."""
-        with _local_folder(folder) as local:
+        with local_folder(folder) as local:
             before = set(local.iterdir()) if local.exists() else set()
             save(dict(snapshot.content), storage_writer=_Writer(local), process_group=self._group)
             if is_first:
@@ -108,16 +104,6 @@ class CheckpointWriter:
 def _is_own(name: str, is_first: bool) -> bool:
     """The first also wrote what is not of one process."""
     return name.startswith(f"__{dist.get_rank()}_") or (is_first and not name.startswith("__"))
-
-
-@contextmanager
-def _local_folder(folder: UPath) -> Iterator[Path]:
-    """``folder`` itself where it lies on a disk, else a temporary one to upload from."""
-    if is_local(folder):
-        yield Path(folder.path)
-        return
-    with tempfile.TemporaryDirectory(prefix="rayloom-checkpoint-") as temporary:
-        yield Path(temporary)
 
 
 def _cannot_write(folder: UPath, snapshot: Snapshot, error: BaseException) -> str:
