@@ -5,18 +5,19 @@ import math
 from torch import nn
 
 from app.config import ModelTraits
-from app.models.staged import Staged, cuts_of, layers_of, parameters_of
+from app.models.kind import ModelKind, kind_of
+from app.models.staged import cuts_of, layers_of, parameters_of
 
 
 def traits_of(model: nn.Module) -> ModelTraits:
     """How the model can be cut, from what it implements. Raises RecipeError for a staged model that is not whole."""
-    staged = isinstance(model, Staged)
-    huggingface = hasattr(model, "gradient_checkpointing_enable") and hasattr(model, "config")
+    kind = kind_of(model)
+    staged = kind is ModelKind.STAGED
     return ModelTraits(
         name=type(model).__name__,
         layers=sum(1 for layer in layers_of(model) if any(True for _ in parameters_of(layer))) if staged else None,
         heads=_heads(model) or (_common_width(model) if staged else None),
-        checkpoints_activations=staged or huggingface,
+        checkpoints_activations=kind is not ModelKind.PLAIN,
     )
 
 

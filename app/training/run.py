@@ -9,6 +9,7 @@ from app.data.classification import ClassificationData
 from app.data.prepared import PreparedData
 from app.errors import RecipeError
 from app.models.factory import build_model
+from app.models.kind import kind_of
 from app.models.traits import traits_of
 from app.runs import Outcome, Run
 from app.tasks import load_prepared, prepare
@@ -90,7 +91,7 @@ def _check_plan(run: Run, model: nn.Module) -> None:
     setting = config.setting(traits_of(model))
     if rule := broken_rule(config.plan, setting):
         raise RecipeError(f"train.plan: {rule}; {nearest_plan(config.plan, setting)}")
-    deepspeed_config(config, config.layout(config.workers_range[1]), autotp=False)
+    deepspeed_config(config, config.layout(config.workers_range[1]), kind_of(model))
 
 
 def _texts_of(data: PreparedData) -> ClassificationData:

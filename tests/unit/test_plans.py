@@ -8,6 +8,7 @@ from app.config.plan import PlanConfig
 from app.config.plan_rules import ModelTraits, Setting, broken_rule, nearest_plan
 from app.errors import RecipeError
 from app.models.factory import build_model
+from app.models.kind import ModelKind
 from app.models.traits import traits_of
 from app.training.engine.deepspeed_config import deepspeed_config
 from tests.helpers import ROOT
@@ -69,7 +70,7 @@ def test_deepspeed_gets_every_default_that_moved_and_what_the_recipe_adds() -> N
     config = load_recipe(
         GPT, ["train.deepspeed={zero_optimization: {reduce_bucket_size: 1000}, dump_state: true}"]
     ).train
-    made = deepspeed_config(config, config.layout(2), autotp=False)
+    made = deepspeed_config(config, config.layout(2), ModelKind.PLAIN)
     assert made["gradient_clipping"] == 1.0
     assert made["bf16"] == {"enabled": True, "check_grad_overflow": True}
     assert made["zero_optimization"]["stage"] == 1
@@ -77,7 +78,14 @@ def test_deepspeed_gets_every_default_that_moved_and_what_the_recipe_adds() -> N
     assert made["dump_state"]
 
 
-def test_a_deepspeed_key_that_contradicts_the_recipe_is_refused() -> None:
-    config = load_recipe(GPT, ["train.deepspeed={zero_optimization: {stage: 2}}"]).train
-    with pytest.raises(RecipeError, match=r"train\.deepspeed\.zero_optimization\.stage is 2.*make it 1"):
-        deepspeed_config(config, config.layout(2), autotp=False)
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("{zero_optimization: {stage: 2}}", r"train\.deepspeed\.zero_optimization\.stage is 2.*make it 1"),
+        ("{tensor_parallel: {autotp_size: 2}}", r"train\.deepspeed\.tensor_parallel\.autotp_size is 2.*make it 0"),
+    ],
+)
+def test_a_deepspeed_key_that_contradicts_the_recipe_is_refused(given: str, words: str) -> None:
+    config = load_recipe(GPT, [f"train.deepspeed={given}"]).train
+    with pytest.raises(RecipeError, match=words):
+        deepspeed_config(config, config.layout(2), ModelKind.HUGGING_FACE)

@@ -6,6 +6,7 @@ import torch
 from app.config import EarlyStoppingConfig, ModelConfig, ScheduleConfig, load_recipe
 from app.errors import RecipeError, TrainingError
 from app.models.factory import build_model, logits_of
+from app.models.kind import ModelKind
 from app.training.data.batches import Shard, count_steps, micro_batches, train_batches, validation_batches
 from app.training.early_stopping import should_stop
 from app.training.engine.deepspeed_config import deepspeed_config
@@ -76,7 +77,7 @@ def test_schedules_by_hand() -> None:
 def test_the_plan_becomes_deepspeeds_configuration() -> None:
     overrides = ["train.plan.zero_stage=2", "train.plan.micro_batch=8", "train.precision=bf16"]
     train = load_recipe(ROOT / "recipes/digits.yaml", overrides).train
-    config = deepspeed_config(train, train.layout(2), autotp=False)
+    config = deepspeed_config(train, train.layout(2), ModelKind.PLAIN)
     assert config["zero_optimization"]["stage"] == 2
     assert config["bf16"] == {"enabled": True, "check_grad_overflow": True}
     assert config["gradient_clipping"] == 1.0

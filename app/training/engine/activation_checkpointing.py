@@ -6,7 +6,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from app.errors import TrainingError
-from app.models.staged import Staged, Tied
+from app.models.kind import ModelKind, kind_of
+from app.models.staged import Tied, layers_of
 
 
 def recompute_activations(model: nn.Module) -> None:
@@ -15,14 +16,15 @@ def recompute_activations(model: nn.Module) -> None:
     Raises:
         TrainingError: the model is neither.
     """
-    if isinstance(model, Staged):
-        for layer in model.layers():
-            if not isinstance(layer, Tied):
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    elif callable(enable := getattr(model, "gradient_checkpointing_enable", None)):
-        enable({"use_reentrant": False})
-    else:
-        raise TrainingError(
-            f"plan.activation_checkpointing: {type(model).__name__} is neither staged nor of Hugging Face: "
-            "set it to false"
-        )
+    match kind_of(model):
+        case ModelKind.STAGED:
+            for layer in layers_of(model):
+                if not isinstance(layer, Tied):
+                    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        case ModelKind.HUGGING_FACE:
+            model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        case ModelKind.PLAIN:
+            raise TrainingError(
+                f"plan.activation_checkpointing: {type(model).__name__} is neither staged nor of Hugging Face: "
+                "set it to false"
+            )

@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from app.config import Layout, TrainConfig
+from app.models.kind import kind_of
 from app.telemetry.phases import Phase
 from app.training.activity import Activity
 from app.training.data.micro_batch import MicroBatch
@@ -37,7 +38,7 @@ class DataParallelEngine:
         """The engine around ``model``."""
         powersgd = config.plan.powersgd
         reduced = _reduced_in_low_rank(model, powersgd.rank) if powersgd else model
-        engine = initialize(reduced, model, config, layout, total_steps, autotp=layout.tensor > 1)
+        engine = initialize(reduced, model, config, layout, total_steps, kind_of(model))
         if powersgd:
             engine.enable_backward_allreduce = False
         engine.clip_fp32_gradients = partial(_clip, engine)

@@ -5,17 +5,19 @@ from typing import Any
 
 from app.config import Layout, PlanConfig, TrainConfig
 from app.errors import RecipeError
+from app.models.kind import ModelKind
 
 
-def deepspeed_config(config: TrainConfig, layout: Layout, autotp: bool) -> dict[str, Any]:
+def deepspeed_config(config: TrainConfig, layout: Layout, kind: ModelKind) -> dict[str, Any]:
     """DeepSpeed's configuration for one layout, with every default that moved lately written out.
 
-    ``autotp``: whether DeepSpeed itself shares the matrices of the model.
+    The matrices of a staged model are shared by us, those of any other by DeepSpeed itself.
     Source of the keys: https://www.deepspeed.ai/docs/config-json
 
     Raises:
         RecipeError: ``train.deepspeed`` sets a key that follows from the recipe to something else.
     """
+    autotp_size = layout.tensor if layout.tensor > 1 and kind is not ModelKind.STAGED else 0
     ours: dict[str, Any] = {
         "train_batch_size": config.global_batch_size,
         "train_micro_batch_size_per_gpu": layout.micro_batch,
@@ -39,13 +41,14 @@ def deepspeed_config(config: TrainConfig, layout: Layout, autotp: bool) -> dict[
             "activation_checkpoint_interval": int(config.plan.activation_checkpointing and layout.pipeline > 1),
             "use_reentrant": False,
         },
+        "tensor_parallel": {"autotp_size": autotp_size},
         "wall_clock_breakdown": False,
         "steps_per_print": 2**31,  # progress is ours to print
     }
-    if autotp:
-        ours["tensor_parallel"] = {"autotp_size": layout.tensor}
-        del ours["train_batch_size"]  # it would be checked before the workers are known to share matrices
-    return _merge(ours, config.deepspeed, "train.deepspeed")
+    merged = _merge(ours, config.deepspeed, "train.deepspeed")
+    if autotp_size:
+        del merged["train_batch_size"]  # it would be checked before the workers are known to share matrices
+    return merged
 
 
 def _zero(plan: PlanConfig, on_gpu: bool) -> dict[str, Any]:

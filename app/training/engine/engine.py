@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from app.config import Layout, TrainConfig
-from app.models.staged import Staged
+from app.models.kind import ModelKind, kind_of
 from app.training.activity import Activity
 from app.training.data.micro_batch import MicroBatch
 from app.training.engine.activation_checkpointing import recompute_activations
@@ -41,7 +41,7 @@ class TrainingEngine(Protocol):
 def create_engine(model: nn.Module, config: TrainConfig, layout: Layout, total_steps: int) -> TrainingEngine:
     """The engine for ``model`` under the recipe's plan."""
     objective = Objective(config.label_smoothing)
-    if isinstance(model, Staged) and layout.model_parallel > 1:
+    if kind_of(model) is ModelKind.STAGED and layout.model_parallel > 1:
         return PipelineEngine.create(model, config, layout, total_steps, objective)
     if config.plan.activation_checkpointing:
         recompute_activations(model)

@@ -7,21 +7,22 @@ from typing import Any
 from torch import nn
 
 from app.config import Layout, TrainConfig
+from app.models.kind import ModelKind
 from app.training.engine.deepspeed_config import deepspeed_config
 from app.training.engine.optimizer import create_optimizer, create_scheduler
 from app.training.worker import import_deepspeed
 
 
 def initialize(
-    model: Any, learned: nn.Module, config: TrainConfig, layout: Layout, total_steps: int, autotp: bool
+    model: Any, learned: nn.Module, config: TrainConfig, layout: Layout, total_steps: int, kind: ModelKind
 ) -> Any:
-    """The engine for ``model``, whose parameters are those of ``learned``."""
+    """The engine for ``model``, whose parameters are those of ``learned``, cut from a model of ``kind``."""
     optimizer = create_optimizer(learned, config)
     with redirect_stdout(io.StringIO()):  # some of its optimizers print what memory they take
         engine, *_ = import_deepspeed().initialize(
             model=model,
             optimizer=optimizer,
             lr_scheduler=create_scheduler(optimizer, config, total_steps),
-            config=deepspeed_config(config, layout, autotp),
+            config=deepspeed_config(config, layout, kind),
         )
     return engine

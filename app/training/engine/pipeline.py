@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from app.config import Layout, TrainConfig
+from app.models.kind import ModelKind
 from app.models.staged import Layer, Tied, cuts_of, layers_of
 from app.telemetry.phases import Phase, phase
 from app.training.activity import Activity
@@ -42,7 +43,7 @@ class PipelineEngine:
         module = _cut(model, layout, objective)
         if layout.tensor > 1:
             shard_linears(module, names, cuts, module.mpu().get_slice_parallel_group())
-        engine = initialize(module, module, config, layout, total_steps, autotp=False)
+        engine = initialize(module, module, config, layout, total_steps, ModelKind.STAGED)
         if config.torch_compile:
             engine.module.compile()
         engine._INSTRUCTION_MAP = _with_phases(engine._INSTRUCTION_MAP)
