@@ -37,11 +37,14 @@ class PlanConfig(Section):
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=1, description="what data-parallel ranks split: 1 optimizer, 2 also gradients, 3 also parameters"
     )
-    offload: Literal["none", "cpu"] = Field(
-        default="none", description="cpu: the optimizer's state lies, and its step runs, beside the processor"
+    offload: Literal["none", "cpu", "nvme"] = Field(
+        default="none", description="where the optimizer's state lies; its step then runs on the processor"
     )
     offload_param: Literal["none", "cpu"] = Field(
-        default="none", description="cpu: so do the parameters that ZeRO 3 has split"
+        default="none", description="where the parameters lie that ZeRO 3 has split"
+    )
+    nvme_path: str | None = Field(
+        default=None, description="folder on a fast local disk, for what is offloaded to nvme"
     )
     micro_batch: PositiveInt | None = Field(
         default=None, description="samples a worker computes at once; default: its whole share, 64 at most"

@@ -117,6 +117,10 @@ def _offload_takes_zero(plan: PlanConfig, _: Setting) -> str | None:
         return "offload takes tensor 1 and pipeline 1"
     if plan.offload_param != "none" and plan.zero_stage != 3:
         return f"offload_param {plan.offload_param} moves split parameters: zero_stage 3, got {plan.zero_stage}"
+    if plan.offload == "nvme" and plan.zero_stage != 3:
+        return f"offload nvme takes zero_stage 3, got {plan.zero_stage}"
+    if plan.offload == "nvme" and plan.nvme_path is None:
+        return "offload nvme takes nvme_path, a folder on a fast local disk, and it is not set"
     return None
 
 

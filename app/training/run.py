@@ -18,6 +18,7 @@ from app.training.checkpoints.store import CheckpointStore
 from app.training.coordination.control import withdraw
 from app.training.data.batches import count_steps
 from app.training.engine.deepspeed_config import deepspeed_config
+from app.training.engine.nvme import require_asynchronous_io
 from app.training.records import StoppedMetrics, TrainMetrics, best_of
 from app.training.run_folder import CHECKPOINTS, DATA, FAILURE_FILE, WEIGHTS
 from app.training.session import Ending
@@ -91,6 +92,8 @@ def _check_plan(run: Run, model: nn.Module) -> None:
     setting = config.setting(traits_of(model))
     if rule := broken_rule(config.plan, setting):
         raise RecipeError(f"train.plan: {rule}; {nearest_plan(config.plan, setting)}")
+    if config.plan.offload == "nvme":
+        require_asynchronous_io()
     deepspeed_config(config, config.layout(config.workers_range[1]), kind_of(model))
 
 

@@ -1,6 +1,6 @@
 """Which part of each parameter's float32 weight and optimizer state this process holds, under any plan."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,14 @@ def fragments_of(engine: TrainingEngine, layout: Layout) -> list[Fragment]:
         for parameter in engine.deepspeed.module.parameters()
         if (held := _held(engine.deepspeed, parameter, masters)) is not None
     ]
+
+
+def by_master(fragments: Iterable[Fragment]) -> list[list[Fragment]]:
+    """The fragments of each master together."""
+    found: dict[int, list[Fragment]] = {}
+    for fragment in fragments:
+        found.setdefault(id(fragment.master), []).append(fragment)
+    return list(found.values())
 
 
 @dataclass(frozen=True)

@@ -35,15 +35,17 @@ def load_checkpoint(engine: TrainingEngine, layout: Layout, folder: UPath) -> Tr
     with local_copy(folder) as local:
         reader = FileSystemReader(local)
         saved = reader.read_metadata()
-        content = destinations(engine, layout, state, frozenset(saved.state_dict_metadata))
-        if missing := sorted(set(content) - set(saved.state_dict_metadata)):
-            raise TrainingError(
-                f"checkpoint {str(folder)!r} has no {missing[0]!r}: it is of another model; set train.resume to a run "
-                "of this recipe"
-            )
+        names = frozenset(saved.state_dict_metadata)
+        for content in destinations(engine, layout, state, names):
+            if missing := sorted(content.keys() - names):
+                raise TrainingError(
+                    f"checkpoint {str(folder)!r} has no {missing[0]!r}: it is of another model; set train.resume to a "
+                    "run of this recipe"
+                )
+            _load(content, reader)
         alike = (state.workers, state.tensor, state.pipeline) == (layout.workers, layout.tensor, layout.pipeline)
         own = _empty(saved, own_prefix(dist.get_rank())) if alike else {}
-        _load({**content, **own}, reader)
+        _load(own, reader)
     apply_state(engine, state)
     if own:
         apply_own(engine, {name.removeprefix(own_prefix(dist.get_rank())): each for name, each in own.items()})

@@ -1,13 +1,12 @@
 """From a checkpoint's content back into a running engine."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from app.config import Layout
-from app.training.checkpoints.fragments import fragments_of
+from app.training.checkpoints.fragments import Fragment, by_master, fragments_of
 from app.training.checkpoints.rng import restore_random_state
 from app.training.checkpoints.snapshot import (
     BUFFER,
@@ -21,28 +20,29 @@ from app.training.checkpoints.snapshot import (
 )
 from app.training.checkpoints.state import TrainState
 from app.training.engine import TrainingEngine
+from app.training.engine.nvme import in_memory
 
 
-def destinations(engine: TrainingEngine, layout: Layout, state: TrainState, saved: frozenset[str]) -> Content:
-    """Where the tensors of a checkpoint go: into the engine's own memory.
+def destinations(engine: TrainingEngine, layout: Layout, state: TrainState, saved: frozenset[str]) -> Iterator[Content]:
+    """Where the tensors of a checkpoint go: into the engine's own memory, each content to be filled when it comes.
 
     ``saved``: the names that the checkpoint has.
     """
     optimizer = engine.deepspeed.basic_optimizer
-    content: Content = {}
-    for fragment in fragments_of(engine, layout):
-        prefix = f"{fragment.name}/"
-        keys = {name.removeprefix(prefix) for name in saved if name.startswith(prefix)} - {WEIGHT}
-        _prepare_state(optimizer, fragment.master, keys, state.optimizer_steps)
-        for key, flat in master_tensors(optimizer, fragment).items():
-            content[prefix + key] = shards_of(fragment, flat, copy=False)
-    return content | {BUFFER + name: buffer for name, buffer in buffers_of(engine).items()}
+    for alike in by_master(fragments_of(engine, layout)):
+        with in_memory(engine.deepspeed, alike[0].master):
+            yield {
+                f"{fragment.name}/{key}": shards_of(fragment, flat, copy=False)
+                for fragment in alike
+                for key, flat in _master_tensors(optimizer, fragment, state, saved).items()
+            }
+    yield {BUFFER + name: buffer for name, buffer in buffers_of(engine).items()}
 
 
 def apply_state(engine: TrainingEngine, state: TrainState) -> None:
     """After the tensors are in place: the model's weights from the optimizer's, and the counters."""
     deepspeed = engine.deepspeed
-    _refresh_weights(deepspeed)
+    _refresh_weights(engine)
     deepspeed.global_steps = state.position.step
     deepspeed.global_samples = state.position.step * deepspeed.train_batch_size()
     deepspeed.micro_steps = state.position.step * deepspeed.gradient_accumulation_steps()
@@ -61,6 +61,15 @@ def apply_own(engine: TrainingEngine, own: Mapping[str, Tensor]) -> None:
     restore_random_state(states, engine.deepspeed.device)
 
 
+def _master_tensors(
+    optimizer: torch.optim.Optimizer, fragment: Fragment, state: TrainState, saved: frozenset[str]
+) -> dict[str, Tensor]:
+    prefix = f"{fragment.name}/"
+    keys = {name.removeprefix(prefix) for name in saved if name.startswith(prefix)} - {WEIGHT}
+    _prepare_state(optimizer, fragment.master, keys, state.optimizer_steps)
+    return master_tensors(optimizer, fragment)
+
+
 def _prepare_state(optimizer: torch.optim.Optimizer, master: Tensor, keys: set[str], steps: int) -> None:
     """Make the state that the optimizer would make on its first step, to be read into; and set its count."""
     state = optimizer.state[master] if keys else {}
@@ -72,11 +81,11 @@ def _prepare_state(optimizer: torch.optim.Optimizer, master: Tensor, keys: set[s
 
 
 @torch.no_grad()
-def _refresh_weights(deepspeed: Any) -> None:
+def _refresh_weights(engine: TrainingEngine) -> None:
     """Copy the optimizer's float32 weights into the model."""
-    optimizer = deepspeed.optimizer
+    optimizer = engine.deepspeed.optimizer
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        _refresh_zero_3(deepspeed)
+        _refresh_zero_3(engine)
     elif hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()
     elif hasattr(optimizer, "fp32_groups"):
@@ -85,13 +94,12 @@ def _refresh_weights(deepspeed: Any) -> None:
                 low.copy_(master)
 
 
-def _refresh_zero_3(deepspeed: Any) -> None:
-    optimizer = deepspeed.optimizer
+def _refresh_zero_3(engine: TrainingEngine) -> None:
+    optimizer = engine.deepspeed.optimizer
     if optimizer.persistent_parameters:
         optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
-    for parameter in (each for each in deepspeed.module.parameters() if each.requires_grad):
-        group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        size = parameter.partition_numel()
-        parameter.ds_tensor.data.copy_(optimizer.fp32_partitioned_groups_flat[group].narrow(0, offset, size))
+    for group, master in enumerate(optimizer.fp32_partitioned_groups_flat):
+        with in_memory(engine.deepspeed, master):
+            optimizer._reassign_or_swap_out_partitioned_parameters(group)
     if optimizer.persistent_parameters:
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)

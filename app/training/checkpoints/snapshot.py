@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from app.config import Layout
-from app.training.checkpoints.fragments import Fragment, boxes_of, fragments_of, matrix_shape
+from app.training.checkpoints.fragments import Fragment, boxes_of, by_master, fragments_of, matrix_shape
 from app.training.checkpoints.rng import random_state
 from app.training.checkpoints.shards import Shards
 from app.training.checkpoints.state import LossScale, Position, TrainState
 from app.training.engine import TrainingEngine
+from app.training.engine.nvme import in_memory
 from app.training.records import EpochRecord
 
 WEIGHT, BUFFER, RANDOM = "weight", "buffer/", "random/"
@@ -41,10 +42,11 @@ def take_snapshot(
     fragments = fragments_of(engine, layout)
     optimizer = engine.deepspeed.basic_optimizer
     content: Content = {}
-    for fragment in fragments:
-        if fragment.is_owned:
-            for key, flat in master_tensors(optimizer, fragment).items():
-                content[f"{fragment.name}/{key}"] = shards_of(fragment, flat, copy=True)
+    for alike in by_master(each for each in fragments if each.is_owned):
+        with in_memory(engine.deepspeed, alike[0].master):
+            for fragment in alike:
+                for key, flat in master_tensors(optimizer, fragment).items():
+                    content[f"{fragment.name}/{key}"] = shards_of(fragment, flat, copy=True)
     rank = torch.distributed.get_rank()
     buffers = {BUFFER + name: each.detach().to("cpu", copy=True) for name, each in buffers_of(engine).items()}
     own = buffers | {RANDOM + name: each for name, each in random_state(engine.deepspeed.device).items()}

@@ -66,6 +66,8 @@ def _zero(plan: PlanConfig, on_gpu: bool) -> dict[str, Any]:
     for key, device in (("offload_optimizer", plan.offload), ("offload_param", plan.offload_param)):
         if device != "none":
             zero[key] = {"device": device, "pin_memory": on_gpu}
+        if device == "nvme":
+            zero[key]["nvme_path"] = plan.nvme_path
     return zero
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from app.config import Layout, TrainConfig
 from app.models.kind import ModelKind
 from app.training.engine.deepspeed_config import deepspeed_config
+from app.training.engine.nvme import require_aligned_gradients
 from app.training.engine.optimizer import create_optimizer, create_scheduler
 from app.training.worker import import_deepspeed
 
@@ -25,4 +26,6 @@ def initialize(
             lr_scheduler=create_scheduler(optimizer, config, total_steps),
             config=deepspeed_config(config, layout, kind),
         )
+    if config.plan.offload == "nvme":
+        require_aligned_gradients(engine)
     return engine

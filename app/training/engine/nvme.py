@@ -1,0 +1,57 @@
+"""The optimizer's state on NVMe, as DeepSpeed's ZeRO 3 swaps it (ZeRO-Infinity, arXiv:2104.07857)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from app.errors import TrainingError
+from app.training.worker import import_deepspeed
+
+
+def require_asynchronous_io() -> None:
+    """Raises TrainingError if DeepSpeed cannot compile its asynchronous I/O on this machine."""
+    import_deepspeed()
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise TrainingError(
+            "train.plan.offload is nvme, and DeepSpeed cannot compile its asynchronous I/O here: install libaio-dev "
+            "and a C++ compiler, or offload to cpu"
+        )
+
+
+def require_aligned_gradients(deepspeed: Any) -> None:
+    """Raises TrainingError if DeepSpeed 0.19 would read a gradient back to the wrong place.
+
+    It writes a large gradient by itself and reads it straight into the buffer of its group, where only an offset of
+    whole blocks is right; with any other one training goes on, as another model.
+    """
+    optimizer = deepspeed.optimizer
+    for parameter in (each for each in deepspeed.module.parameters() if each.requires_grad):
+        group, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        swapper = optimizer.optimizer_swapper
+        is_written = optimizer._swappable_optimizer_subgroup(group) and swapper.is_swappable_tensor(numel=length)
+        if is_written and offset % swapper.numel_alignment:
+            raise TrainingError(
+                f"train.plan.offload is nvme, and each worker's part of {deepspeed.param_names[parameter]} begins after "
+                f"{offset:,} elements, which is no multiple of {swapper.numel_alignment}, as DeepSpeed's swapping takes "
+                "it: change the model's width, or offload to cpu"
+            )
+
+
+@contextmanager
+def in_memory(deepspeed: Any, master: Tensor) -> Iterator[None]:
+    """While it lasts, ``master`` and its state can be read and written, also where the plan keeps them on NVMe."""
+    optimizer = deepspeed.optimizer
+    masters = getattr(optimizer, "fp32_partitioned_groups_flat", [])  # of ZeRO 3 alone, as is NVMe
+    group = next((number for number, each in enumerate(masters) if each is master), None)
+    if group is None or not optimizer._swappable_optimizer_subgroup(group):
+        yield
+        return
+    optimizer._optimizer_states_and_gradient_swap_in(group)
+    try:
+        yield
+    finally:
+        optimizer._optimizer_states_and_gradient_swap_out(group)
