@@ -10,6 +10,7 @@ from upath import UPath
 from app.config import Recipe
 from app.errors import NonFiniteLossError
 from app.tasks import load_prepared
+from app.telemetry.alerts import Action
 from app.training.records import EpochRecord
 from app.training.run_folder import DATA
 from app.training.session import train
@@ -30,7 +31,8 @@ def train_worker(arguments: WorkerArguments) -> dict[str, Any]:
     run_folder = UPath(arguments["run_folder"])
     data = load_prepared(recipe, run_folder / DATA)
     try:
-        return train(recipe, data, start_worker(recipe.train.device), run_folder, _report).model_dump()
+        worker = start_worker(recipe.train.device)
+        return train(recipe, data, worker, run_folder, _report, _announced).model_dump()
     except NonFiniteLossError as error:
         return {"non_finite": str(error)}  # an error would have Ray train the same batches once more
 
@@ -38,3 +40,8 @@ def train_worker(arguments: WorkerArguments) -> dict[str, Any]:
 def _report(record: EpochRecord) -> None:
     """Tell Ray Train of an epoch; checkpoints are kept by the run itself, which Ray only starts again."""
     ray.train.report(record.model_dump())
+
+
+def _announced() -> Action:
+    """STOP once the cluster says that a worker's node is about to go, as clouds take back what they lend."""
+    return Action.STOP if ray.train.get_preemption_info() else Action.CONTINUE

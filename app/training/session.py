@@ -1,7 +1,7 @@
 """One worker's part of a training run, from its first step or from where the run stood."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -47,8 +47,21 @@ class Ending(BaseModel):
     workers: int
 
 
-def train(recipe: Recipe, data: PreparedData, worker: Worker, run_folder: UPath, report: Report) -> Ending:
+def _nothing() -> Action:
+    return Action.CONTINUE
+
+
+def train(
+    recipe: Recipe,
+    data: PreparedData,
+    worker: Worker,
+    run_folder: UPath,
+    report: Report,
+    announced: Callable[[], Action] = _nothing,
+) -> Ending:
     """Train the recipe's model as one worker of the run, from its newest intact checkpoint if it has any.
+
+    ``announced`` is what the workers' surroundings ask of the run; all workers call it equally often.
 
     Raises:
         RecipeError: the model cannot be built from the recipe.
@@ -56,7 +69,7 @@ def train(recipe: Recipe, data: PreparedData, worker: Worker, run_folder: UPath,
         StorageError: every checkpoint is damaged.
     """
     with ExitStack() as stack:
-        loop = _begin(recipe, data, worker, run_folder, report, stack)
+        loop = _begin(recipe, data, worker, run_folder, report, announced, stack)
         request = _run(loop)
         return Ending(records=loop.records, request=request, step=loop.position.step, workers=worker.size)
 
@@ -79,7 +92,13 @@ def _run(loop: Loop) -> Action:
 
 
 def _begin(
-    recipe: Recipe, data: PreparedData, worker: Worker, run_folder: UPath, report: Report, stack: ExitStack
+    recipe: Recipe,
+    data: PreparedData,
+    worker: Worker,
+    run_folder: UPath,
+    report: Report,
+    announced: Callable[[], Action],
+    stack: ExitStack,
 ) -> Loop:
     """Build the model, with the same weights in every worker, and all that trains it; ``stack`` ends what was begun."""
     started, config = time.monotonic(), recipe.train
@@ -122,7 +141,7 @@ def _begin(
         engine=engine,
         feed=Feed(data, config, layout, worker, activity),
         checkpoints=checkpoints,
-        exchange=Exchange(worker, (control.asked, alerts.pending)),
+        exchange=Exchange(worker, (control.asked, alerts.pending, announced)),
         recorder=Recorder(config, worker.device, data.tokens_per_sample, report, open_sinks, started),
         meter=meter,
         profiler=stack.enter_context(profile_steps(config.profile, run_folder, worker.rank)),

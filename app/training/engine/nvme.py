@@ -35,9 +35,9 @@ def require_aligned_gradients(deepspeed: Any) -> None:
         is_written = optimizer._swappable_optimizer_subgroup(group) and swapper.is_swappable_tensor(numel=length)
         if is_written and offset % swapper.numel_alignment:
             raise TrainingError(
-                f"train.plan.offload is nvme, and each worker's part of {deepspeed.param_names[parameter]} begins after "
-                f"{offset:,} elements, which is no multiple of {swapper.numel_alignment}, as DeepSpeed's swapping takes "
-                "it: change the model's width, or offload to cpu"
+                f"train.plan.offload is nvme, and a worker's part of {deepspeed.param_names[parameter]} begins after "
+                f"{offset:,} elements: DeepSpeed's swapping takes a multiple of {swapper.numel_alignment}; change the "
+                "model's width, or offload to cpu"
             )
 
 
