@@ -2,15 +2,19 @@
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import Tables, run
-from tests.parity.plans import rows_of
+from tests.parity.plans import HALF, KEPT, PLANS, STEPS, rows_of
+
+Losses = dict[str, dict[str, list[float]]]
+"""By row, then by whose they are."""
 
 
-def launch(processes: int, *arguments: str) -> dict[str, dict[str, list[float]]]:
+def launch(processes: int, *arguments: str) -> Losses:
     done = run(
         *("torchrun", f"--nproc-per-node={processes}", "-m", "tests.parity.worker", *arguments),
         environment={"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
@@ -18,7 +22,7 @@ def launch(processes: int, *arguments: str) -> dict[str, dict[str, list[float]]]
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("LOSSES ")]
     assert lines, done.stdout + done.stderr
-    found: dict[str, dict[str, list[float]]] = json.loads(lines[0].removeprefix("LOSSES "))
+    found: Losses = json.loads(lines[0].removeprefix("LOSSES "))
     return found
 
 
@@ -29,13 +33,37 @@ def difference(losses: list[float], expected: list[float]) -> float:
     return max(abs(loss - other) / other for loss, other in zip(losses, expected, strict=True))
 
 
-@pytest.mark.parametrize("processes", [1, 2, 8])
-def test_every_plan_trains_the_same_model(processes: int, tmp_path: Path, tables: Tables) -> None:
-    found = launch(processes, "table", str(tmp_path))
-    rows = rows_of(processes)
+@dataclass(frozen=True)
+class Trained:
+    """What every row of the table came to, and the folder with the states that were kept."""
+
+    losses: dict[int, Losses]
+    """By the number of processes."""
+    folder: Path
+
+    def second_half(self) -> dict[str, list[float]]:
+        """The losses that each kept state went on to, by its folder's name."""
+        rows = {processes: rows_of(processes) for processes in PLANS}
+        return {
+            rows[processes][name].slug: each["plan"][HALF:STEPS]
+            for processes, found in self.losses.items()
+            for name, each in found.items()
+            if rows[processes][name].is_kept
+        }
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("states")
+    return Trained({processes: launch(processes, "compare", str(folder)) for processes in PLANS}, folder)
+
+
+@pytest.mark.parametrize("processes", PLANS)
+def test_every_plan_trains_the_same_model(processes: int, trained: Trained, tables: Tables) -> None:
+    found, rows = trained.losses[processes], rows_of(processes)
     apart = {name: difference(losses["plan"], losses["plain"]) for name, losses in found.items()}
     tables.add(
-        f"losses of 10 steps against one process of plain PyTorch, {processes} processes",
+        f"losses of {STEPS} steps against one process of plain PyTorch, {processes} processes",
         ("plan", "largest relative difference", "allowed"),
         [(name, f"{apart[name]:.1e}", f"{rows[name].tolerance:.0e}") for name in apart],
     )
@@ -45,24 +73,25 @@ def test_every_plan_trains_the_same_model(processes: int, tmp_path: Path, tables
         assert apart[name] <= rows[name].tolerance, name
 
 
-SAVED = ["ZeRO 0, sgd", "ZeRO 3, sgd", "pipeline 2, sgd", "ZeRO 1, adamw", "ZeRO 3, adamw", "ZeRO 1, bf16, adamw",
-         "tensor 2, adamw", "pipeline 2, adamw"]  # fmt: skip
-LOADED = ["ZeRO 1, sgd", "ZeRO 1, adamw", "ZeRO 3, adamw", "tensor 2, adamw", "pipeline 2, adamw"]
+GOES_ON = {
+    1: ["one process, sgd", "one process, adamw"],
+    2: ["ZeRO 1, sgd", "ZeRO 1, adamw", "ZeRO 3, adamw", "tensor 2, adamw", "pipeline 2, adamw"],
+}
 
 
-def test_a_run_goes_on_under_any_plan_on_any_number_of_processes(tmp_path: Path, tables: Tables) -> None:
-    gpt = [name for name in SAVED if not name.startswith("Llama")]
-    saved = launch(2, "save", str(tmp_path), *gpt) | launch(
-        8, "save", str(tmp_path), "pipeline 2 x tensor 2 x data 2, adamw"
-    )
-    expected = {slug: losses for each in saved.values() for slug, losses in each.items()}
-    table = []
-    for processes, wanted in ((1, ["one process, sgd", "one process, adamw"]), (2, LOADED)):
-        for name, found in launch(processes, "load", str(tmp_path), *wanted).items():
+def test_a_run_goes_on_under_any_plan_on_any_number_of_processes(trained: Trained, tables: Tables) -> None:
+    expected, table = trained.second_half(), []
+    assert len(expected) == len(KEPT)
+    for processes, wanted in GOES_ON.items():
+        for name, found in launch(processes, "go-on", str(trained.folder), *wanted).items():
             for slug, losses in found.items():
                 apart = difference(losses, expected[slug])
                 table.append((slug.replace("_", " "), name, f"{apart:.1e}"))
                 if slug == rows_of(processes)[name].slug:
                     assert losses == expected[slug], f"{name} on {name} is not the same to the bit"
                 assert apart <= (1e-3 if "bf16" in slug else 1e-6), f"{slug} -> {name}"
-    tables.add("losses of 5 steps after going on under another plan", ("state of", "goes on as", "difference"), table)
+    tables.add(
+        f"losses of {STEPS - HALF} steps after going on under another plan",
+        ("state of", "goes on as", "difference"),
+        table,
+    )

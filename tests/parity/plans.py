@@ -6,6 +6,7 @@ from typing import Any
 from app.config import ModelConfig, TrainConfig
 
 STEPS, BATCH, LENGTH = 10, 16, 16
+HALF = STEPS // 2
 CLIPPING = 0.5  # smaller than any gradient here, so every step is clipped
 FACTS = {"vocab_size": 257, "max_length": LENGTH}
 MODELS = {
@@ -42,6 +43,11 @@ class Row:
         plan = self.config.plan
         exact = self.config.precision == "fp32" and not (plan.communication_data_type or plan.powersgd)
         return 1e-4 if exact else 2e-2
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether other plans go on from its state after half of the steps."""
+        return self.name in KEPT
 
     @property
     def slug(self) -> str:
@@ -81,6 +87,10 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
         "pipeline 2 x tensor 2 x data 2, bf16": {"pipeline": 2, "tensor": 2, "micro_batch": 2, "precision": "bf16"},
     },
 }
+KEPT = (
+    "ZeRO 0, sgd", "ZeRO 3, sgd", "pipeline 2, sgd", "ZeRO 1, adamw", "ZeRO 3, adamw", "ZeRO 1, bf16, adamw",
+    "tensor 2, adamw", "pipeline 2, adamw", "pipeline 2 x tensor 2 x data 2, adamw",
+)  # fmt: skip
 
 
 def rows_of(workers: int) -> dict[str, Row]:

@@ -1,4 +1,4 @@
-"""torchrun -m tests.parity.worker table|save|load FOLDER ROW…: what plans do to the loss, as a line of JSON."""
+"""torchrun -m tests.parity.worker compare|go-on FOLDER ROW…: what plans do to the loss, as a line of JSON."""
 
 import json
 import os
@@ -25,9 +25,7 @@ from app.training.engine import TrainingEngine, create_engine
 from app.training.engine.objective import Totals
 from app.training.engine.schedule import lr_factor
 from app.training.worker import start_worker
-from tests.parity.plans import BATCH, CLIPPING, FACTS, LENGTH, MODELS, OPTIMIZERS, STEPS, Row, rows_of
-
-HALF = STEPS // 2
+from tests.parity.plans import BATCH, CLIPPING, FACTS, HALF, LENGTH, MODELS, OPTIMIZERS, STEPS, Row, rows_of
 
 
 def global_batches() -> list[torch.Tensor]:
@@ -109,34 +107,29 @@ def validate(engine: TrainingEngine, layout: Layout) -> float:
     return Totals.of(sums).mean_loss
 
 
-def compare(row: Row, _: UPath) -> dict[str, list[float]]:
+def compare(row: Row, folder: UPath) -> dict[str, list[float]]:
+    """The plan's losses beside plain PyTorch's; its state after half of the steps is kept, if others go on from it."""
     engine, layout = planned(row)
-    losses = train(engine, layout, range(STEPS))
+    writer = CheckpointWriter(CheckpointStore(folder / row.slug), CheckpointConfig())
+    losses = train(engine, layout, range(HALF))
+    if row.is_kept:
+        writer.save(take_snapshot(engine, layout, Position(step=HALF), [], row.config.precision), best=None)
+    losses += train(engine, layout, range(HALF, STEPS))
+    writer.close()
     return {"plan": [*losses, validate(engine, layout)], "plain": plain_losses(row.model, row.config.optimizer.name)}
 
 
-def save(row: Row, folder: UPath) -> dict[str, list[float]]:
-    """Losses of the second half, after the state of the first was kept."""
-    engine, layout = planned(row)
-    train(engine, layout, range(HALF))
-    writer = CheckpointWriter(CheckpointStore(folder / row.slug), CheckpointConfig())
-    writer.save(take_snapshot(engine, layout, Position(step=HALF), [], row.config.precision), best=None)
-    losses = train(engine, layout, range(HALF, STEPS))
-    writer.wait()
-    return {row.slug: losses}
-
-
-def load(row: Row, folder: UPath) -> dict[str, list[float]]:
+def go_on(row: Row, folder: UPath) -> dict[str, list[float]]:
     """Losses of the second half from each state in ``folder`` that the same optimizer left."""
     found = {}
-    for saved in sorted(each.name for each in folder.iterdir() if each.name.endswith(row.config.optimizer.name)):
+    for kept in sorted(each.name for each in folder.iterdir() if each.name.endswith(row.config.optimizer.name)):
         engine, layout = planned(row)
-        load_checkpoint(engine, layout, CheckpointStore(folder / saved).folder_of(HALF))
-        found[saved] = train(engine, layout, range(HALF, STEPS))
+        load_checkpoint(engine, layout, CheckpointStore(folder / kept).folder_of(HALF))
+        found[kept] = train(engine, layout, range(HALF, STEPS))
     return found
 
 
-WORK: dict[str, Callable[[Row, UPath], dict[str, list[float]]]] = {"table": compare, "save": save, "load": load}
+WORK: dict[str, Callable[[Row, UPath], dict[str, list[float]]]] = {"compare": compare, "go-on": go_on}
 
 
 def main() -> None:
