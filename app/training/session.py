@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-import torch
 from pydantic import BaseModel
 from upath import UPath
 
@@ -17,6 +16,7 @@ from app.telemetry.profiler import profile_steps
 from app.telemetry.tensorboard import TensorBoardLog
 from app.training.activity import Activity
 from app.training.checkpoints.manager import CheckpointManager
+from app.training.checkpoints.rng import seed_random
 from app.training.checkpoints.state import Position
 from app.training.coordination.control import Control
 from app.training.coordination.exchange import Exchange
@@ -111,13 +111,13 @@ def _begin(
     alerts = _start_alerts(recipe, worker, run_folder.name)
     stack.callback(alerts.close)
     total_steps = count_steps(config, len(data.train))
-    torch.manual_seed(config.seed)
+    seed_random(config.seed)
     activity.begin("building the model")
     model = build_model(recipe.model, data.facts)
     meter = Meter.of(model, config, layout, worker)
     activity.begin("making DeepSpeed's engine")
     engine = create_engine(model, config, layout, total_steps)
-    torch.manual_seed(config.seed + layout.data_rank(worker.rank))  # other dropout in each share
+    seed_random(config.seed + layout.data_rank(worker.rank))  # other dropout in each share
     control = Control(run_folder)
     control.listen()
     if worker.is_first:
