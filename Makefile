@@ -9,7 +9,7 @@ help:
 	@echo "make demo            from a fresh clone to a prediction: install, start a cluster, train, compile, deploy, ask"
 	@echo "make test            every test that needs no GPU"
 	@echo "make test-gpu        the tests that need a GPU"
-	@echo "make test-faults     the tests that kill Ray's processes, on clusters of their own"
+	@echo "make test-faults     every fault that is survived, injected; with a table of them"
 	@echo "make bench-training  training beside its peers, into benchmarks/training/RESULTS.md; the machine must be quiet"
 	@echo "make lint            ruff, mypy and the rules between the parts"
 	@echo "make format          put the code into its one form"
@@ -41,7 +41,7 @@ test-gpu: $(INSTALLED)
 	@$(BIN)/python -m pytest tests/gpu
 
 test-faults: $(INSTALLED)
-	@$(BIN)/python -m pytest tests/faults
+	@$(BIN)/python -m pytest -m faults tests
 
 $(INSTALLED_BENCH): $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, Tables, run
-from tests.launch import Launch
+from tests.helpers import ROOT, Faults, Tables, run
+from tests.launch import INTERRUPTED, STEPS, Launch, Trained
 from tests.receiver import HttpReceiver
 
-_TABLES = Tables()
+_TABLES, _FAULTS = Tables(), Faults()
 
 
 @pytest.fixture
@@ -20,9 +20,16 @@ def tables() -> Tables:
     return _TABLES
 
 
+@pytest.fixture
+def faults() -> Faults:
+    """Where a test puts which fault it injected, and what came of it."""
+    return _FAULTS
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the tables."""
-    for table in _TABLES.rendered:
+    _FAULTS.add_to(_TABLES)
+    for table in _TABLES.rendered():
         terminalreporter.write_line("")
         terminalreporter.write_line(table)
 
@@ -59,6 +66,18 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     launch = Launch(tmp_path)
     yield launch
     launch.check()
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """What the run that other tests interrupt comes to when nothing happens."""
+    launch = Launch(tmp_path_factory.mktemp("uninterrupted"))
+    storage = f"storage={tmp_path_factory.mktemp('storage')}"
+    run = launch.torchrun("-m", "app.training", "recipes/digits.yaml", *INTERRUPTED, storage)
+    trained = Trained.of(run.result())
+    launch.check()
+    assert [each["step"] for each in trained.records if "loss" in each] == list(range(1, STEPS + 1))
+    return trained
 
 
 @pytest.fixture(scope="session")

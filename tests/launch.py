@@ -1,24 +1,40 @@
 """Training that a test watches and harms: under torchrun, or as a job on a cluster."""
 
 import contextlib
+import hashlib
 import json
 import os
 import re
 import subprocess
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import psutil
+import torch
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from app.cluster.state import ClusterState
 from tests.helpers import BIN, ROOT, result_of, run, wait_until
 
 MARK = "RAYLOOM_TEST"
 """The environment variable that every process of a launch inherits."""
+_NUMBERS = ("step", "epoch", "loss", "lr", "grad_norm", "loss_scale", "val_loss", "val_accuracy")
 CHECKPOINT = "checkpoints/step_{step}/SHA256SUMS"
+
+
+EVERY_STEPS, HANG_TIMEOUT_S = 4, 10.0
+INTERRUPTED = ["train.workers=2", "train.epochs=4", "train.early_stopping=null", "train.resume=latest",
+               f"train.checkpoint.every_steps={EVERY_STEPS}", "train.checkpoint.num_to_keep=99",
+               f"train.hang_timeout_s={HANG_TIMEOUT_S}", "model.factory=tests.faults.models:DropoutCnn",
+               "model.args.pause_s=0.05"]  # fmt: skip
+"""Of the run that is interrupted in every way, and must end as if it had not been."""
+STEPS = 88
 
 
 class Launched:
@@ -74,7 +90,7 @@ class Launch:
         return self._started[-1]
 
     def torchrun(self, *arguments: str, processes: int = 2) -> Launched:
-        """Such as ``-m app.training recipes/digits.yaml``; a rank that does not end is killed after a few seconds."""
+        """Such as ``-m app.training recipes/digits.yaml``; told to end, it soon kills a rank that does not."""
         return self("torchrun", f"--nproc-per-node={processes}", "--shutdown-timeout=5", *arguments)
 
     def check(self) -> None:
@@ -135,6 +151,10 @@ class Job:
     def output(self) -> str:
         return self.client.output
 
+    @property
+    def has_ended(self) -> bool:
+        return self.client.process.poll() is not None
+
     def driver(self) -> psutil.Process:
         """The process that runs ``jobs.train``."""
         (found,) = [each for each in self._cluster.processes("jobs.train", self._name) if "python" in each.name()]
@@ -145,6 +165,45 @@ class Job:
         (submission_id,) = re.findall(r"Job '(\S+)' submitted", self.output)
         stopped = run("ray", "job", "stop", submission_id, environment=self._cluster.environment)
         assert stopped.returncode == 0, stopped.stderr
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run leaves that no clock has a part in; equal to another's if both are the same to the bit."""
+
+    records: list[dict[str, Any]]
+    weights: str
+    """sha256 of the best epoch's ``model.safetensors``."""
+    state: dict[str, str]
+    """Of the last checkpoint."""
+
+    @classmethod
+    def of(cls, result: dict[str, Any]) -> Self:
+        """Of a run that has succeeded."""
+        assert result["status"] == "succeeded", result
+        weights = Path(result["artifacts"]["weights"])
+        return cls(
+            records=numbers_of(weights.parent),
+            weights=hashlib.sha256((weights / "model.safetensors").read_bytes()).hexdigest(),
+            state=state_of(weights.parent / "checkpoints" / f"step_{result['metrics']['steps']:08d}"),
+        )
+
+
+def numbers_of(run_folder: Path) -> list[dict[str, Any]]:
+    """What a run has logged, without what was measured of time and memory."""
+    return [{key: record[key] for key in _NUMBERS if key in record} for record in records_of(run_folder)]
+
+
+def state_of(checkpoint: Path) -> dict[str, str]:
+    """sha256 of each of a checkpoint's tensors: weights, the optimizer's state, every rank's random numbers."""
+    return {name: hashlib.sha256(each.numpy().tobytes()).hexdigest() for name, each in tensors_of(checkpoint).items()}
+
+
+def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All of a checkpoint, by name."""
+    content: dict[str, torch.Tensor] = {}
+    _load_state_dict(content, FileSystemReader(checkpoint), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return content
 
 
 def newest_step(storage: Path, name: str = "") -> int:

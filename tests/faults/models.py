@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -51,8 +52,10 @@ class DropoutCnn(nn.Module):
 class HangingCnn(DropoutCnn):
     """One that never comes back from a forward pass on ``rank``, once in the life of file ``once``."""
 
-    def __init__(self, num_labels: int, channels: int, width: int, rank: int, call: int, once: str) -> None:
-        super().__init__(num_labels, channels, width)
+    def __init__(
+        self, num_labels: int, channels: int, width: int, rank: int, call: int, once: str, ranks: str = ""
+    ) -> None:
+        super().__init__(num_labels, channels, width, ranks=ranks)
         self.rank, self.call, self.once, self.calls = rank, call, Path(once), 0
 
     def trouble(self, pixel_values: Tensor) -> None:
@@ -60,6 +63,31 @@ class HangingCnn(DropoutCnn):
         if torch.distributed.get_rank() == self.rank and self.calls == self.call and not self.once.exists():
             self.once.write_text(str(os.getpid()), encoding="utf-8")
             time.sleep(1e6)
+
+
+class DyingCnn(DropoutCnn):
+    """One whose second rank kills itself in forward pass ``deaths[n]`` of its n-th life.
+
+    The files ``life_n`` and ``death_n`` in ``folder`` tell when a life trained first, and when it ended.
+    """
+
+    def __init__(
+        self, num_labels: int, channels: int, width: int, pause_s: float, deaths: list[int], folder: str
+    ) -> None:
+        super().__init__(num_labels, channels, width, pause_s=pause_s)
+        self.deaths, self.folder, self.calls = deaths, Path(folder), 0
+
+    def trouble(self, pixel_values: Tensor) -> None:
+        super().trouble(pixel_values)
+        if torch.distributed.get_rank() != 1:
+            return
+        life = len(list(self.folder.glob("death_*")))
+        self.calls += 1
+        if self.calls == 1:
+            (self.folder / f"life_{life}").touch()
+        if life < len(self.deaths) and self.calls == self.deaths[life]:
+            (self.folder / f"death_{life}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class SlowCnn(DropoutCnn):
@@ -85,11 +113,20 @@ class PoisonedCnn(DropoutCnn):
         return logits * float("nan") if self.training and self.poison & set(fingerprints(pixel_values)) else logits
 
 
+class SteepCnn(PoisonedCnn):
+    """One whose loss stays finite for such a batch, and whose gradient does not."""
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        logits: Tensor = DropoutCnn.forward(self, pixel_values)
+        poisoned = self.training and self.poison & set(fingerprints(pixel_values))
+        return logits + (logits - logits).sqrt() if poisoned else logits
+
+
 class LedgerCnn(DropoutCnn):
     """One that notes in ``folder`` which pictures it was trained on: a file a process, a line a picture."""
 
     def __init__(self, num_labels: int, channels: int, width: int, folder: str, pause_s: float = 0.0) -> None:
-        super().__init__(num_labels, channels, width, pause_s)
+        super().__init__(num_labels, channels, width, dropout=0.0, pause_s=pause_s)
         self.folder = Path(folder)
 
     def trouble(self, pixel_values: Tensor) -> None:

@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.helpers import ROOT, run
+from tests.helpers import ROOT, Faults, run
 
 # Deploys an application, then counts to train.max_steps in an actor; told to resume, it goes on from the last number.
 JOB = """
@@ -150,44 +150,52 @@ def answers_until(ended: threading.Event, cluster: Cluster) -> Counter[int | str
     return answers
 
 
-def test_a_killed_gcs_costs_nothing(cluster: Cluster, background: concurrent.futures.Executor) -> None:
-    submitted = background.submit(cluster.submit, 30)
-    wait_until(lambda: submitted.done() or len(cluster.ledger()) >= 3)
-    ended = threading.Event()
-    answers = background.submit(answers_until, ended, cluster)
-    died = cluster.process("gcs_server").pid
-    cluster.kill("gcs_server")
-    done = submitted.result()
-    ended.set()
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert set(answers.result()) == {200}
-    assert [count for count, _, _ in cluster.ledger()] == list(range(1, 31))
-    assert len({(driver, actor) for _, driver, actor in cluster.ledger()}) == 1
-    assert f"relaunched the GCS: process {died} died" in cluster.rayloom("status").stdout
-    assert cluster.submit(1).returncode == 0  # the next job needs a new actor and a new replica
+def test_a_killed_gcs_costs_nothing(cluster: Cluster, background: concurrent.futures.Executor, faults: Faults) -> None:
+    with faults("T4", "Ray: SIGKILL of the GCS", "no restart, no failed request") as fault:
+        submitted = background.submit(cluster.submit, 30)
+        wait_until(lambda: submitted.done() or len(cluster.ledger()) >= 3)
+        ended = threading.Event()
+        answers = background.submit(answers_until, ended, cluster)
+        died = cluster.process("gcs_server").pid
+        cluster.kill("gcs_server")
+        done = submitted.result()
+        ended.set()
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert set(answers.result()) == {200}
+        assert [count for count, _, _ in cluster.ledger()] == list(range(1, 31))
+        assert len({(driver, actor) for _, driver, actor in cluster.ledger()}) == 1
+        assert f"relaunched the GCS: process {died} died" in cluster.rayloom("status").stdout
+        assert cluster.submit(1).returncode == 0  # the next job needs a new actor and a new replica
+        fault.saw(f"{answers.result()[200]} of {answers.result().total()} requests answered, the job ran on")
 
 
 def test_a_killed_raylet_loses_the_cluster_and_the_job_is_submitted_again(
-    cluster: Cluster, background: concurrent.futures.Executor
+    cluster: Cluster, background: concurrent.futures.Executor, faults: Faults
 ) -> None:
-    submitted = background.submit(cluster.submit, 30)
-    wait_until(lambda: submitted.done() or len(cluster.ledger()) >= 3)
-    (first,) = cluster.jobs()
-    cluster.kill("raylet")
-    done = submitted.result()
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert cluster.jobs() == {first: "FAILED", f"{first}-again": "SUCCEEDED"}
-    assert [count for count, _, _ in cluster.ledger()] == list(range(1, 31))
-    assert len({driver for _, driver, _ in cluster.ledger()}) == 2
-    assert f"job {first} was lost: submitted again as {first}-again" in cluster.rayloom("status").stdout
-    wait_until(lambda: cluster.ask() == 200)  # Serve has its applications from the store
+    with faults("T5", "Ray: SIGKILL of the head's raylet", "cluster started anew, job submitted again") as fault:
+        submitted = background.submit(cluster.submit, 30)
+        wait_until(lambda: submitted.done() or len(cluster.ledger()) >= 3)
+        (first,) = cluster.jobs()
+        cluster.kill("raylet")
+        done = submitted.result()
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert cluster.jobs() == {first: "FAILED", f"{first}-again": "SUCCEEDED"}
+        assert [count for count, _, _ in cluster.ledger()] == list(range(1, 31))
+        assert len({driver for _, driver, _ in cluster.ledger()}) == 2
+        assert f"job {first} was lost: submitted again as {first}-again" in cluster.rayloom("status").stdout
+        wait_until(lambda: cluster.ask() == 200)  # Serve has its applications from the store
+        fault.saw("submitted again, every number counted once")
 
 
-def test_without_a_supervisor_a_killed_gcs_is_told(cluster: Cluster, background: concurrent.futures.Executor) -> None:
-    submitted = background.submit(cluster.submit, 1000)
-    wait_until(lambda: submitted.done() or len(cluster.ledger()) >= 3)
-    cluster.kill("app.cluster.supervisor")
-    cluster.kill("gcs_server")
-    done = submitted.result()
-    assert done.returncode == 2
-    assert "was lost with its cluster, and is not submitted again" in done.stderr
+def test_without_a_supervisor_a_killed_gcs_is_told(
+    cluster: Cluster, background: concurrent.futures.Executor, faults: Faults
+) -> None:
+    with faults("T4b", "Ray: SIGKILL of the GCS and its supervisor", "the client ends and says why") as fault:
+        submitted = background.submit(cluster.submit, 1000)
+        wait_until(lambda: submitted.done() or len(cluster.ledger()) >= 3)
+        cluster.kill("app.cluster.supervisor")
+        cluster.kill("gcs_server")
+        done = submitted.result()
+        assert done.returncode == 2
+        assert "was lost with its cluster, and is not submitted again" in done.stderr
+        fault.saw(done.stderr.strip().splitlines()[-1])

@@ -5,49 +5,62 @@ import resource
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.faults.torn_writes import require_survival
-from tests.helpers import wait_until
+from tests.helpers import Faults, wait_until
 from tests.launch import Launch, newest_step, records_of
 
+pytestmark = pytest.mark.faults
 TRAIN = ["-m", "app.training", "recipes/digits.yaml", "train.resume=latest", "train.epochs=2", "train.workers=1",
          "train.early_stopping=null", "train.checkpoint.every_steps=4", "train.checkpoint.num_to_keep=9",
          "model.factory=tests.faults.models:DropoutCnn", "model.args.pause_s=0.1"]  # fmt: skip
 
 
-def test_a_kill_while_checkpoints_are_written_leaves_none_that_is_bad(launch: Launch, tmp_path: Path) -> None:
-    kills = require_survival(launch, tmp_path, kills=10)
-    assert any(each.torn for each in kills), "none was hit while it wrote"
+def test_a_kill_while_checkpoints_are_written_leaves_none_that_is_bad(
+    launch: Launch, tmp_path: Path, faults: Faults
+) -> None:
+    with faults("T6", "ranks are killed while they write", "0 bad checkpoints are read") as fault:
+        kills = require_survival(launch, tmp_path, kills=10)
+        fault.saw(f"{len(kills)} kills, {sum(bool(each.torn) for each in kills)} while writing, 0 bad")
+        assert any(each.torn for each in kills), "none was hit while it wrote"
 
 
 def test_a_full_disk_ends_the_run_with_what_is_missing_and_it_goes_on_once_there_is_room(
-    launch: Launch, tmp_path: Path
+    launch: Launch, tmp_path: Path, faults: Faults
 ) -> None:
     storage = tmp_path / "storage"
-    full = launch("python", *TRAIN)
-    wait_until(lambda: newest_step(storage) > 0)
-    resource.prlimit(full.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))  # as a quota would
-    assert full.ends() == 1
-    (folder,) = storage.glob("runs/train/*")
-    error = full.result()["error"]
-    assert f"checkpoint '{folder}/checkpoints/step_000000" in error
-    assert "cannot be written: [Errno 27] File too large; this process's part takes 1," in error
-    assert "bytes are free there. Those before it are whole: go on from them with train.resume=latest" in error
-    kept = newest_step(storage)
-    assert len(list(folder.glob("checkpoints/step_*"))) == kept / 4, "the torn one is gone"
+    with faults("T8", "torchrun: no room for a checkpoint", "error names path and bytes; the good ones stay") as fault:
+        full = launch("python", *TRAIN)
+        wait_until(lambda: newest_step(storage) > 0)
+        resource.prlimit(full.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))  # as a quota would
+        assert full.ends() == 1
+        (folder,) = storage.glob("runs/train/*")
+        error = full.result()["error"]
+        assert f"checkpoint '{folder}/checkpoints/step_000000" in error
+        assert "cannot be written: [Errno 27] File too large; this process's part takes 1," in error
+        assert "bytes are free there. Those before it are whole: go on from them with train.resume=latest" in error
+        kept = newest_step(storage)
+        assert len(list(folder.glob("checkpoints/step_*"))) == kept / 4, "the torn one is gone"
+        fault.saw(error.partition(": ")[2])
 
-    damaged = tmp_path / "damaged"
-    shutil.copytree(storage, damaged)
-    for file in damaged.glob("runs/train/*/checkpoints/step_*/__0_0.distcp"):
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content)
-    refused = launch("python", *TRAIN, f"storage={damaged}")
-    assert refused.ends() == 1
-    assert "are damaged: restore one of them" in refused.result()["error"]
-    assert records_of(damaged / folder.relative_to(storage)) == records_of(folder), "nothing was done over"
+    with faults("T7", "torchrun: one bit flipped in each checkpoint", "each is named; no new start") as fault:
+        damaged = tmp_path / "damaged"
+        shutil.copytree(storage, damaged)
+        for file in damaged.glob("runs/train/*/checkpoints/step_*/__0_0.distcp"):
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 1
+            file.write_bytes(content)
+        refused = launch("python", *TRAIN, f"storage={damaged}")
+        assert refused.ends() == 1
+        assert "are damaged: restore one of them" in refused.result()["error"]
+        assert records_of(damaged / folder.relative_to(storage)) == records_of(folder), "nothing was done over"
+        fault.saw(f"{refused.output.count('is damaged and left out')} of {kept // 4} named")
 
-    result = launch("python", *TRAIN).result()
-    assert result["status"] == "succeeded"
-    assert result["metrics"]["resumed_from_step"] == kept
-    assert [each["step"] for each in records_of(folder) if "grad_norm" in each] == list(range(1, 45))
-    assert json.loads((folder / "result.json").read_text(encoding="utf-8"))["run_id"] == folder.name
+    with faults("T8", "the same, with room again", "goes on from the last good one") as fault:
+        result = launch("python", *TRAIN).result()
+        assert result["status"] == "succeeded"
+        assert result["metrics"]["resumed_from_step"] == kept
+        assert [each["step"] for each in records_of(folder) if "grad_norm" in each] == list(range(1, 45))
+        assert json.loads((folder / "result.json").read_text(encoding="utf-8"))["run_id"] == folder.name
+        fault.saw(f"went on from step {kept}")

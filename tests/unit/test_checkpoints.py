@@ -11,6 +11,7 @@ from app.errors import StorageError
 from app.training.checkpoints.fragments import Fragment, Slice, boxes_of, matrix_shape
 from app.training.checkpoints.rng import random_state, restore_random_state
 from app.training.checkpoints.store import CheckpointStore
+from tests.helpers import Faults
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, 35), (0, 3), (3, 4), (3, 30), (7, 14), (34, 1), (10, 20)])
@@ -63,16 +64,19 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json", CHECKSUMS_FILE])
 @pytest.mark.parametrize("damage", [truncate, flip, Path.unlink, lambda file: file.write_bytes(b"")])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
-    store: CheckpointStore, name: str, damage: object, capsys: pytest.CaptureFixture[str]
+    store: CheckpointStore, name: str, damage: object, capsys: pytest.CaptureFixture[str], faults: Faults
 ) -> None:
     assert callable(damage)
-    damage(Path(store.folder_of(30).path) / name)
-    assert store.newest_intact() == 20
-    if not (name == CHECKSUMS_FILE and damage is Path.unlink):  # then it was never finished, which is no damage
-        assert "step_00000030" in capsys.readouterr().err
+    with faults("T7", "any file cut, flipped, lost or emptied", "named; the one before is taken") as fault:
+        damage(Path(store.folder_of(30).path) / name)
+        assert store.newest_intact() == 20
+        if not (name == CHECKSUMS_FILE and damage is Path.unlink):  # then it was never finished, which is no damage
+            assert "step_00000030" in capsys.readouterr().err
+        fault.saw("it was")
 
 
 def test_nothing_but_damaged_checkpoints_is_an_error_and_no_new_start(store: CheckpointStore) -> None:

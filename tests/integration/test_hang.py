@@ -1,0 +1,66 @@
+"""A rank that hangs ends the run and is named; one that is slow is only named."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import Faults
+from tests.launch import Launch, newest_step, records_of
+
+pytestmark = pytest.mark.faults
+TIMEOUT_S = 10.0
+RUN = ["-m", "app.training", "recipes/digits.yaml", "train.epochs=9", "train.early_stopping=null",
+       f"train.hang_timeout_s={TIMEOUT_S}"]  # fmt: skip
+
+
+def failure_of(storage: Path) -> str:
+    """What a rank noted before it ended itself."""
+    (note,) = storage.glob("runs/train/*/failure.txt")
+    return note.read_text(encoding="utf-8")
+
+
+def test_a_rank_that_sleeps_is_named(launch: Launch, tmp_path: Path, faults: Faults) -> None:
+    with faults(
+        "T10", "torchrun: a rank sleeps in its step", f"error in {TIMEOUT_S + 10:g} s, names the rank"
+    ) as fault:
+        once = tmp_path / "once"
+        run = launch.torchrun(
+            *RUN,
+            "model.factory=tests.faults.models:HangingCnn",
+            f"model.args={{width: 32, rank: 1, call: 30, once: {once}}}",
+        )
+        assert run.ends() != 0
+        seconds = time.time() - once.stat().st_mtime
+        fault.saw(f"{failure_of(tmp_path / 'storage')}; ended after {seconds:.1f} s")
+        expected = f"no progress for {TIMEOUT_S:g} s: rank 1 does not come out of the forward pass; the others wait"
+        assert failure_of(tmp_path / "storage") == expected
+        assert "in trouble" in run.output, "its stack is shown"
+        assert seconds <= TIMEOUT_S + 10
+        assert newest_step(tmp_path / "storage") == 22
+
+
+def test_a_slow_rank_is_named_and_a_first_rank_that_is_frozen_ends_the_run(
+    launch: Launch, tmp_path: Path, faults: Faults
+) -> None:
+    storage = tmp_path / "storage"
+    run = launch.torchrun(
+        *RUN, "model.factory=tests.faults.models:SlowCnn", "model.args={width: 32, rank: 1, extra_s: 0.5}"
+    )
+    with faults("T11", "torchrun: 0.5 s more a step", "named within 20 steps, not killed") as fault:
+        run.says("warning: rank 1 is slow")
+        (folder,) = storage.glob("runs/train/*")
+        named_at = len(records_of(folder))
+        run.says("epoch 1/9")
+        fault.saw(f"named at step {named_at}")
+        assert named_at <= 20
+        assert "rank 0 is slow" not in run.output
+    with faults("T10", "torchrun: SIGSTOP of rank 0", f"error in {TIMEOUT_S + 10:g} s, names the rank") as fault:
+        frozen, struck = run.ranks()[0], time.monotonic()
+        os.kill(frozen, signal.SIGSTOP)
+        run.says("rank 0 does not answer: stopped, or gone", TIMEOUT_S + 10)
+        fault.saw(f"{failure_of(storage)}; after {time.monotonic() - struck:.1f} s")
+        os.kill(frozen, signal.SIGKILL)  # torchrun would do so after half a minute
+        assert run.ends() != 0

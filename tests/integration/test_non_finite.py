@@ -1,0 +1,63 @@
+"""A batch that breaks the numbers stops the run before anything of it is kept, or is left out."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.config import load_recipe
+from app.tasks import prepare
+from app.training.batches import train_batches
+from tests.faults.models import fingerprints
+from tests.helpers import Faults
+from tests.launch import Launch, Launched, newest_step, records_of, tensors_of
+
+pytestmark = pytest.mark.faults
+RECIPE, EPOCHS, BATCH = "recipes/digits.yaml", 2, 64
+NUMBER, STEPS = 9, 22
+"""The broken batch of the first epoch, and how many there are; the same picture is in one of the second."""
+RUN = [f"train.epochs={EPOCHS}", "train.early_stopping=null", "train.checkpoint.every_steps=4",
+       "train.checkpoint.num_to_keep=99", "train.resume=latest"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def poison() -> str:
+    """A picture that rank 1 meets in batch ``NUMBER`` of the first epoch."""
+    recipe = load_recipe(RECIPE, [])
+    pictures = prepare(recipe).train
+    batch = train_batches(pictures.lengths, BATCH, recipe.train.seed, epoch=1)[NUMBER]
+    return fingerprints(torch.from_numpy(pictures.batch([batch[1]]).inputs["pixel_values"]))[0]
+
+
+def start(launch: Launch, model: str, poison: str, *overrides: str) -> Launched:
+    poisoned = [f"model.factory=tests.faults.models:{model}", f"model.args.poison=['{poison}']"]
+    return launch.torchrun("-m", "app.training", RECIPE, *RUN, *poisoned, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("model", "whose"),
+    [("PoisonedCnn", "the loss of rank 1"), ("SteepCnn", "the gradient, and no rank's loss,")],
+)
+def test_a_step_that_is_not_finite_stops_the_run_and_can_be_left_out(
+    launch: Launch, tmp_path: Path, poison: str, faults: Faults, model: str, whose: str
+) -> None:
+    storage = tmp_path / "storage"
+    with faults("T9", f"torchrun: NaN in {whose.rstrip(',')}", "all ranks stop at the step; no NaN kept") as fault:
+        stopped = start(launch, model, poison)
+        assert stopped.ends() != 0
+        error = stopped.result()["error"]
+        assert f"step {NUMBER + 1}: {whose} is not finite (epoch 1, batch {NUMBER})" in error
+        (folder,) = storage.glob("runs/train/*")
+        assert newest_step(storage) == NUMBER // 4 * 4
+        assert [record["step"] for record in records_of(folder)] == list(range(1, NUMBER))
+        for checkpoint in folder.glob("checkpoints/*"):
+            assert all(tensor.double().isfinite().all() for tensor in tensors_of(checkpoint).values())
+        fault.saw(error.partition("(")[0].strip())
+    with faults("T9", f"the same, {model}, rollback", "goes on without the batch, in each epoch") as fault:
+        done = start(launch, model, poison, "train.non_finite=rollback")
+        result = done.result()
+        assert result["status"] == "succeeded", done.output
+        assert result["metrics"]["steps"] == EPOCHS * (STEPS - 1)
+        assert [each["step"] for each in records_of(folder) if "loss" in each] == list(range(1, 1 + 2 * (STEPS - 1)))
+        fault.saw(f"{done.output.count('without this batch')} batches left out")
+        assert done.output.count("without this batch") == EPOCHS

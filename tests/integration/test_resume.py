@@ -1,0 +1,112 @@
+"""A run that is killed, frozen and stopped ends with the bits of the one that nothing happened to."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import Faults, wait_until
+from tests.launch import (
+    EVERY_STEPS,
+    HANG_TIMEOUT_S,
+    INTERRUPTED,
+    STEPS,
+    Cluster,
+    Job,
+    Launch,
+    Launched,
+    Trained,
+    newest_step,
+    records_of,
+)
+
+pytestmark = pytest.mark.faults
+
+
+def under_way(launch: Launch, storage: Path) -> Launched:
+    """The run, going on from where it stood, a random while after it has kept its state once more."""
+    before = newest_step(storage)
+    run = launch.torchrun("-m", "app.training", "recipes/digits.yaml", *INTERRUPTED)
+    wait_until(lambda: newest_step(storage) > before + EVERY_STEPS or run.process.poll() is not None, timeout_s=120)
+    assert f"going on from step {before} of {STEPS}" in run.output or not before, run.output
+    time.sleep(random.uniform(0.0, 0.5))
+    return run
+
+
+def kill_rank(run: Launched) -> None:
+    os.kill(run.ranks()[1], signal.SIGKILL)
+
+
+def freeze_rank(run: Launched) -> None:
+    rank = run.ranks()[1]
+    os.kill(rank, signal.SIGSTOP)
+    run.says(f"no progress for {HANG_TIMEOUT_S:g} s: rank 1 does not answer: stopped, or gone", HANG_TIMEOUT_S + 10)
+    os.kill(rank, signal.SIGKILL)  # torchrun would do so after half a minute
+
+
+def kill_launcher(run: Launched) -> None:
+    os.kill(run.pid, signal.SIGKILL)
+
+
+def stop_rank(run: Launched) -> None:
+    os.kill(run.ranks()[1], signal.SIGTERM)
+
+
+def stop_launcher(run: Launched) -> None:
+    os.kill(run.pid, signal.SIGTERM)
+
+
+def test_an_interrupted_run_ends_with_the_same_bits(
+    launch: Launch, tmp_path: Path, uninterrupted: Trained, faults: Faults
+) -> None:
+    storage = tmp_path / "storage"
+
+    def strike(row: str, injected: str, harm: Callable[[Launched], None], within_s: float) -> Launched:
+        with faults(row, f"torchrun: {injected}", f"gone in {within_s:g} s; resumes with the same bits") as fault:
+            run = under_way(launch, storage)
+            kept, struck = newest_step(storage), time.monotonic()
+            harm(run)
+            wait_until(lambda: not run.left(), within_s)
+            (folder,) = storage.glob("runs/train/*")
+            lost = records_of(folder)[-1]["step"] - newest_step(storage)
+            fault.saw(f"gone after {time.monotonic() - struck:.1f} s, {lost} steps lost")
+            assert newest_step(storage) >= kept
+            assert lost < 2 * EVERY_STEPS, "the state before the last one is kept before the next one is"
+            return run
+
+    killed = strike("T1", "SIGKILL of a rank", kill_rank, within_s=10)
+    assert killed.ends() != 0
+    strike("T2", "SIGKILL of torchrun", kill_launcher, within_s=10)
+    strike("T10", "SIGSTOP of a rank", freeze_rank, within_s=HANG_TIMEOUT_S + 10)
+    stopped = strike("stop", "SIGTERM of a rank", stop_rank, within_s=30)
+    assert (stopped.ends(), stopped.result()["status"]) == (0, "stopped")
+    assert stopped.result()["metrics"]["steps"] == newest_step(storage), "the state at the stop is kept"
+    stopped = strike("stop", "SIGTERM of torchrun", stop_launcher, within_s=30)
+    assert stopped.result()["metrics"]["steps"] == newest_step(storage)
+
+    result = launch.torchrun("-m", "app.training", "recipes/digits.yaml", *INTERRUPTED).result()
+    assert result["metrics"]["resumed_from_step"] == stopped.result()["metrics"]["steps"]
+    assert Trained.of(result) == uninterrupted
+
+
+def test_ray_starts_the_workers_again(
+    cluster: dict[str, str], launch: Launch, tmp_path: Path, uninterrupted: Trained, faults: Faults
+) -> None:
+    with faults("T1", "Ray: SIGKILL of a worker", "trains on in 30 s; the same bits") as fault:
+        storage = Path(cluster["RAYLOOM_STORAGE"])
+        job = Job(Cluster(cluster), launch, "killed", *INTERRUPTED, f"model.args.ranks={tmp_path}")
+        wait_until(lambda: newest_step(storage, "killed") > EVERY_STEPS or job.has_ended, timeout_s=120)
+        victim, struck = tmp_path / "1", time.time()
+        os.kill(int(victim.read_text(encoding="utf-8")), signal.SIGKILL)
+        result = job.client.result()
+        recovery_s = victim.stat().st_mtime - struck
+        fault.saw(f"trains on after {recovery_s:.1f} s")
+        assert Trained.of(result) == uninterrupted
+        assert job.output.count("going on from step") == 1
+        assert result["metrics"]["resumed_from_step"] >= EVERY_STEPS
+        assert recovery_s <= 30
+        wait_until(Cluster(cluster).is_idle)
