@@ -1,0 +1,31 @@
+"""Which pictures a run was trained on, and which it should have been."""
+
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from app.config import load_recipe
+from app.tasks import prepare
+from app.training.batches import train_batches
+from tests.faults.models import fingerprints
+
+RECIPE = "recipes/digits.yaml"
+
+
+def written_in(folder: Path) -> Counter[str]:
+    """How often the processes that wrote into ``folder`` have seen each picture."""
+    return Counter(line for file in folder.iterdir() for line in file.read_text(encoding="utf-8").splitlines())
+
+
+def expected(epochs: int) -> Counter[str]:
+    """How often each picture is in the batches of so many epochs: an incomplete last batch is left out."""
+    recipe = load_recipe(RECIPE, [])
+    pictures = prepare(recipe).train
+    names = fingerprints(torch.from_numpy(pictures.batch(range(len(pictures))).inputs["pixel_values"]))
+    batches = [
+        batch
+        for epoch in range(1, epochs + 1)
+        for batch in train_batches(pictures.lengths, recipe.train.global_batch_size, recipe.train.seed, epoch)
+    ]
+    return Counter(names[index] for batch in batches for index in batch)

@@ -1,0 +1,118 @@
+"""Nodes that join a cluster and are lost, under a run."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.ledger import expected, written_in
+from tests.helpers import Faults, run, wait_until
+from tests.launch import EVERY_STEPS, INTERRUPTED, Cluster, Job, Launch, Trained, newest_step, records_of
+
+
+class Node:
+    """A second node of a cluster, on the same machine and as large as its head."""
+
+    def __init__(self, cluster: Cluster, cpus: int) -> None:
+        before = raylets(cluster)
+        options = ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
+        joined = run(
+            *("ray", "start", f"--address=127.0.0.1:{cluster.state.gcs_port}", f"--num-cpus={cpus}", *options),
+            environment=min(before, key=lambda each: each.create_time()).environ(),
+        )
+        assert joined.returncode == 0, joined.stdout + joined.stderr
+        (self.raylet,) = raylets(cluster) - before
+
+    def holds(self, pid: int) -> bool:
+        """Whether a process is a worker of this node."""
+        return pid in [each.pid for each in self.raylet.children(recursive=True)]
+
+
+def raylets(cluster: Cluster) -> set[psutil.Process]:
+    return {each for each in cluster.processes("raylet", "--raylet_socket_name") if each.name() == "raylet"}
+
+
+@pytest.fixture
+def ray(cluster: dict[str, str]) -> Cluster:
+    return Cluster(cluster)
+
+
+@pytest.fixture
+def cpus(ray: Cluster) -> int:
+    """Of the head: a worker that takes them all has a node to itself."""
+    return int(ray.cpus()[1])
+
+
+@pytest.fixture
+def join(ray: Cluster, cpus: int) -> Iterator[Callable[[], Node]]:
+    nodes: list[Node] = []
+
+    def start() -> Node:
+        nodes.append(Node(ray, cpus))
+        wait_until(lambda: ray.cpus()[1] == cpus * (1 + sum(each.raylet.is_running() for each in nodes)))
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        if node.raylet.is_running():
+            node.raylet.kill()
+    wait_until(lambda: ray.cpus() == (0, cpus))
+
+
+def test_a_lost_node_is_a_lost_worker(
+    ray: Cluster,
+    cpus: int,
+    join: Callable[[], Node],
+    launch: Launch,
+    tmp_path: Path,
+    uninterrupted: Trained,
+    faults: Faults,
+) -> None:
+    storage = Path(ray.environment["RAYLOOM_STORAGE"])
+    ranks = [tmp_path / "0", tmp_path / "1"]
+    with faults("T3", "Ray: SIGKILL of a second node's raylet", "trains on in 60 s on a third; the same bits") as fault:
+        nodes = [join(), join()]
+        job = Job(ray, launch, "moving", *INTERRUPTED, f"train.cpus_per_worker={cpus}", f"model.args.ranks={tmp_path}")
+        wait_until(lambda: newest_step(storage, "moving") > EVERY_STEPS or job.has_ended, timeout_s=120)
+        pids = [int(file.read_text(encoding="utf-8")) for file in ranks]
+        (lost,) = [node for node in nodes if any(node.holds(pid) for pid in pids)]
+        struck = time.time()
+        lost.raylet.kill()
+        wait_until(lambda: min(file.stat().st_mtime for file in ranks) > struck, timeout_s=60)
+        fault.saw(f"trains on after {max(file.stat().st_mtime for file in ranks) - struck:.1f} s")
+        assert Trained.of(job.client.result()) == uninterrupted
+        wait_until(ray.is_idle)
+
+
+def test_a_run_shrinks_and_grows_with_the_cluster(
+    ray: Cluster, cpus: int, join: Callable[[], Node], launch: Launch, tmp_path: Path, faults: Faults
+) -> None:
+    storage, ledger, epochs = Path(ray.environment["RAYLOOM_STORAGE"]), tmp_path / "ledger", 6
+    ledger.mkdir()
+    with faults("T12", "Ray: workers [1, 2], a node lost, one joins", "1, then 2; no sample left out") as fault:
+        node = join()
+        elastic = ["train.workers=[1, 2]", f"train.epochs={epochs}", "model.factory=tests.faults.models:LedgerCnn"]
+        args = [f"model.args.folder={ledger}", "model.args.pause_s=0.3", f"train.cpus_per_worker={cpus}"]
+        job = Job(ray, launch, "elastic", *INTERRUPTED, *elastic, *args)
+        wait_until(lambda: newest_step(storage, "elastic") > EVERY_STEPS or job.has_ended, timeout_s=120)
+        assert len(list(ledger.iterdir())) == 2
+        struck = time.time()
+        node.raylet.kill()
+        job.client.says("going on from step", 90)
+        shrunk_s = time.time() - struck
+        join()
+        job.client.says("going on from step", 90, times=2)
+        result = job.client.result()
+        (folder,) = storage.glob("runs/train/*-elastic-*")
+        seen, wanted = written_in(ledger), expected(epochs)
+        again = seen - wanted
+        fault.saw(f"on with 1 after {shrunk_s:.1f} s; {again.total()} samples done again")
+        assert (result["status"], result["metrics"]["workers"]) == ("succeeded", 2)
+        assert len(list(ledger.iterdir())) == 2 + 1 + 2
+        steps = [each["step"] for each in records_of(folder) if "loss" in each]
+        assert steps == list(range(1, epochs * 22 + 1))
+        assert not wanted - seen
+        assert again.total() <= 2 * 2 * EVERY_STEPS * 64
+        wait_until(ray.is_idle)

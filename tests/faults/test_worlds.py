@@ -1,0 +1,52 @@
+"""A run that goes on with other numbers of processes sees every sample as often as it should."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from tests.faults.ledger import RECIPE, expected, written_in
+from tests.helpers import Faults, wait_until
+from tests.launch import EVERY_STEPS, Launch, Launched, newest_step, numbers_of
+
+EPOCHS = 3
+
+
+def steps_of(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """What was logged of each step."""
+    return [each for each in numbers_of(Path(result["artifacts"]["weights"]).parent) if "loss" in each]
+
+
+def test_two_processes_then_one_then_four(launch: Launch, tmp_path: Path, faults: Faults) -> None:
+    storage = tmp_path / "storage"
+
+    def start(processes: int, name: str) -> Launched:
+        (tmp_path / name).mkdir(exist_ok=True)
+        keeping = [f"train.checkpoint.every_steps={EVERY_STEPS}", "train.resume=latest", "train.early_stopping=null"]
+        ledger = ["model.factory=tests.faults.models:LedgerCnn", f"model.args.folder={tmp_path / name}"]
+        overrides = [*keeping, *ledger, f"name={name}", f"train.epochs={EPOCHS}", "model.args.pause_s=0.05"]
+        return launch.torchrun("-m", "app.training", RECIPE, *overrides, processes=processes)
+
+    with faults(
+        "T12", "torchrun: stopped, on with 2, 1, 4 processes", "each sample once an epoch; loss within 1e-6 of 2's"
+    ) as fault:
+        whole = start(2, "whole").result()
+        stops = []
+        for processes in (2, 1):
+            run = start(processes, "parts")
+            before = newest_step(storage, "parts")
+            wait_until(lambda before=before: newest_step(storage, "parts") > before + EVERY_STEPS, timeout_s=120)
+            os.kill(run.ranks()[0], signal.SIGTERM)
+            stops.append(run.result()["metrics"]["steps"])
+        parts = start(4, "parts").result()
+        assert parts["metrics"]["resumed_from_step"] == stops[-1]
+        assert written_in(tmp_path / "whole") == expected(EPOCHS)
+        assert written_in(tmp_path / "parts") == expected(EPOCHS)
+
+        steps, reference = steps_of(parts), steps_of(whole)
+        assert [each["step"] for each in steps] == [each["step"] for each in reference]
+        apart = [abs(one["loss"] - other["loss"]) / other["loss"] for one, other in zip(steps, reference, strict=True)]
+        fault.saw(f"stopped at {stops}, then {apart[stops[0]]:.0e} apart, at most {max(apart):.0e}; no sample twice")
+        assert max(apart[: stops[0]]) == 0.0
+        assert apart[stops[0]] <= 1e-6
+        assert max(apart) <= 1e-3
