@@ -31,10 +31,11 @@ CHECKPOINT = "checkpoints/step_{step}/SHA256SUMS"
 EVERY_STEPS, HANG_TIMEOUT_S = 4, 10.0
 INTERRUPTED = ["train.workers=2", "train.epochs=4", "train.early_stopping=null", "train.resume=latest",
                f"train.checkpoint.every_steps={EVERY_STEPS}", "train.checkpoint.num_to_keep=99",
-               f"train.hang_timeout_s={HANG_TIMEOUT_S}", "model.factory=tests.faults.models:DropoutCnn",
+               "model.factory=tests.faults.models:DropoutCnn",
                "model.args.pause_s=0.05"]  # fmt: skip
 """Of the run that is interrupted in every way, and must end as if it had not been."""
 STEPS = 88
+IMPATIENT = f"train.hang_timeout_s={HANG_TIMEOUT_S}"
 
 
 class Launched:
@@ -56,12 +57,12 @@ class Launched:
     def output(self) -> str:
         return self.log.read_text(encoding="utf-8")
 
-    def says(self, words: str, timeout_s: float = 120.0, times: int = 1) -> None:
+    def says(self, words: str, timeout_s: float = 300.0, times: int = 1) -> None:
         """Wait until its output has the words, so many times."""
         wait_until(lambda: self.output.count(words) >= times or self.process.poll() is not None, timeout_s)
         assert self.output.count(words) >= times, self.output
 
-    def ends(self, timeout_s: float = 180.0) -> int:
+    def ends(self, timeout_s: float = 600.0) -> int:
         """Wait for its end; its exit status."""
         return self.process.wait(timeout_s)
 

@@ -7,7 +7,18 @@ import psutil
 import pytest
 
 from tests.helpers import Faults, wait_until
-from tests.launch import EVERY_STEPS, HANG_TIMEOUT_S, INTERRUPTED, STEPS, Cluster, Job, Launch, Trained, newest_step
+from tests.launch import (
+    EVERY_STEPS,
+    HANG_TIMEOUT_S,
+    IMPATIENT,
+    INTERRUPTED,
+    STEPS,
+    Cluster,
+    Job,
+    Launch,
+    Trained,
+    newest_step,
+)
 
 SAME = "the same bits"
 
@@ -19,7 +30,7 @@ def ray(cluster: dict[str, str]) -> Cluster:
 
 def when_kept(job: Job, storage: Path, name: str, before: int) -> None:
     """Wait until the job has kept its state once more."""
-    wait_until(lambda: newest_step(storage, name) > before + EVERY_STEPS or job.has_ended, timeout_s=120)
+    wait_until(lambda: newest_step(storage, name) > before + EVERY_STEPS or job.has_ended, timeout_s=300)
     assert not job.has_ended, job.output
 
 
@@ -60,8 +71,8 @@ def test_a_job_outlives_its_controller_its_driver_a_stop_and_a_frozen_worker(
 ) -> None:
     storage, victim = Path(ray.environment["RAYLOOM_STORAGE"]), tmp_path / "1"
 
-    def submit() -> Job:
-        return Job(ray, launch, "hunted", *INTERRUPTED, f"model.args.ranks={tmp_path}")
+    def submit(*overrides: str) -> Job:
+        return Job(ray, launch, "hunted", *INTERRUPTED, *overrides, f"model.args.ranks={tmp_path}")
 
     with faults("T5", "Ray: SIGKILL of TrainController", f"the job trains on in 90 s; {SAME}") as fault:
         job = submit()
@@ -88,11 +99,10 @@ def test_a_job_outlives_its_controller_its_driver_a_stop_and_a_frozen_worker(
         fault.saw(f"ended after {time.time() - struck:.1f} s, at step {stopped['metrics']['steps']}")
         assert (stopped["status"], stopped["metrics"]["steps"]) == ("stopped", newest_step(storage, "hunted"))
     with faults("T10", "Ray: SIGSTOP of a worker", f"trains on in {HANG_TIMEOUT_S + 60:g} s; {SAME}") as fault:
-        job = submit()
+        job = submit(IMPATIENT)
         when_kept(job, storage, "hunted", stopped["metrics"]["steps"])
         frozen, struck = psutil.Process(int(victim.read_text(encoding="utf-8"))), time.time()
         frozen.suspend()
-        wait_until(lambda: not ray.processes("RayTrainWorker", str(frozen.pid)) or not frozen.is_running(), 90)
         wait_until(lambda: victim.stat().st_mtime > struck, timeout_s=HANG_TIMEOUT_S + 60)
         fault.saw(f"trains on after {victim.stat().st_mtime - struck:.1f} s")
         assert victim.stat().st_mtime - struck <= HANG_TIMEOUT_S + 60
@@ -109,12 +119,13 @@ def test_a_worker_that_sleeps_is_named_and_started_again(
     once, expected = tmp_path / "once", f"error in {HANG_TIMEOUT_S + 10:g} s, on in {HANG_TIMEOUT_S + 60:g} s; {SAME}"
     hanging = [
         *INTERRUPTED,
+        IMPATIENT,
         "model.factory=tests.faults.models:HangingCnn",
         f"model.args={{width: 32, rank: 1, call: 30, once: {once}, ranks: {tmp_path}}}",
     ]
     with faults("T10", "Ray: a worker sleeps in its step", expected) as fault:
         job = Job(ray, launch, "hanging", *hanging)
-        wait_until(lambda: once.exists() or job.has_ended, timeout_s=120)
+        wait_until(lambda: once.exists() or job.has_ended, timeout_s=300)
         job.client.says("rank 1 does not come out of the forward pass; the others wait", HANG_TIMEOUT_S + 10)
         fault.saw(f"named after {time.time() - once.stat().st_mtime:.1f} s")
         wait_until(lambda: (tmp_path / "1").stat().st_mtime > once.stat().st_mtime, HANG_TIMEOUT_S + 60)

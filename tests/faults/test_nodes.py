@@ -75,7 +75,7 @@ def test_a_lost_node_is_a_lost_worker(
     with faults("T3", "Ray: SIGKILL of a second node's raylet", "trains on in 60 s on a third; the same bits") as fault:
         nodes = [join(), join()]
         job = Job(ray, launch, "moving", *INTERRUPTED, f"train.cpus_per_worker={cpus}", f"model.args.ranks={tmp_path}")
-        wait_until(lambda: newest_step(storage, "moving") > EVERY_STEPS or job.has_ended, timeout_s=120)
+        wait_until(lambda: newest_step(storage, "moving") > EVERY_STEPS or job.has_ended, timeout_s=300)
         pids = [int(file.read_text(encoding="utf-8")) for file in ranks]
         (lost,) = [node for node in nodes if any(node.holds(pid) for pid in pids)]
         struck = time.time()
@@ -96,7 +96,7 @@ def test_a_run_shrinks_and_grows_with_the_cluster(
         elastic = ["train.workers=[1, 2]", f"train.epochs={epochs}", "model.factory=tests.faults.models:LedgerCnn"]
         args = [f"model.args.folder={ledger}", "model.args.pause_s=0.3", f"train.cpus_per_worker={cpus}"]
         job = Job(ray, launch, "elastic", *INTERRUPTED, *elastic, *args)
-        wait_until(lambda: newest_step(storage, "elastic") > EVERY_STEPS or job.has_ended, timeout_s=120)
+        wait_until(lambda: newest_step(storage, "elastic") > EVERY_STEPS or job.has_ended, timeout_s=300)
         assert len(list(ledger.iterdir())) == 2
         struck = time.time()
         node.raylet.kill()

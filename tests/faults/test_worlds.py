@@ -35,7 +35,7 @@ def test_two_processes_then_one_then_four(launch: Launch, tmp_path: Path, faults
         for processes in (2, 1):
             run = start(processes, "parts")
             before = newest_step(storage, "parts")
-            wait_until(lambda before=before: newest_step(storage, "parts") > before + EVERY_STEPS, timeout_s=120)
+            wait_until(lambda before=before: newest_step(storage, "parts") > before + EVERY_STEPS, timeout_s=300)
             os.kill(run.ranks()[0], signal.SIGTERM)
             stops.append(run.result()["metrics"]["steps"])
         parts = start(4, "parts").result()

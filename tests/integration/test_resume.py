@@ -13,6 +13,7 @@ from tests.helpers import Faults, wait_until
 from tests.launch import (
     EVERY_STEPS,
     HANG_TIMEOUT_S,
+    IMPATIENT,
     INTERRUPTED,
     STEPS,
     Cluster,
@@ -27,11 +28,11 @@ from tests.launch import (
 pytestmark = pytest.mark.faults
 
 
-def under_way(launch: Launch, storage: Path) -> Launched:
+def under_way(launch: Launch, storage: Path, *overrides: str) -> Launched:
     """The run, going on from where it stood, a random while after it has kept its state once more."""
     before = newest_step(storage)
-    run = launch.torchrun("-m", "app.training", "recipes/digits.yaml", *INTERRUPTED)
-    wait_until(lambda: newest_step(storage) > before + EVERY_STEPS or run.process.poll() is not None, timeout_s=120)
+    run = launch.torchrun("-m", "app.training", "recipes/digits.yaml", *INTERRUPTED, *overrides)
+    wait_until(lambda: newest_step(storage) > before + EVERY_STEPS or run.process.poll() is not None, timeout_s=300)
     assert f"going on from step {before} of {STEPS}" in run.output or not before, run.output
     time.sleep(random.uniform(0.0, 0.5))
     return run
@@ -65,9 +66,9 @@ def test_an_interrupted_run_ends_with_the_same_bits(
 ) -> None:
     storage = tmp_path / "storage"
 
-    def strike(row: str, injected: str, harm: Callable[[Launched], None], within_s: float) -> Launched:
+    def strike(row: str, injected: str, harm: Callable[[Launched], None], *overrides: str, within_s: float) -> Launched:
         with faults(row, f"torchrun: {injected}", f"gone in {within_s:g} s; resumes with the same bits") as fault:
-            run = under_way(launch, storage)
+            run = under_way(launch, storage, *overrides)
             kept, struck = newest_step(storage), time.monotonic()
             harm(run)
             wait_until(lambda: not run.left(), within_s)
@@ -81,7 +82,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(
     killed = strike("T1", "SIGKILL of a rank", kill_rank, within_s=10)
     assert killed.ends() != 0
     strike("T2", "SIGKILL of torchrun", kill_launcher, within_s=10)
-    strike("T10", "SIGSTOP of a rank", freeze_rank, within_s=HANG_TIMEOUT_S + 10)
+    strike("T10", "SIGSTOP of a rank", freeze_rank, IMPATIENT, within_s=HANG_TIMEOUT_S + 10)
     stopped = strike("stop", "SIGTERM of a rank", stop_rank, within_s=30)
     assert (stopped.ends(), stopped.result()["status"]) == (0, "stopped")
     assert stopped.result()["metrics"]["steps"] == newest_step(storage), "the state at the stop is kept"
@@ -99,7 +100,7 @@ def test_ray_starts_the_workers_again(
     with faults("T1", "Ray: SIGKILL of a worker", "trains on in 30 s; the same bits") as fault:
         storage = Path(cluster["RAYLOOM_STORAGE"])
         job = Job(Cluster(cluster), launch, "killed", *INTERRUPTED, f"model.args.ranks={tmp_path}")
-        wait_until(lambda: newest_step(storage, "killed") > EVERY_STEPS or job.has_ended, timeout_s=120)
+        wait_until(lambda: newest_step(storage, "killed") > EVERY_STEPS or job.has_ended, timeout_s=300)
         victim, struck = tmp_path / "1", time.time()
         os.kill(int(victim.read_text(encoding="utf-8")), signal.SIGKILL)
         result = job.client.result()
