@@ -104,11 +104,18 @@ def _stop_on_sigterm(run: Run) -> None:
 
 
 def _cause(run: Run, error: ray.train.TrainingFailedError) -> str:
-    """What a worker noted before it ended itself; else the first worker's own error, without Ray's traceback."""
+    """What a worker noted before it ended itself; else who died; else the first worker's own error.
+
+    Those that live on fail too, because they cannot reach the one that died.
+    """
     note = run.folder / FAILURE_FILE
     if note.exists():
         return note.read_text(encoding="utf-8")
-    failures = getattr(error, "worker_failures", None)
+    failures = getattr(error, "worker_failures", {})
+    died = sorted(rank for rank, failure in failures.items() if hasattr(failure, "health_check_failure"))
+    if died:
+        ranks = ", ".join(map(str, died))
+        return f"rank {ranks} died: the process was killed, for want of memory perhaps, or its node was lost"
     return str(failures[min(failures)] if failures else error).strip().splitlines()[-1]
 
 

@@ -83,9 +83,9 @@ SGD = ["train.optimizer.name=sgd", "train.optimizer.lr=0.1", "train.optimizer.mo
 
 
 def result_of(output: str) -> dict[str, Any]:
-    lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
+    lines = {line for line in output.splitlines() if line.startswith("RESULT ")}  # Ray shows that of a failed job twice
     assert len(lines) == 1, output
-    return json.loads(lines[0].removeprefix("RESULT "))
+    return json.loads(lines.pop().removeprefix("RESULT "))
 
 
 def losses(result: dict[str, Any]) -> list[float]:

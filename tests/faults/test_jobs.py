@@ -50,6 +50,7 @@ def test_workers_die_at_the_first_step_between_two_checkpoints_and_at_the_last_s
         first = Job(ray, launch, "dying", *dying)
         failed = first.client.result()
         assert failed["status"] == "failed", "of three failures two are allowed"
+        assert "training failed: rank 1 died" in failed["error"]
         again = Job(ray, launch, "dying", *dying)
         result = again.client.result()
         moments = (
