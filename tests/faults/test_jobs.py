@@ -28,8 +28,9 @@ def ray(cluster: dict[str, str]) -> Cluster:
     return Cluster(cluster)
 
 
-def when_kept(job: Job, storage: Path, name: str, before: int) -> None:
-    """Wait until the job has kept its state once more."""
+def trains_on(job: Job, storage: Path, name: str) -> None:
+    """Wait until the job has kept its state twice from now on."""
+    before = newest_step(storage, name)
     wait_until(lambda: newest_step(storage, name) > before + EVERY_STEPS or job.has_ended, timeout_s=300)
     assert not job.has_ended, job.output
 
@@ -77,23 +78,23 @@ def test_a_job_outlives_its_controller_its_driver_a_stop_and_a_frozen_worker(
 
     with faults("T5", "Ray: SIGKILL of TrainController", f"the job trains on in 90 s; {SAME}") as fault:
         job = submit()
-        when_kept(job, storage, "hunted", 0)
+        trains_on(job, storage, "hunted")
         (controller,) = ray.processes("TrainController")
-        before, struck = newest_step(storage, "hunted"), time.time()
+        struck = time.time()
         controller.kill()
         job.client.says("warning: Ray's training controller is gone")
         wait_until(lambda: victim.stat().st_mtime > struck, timeout_s=90)
         fault.saw(f"trains on after {victim.stat().st_mtime - struck:.1f} s")
     with faults("T2", "Ray: SIGKILL of the driver", f"workers gone in 10 s; submitted again; {SAME}") as fault:
-        when_kept(job, storage, "hunted", before)
-        before, struck = newest_step(storage, "hunted"), time.time()
+        trains_on(job, storage, "hunted")
+        struck = time.time()
         job.driver().kill()
         wait_until(lambda: not ray.processes("RayTrainWorker"), timeout_s=10)
         fault.saw(f"workers gone after {time.time() - struck:.1f} s")
         assert job.client.ends() != 0
     with faults("stop", "Ray: ray job stop", f"state kept, 'stopped'; submitted again; {SAME}") as fault:
         job = submit()
-        when_kept(job, storage, "hunted", before)
+        trains_on(job, storage, "hunted")
         struck = time.time()
         job.stop()
         stopped = job.client.result()
@@ -101,7 +102,7 @@ def test_a_job_outlives_its_controller_its_driver_a_stop_and_a_frozen_worker(
         assert (stopped["status"], stopped["metrics"]["steps"]) == ("stopped", newest_step(storage, "hunted"))
     with faults("T10", "Ray: SIGSTOP of a worker", f"trains on in {HANG_TIMEOUT_S + 60:g} s; {SAME}") as fault:
         job = submit(IMPATIENT)
-        when_kept(job, storage, "hunted", stopped["metrics"]["steps"])
+        trains_on(job, storage, "hunted")
         frozen, struck = psutil.Process(int(victim.read_text(encoding="utf-8"))), time.time()
         frozen.suspend()
         wait_until(lambda: victim.stat().st_mtime > struck, timeout_s=HANG_TIMEOUT_S + 60)
