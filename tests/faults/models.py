@@ -139,3 +139,18 @@ def fingerprints(pixel_values: Tensor) -> list[str]:
     """A short name for each picture, from its pixels."""
     pictures = pixel_values.detach().cpu().float().numpy()
     return [hashlib.sha256(each.tobytes()).hexdigest()[:16] for each in pictures]
+
+
+class WideMlp(nn.Module):
+    """One whose matrices are large, and begin where ``width`` says."""
+
+    def __init__(self, num_labels: int, channels: int, width: int) -> None:
+        super().__init__()
+        first = nn.Linear(64 * channels, width)
+        self.layers = nn.Sequential(
+            nn.Flatten(), first, nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, num_labels)
+        )
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        logits: Tensor = self.layers(pixel_values)
+        return logits

@@ -25,6 +25,21 @@ class Node:
         assert joined.returncode == 0, joined.stdout + joined.stderr
         (self.raylet,) = raylets(cluster) - before
 
+    @property
+    def id(self) -> str:
+        """As Ray names it."""
+        return next(word.removeprefix("--node-id=") for word in self.raylet.cmdline() if word.startswith("--node-id="))
+
+    def announce_its_end(self, cluster: Cluster, within_s: int) -> None:
+        """What a cloud's notice becomes in Ray: the node is drained, and goes within a time."""
+        drained = run(
+            *("ray", "drain-node", f"--address=127.0.0.1:{cluster.state.gcs_port}", f"--node-id={self.id}"),
+            *("--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=taken back"),
+            f"--deadline-remaining-seconds={within_s}",
+            environment=cluster.environment,
+        )
+        assert drained.returncode == 0, drained.stdout + drained.stderr
+
     def holds(self, pid: int) -> bool:
         """Whether a process is a worker of this node."""
         return pid in [each.pid for each in self.raylet.children(recursive=True)]
@@ -83,6 +98,34 @@ def test_a_lost_node_is_a_lost_worker(
         wait_until(lambda: min(file.stat().st_mtime for file in ranks) > struck, timeout_s=60)
         fault.saw(f"trains on after {max(file.stat().st_mtime for file in ranks) - struck:.1f} s")
         assert Trained.of(job.client.result()) == uninterrupted
+        wait_until(ray.is_idle)
+
+
+def test_a_node_that_is_about_to_go_stops_the_run_in_time(
+    ray: Cluster,
+    cpus: int,
+    join: Callable[[], Node],
+    launch: Launch,
+    uninterrupted: Trained,
+    faults: Faults,
+) -> None:
+    storage = Path(ray.environment["RAYLOOM_STORAGE"])
+    with faults("stop", "Ray: notice that a node goes in 60 s", "stopped in 30 s; resumes with the same bits") as fault:
+        node = join()
+        announced = [*INTERRUPTED, f"train.cpus_per_worker={cpus}"]
+        job = Job(ray, launch, "announced", *announced)
+        wait_until(lambda: newest_step(storage, "announced") > EVERY_STEPS or job.has_ended, timeout_s=120)
+        struck = time.time()
+        node.announce_its_end(ray, within_s=60)
+        stopped = job.client.result()
+        fault.saw(f"stopped after {time.time() - struck:.1f} s")
+        assert (job.client.ends(), stopped["status"]) == (0, "stopped"), job.output
+        assert stopped["metrics"]["steps"] == newest_step(storage, "announced")
+        assert time.time() - struck < 30
+        node.raylet.kill()
+        join()
+        resumed = Job(ray, launch, "announced", *announced).client.result()
+        assert Trained.of(resumed) == uninterrupted
         wait_until(ray.is_idle)
 
 

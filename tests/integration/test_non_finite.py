@@ -7,7 +7,7 @@ import torch
 
 from app.config import load_recipe
 from app.tasks import prepare
-from app.training.batches import train_batches
+from app.training.data.batches import train_batches
 from tests.faults.models import fingerprints
 from tests.helpers import Faults
 from tests.launch import Launch, Launched, newest_step, records_of, tensors_of

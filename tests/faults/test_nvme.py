@@ -1,0 +1,47 @@
+"""The optimizer's state on a disk. Among the long tests because DeepSpeed compiles for minutes at the first use."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import Faults, wait_until
+from tests.launch import Launch, Launched, Trained, newest_step
+
+RUN = ["train.workers=2", "train.max_steps=16", "train.early_stopping=null", "train.resume=latest",
+       "train.checkpoint.every_steps=4", "train.plan.zero_stage=3",
+       "model.factory=tests.faults.models:WideMlp"]  # fmt: skip
+pytestmark = pytest.mark.skipif(
+    not Path("/usr/include/libaio.h").exists(), reason="libaio-dev, which DeepSpeed compiles against, is not installed"
+)
+
+
+def train(launch: Launch, storage: Path, *overrides: str) -> Launched:
+    return launch.torchrun("-m", "app.training", "recipes/digits.yaml", *RUN, f"storage={storage}", *overrides)
+
+
+def test_it_is_the_model_of_offload_to_the_cpu_and_goes_on_with_the_same_bits(
+    launch: Launch, tmp_path: Path, faults: Faults
+) -> None:
+    wide, disk = "model.args.width=1024", tmp_path / "disk"
+    nvme = [wide, "train.plan.offload=nvme", f"train.plan.nvme_path={disk}"]
+    expected = Trained.of(train(launch, tmp_path / "cpu", wide, "train.plan.offload=cpu").result())
+    with faults("T1", "torchrun: SIGKILL of a rank, optimizer on NVMe", "resumes with the same bits") as fault:
+        killed = train(launch, tmp_path / "nvme", *nvme)
+        wait_until(lambda: newest_step(tmp_path / "nvme") >= 4 or killed.process.poll() is not None, timeout_s=600)
+        os.kill(killed.ranks()[1], signal.SIGKILL)
+        assert killed.ends() != 0
+        assert [each for each in disk.rglob("*.swp") if each.stat().st_size > 2**20], "nothing was swapped"
+        result = train(launch, tmp_path / "nvme", *nvme).result()
+        assert result["metrics"]["resumed_from_step"] >= 4
+        assert Trained.of(result) == expected
+        fault.saw("the bits of a run with offload to the CPU")
+
+
+def test_a_model_that_swapping_would_change_is_refused(launch: Launch, tmp_path: Path) -> None:
+    narrow = ["model.args.width=1010", "train.plan.offload=nvme", f"train.plan.nvme_path={tmp_path / 'disk'}"]
+    run = train(launch, tmp_path, *narrow)
+    assert run.ends() != 0
+    assert "DeepSpeed's swapping takes a multiple of 256" in run.output
+    assert not newest_step(tmp_path)
