@@ -74,7 +74,8 @@ def test_a_job_outlives_its_controller_its_driver_a_stop_and_a_frozen_worker(
     storage, victim = Path(ray.environment["RAYLOOM_STORAGE"]), tmp_path / "1"
 
     def submit(*overrides: str) -> Job:
-        return Job(ray, launch, "hunted", *INTERRUPTED, *overrides, f"model.args.ranks={tmp_path}")
+        slowly = "model.args.pause_s=0.4"  # 'ray job stop' takes seconds to start
+        return Job(ray, launch, "hunted", *INTERRUPTED, *overrides, slowly, f"model.args.ranks={tmp_path}")
 
     with faults("T5", "Ray: SIGKILL of TrainController", f"the job trains on in 90 s; {SAME}") as fault:
         job = submit()
