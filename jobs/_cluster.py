@@ -10,7 +10,7 @@ from app.errors import ClusterError
 
 _TRAIN_ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # how often reports are fetched: each epoch waits for it
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # nothing here answers a notice of preemption yet
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",  # a node that is about to go may have half a minute
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # it shows every printed line twice
 }
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from pathlib import PurePath
 
 from app.config.plan import Device, PlanConfig, Precision, ZeroPlusPlusConfig
 from app.config.section import Section
@@ -110,6 +111,19 @@ def _tensor_takes_zero_1(plan: PlanConfig, _: Setting) -> str | None:
     return None
 
 
+def _nvme_takes_a_place(plan: PlanConfig, setting: Setting) -> str | None:
+    if plan.offload != "nvme":
+        return None
+    if plan.zero_stage != 3:
+        return f"offload nvme takes zero_stage 3, got {plan.zero_stage}"
+    if plan.nvme_path is None or not PurePath(plan.nvme_path).is_absolute():
+        return f"offload nvme takes nvme_path, the absolute path of a folder on a fast local disk, got {plan.nvme_path}"
+    least, most = setting.workers
+    if least != most:
+        return f"offload nvme takes a fixed number of workers, got [{least}, {most}]"
+    return None
+
+
 def _offload_takes_zero(plan: PlanConfig, _: Setting) -> str | None:
     if plan.offload != "none" and plan.zero_stage == 0:
         return "offload moves a split optimizer: zero_stage 1, 2 or 3, got 0"
@@ -117,10 +131,6 @@ def _offload_takes_zero(plan: PlanConfig, _: Setting) -> str | None:
         return "offload takes tensor 1 and pipeline 1"
     if plan.offload_param != "none" and plan.zero_stage != 3:
         return f"offload_param {plan.offload_param} moves split parameters: zero_stage 3, got {plan.zero_stage}"
-    if plan.offload == "nvme" and plan.zero_stage != 3:
-        return f"offload nvme takes zero_stage 3, got {plan.zero_stage}"
-    if plan.offload == "nvme" and plan.nvme_path is None:
-        return "offload nvme takes nvme_path, a folder on a fast local disk, and it is not set"
     return None
 
 
@@ -188,6 +198,7 @@ _RULES: tuple[Rule, ...] = (
     _pipeline_takes_zero_1,
     _tensor_takes_zero_1,
     _offload_takes_zero,
+    _nvme_takes_a_place,
     _offload_takes_adamw,
     _zero_plus_plus_takes_gpus,
     _powersgd_takes_plain_data_parallel,

@@ -59,6 +59,7 @@ class Loop:
             self.worker.print(f"going on from step {state.position.step:,} of {self.total_steps:,}")
         self.position, self.records = (state.position, state.records) if state else (Position(), [])
         self.position.left_out = sorted({*self.position.left_out, *left_out})
+        self.exchange.forget()
         self.recorder.begin(self.position, self.records)
 
     def run(self) -> Action:
@@ -108,7 +109,7 @@ class Loop:
             is_last = number == numbers[-1]
             keeps = not is_last and self.checkpoints.is_due(position.step)
             asked = self._tell() if self.exchange.is_due or is_last or keeps else Action.CONTINUE
-            if asked and not is_last:  # a whole epoch is validated first; what was asked for stays so
+            if asked:
                 return asked
             if keeps:
                 self.checkpoints.save(position, self.records)

@@ -142,15 +142,17 @@ def fingerprints(pixel_values: Tensor) -> list[str]:
 
 
 class WideMlp(nn.Module):
-    """One whose matrices are large, and begin where ``width`` says."""
+    """One whose matrices are large, and begin where ``width`` says; a batch takes ``pause_s`` seconds at least."""
 
-    def __init__(self, num_labels: int, channels: int, width: int) -> None:
+    def __init__(self, num_labels: int, channels: int, width: int, pause_s: float) -> None:
         super().__init__()
+        self.pause_s = pause_s
         first = nn.Linear(64 * channels, width)
         self.layers = nn.Sequential(
             nn.Flatten(), first, nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, num_labels)
         )
 
     def forward(self, pixel_values: Tensor) -> Tensor:
+        time.sleep(self.pause_s)
         logits: Tensor = self.layers(pixel_values)
         return logits

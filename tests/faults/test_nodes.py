@@ -23,7 +23,8 @@ class Node:
             environment=min(before, key=lambda each: each.create_time()).environ(),
         )
         assert joined.returncode == 0, joined.stdout + joined.stderr
-        (self.raylet,) = raylets(cluster) - before
+        joined_raylets = raylets(cluster) - before
+        self.raylet = min(joined_raylets, key=lambda each: each.create_time())  # its forks bear its name for a moment
 
     @property
     def id(self) -> str:
@@ -92,7 +93,7 @@ def test_a_lost_node_is_a_lost_worker(
         job = Job(ray, launch, "moving", *INTERRUPTED, f"train.cpus_per_worker={cpus}", f"model.args.ranks={tmp_path}")
         wait_until(lambda: newest_step(storage, "moving") > EVERY_STEPS or job.has_ended, timeout_s=300)
         pids = [int(file.read_text(encoding="utf-8")) for file in ranks]
-        (lost,) = [node for node in nodes if any(node.holds(pid) for pid in pids)]
+        lost = next(node for node in nodes if any(node.holds(pid) for pid in pids))
         struck = time.time()
         lost.raylet.kill()
         wait_until(lambda: min(file.stat().st_mtime for file in ranks) > struck, timeout_s=60)

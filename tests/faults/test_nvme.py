@@ -11,7 +11,7 @@ from tests.launch import Launch, Launched, Trained, newest_step
 
 RUN = ["train.workers=2", "train.max_steps=16", "train.early_stopping=null", "train.resume=latest",
        "train.checkpoint.every_steps=4", "train.plan.zero_stage=3",
-       "model.factory=tests.faults.models:WideMlp"]  # fmt: skip
+       "model.factory=tests.faults.models:WideMlp", "model.args.pause_s=0.3"]  # fmt: skip
 pytestmark = pytest.mark.skipif(
     not Path("/usr/include/libaio.h").exists(), reason="libaio-dev, which DeepSpeed compiles against, is not installed"
 )
@@ -36,6 +36,7 @@ def test_it_is_the_model_of_offload_to_the_cpu_and_goes_on_with_the_same_bits(
         result = train(launch, tmp_path / "nvme", *nvme).result()
         assert result["metrics"]["resumed_from_step"] >= 4
         assert Trained.of(result) == expected
+        assert len(list(disk.iterdir())) == 2, "of the killed ranks alone"
         fault.saw("the bits of a run with offload to the CPU")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import Faults
+from tests.helpers import Faults, wait_until
 from tests.launch import Launch, newest_step, records_of
 
 pytestmark = pytest.mark.faults
@@ -18,6 +18,7 @@ RUN = ["-m", "app.training", "recipes/digits.yaml", "train.epochs=9", "train.ear
 
 def failure_of(storage: Path) -> str:
     """What a rank noted before it ended itself."""
+    wait_until(lambda: any(storage.glob("runs/train/*/failure.txt")), timeout_s=5)
     (note,) = storage.glob("runs/train/*/failure.txt")
     return note.read_text(encoding="utf-8")
 

@@ -115,7 +115,7 @@ def compare(row: Row, folder: UPath) -> dict[str, list[float]]:
     if row.is_kept:
         writer.save(take_snapshot(engine, layout, Position(step=HALF), [], row.config.precision), best=None)
     losses += train(engine, layout, range(HALF, STEPS))
-    writer.close()
+    writer.wait()
     return {"plan": [*losses, validate(engine, layout)], "plain": plain_losses(row.model, row.config.optimizer.name)}
 
 

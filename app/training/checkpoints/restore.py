@@ -1,6 +1,6 @@
 """From a checkpoint's content back into a running engine."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from app.training.checkpoints.snapshot import (
 )
 from app.training.checkpoints.state import TrainState
 from app.training.engine import TrainingEngine
-from app.training.engine.nvme import in_memory
+from app.training.engine.nvme import is_swapped, read_from_nvme, written_to_nvme
 
 
 def destinations(engine: TrainingEngine, layout: Layout, state: TrainState, saved: frozenset[str]) -> Iterator[Content]:
@@ -29,14 +29,20 @@ def destinations(engine: TrainingEngine, layout: Layout, state: TrainState, save
     ``saved``: the names that the checkpoint has.
     """
     optimizer = engine.deepspeed.basic_optimizer
-    for alike in by_master(fragments_of(engine, layout)):
-        with in_memory(engine.deepspeed, alike[0].master):
-            yield {
-                f"{fragment.name}/{key}": shards_of(fragment, flat, copy=False)
-                for fragment in alike
-                for key, flat in _master_tensors(optimizer, fragment, state, saved).items()
-            }
-    yield {BUFFER + name: buffer for name, buffer in buffers_of(engine).items()}
+
+    def content_of(fragments: Iterable[Fragment]) -> Content:
+        return {
+            f"{fragment.name}/{key}": shards_of(fragment, flat, copy=False)
+            for fragment in fragments
+            for key, flat in _master_tensors(optimizer, fragment, state, saved).items()
+        }
+
+    fragments = fragments_of(engine, layout)
+    for alike in by_master(each for each in fragments if is_swapped(engine.deepspeed, each.master)):
+        with written_to_nvme(engine.deepspeed, alike[0].master):
+            yield content_of(alike)
+    in_memory = content_of(each for each in fragments if not is_swapped(engine.deepspeed, each.master))
+    yield in_memory | {BUFFER + name: buffer for name, buffer in buffers_of(engine).items()}
 
 
 def apply_state(engine: TrainingEngine, state: TrainState) -> None:
@@ -99,7 +105,7 @@ def _refresh_zero_3(engine: TrainingEngine) -> None:
     if optimizer.persistent_parameters:
         optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
     for group, master in enumerate(optimizer.fp32_partitioned_groups_flat):
-        with in_memory(engine.deepspeed, master):
+        with read_from_nvme(engine.deepspeed, master):
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
     if optimizer.persistent_parameters:
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)

@@ -12,7 +12,7 @@ from app.training.checkpoints.rng import random_state
 from app.training.checkpoints.shards import Shards
 from app.training.checkpoints.state import LossScale, Position, TrainState
 from app.training.engine import TrainingEngine
-from app.training.engine.nvme import in_memory
+from app.training.engine.nvme import read_from_nvme
 from app.training.records import EpochRecord
 
 WEIGHT, BUFFER, RANDOM = "weight", "buffer/", "random/"
@@ -43,7 +43,7 @@ def take_snapshot(
     optimizer = engine.deepspeed.basic_optimizer
     content: Content = {}
     for alike in by_master(each for each in fragments if each.is_owned):
-        with in_memory(engine.deepspeed, alike[0].master):
+        with read_from_nvme(engine.deepspeed, alike[0].master):
             for fragment in alike:
                 for key, flat in master_tensors(optimizer, fragment).items():
                     content[f"{fragment.name}/{key}"] = shards_of(fragment, flat, copy=True)

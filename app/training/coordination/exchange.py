@@ -59,6 +59,10 @@ class Exchange:
     def __post_init__(self) -> None:
         self._stragglers = StragglerWarning(self.worker)
 
+    def forget(self) -> None:
+        """Begin anew: the steps not told yet are undone."""
+        self.steps, self._interval, self._began = [], 1, time.monotonic()
+
     def add(self, step: LocalStep) -> None:
         """Take note of a step."""
         self.steps.append(step)

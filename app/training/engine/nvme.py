@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +22,12 @@ def require_asynchronous_io() -> None:
             "train.plan.offload is nvme, and DeepSpeed cannot compile its asynchronous I/O here: install libaio-dev "
             "and a C++ compiler, or offload to cpu"
         )
+
+
+def swap_folder(nvme_path: str) -> TemporaryDirectory[str]:
+    """A folder of this process's own in ``nvme_path``, gone with it: DeepSpeed names its files by rank alone."""
+    Path(nvme_path).mkdir(parents=True, exist_ok=True)
+    return TemporaryDirectory(prefix="rayloom-", dir=nvme_path)
 
 
 def require_aligned_gradients(deepspeed: Any) -> None:
@@ -41,17 +49,40 @@ def require_aligned_gradients(deepspeed: Any) -> None:
             )
 
 
+def is_swapped(deepspeed: Any, master: Tensor) -> bool:
+    """Whether ``master`` and its state lie on NVMe between their uses."""
+    return _group_of(deepspeed, master) is not None
+
+
 @contextmanager
-def in_memory(deepspeed: Any, master: Tensor) -> Iterator[None]:
-    """While it lasts, ``master`` and its state can be read and written, also where the plan keeps them on NVMe."""
-    optimizer = deepspeed.optimizer
-    masters = getattr(optimizer, "fp32_partitioned_groups_flat", [])  # of ZeRO 3 alone, as is NVMe
-    group = next((number for number, each in enumerate(masters) if each is master), None)
-    if group is None or not optimizer._swappable_optimizer_subgroup(group):
+def read_from_nvme(deepspeed: Any, master: Tensor) -> Iterator[None]:
+    """While it lasts, ``master`` and its state are in memory to be read."""
+    group = _group_of(deepspeed, master)
+    if group is None:
         yield
         return
-    optimizer._optimizer_states_and_gradient_swap_in(group)
+    deepspeed.optimizer._optimizer_states_and_gradient_swap_in(group)
     try:
         yield
     finally:
-        optimizer._optimizer_states_and_gradient_swap_out(group)
+        deepspeed.optimizer._release_swap_buffers(group)
+
+
+@contextmanager
+def written_to_nvme(deepspeed: Any, master: Tensor) -> Iterator[None]:
+    """While it lasts, ``master`` and its state are in memory to be changed; then they are written back."""
+    group = _group_of(deepspeed, master)
+    if group is None:
+        yield
+        return
+    deepspeed.optimizer._optimizer_states_and_gradient_swap_in(group)
+    yield
+    deepspeed.optimizer._optimizer_states_and_gradient_swap_out(group)
+
+
+def _group_of(deepspeed: Any, master: Tensor) -> int | None:
+    """The number of the group that is swapped as one; None if ``master`` stays in memory."""
+    optimizer = deepspeed.optimizer
+    masters = getattr(optimizer, "fp32_partitioned_groups_flat", [])  # of ZeRO 3 alone, as is NVMe
+    group = next((number for number, each in enumerate(masters) if each is master), None)
+    return group if group is not None and optimizer._swappable_optimizer_subgroup(group) else None
