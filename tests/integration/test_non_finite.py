@@ -22,7 +22,7 @@ RUN = [f"train.epochs={EPOCHS}", "train.early_stopping=null", "train.checkpoint.
 
 @pytest.fixture(scope="module")
 def poison() -> str:
-    """A picture that rank 1 meets in batch ``NUMBER`` of the first epoch, and of the second a while after a checkpoint."""
+    """A picture that rank 1 meets in batch ``NUMBER`` of both epochs: in the second, a while after a checkpoint."""
     recipe = load_recipe(RECIPE, [])
     pictures = prepare(recipe).train
     batch = train_batches(pictures.lengths, BATCH, recipe.train.seed, epoch=1)[NUMBER]
