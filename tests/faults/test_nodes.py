@@ -29,7 +29,7 @@ class Node:
     @property
     def id(self) -> str:
         """As Ray names it."""
-        return next(word.removeprefix("--node-id=") for word in self.raylet.cmdline() if word.startswith("--node-id="))
+        return next(word.removeprefix("--node_id=") for word in self.raylet.cmdline() if word.startswith("--node_id="))
 
     def announce_its_end(self, cluster: Cluster, within_s: int) -> None:
         """What a cloud's notice becomes in Ray: the node is drained, and goes within a time."""
@@ -123,7 +123,7 @@ def test_a_node_that_is_about_to_go_stops_the_run_in_time(
         assert (job.client.ends(), stopped["status"]) == (0, "stopped"), job.output
         assert stopped["metrics"]["steps"] == newest_step(storage, "announced")
         assert time.time() - struck < 30
-        node.raylet.kill()
+        wait_until(lambda: not node.raylet.is_running(), timeout_s=90)
         join()
         resumed = Job(ray, launch, "announced", *announced).client.result()
         assert Trained.of(resumed) == uninterrupted
