@@ -77,7 +77,7 @@ def test_a_job_outlives_its_controller_its_driver_a_stop_and_a_frozen_worker(
         slowly = "model.args.pause_s=0.4"  # 'ray job stop' takes seconds to start
         return Job(ray, launch, "hunted", *INTERRUPTED, *overrides, slowly, f"model.args.ranks={tmp_path}")
 
-    with faults("T5", "Ray: SIGKILL of TrainController", f"the job trains on in 90 s; {SAME}") as fault:
+    with faults("T5", "Ray: SIGKILL of TrainController", "the job trains on in 90 s") as fault:
         job = submit()
         trains_on(job, storage, "hunted")
         (controller,) = ray.processes("TrainController")
@@ -87,14 +87,14 @@ def test_a_job_outlives_its_controller_its_driver_a_stop_and_a_frozen_worker(
         wait_until(lambda: victim.stat().st_mtime > struck, timeout_s=90)
         fault.saw(f"trains on after {victim.stat().st_mtime - struck:.1f} s")
         assert victim.stat().st_mtime - struck <= 90
-    with faults("T2", "Ray: SIGKILL of the driver", f"workers gone in 10 s; submitted again; {SAME}") as fault:
+    with faults("T2", "Ray: SIGKILL of the driver", "workers gone in 10 s") as fault:
         trains_on(job, storage, "hunted")
         struck = time.time()
         job.driver().kill()
         wait_until(lambda: not ray.processes("RayTrainWorker"), timeout_s=10)
         fault.saw(f"workers gone after {time.time() - struck:.1f} s")
         assert job.client.ends() != 0
-    with faults("stop", "Ray: ray job stop", f"state kept, 'stopped'; submitted again; {SAME}") as fault:
+    with faults("stop", "Ray: ray job stop", "state kept, 'stopped'") as fault:
         job = submit()
         trains_on(job, storage, "hunted")
         struck = time.time()
@@ -102,7 +102,9 @@ def test_a_job_outlives_its_controller_its_driver_a_stop_and_a_frozen_worker(
         stopped = job.client.result()
         fault.saw(f"ended after {time.time() - struck:.1f} s, at step {stopped['metrics']['steps']}")
         assert (stopped["status"], stopped["metrics"]["steps"]) == ("stopped", newest_step(storage, "hunted"))
-    with faults("T10", "Ray: SIGSTOP of a worker", f"trains on in {HANG_TIMEOUT_S + 60:g} s; {SAME}") as fault:
+    with faults(
+        "T10", "Ray: SIGSTOP of a worker", f"trains on in {HANG_TIMEOUT_S + 60:g} s; after T5, T2 and stop {SAME}"
+    ) as fault:
         job = submit(IMPATIENT)
         trains_on(job, storage, "hunted")
         frozen, struck = psutil.Process(int(victim.read_text(encoding="utf-8"))), time.time()

@@ -67,7 +67,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(
     storage = tmp_path / "storage"
 
     def strike(row: str, injected: str, harm: Callable[[Launched], None], *overrides: str, within_s: float) -> Launched:
-        with faults(row, f"torchrun: {injected}", f"gone in {within_s:g} s; resumes with the same bits") as fault:
+        with faults(row, f"torchrun: {injected}", f"gone in {within_s:g} s; its state is kept") as fault:
             run = under_way(launch, storage, *overrides)
             kept, struck = newest_step(storage), time.monotonic()
             harm(run)
@@ -89,9 +89,11 @@ def test_an_interrupted_run_ends_with_the_same_bits(
     stopped = strike("stop", "SIGTERM of torchrun", stop_launcher, within_s=30)
     assert stopped.result()["metrics"]["steps"] == newest_step(storage)
 
-    result = launch.torchrun("-m", "app.training", "recipes/digits.yaml", *INTERRUPTED).result()
-    assert result["metrics"]["resumed_from_step"] == stopped.result()["metrics"]["steps"]
-    assert Trained.of(result) == uninterrupted
+    with faults("T1", "torchrun: all of T1, T2, T10 and stop on one run", "ends with the same bits") as fault:
+        result = launch.torchrun("-m", "app.training", "recipes/digits.yaml", *INTERRUPTED).result()
+        assert result["metrics"]["resumed_from_step"] == stopped.result()["metrics"]["steps"]
+        assert Trained.of(result) == uninterrupted
+        fault.saw(f"weights, losses and all {len(uninterrupted.state)} tensors of the last checkpoint are the same")
 
 
 def test_ray_starts_the_workers_again(
