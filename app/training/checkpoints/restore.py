@@ -1,5 +1,6 @@
 """From a checkpoint's content back into a running engine."""
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -53,7 +54,9 @@ def apply_state(engine: TrainingEngine, state: TrainState) -> None:
     deepspeed.global_samples = state.position.step * deepspeed.train_batch_size()
     deepspeed.micro_steps = state.position.step * deepspeed.gradient_accumulation_steps()
     deepspeed.lr_scheduler.last_epoch = state.schedule_steps - 1
-    deepspeed.lr_scheduler.step()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*lr_scheduler.step.. before")  # this process's optimizer has not
+        deepspeed.lr_scheduler.step()
     if state.loss_scale and (scaler := fp16_scaler(deepspeed)):
         scaler.cur_scale, scaler.cur_iter = state.loss_scale.scale, state.loss_scale.iteration
         scaler.last_overflow_iter, scaler.cur_hysteresis = state.loss_scale.last_overflow, state.loss_scale.hysteresis

@@ -1,0 +1,14 @@
+"""Many kills while checkpoints are written; a few of them are in ``tests/integration/test_storage.py``."""
+
+from pathlib import Path
+
+from tests.faults.torn_writes import require_survival
+from tests.helpers import Faults
+from tests.launch import Launch
+
+
+def test_fifty_kills_leave_no_bad_checkpoint(launch: Launch, tmp_path: Path, faults: Faults) -> None:
+    with faults("T6", "ranks are killed while they write, 50 times", "0 bad checkpoints are read") as fault:
+        kills = require_survival(launch, tmp_path, kills=50)
+        fault.saw(f"{len(kills)} kills, {sum(bool(each.torn) for each in kills)} while writing, 0 bad")
+        assert sum(bool(each.torn) for each in kills) >= 5, "hardly any was hit while it wrote"
