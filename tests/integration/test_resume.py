@@ -109,7 +109,8 @@ def test_ray_starts_the_workers_again(
         recovery_s = victim.stat().st_mtime - struck
         fault.saw(f"trains on after {recovery_s:.1f} s")
         assert Trained.of(result) == uninterrupted
-        assert job.output.count("going on from step") == 1
+        # Ray shows a line once for every node that there ever was on this machine.
+        assert len({line for line in job.output.splitlines() if "going on from step" in line}) == 1
         assert result["metrics"]["resumed_from_step"] >= EVERY_STEPS
         assert recovery_s <= 30
         wait_until(Cluster(cluster).is_idle)

@@ -55,7 +55,9 @@ def apply_state(engine: TrainingEngine, state: TrainState) -> None:
     deepspeed.micro_steps = state.position.step * deepspeed.gradient_accumulation_steps()
     deepspeed.lr_scheduler.last_epoch = state.schedule_steps - 1
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*lr_scheduler.step.. before")  # this process's optimizer has not
+        warnings.filterwarnings(
+            "ignore", message="Detected call of .lr_scheduler.step"
+        )  # this process's optimizer has not
         deepspeed.lr_scheduler.step()
     if state.loss_scale and (scaler := fp16_scaler(deepspeed)):
         scaler.cur_scale, scaler.cur_iter = state.loss_scale.scale, state.loss_scale.iteration
