@@ -17,7 +17,7 @@ help:
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
-	@echo "installing into .venv, about two minutes"
+	@echo "installing into .venv, a few minutes"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: set PYTHON=...")'
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'

@@ -36,7 +36,7 @@ def test_it_is_the_model_of_offload_to_the_cpu_and_goes_on_with_the_same_bits(
         result = train(launch, tmp_path / "nvme", *nvme).result()
         assert result["metrics"]["resumed_from_step"] >= 4
         assert Trained.of(result) == expected
-        assert len(list(disk.iterdir())) == 2, "of the killed ranks alone"
+        assert len(list(disk.iterdir())) <= 1, "more than the killed rank left its folder"
         fault.saw("the bits of a run with offload to the CPU")
 
 

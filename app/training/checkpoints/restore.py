@@ -55,9 +55,8 @@ def apply_state(engine: TrainingEngine, state: TrainState) -> None:
     deepspeed.micro_steps = state.position.step * deepspeed.gradient_accumulation_steps()
     deepspeed.lr_scheduler.last_epoch = state.schedule_steps - 1
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="Detected call of .lr_scheduler.step"
-        )  # this process's optimizer has not
+        # It asks for a step of the optimizer first, which another process has done.
+        warnings.filterwarnings("ignore", message="Detected call of .lr_scheduler.step")
         deepspeed.lr_scheduler.step()
     if state.loss_scale and (scaler := fp16_scaler(deepspeed)):
         scaler.cur_scale, scaler.cur_iter = state.loss_scale.scale, state.loss_scale.iteration

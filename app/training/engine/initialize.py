@@ -9,7 +9,7 @@ from torch import nn
 from app.config import Layout, TrainConfig
 from app.models.kind import ModelKind
 from app.training.engine.deepspeed_config import deepspeed_config
-from app.training.engine.nvme import require_aligned_gradients, swap_folder
+from app.training.engine.nvme import require_aligned_gradients, with_own_folder
 from app.training.engine.optimizer import create_optimizer, create_scheduler
 from app.training.worker import import_deepspeed
 
@@ -18,10 +18,9 @@ def initialize(
     model: Any, learned: nn.Module, config: TrainConfig, layout: Layout, total_steps: int, kind: ModelKind
 ) -> Any:
     """The engine for ``model``, whose parameters are those of ``learned``, cut from a model of ``kind``."""
-    plan = config.plan
-    if plan.offload == "nvme" and plan.nvme_path:
-        folder = swap_folder(plan.nvme_path)
-        config = config.model_copy(update={"plan": plan.model_copy(update={"nvme_path": folder.name})})
+    swaps = config.plan.offload == "nvme"
+    if swaps:
+        config = with_own_folder(config)
     optimizer = create_optimizer(learned, config)
     with redirect_stdout(io.StringIO()):  # some of its optimizers print what memory they take
         engine, *_ = import_deepspeed().initialize(
@@ -30,7 +29,6 @@ def initialize(
             lr_scheduler=create_scheduler(optimizer, config, total_steps),
             config=deepspeed_config(config, layout, kind),
         )
-    if plan.offload == "nvme":
+    if swaps:
         require_aligned_gradients(engine)
-        engine.swap_folder = folder  # lives as long
     return engine

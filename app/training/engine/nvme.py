@@ -1,13 +1,16 @@
 """The optimizer's state on NVMe, as DeepSpeed's ZeRO 3 swaps it (ZeRO-Infinity, arXiv:2104.07857)."""
 
+import atexit
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import Any
 
 from torch import Tensor
 
+from app.config import TrainConfig
 from app.errors import TrainingError
 from app.training.worker import import_deepspeed
 
@@ -24,10 +27,16 @@ def require_asynchronous_io() -> None:
         )
 
 
-def swap_folder(nvme_path: str) -> TemporaryDirectory[str]:
-    """A folder of this process's own in ``nvme_path``, gone with it: DeepSpeed names its files by rank alone."""
-    Path(nvme_path).mkdir(parents=True, exist_ok=True)
-    return TemporaryDirectory(prefix="rayloom-", dir=nvme_path)
+def with_own_folder(config: TrainConfig) -> TrainConfig:
+    """``config`` with a folder of this process's own, gone with it, in its ``nvme_path``.
+
+    DeepSpeed names its files by rank alone: two runs would overwrite each other's.
+    """
+    assert config.plan.nvme_path is not None  # a rule of the plan
+    Path(config.plan.nvme_path).mkdir(parents=True, exist_ok=True)
+    own = mkdtemp(prefix="rayloom-", dir=config.plan.nvme_path)
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    return config.model_copy(update={"plan": config.plan.model_copy(update={"nvme_path": own})})
 
 
 def require_aligned_gradients(deepspeed: Any) -> None:
@@ -70,11 +79,8 @@ def read_from_nvme(deepspeed: Any, master: Tensor) -> Iterator[None]:
 
 @contextmanager
 def written_to_nvme(deepspeed: Any, master: Tensor) -> Iterator[None]:
-    """While it lasts, ``master`` and its state are in memory to be changed; then they are written back."""
+    """While it lasts, ``master``, which is swapped, and its state are in memory; then they are written back."""
     group = _group_of(deepspeed, master)
-    if group is None:
-        yield
-        return
     deepspeed.optimizer._optimizer_states_and_gradient_swap_in(group)
     yield
     deepspeed.optimizer._optimizer_states_and_gradient_swap_out(group)
