@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from app.data.examples import Examples
 
 
 def _digits() -> Examples:
     """scikit-learn's 1,797 handwritten digits: 8 x 8 grey levels from 0 to 16."""
+    from sklearn.datasets import load_digits
+
     digits = load_digits()
     return Examples("image", [_png(image) for image in digits.images], [str(label) for label in digits.target])
 

@@ -9,7 +9,6 @@ from typing import Self
 
 import numpy as np
 import pandas as pd
-from sklearn.model_selection import train_test_split
 from upath import UPath
 
 from app.checksums import write_checksums
@@ -130,6 +129,8 @@ def prepare(config: DataConfig, processor_type: type[Processor]) -> Classificati
 
 def split(examples: Examples, config: DataConfig) -> tuple[Split, Split, list[str]]:
     """A seeded split with the same share of each class on both sides, and the labels in order."""
+    from sklearn.model_selection import train_test_split  # a second to import, which other tasks need not wait for
+
     counts = Counter(examples.labels)
     if len(counts) < 2:
         raise DataError(f"data.source {config.source!r} has the classes {sorted(counts)} after cleaning: expected two")

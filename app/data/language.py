@@ -2,13 +2,13 @@
 
 import hashlib
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.model_selection import train_test_split
 from upath import UPath
 
 from app.checksums import write_checksums
@@ -131,14 +131,15 @@ def prepare(config: DataConfig) -> LanguageData:
 
 def _split(documents: list[str], config: DataConfig) -> tuple[list[str], list[str]]:
     """A seeded split by document, so that no part of a validation document was trained on."""
-    try:
-        train, validation = train_test_split(documents, test_size=config.validation_fraction, random_state=config.seed)
-    except ValueError as error:
+    order = np.random.RandomState(config.seed).permutation(len(documents))
+    held_out = math.ceil(config.validation_fraction * len(documents))
+    if not 0 < held_out < len(documents):
         raise DataError(
             f"data.source {config.source!r} has {len(documents)} documents after cleaning, which cannot be split with "
             f"data.validation_fraction {config.validation_fraction}: give a folder of files, or a table with a "
             "document a row"
-        ) from error
+        )
+    validation, train = ([documents[index] for index in part] for part in (order[:held_out], order[held_out:]))
     return train, validation
 
 

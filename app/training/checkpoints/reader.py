@@ -1,15 +1,11 @@
 """Reading checkpoints, under the plan that wrote them or any other."""
 
-import warnings
 from pathlib import Path
 
 import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 from upath import UPath
 
 from app.config import Layout
@@ -31,24 +27,24 @@ def load_checkpoint(engine: TrainingEngine, layout: Layout, folder: UPath) -> Tr
     Raises:
         TrainingError: the checkpoint is of another model.
     """
+    from app.training.checkpoints.parts import SavedParts
+
     state = load_state(folder)
     with local_copy(folder) as local:
-        reader = FileSystemReader(local)
-        saved = reader.read_metadata()
-        names = frozenset(saved.state_dict_metadata)
-        for content in destinations(engine, layout, state, names):
-            if missing := sorted(content.keys() - names):
+        saved = SavedParts(local)
+        for content in destinations(engine, layout, state, saved.names):
+            if missing := sorted(content.keys() - saved.names):
                 raise TrainingError(
                     f"checkpoint {str(folder)!r} has no {missing[0]!r}: it is of another model; set train.resume to a "
                     "run of this recipe"
                 )
-            _load(content, reader)
+            saved.read_into(content)
         alike = (state.workers, state.tensor, state.pipeline) == (layout.workers, layout.tensor, layout.pipeline)
-        own = _empty(saved, own_prefix(dist.get_rank())) if alike else {}
-        _load(own, reader)
+        prefix = own_prefix(dist.get_rank())
+        own = saved.read({name for name in saved.names if name.startswith(prefix)}) if alike else {}
     apply_state(engine, state)
     if own:
-        apply_own(engine, {name.removeprefix(own_prefix(dist.get_rank())): each for name, each in own.items()})
+        apply_own(engine, {name.removeprefix(prefix): each for name, each in own.items()})
     return state
 
 
@@ -62,16 +58,12 @@ def export_weights(folder: UPath, path: Path) -> None:
 
     float32; after training in bf16 or fp16 the values are those that validation saw, rounded.
     """
+    from app.training.checkpoints.parts import SavedParts
+
     state = load_state(folder)
     with local_copy(folder) as local:
-        reader = FileSystemReader(local)
-        saved = reader.read_metadata()
-        found = {
-            name: each
-            for name, each in _empty(saved).items()
-            if name.startswith(BUFFER) or (name.endswith(f"/{WEIGHT}") and not name.startswith("rank_"))
-        }
-        _load(dict(found), reader)
+        saved = SavedParts(local)
+        found = saved.read({name for name in saved.names if _is_of_model(name)})
     tensors = {
         name.removeprefix(BUFFER).removesuffix(f"/{WEIGHT}"): _as_validated(each, state.precision)
         for name, each in found.items()
@@ -80,11 +72,9 @@ def export_weights(folder: UPath, path: Path) -> None:
     safetensors.torch.save_file(shaped, str(path))
 
 
-def _load(content: dict[str, Tensor], reader: FileSystemReader) -> None:
-    """Fill the tensors; each process reads for itself."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(content, storage_reader=reader, no_dist=True)
+def _is_of_model(name: str) -> bool:
+    """Whether a tensor is a buffer or a weight, and not what one process had of it."""
+    return name.startswith(BUFFER) or (name.endswith(f"/{WEIGHT}") and not name.startswith("rank_"))
 
 
 def _as_validated(tensor: Tensor, precision: str) -> Tensor:
@@ -92,13 +82,3 @@ def _as_validated(tensor: Tensor, precision: str) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
     return tensor.to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)).float()
-
-
-def _empty(saved: Metadata, prefix: str = "") -> dict[str, Tensor]:
-    """Room for the tensors whose names begin with ``prefix``."""
-    found = {name: each for name, each in saved.state_dict_metadata.items() if name.startswith(prefix)}
-    return {
-        name: torch.empty(each.size, dtype=each.properties.dtype)
-        for name, each in found.items()
-        if isinstance(each, TensorStorageMetadata)
-    }

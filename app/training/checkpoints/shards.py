@@ -1,11 +1,15 @@
 """Parts of tensors as ``torch.distributed.checkpoint`` writes and reads them, cutting anew where a plan differs."""
 
-from typing import Any, NoReturn, Self
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import Size, Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+if TYPE_CHECKING:  # as in parts.py: not before a checkpoint is read or written
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 Corner = tuple[int, int]
 """First row and column of a rectangle in the whole matrix."""
@@ -34,6 +38,9 @@ class Shards(Tensor):
         return f"Shards(of {tuple(self.shape)}, at {list(self.parts)})"
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         return [
             WriteItem(
                 index=MetadataIndex(name, Size(corner)),
@@ -48,6 +55,8 @@ class Shards(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         return [ChunkStorageMetadata(Size(corner), part.size()) for corner, part in self.parts.items()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:

@@ -3,13 +3,7 @@
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
 from upath import UPath
 
 from app.checksums import checksums_of, write_checksums
@@ -21,19 +15,6 @@ from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.store import CheckpointStore
 
 STATE_FILE = "state.json"
-
-
-class _Writer(FileSystemWriter):
-    """Raises what the disk said, which the error of a file that could not be ended hides."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except Exception as error:
-            hidden: BaseException | None = error
-            while hidden and not isinstance(hidden, OSError):
-                hidden = hidden.__context__
-            raise hidden or error from None
 
 
 class CheckpointWriter:
@@ -80,7 +61,7 @@ class CheckpointWriter:
             dist.all_gather_object(parts, sums, group=self._group)
             if is_first:
                 write_checksums(folder, {name: each for part in parts if part for name, each in part.items()})
-        except (OSError, CheckpointException) as error:
+        except OSError as error:
             if is_local(folder):
                 shutil.rmtree(folder.path, ignore_errors=True)
             raise TrainingError(_cannot_write(folder, snapshot, error)) from error
@@ -89,9 +70,11 @@ class CheckpointWriter:
 
     def _write_part(self, snapshot: Snapshot, folder: UPath, is_first: bool) -> dict[str, str]:
         """Write this process's files; their checksums."""
+        from app.training.checkpoints.parts import write_parts
+
         with local_folder(folder) as local:
             before = set(local.iterdir()) if local.exists() else set()
-            save(dict(snapshot.content), storage_writer=_Writer(local), process_group=self._group)
+            write_parts(snapshot.content, local, self._group)
             if is_first:
                 (local / STATE_FILE).write_text(snapshot.state.model_dump_json(indent=1), encoding="utf-8")
             own = [file for file in local.iterdir() if file not in before and _is_own(file.name, is_first)]
@@ -106,18 +89,12 @@ def _is_own(name: str, is_first: bool) -> bool:
     return name.startswith(f"__{dist.get_rank()}_") or (is_first and not name.startswith("__"))
 
 
-def _cannot_write(folder: UPath, snapshot: Snapshot, error: BaseException) -> str:
+def _cannot_write(folder: UPath, snapshot: Snapshot, error: OSError) -> str:
     """What went wrong, and whether there was room."""
     room = "check its rights and quota"
     if is_local(folder):
         room = f"{shutil.disk_usage(folder.parent.path).free:,} bytes are free there"
     return (
-        f"checkpoint {str(folder)!r} cannot be written: {_cause(error)}; this process's part takes "
+        f"checkpoint {str(folder)!r} cannot be written: {error}; this process's part takes "
         f"{snapshot.nbytes:,} bytes, {room}. Those before it are whole: go on from them with train.resume=latest"
     )
-
-
-def _cause(error: BaseException) -> str:
-    failures = getattr(error, "failures", None)
-    first = next(iter(failures.values()))[0] if failures else error
-    return str(first).strip().splitlines()[-1]

@@ -1,0 +1,70 @@
+"""The tensors of a checkpoint as files, in the format of ``torch.distributed.checkpoint``.
+
+Imported where a checkpoint is read or written, and not before: to import ``torch.distributed.checkpoint`` takes about a
+second, which the first step of a run need not wait for.
+"""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+
+
+def write_parts(content: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup) -> None:
+    """Write what this process has of the tensors. Every process of ``group`` calls it; OSError is raised in all."""
+    try:
+        save(dict(content), storage_writer=_Writer(folder), process_group=group)
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        raise OSError(str(first).strip().splitlines()[-1]) from error
+
+
+class SavedParts:
+    """The tensors that a folder has, whoever wrote which part of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._reader = FileSystemReader(folder)
+        self._saved = self._reader.read_metadata().state_dict_metadata
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the tensors."""
+        return frozenset(self._saved)
+
+    def read(self, names: set[str]) -> dict[str, Tensor]:
+        """The tensors of these names, whole."""
+        found = {name: each for name, each in self._saved.items() if isinstance(each, TensorStorageMetadata)}
+        content = {
+            name: torch.empty(found[name].size, dtype=found[name].properties.dtype) for name in found.keys() & names
+        }
+        self.read_into(content)
+        return content
+
+    def read_into(self, content: Mapping[str, Tensor]) -> None:
+        """Fill the tensors, or those parts of them that they hold; each process reads for itself."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load(dict(content), storage_reader=self._reader, no_dist=True)
+
+
+class _Writer(FileSystemWriter):
+    """Raises what the disk said, which the error of a file that could not be ended hides."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            hidden: BaseException | None = error
+            while hidden and not isinstance(hidden, OSError):
+                hidden = hidden.__context__
+            raise hidden or error from None
