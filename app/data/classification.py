@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-import pandas as pd
 from upath import UPath
 
 from app.checksums import write_checksums
@@ -79,6 +78,8 @@ class ClassificationData:
 
     def save(self, folder: UPath) -> None:
         """Write the splits as parquet, the labels and the report as JSON, and the processor's own files."""
+        import pandas as pd
+
         folder.mkdir(parents=True, exist_ok=True)
         for name, split in (("train", self.train.split), ("validation", self.validation.split)):
             write_atomically(
@@ -154,6 +155,8 @@ def split(examples: Examples, config: DataConfig) -> tuple[Split, Split, list[st
 
 def _load_split(folder: UPath, name: str) -> Split:
     """The split ``train`` or ``validation`` of a prepared folder."""
+    import pandas as pd
+
     with (folder / f"{name}.parquet").open("rb") as file:
         table = pd.read_parquet(file)
     return Split(table["input"].tolist(), table["class"].tolist())

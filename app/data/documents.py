@@ -8,7 +8,7 @@ from upath import UPath
 
 from app.config import CleanConfig, DataConfig
 from app.data.builtin import BUILTIN_DOCUMENTS
-from app.data.sources import TABLE_READERS, find_builtin, open_source, read_table
+from app.data.sources import TABLE_SUFFIXES, find_builtin, open_source
 
 
 class DocumentsReport(BaseModel):
@@ -77,7 +77,9 @@ def _read(config: DataConfig) -> Iterator[bytes | str]:
         return
     root = open_source(config)
     for path in _files(root) if root.is_dir() else [root]:
-        if path.suffix in TABLE_READERS:
+        if path.suffix in TABLE_SUFFIXES:
+            from app.data.tables import read_table
+
             yield from read_table(path, {"input": config.columns.input})[0]
         else:
             yield path.read_bytes()

@@ -1,10 +1,8 @@
 """Sources of labelled examples: built-in sets, tables and image folders."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import TypeVar
 
-import pandas as pd
 from upath import UPath
 
 from app.config import DataConfig
@@ -14,6 +12,7 @@ from app.errors import DataError
 from app.suggestions import did_you_mean
 
 Found = TypeVar("Found")
+TABLE_SUFFIXES = (".csv", ".jsonl", ".parquet")
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
 
 
@@ -63,50 +62,14 @@ def open_source(config: DataConfig) -> UPath:
 
 def _read_examples(path: UPath, config: DataConfig) -> Examples:
     """A table with a column of texts and one of labels."""
-    if path.suffix not in TABLE_READERS:
+    from app.data.tables import read_table
+
+    if path.suffix not in TABLE_SUFFIXES:
         raise DataError(
-            f"data.source {str(path)!r} ends in {path.suffix!r}: expected {', '.join(TABLE_READERS)} or a folder"
+            f"data.source {str(path)!r} ends in {path.suffix!r}: expected {', '.join(TABLE_SUFFIXES)} or a folder"
         )
     texts, labels = read_table(path, {"input": config.columns.input, "label": config.columns.label})
     return Examples("text", list(texts), labels)
-
-
-def read_table(path: UPath, columns: Mapping[str, str]) -> list[list[str]]:
-    """Columns of a csv, jsonl or parquet file, as texts; empty cells become empty texts.
-
-    Args:
-        columns: each column's name, by its key in ``data.columns``.
-
-    Raises:
-        DataError: the file is not a table, or a column is missing.
-    """
-    try:
-        with path.open("rb") as file:
-            table = TABLE_READERS[path.suffix](file)
-    except pd.errors.EmptyDataError:
-        return [[] for _ in columns]
-    except (ValueError, OSError) as error:
-        raise DataError(f"data.source {str(path)!r} is not a {path.suffix[1:]} table ({error})") from error
-    if not len(table.columns):
-        return [[] for _ in columns]
-    for key, column in columns.items():
-        if column not in table.columns:
-            raise DataError(
-                f"data.columns.{key} is {column!r}, which {str(path)!r} does not have: "
-                f"it has {', '.join(map(str, table.columns))}"
-            )
-    return [[_cell(value) for value in table[column]] for column in columns.values()]
-
-
-TABLE_READERS: dict[str, Callable[..., pd.DataFrame]] = {
-    ".csv": partial(pd.read_csv, dtype=str, keep_default_na=False),
-    ".jsonl": partial(pd.read_json, lines=True, dtype=False),
-    ".parquet": pd.read_parquet,
-}
-
-
-def _cell(value: object) -> str:
-    return "" if pd.api.types.is_scalar(value) and pd.isna(value) else str(value)
 
 
 def _read_image_folder(root: UPath) -> Examples:

@@ -183,8 +183,9 @@ class Rotary(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move with the model, but stay in float32: angles of bfloat16 would be wrong by whole turns."""
+        angles = self.turns
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.turns = self._make(device=self.turns.device)
+        self.turns = self._make(device=self.turns.device) if angles.is_meta else angles.to(self.turns.device)
         return self
 
     def forward(self, heads: Tensor) -> Tensor:
