@@ -125,7 +125,14 @@ def test_the_schema_is_printed() -> None:
     assert json.loads(run("rayloom", "recipe", "schema").stdout) == json.loads(json.dumps(Recipe.model_json_schema()))
 
 
-def test_configuration_imports_nothing_heavy() -> None:
-    code = "import app.config, sys; print({'ray', 'torch', 'deepspeed', 'pandas'} & set(sys.modules))"
+@pytest.mark.parametrize(
+    ("module", "later"),
+    [
+        ("app.config", {"ray", "torch", "deepspeed", "pandas"}),
+        ("app.training.__main__", {"ray", "sklearn", "pandas", "torch.distributed.checkpoint"}),
+    ],
+)
+def test_what_takes_long_to_import_is_imported_where_it_is_used(module: str, later: set[str]) -> None:
+    code = f"import {module}, sys; print({later} & set(sys.modules))"
     seen = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert seen.stdout.strip() == "set()"
