@@ -7,6 +7,7 @@ RayloomError
 ├── ClusterError           the local cluster is not in the state that a command needs
 ├── TrainingError          training cannot start or go on
 │   └── NonFiniteLossError a loss or gradient is not a number, or infinite
+├── TuningError            a search cannot start or go on
 ├── CompileError           a model cannot be exported, or its numbers differ too much
 ├── EngineError            a compiled model cannot be loaded
 ├── RequestError           a request to the endpoint is malformed
@@ -44,6 +45,10 @@ class TrainingError(RayloomError):
 
 class NonFiniteLossError(TrainingError):
     """A loss or gradient is not a number, or infinite."""
+
+
+class TuningError(RayloomError):
+    """A search cannot start or go on."""
 
 
 class CompileError(RayloomError):

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ValidationError
 from upath import UPath
 
-from app.config import Recipe, dump_recipe
+from app.config import Recipe, dump_recipe, load_recipe
 from app.errors import RayloomError, StorageError
 from app.storage import open_storage, write_atomically
 
@@ -142,6 +142,23 @@ def latest_result(storage: UPath, job: str, recipe_name: str) -> Result:
     raise StorageError(
         f"storage {str(storage)!r} has no finished {job} run of recipe {recipe_name!r}: run jobs.{job} first"
     )
+
+
+def newest_unfinished(storage: UPath, job: str, recipe_name: str) -> str | None:
+    """The id of a job's newest run of a recipe, unless it has succeeded."""
+    runs = storage / "runs" / job
+    if not runs.exists():
+        return None
+    for run in sorted(runs.iterdir(), key=lambda each: each.name, reverse=True):
+        if (run / CONFIG_FILE).exists() and load_recipe(str(run / CONFIG_FILE)).name == recipe_name:
+            return None if has_succeeded(run) else run.name
+    return None
+
+
+def has_succeeded(run: UPath) -> bool:
+    """Whether the run in this folder reached its end."""
+    file = run / RESULT_FILE
+    return file.exists() and Result.model_validate_json(file.read_bytes()).status == "succeeded"
 
 
 def _results(folder: UPath) -> Iterator[Result]:

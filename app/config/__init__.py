@@ -3,7 +3,7 @@
 from app.config.alerts import AlertConfig, EmailConfig, NotifyConfig, WebhookConfig
 from app.config.data import CleanConfig, ColumnsConfig, DataConfig, ImageConfig, TokenizerConfig
 from app.config.layout import Layout
-from app.config.loading import dump_recipe, load_recipe
+from app.config.loading import dump_recipe, load_recipe, with_values
 from app.config.plan import PlanConfig
 from app.config.plan_rules import ModelTraits, Setting, broken_rule, nearest_plan
 from app.config.recipe import (
@@ -24,6 +24,7 @@ from app.config.train import (
     ScheduleConfig,
     TrainConfig,
 )
+from app.config.tune import Objective, StopConfig, TuneConfig
 
 __all__ = [
     "LANGUAGE_MODELING",
@@ -43,6 +44,7 @@ __all__ = [
     "ModelConfig",
     "ModelTraits",
     "NotifyConfig",
+    "Objective",
     "OptimizerConfig",
     "PlanConfig",
     "ProfileConfig",
@@ -50,11 +52,14 @@ __all__ = [
     "ScheduleConfig",
     "ServeConfig",
     "Setting",
+    "StopConfig",
     "TokenizerConfig",
     "TrainConfig",
+    "TuneConfig",
     "WebhookConfig",
     "broken_rule",
     "dump_recipe",
     "load_recipe",
     "nearest_plan",
+    "with_values",
 ]

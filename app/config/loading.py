@@ -1,7 +1,7 @@
 """From a YAML file and overrides to a checked recipe; every error names the key."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from upath import UPath
 
-from app.config.overrides import apply_overrides, parse_yaml
+from app.config.overrides import apply_overrides, parse_yaml, set_value
 from app.config.recipe import Recipe
 from app.errors import RecipeError
 from app.suggestions import did_you_mean
@@ -51,6 +51,14 @@ def parse_recipe(tree: dict[str, Any], source: str = "recipe") -> Recipe:
         return Recipe.model_validate(tree)
     except ValidationError as error:
         raise RecipeError("\n".join(f"{source}: {_explain(each)}" for each in error.errors())) from None
+
+
+def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """The recipe with other values under some dotted keys. Raises RecipeError if the whole is refused."""
+    tree = recipe.model_dump(mode="json")
+    for key, value in values.items():
+        set_value(tree, key, value)
+    return parse_recipe(tree, source="the recipe with " + ", ".join(f"{key}={value}" for key, value in values.items()))
 
 
 def dump_recipe(recipe: Recipe) -> str:

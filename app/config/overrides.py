@@ -45,6 +45,11 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str,
     return tree
 
 
+def set_value(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set the value of one dotted key in ``tree``, in place. Raises RecipeError past the end of a list."""
+    _set(tree, key.split("."), value, f"{key}={value}")
+
+
 def _set(tree: dict[str, Any], path: list[str], value: Any, override: str) -> None:
     node: Any = tree
     for part, following in zip(path, [*path[1:], None], strict=True):

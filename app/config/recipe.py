@@ -6,11 +6,11 @@ from pydantic import Field, PositiveInt, model_validator
 
 from app.config.alerts import AlertConfig, NotifyConfig
 from app.config.data import DataConfig
-from app.config.section import Fraction, Section
+from app.config.section import IMPORT_STRING, Fraction, Section
 from app.config.train import TrainConfig
+from app.config.tune import TuneConfig
 
-_IMPORT_STRING = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
-ImportString = Annotated[str, Field(pattern=rf"^{_IMPORT_STRING}$")]
+ImportString = Annotated[str, Field(pattern=rf"^{IMPORT_STRING}$")]
 LANGUAGE_MODELING = "language-modeling"
 _BYTE_TOKENS = 257  # one for each byte and one for the end of a document
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
@@ -76,7 +76,7 @@ class Recipe(Section):
 
     name: Name
     task: Annotated[
-        str, Field(pattern=rf"^(text-classification|image-classification|{LANGUAGE_MODELING}|{_IMPORT_STRING})$")
+        str, Field(pattern=rf"^(text-classification|image-classification|{LANGUAGE_MODELING}|{IMPORT_STRING})$")
     ]
     storage: str | None = Field(
         default=None, description="URI or absolute path; default: $RAYLOOM_STORAGE, else ~/.rayloom/storage"
@@ -84,6 +84,7 @@ class Recipe(Section):
     data: DataConfig
     model: ModelConfig
     train: TrainConfig = TrainConfig()
+    tune: TuneConfig | None = None
     compile: CompileConfig = CompileConfig()
     serve: ServeConfig = ServeConfig()
     alerts: list[AlertConfig] = Field(default=[], description="rules over what training reports")
@@ -120,4 +121,6 @@ class Recipe(Section):
             )
         if not self.is_language_model and self.train.selection.metric == "val_perplexity":
             raise ValueError(f"train.early_stopping.metric val_perplexity is of task {LANGUAGE_MODELING} alone")
+        if not self.is_language_model and self.tune and "val_perplexity" in self.tune.metric:
+            raise ValueError(f"tune.metric val_perplexity is of task {LANGUAGE_MODELING} alone")
         return self

@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+IMPORT_STRING = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 

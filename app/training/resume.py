@@ -1,10 +1,8 @@
 """Which run a person means who says ``train.resume``."""
 
-from upath import UPath
-
 from app.config import Recipe, load_recipe
 from app.errors import RecipeError, StorageError
-from app.runs import CONFIG_FILE, RESULT_FILE, Result, Run
+from app.runs import CONFIG_FILE, Run, has_succeeded, newest_unfinished
 from app.storage import open_storage
 from app.training.coordination.heartbeat import require_silence
 
@@ -25,34 +23,20 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
     asked = recipe.train.resume
     if asked is None:
         return Run.start(job, recipe)
-    runs = open_storage(recipe.storage) / "runs" / job
-    run_id = _newest_unfinished(runs, recipe.name) if asked == LATEST else asked
+    storage = open_storage(recipe.storage)
+    runs = storage / "runs" / job
+    run_id = newest_unfinished(storage, job, recipe.name) if asked == LATEST else asked
     if run_id is None:
         print(f"train.resume={LATEST}: no run of {recipe.name} is unfinished; starting one", flush=True)
         return Run.start(job, recipe)
     if not (runs / run_id / CONFIG_FILE).exists():
         raise StorageError(f"train.resume is {run_id!r}, and {str(runs)!r} has no such run: give its id, or {LATEST}")
-    if _has_succeeded(runs / run_id):
+    if has_succeeded(runs / run_id):
         raise StorageError(f"train.resume is {run_id!r}, which has finished: leave it out to start a new run")
     _check_same(recipe, load_recipe(str(runs / run_id / CONFIG_FILE)), run_id)
     require_silence(runs / run_id)
     print(f"run {run_id} goes on", flush=True)
     return Run.resume(job, recipe, run_id)
-
-
-def _newest_unfinished(runs: UPath, recipe_name: str) -> str | None:
-    """The newest run of the recipe, unless it has finished."""
-    if not runs.exists():
-        return None
-    for run in sorted(runs.iterdir(), key=lambda each: each.name, reverse=True):
-        if (run / CONFIG_FILE).exists() and load_recipe(str(run / CONFIG_FILE)).name == recipe_name:
-            return None if _has_succeeded(run) else run.name
-    return None
-
-
-def _has_succeeded(run: UPath) -> bool:
-    file = run / RESULT_FILE
-    return file.exists() and Result.model_validate_json(file.read_bytes()).status == "succeeded"
 
 
 def _check_same(recipe: Recipe, earlier: Recipe, run_id: str) -> None:

@@ -1,0 +1,138 @@
+"""The recipe's ``tune``: what is searched, how, and when the search ends."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+
+from app.config.alerts import is_reference
+from app.config.section import IMPORT_STRING, Section
+
+Mode = Literal["min", "max"]
+Metric = Literal[
+    "val_loss", "val_accuracy", "val_perplexity", "train_loss", "samples_per_s", "latency_ms", "parameters"
+]
+Sampler = Literal["tpe", "random", "cmaes", "gp", "nsga2", "grid", "qmc"]
+Scheduler = Literal["asha", "hyperband", "median", "pbt", "none"]
+
+_MAXIMAL = {"val_accuracy", "samples_per_s"}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A metric of a trial, and which way is better."""
+
+    metric: str
+    mode: Mode
+
+
+def _as_list(given: object) -> object:
+    return [given] if isinstance(given, str) else given
+
+
+def _check_storage(given: str) -> str:
+    if is_reference(given):
+        return given
+    if "://" not in given:
+        raise ValueError("expected a URL of SQLAlchemy such as sqlite:////data/studies.db, or env:NAME or file:/PATH")
+    login = given.partition("://")[2].rpartition("@")[0]
+    if ":" in login:
+        raise ValueError("the URL carries a password: put the whole URL where env:NAME or file:/PATH points to")
+    return given
+
+
+Objectives = Annotated[list[Metric], Field(min_length=1), BeforeValidator(_as_list)]
+Modes = Annotated[list[Mode], BeforeValidator(_as_list)]
+
+
+class StopConfig(Section):
+    """When the search ends before its last trial; each limit alone is enough."""
+
+    time_s: Annotated[float, Field(gt=0.0)] | None = Field(default=None, description="seconds since the search began")
+    epochs: PositiveInt | None = Field(default=None, description="epochs trained, over all trials")
+    patience: PositiveInt | None = Field(default=None, description="ended trials without a better best value")
+    min_delta: Annotated[float, Field(ge=0.0)] = Field(default=0.0, description="what counts as better, for patience")
+
+
+class TuneConfig(Section):
+    """A search for the best values of some of the recipe's keys."""
+
+    space: Annotated[str, Field(pattern=rf"^{IMPORT_STRING}$")] = Field(
+        description="import string of space(trial), in Optuna's style, or of a dictionary of Ray Tune's domains; "
+        "the names in it are keys of the recipe"
+    )
+    metric: Objectives = Field(
+        default=["val_accuracy"],
+        description="what is best in the epoch that training keeps; several metrics: their Pareto front",
+    )
+    mode: Modes = Field(default=[], description="max or min, one for each metric; default: as the metric is better")
+    trials: PositiveInt = 32
+    sampler: Sampler = Field(default="tpe", description="who proposes values: learns from the trials before")
+    random_trials: Annotated[int, Field(ge=0)] = Field(
+        default=8, description="trials that are drawn at random before tpe, cmaes or gp begin to learn"
+    )
+    scheduler: Scheduler = Field(
+        default="asha", description="who ends trials that are behind: each is recorded as pruned, with its values"
+    )
+    grace_epochs: PositiveInt = Field(default=1, description="epochs that the scheduler leaves a trial alone")
+    reduction_factor: Annotated[int, Field(ge=2)] = Field(
+        default=3, description="of asha and hyperband: one of so many trials goes on at each rung"
+    )
+    stop: StopConfig = StopConfig()
+    retries: Annotated[int, Field(ge=0)] = Field(default=1, description="times that a trial that failed is run again")
+    workers: PositiveInt | None = Field(
+        default=None, description="processes of a trial; default: as few as its plan needs, so that more run at once"
+    )
+    concurrent: PositiveInt | None = Field(
+        default=None, description="trials at once, at most; default: as many as the cluster has room for"
+    )
+    seed: int = Field(default=0, description="of the sampler; trials all train with train.seed")
+    storage: Annotated[str, BeforeValidator(_check_storage)] | None = Field(
+        default=None,
+        description="URL of SQLAlchemy where the study is kept, or env:NAME or file:/PATH that hold one; "
+        "default: a SQLite file of its own under studies/ in storage",
+    )
+    warm_start: list[str] = Field(default=[], description="ids of earlier tune runs whose trials this one learns from")
+    resume: bool = Field(
+        default=False, description="go on with the newest tune run of this recipe that has not finished, or start one"
+    )
+
+    @property
+    def objectives(self) -> list[Objective]:
+        """The metrics with their modes."""
+        modes: list[Mode] = self.mode or [_natural_mode(metric) for metric in self.metric]
+        return [Objective(metric, mode) for metric, mode in zip(self.metric, modes, strict=True)]
+
+    @model_validator(mode="after")
+    def _modes_fit_metrics(self) -> Self:
+        if len(set(self.metric)) != len(self.metric):
+            raise ValueError(f"metric {self.metric} names one twice: leave one out")
+        if self.mode and len(self.mode) != len(self.metric):
+            raise ValueError(f"mode has {len(self.mode)} entries and metric {len(self.metric)}: give one for each")
+        for objective in self.objectives:
+            if objective.mode != (expected := _natural_mode(objective.metric)):
+                raise ValueError(f"metric {objective.metric} is better when {expected}imal: set mode to {expected}")
+        return self
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        several = len(self.metric) > 1
+        if several and self.scheduler != "none":
+            raise ValueError(
+                f"scheduler {self.scheduler} compares trials by one value, and metric names {len(self.metric)}: "
+                "set scheduler to none"
+            )
+        if several and self.sampler in ("cmaes", "gp"):
+            raise ValueError(f"sampler {self.sampler} is for one metric: set it to tpe or nsga2")
+        if several and self.stop.patience:
+            raise ValueError("stop.patience waits for a better best value, and of several metrics there is none")
+        if self.scheduler != "none" and (late := {"latency_ms", "parameters"} & set(self.metric)):
+            raise ValueError(
+                f"metric {late.pop()} is measured once a trial has ended, and scheduler {self.scheduler} compares "
+                "epochs: set scheduler to none"
+            )
+        return self
+
+
+def _natural_mode(metric: str) -> Mode:
+    return "max" if metric in _MAXIMAL else "min"

@@ -1,0 +1,114 @@
+"""What Ray Tune says of trials, written into the study as it happens."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+from ray import tune
+from ray.exceptions import RayActorError
+from ray.tune.experiment import Trial
+from upath import UPath
+
+from app.training.run_folder import FAILURE_FILE
+from app.tuning.budget import Budget
+from app.tuning.results import ENDED, NUMBER, VALUES, EpochResult, FinalResult
+from app.tuning.study import SearchStudy
+from app.tuning.table import Table
+
+Hook = TypeVar("Hook", bound=Callable[..., None])
+
+
+def _writes(hook: Hook) -> Hook:
+    """What goes wrong in ``hook`` ends the search; Ray Tune would take it for a failure of the trial."""
+
+    @wraps(hook)
+    def guarded(self: "Ledger", **event: Any) -> None:
+        if self.broken is None:
+            try:
+                hook(self, **event)
+            except Exception as error:  # raised once the search has ended
+                self.broken = error
+                self._budget.end("the study cannot be written")
+
+    return cast(Hook, guarded)
+
+
+class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
+    """Files each trial once: complete if it came to its own end, pruned if it was stopped, failed with its cause."""
+
+    def __init__(self, study: SearchStudy, scheduler: str, trials: UPath, budget: Budget, table: Table) -> None:
+        self._study, self._scheduler, self._trials = study, scheduler, trials
+        self._budget, self._table = budget, table
+        self.broken: Exception | None = None
+        """What ended the search, other than a trial."""
+
+    @_writes
+    def on_trial_start(self, trial: Trial, **_: Any) -> None:
+        """A row of the table."""
+        self._table.started(trial.config[NUMBER], trial.config[VALUES])
+
+    @_writes
+    def on_trial_result(self, trial: Trial, result: dict[str, Any], **_: Any) -> None:
+        """An epoch, also the one after which the trial is stopped."""
+        if ENDED in result:
+            return
+        epoch = EpochResult.model_validate(result)
+        self._study.report(trial.config[NUMBER], epoch.epoch, epoch.value)
+        self._budget.epoch()
+        self._table.epoch(trial.config[NUMBER], epoch)
+
+    @_writes
+    def on_trial_complete(self, trial: Trial, **_: Any) -> None:
+        """The trial's own end, or the scheduler's."""
+        number, result = trial.config[NUMBER], trial.last_result
+        self._study.note_values(number, trial.config[VALUES])
+        if ENDED in result:
+            final = FinalResult.model_validate(result)
+            self._study.complete(number, final.final_values, final.stopped_early)
+        else:
+            self._study.prune(number, f"stopped by {self._scheduler} after epoch {result.get('epoch', 0)}")
+        self._ended(number)
+
+    @_writes
+    def on_trial_recover(self, trial: Trial, **_: Any) -> None:
+        """A failure, after which the trial is run again."""
+        number, cause = trial.config[NUMBER], self._cause(trial)
+        self._study.note_failure(number, cause)
+        self._table.failed(number, cause)
+
+    @_writes
+    def on_trial_error(self, trial: Trial, **_: Any) -> None:
+        """The last failure."""
+        number = trial.config[NUMBER]
+        self._study.fail(number, self._cause(trial))
+        self._ended(number)
+
+    def _ended(self, number: int) -> None:
+        self._budget.trial_ended(self._study)
+        self._table.ended(self._study, number)
+
+    def _folder(self, number: int) -> UPath:
+        return self._trials / f"{number:04d}"
+
+    def _cause(self, trial: Trial) -> str:
+        """What a worker noted before it ended itself, else the error, without Ray's traceback."""
+        note = self._folder(trial.config[NUMBER]) / FAILURE_FILE
+        if note.exists():
+            return note.read_text(encoding="utf-8")
+        error = trial.get_pickled_error() or trial.get_error()
+        if isinstance(error, RayActorError):
+            return f"the trial's process ended: {_exit_detail(str(error))}"
+        cause = getattr(error, "cause", None) or error
+        return f"{type(cause).__name__}: {_last_line(str(cause))}"
+
+
+def _exit_detail(text: str) -> str:
+    """Ray's own reason, the last of its sentences that gives one."""
+    for marker in ("Worker exit detail: ", "The actor is dead because "):
+        if marker in text:
+            return text.partition(marker)[2].strip().splitlines()[0]
+    return _last_line(text)
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no reason is known"])[-1]

@@ -1,0 +1,59 @@
+"""What a trial is judged by."""
+
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from app.config import Objective, Recipe
+from app.data.prepared import PreparedData
+from app.errors import NonFiniteLossError
+from app.models.factory import build_model
+from app.training.records import EpochRecord, best_of
+from app.tuning.study import is_finite
+
+_LATENCY_CALLS = 20
+
+
+def objective_of(record: EpochRecord, objective: Objective) -> float:
+    """The objective after an epoch.
+
+    Raises:
+        NonFiniteLossError: it is not a number, or infinite.
+    """
+    value = float(getattr(record, objective.metric))
+    if not is_finite([value]):
+        raise NonFiniteLossError(f"{objective.metric} is {value} after epoch {record.epoch}")
+    return value
+
+
+def final_values(
+    objectives: Sequence[Objective], records: Iterable[EpochRecord], recipe: Recipe, data: PreparedData
+) -> list[float]:
+    """The objectives of a trained trial: those of the epoch whose weights training keeps."""
+    best = best_of(records, recipe.train)
+    return [_measure(objective, best, recipe, data) for objective in objectives]
+
+
+def _measure(objective: Objective, best: EpochRecord, recipe: Recipe, data: PreparedData) -> float:
+    match objective.metric:
+        case "parameters":
+            return float(sum(each.numel() for each in build_model(recipe.model, data.facts).parameters()))
+        case "latency_ms":
+            return _latency_ms(build_model(recipe.model, data.facts), data)
+    return objective_of(best, objective)
+
+
+def _latency_ms(model: nn.Module, data: PreparedData) -> float:
+    """Median milliseconds of the model in PyTorch on one validation sample, on this process's CPU threads."""
+    inputs = {name: torch.from_numpy(array) for name, array in data.validation.batch([0]).inputs.items()}
+    model.eval()
+    times = []
+    with torch.inference_mode():
+        for _ in range(1 + _LATENCY_CALLS):
+            began = time.perf_counter()
+            model(**inputs)
+            times.append(1000.0 * (time.perf_counter() - began))
+    return statistics.median(times[1:])

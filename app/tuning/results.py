@@ -1,0 +1,30 @@
+"""What a trial tells Ray Tune, and what it is told: plain values between processes."""
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+NUMBER, VALUES = "number", "values"
+"""A trial's configuration: its number in the study, and its values of recipe keys."""
+
+EPOCH, VALUE, ENDED = "epoch", "value", "ended"
+"""What schedulers read: the time, the first objective; and whether the trial came to its own end."""
+
+
+class EpochResult(BaseModel):
+    """After an epoch."""
+
+    epoch: int
+    value: float | None
+    """The first objective; None if it is measured at the end alone."""
+
+
+class FinalResult(EpochResult):
+    """After the last epoch."""
+
+    ended: Literal[True] = True
+    done: Literal[True] = True
+    """Ray Tune's word for it."""
+    final_values: list[float]
+    """Every objective, in the epoch whose weights training keeps."""
+    stopped_early: bool

@@ -1,0 +1,54 @@
+"""Who proposes the values of the next trial, by name."""
+
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+
+from optuna import Study
+from optuna.exceptions import ExperimentalWarning
+from optuna.samplers import (
+    BaseSampler,
+    BruteForceSampler,
+    CmaEsSampler,
+    GPSampler,
+    NSGAIISampler,
+    QMCSampler,
+    RandomSampler,
+    TPESampler,
+)
+from optuna.trial import FrozenTrial, TrialState
+
+from app.config import TuneConfig
+
+
+def create_sampler(config: TuneConfig, past: int) -> BaseSampler:
+    """The recipe's sampler; a study that goes on after ``past`` trials draws other random numbers than at first."""
+    seed, first = config.seed + 7919 * past, config.random_trials
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        match config.sampler:
+            case "tpe":  # Bergstra et al. 2011; several keys at once as in BOHB (Falkner et al. 2018)
+                return TPESampler(n_startup_trials=first, multivariate=True, group=True, constant_liar=True, seed=seed)
+            case "random":
+                return RandomSampler(seed=seed)
+            case "cmaes":  # Hansen & Ostermeier 2001
+                return CmaEsSampler(n_startup_trials=first, warn_independent_sampling=False, seed=seed)
+            case "gp":
+                return GPSampler(n_startup_trials=first, warn_independent_sampling=False, seed=seed)
+            case "nsga2":  # Deb et al. 2002
+                return NSGAIISampler(seed=seed)
+            case "qmc":
+                return QMCSampler(
+                    scramble=True, warn_asynchronous_seeding=False, warn_independent_sampling=False, seed=seed
+                )
+            case "grid":
+                return _GridSampler(seed=seed)
+
+
+class _GridSampler(BruteForceSampler):
+    """Every combination once, conditional keys included; after the last one it proposes what was there before."""
+
+    def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
+        """Optuna would stop ``Study.optimize`` here, which is not who runs the trials."""
+        with suppress(RuntimeError):
+            super().after_trial(study, trial, state, values)

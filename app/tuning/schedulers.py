@@ -1,0 +1,76 @@
+"""Who ends trials that are behind, by name."""
+
+from typing import Any
+
+from optuna.trial import FrozenTrial
+from ray.tune.schedulers import (
+    AsyncHyperBandScheduler,
+    FIFOScheduler,
+    MedianStoppingRule,
+    PopulationBasedTraining,
+    TrialScheduler,
+)
+
+from app.config import Recipe, TuneConfig
+from app.tuning.pbt import mutations
+from app.tuning.results import EPOCH, VALUE, VALUES
+from app.tuning.space import Space
+
+_HYPERBAND_BRACKETS = 3
+_FEWEST_TO_COMPARE = 3
+
+
+def create_scheduler(config: TuneConfig, recipe: Recipe, space: Space) -> TrialScheduler:
+    """The recipe's scheduler, reading the first objective after each epoch."""
+    reading: dict[str, Any] = {"time_attr": EPOCH, "metric": VALUE, "mode": config.objectives[0].mode}
+    rungs = {"max_t": recipe.train.epochs, "grace_period": min(config.grace_epochs, recipe.train.epochs)}
+    match config.scheduler:
+        case "asha":  # Li et al. 2020
+            return AsyncHyperBandScheduler(
+                **reading, **rungs, reduction_factor=config.reduction_factor, stop_last_trials=False
+            )
+        case "hyperband":  # Li et al. 2018, asynchronous; with sampler tpe it is BOHB's (Falkner et al. 2018)
+            return AsyncHyperBandScheduler(
+                **reading,
+                **rungs,
+                reduction_factor=config.reduction_factor,
+                brackets=_HYPERBAND_BRACKETS,
+                stop_last_trials=False,
+            )
+        case "median":  # Golovin et al. 2017
+            return MedianStoppingRule(
+                **reading,
+                grace_period=config.grace_epochs,
+                min_samples_required=_FEWEST_TO_COMPARE,
+                min_time_slice=recipe.train.epochs,  # a trial that cannot be judged yet goes on
+            )
+        case "pbt":  # Jaderberg et al. 2017
+            return PopulationBasedTraining(
+                **reading,
+                perturbation_interval=config.grace_epochs,
+                hyperparam_mutations={VALUES: mutations(space, recipe)},
+                require_attrs=False,
+            )
+        case "none":
+            return FIFOScheduler()
+
+
+def replay(scheduler: TrialScheduler, ended: list[FrozenTrial]) -> None:
+    """Tell a new scheduler of the trials that ended before the search was cut off, so that it compares with them."""
+    if not isinstance(scheduler, AsyncHyperBandScheduler | MedianStoppingRule):
+        return
+    for trial in ended:
+        past = _Past(f"past-{trial.number}")
+        results = [{EPOCH: epoch, VALUE: value} for epoch, value in sorted(trial.intermediate_values.items())]
+        if results:
+            scheduler.on_trial_add(None, past)
+            for result in results:
+                scheduler.on_trial_result(None, past, result)
+            scheduler.on_trial_complete(None, past, results[-1])
+
+
+class _Past:
+    """As much of a trial of Ray Tune's as schedulers look at."""
+
+    def __init__(self, trial_id: str) -> None:
+        self.trial_id = trial_id

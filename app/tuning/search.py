@@ -1,0 +1,115 @@
+"""A search from its first trial to its last, on the Ray cluster that this process has joined."""
+
+import logging
+import os
+from dataclasses import dataclass
+
+import ray
+from ray import tune
+from ray.tune.error import TuneError
+from upath import UPath
+
+from app.config import Recipe, TuneConfig
+from app.errors import RayloomError, TuningError
+from app.tuning.budget import Budget
+from app.tuning.ledger import Ledger
+from app.tuning.schedulers import create_scheduler, replay
+from app.tuning.searcher import StudySearcher
+from app.tuning.study import SearchStudy
+from app.tuning.table import Table
+from app.tuning.trainable import TRIALS, TrialActor, remove_checkpoints
+from app.tuning.trial_recipe import trial_recipe
+
+_ENVIRONMENT = {
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # every trial keeps its own metrics
+    "TUNE_RESULT_BUFFER_LENGTH": "1",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "TUNE_GLOBAL_CHECKPOINT_S": "3600",  # Ray Tune's own state is not read: the study has all
+    "RAY_AIR_NEW_OUTPUT": "0",
+}
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a search needs."""
+
+    recipe: Recipe
+    config: TuneConfig
+    study: SearchStudy
+    folder: UPath
+    """Of the run."""
+    budget: Budget
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """What one trial takes of the cluster."""
+        train = trial_recipe(self.recipe, {}, self.config.workers).train
+        workers = train.workers_range[1]
+        gpus = {"GPU": float(workers)} if train.device == "gpu" else {}
+        return {"CPU": train.cpus_per_worker * workers, **gpus}
+
+    def at_once(self) -> int:
+        """Trials that the cluster has room for, or fewer if the recipe says so."""
+        cluster = ray.cluster_resources()
+        room = min(int(cluster.get(name, 0.0) // amount) for name, amount in self.resources.items())
+        return max(1, min(room, self.config.concurrent or room, self.config.trials))
+
+    def run(self) -> None:
+        """Run trials until there are enough; everything that comes out of them is in the study.
+
+        Raises:
+            StorageError: the study cannot be written; what was written before stays.
+            TuningError: Ray Tune cannot go on.
+        """
+        os.environ.update(_ENVIRONMENT)
+        logging.getLogger("ray.tune").setLevel(logging.ERROR)
+        config, study = self.config, self.study
+        scheduler = create_scheduler(config, self.recipe, study.space)
+        replay(scheduler, study.ended)
+        ledger = Ledger(study, config.scheduler, self.folder / TRIALS, self.budget, self._table())
+        trainable = tune.with_parameters(TrialActor, recipe=self.recipe.model_dump_json(), run_folder=str(self.folder))
+        tuner = tune.Tuner(
+            tune.with_resources(trainable, self.resources),
+            tune_config=tune.TuneConfig(
+                num_samples=-1,
+                search_alg=StudySearcher(study, config.trials),
+                scheduler=scheduler,
+                max_concurrent_trials=self.at_once(),  # without it, Ray Tune runs one at a time
+                reuse_actors=True,
+            ),
+            run_config=tune.RunConfig(
+                name="tune",
+                storage_path=str(self.folder / "ray"),
+                callbacks=[ledger],
+                stop=self.budget,
+                failure_config=tune.FailureConfig(max_failures=config.retries),
+                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
+                verbose=0,
+            ),
+        )
+        try:
+            tuner.fit()
+        except TuneError as error:
+            raise self._explain(error) from error
+        if ledger.broken:
+            raise ledger.broken
+        if not self.budget.was_asked:
+            study.end_running(self.budget.reason or "the search ended")
+        for trial in study.ended:
+            remove_checkpoints(self.folder / TRIALS / f"{trial.number:04d}")
+
+    def _table(self) -> Table:
+        table = Table(self.config.objectives, self.recipe.train.epochs)
+        best = {each.number for each in self.study.best}
+        for trial in self.study.ended:
+            table.show(trial, trial.number in best)
+        return table
+
+    def _explain(self, error: TuneError) -> RayloomError:
+        """Ray Tune wraps what its parts raise into a text; our own errors are said as they are."""
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, RayloomError):
+                return cause
+            cause = cause.__cause__ or cause.__context__
+        return TuningError(f"Ray Tune stopped: {str(error).strip().splitlines()[-1]}")

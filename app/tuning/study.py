@@ -1,0 +1,295 @@
+"""The study of a search: Optuna's record of every trial, from which a search that was cut off goes on."""
+
+import json
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import optuna
+from optuna.exceptions import ExperimentalWarning
+from optuna.study import Study, StudyDirection
+from optuna.trial import FrozenTrial, Trial, TrialState
+from sqlalchemy.engine import URL
+
+from app.config import Recipe, TuneConfig
+from app.errors import TuningError
+from app.tuning.samplers import create_sampler
+from app.tuning.space import Space, Value
+from app.tuning.storage import back_up, explained, open_storage, require_study_file
+
+CAUSE, EPOCHS, VALUES, FAILURES, STOPPED_EARLY, DUPLICATE_OF, LEARNED_FROM = (
+    "cause", "epochs", "values", "failures", "stopped_early", "duplicate_of", "learned_from",
+)  # fmt: skip
+"""What is noted of a trial beside its values."""
+
+_SPACE, _RECIPE = "space", "recipe"
+_BASE = ("task", "data", "model", "train")
+"""The sections of a recipe on which a trial depends."""
+_MOST_DUPLICATES = 50
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A trial that is to be run."""
+
+    number: int
+    values: dict[str, Value]
+    """Of recipe keys."""
+
+
+class SearchStudy:
+    """Proposes trials, and is told what became of them. Every answer of it is a sentence or in the database."""
+
+    def __init__(self, study: Study, url: URL, space: Space, config: TuneConfig) -> None:
+        self.study, self.url, self.space, self._config = study, url, space, config
+        self._open: dict[int, Trial] = {}
+        self._left_running = [each for each in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))]
+
+    @classmethod
+    def create(cls, name: str, url: URL, space: Space, recipe: Recipe, config: TuneConfig) -> Self:
+        """A new study, whose first trial will be the recipe's own values.
+
+        Raises:
+            StorageError: the storage cannot be opened.
+            TuningError: a study of this name is there already.
+        """
+        storage = open_storage(url)
+        with explained(url):
+            if name in optuna.get_all_study_names(storage):
+                raise TuningError(
+                    f"study {name!r} is in {url.render_as_string()} already: two searches never share one"
+                )
+            study = optuna.create_study(
+                study_name=name,
+                storage=storage,
+                sampler=create_sampler(config, past=0),
+                directions=_directions(config),
+            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ExperimentalWarning)
+                study.set_metric_names([each.metric for each in config.objectives])  # for dashboards and plots
+            study.set_user_attr(_SPACE, space.fingerprint)
+            study.set_user_attr(_RECIPE, _base(recipe))
+            study.enqueue_trial(space.own_values(recipe), user_attrs={"own": True})
+        return cls(study, url, space, config)
+
+    @classmethod
+    def resume(cls, name: str, url: URL, space: Space, recipe: Recipe, config: TuneConfig) -> Self:
+        """The study of an earlier search, if it asks the same question.
+
+        Raises:
+            StorageError: it cannot be opened, or is not there.
+            TuningError: its space, its objectives or its recipe is another.
+        """
+        require_study_file(url)
+        storage = open_storage(url)
+        with explained(url):
+            if name not in optuna.get_all_study_names(storage):
+                raise TuningError(f"there is no study {name!r} in {url.render_as_string()}: leave tune.resume out")
+            study = optuna.load_study(study_name=name, storage=storage)
+            _check_same(study, space, recipe, config)
+            study.sampler = create_sampler(config, past=len(study.get_trials(deepcopy=False)))
+        return cls(study, url, space, config)
+
+    @property
+    def trials(self) -> list[FrozenTrial]:
+        """The trials of this search, in order: without those it learned from, and without duplicates."""
+        with explained(self.url):
+            known = self.study.get_trials(deepcopy=False)
+        return [
+            each
+            for each in known
+            if each.state != TrialState.WAITING and not {LEARNED_FROM, DUPLICATE_OF} & each.user_attrs.keys()
+        ]
+
+    @property
+    def ended(self) -> list[FrozenTrial]:
+        """Those of ``trials`` that are not running."""
+        return [each for each in self.trials if each.state.is_finished()]
+
+    @property
+    def best(self) -> list[FrozenTrial]:
+        """The best trial that was completed; of several objectives the Pareto front, best first in the first one."""
+        complete = [each for each in self.trials if each.state == TrialState.COMPLETE]
+        signs = [1.0 if each == StudyDirection.MINIMIZE else -1.0 for each in self.study.directions]
+        losses = {
+            each.number: [sign * value for sign, value in zip(signs, each.values or [], strict=True)]
+            for each in complete
+        }
+        front = [
+            each
+            for each in complete
+            if not any(_dominates(losses[other.number], losses[each.number]) for other in complete)
+        ]
+        front.sort(key=lambda each: (losses[each.number], each.number))
+        return front if len(signs) > 1 else front[:1]
+
+    @property
+    def epochs_trained(self) -> int:
+        """Over all trials of this search."""
+        return sum(epochs_of(each) for each in self.trials)
+
+    def ask(self, most: int) -> Proposal | None:
+        """The next trial: one that a search before this left running, else a new one; None if there are ``most``.
+
+        It is also None if all that can be drawn was drawn before.
+        """
+        with explained(self.url):
+            if self._left_running:
+                left = self._left_running.pop(0)
+                return self._propose(Trial(self.study, left._trial_id))
+            if len(self.trials) >= most:
+                return None
+            for _ in range(_MOST_DUPLICATES):
+                proposal = self._propose(self.study.ask())
+                first = self._first_of(proposal)
+                if first is None:
+                    return proposal
+                self._file_duplicate(proposal.number, first)
+        return None
+
+    def report(self, number: int, epoch: int, value: float | None) -> None:
+        """The objective after an epoch; of several objectives Optuna keeps none."""
+        with explained(self.url):
+            trial = self._open[number]
+            trial.set_user_attr(EPOCHS, epoch)
+            if value is not None and len(self.study.directions) == 1:
+                trial.report(value, epoch)
+
+    def complete(self, number: int, values: Sequence[float], stopped_early: bool) -> None:
+        """The trial trained to its end, or stopped early by itself."""
+        with explained(self.url):
+            self._open[number].set_user_attr(STOPPED_EARLY, stopped_early)
+            self._tell(number, TrialState.COMPLETE, list(values))
+
+    def prune(self, number: int, cause: str) -> None:
+        """The trial was cut short by somebody else; what it reported stays."""
+        with explained(self.url):
+            self._open[number].set_user_attr(CAUSE, cause)
+            self._tell(number, TrialState.PRUNED, None)
+
+    def note_failure(self, number: int, cause: str) -> None:
+        """The trial failed and is run again."""
+        with explained(self.url):
+            trial = self._open[number]
+            trial.set_user_attr(FAILURES, [*trial.user_attrs.get(FAILURES, []), cause])
+
+    def fail(self, number: int, cause: str) -> None:
+        """The trial failed for good."""
+        with explained(self.url):
+            self._open[number].set_user_attr(CAUSE, cause)
+            self._tell(number, TrialState.FAIL, None)
+
+    def note_values(self, number: int, values: dict[str, Value]) -> None:
+        """The trial goes on with other values than it was proposed with: population-based training."""
+        with explained(self.url):
+            self._open[number].set_user_attr(VALUES, values)
+
+    def end_running(self, cause: str) -> None:
+        """Record every trial that still runs as cut short."""
+        for number in list(self._open):
+            self.prune(number, cause)
+
+    def _propose(self, trial: Trial) -> Proposal:
+        """Draw the trial's values; of one that was left running they are those drawn before."""
+        derived = self.space.suggest(trial)
+        values = {**trial.params, **derived}
+        trial.set_user_attr(VALUES, values)
+        self._open[trial.number] = trial
+        return Proposal(trial.number, values)
+
+    def _first_of(self, proposal: Proposal) -> FrozenTrial | None:
+        """An earlier trial with the same values, which would come out the same."""
+        for each in self.trials:
+            if each.number != proposal.number and each.user_attrs.get(VALUES) == proposal.values:
+                return each
+        return None
+
+    def _file_duplicate(self, number: int, first: FrozenTrial) -> None:
+        """Record the trial with the outcome of the one before it, and do not run it."""
+        trial = self._open[number]
+        trial.set_user_attr(DUPLICATE_OF, first.number)
+        for epoch, value in first.intermediate_values.items():
+            trial.report(value, epoch)
+        if first.state in (TrialState.COMPLETE, TrialState.PRUNED):
+            self._tell(number, first.state, first.values if first.state == TrialState.COMPLETE else None)
+        else:
+            self._tell(number, TrialState.FAIL, None)
+
+    def _tell(self, number: int, state: TrialState, values: list[float] | None) -> None:
+        self.study.tell(self._open.pop(number), values, state)
+        back_up(self.url)
+
+
+def epochs_of(trial: FrozenTrial) -> int:
+    """Epochs that the trial trained."""
+    return int(trial.user_attrs.get(EPOCHS, 0))
+
+
+def values_of(trial: FrozenTrial) -> dict[str, Value]:
+    """The recipe keys of the trial, with what they became."""
+    return dict(trial.user_attrs.get(VALUES, trial.params))
+
+
+def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether ``one`` is nowhere worse, lower being better, and somewhere better."""
+    return one != other and all(a <= b for a, b in zip(one, other, strict=True))
+
+
+def _directions(config: TuneConfig) -> list[StudyDirection]:
+    return [StudyDirection.MAXIMIZE if each.mode == "max" else StudyDirection.MINIMIZE for each in config.objectives]
+
+
+def _base(recipe: Recipe) -> dict[str, Any]:
+    """What every trial of the search starts from, as plain values."""
+    base = {name: recipe.model_dump(mode="json")[name] for name in _BASE}
+    base["train"].pop("resume")
+    return base
+
+
+def _check_same(study: Study, space: Space, recipe: Recipe, config: TuneConfig) -> None:
+    """Raises TuningError if the study holds trials of another question."""
+    then, now = study.user_attrs.get(_SPACE, {}), space.fingerprint
+    for key in sorted({*then, *now}):
+        if then.get(key) != now.get(key):
+            raise TuningError(
+                f"study {study.study_name!r} searched {key} over {_show(then.get(key))}, and tune.space says "
+                f"{_show(now.get(key))}: put the space back, or leave tune.resume out to start a new study"
+            )
+    wanted = [(each.metric, each.mode) for each in config.objectives]
+    known = [
+        (metric, "max" if direction == StudyDirection.MAXIMIZE else "min")
+        for metric, direction in zip(study.metric_names or [], study.directions, strict=False)
+    ]
+    if wanted != known:
+        raise TuningError(
+            f"study {study.study_name!r} is about {_show_objectives(known)}, and the recipe about "
+            f"{_show_objectives(wanted)}: put tune.metric back, or leave tune.resume out to start a new study"
+        )
+    if study.user_attrs.get(_RECIPE) != json.loads(json.dumps(_base(recipe))):
+        raise TuningError(
+            f"the recipe's {', '.join(_BASE)} are not what study {study.study_name!r} was started with, and its values "
+            "mean something else: change them back, or leave tune.resume out to start a new study"
+        )
+
+
+def _show(distribution: str | None) -> str:
+    if distribution is None:
+        return "nothing"
+    tree = json.loads(distribution)
+    attributes = tree["attributes"]
+    if "choices" in attributes:
+        return f"the choices {attributes['choices']}"
+    scale = ", logarithmic" if attributes["log"] else ""
+    return f"{attributes['low']} to {attributes['high']}{scale}"
+
+
+def _show_objectives(objectives: Sequence[tuple[str, str]]) -> str:
+    return ", ".join(f"{metric} ({mode})" for metric, mode in objectives) or "nothing"
+
+
+def is_finite(values: Sequence[float]) -> bool:
+    """Whether all of ``values`` are numbers that can be compared."""
+    return all(math.isfinite(each) for each in values)

@@ -1,0 +1,107 @@
+"""The table of trials in the job's log."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from optuna.trial import FrozenTrial, TrialState
+
+from app.config import Objective
+from app.tuning.results import EpochResult
+from app.tuning.space import Value
+from app.tuning.study import CAUSE, FAILURES, SearchStudy, epochs_of, values_of
+
+_RUNNING_EVERY_S = 15.0
+_HEAD_EVERY = 20
+_STATES = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
+
+
+@dataclass
+class _Running:
+    values: Mapping[str, Value]
+    epoch: int = 0
+    value: float | None = None
+
+
+class Table:
+    """Prints a row when a trial ends, and now and then one for each that runs."""
+
+    def __init__(self, objectives: list[Objective], epochs: int) -> None:
+        self._objectives, self._epochs = objectives, epochs
+        self._running: dict[int, _Running] = {}
+        self._rows, self._shown = 0, time.monotonic()
+
+    def started(self, number: int, values: Mapping[str, Value]) -> None:
+        """A trial begins, or goes on with other values."""
+        known = self._running.get(number)
+        self._running[number] = _Running(values, known.epoch if known else 0, known.value if known else None)
+
+    def epoch(self, number: int, result: EpochResult) -> None:
+        """A running trial has trained an epoch."""
+        running = self._running[number]
+        running.epoch, running.value = result.epoch, result.value
+        if time.monotonic() - self._shown > _RUNNING_EVERY_S:
+            for each, now in sorted(self._running.items()):
+                self._row(each, [now.value] if now.value is not None else [], now.epoch, "running", now.values)
+
+    def failed(self, number: int, cause: str) -> None:
+        """A trial failed and is run again."""
+        running = self._running[number]
+        self._row(number, [], running.epoch, "retried", running.values)
+        print(f"       {cause}", flush=True)
+
+    def ended(self, study: SearchStudy, number: int) -> None:
+        """A trial has ended."""
+        self._running.pop(number, None)
+        trial = study.study.get_trials(deepcopy=False)[number]
+        best = study.best
+        is_best = any(each.number == number for each in best)
+        self.show(trial, is_best)
+
+    def show(self, trial: FrozenTrial, is_best: bool) -> None:
+        """The row of a trial that has ended."""
+        values = trial.values or []
+        self._row(trial.number, values, epochs_of(trial), _STATES[trial.state], values_of(trial), is_best)
+        if trial.state == TrialState.FAIL:
+            print(f"       {trial.user_attrs.get(CAUSE, '')}", flush=True)
+        elif retried := len(trial.user_attrs.get(FAILURES, [])):
+            print(f"       after {retried} failed attempts", flush=True)
+
+    def _row(
+        self,
+        number: int,
+        objectives: list[float],
+        epoch: int,
+        state: str,
+        values: Mapping[str, Value],
+        is_best: bool = False,
+    ) -> None:
+        if self._rows % _HEAD_EVERY == 0:
+            names = "".join(f"{each.metric:>14}" for each in self._objectives)
+            print(f"{'trial':>5}  {'state':<8} {'epochs':>7} {names}    parameters", flush=True)
+        self._rows, self._shown = self._rows + 1, time.monotonic()
+        shown = [f"{value:.6g}" for value in objectives]
+        shown += ["-"] * (len(self._objectives) - len(shown))
+        columns = "".join(f"{value:>14}" for value in shown)
+        epochs = f"{epoch}/{self._epochs}"
+        mark = "*" if is_best else " "
+        print(f"{number:>5}  {state:<8} {epochs:>7} {columns} {mark}  {show_values(values)}", flush=True)
+
+
+def show_values(values: Mapping[str, Value]) -> str:
+    """The values on one line, each under the shortest end of its key that is its own."""
+    return "  ".join(f"{name}={_short(values[key])}" for key, name in short_names(list(values)).items())
+
+
+def short_names(keys: list[str]) -> dict[str, str]:
+    """For each key its last part, or more of it where two keys end alike."""
+    names = {}
+    for key in keys:
+        parts = key.split(".")
+        ends = [".".join(parts[-length:]) for length in range(1, len(parts) + 1)]
+        names[key] = next(end for end in ends if sum(f".{each}".endswith(f".{end}") for each in keys) == 1)
+    return names
+
+
+def _short(value: Value) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,119 @@
+"""A trial as Ray Tune runs it: an actor that trains one trial after another and imports everything once."""
+
+import logging
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ray import tune
+from upath import UPath
+
+from app.config import Recipe
+from app.errors import TrainingError
+from app.training.checkpoints.store import CheckpointStore
+from app.training.observer import Report
+from app.training.records import EpochRecord
+from app.training.run_folder import CHECKPOINTS
+from app.training.session import Ending, train
+from app.training.worker import start_worker
+from app.tuning.attempt import Attempt, log_to
+from app.tuning.objectives import final_values, objective_of
+from app.tuning.results import NUMBER, VALUES, EpochResult, FinalResult
+from app.tuning.trial_data import DataCache
+from app.tuning.trial_recipe import trial_recipe
+
+TRIALS, DATA = "trials", "data"
+"""In the run's folder: one folder for each trial, and the data that they read."""
+
+_WRITE_TIMEOUT_S = 60.0
+
+
+class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
+    """Trains the trial that its configuration describes, one epoch for each call of ``step``."""
+
+    def setup(self, config: dict[str, Any], recipe: str, run_folder: str) -> None:
+        """``recipe`` as JSON, which the trials change; ``run_folder`` of the search."""
+        self._recipe = Recipe.model_validate_json(recipe)
+        self._folder = UPath(run_folder)
+        self._data = DataCache(self._folder / DATA)
+        self._begin(config)
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """Leave the trial that this actor had, of which nobody needs the checkpoints now, and begin another."""
+        self._attempt.cut()
+        remove_checkpoints(self._trial_folder)
+        self._begin(new_config)
+        return True
+
+    def step(self) -> dict[str, Any]:
+        """The next epoch; or, after the last one, what the trial came to."""
+        said = self._attempt.next()
+        if isinstance(said, Ending):
+            return self._final(said)
+        self._step = said.step
+        return EpochResult(epoch=said.epoch, value=self._value(said)).model_dump()
+
+    def cleanup(self) -> None:
+        """Leave the trial where it stands."""
+        self._attempt.cut()
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Copy the newest checkpoint, for a trial that goes on elsewhere or that others go on from."""
+        newest = self._newest_checkpoint()
+        newest.fs.get(newest.path, str(Path(checkpoint_dir) / newest.name), recursive=True)
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        """Go on from a copy of a checkpoint, whichever trial's it was."""
+        remove_checkpoints(self._trial_folder)
+        (copy,) = Path(checkpoint_dir).glob("step_*")
+        target = self._trial_folder / CHECKPOINTS / copy.name
+        target.parent.mkdir(parents=True)
+        target.fs.put(str(copy), target.path, recursive=True)
+
+    def _begin(self, config: dict[str, Any]) -> None:
+        assert self._recipe.tune is not None
+        self._tune = self._recipe.tune
+        self._trial = trial_recipe(self._recipe, config[VALUES], self._tune.workers)
+        self._trial_folder = self._folder / TRIALS / f"{config[NUMBER]:04d}"
+        self._attempt = Attempt(partial(_train_here, self._trial, self._data, self._trial_folder))
+
+    def _value(self, record: EpochRecord) -> float | None:
+        """The first objective, unless it is measured at the end alone."""
+        first = self._tune.objectives[0]
+        return objective_of(record, first) if hasattr(record, first.metric) else None
+
+    def _newest_checkpoint(self) -> UPath:
+        """Of the epoch that was reported last; it may still be on its way to storage."""
+        store = CheckpointStore(self._trial_folder / CHECKPOINTS)
+        deadline = time.monotonic() + _WRITE_TIMEOUT_S
+        while self._step not in store.committed():
+            if time.monotonic() > deadline:
+                raise TrainingError(f"the checkpoint of step {self._step} was not written in {_WRITE_TIMEOUT_S:.0f} s")
+            time.sleep(0.05)
+        return store.folder_of(self._step)
+
+    def _final(self, ending: Ending) -> dict[str, Any]:
+        last = ending.records[-1]
+        values = final_values(self._tune.objectives, ending.records, self._trial, self._data.get(self._trial))
+        return FinalResult(
+            epoch=last.epoch,
+            value=self._value(last),
+            final_values=values,
+            stopped_early=last.epoch < self._trial.train.epochs and self._trial.train.max_steps is None,
+        ).model_dump()
+
+
+def remove_checkpoints(trial_folder: UPath) -> None:
+    """Of a trial that is over: its best values are trained anew."""
+    checkpoints = trial_folder / CHECKPOINTS
+    if checkpoints.exists():
+        checkpoints.fs.rm(checkpoints.path, recursive=True)
+
+
+def _train_here(recipe: Recipe, data: DataCache, folder: UPath, report: Report) -> Ending:
+    """Train in this process, whose process group and imports serve every trial that it is given."""
+    worker = start_worker(recipe.train.device)  # before the log: DeepSpeed keeps the screen that it first sees
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of each trial what it warns of once in training
+    with log_to(folder):
+        return train(recipe, data.get(recipe), worker, folder, report)

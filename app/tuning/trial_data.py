@@ -1,0 +1,39 @@
+"""The prepared data of trials: made once for all that read the same, kept in memory from one trial to the next."""
+
+from dataclasses import dataclass, field
+
+from upath import UPath
+
+from app.checksums import CHECKSUMS_FILE, sha256_of
+from app.config import Recipe
+from app.data.prepared import PreparedData
+from app.tasks import load_prepared, prepare
+
+
+def prepare_data(recipe: Recipe, folder: UPath) -> UPath:
+    """Where the recipe's prepared data lies under ``folder``; it is made if it is not there.
+
+    Raises:
+        DataError: the data cannot be read, or is not what the recipe says.
+    """
+    key = sha256_of(f"{recipe.task} {recipe.data.model_dump_json()}".encode())[:12]
+    place = folder / key
+    if not (place / CHECKSUMS_FILE).exists():
+        prepare(recipe).save(place)
+    return place
+
+
+@dataclass
+class DataCache:
+    """The data of the last trial of this process."""
+
+    folder: UPath
+    _place: UPath | None = None
+    _data: PreparedData | None = field(default=None, repr=False)
+
+    def get(self, recipe: Recipe) -> PreparedData:
+        """The recipe's prepared data."""
+        place = prepare_data(recipe, self.folder)
+        if self._data is None or place != self._place:
+            self._data, self._place = load_prepared(recipe, place), place
+        return self._data

@@ -1,0 +1,92 @@
+"""Search a recipe's best values on the Ray cluster: python -m jobs.tune RECIPE [key=value …]"""
+
+import signal
+import sys
+from types import FrameType
+
+from app.config import Recipe
+from app.errors import RecipeError
+from app.runs import Outcome, Run, newest_unfinished
+from app.storage import open_storage, write_atomically
+from app.training.coordination.heartbeat import Heartbeat, require_silence
+from app.training.run import prepare_run
+from app.tuning.budget import Budget
+from app.tuning.outcome import BEST_FILE, FrontTrial, StoppedMetrics, TuneMetrics, recipe_of
+from app.tuning.search import Search
+from app.tuning.space import load_space
+from app.tuning.storage import study_url
+from app.tuning.study import SearchStudy
+from app.tuning.trainable import DATA
+from app.tuning.trial_data import prepare_data
+from app.tuning.trial_recipe import trial_recipe
+from jobs._cluster import connect, require
+from jobs._runner import main
+
+
+def tune(run: Run) -> Outcome:
+    """Check everything, run the trials, keep the recipe with the best values."""
+    recipe, config = run.recipe, run.recipe.tune
+    if config is None:
+        raise RecipeError(f"recipe {recipe.name} has no tune section: give it one, with a space at least")
+    space = load_space(config.space, recipe)
+    url = study_url(run.storage, run.run_id, config.storage)
+    own = trial_recipe(recipe, {}, config.workers)
+    prepare_run(Run("tune", run.run_id, own, run.storage, run.started))
+    connect()
+    study = (SearchStudy.resume if run.folder.exists() else SearchStudy.create)(run.run_id, url, space, recipe, config)
+    budget = Budget(config.stop, config.objectives[0], study.epochs_trained)
+    search = Search(recipe, config, study, run.folder, budget)
+    require(search.resources, "a trial's workers")
+    run.open()
+    prepare_data(own, run.folder / DATA)
+    print(f"study {run.run_id} in {url.render_as_string()}, {search.at_once()} trials at once", flush=True)
+    _stop_on_sigterm(budget)
+    heartbeat = Heartbeat(run.folder)
+    try:
+        search.run()
+    finally:
+        heartbeat.close()
+    return _outcome(run, search, url.render_as_string())
+
+
+def start_or_resume(job: str, recipe: Recipe) -> Run:
+    """A new run; or with ``tune.resume`` the newest one of the recipe that has not finished.
+
+    Raises:
+        StorageError: that run is being tuned right now.
+    """
+    if recipe.tune is None or not recipe.tune.resume:
+        return Run.start(job, recipe)
+    run_id = newest_unfinished(open_storage(recipe.storage), job, recipe.name)
+    if run_id is None:
+        print(f"tune.resume: no search of {recipe.name} is unfinished; starting one", flush=True)
+        return Run.start(job, recipe)
+    run = Run.resume(job, recipe, run_id)
+    require_silence(run.folder)
+    print(f"search {run_id} goes on", flush=True)
+    return run
+
+
+def _stop_on_sigterm(budget: Budget) -> None:
+    """``ray job stop`` sends SIGTERM: trials end where they are, to go on with ``tune.resume``."""
+
+    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        print("asked to stop: the search goes on with tune.resume=true", flush=True)
+        budget.ask()
+
+    signal.signal(signal.SIGTERM, stop)
+
+
+def _outcome(run: Run, search: Search, url: str) -> Outcome:
+    study, metrics = search.study, [each.metric for each in search.config.objectives]
+    if search.budget.was_asked:
+        stopped = StoppedMetrics(trials=len(study.ended), epochs_trained=study.epochs_trained)
+        return Outcome(stopped, {"study": url}, status="stopped")
+    reached = TuneMetrics.of(study, metrics, search.budget.reason)
+    best = FrontTrial(trial=reached.best_trial, values=reached.best_values, params=reached.best_params)
+    write_atomically(run.folder / BEST_FILE, recipe_of(run.recipe, best, run.run_id).encode())
+    return Outcome(reached, {"best_recipe": str(run.folder / BEST_FILE), "study": url})
+
+
+if __name__ == "__main__":
+    sys.exit(main("tune", tune, start=start_or_resume))
