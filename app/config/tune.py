@@ -41,8 +41,10 @@ def _check_storage(given: str) -> str:
     return given
 
 
-Objectives = Annotated[list[Metric], Field(min_length=1), BeforeValidator(_as_list)]
-Modes = Annotated[list[Mode], BeforeValidator(_as_list)]
+Objectives = Annotated[
+    list[Metric], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Metric | list[Metric])
+]
+Modes = Annotated[list[Mode], BeforeValidator(_as_list, json_schema_input_type=Mode | list[Mode])]
 
 
 class StopConfig(Section):

@@ -163,7 +163,7 @@ class _Explorer:
         if not choices:
             raise RecipeError(f"tune.space {self._name!r}: {name} has no choices: give one at least")
         for choice in choices:
-            if not isinstance(choice, None | bool | int | float | str):  # type: ignore[arg-type]
+            if not isinstance(choice, None | bool | int | float | str):
                 raise RecipeError(
                     f"tune.space {self._name!r}: {name} has the choice {choice!r}: a study keeps numbers, texts and "
                     "null; return what follows from them in a dictionary"
@@ -197,7 +197,7 @@ def _check_keys(name: str, keys: Iterable[str], recipe: Recipe) -> None:
         if key not in known:
             raise RecipeError(
                 f"tune.space {name!r} names {key}, and recipe {recipe.name} has no such key; {did_you_mean(key, known)} "
-                "What the space draws must have a value in the recipe"
+                "(what is searched must have a value in the recipe)"
             )
 
 

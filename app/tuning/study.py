@@ -45,7 +45,7 @@ class SearchStudy:
     def __init__(self, study: Study, url: URL, space: Space, config: TuneConfig) -> None:
         self.study, self.url, self.space, self._config = study, url, space, config
         self._open: dict[int, Trial] = {}
-        self._left_running = [each for each in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))]
+        self._left_running = list(study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)))
 
     @classmethod
     def create(cls, name: str, url: URL, space: Space, recipe: Recipe, config: TuneConfig) -> Self:
