@@ -12,6 +12,7 @@ from app.training.coordination.heartbeat import Heartbeat, require_silence
 from app.training.run import prepare_run
 from app.tuning.budget import Budget
 from app.tuning.outcome import BEST_FILE, FrontTrial, StoppedMetrics, TuneMetrics, recipe_of
+from app.tuning.report import write_report, write_trials
 from app.tuning.search import Search
 from app.tuning.space import load_space
 from app.tuning.storage import study_url
@@ -85,7 +86,13 @@ def _outcome(run: Run, search: Search, url: str) -> Outcome:
     reached = TuneMetrics.of(study, metrics, search.budget.reason)
     best = FrontTrial(trial=reached.best_trial, values=reached.best_values, params=reached.best_params)
     write_atomically(run.folder / BEST_FILE, recipe_of(run.recipe, best, run.run_id).encode())
-    return Outcome(reached, {"best_recipe": str(run.folder / BEST_FILE), "study": url})
+    objectives = search.config.objectives
+    made = {
+        "best_recipe": run.folder / BEST_FILE,
+        "report": write_report(study.study, objectives, reached, run.folder),
+        "trials": write_trials(study.study, objectives, run.folder),
+    }
+    return Outcome(reached, {"study": url, **{name: str(path) for name, path in made.items()}})
 
 
 if __name__ == "__main__":

@@ -196,8 +196,7 @@ def _check_keys(name: str, keys: Iterable[str], recipe: Recipe) -> None:
             raise RecipeError(f"tune.space {name!r} names {key}, on which training does not depend: leave it out")
         if key not in known:
             raise RecipeError(
-                f"tune.space {name!r} names {key}, and recipe {recipe.name} has no such key; {did_you_mean(key, known)} "
-                "(what is searched must have a value in the recipe)"
+                f"tune.space {name!r} names {key}, and recipe {recipe.name} has no such key; {did_you_mean(key, known)}"
             )
 
 

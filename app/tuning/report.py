@@ -1,0 +1,115 @@
+"""What a person looks at after a search: a table of all trials, and a page of Optuna's plots."""
+
+import html
+import io
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import optuna.visualization as plots
+import pandas as pd
+from optuna.study import Study
+from optuna.trial import FrozenTrial, TrialState
+from upath import UPath
+
+from app.config import Objective
+from app.storage import write_atomically
+from app.tuning.outcome import TuneMetrics
+from app.tuning.study import CAUSE, DUPLICATE_OF, FAILURES, LEARNED_FROM, STOPPED_EARLY, epochs_of, values_of
+
+TRIALS_FILE, REPORT_FILE = "trials.parquet", "report.html"
+
+Plot = Callable[[], Any]
+
+
+def write_trials(study: Study, objectives: list[Objective], folder: UPath) -> UPath:
+    """``trials.parquet``: a row for each trial of the study, also for duplicates and for those it learned from."""
+    rows = [_row(each, objectives) for each in study.get_trials(deepcopy=False) if each.state != TrialState.WAITING]
+    buffer = io.BytesIO()
+    pd.DataFrame(rows).to_parquet(buffer, index=False)
+    write_atomically(folder / TRIALS_FILE, buffer.getvalue())
+    return folder / TRIALS_FILE
+
+
+def write_report(study: Study, objectives: list[Objective], metrics: TuneMetrics, folder: UPath) -> UPath:
+    """``report.html``: one page that needs no network."""
+    parts = [_summary(study, metrics)]
+    script = True
+    for title, plot in _plots(study, objectives):
+        body = _draw(plot, script)
+        script = script and "<script" not in body
+        parts.append(f"<h2>{html.escape(title)}</h2>\n{body}")
+    page = (
+        "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
+        f"<title>{html.escape(study.study_name)}</title>"
+        "<style>body{font-family:sans-serif;max-width:75rem;margin:2rem auto}td,th{padding:.2rem .8rem;"
+        "text-align:left}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
+    )
+    write_atomically(folder / REPORT_FILE, page.encode())
+    return folder / REPORT_FILE
+
+
+def _row(trial: FrozenTrial, objectives: list[Objective]) -> dict[str, Any]:
+    attributes = trial.user_attrs
+    values = trial.values or [None] * len(objectives)
+    return {
+        "trial": trial.number,
+        "state": trial.state.name.lower(),
+        **{each.metric: value for each, value in zip(objectives, values, strict=True)},
+        "epochs": epochs_of(trial),
+        "stopped_early": bool(attributes.get(STOPPED_EARLY, False)),
+        "cause": attributes.get(CAUSE),
+        "failures": len(attributes.get(FAILURES, [])),
+        "duplicate_of": attributes.get(DUPLICATE_OF),
+        "learned_from": attributes.get(LEARNED_FROM),
+        "began": trial.datetime_start,
+        "ended": trial.datetime_complete,
+        "by_epoch": json.dumps(trial.intermediate_values),
+        **values_of(trial),
+    }
+
+
+def _plots(study: Study, objectives: list[Objective]) -> Iterator[tuple[str, Plot]]:
+    if len(objectives) in (2, 3):
+        yield "Pareto front", partial(plots.plot_pareto_front, study, target_names=[each.metric for each in objectives])
+    for index, name in enumerate(each.metric for each in objectives):
+        of = {"target_name": name} | ({"target": partial(_value, index)} if len(objectives) > 1 else {})
+        yield f"History of {name}", partial(plots.plot_optimization_history, study, **of)
+        yield f"What {name} depends on", partial(plots.plot_param_importances, study, **of)
+        yield f"Parallel coordinates of {name}", partial(plots.plot_parallel_coordinate, study, **of)
+        yield f"Slices of {name}", partial(plots.plot_slice, study, **of)
+    if len(objectives) == 1:
+        yield "Trials by epoch", partial(plots.plot_intermediate_values, study)
+    yield "Timeline", partial(plots.plot_timeline, study)
+
+
+def _value(index: int, trial: FrozenTrial) -> float:
+    return float(trial.values[index])
+
+
+def _draw(plot: Plot, with_script: bool) -> str:
+    """The plot as HTML; a sentence where there are too few trials for it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return str(plot().to_html(full_html=False, include_plotlyjs=with_script))
+    except (ValueError, RuntimeError, ZeroDivisionError) as error:
+        return f"<p>Too few complete trials for this plot: {html.escape(str(error))}</p>"
+
+
+def _summary(study: Study, metrics: TuneMetrics) -> str:
+    rows = {
+        "best trial": metrics.best_trial,
+        **metrics.best_values,
+        "trials": f"{metrics.trials}: {metrics.trials_complete} complete, {metrics.trials_pruned} pruned, "
+        f"{metrics.trials_failed} failed",
+        "training stopped early by itself in": metrics.trials_stopped_early,
+        "epochs trained": metrics.epochs_trained,
+        **metrics.best_params,
+    }
+    cells = "".join(
+        f"<tr><th>{html.escape(str(name))}</th><td>{html.escape(str(value))}</td></tr>" for name, value in rows.items()
+    )
+    return f"<h1>{html.escape(study.study_name)}</h1>\n<table>{cells}</table>"

@@ -1,0 +1,1 @@
+"""Rayloom's search beside its peers, counted in epochs trained."""

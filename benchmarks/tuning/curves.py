@@ -1,0 +1,85 @@
+"""Learning curves by real training; one that was trained before is read, for training is deterministic."""
+
+import json
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from upath import UPath
+
+from app.checksums import sha256_of
+from app.config import Recipe
+from app.errors import NonFiniteLossError
+from app.training.session import Ending, train
+from app.training.worker import start_worker
+from app.tuning.attempt import Attempt, log_to
+from app.tuning.objectives import objective_of
+from app.tuning.trial_data import DataCache
+from app.tuning.trial_recipe import trial_recipe
+
+
+@dataclass
+class Curve:
+    """The objective after each epoch of one configuration."""
+
+    values: list[float] = field(default_factory=list)
+    is_whole: bool = False
+    """Training ended: there are no more epochs."""
+
+
+class Curves:
+    """Trains what is asked for, an epoch at a time, and keeps it in a folder."""
+
+    def __init__(self, recipe: Recipe, folder: Path) -> None:
+        self._recipe, self._folder = recipe, folder
+        self._data = DataCache(UPath(folder / "data"))
+        self._attempts: dict[str, Attempt] = {}
+
+    def value(self, values: dict[str, Any], epoch: int) -> float | None:
+        """The objective after an epoch, the first being 1; None if training ended or broke before it."""
+        recipe = trial_recipe(self._recipe, values, workers=1)
+        key = sha256_of(recipe.model_dump_json().encode())[:16]
+        curve = self._read(key)
+        while len(curve.values) < epoch and not curve.is_whole:
+            curve = self._train_on(key, recipe, curve)
+        return curve.values[epoch - 1] if epoch <= len(curve.values) else None
+
+    def close(self) -> None:
+        """End what is under way."""
+        for attempt in self._attempts.values():
+            attempt.cut()
+        self._attempts.clear()
+
+    def _train_on(self, key: str, recipe: Recipe, curve: Curve) -> Curve:
+        """One epoch more; a curve that was left goes on from its checkpoint."""
+        assert self._recipe.tune is not None
+        if key not in self._attempts:
+            self.close()
+            self._attempts[key] = Attempt(partial(_train, recipe, self._data, UPath(self._folder / "runs" / key)))
+        try:
+            said = self._attempts[key].next()
+        except NonFiniteLossError:
+            curve = Curve(curve.values, is_whole=True)
+        else:
+            if isinstance(said, Ending):
+                curve = Curve(curve.values, is_whole=True)
+            else:
+                curve = Curve([*curve.values, objective_of(said, self._recipe.tune.objectives[0])])
+        self._write(key, curve)
+        return curve
+
+    def _read(self, key: str) -> Curve:
+        file = self._folder / "curves" / f"{key}.json"
+        return Curve(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else Curve()
+
+    def _write(self, key: str, curve: Curve) -> None:
+        file = self._folder / "curves" / f"{key}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(curve.__dict__), encoding="utf-8")
+
+
+def _train(recipe: Recipe, data: DataCache, folder: UPath, report: Any) -> Ending:
+    worker = start_worker(recipe.train.device)
+    with log_to(folder):
+        return train(recipe, data.get(recipe), worker, folder, report)
