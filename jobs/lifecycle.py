@@ -1,10 +1,10 @@
-"""From data to an endpoint in one job, train, compile, deploy: python -m jobs.lifecycle RECIPE [key=value …]"""
+"""From data to an endpoint in one job, tune, train, compile, deploy: python -m jobs.lifecycle RECIPE [key=value …]"""
 
 import sys
 
 from pydantic import BaseModel
 
-from app.config import Recipe
+from app.config import Recipe, load_recipe
 from app.errors import RayloomError
 from app.runs import Outcome, Result, Run, Step, execute
 from app.tasks import find_processor
@@ -13,11 +13,15 @@ from jobs._runner import main
 from jobs.compile import compile_model
 from jobs.deploy import deploy
 from jobs.train import train
+from jobs.tune import start_or_resume as start_or_resume_search
+from jobs.tune import tune
 
 
 class LifecycleMetrics(BaseModel):
     """The metrics of every step, as the step's own result has them."""
 
+    tune: dict[str, object] | None = None
+    """None: the recipe has no tune section."""
     train: dict[str, object]
     compile: dict[str, object]
     deploy: dict[str, object]
@@ -27,15 +31,22 @@ def lifecycle(run: Run) -> Outcome:
     """Run every step on what the one before it made; each keeps a run of its own."""
     find_processor(run.recipe.task)  # refuses a task that cannot be compiled, before it is trained
     run.open()
-    trained = _step(start_or_resume("train", run.recipe), train)
+    tuned = _step(start_or_resume_search("tune", run.recipe), tune) if run.recipe.tune else None
+    recipe = load_recipe(tuned.artifacts["best_recipe"]) if tuned else run.recipe
+    trained = _step(start_or_resume("train", recipe), train)
     compiled = _step(
-        Run.start("compile", _with(run.recipe, "compile", weights=trained.artifacts["weights"])), compile_model
+        Run.start("compile", _with(recipe, "compile", weights=trained.artifacts["weights"])), compile_model
     )
     version = int(compiled.artifacts["model"].rpartition("/")[2])
-    deployed = _step(Run.start("deploy", _with(run.recipe, "serve", version=version)), deploy)
+    deployed = _step(Run.start("deploy", _with(recipe, "serve", version=version)), deploy)
     return Outcome(
-        LifecycleMetrics(train=trained.metrics, compile=compiled.metrics, deploy=deployed.metrics),
-        trained.artifacts | compiled.artifacts | deployed.artifacts,
+        LifecycleMetrics(
+            tune=tuned.metrics if tuned else None,
+            train=trained.metrics,
+            compile=compiled.metrics,
+            deploy=deployed.metrics,
+        ),
+        (tuned.artifacts if tuned else {}) | trained.artifacts | compiled.artifacts | deployed.artifacts,
     )
 
 
@@ -43,7 +54,8 @@ def _step(run: Run, step: Step) -> Result:
     print(f"── {run.job} ──", flush=True)
     result = execute(run, step)
     if result.status == "stopped":
-        raise RayloomError(f"{run.job} was stopped: go on with train.resume={run.run_id}")
+        how = "tune.resume=true" if run.job == "tune" else f"train.resume={run.run_id}"
+        raise RayloomError(f"{run.job} was stopped: go on with {how}")
     if result.status == "failed":
         raise RayloomError(f"{run.job}: {result.error}")
     return result

@@ -3,27 +3,21 @@
 import os
 import signal
 import sys
-import uuid
 from types import FrameType
 
-import ray.train
 from ray.exceptions import ActorDiedError, ActorUnavailableError
-from ray.train.torch import TorchTrainer
 
 from app.config import TrainConfig
-from app.errors import NonFiniteLossError, TrainingError
 from app.runs import Outcome, Run
 from app.telemetry.alerts import Action
 from app.training.coordination.control import request
-from app.training.ray_worker import WorkerArguments, train_worker
+from app.training.ray_worker import fit, resources_of
 from app.training.resume import start_or_resume
 from app.training.run import finish_run, open_run, prepare_run
-from app.training.run_folder import FAILURE_FILE
 from app.training.session import Ending
 from jobs._cluster import connect, require
 from jobs._runner import main
 
-_RESIZE_INTERVAL_S = 10.0
 _ROOM_TIMEOUT_S = 15.0
 
 
@@ -34,7 +28,7 @@ def train(run: Run) -> Outcome:
     _set_timeouts(config)
     connect()
     least, _ = config.workers_range
-    require(_resources(config, least), f"train.workers, of which there are {least},")
+    require(resources_of(config, least), f"train.workers, of which there are {least},")
     open_run(run, data)
     _stop_on_sigterm(run)
     return finish_run(run, data, _fit(run))
@@ -52,45 +46,10 @@ def _set_timeouts(config: TrainConfig) -> None:
 def _fit(run: Run) -> Ending:
     """Train with Ray; if Ray's own controller of the run is lost, once more from the last checkpoint."""
     try:
-        return _fit_once(run)
+        return fit(run.recipe, run.folder)
     except (ActorDiedError, ActorUnavailableError) as error:
         print(f"warning: Ray's training controller is gone ({_first_line(error)}); starting it again", flush=True)
-        return _fit_once(run)
-
-
-def _fit_once(run: Run) -> Ending:
-    config = run.recipe.train
-    trainer = TorchTrainer(
-        train_worker,
-        train_loop_config=WorkerArguments(recipe=run.recipe.model_dump_json(), run_folder=str(run.folder)),
-        scaling_config=ray.train.ScalingConfig(
-            num_workers=config.workers,
-            use_gpu=config.device == "gpu",
-            resources_per_worker=_resources(config, workers=1),
-            elastic_resize_monitor_interval_s=_RESIZE_INTERVAL_S,
-        ),
-        run_config=ray.train.RunConfig(
-            # A name that Ray never saw: what it remembers of a run can keep it from starting again, and
-            # everything that the run needs lies in its own checkpoints.
-            name=f"{run.run_id}-{uuid.uuid4().hex[:6]}",
-            storage_path=str(run.folder / "ray"),
-            logging_config=ray.train.LoggingConfig(log_level="WARNING"),
-            failure_config=ray.train.FailureConfig(max_failures=config.max_failures),
-        ),
-    )
-    try:
-        answer = trainer.fit().return_value
-    except ray.train.TrainingFailedError as error:
-        raise TrainingError(f"training failed: {_cause(run, error)}") from error
-    if "non_finite" in answer:
-        raise NonFiniteLossError(answer["non_finite"])
-    return Ending.model_validate(answer)
-
-
-def _resources(config: TrainConfig, workers: int) -> dict[str, float]:
-    """What Ray reserves for so many workers."""
-    gpus = {"GPU": 1.0 * workers} if config.device == "gpu" else {}
-    return {"CPU": config.cpus_per_worker * workers, **gpus}
+        return fit(run.recipe, run.folder)
 
 
 def _stop_on_sigterm(run: Run) -> None:
@@ -101,22 +60,6 @@ def _stop_on_sigterm(run: Run) -> None:
         request(run.folder, Action.STOP)
 
     signal.signal(signal.SIGTERM, stop)
-
-
-def _cause(run: Run, error: ray.train.TrainingFailedError) -> str:
-    """What a worker noted before it ended itself; else who died; else the first worker's own error.
-
-    Those that live on fail too, because they cannot reach the one that died.
-    """
-    note = run.folder / FAILURE_FILE
-    if note.exists():
-        return note.read_text(encoding="utf-8")
-    failures = getattr(error, "worker_failures", {})
-    died = sorted(rank for rank, failure in failures.items() if hasattr(failure, "health_check_failure"))
-    if died:
-        ranks = ", ".join(map(str, died))
-        return f"rank {ranks} died: the process was killed, for want of memory perhaps, or its node was lost"
-    return str(failures[min(failures)] if failures else error).strip().splitlines()[-1]
 
 
 def _first_line(error: Exception) -> str:

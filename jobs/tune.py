@@ -4,7 +4,9 @@ import signal
 import sys
 from types import FrameType
 
-from app.config import Recipe
+from sqlalchemy.engine import URL
+
+from app.config import Recipe, TuneConfig
 from app.errors import RecipeError
 from app.runs import Outcome, Run, newest_unfinished
 from app.storage import open_storage, write_atomically
@@ -14,7 +16,7 @@ from app.tuning.budget import Budget
 from app.tuning.outcome import BEST_FILE, FrontTrial, StoppedMetrics, TuneMetrics, recipe_of
 from app.tuning.report import write_report, write_trials
 from app.tuning.search import Search
-from app.tuning.space import load_space
+from app.tuning.space import Space, load_space
 from app.tuning.storage import study_url
 from app.tuning.study import SearchStudy
 from app.tuning.trainable import DATA
@@ -31,10 +33,10 @@ def tune(run: Run) -> Outcome:
         raise RecipeError(f"recipe {recipe.name} has no tune section: give it one, with a space at least")
     space = load_space(config.space, recipe)
     url = study_url(run.storage, run.run_id, config.storage)
-    own = trial_recipe(recipe, {}, config.workers)
+    own = trial_recipe(recipe, {}, config)
     prepare_run(Run("tune", run.run_id, own, run.storage, run.started))
     connect()
-    study = (SearchStudy.resume if run.folder.exists() else SearchStudy.create)(run.run_id, url, space, recipe, config)
+    study = _study(run, url, space, config)
     budget = Budget(config.stop, config.objectives[0], study.epochs_trained)
     search = Search(recipe, config, study, run.folder, budget)
     require(search.resources, "a trial's workers")
@@ -48,6 +50,14 @@ def tune(run: Run) -> Outcome:
     finally:
         heartbeat.close()
     return _outcome(run, search, url.render_as_string())
+
+
+def _study(run: Run, url: URL, space: Space, config: TuneConfig) -> SearchStudy:
+    """The run's own study if it goes on, else a new one that knows what earlier ones found."""
+    if run.folder.exists():
+        return SearchStudy.resume(run.run_id, url, space, run.recipe, config)
+    earlier = [(name, study_url(run.storage, name, config.storage)) for name in config.warm_start]
+    return SearchStudy.create(run.run_id, url, space, run.recipe, config, earlier)
 
 
 def start_or_resume(job: str, recipe: Recipe) -> Run:

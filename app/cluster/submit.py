@@ -22,8 +22,12 @@ from app.storage import absolute_location
 JOBS = Path("jobs")
 _FOLDER = "rayloom_folder"
 """The key in a job's metadata under which the folder lies that it was submitted from."""
-_TRAINING = {"jobs.train", "jobs.lifecycle"}
-_RESUME = "train.resume="
+_RESUME = {
+    "jobs.train": "train.resume=latest",
+    "jobs.lifecycle": "train.resume=latest",
+    "jobs.tune": "tune.resume=true",
+}
+"""What tells a job to go on with what it has done before."""
 _LOST_TIMEOUT_S = 300.0
 """How long a supervisor at work may take to start the cluster anew."""
 
@@ -66,7 +70,7 @@ def send_job(job: str, recipe: str, overrides: list[str]) -> int:
 
 
 def resubmit(job: Job, environment: Mapping[str, str]) -> str | None:
-    """Submit again, from the folder that it came from, a job that was lost; one that trains is told to resume.
+    """Submit again, from the folder that it came from, a job that was lost; one that trains or tunes is told to resume.
 
     Returns the new id, or None for a job that ``submit`` has not sent, or that was submitted again before.
 
@@ -77,8 +81,10 @@ def resubmit(job: Job, environment: Mapping[str, str]) -> str | None:
     if folder is None:
         return None
     entrypoint = shlex.split(job.entrypoint)
-    if set(entrypoint) & _TRAINING and not any(word.startswith(_RESUME) for word in entrypoint):
-        entrypoint.append(f"{_RESUME}latest")
+    for how in {_RESUME[word] for word in entrypoint if word in _RESUME}:
+        key = how.partition("=")[0]
+        if not any(word.startswith(f"{key}=") for word in entrypoint):
+            entrypoint.append(how)
     second = _again(job.submission_id)
     command = _ray_job("submit", "--no-wait", "--submission-id", second, "--working-dir", folder, "--", *entrypoint)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

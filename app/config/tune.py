@@ -69,6 +69,7 @@ class TuneConfig(Section):
     )
     mode: Modes = Field(default=[], description="max or min, one for each metric; default: as the metric is better")
     trials: PositiveInt = 32
+    epochs: PositiveInt | None = Field(default=None, description="of a trial, at most; default: train.epochs")
     sampler: Sampler = Field(default="tpe", description="who proposes values: learns from the trials before")
     random_trials: Annotated[int, Field(ge=0)] = Field(
         default=8, description="trials that are drawn at random before tpe, cmaes or gp begin to learn"

@@ -1,20 +1,26 @@
-"""The one place where training meets Ray: a worker of Ray Train V2."""
+"""The one place where training meets Ray: a run of Ray Train V2, and each of its workers."""
 
 import logging
+import uuid
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import ray.train
+from ray.train import UserCallback
+from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.execution import context as ray_context
 from upath import UPath
 
-from app.config import Recipe
-from app.errors import NonFiniteLossError
+from app.config import Recipe, TrainConfig
+from app.errors import NonFiniteLossError, TrainingError
 from app.tasks import load_prepared
 from app.telemetry.alerts import Action
 from app.training.records import EpochRecord
-from app.training.run_folder import DATA
-from app.training.session import train
+from app.training.run_folder import DATA, FAILURE_FILE
+from app.training.session import Ending, train
 from app.training.worker import start_worker
+
+_RESIZE_INTERVAL_S = 10.0
 
 
 class WorkerArguments(TypedDict):
@@ -22,6 +28,55 @@ class WorkerArguments(TypedDict):
 
     recipe: str
     run_folder: str
+    data_folder: str
+
+
+def fit(
+    recipe: Recipe, run_folder: UPath, data_folder: UPath | None = None, callbacks: Sequence[UserCallback] = ()
+) -> Ending:
+    """Train with Ray, from the run's newest checkpoint if it has any. ``data_folder`` None: the run's own.
+
+    Raises:
+        TrainingError: the workers failed more often than the recipe allows.
+        NonFiniteLossError: a loss or gradient is not finite.
+    """
+    config = recipe.train
+    trainer = TorchTrainer(
+        train_worker,
+        train_loop_config=WorkerArguments(
+            recipe=recipe.model_dump_json(),
+            run_folder=str(run_folder),
+            data_folder=str(data_folder or run_folder / DATA),
+        ),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=config.workers,
+            use_gpu=config.device == "gpu",
+            resources_per_worker=resources_of(config, workers=1),
+            elastic_resize_monitor_interval_s=_RESIZE_INTERVAL_S,
+        ),
+        run_config=ray.train.RunConfig(
+            # A name that Ray never saw: what it remembers of a run can keep it from starting again, and
+            # everything that the run needs lies in its own checkpoints.
+            name=f"{run_folder.name}-{uuid.uuid4().hex[:6]}",
+            storage_path=str(run_folder / "ray"),
+            logging_config=ray.train.LoggingConfig(log_level="WARNING"),
+            failure_config=ray.train.FailureConfig(max_failures=config.max_failures),
+            callbacks=list(callbacks),
+        ),
+    )
+    try:
+        answer = trainer.fit().return_value
+    except ray.train.TrainingFailedError as error:
+        raise TrainingError(f"training failed: {_cause(run_folder, error)}") from error
+    if "non_finite" in answer:
+        raise NonFiniteLossError(answer["non_finite"])
+    return Ending.model_validate(answer)
+
+
+def resources_of(config: TrainConfig, workers: int) -> dict[str, float]:
+    """What Ray reserves for so many workers."""
+    gpus = {"GPU": 1.0 * workers} if config.device == "gpu" else {}
+    return {"CPU": config.cpus_per_worker * workers, **gpus}
 
 
 def train_worker(arguments: WorkerArguments) -> dict[str, Any]:
@@ -29,7 +84,7 @@ def train_worker(arguments: WorkerArguments) -> dict[str, Any]:
     ray_context.logger.setLevel(logging.WARNING)  # it prints the whole of each report, past LoggingConfig
     recipe = Recipe.model_validate_json(arguments["recipe"])
     run_folder = UPath(arguments["run_folder"])
-    data = load_prepared(recipe, run_folder / DATA)
+    data = load_prepared(recipe, UPath(arguments["data_folder"]))
     try:
         worker = start_worker(recipe.train.device)
         return train(recipe, data, worker, run_folder, _report, _announced).model_dump()
@@ -45,3 +100,19 @@ def _report(record: EpochRecord) -> None:
 def _announced() -> Action:
     """STOP once the cluster says that a worker's node is about to go, as clouds take back what they lend."""
     return Action.STOP if ray.train.get_preemption_info() else Action.CONTINUE
+
+
+def _cause(run_folder: UPath, error: ray.train.TrainingFailedError) -> str:
+    """What a worker noted before it ended itself; else who died; else the first worker's own error.
+
+    Those that live on fail too, because they cannot reach the one that died.
+    """
+    note = run_folder / FAILURE_FILE
+    if note.exists():
+        return note.read_text(encoding="utf-8")
+    failures = getattr(error, "worker_failures", {})
+    died = sorted(rank for rank, failure in failures.items() if hasattr(failure, "health_check_failure"))
+    if died:
+        ranks = ", ".join(map(str, died))
+        return f"rank {ranks} died: the process was killed, for want of memory perhaps, or its node was lost"
+    return str(failures[min(failures)] if failures else error).strip().splitlines()[-1]

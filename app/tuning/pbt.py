@@ -6,7 +6,6 @@ from typing import Any
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from ray import tune
 
-from app.config import Recipe
 from app.errors import RecipeError
 from app.tuning.space import Space
 
@@ -15,7 +14,7 @@ _FIXED = ("train.optimizer.name",)
 """A checkpoint of one optimizer means nothing to another."""
 
 
-def mutations(space: Space, recipe: Recipe) -> dict[str, Any]:  # noqa: ARG001
+def mutations(space: Space) -> dict[str, Any]:
     """The keys that a trial may change when it goes on from another's checkpoint, with where from to draw.
 
     Raises:

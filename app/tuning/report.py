@@ -75,7 +75,9 @@ def _plots(study: Study, objectives: list[Objective]) -> Iterator[tuple[str, Plo
     if len(objectives) in (2, 3):
         yield "Pareto front", partial(plots.plot_pareto_front, study, target_names=[each.metric for each in objectives])
     for index, name in enumerate(each.metric for each in objectives):
-        of = {"target_name": name} | ({"target": partial(_value, index)} if len(objectives) > 1 else {})
+        of: dict[str, Any] = {"target_name": name}
+        if len(objectives) > 1:
+            of["target"] = partial(_value, index)
         yield f"History of {name}", partial(plots.plot_optimization_history, study, **of)
         yield f"What {name} depends on", partial(plots.plot_param_importances, study, **of)
         yield f"Parallel coordinates of {name}", partial(plots.plot_parallel_coordinate, study, **of)

@@ -11,7 +11,7 @@ from ray.tune.schedulers import (
     TrialScheduler,
 )
 
-from app.config import Recipe, TuneConfig
+from app.config import TuneConfig
 from app.tuning.pbt import mutations
 from app.tuning.results import EPOCH, VALUE, VALUES
 from app.tuning.space import Space
@@ -20,10 +20,10 @@ _HYPERBAND_BRACKETS = 3
 _FEWEST_TO_COMPARE = 3
 
 
-def create_scheduler(config: TuneConfig, recipe: Recipe, space: Space) -> TrialScheduler:
-    """The recipe's scheduler, reading the first objective after each epoch."""
+def create_scheduler(config: TuneConfig, epochs: int, space: Space) -> TrialScheduler:
+    """The recipe's scheduler, reading the first objective after each of a trial's ``epochs``."""
     reading: dict[str, Any] = {"time_attr": EPOCH, "metric": VALUE, "mode": config.objectives[0].mode}
-    rungs = {"max_t": recipe.train.epochs, "grace_period": min(config.grace_epochs, recipe.train.epochs)}
+    rungs = {"max_t": epochs, "grace_period": min(config.grace_epochs, epochs)}
     match config.scheduler:
         case "asha":  # Li et al. 2020
             return AsyncHyperBandScheduler(
@@ -42,13 +42,13 @@ def create_scheduler(config: TuneConfig, recipe: Recipe, space: Space) -> TrialS
                 **reading,
                 grace_period=config.grace_epochs,
                 min_samples_required=_FEWEST_TO_COMPARE,
-                min_time_slice=recipe.train.epochs,  # a trial that cannot be judged yet goes on
+                min_time_slice=epochs,  # a trial that cannot be judged yet goes on
             )
         case "pbt":  # Jaderberg et al. 2017
             return PopulationBasedTraining(
                 **reading,
                 perturbation_interval=config.grace_epochs,
-                hyperparam_mutations={VALUES: mutations(space, recipe)},
+                hyperparam_mutations={VALUES: mutations(space)},
                 require_attrs=False,
             )
         case "none":

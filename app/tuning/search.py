@@ -9,8 +9,9 @@ from ray import tune
 from ray.tune.error import TuneError
 from upath import UPath
 
-from app.config import Recipe, TuneConfig
+from app.config import Recipe, TrainConfig, TuneConfig
 from app.errors import RayloomError, TuningError
+from app.training.ray_worker import resources_of
 from app.tuning.budget import Budget
 from app.tuning.ledger import Ledger
 from app.tuning.schedulers import create_scheduler, replay
@@ -19,6 +20,9 @@ from app.tuning.study import SearchStudy
 from app.tuning.table import Table
 from app.tuning.trainable import TRIALS, TrialActor, remove_checkpoints
 from app.tuning.trial_recipe import trial_recipe
+
+_NEXT_TO_NOTHING = {"memory": 1.0}
+"""One byte: an actor of Ray Tune must reserve something."""
 
 _ENVIRONMENT = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # every trial keeps its own metrics
@@ -43,10 +47,20 @@ class Search:
     @property
     def resources(self) -> dict[str, float]:
         """What one trial takes of the cluster."""
-        train = trial_recipe(self.recipe, {}, self.config.workers).train
-        workers = train.workers_range[1]
-        gpus = {"GPU": float(workers)} if train.device == "gpu" else {}
-        return {"CPU": train.cpus_per_worker * workers, **gpus}
+        return resources_of(self._train, self._workers)
+
+    @property
+    def _train(self) -> TrainConfig:
+        return trial_recipe(self.recipe, {}, self.config).train
+
+    @property
+    def _workers(self) -> int:
+        return self._train.workers_range[1]
+
+    @property
+    def _actor_resources(self) -> dict[str, float]:
+        """Of the trial's actor: it trains itself, or leads workers that Ray Train starts beside it."""
+        return self.resources if self._workers == 1 else _NEXT_TO_NOTHING
 
     def at_once(self) -> int:
         """Trials that the cluster has room for, or fewer if the recipe says so."""
@@ -64,12 +78,12 @@ class Search:
         os.environ.update(_ENVIRONMENT)
         logging.getLogger("ray.tune").setLevel(logging.ERROR)
         config, study = self.config, self.study
-        scheduler = create_scheduler(config, self.recipe, study.space)
+        scheduler = create_scheduler(config, self._train.epochs, study.space)
         replay(scheduler, study.ended)
         ledger = Ledger(study, config.scheduler, self.folder / TRIALS, self.budget, self._table())
         trainable = tune.with_parameters(TrialActor, recipe=self.recipe.model_dump_json(), run_folder=str(self.folder))
         tuner = tune.Tuner(
-            tune.with_resources(trainable, self.resources),
+            tune.with_resources(trainable, self._actor_resources),
             tune_config=tune.TuneConfig(
                 num_samples=-1,
                 search_alg=StudySearcher(study, config.trials),
@@ -99,7 +113,7 @@ class Search:
             remove_checkpoints(self.folder / TRIALS / f"{trial.number:04d}")
 
     def _table(self) -> Table:
-        table = Table(self.config.objectives, self.recipe.train.epochs)
+        table = Table(self.config.objectives, self._train.epochs)
         best = {each.number for each in self.study.best}
         for trial in self.study.ended:
             table.show(trial, trial.number in best)

@@ -50,6 +50,10 @@ class Space:
         """Each key's distribution as text: equal spaces have equal ones."""
         return {key: distribution_to_json(each) for key, each in sorted(self.distributions.items())}
 
+    def contains(self, values: Mapping[str, Value]) -> bool:
+        """Whether the space could have drawn each of ``values``."""
+        return all(key in self.distributions and _contains(self.distributions[key], values[key]) for key in values)
+
     def own_values(self, recipe: Recipe) -> dict[str, Value]:
         """The recipe's own values of the keys, where the space could have drawn them."""
         tree = recipe.model_dump(mode="json")

@@ -10,7 +10,7 @@ from typing import Any, Self
 import optuna
 from optuna.exceptions import ExperimentalWarning
 from optuna.study import Study, StudyDirection
-from optuna.trial import FrozenTrial, Trial, TrialState
+from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 from sqlalchemy.engine import URL
 
 from app.config import Recipe, TuneConfig
@@ -48,13 +48,24 @@ class SearchStudy:
         self._left_running = list(study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)))
 
     @classmethod
-    def create(cls, name: str, url: URL, space: Space, recipe: Recipe, config: TuneConfig) -> Self:
-        """A new study, whose first trial will be the recipe's own values.
+    def create(
+        cls,
+        name: str,
+        url: URL,
+        space: Space,
+        recipe: Recipe,
+        config: TuneConfig,
+        earlier: Sequence[tuple[str, URL]] = (),
+    ) -> Self:
+        """A new study, whose first trial will be the recipe's own values, and the next ones the best of ``earlier``.
 
         Raises:
             StorageError: the storage cannot be opened.
-            TuningError: a study of this name is there already.
+            TuningError: a study of this name is there already, or an earlier one has other objectives.
         """
+        known = [_load(each, where) for each, where in earlier]
+        for each in known:
+            _check_objectives(each, config)
         storage = open_storage(url)
         with explained(url):
             if name in optuna.get_all_study_names(storage):
@@ -72,7 +83,9 @@ class SearchStudy:
                 study.set_metric_names([each.metric for each in config.objectives])  # for dashboards and plots
             study.set_user_attr(_SPACE, space.fingerprint)
             study.set_user_attr(_RECIPE, _base(recipe))
-            study.enqueue_trial(space.own_values(recipe), user_attrs={"own": True})
+            study.enqueue_trial(space.own_values(recipe))
+            for each in known:
+                _learn(study, each, space)
         return cls(study, url, space, config)
 
     @classmethod
@@ -83,12 +96,8 @@ class SearchStudy:
             StorageError: it cannot be opened, or is not there.
             TuningError: its space, its objectives or its recipe is another.
         """
-        require_study_file(url)
-        storage = open_storage(url)
+        study = _load(name, url)
         with explained(url):
-            if name not in optuna.get_all_study_names(storage):
-                raise TuningError(f"there is no study {name!r} in {url.render_as_string()}: leave tune.resume out")
-            study = optuna.load_study(study_name=name, storage=storage)
             _check_same(study, space, recipe, config)
             study.sampler = create_sampler(config, past=len(study.get_trials(deepcopy=False)))
         return cls(study, url, space, config)
@@ -97,12 +106,7 @@ class SearchStudy:
     def trials(self) -> list[FrozenTrial]:
         """The trials of this search, in order: without those it learned from, and without duplicates."""
         with explained(self.url):
-            known = self.study.get_trials(deepcopy=False)
-        return [
-            each
-            for each in known
-            if each.state != TrialState.WAITING and not {LEARNED_FROM, DUPLICATE_OF} & each.user_attrs.keys()
-        ]
+            return _own_trials(self.study)
 
     @property
     def ended(self) -> list[FrozenTrial]:
@@ -112,8 +116,14 @@ class SearchStudy:
     @property
     def best(self) -> list[FrozenTrial]:
         """The best trial that was completed; of several objectives the Pareto front, best first in the first one."""
-        complete = [each for each in self.trials if each.state == TrialState.COMPLETE]
-        signs = [1.0 if each == StudyDirection.MINIMIZE else -1.0 for each in self.study.directions]
+        with explained(self.url):
+            return self.best_of(self.study)
+
+    @staticmethod
+    def best_of(study: Study) -> list[FrozenTrial]:
+        """``best`` of any study."""
+        complete = [each for each in _own_trials(study) if each.state == TrialState.COMPLETE]
+        signs = [1.0 if each == StudyDirection.MINIMIZE else -1.0 for each in study.directions]
         losses = {
             each.number: [sign * value for sign, value in zip(signs, each.values or [], strict=True)]
             for each in complete
@@ -223,6 +233,14 @@ class SearchStudy:
         back_up(self.url)
 
 
+def _own_trials(study: Study) -> list[FrozenTrial]:
+    return [
+        each
+        for each in study.get_trials(deepcopy=False)
+        if each.state != TrialState.WAITING and not {LEARNED_FROM, DUPLICATE_OF} & each.user_attrs.keys()
+    ]
+
+
 def epochs_of(trial: FrozenTrial) -> int:
     """Epochs that the trial trained."""
     return int(trial.user_attrs.get(EPOCHS, 0))
@@ -249,6 +267,36 @@ def _base(recipe: Recipe) -> dict[str, Any]:
     return base
 
 
+def _load(name: str, url: URL) -> Study:
+    """A study that is there. Raises StorageError or TuningError."""
+    require_study_file(url)
+    storage = open_storage(url)
+    with explained(url):
+        if name not in optuna.get_all_study_names(storage):
+            raise TuningError(f"there is no study {name!r} in {url}: give the id of a tune run that has been started")
+        return optuna.load_study(study_name=name, storage=storage)
+
+
+def _learn(study: Study, earlier: Study, space: Space) -> None:
+    """Tell ``study`` of the trials of an earlier one that the space could have drawn, and try the best values again."""
+    for trial in earlier.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
+        if {LEARNED_FROM, DUPLICATE_OF} & trial.user_attrs.keys() or not space.contains(trial.params):
+            continue
+        study.add_trial(
+            create_trial(
+                state=trial.state,
+                values=trial.values,
+                params=trial.params,
+                distributions={key: space.distributions[key] for key in trial.params},
+                intermediate_values=trial.intermediate_values,
+                user_attrs={LEARNED_FROM: f"{earlier.study_name} trial {trial.number}"},
+            )
+        )
+    for trial in SearchStudy.best_of(earlier):
+        if space.contains(trial.params):
+            study.enqueue_trial(trial.params)
+
+
 def _check_same(study: Study, space: Space, recipe: Recipe, config: TuneConfig) -> None:
     """Raises TuningError if the study holds trials of another question."""
     then, now = study.user_attrs.get(_SPACE, {}), space.fingerprint
@@ -258,6 +306,16 @@ def _check_same(study: Study, space: Space, recipe: Recipe, config: TuneConfig) 
                 f"study {study.study_name!r} searched {key} over {_show(then.get(key))}, and tune.space says "
                 f"{_show(now.get(key))}: put the space back, or leave tune.resume out to start a new study"
             )
+    _check_objectives(study, config)
+    if study.user_attrs.get(_RECIPE) != json.loads(json.dumps(_base(recipe))):
+        raise TuningError(
+            f"the recipe's {', '.join(_BASE)} are not what study {study.study_name!r} was started with, and its values "
+            "mean something else: change them back, or leave tune.resume out to start a new study"
+        )
+
+
+def _check_objectives(study: Study, config: TuneConfig) -> None:
+    """Raises TuningError if the study is about something else."""
     wanted = [(each.metric, each.mode) for each in config.objectives]
     known = [
         (metric, "max" if direction == StudyDirection.MAXIMIZE else "min")
@@ -266,12 +324,7 @@ def _check_same(study: Study, space: Space, recipe: Recipe, config: TuneConfig) 
     if wanted != known:
         raise TuningError(
             f"study {study.study_name!r} is about {_show_objectives(known)}, and the recipe about "
-            f"{_show_objectives(wanted)}: put tune.metric back, or leave tune.resume out to start a new study"
-        )
-    if study.user_attrs.get(_RECIPE) != json.loads(json.dumps(_base(recipe))):
-        raise TuningError(
-            f"the recipe's {', '.join(_BASE)} are not what study {study.study_name!r} was started with, and its values "
-            "mean something else: change them back, or leave tune.resume out to start a new study"
+            f"{_show_objectives(wanted)}: set tune.metric to the same, or leave tune.resume and tune.warm_start out"
         )
 
 

@@ -1,6 +1,5 @@
 """A trial as Ray Tune runs it: an actor that trains one trial after another and imports everything once."""
 
-import logging
 import time
 from functools import partial
 from pathlib import Path
@@ -12,16 +11,15 @@ from upath import UPath
 from app.config import Recipe
 from app.errors import TrainingError
 from app.training.checkpoints.store import CheckpointStore
-from app.training.observer import Report
 from app.training.records import EpochRecord
 from app.training.run_folder import CHECKPOINTS
-from app.training.session import Ending, train
-from app.training.worker import start_worker
-from app.tuning.attempt import Attempt, log_to
+from app.training.session import Ending
+from app.tuning.attempt import Attempt
 from app.tuning.objectives import final_values, objective_of
 from app.tuning.results import NUMBER, VALUES, EpochResult, FinalResult
 from app.tuning.trial_data import DataCache
 from app.tuning.trial_recipe import trial_recipe
+from app.tuning.trial_training import train_here, train_with_workers
 
 TRIALS, DATA = "trials", "data"
 """In the run's folder: one folder for each trial, and the data that they read."""
@@ -74,9 +72,10 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
     def _begin(self, config: dict[str, Any]) -> None:
         assert self._recipe.tune is not None
         self._tune = self._recipe.tune
-        self._trial = trial_recipe(self._recipe, config[VALUES], self._tune.workers)
+        self._trial = trial_recipe(self._recipe, config[VALUES], self._tune)
         self._trial_folder = self._folder / TRIALS / f"{config[NUMBER]:04d}"
-        self._attempt = Attempt(partial(_train_here, self._trial, self._data, self._trial_folder))
+        train = train_here if self._trial.train.workers == 1 else train_with_workers
+        self._attempt = Attempt(partial(train, self._trial, self._data, self._trial_folder))
 
     def _value(self, record: EpochRecord) -> float | None:
         """The first objective, unless it is measured at the end alone."""
@@ -109,11 +108,3 @@ def remove_checkpoints(trial_folder: UPath) -> None:
     checkpoints = trial_folder / CHECKPOINTS
     if checkpoints.exists():
         checkpoints.fs.rm(checkpoints.path, recursive=True)
-
-
-def _train_here(recipe: Recipe, data: DataCache, folder: UPath, report: Report) -> Ending:
-    """Train in this process, whose process group and imports serve every trial that it is given."""
-    worker = start_worker(recipe.train.device)  # before the log: DeepSpeed keeps the screen that it first sees
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of each trial what it warns of once in training
-    with log_to(folder):
-        return train(recipe, data.get(recipe), worker, folder, report)

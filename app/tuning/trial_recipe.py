@@ -3,14 +3,15 @@
 import math
 from collections.abc import Mapping
 
-from app.config import NotifyConfig, Recipe, with_values
+from app.config import NotifyConfig, Recipe, TuneConfig, with_values
 from app.tuning.space import Value
 
 
-def trial_recipe(recipe: Recipe, values: Mapping[str, Value], workers: int | None) -> Recipe:
+def trial_recipe(recipe: Recipe, values: Mapping[str, Value], config: TuneConfig) -> Recipe:
     """The recipe with a trial's values, as a run of its own: nobody is alerted, one checkpoint is kept.
 
-    ``workers`` None: as few processes as the plan needs. The global batch stays, so training stays the same.
+    Unless the recipe says how many, it has as few processes as the plan needs. The global batch stays, so training
+    stays the same.
 
     Raises:
         RecipeError: the values do not fit together.
@@ -19,6 +20,12 @@ def trial_recipe(recipe: Recipe, values: Mapping[str, Value], workers: int | Non
     needed = math.prod(int(values.get(f"train.plan.{name}", getattr(plan, name))) for name in ("tensor", "pipeline"))
     changed = with_values(
         recipe,
-        {**values, "train.workers": workers or needed, "train.checkpoint.num_to_keep": 1, "train.resume": None},
+        {
+            "train.epochs": config.epochs or recipe.train.epochs,
+            **values,
+            "train.workers": config.workers or needed,
+            "train.checkpoint.num_to_keep": 1,
+            "train.resume": None,
+        },
     )
     return changed.model_copy(update={"alerts": [], "notify": NotifyConfig(), "tune": None})

@@ -38,7 +38,8 @@ class Curves:
 
     def value(self, values: dict[str, Any], epoch: int) -> float | None:
         """The objective after an epoch, the first being 1; None if training ended or broke before it."""
-        recipe = trial_recipe(self._recipe, values, workers=1)
+        assert self._recipe.tune is not None
+        recipe = trial_recipe(self._recipe, values, self._recipe.tune)
         key = sha256_of(recipe.model_dump_json().encode())[:16]
         curve = self._read(key)
         while len(curve.values) < epoch and not curve.is_whole:
