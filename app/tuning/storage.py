@@ -99,8 +99,9 @@ def back_up(url: URL) -> None:
 def require_study_file(url: URL) -> None:
     """Refuse to go on with a study whose SQLite file is gone, instead of starting an empty one. Raises StorageError."""
     file = _file_of(url)
-    if file is not None and not file.exists():
-        raise StorageError(f"the study's file {str(file)!r} is missing: {_way_out(file)}")
+    if file is not None and not (file.exists() and file.stat().st_size):
+        what = "empty" if file.exists() else "missing"
+        raise StorageError(f"the study's file {str(file)!r} is {what}: {_way_out(file)}")
 
 
 def _file_of(url: URL) -> Path | None:

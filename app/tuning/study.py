@@ -27,7 +27,7 @@ CAUSE, EPOCHS, VALUES, FAILURES, STOPPED_EARLY, DUPLICATE_OF, LEARNED_FROM = (
 _SPACE, _RECIPE = "space", "recipe"
 _BASE = ("task", "data", "model", "train")
 """The sections of a recipe on which a trial depends."""
-_MOST_DUPLICATES = 50
+_MOST_DUPLICATES = 20
 
 
 @dataclass(frozen=True)
@@ -173,12 +173,14 @@ class SearchStudy:
         with explained(self.url):
             self._open[number].set_user_attr(STOPPED_EARLY, stopped_early)
             self._tell(number, TrialState.COMPLETE, list(values))
+            back_up(self.url)
 
     def prune(self, number: int, cause: str) -> None:
         """The trial was cut short by somebody else; what it reported stays."""
         with explained(self.url):
             self._open[number].set_user_attr(CAUSE, cause)
             self._tell(number, TrialState.PRUNED, None)
+            back_up(self.url)
 
     def note_failure(self, number: int, cause: str) -> None:
         """The trial failed and is run again."""
@@ -191,6 +193,7 @@ class SearchStudy:
         with explained(self.url):
             self._open[number].set_user_attr(CAUSE, cause)
             self._tell(number, TrialState.FAIL, None)
+            back_up(self.url)
 
     def note_values(self, number: int, values: dict[str, Value]) -> None:
         """The trial goes on with other values than it was proposed with: population-based training."""
@@ -230,7 +233,6 @@ class SearchStudy:
 
     def _tell(self, number: int, state: TrialState, values: list[float] | None) -> None:
         self.study.tell(self._open.pop(number), values, state)
-        back_up(self.url)
 
 
 def _own_trials(study: Study) -> list[FrozenTrial]:

@@ -1,0 +1,146 @@
+"""Search spaces are looked at before anything is run."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import optuna
+import pytest
+from ray import tune
+
+from app.config import Recipe, load_recipe
+from app.errors import RecipeError
+from app.tuning.space import Space, load_space
+from app.tuning.trial_recipe import trial_recipe
+from tests.helpers import ROOT
+
+RECIPE = str(ROOT / "recipes/digits.yaml")
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    return load_recipe(RECIPE)
+
+
+@pytest.fixture
+def define(recipe: Recipe) -> Iterator[Callable[[object], Space]]:
+    """Loads a space as a user's module holds it."""
+    module = ModuleType("users_space")
+    sys.modules[module.__name__] = module
+
+    def load(space: object) -> Space:
+        module.space = space  # type: ignore[attr-defined]
+        return load_space("users_space:space", recipe)
+
+    yield load
+    del sys.modules[module.__name__]
+
+
+def draw(space: Space, seed: int = 0) -> dict[str, object]:
+    trial = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed)).ask()
+    derived = space.suggest(trial)
+    return {**trial.params, **derived}
+
+
+def test_a_branch_that_is_taken_seldom_is_walked_too(define: Callable[[object], Space]) -> None:
+    def space(trial: optuna.Trial) -> None:
+        if trial.suggest_categorical("train.optimizer.name", ["adamw", "sgd"]) == "sgd":
+            trial.suggest_float("train.optimizer.momentun", 0.8, 0.99)
+
+    with pytest.raises(
+        RecipeError, match=r"names train\.optimizer\.momentun.*did you mean 'train\.optimizer\.momentum"
+    ):
+        define(space)
+
+
+@pytest.mark.parametrize("name", ["image", "text"])
+def test_the_spaces_that_come_with_rayloom_fit_their_recipes(name: str) -> None:
+    file = {"image": "digits", "text": "reviews"}[name]
+    own = load_recipe(ROOT / f"recipes/{file}.yaml")
+    space = load_space(f"tune_spaces.{name}:space", own)
+    assert own.tune is not None
+    for seed in range(20):
+        trial_recipe(own, draw(space, seed), own.tune)
+    assert space.contains(space.own_values(own))
+    assert "train.optimizer.lr" in space.own_values(own)
+
+
+@pytest.mark.parametrize(
+    ("space", "words"),
+    [
+        (lambda trial: trial.suggest_float("train.optimizer.lr", 0.1, 0.01), "range 0.1 to 0.01, which is reversed"),
+        (lambda trial: trial.suggest_float("train.optimizer.lr", 0.0, 0.1, log=True), "range 0.0 to 0.1"),
+        (lambda trial: trial.suggest_categorical("train.optimizer.name", []), "no choices"),
+        (
+            lambda trial: {"train.optimizer.lr": 1}[trial.suggest_categorical("train.optimizer.name", ["adamw"])],
+            "fails",
+        ),
+        (lambda trial: {"train.optimizr.lr": trial.suggest_float("train.optimizer.lr", 0.1, 0.2)}, "no such key"),
+        (lambda trial: trial.suggest_float("train.optimizer.lr", -0.1, 0.1) and None, "may become -0.1: expected"),
+        (lambda trial: trial.suggest_categorical("train.optimizer.name", ["adam"]) and None, "may become 'adam'"),
+        (lambda trial: trial.suggest_int("train.workers", 1, 2) and None, "set tune.workers"),
+        (lambda trial: trial.suggest_int("serve.replicas", 1, 2) and None, "training does not depend"),
+        (lambda trial: None, "draws nothing"),
+        (3, "expected a function"),
+        ({"train.optimizer.lr": tune.qloguniform(1e-4, 1e-1, 1e-5)}, "logarithmic and quantized"),
+        ({"train.optimizer.lr": tune.randn()}, "cannot be drawn"),
+    ],
+)
+def test_a_space_that_cannot_be_searched_is_refused(
+    define: Callable[[object], Space], space: object, words: str
+) -> None:
+    with pytest.raises(RecipeError) as refused:
+        define(space)
+    assert "tune.space 'users_space:space'" in str(refused.value)
+    assert words in str(refused.value)
+
+
+def test_ray_tunes_spaces_are_taken(define: Callable[[object], Space]) -> None:
+    space = define(
+        {
+            "train.optimizer.lr": tune.loguniform(1e-4, 1e-1),
+            "model.args.width": tune.randint(1, 4),
+            "train.optimizer.name": tune.grid_search(["adamw", "sgd"]),
+            "train.label_smoothing": 0.1,
+        }
+    )
+    seen = [draw(space, seed) for seed in range(30)]
+    assert {each["model.args.width"] for each in seen} == {1, 2, 3}  # Ray Tune leaves the upper end out
+    assert {each["train.optimizer.name"] for each in seen} == {"adamw", "sgd"}
+    assert all(1e-4 <= float(str(each["train.optimizer.lr"])) <= 1e-1 for each in seen)
+    assert all(each["train.label_smoothing"] == 0.1 for each in seen)
+
+
+def test_a_trial_has_as_few_workers_as_its_plan_needs() -> None:
+    recipe = load_recipe(RECIPE, ["alerts=[{when: loss is not finite, do: [stop]}]"])
+    assert recipe.tune is not None
+    alone = trial_recipe(recipe, {"train.optimizer.lr": 0.1}, recipe.tune)
+    assert (alone.train.workers, alone.train.optimizer.lr, alone.alerts) == (1, 0.1, [])
+    cut = load_recipe(RECIPE, ["train.plan.tensor=2"])
+    assert trial_recipe(cut, {}, recipe.tune).train.workers == 2
+    assert trial_recipe(recipe, {}, recipe.tune.model_copy(update={"workers": 4, "epochs": 2})).train.workers == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["tune.metric=f1"], "tune.metric.0 is 'f1': expected 'val_loss', 'val_accuracy'"),
+        (["tune.mode=min"], "val_accuracy is better when maximal: set mode to max"),
+        (["tune.metric=[val_accuracy, parameters]", "tune.mode=[max, min]"], "set scheduler to none"),
+        (["tune.metric=val_perplexity", "tune.mode=min"], "is of task language-modeling alone"),
+        (["tune.storage=postgresql://me:secret@db/studies"], "the URL carries a password"),
+        (["tune.trials=0"], "tune.trials is 0"),
+        (["tune.scheduler=ash"], "expected 'asha'"),
+    ],
+)
+def test_a_tune_section_that_makes_no_sense_is_refused(overrides: list[str], words: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(RECIPE, overrides)
+    assert words in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+def test_a_space_is_found_in_the_working_directory(recipe: Recipe, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"tune_spaces\.imag"):
+        load_space("tune_spaces.imag:space", recipe)

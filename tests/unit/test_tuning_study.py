@@ -1,0 +1,328 @@
+"""The study: what is proposed, what is kept, and what a second search may go on with."""
+
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+from sqlalchemy import make_url
+from sqlalchemy.engine import URL
+from upath import UPath
+
+from app.config import Recipe, load_recipe
+from app.errors import RecipeError, StorageError, TuningError
+from app.tuning import storage
+from app.tuning.outcome import TuneMetrics
+from app.tuning.space import Space, load_space
+from app.tuning.storage import study_url
+from app.tuning.study import SearchStudy
+from tests.helpers import ROOT, wait_until
+
+MOST = 100
+
+
+def recipe_with(*overrides: str) -> Recipe:
+    return load_recipe(ROOT / "recipes/digits.yaml", list(overrides))
+
+
+def space_of(recipe: Recipe) -> Space:
+    return load_space("tune_spaces.image:space", recipe)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> URL:
+    return make_url(f"sqlite:///{tmp_path / 'study.db'}")
+
+
+def create(url: URL, *overrides: str, name: str = "one", earlier: list[tuple[str, URL]] | None = None) -> SearchStudy:
+    recipe = recipe_with(*overrides)
+    assert recipe.tune is not None
+    return SearchStudy.create(name, url, space_of(recipe), recipe, recipe.tune, earlier or [])
+
+
+def resume(url: URL, *overrides: str, name: str = "one") -> SearchStudy:
+    recipe = recipe_with(*overrides)
+    assert recipe.tune is not None
+    return SearchStudy.resume(name, url, space_of(recipe), recipe, recipe.tune)
+
+
+def ask(study: SearchStudy) -> int:
+    proposal = study.ask(MOST)
+    assert proposal is not None
+    return proposal.number
+
+
+def test_the_first_trial_is_the_recipes_own(url: URL) -> None:
+    proposal = create(url).ask(MOST)
+    assert proposal is not None
+    assert proposal.values == space_of(recipe_with()).own_values(recipe_with())
+
+
+def test_a_stopped_trial_is_pruned_and_keeps_what_it_reported(url: URL) -> None:
+    study = create(url)
+    for epoch, value in ((1, 0.9), (2, 0.5)):
+        study.report(number := 0 if epoch > 1 else ask(study), epoch, value)
+    study.prune(number, "stopped by asha after epoch 2")
+    (trial,) = optuna.load_study(study_name="one", storage=str(url)).trials
+    assert trial.state == TrialState.PRUNED
+    assert trial.intermediate_values == {1: 0.9, 2: 0.5}
+    assert trial.user_attrs["cause"] == "stopped by asha after epoch 2"
+    assert study.best == []
+    with pytest.raises(TuningError, match=r"none of 1 trials was completed: .* stopped by asha"):
+        TuneMetrics.of(study, ["val_accuracy"], None)
+
+
+def test_a_search_that_was_cut_off_repeats_nothing_and_retries_what_ran(url: URL) -> None:
+    before = create(url)
+    done, running = ask(before), before.ask(MOST)
+    before.report(done, 1, 0.8)
+    before.complete(done, [0.8], stopped_early=False)
+    assert running is not None
+    before.report(running.number, 1, 0.4)
+    after = resume(url)
+    again = after.ask(MOST)
+    assert again == running
+    after.report(again.number, 2, 0.6)
+    after.complete(again.number, [0.6], stopped_early=True)
+    assert [each.intermediate_values for each in after.trials] == [{1: 0.8}, {1: 0.4, 2: 0.6}]
+    fresh = [ask(after) for _ in range(3)]
+    assert fresh == [2, 3, 4]
+    assert len({str(each.user_attrs["values"]) for each in after.trials}) == 5
+    metrics = TuneMetrics.of(after, ["val_accuracy"], None)
+    assert (metrics.best_trial, metrics.epochs_trained, metrics.trials_stopped_early) == (0, 3, 1)
+
+
+def test_there_are_as_many_trials_as_were_asked_for(url: URL) -> None:
+    study = create(url)
+    assert [study.ask(2) is None for _ in range(3)] == [False, False, True]
+
+
+def test_the_same_values_are_not_evaluated_twice(url: URL, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tune_spaces.image
+
+    def two(trial: optuna.Trial) -> None:
+        trial.suggest_categorical("train.optimizer.name", ["adamw", "sgd"])
+
+    monkeypatch.setattr(tune_spaces.image, "space", two)
+    study = create(url)
+    for value in (0.7, 0.8):
+        study.complete(ask(study), [value], stopped_early=False)
+    assert study.ask(MOST) is None
+    assert len(study.trials) == 2
+    filed = optuna.load_study(study_name="one", storage=str(url)).trials[2:]
+    assert {each.value for each in filed} <= {0.7, 0.8}
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "cmaes", "gp", "nsga2", "qmc"])
+def test_every_sampler_proposes_and_learns(url: URL, sampler: str) -> None:
+    study = create(url, f"tune.sampler={sampler}", "tune.random_trials=2")
+    for _ in range(4):
+        number = ask(study)
+        study.complete(number, [number / 10], stopped_early=False)
+    assert len(study.ended) == 4
+
+
+def test_a_grid_is_walked_once(url: URL, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tune_spaces.image
+
+    def grid(trial: optuna.Trial) -> None:
+        if trial.suggest_categorical("train.optimizer.name", ["adamw", "sgd"]) == "sgd":
+            trial.suggest_float("train.optimizer.momentum", 0.0, 0.8, step=0.4)
+
+    monkeypatch.setattr(tune_spaces.image, "space", grid)
+    study, seen = create(url, "tune.sampler=grid"), []
+    while (proposal := study.ask(MOST)) is not None:
+        seen.append(proposal.values)
+        study.complete(proposal.number, [0.5], stopped_early=False)
+    assert len(seen) == 4
+
+
+def test_of_several_objectives_the_front_is_kept(url: URL) -> None:
+    study = create(
+        url,
+        "tune.metric=[val_accuracy, parameters]",
+        "tune.mode=[max, min]",
+        "tune.scheduler=none",
+        "tune.sampler=nsga2",
+    )
+    for values in ([0.9, 100.0], [0.8, 50.0], [0.7, 80.0]):
+        number = ask(study)
+        study.report(number, 1, values[0])
+        study.complete(number, values, stopped_early=False)
+    metrics = TuneMetrics.of(study, ["val_accuracy", "parameters"], None)
+    assert [each.trial for each in metrics.pareto_front] == [0, 1]
+    assert metrics.best_values == {"val_accuracy": 0.9, "parameters": 100.0}
+    assert metrics.epochs_trained == 3
+
+
+def test_a_search_learns_from_an_earlier_one(url: URL, tmp_path: Path) -> None:
+    earlier = create(url)
+    values = []
+    for number in range(4):
+        proposal = earlier.ask(MOST)
+        assert proposal is not None
+        values.append(proposal.values)
+        earlier.complete(number, [number / 10], stopped_early=False)
+    later = create(make_url(f"sqlite:///{tmp_path / 'later.db'}"), name="two", earlier=[("one", url)])
+    assert later.trials == []
+    assert len(later.study.trials) == 4 + 2  # and two that wait: its own values, and the best of before
+    proposals = [later.ask(MOST) for _ in range(2)]
+    assert [each and each.values for each in proposals] == [values[0], values[3]]
+    with pytest.raises(TuningError, match="no study 'three'"):
+        create(make_url(f"sqlite:///{tmp_path / 'x.db'}"), name="x", earlier=[("three", url)])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["tune.metric=val_loss", "tune.mode=min"], "is about val_accuracy (max), and the recipe about val_loss (min)"),
+        (["train.epochs=3"], "are not what study 'one' was started with"),
+    ],
+)
+def test_a_study_of_another_question_is_refused(url: URL, overrides: list[str], words: str) -> None:
+    create(url)
+    with pytest.raises(TuningError) as refused:
+        resume(url, *overrides)
+    assert words in str(refused.value)
+
+
+def test_a_study_of_another_space_is_refused(url: URL, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tune_spaces.image
+
+    create(url)
+    monkeypatch.setattr(
+        tune_spaces.image, "space", lambda trial: trial.suggest_float("train.optimizer.lr", 0.1, 1) and None
+    )
+    with pytest.raises(TuningError, match=r"searched model\.args\.width over 16 to 64, and tune\.space says nothing"):
+        resume(url)
+
+
+def test_two_searches_never_share_a_study(url: URL) -> None:
+    create(url)
+    with pytest.raises(TuningError, match="never share"):
+        create(url)
+
+
+def test_a_damaged_study_is_refused_and_its_backup_named(url: URL, tmp_path: Path) -> None:
+    study = create(url)
+    study.complete(ask(study), [0.5], stopped_early=False)
+    file = tmp_path / "study.db"
+    whole = file.read_bytes()
+    for broken in (whole[: len(whole) // 2], b"", None):
+        if broken is None:
+            file.unlink()
+        else:
+            file.write_bytes(broken)
+        with pytest.raises(StorageError, match=r"study\.db.*copy its backup .*study\.db\.backup") as refused:
+            resume(url)
+        assert "new search" in str(refused.value)
+    shutil.copy(tmp_path / "study.db.backup", file)
+    assert [each.value for each in resume(url).ended] == [0.5]
+
+
+def test_storage_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    for given, words in (
+        (f"sqlite:///{tmp_path / 'file/study.db'}", "cannot be written"),
+        ("postgresql+psycopg://127.0.0.1:9/studies", "refused"),
+        ("nosuch://host/studies", "nosuch"),
+    ):
+        with pytest.raises(StorageError, match=words):
+            create(make_url(given))
+    with pytest.raises(RecipeError, match="relative path"):
+        study_url(UPath(tmp_path), "one", "sqlite:///studies.db")
+    with pytest.raises(StorageError, match=r"set tune\.storage to a database"):
+        study_url(UPath("memory://x"), "one", None)
+
+
+LOCK = """
+import sqlite3, sys, time
+connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+connection.execute("BEGIN EXCLUSIVE")
+print("locked", flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Iterator[Callable[[float], None]]:
+    processes = []
+
+    def hold(seconds: float) -> None:
+        process = subprocess.Popen(
+            [sys.executable, "-c", LOCK, str(tmp_path / "study.db"), str(seconds)], stdout=subprocess.PIPE
+        )
+        processes.append(process)
+        assert process.stdout is not None
+        process.stdout.readline()
+
+    yield hold
+    for each in processes:
+        each.kill()
+        each.wait()
+
+
+def test_a_locked_study_is_waited_for(url: URL, lock: Callable[[float], None]) -> None:
+    study = create(url)
+    number = ask(study)
+    lock(3.0)
+    study.complete(number, [0.5], stopped_early=False)
+    assert [each.value for each in resume(url).ended] == [0.5]
+
+
+def test_a_study_that_stays_locked_is_one_clear_error(
+    url: URL, lock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "LOCK_TIMEOUT_S", 1.0)
+    study = create(url)
+    number = ask(study)
+    lock(60.0)
+    with pytest.raises(StorageError, match=r"locked by another process for \d+ s: .*tune\.resume=true"):
+        study.complete(number, [0.5], stopped_early=False)
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[URL]:
+    """A PostgreSQL server of the test's own, on a socket in its folder; PostgreSQL refuses to run as root."""
+    initdb, server = shutil.which("initdb"), shutil.which("postgres")
+    if not (initdb and server):
+        pytest.skip("PostgreSQL is not installed")
+    folder = Path(tempfile.mkdtemp(prefix="rayloom-pg-"))
+    user = pwd.getpwnam("nobody").pw_name if os.geteuid() == 0 else None
+    if user:
+        shutil.chown(folder, user)
+    command = [initdb, "--pgdata", str(folder / "data"), "--username", "studies", "--auth", "trust", "--no-sync"]
+    subprocess.run(command, check=True, user=user, cwd=folder, stdout=subprocess.DEVNULL)
+    options = ["-c", "listen_addresses=", "-c", f"unix_socket_directories={folder}", "-c", "fsync=off"]
+    process = subprocess.Popen(
+        [server, "-D", str(folder / "data"), *options], user=user, cwd=folder, stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_until((folder / ".s.PGSQL.5432").exists)
+        yield make_url(f"postgresql+psycopg://studies@/postgres?host={folder}")
+    finally:
+        process.send_signal(signal.SIGINT)  # "fast": without waiting for who is connected
+        process.wait(20)
+        shutil.rmtree(folder)
+
+
+def test_a_database_server_keeps_several_studies(postgres: URL) -> None:
+    first, second = create(postgres, name="first"), create(postgres, name="second")
+    for study, value in ((first, 0.25), (second, 0.75)):
+        number = ask(study)
+        study.report(number, 1, value)
+        study.complete(number, [value], stopped_early=False)
+    left = ask(first)
+    after = resume(postgres, name="first")
+    assert [each.value for each in after.ended] == [0.25]
+    assert ask(after) == left
+    with pytest.raises(TuningError, match="never share"):
+        create(postgres, name="second")
