@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from dataclasses import replace
 from types import FrameType
 
 from sqlalchemy.engine import URL
@@ -11,6 +12,7 @@ from app.errors import RecipeError
 from app.runs import Outcome, Run, newest_unfinished
 from app.storage import open_storage, write_atomically
 from app.training.coordination.heartbeat import Heartbeat, require_silence
+from app.training.ray_worker import resources_of
 from app.training.run import prepare_run
 from app.tuning.budget import Budget
 from app.tuning.outcome import BEST_FILE, FrontTrial, StoppedMetrics, TuneMetrics, recipe_of
@@ -20,7 +22,7 @@ from app.tuning.space import Space, load_space
 from app.tuning.storage import study_url
 from app.tuning.study import SearchStudy
 from app.tuning.trainable import DATA
-from app.tuning.trial_data import prepare_data
+from app.tuning.trial_data import keep_data
 from app.tuning.trial_recipe import trial_recipe
 from jobs._cluster import connect, require
 from jobs._runner import main
@@ -34,14 +36,14 @@ def tune(run: Run) -> Outcome:
     space = load_space(config.space, recipe)
     url = study_url(run.storage, run.run_id, config.storage)
     own = trial_recipe(recipe, {}, config)
-    prepare_run(Run("tune", run.run_id, own, run.storage, run.started))
+    data = prepare_run(replace(run, recipe=own))
     connect()
+    require(resources_of(own.train, own.train.workers_range[1]), "a trial's workers")
     study = _study(run, url, space, config)
     budget = Budget(config.stop, config.objectives[0], study.epochs_trained)
     search = Search(recipe, config, study, run.folder, budget)
-    require(search.resources, "a trial's workers")
     run.open()
-    prepare_data(own, run.folder / DATA)
+    keep_data(data, own, run.folder / DATA)
     print(f"study {run.run_id} in {url.render_as_string()}, {search.at_once()} trials at once", flush=True)
     _stop_on_sigterm(budget)
     heartbeat = Heartbeat(run.folder)

@@ -16,11 +16,21 @@ def prepare_data(recipe: Recipe, folder: UPath) -> UPath:
     Raises:
         DataError: the data cannot be read, or is not what the recipe says.
     """
-    key = sha256_of(f"{recipe.task} {recipe.data.model_dump_json()}".encode())[:12]
-    place = folder / key
+    place = _place(recipe, folder)
     if not (place / CHECKSUMS_FILE).exists():
         prepare(recipe).save(place)
     return place
+
+
+def keep_data(data: PreparedData, recipe: Recipe, folder: UPath) -> None:
+    """Put what was prepared of the recipe where its trials look for it."""
+    if not (_place(recipe, folder) / CHECKSUMS_FILE).exists():
+        data.save(_place(recipe, folder))
+
+
+def _place(recipe: Recipe, folder: UPath) -> UPath:
+    """A folder for each way to prepare data."""
+    return folder / sha256_of(f"{recipe.task} {recipe.data.model_dump_json()}".encode())[:12]
 
 
 @dataclass

@@ -1,0 +1,135 @@
+"""The searches that are compared. Each proposes a configuration and says after every epoch whether it goes on."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import optuna
+from optuna.trial import Trial
+from ray.tune.schedulers import AsyncHyperBandScheduler, TrialScheduler
+from sqlalchemy import make_url
+
+from app.config import Recipe, TuneConfig
+from app.tuning.results import EPOCH, VALUE
+from app.tuning.samplers import create_sampler
+from app.tuning.schedulers import create_scheduler
+from app.tuning.space import Space
+from app.tuning.study import SearchStudy
+
+Values = dict[str, Any]
+
+
+class Contender(Protocol):
+    """A search that is asked and told, one trial after another."""
+
+    def propose(self) -> Values | None:
+        """The next configuration; None if there is none left."""
+        ...
+
+    def goes_on(self, epoch: int, value: float) -> bool:
+        """Whether the trial trains another epoch."""
+        ...
+
+    def pruned(self) -> None:
+        """The trial was stopped because it should not go on."""
+        ...
+
+    def ended(self, best: float | None) -> None:
+        """The trial trained to its end; None if it broke before its first epoch ended."""
+        ...
+
+
+class _OptunaSearch:
+    """Optuna alone: a sampler, and a pruner that Optuna asks."""
+
+    def __init__(self, space: Space, sampler: optuna.samplers.BaseSampler, pruner: optuna.pruners.BasePruner) -> None:
+        self._space = space
+        self._study = optuna.create_study(direction="maximize", sampler=sampler, pruner=pruner)
+        self._trial: Trial
+
+    def propose(self) -> Values | None:
+        self._trial = self._study.ask()
+        derived = self._space.suggest(self._trial)
+        return {**self._trial.params, **derived}
+
+    def goes_on(self, epoch: int, value: float) -> bool:
+        self._trial.report(value, epoch)
+        return not self._trial.should_prune()
+
+    def pruned(self) -> None:
+        self._study.tell(self._trial, state=optuna.trial.TrialState.PRUNED)
+
+    def ended(self, best: float | None) -> None:
+        state = optuna.trial.TrialState.FAIL if best is None else optuna.trial.TrialState.COMPLETE
+        self._study.tell(self._trial, best, state)
+
+
+class _RayAsha(_OptunaSearch):
+    """Ray Tune's ASHA as it is by default, over random configurations."""
+
+    def __init__(self, space: Space, epochs: int, seed: int) -> None:
+        super().__init__(space, optuna.samplers.RandomSampler(seed=seed), optuna.pruners.NopPruner())
+        self._scheduler = AsyncHyperBandScheduler(time_attr=EPOCH, metric=VALUE, mode="max", max_t=epochs)
+
+    def propose(self) -> Values | None:
+        values = super().propose()
+        self._ray_trial = _RayTrial(self._trial.number)
+        self._scheduler.on_trial_add(None, self._ray_trial)
+        return values
+
+    def goes_on(self, epoch: int, value: float) -> bool:
+        decision = self._scheduler.on_trial_result(None, self._ray_trial, {EPOCH: epoch, VALUE: value})
+        return bool(decision == TrialScheduler.CONTINUE)
+
+
+class _Rayloom:
+    """Rayloom's own study and scheduler, as a recipe that only names a space has them."""
+
+    def __init__(self, space: Space, config: TuneConfig, epochs: int) -> None:
+        study = optuna.create_study(direction="maximize", sampler=create_sampler(config, past=0))
+        self._study = SearchStudy(study, make_url("sqlite://"), space, config)
+        self._scheduler = create_scheduler(config, epochs, space)
+        self._number = 0
+
+    def propose(self) -> Values | None:
+        proposal = self._study.ask(most=10**6)
+        if proposal is None:
+            return None
+        self._number, self._ray_trial = proposal.number, _RayTrial(proposal.number)
+        self._scheduler.on_trial_add(None, self._ray_trial)
+        return proposal.values
+
+    def goes_on(self, epoch: int, value: float) -> bool:
+        self._study.report(self._number, epoch, value)
+        decision = self._scheduler.on_trial_result(None, self._ray_trial, {EPOCH: epoch, VALUE: value})
+        return bool(decision == TrialScheduler.CONTINUE)
+
+    def pruned(self) -> None:
+        self._study.prune(self._number, "pruned")
+
+    def ended(self, best: float | None) -> None:
+        if best is None:
+            self._study.fail(self._number, "broke")
+        else:
+            self._study.complete(self._number, [best], stopped_early=False)
+
+
+class _RayTrial:
+    """As much of a trial of Ray Tune's as schedulers look at."""
+
+    def __init__(self, number: int) -> None:
+        self.trial_id = str(number)
+
+
+RAYLOOM, RANDOM = "Rayloom", "random, no pruning"
+
+CONTENDERS: dict[str, Callable[[Space, Recipe, int], Contender]] = {
+    RAYLOOM: lambda space, recipe, seed: _Rayloom(space, TuneConfig(space=space.name, seed=seed), recipe.train.epochs),
+    RANDOM: lambda space, recipe, seed: _OptunaSearch(  # noqa: ARG005
+        space, optuna.samplers.RandomSampler(seed=seed), optuna.pruners.NopPruner()
+    ),
+    "Optuna, median pruner": lambda space, recipe, seed: _OptunaSearch(  # noqa: ARG005
+        space, optuna.samplers.TPESampler(seed=seed), optuna.pruners.MedianPruner()
+    ),
+    "Ray Tune, ASHA, random": lambda space, recipe, seed: _RayAsha(space, recipe.train.epochs, seed),
+}
+"""Peers with the defaults that they come with."""

@@ -1,0 +1,53 @@
+"""One search by one contender, counted in epochs."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from benchmarks.tuning.contenders import Contender
+
+
+class Source(Protocol):
+    """Where learning curves come from."""
+
+    def value(self, values: dict[str, Any], epoch: int) -> float | None:
+        """The objective after an epoch, the first being 1; None if training ended or broke before it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Race:
+    """The best value known after each epoch that the search trained."""
+
+    best: list[float]
+    trials: int
+
+    def epochs_to(self, value: float) -> int | None:
+        """Epochs until ``value`` was reached; None if it never was."""
+        return next((number for number, best in enumerate(self.best, start=1) if best >= value), None)
+
+
+def run_race(contender: Contender, source: Source, epochs: int, budget: int) -> Race:
+    """Search until ``budget`` epochs are trained, each trial for ``epochs`` at most. Higher is better."""
+    best: list[float] = []
+    trials = 0
+    while len(best) < budget and (values := contender.propose()) is not None:
+        trials += 1
+        _run_trial(contender, values, source, epochs, budget, best)
+    return Race(best, trials)
+
+
+def _run_trial(
+    contender: Contender, values: dict[str, Any], source: Source, epochs: int, budget: int, best: list[float]
+) -> None:
+    """One trial, until the contender ends it, it ends itself, or the budget is spent."""
+    own: list[float] = []
+    while len(own) < epochs and len(best) < budget:
+        value = source.value(values, len(own) + 1)
+        if value is None:
+            break
+        own.append(value)
+        best.append(max([value, *best[-1:]]))
+        if not contender.goes_on(len(own), value) and len(own) < epochs:
+            contender.pruned()
+            return
+    contender.ended(max(own, default=None))

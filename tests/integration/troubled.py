@@ -1,0 +1,57 @@
+"""A model that fails in the way that it is told, and spaces that tell it."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import optuna
+import torch
+from torch import Tensor
+
+from app.models.image import SmallCnn
+
+
+class TroubledCnn(SmallCnn):
+    """A small network; its trouble begins with batch ``batch`` of training, and each batch takes ``pause_s``."""
+
+    def __init__(
+        self,
+        num_labels: int,
+        channels: int,
+        width: int = 16,
+        trouble: str = "none",
+        batch: int = 30,
+        once: str = "",
+        pause_s: float = 0.0,
+    ) -> None:
+        super().__init__(num_labels, channels, width)
+        self.trouble, self.batch, self.once, self.pause_s, self.batches = trouble, batch, once, pause_s, 0
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        logits = super().forward(pixel_values)
+        if not self.training:
+            return logits
+        time.sleep(self.pause_s)
+        self.batches += 1
+        if self.batches < self.batch:
+            return logits
+        match self.trouble:
+            case "killed once" if not Path(self.once).exists():
+                Path(self.once).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "hangs":
+                time.sleep(1e6)
+            case "not a number":
+                return logits * torch.nan
+        return logits
+
+
+def troubles(trial: optuna.Trial) -> None:
+    trial.suggest_categorical("model.args.trouble", ["none", "killed once", "killed", "hangs", "not a number"])
+
+
+def rates(trial: optuna.Trial) -> None:
+    trial.suggest_float("train.optimizer.lr", 1e-4, 1e-2, log=True)
