@@ -3,7 +3,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 INSTALLED_BENCH := .venv/.installed-bench
 
-.PHONY: help install demo test test-gpu test-faults bench-training lint format
+.PHONY: help install demo test test-gpu test-faults bench-training bench-tuning lint format
 
 help:
 	@echo "make demo            from a fresh clone to a prediction: install, start a cluster, train, compile, deploy, ask"
@@ -11,6 +11,7 @@ help:
 	@echo "make test-gpu        the tests that need a GPU"
 	@echo "make test-faults     every fault that is survived, injected; with a table of them"
 	@echo "make bench-training  training beside its peers, into benchmarks/training/RESULTS.md; the machine must be quiet"
+	@echo "make bench-tuning    a search beside its peers, counted in epochs, into benchmarks/tuning/RESULTS.md; hours"
 	@echo "make lint            ruff, mypy and the rules between the parts"
 	@echo "make format          put the code into its one form"
 
@@ -49,6 +50,9 @@ $(INSTALLED_BENCH): $(INSTALLED)
 
 bench-training: $(INSTALLED_BENCH)
 	@$(BIN)/python -m benchmarks.training
+
+bench-tuning: $(INSTALLED_BENCH)
+	@$(BIN)/python -m benchmarks.tuning
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .
