@@ -24,7 +24,7 @@ from app.config.train import (
     ScheduleConfig,
     TrainConfig,
 )
-from app.config.tune import Objective, StopConfig, TuneConfig
+from app.config.tune import Mode, Objective, StopConfig, TuneConfig
 
 __all__ = [
     "LANGUAGE_MODELING",
@@ -41,6 +41,7 @@ __all__ = [
     "ImageConfig",
     "Layout",
     "LoaderConfig",
+    "Mode",
     "ModelConfig",
     "ModelTraits",
     "NotifyConfig",

@@ -11,6 +11,7 @@ from upath import UPath
 
 from app.training.run_folder import FAILURE_FILE
 from app.tuning.budget import Budget
+from app.tuning.promotion import Promotion
 from app.tuning.results import ENDED, NUMBER, VALUES, EpochResult, FinalResult
 from app.tuning.study import SearchStudy
 from app.tuning.table import Table
@@ -36,9 +37,17 @@ def _writes(hook: Hook) -> Hook:
 class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
     """Files each trial once: complete if it came to its own end, pruned if it was stopped, failed with its cause."""
 
-    def __init__(self, study: SearchStudy, scheduler: str, trials: UPath, budget: Budget, table: Table) -> None:
+    def __init__(
+        self,
+        study: SearchStudy,
+        scheduler: str,
+        trials: UPath,
+        budget: Budget,
+        table: Table,
+        promotion: Promotion | None,
+    ) -> None:
         self._study, self._scheduler, self._trials = study, scheduler, trials
-        self._budget, self._table = budget, table
+        self._budget, self._table, self._promotion = budget, table, promotion
         self.broken: Exception | None = None
         """What ended the search, other than a trial."""
 
@@ -65,6 +74,10 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
         if ENDED in result:
             final = FinalResult.model_validate(result)
             self._study.complete(number, final.final_values, final.stopped_early)
+        elif self._promotion:
+            self._study.wait(number)
+            self._table.waits(number)
+            return
         else:
             self._study.prune(number, f"stopped by {self._scheduler} after epoch {result.get('epoch', 0)}")
         self._ended(number)
@@ -81,6 +94,8 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
         """The last failure."""
         number = trial.config[NUMBER]
         self._study.fail(number, self._cause(trial))
+        if self._promotion:
+            self._promotion.drop(number)
         self._ended(number)
 
     def _ended(self, number: int) -> None:

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
+from ray.tune.experiment import Trial
 from ray.tune.schedulers import (
     AsyncHyperBandScheduler,
     FIFOScheduler,
@@ -13,22 +14,48 @@ from ray.tune.schedulers import (
 
 from app.config import TuneConfig
 from app.tuning.pbt import mutations
-from app.tuning.results import EPOCH, VALUE, VALUES
+from app.tuning.promotion import Promotion
+from app.tuning.results import EPOCH, NUMBER, VALUE, VALUES
 from app.tuning.space import Space
+from app.tuning.study import waits
 
 _HYPERBAND_BRACKETS = 3
 _FEWEST_TO_COMPARE = 3
 
 
-def create_scheduler(config: TuneConfig, epochs: int, space: Space) -> TrialScheduler:
+def create_promotion(config: TuneConfig, epochs: int, known: list[FrozenTrial]) -> Promotion | None:
+    """The rungs of scheduler asha, with the trials of the search that this one goes on with; None for any other."""
+    if config.scheduler != "asha":
+        return None
+    promotion = Promotion(epochs, config.grace_epochs, config.reduction_factor, config.objectives[0].mode)
+    for trial in known:
+        if trial.state != TrialState.FAIL:
+            promotion.recall(trial.number, trial.intermediate_values, waits(trial))
+    return promotion
+
+
+class _AtRungs(FIFOScheduler):  # type: ignore[misc] # Ray has no types
+    """Lets trials wait where ``Promotion`` says so: to Ray Tune they end, and come again as new ones."""
+
+    def __init__(self, promotion: Promotion) -> None:
+        super().__init__()
+        self._promotion = promotion
+
+    def on_trial_result(self, tune_controller: object, trial: Trial, result: dict[str, Any]) -> str:  # noqa: ARG002
+        """Whether the trial goes on now."""
+        goes_on = self._promotion.goes_on(trial.config[NUMBER], result[EPOCH], result[VALUE])
+        return str(TrialScheduler.CONTINUE if goes_on else TrialScheduler.STOP)
+
+
+def create_scheduler(
+    config: TuneConfig, epochs: int, space: Space, promotion: Promotion | None = None
+) -> TrialScheduler:
     """The recipe's scheduler, reading the first objective after each of a trial's ``epochs``."""
+    if promotion:
+        return _AtRungs(promotion)
     reading: dict[str, Any] = {"time_attr": EPOCH, "metric": VALUE, "mode": config.objectives[0].mode}
     rungs = {"max_t": epochs, "grace_period": min(config.grace_epochs, epochs)}
     match config.scheduler:
-        case "asha":  # Li et al. 2020
-            return AsyncHyperBandScheduler(
-                **reading, **rungs, reduction_factor=config.reduction_factor, stop_last_trials=False
-            )
         case "hyperband":  # Li et al. 2018, asynchronous; with sampler tpe it is BOHB's (Falkner et al. 2018)
             return AsyncHyperBandScheduler(
                 **reading,
@@ -51,7 +78,7 @@ def create_scheduler(config: TuneConfig, epochs: int, space: Space) -> TrialSche
                 hyperparam_mutations={VALUES: mutations(space)},
                 require_attrs=False,
             )
-        case "none":
+        case _:
             return FIFOScheduler()
 
 

@@ -14,7 +14,7 @@ from app.errors import RayloomError, TuningError
 from app.training.ray_worker import resources_of
 from app.tuning.budget import Budget
 from app.tuning.ledger import Ledger
-from app.tuning.schedulers import create_scheduler, replay
+from app.tuning.schedulers import create_promotion, create_scheduler, replay
 from app.tuning.searcher import StudySearcher
 from app.tuning.study import SearchStudy
 from app.tuning.table import Table
@@ -30,6 +30,7 @@ _ENVIRONMENT = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "TUNE_GLOBAL_CHECKPOINT_S": "3600",  # Ray Tune's own state is not read: the study has all
     "RAY_AIR_NEW_OUTPUT": "0",
+    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
 }
 
 
@@ -76,17 +77,18 @@ class Search:
             TuningError: Ray Tune cannot go on.
         """
         os.environ.update(_ENVIRONMENT)
-        logging.getLogger("ray.tune").setLevel(logging.ERROR)
+        logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # the ledger says what fails
         config, study = self.config, self.study
-        scheduler = create_scheduler(config, self._train.epochs, study.space)
+        promotion = create_promotion(config, self._train.epochs, study.trials)
+        scheduler = create_scheduler(config, self._train.epochs, study.space, promotion)
         replay(scheduler, study.ended)
-        ledger = Ledger(study, config.scheduler, self.folder / TRIALS, self.budget, self._table())
+        ledger = Ledger(study, config.scheduler, self.folder / TRIALS, self.budget, self._table(), promotion)
         trainable = tune.with_parameters(TrialActor, recipe=self.recipe.model_dump_json(), run_folder=str(self.folder))
         tuner = tune.Tuner(
             tune.with_resources(trainable, self._actor_resources),
             tune_config=tune.TuneConfig(
                 num_samples=-1,
-                search_alg=StudySearcher(study, config.trials),
+                search_alg=StudySearcher(study, config.trials, promotion),
                 scheduler=scheduler,
                 max_concurrent_trials=self.at_once(),  # without it, Ray Tune runs one at a time
                 reuse_actors=True,
@@ -108,7 +110,7 @@ class Search:
         if ledger.broken:
             raise ledger.broken
         if not self.budget.was_asked:
-            study.end_running(self.budget.reason or "the search ended")
+            study.end_running(self.budget.reason or "not promoted")
         for trial in study.ended:
             remove_checkpoints(self.folder / TRIALS / f"{trial.number:04d}")
 

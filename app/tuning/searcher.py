@@ -4,8 +4,9 @@ from typing import Any
 
 from ray.tune.search import Searcher
 
+from app.tuning.promotion import Promotion
 from app.tuning.results import NUMBER, VALUES
-from app.tuning.study import SearchStudy
+from app.tuning.study import Proposal, SearchStudy
 
 
 class StudySearcher(Searcher):  # type: ignore[misc] # Ray has no types
@@ -15,19 +16,36 @@ class StudySearcher(Searcher):  # type: ignore[misc] # Ray has no types
     time, and loses every running trial with its process. What becomes of trials is written by the ``Ledger``.
     """
 
-    def __init__(self, study: SearchStudy, most: int) -> None:
+    def __init__(self, study: SearchStudy, most: int, promotion: Promotion | None) -> None:
         super().__init__()
-        self._study, self._most = study, most
+        self._study, self._most, self._promotion = study, most, promotion
+        self._running = 0
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # noqa: ARG002
         """The configuration of the next trial, or that there is none."""
-        proposal = self._study.ask(self._most)
+        proposal = self._next()
         if proposal is None:
-            return str(Searcher.FINISHED)
+            return None if self._running else str(Searcher.FINISHED)
+        self._running += 1
         return {NUMBER: proposal.number, VALUES: proposal.values}
 
-    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """The ledger has it."""
+    def _next(self) -> Proposal | None:
+        """A trial that is promoted, else a new one, else the best of those that wait, once nobody runs beside them."""
+        number = self._promotion.promote() if self._promotion else None
+        if number is None and (new := self._study.ask(self._most)):
+            return new
+        if number is None and self._promotion and not self._running:
+            number = self._promotion.promote(at_least=1)
+        return None if number is None else self._study.go_on(number)
+
+    def on_trial_complete(
+        self,
+        trial_id: str,  # noqa: ARG002
+        result: dict[str, Any] | None = None,  # noqa: ARG002
+        error: bool = False,  # noqa: ARG002
+    ) -> None:
+        """What became of it, the ledger writes."""
+        self._running -= 1
 
     def save(self, checkpoint_path: str) -> None:
         """Everything is in the study."""

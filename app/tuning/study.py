@@ -24,6 +24,9 @@ CAUSE, EPOCHS, VALUES, FAILURES, STOPPED_EARLY, DUPLICATE_OF, LEARNED_FROM = (
 )  # fmt: skip
 """What is noted of a trial beside its values."""
 
+WAITS = "waits"
+"""Noted of a trial that runs in the study, and waits at a rung for a promotion."""
+
 _SPACE, _RECIPE = "space", "recipe"
 _BASE = ("task", "data", "model", "train")
 """The sections of a recipe on which a trial depends."""
@@ -45,7 +48,10 @@ class SearchStudy:
     def __init__(self, study: Study, url: URL, space: Space, config: TuneConfig) -> None:
         self.study, self.url, self.space, self._config = study, url, space, config
         self._open: dict[int, Trial] = {}
-        self._left_running = list(study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)))
+        for each in self.trials:
+            if each.state == TrialState.RUNNING:
+                self._open[each.number] = Trial(study, each._trial_id)
+        self._interrupted = [each.number for each in self.trials if each.number in self._open and not waits(each)]
 
     @classmethod
     def create(
@@ -147,18 +153,30 @@ class SearchStudy:
         It is also None if all that can be drawn was drawn before.
         """
         with explained(self.url):
-            if self._left_running:
-                left = self._left_running.pop(0)
-                return self._propose(Trial(self.study, left._trial_id))
+            if self._interrupted:
+                return self._propose(self._open[self._interrupted.pop(0)])
             if len(self.trials) >= most:
                 return None
             for _ in range(_MOST_DUPLICATES):
-                proposal = self._propose(self.study.ask())
+                proposal = self._propose(self._draw())
                 first = self._first_of(proposal)
                 if first is None:
                     return proposal
                 self._file_duplicate(proposal.number, first)
         return None
+
+    def go_on(self, number: int) -> Proposal:
+        """A waiting trial, which trains on."""
+        with explained(self.url):
+            trial = self._open[number]
+            trial.set_user_attr(WAITS, False)
+            return Proposal(number, trial.user_attrs[VALUES])
+
+    def wait(self, number: int) -> None:
+        """The trial waits for a promotion: in the study it still runs."""
+        with explained(self.url):
+            self._open[number].set_user_attr(WAITS, True)
+        back_up(self.url)
 
     def report(self, number: int, epoch: int, value: float | None) -> None:
         """The objective after an epoch; of several objectives Optuna keeps none."""
@@ -205,6 +223,16 @@ class SearchStudy:
         for number in list(self._open):
             self.prune(number, cause)
 
+    def _draw(self) -> Trial:
+        """A new trial, which the sampler proposes knowing those that wait as well as those that have ended."""
+        enqueued = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+        if enqueued or self._config.sampler not in ("tpe", "gp"):
+            return self.study.ask()
+        drawn = _view(self.study).ask()
+        self.space.suggest(drawn)
+        self.study.enqueue_trial(drawn.params)
+        return self.study.ask()
+
     def _propose(self, trial: Trial) -> Proposal:
         """Draw the trial's values; of one that was left running they are those drawn before."""
         derived = self.space.suggest(trial)
@@ -241,6 +269,34 @@ def _own_trials(study: Study) -> list[FrozenTrial]:
         for each in study.get_trials(deepcopy=False)
         if each.state != TrialState.WAITING and not {LEARNED_FROM, DUPLICATE_OF} & each.user_attrs.keys()
     ]
+
+
+def waits(trial: FrozenTrial) -> bool:
+    """Whether the trial waits at a rung for a promotion."""
+    return trial.state == TrialState.RUNNING and bool(trial.user_attrs.get(WAITS))
+
+
+def _view(study: Study) -> Study:
+    """The study as the sampler should see it.
+
+    Trials that wait count as pruned, for a running trial teaches nothing; a trial that failed counts as worse than all,
+    for a sampler that never hears of it proposes it again.
+    """
+    view = optuna.create_study(sampler=study.sampler, directions=study.directions)
+    for trial in study.get_trials(deepcopy=False):
+        if trial.state == TrialState.WAITING:
+            continue
+        state = TrialState.PRUNED if waits(trial) or trial.state == TrialState.FAIL else trial.state
+        view.add_trial(
+            create_trial(
+                state=state,
+                values=trial.values,
+                params=trial.params,
+                distributions=trial.distributions,
+                intermediate_values={} if trial.state == TrialState.FAIL else trial.intermediate_values,
+            )
+        )
+    return view
 
 
 def epochs_of(trial: FrozenTrial) -> int:

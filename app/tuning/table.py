@@ -44,6 +44,11 @@ class Table:
             for each, now in sorted(self._running.items()):
                 self._row(each, [now.value] if now.value is not None else [], now.epoch, "running", now.values)
 
+    def waits(self, number: int) -> None:
+        """A trial waits at a rung for a promotion."""
+        now = self._running.pop(number)
+        self._row(number, [now.value] if now.value is not None else [], now.epoch, "waits", now.values)
+
     def failed(self, number: int, cause: str) -> None:
         """A trial failed and is run again."""
         running = self._running[number]

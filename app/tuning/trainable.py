@@ -38,9 +38,10 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         self._begin(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Leave the trial that this actor had, of which nobody needs the checkpoints now, and begin another."""
+        """Leave the trial that this actor had, and begin another."""
         self._attempt.cut()
-        remove_checkpoints(self._trial_folder)
+        if self._has_ended or self._tune.scheduler != "asha":  # there, the others wait for a promotion
+            remove_checkpoints(self._trial_folder)
         self._begin(new_config)
         return True
 
@@ -75,6 +76,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         self._trial = trial_recipe(self._recipe, config[VALUES], self._tune)
         self._trial_folder = self._folder / TRIALS / f"{config[NUMBER]:04d}"
         train = train_here if self._trial.train.workers == 1 else train_with_workers
+        self._has_ended = False
         self._attempt = Attempt(partial(train, self._trial, self._data, self._trial_folder))
 
     def _value(self, record: EpochRecord) -> float | None:
@@ -93,6 +95,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         return store.folder_of(self._step)
 
     def _final(self, ending: Ending) -> dict[str, Any]:
+        self._has_ended = True
         last = ending.records[-1]
         values = final_values(self._tune.objectives, ending.records, self._trial, self._data.get(self._trial))
         return FinalResult(

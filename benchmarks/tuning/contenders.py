@@ -1,6 +1,7 @@
 """The searches that are compared. Each proposes a configuration and says after every epoch whether it goes on."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import optuna
@@ -9,20 +10,30 @@ from ray.tune.schedulers import AsyncHyperBandScheduler, TrialScheduler
 from sqlalchemy import make_url
 
 from app.config import Recipe, TuneConfig
-from app.tuning.results import EPOCH, VALUE
+from app.tuning.results import EPOCH, NUMBER, VALUE, VALUES
 from app.tuning.samplers import create_sampler
-from app.tuning.schedulers import create_scheduler
+from app.tuning.schedulers import create_promotion
+from app.tuning.searcher import StudySearcher
 from app.tuning.space import Space
-from app.tuning.study import SearchStudy
+from app.tuning.study import SearchStudy, epochs_of
 
 Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A configuration to train, from an epoch on."""
+
+    values: Values
+    epochs_done: int = 0
+    """By the same configuration before, when it was put off."""
 
 
 class Contender(Protocol):
     """A search that is asked and told, one trial after another."""
 
-    def propose(self) -> Values | None:
-        """The next configuration; None if there is none left."""
+    def propose(self) -> Task | None:
+        """What to train next; None if there is nothing left."""
         ...
 
     def goes_on(self, epoch: int, value: float) -> bool:
@@ -30,7 +41,7 @@ class Contender(Protocol):
         ...
 
     def pruned(self) -> None:
-        """The trial was stopped because it should not go on."""
+        """The trial was stopped because it should not go on, or not now."""
         ...
 
     def ended(self, best: float | None) -> None:
@@ -46,10 +57,10 @@ class _OptunaSearch:
         self._study = optuna.create_study(direction="maximize", sampler=sampler, pruner=pruner)
         self._trial: Trial
 
-    def propose(self) -> Values | None:
+    def propose(self) -> Task | None:
         self._trial = self._study.ask()
         derived = self._space.suggest(self._trial)
-        return {**self._trial.params, **derived}
+        return Task({**self._trial.params, **derived})
 
     def goes_on(self, epoch: int, value: float) -> bool:
         self._trial.report(value, epoch)
@@ -70,11 +81,11 @@ class _RayAsha(_OptunaSearch):
         super().__init__(space, optuna.samplers.RandomSampler(seed=seed), optuna.pruners.NopPruner())
         self._scheduler = AsyncHyperBandScheduler(time_attr=EPOCH, metric=VALUE, mode="max", max_t=epochs)
 
-    def propose(self) -> Values | None:
-        values = super().propose()
+    def propose(self) -> Task | None:
+        task = super().propose()
         self._ray_trial = _RayTrial(self._trial.number)
         self._scheduler.on_trial_add(None, self._ray_trial)
-        return values
+        return task
 
     def goes_on(self, epoch: int, value: float) -> bool:
         decision = self._scheduler.on_trial_result(None, self._ray_trial, {EPOCH: epoch, VALUE: value})
@@ -82,33 +93,37 @@ class _RayAsha(_OptunaSearch):
 
 
 class _Rayloom:
-    """Rayloom's own study and scheduler, as a recipe that only names a space has them."""
+    """Rayloom's own searcher, study and promotion, as a recipe that only names a space has them."""
 
     def __init__(self, space: Space, config: TuneConfig, epochs: int) -> None:
         study = optuna.create_study(direction="maximize", sampler=create_sampler(config, past=0))
         self._study = SearchStudy(study, make_url("sqlite://"), space, config)
-        self._scheduler = create_scheduler(config, epochs, space)
+        promotion = create_promotion(config, epochs, known=[])
+        assert promotion is not None
+        self._promotion = promotion
+        self._searcher = StudySearcher(self._study, most=10**6, promotion=promotion)
         self._number = 0
 
-    def propose(self) -> Values | None:
-        proposal = self._study.ask(most=10**6)
-        if proposal is None:
+    def propose(self) -> Task | None:
+        suggested = self._searcher.suggest("")
+        if not isinstance(suggested, dict):
             return None
-        self._number, self._ray_trial = proposal.number, _RayTrial(proposal.number)
-        self._scheduler.on_trial_add(None, self._ray_trial)
-        return proposal.values
+        self._number = suggested[NUMBER]
+        return Task(suggested[VALUES], epochs_of(self._study.study.get_trials(deepcopy=False)[self._number]))
 
     def goes_on(self, epoch: int, value: float) -> bool:
         self._study.report(self._number, epoch, value)
-        decision = self._scheduler.on_trial_result(None, self._ray_trial, {EPOCH: epoch, VALUE: value})
-        return bool(decision == TrialScheduler.CONTINUE)
+        return self._promotion.goes_on(self._number, epoch, value)
 
     def pruned(self) -> None:
-        self._study.prune(self._number, "pruned")
+        self._searcher.on_trial_complete("")
+        self._study.wait(self._number)
 
     def ended(self, best: float | None) -> None:
+        self._searcher.on_trial_complete("")
         if best is None:
             self._study.fail(self._number, "broke")
+            self._promotion.drop(self._number)
         else:
             self._study.complete(self._number, [best], stopped_early=False)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from benchmarks.tuning.contenders import Contender
+from benchmarks.tuning.contenders import Contender, Task
 
 
 class Source(Protocol):
@@ -30,19 +30,17 @@ def run_race(contender: Contender, source: Source, epochs: int, budget: int) -> 
     """Search until ``budget`` epochs are trained, each trial for ``epochs`` at most. Higher is better."""
     best: list[float] = []
     trials = 0
-    while len(best) < budget and (values := contender.propose()) is not None:
-        trials += 1
-        _run_trial(contender, values, source, epochs, budget, best)
+    while len(best) < budget and (task := contender.propose()) is not None:
+        trials += not task.epochs_done
+        _run_trial(contender, task, source, epochs, budget, best)
     return Race(best, trials)
 
 
-def _run_trial(
-    contender: Contender, values: dict[str, Any], source: Source, epochs: int, budget: int, best: list[float]
-) -> None:
+def _run_trial(contender: Contender, task: Task, source: Source, epochs: int, budget: int, best: list[float]) -> None:
     """One trial, until the contender ends it, it ends itself, or the budget is spent."""
-    own: list[float] = []
+    own = [value for epoch in range(task.epochs_done) if (value := source.value(task.values, epoch + 1)) is not None]
     while len(own) < epochs and len(best) < budget:
-        value = source.value(values, len(own) + 1)
+        value = source.value(task.values, len(own) + 1)
         if value is None:
             break
         own.append(value)

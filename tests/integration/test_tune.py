@@ -68,7 +68,7 @@ def test_trials_fail_alone_are_retried_and_say_why(cluster: dict[str, str], tmp_
     result, _ = tune(
         cluster,
         *("name=troubled", MODEL, f"model.args={{trouble: none, batch: 30, once: {tmp_path / 'once'}}}"),
-        *("train.epochs=2", "train.hang_timeout_s=5", "train.early_stopping=null"),
+        *("train.epochs=2", "train.hang_timeout_s=30", "train.early_stopping=null"),
         *("tune.space=tests.integration.troubled:troubles", "tune.sampler=grid", "tune.scheduler=none"),
     )
     by_trouble = {each.params["model.args.trouble"]: each for each in trials_of(cluster, result["run_id"])[:5]}
@@ -79,7 +79,7 @@ def test_trials_fail_alone_are_retried_and_say_why(cluster: dict[str, str], tmp_
     assert len(by_trouble["killed once"].user_attrs["failures"]) == 1
     for trouble, cause in (
         ("killed", "process ended"),
-        ("hangs", "no progress for 5 s"),
+        ("hangs", "no progress for 30 s"),
         ("not a number", "not finite"),
     ):
         trial = by_trouble[trouble]
