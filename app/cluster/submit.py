@@ -46,10 +46,19 @@ def submit(job: str, recipe: str, overrides: list[str]) -> int:
     known = sorted(file.stem for file in JOBS.glob("[!_]*.py"))
     if job not in known:
         raise ClusterError(f"job {job!r} is not in {str(JOBS.absolute())!r}: known are {', '.join(known) or 'none'}")
+    if kept := _kept_recipe(recipe):
+        return send_job(job, kept, overrides)
     if Path(recipe).is_absolute() or ".." in Path(recipe).parts:
         raise RecipeError(f"recipe {recipe!r} lies outside the working directory, which is what a job gets a copy of")
     storage = load_recipe(recipe, overrides).storage
     return send_job(job, recipe, [*overrides, *([f"storage={absolute_location(storage)}"] if storage else [])])
+
+
+def _kept_recipe(recipe: str) -> str | None:
+    """The absolute path of a recipe in the local cluster's storage, such as a search's best.yaml; else None."""
+    local = read_state()
+    path = Path(recipe).absolute()
+    return str(path) if local and path.is_relative_to(local.storage) and path.is_file() else None
 
 
 def send_job(job: str, recipe: str, overrides: list[str]) -> int:

@@ -29,6 +29,8 @@ class TuneMetrics(BaseModel):
     best_values: dict[str, float]
     best_params: dict[str, Value]
     best_trial: int
+    best_trial_epochs: int
+    """That it trained; fewer than the others would have, if the search ended before any trial did."""
     trials: int
     """That ended; duplicates are none of them."""
     trials_complete: int
@@ -46,9 +48,9 @@ class TuneMetrics(BaseModel):
     @classmethod
     def of(cls, study: SearchStudy, metrics: list[str], reason: str | None) -> Self:
         """The outcome of a search that has ended. Raises TuningError if no trial was completed."""
-        ended, front = study.ended, study.best
+        ended, front = study.ended, study.best or study.best_unfinished
         if not front:
-            raise TuningError(f"none of {len(ended)} trials was completed: {_why(ended)}")
+            raise TuningError(f"none of {len(ended)} trials came to a value: {_why(ended)}")
         states = [each.state for each in ended]
         named = [FrontTrial(trial=each.number, values=_named(metrics, each), params=values_of(each)) for each in front]
         best = named[0]
@@ -57,6 +59,7 @@ class TuneMetrics(BaseModel):
             best_values=best.values,
             best_params=best.params,
             best_trial=best.trial,
+            best_trial_epochs=epochs_of(front[0]),
             trials=len(ended),
             trials_complete=states.count(TrialState.COMPLETE),
             trials_pruned=states.count(TrialState.PRUNED),

@@ -125,6 +125,15 @@ class SearchStudy:
         with explained(self.url):
             return self.best_of(self.study)
 
+    @property
+    def best_unfinished(self) -> list[FrozenTrial]:
+        """Of one objective, the trial that came furthest among those cut short, and of them the best."""
+        cut = [each for each in self.ended if each.state == TrialState.PRUNED and each.value is not None]
+        if len(self.study.directions) > 1 or not cut:
+            return []
+        sign = 1.0 if self.study.direction == StudyDirection.MAXIMIZE else -1.0
+        return [max(cut, key=lambda each: (epochs_of(each), sign * (each.value or 0.0)))]
+
     @staticmethod
     def best_of(study: Study) -> list[FrozenTrial]:
         """``best`` of any study."""

@@ -15,7 +15,7 @@ from app.config import DataConfig
 from app.data.sources import load_examples
 from tests.helpers import result_of, run
 
-DIGITS = ["recipes/digits.yaml", "train.epochs=8"]
+DIGITS = ["recipes/digits.yaml", "train.epochs=8", "tune.trials=3"]
 
 
 def submit(cluster: dict[str, str], job: str, *arguments: str, succeeds: bool = True) -> dict[str, Any]:
@@ -52,12 +52,13 @@ def pixels(count: int = 1, **change: object) -> dict[str, Any]:
 def test_the_result_says_what_was_reached(deployed: dict[str, Any], cluster: dict[str, str]) -> None:
     metrics = deployed["metrics"]
     assert deployed["status"] == "succeeded"
-    assert metrics["train"]["val_accuracy"] >= 0.97
+    assert metrics["tune"]["trials"] == 3
+    assert metrics["train"]["val_accuracy"] >= max(0.97, metrics["tune"]["best_value"])
     assert {variant["engine"] for variant in metrics["compile"]["variants"]} == {"onnxruntime", "openvino"}
     assert all(variant["max_difference"] <= 1e-4 for variant in metrics["compile"]["variants"])
     assert metrics["compile"]["chosen"]["accuracy"] == pytest.approx(metrics["train"]["val_accuracy"], abs=0.005)
     assert metrics["deploy"]["ready_s"] > 0
-    for job in ("train", "compile", "deploy", "lifecycle"):
+    for job in ("tune", "train", "compile", "deploy", "lifecycle"):
         kept = max(Path(cluster["RAYLOOM_STORAGE"]).glob(f"runs/{job}/*-digits-*/result.json"))
         assert json.loads(kept.read_text(encoding="utf-8"))["status"] == "succeeded"
 
@@ -153,6 +154,7 @@ def test_a_second_model_and_the_words_of_the_command_line(
     recipe = [
         "recipes/reviews.yaml",
         "name=words",
+        "tune=null",
         f"data.source={tmp_path / 'words.csv'}",
         "train.epochs=4",
         "train.early_stopping=null",
@@ -220,7 +222,7 @@ def test_a_submitted_job_that_is_refused_fails(
 def test_submit_refuses_before_it_sends_anything(cluster: dict[str, str]) -> None:
     for arguments, words in (
         (["train", "recipes/digits.yaml", "train.epoch=1"], "'epochs'"),
-        (["trian", "recipes/digits.yaml"], "known are compile, deploy, lifecycle, train"),
+        (["trian", "recipes/digits.yaml"], "known are compile, deploy, lifecycle, train, tune"),
         (["train", "/etc/hostname"], "outside the working directory"),
     ):
         refused = run("rayloom", "submit", *arguments, environment=cluster)

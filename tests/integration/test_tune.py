@@ -13,7 +13,7 @@ import psutil
 from optuna.trial import FrozenTrial, TrialState
 
 from app.config import load_recipe
-from tests.helpers import BIN, ROOT, result_of, run, train_alone, wait_until
+from tests.helpers import BIN, ROOT, result_of, run, wait_until
 
 DIGITS = "recipes/digits.yaml"
 MODEL = "model.factory=tests.integration.troubled:TroubledCnn"
@@ -60,7 +60,8 @@ def test_a_search_gives_back_a_recipe_that_trains(cluster: dict[str, str]) -> No
         assert node == value
     storage = Path(cluster["RAYLOOM_STORAGE"])
     assert not list(storage.glob(f"runs/tune/{result['run_id']}/trials/*/checkpoints"))
-    trained = train_alone(recipe=artifacts["best_recipe"])
+    sent = run("rayloom", "submit", "train", artifacts["best_recipe"], "train.workers=1", environment=cluster)
+    trained = result_of(sent.stdout)
     assert trained["metrics"]["val_accuracy"] == metrics["best_value"]
 
 

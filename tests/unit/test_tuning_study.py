@@ -76,7 +76,14 @@ def test_a_stopped_trial_is_pruned_and_keeps_what_it_reported(url: URL) -> None:
     assert trial.intermediate_values == {1: 0.9, 2: 0.5}
     assert trial.user_attrs["cause"] == "stopped by asha after epoch 2"
     assert study.best == []
-    with pytest.raises(TuningError, match=r"none of 1 trials was completed: .* stopped by asha"):
+    metrics = TuneMetrics.of(study, ["val_accuracy"], "the search ended")
+    assert (metrics.best_value, metrics.best_trial_epochs, metrics.trials_pruned) == (0.5, 2, 1)
+
+
+def test_a_search_in_which_everything_failed_says_why(url: URL) -> None:
+    study = create(url)
+    study.fail(ask(study), "NonFiniteLossError: step 3")
+    with pytest.raises(TuningError, match="none of 1 trials came to a value: .* step 3"):
         TuneMetrics.of(study, ["val_accuracy"], None)
 
 
@@ -326,3 +333,22 @@ def test_a_database_server_keeps_several_studies(postgres: URL) -> None:
     assert ask(after) == left
     with pytest.raises(TuningError, match="never share"):
         create(postgres, name="second")
+
+
+def test_a_trial_that_waits_is_known_to_the_sampler_and_goes_on_after_a_restart(url: URL) -> None:
+    before = create(url)
+    first = before.ask(MOST)
+    assert first is not None
+    before.report(first.number, 1, 0.4)
+    before.wait(first.number)
+    after = resume(url)
+    second = after.ask(MOST)
+    assert second is not None
+    assert second.number == 1  # the first one is not begun anew
+    assert after.go_on(first.number) == first
+    after.report(first.number, 2, 0.7)
+    after.complete(first.number, [0.7], stopped_early=False)
+    after.wait(second.number)
+    after.end_running("not promoted")
+    states = [each.state for each in resume(url).ended]
+    assert states == [TrialState.COMPLETE, TrialState.PRUNED]
