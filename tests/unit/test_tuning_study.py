@@ -83,7 +83,7 @@ def test_a_stopped_trial_is_pruned_and_keeps_what_it_reported(url: URL) -> None:
 def test_a_search_in_which_everything_failed_says_why(url: URL) -> None:
     study = create(url)
     study.fail(ask(study), "NonFiniteLossError: step 3")
-    with pytest.raises(TuningError, match="none of 1 trials came to a value: .* step 3"):
+    with pytest.raises(TuningError, match=r"none of 1 trials came to a value: .* step 3"):
         TuneMetrics.of(study, ["val_accuracy"], None)
 
 
