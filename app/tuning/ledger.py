@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from ray import tune
+from ray import cloudpickle, tune
 from ray.exceptions import RayActorError
 from ray.tune.experiment import Trial
 from upath import UPath
@@ -110,7 +111,10 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
         note = self._folder(trial.config[NUMBER]) / FAILURE_FILE
         if note.exists():
             return note.read_text(encoding="utf-8")
-        error = trial.get_pickled_error() or trial.get_error()
+        file = Path(trial.pickled_error_file)  # in storage it is only later
+        if not file.exists():
+            return _last_line(Path(trial.error_file).read_text(encoding="utf-8"))
+        error = cloudpickle.loads(file.read_bytes())
         if isinstance(error, RayActorError):
             return f"the trial's process ended: {_exit_detail(str(error))}"
         cause = getattr(error, "cause", None) or error

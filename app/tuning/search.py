@@ -82,7 +82,8 @@ class Search:
         promotion = create_promotion(config, self._train.epochs, study.trials)
         scheduler = create_scheduler(config, self._train.epochs, study.space, promotion)
         replay(scheduler, study.ended)
-        ledger = Ledger(study, config.scheduler, self.folder / TRIALS, self.budget, self._table(), promotion)
+        table = self._table()
+        ledger = Ledger(study, config.scheduler, self.folder / TRIALS, self.budget, table, promotion)
         trainable = tune.with_parameters(TrialActor, recipe=self.recipe.model_dump_json(), run_folder=str(self.folder))
         tuner = tune.Tuner(
             tune.with_resources(trainable, self._actor_resources),
@@ -110,7 +111,8 @@ class Search:
         if ledger.broken:
             raise ledger.broken
         if not self.budget.was_asked:
-            study.end_running(self.budget.reason or "not promoted")
+            for number in study.end_running(self.budget.reason or "not promoted"):
+                table.ended(study, number)
         for trial in study.ended:
             remove_checkpoints(self.folder / TRIALS / f"{trial.number:04d}")
 

@@ -227,10 +227,12 @@ class SearchStudy:
         with explained(self.url):
             self._open[number].set_user_attr(VALUES, values)
 
-    def end_running(self, cause: str) -> None:
-        """Record every trial that still runs as cut short."""
-        for number in list(self._open):
+    def end_running(self, cause: str) -> list[int]:
+        """Record every trial that still runs or waits as cut short, and return their numbers."""
+        numbers = sorted(self._open)
+        for number in numbers:
             self.prune(number, cause)
+        return numbers
 
     def _draw(self) -> Trial:
         """A new trial, which the sampler proposes knowing those that wait as well as those that have ended."""

@@ -69,14 +69,14 @@ def test_trials_fail_alone_are_retried_and_say_why(cluster: dict[str, str], tmp_
     result, _ = tune(
         cluster,
         *("name=troubled", MODEL, f"model.args={{trouble: none, batch: 30, once: {tmp_path / 'once'}}}"),
-        *("train.epochs=2", "train.hang_timeout_s=30", "train.early_stopping=null"),
+        *("train.epochs=3", "train.hang_timeout_s=30", "train.early_stopping=null"),
         *("tune.space=tests.integration.troubled:troubles", "tune.sampler=grid", "tune.scheduler=none"),
     )
     by_trouble = {each.params["model.args.trouble"]: each for each in trials_of(cluster, result["run_id"])[:5]}
     assert len(by_trouble) == 5
     for trouble in ("none", "killed once"):
         assert by_trouble[trouble].state == TrialState.COMPLETE
-        assert len(by_trouble[trouble].intermediate_values) == 2
+        assert len(by_trouble[trouble].intermediate_values) == 3
     assert len(by_trouble["killed once"].user_attrs["failures"]) == 1
     for trouble, cause in (
         ("killed", "process ended"),
@@ -87,7 +87,7 @@ def test_trials_fail_alone_are_retried_and_say_why(cluster: dict[str, str], tmp_
         assert trial.state == TrialState.FAIL
         assert cause in trial.user_attrs["cause"]
         assert len(trial.user_attrs["failures"]) == 1
-        assert list(trial.intermediate_values) == [1]
+        assert list(trial.intermediate_values) == [1, 2]  # tried again from the checkpoint of the first
     assert result["metrics"]["trials_failed"] == 3
 
 
