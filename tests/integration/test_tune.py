@@ -126,7 +126,7 @@ def driver_of(word: str) -> int:
     """The id of the job's own process, which has ``word`` on its command line."""
     for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or []
-        if word in line and "jobs.tune" in line and "-m" in line and "python" in Path(line[0]).name:
+        if word in line and line[1:3] == ["-m", "jobs.tune"]:
             return process.pid
     raise AssertionError(f"no driver with {word}")
 
