@@ -72,7 +72,7 @@ class TuneConfig(Section):
     epochs: PositiveInt | None = Field(default=None, description="of a trial, at most; default: train.epochs")
     sampler: Sampler = Field(default="tpe", description="who proposes values: learns from the trials before")
     random_trials: Annotated[int, Field(ge=0)] = Field(
-        default=8, description="trials that are drawn at random before tpe, cmaes or gp begin to learn"
+        default=24, description="trials that are drawn at random before tpe, cmaes or gp begin to learn"
     )
     scheduler: Scheduler = Field(
         default="asha", description="who ends trials that are behind: each is recorded as pruned, with its values"
