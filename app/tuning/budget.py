@@ -40,11 +40,13 @@ class Budget(Stopper):  # type: ignore[misc] # Ray has no types
     def trial_ended(self, study: SearchStudy) -> None:
         """Look whether the last ``patience`` trials brought anything better."""
         patience = self._limits.patience
+        if not patience:
+            return
         values = [
             self._sign * each.value if each.state == TrialState.COMPLETE and each.value is not None else float("inf")
             for each in study.ended
         ]
-        if not patience or len(values) <= patience:
+        if len(values) <= patience:
             return
         before, recent = min(values[:-patience]), min(values[-patience:])
         if before < float("inf") and (recent >= before or recent > before - self._limits.min_delta):

@@ -1,5 +1,6 @@
 """Who ends trials that are behind, by name."""
 
+from types import SimpleNamespace
 from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
@@ -47,6 +48,19 @@ class _AtRungs(FIFOScheduler):  # type: ignore[misc] # Ray has no types
         return str(TrialScheduler.CONTINUE if goes_on else TrialScheduler.STOP)
 
 
+class _Population(PopulationBasedTraining):  # type: ignore[misc] # Ray has no types
+    """Ray Tune's, which refuses a searcher although one that only starts trials does not disturb it."""
+
+    def on_trial_add(self, tune_controller: object, trial: Trial) -> None:  # noqa: ARG002
+        """One more in the population."""
+        super().on_trial_add(SimpleNamespace(search_alg=None), trial)
+
+    def _get_new_config(self, trial: Trial, trial_to_clone: Trial) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The other trial's values, perturbed, under this trial's own number."""
+        config, operations = super()._get_new_config(trial, trial_to_clone)
+        return {**config, NUMBER: trial.config[NUMBER]}, operations
+
+
 def create_scheduler(
     config: TuneConfig, epochs: int, space: Space, promotion: Promotion | None = None
 ) -> TrialScheduler:
@@ -72,7 +86,7 @@ def create_scheduler(
                 min_time_slice=epochs,  # a trial that cannot be judged yet goes on
             )
         case "pbt":  # Jaderberg et al. 2017
-            return PopulationBasedTraining(
+            return _Population(
                 **reading,
                 perturbation_interval=config.grace_epochs,
                 hyperparam_mutations={VALUES: mutations(space)},

@@ -83,7 +83,7 @@ class Table:
     ) -> None:
         if self._rows % _HEAD_EVERY == 0:
             names = "".join(f"{each.metric:>14}" for each in self._objectives)
-            print(f"{'trial':>5}  {'state':<8} {'epochs':>7} {names}    parameters", flush=True)
+            print(f"{'trial':>5}  {'state':<8} {'epochs':>7} {names}    values", flush=True)
         self._rows, self._shown = self._rows + 1, time.monotonic()
         shown = [f"{value:.6g}" for value in objectives]
         shown += ["-"] * (len(self._objectives) - len(shown))
