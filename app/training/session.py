@@ -134,6 +134,10 @@ def _begin(
         stack.callback(tensorboard.close)
         return log, tensorboard, alerts, Progress(config, total_steps, position.step, records)
 
+    def report_at_rest(record: EpochRecord) -> None:
+        with watchdog.rest():
+            report(record)
+
     loop = Loop(
         config=config,
         total_steps=total_steps,
@@ -142,7 +146,7 @@ def _begin(
         feed=Feed(data, config, layout, worker, activity),
         checkpoints=checkpoints,
         exchange=Exchange(worker, (control.asked, alerts.pending, announced)),
-        recorder=Recorder(config, worker.device, data.tokens_per_sample, report, open_sinks, started),
+        recorder=Recorder(config, worker.device, data.tokens_per_sample, report_at_rest, open_sinks, started),
         meter=meter,
         profiler=stack.enter_context(profile_steps(config.profile, run_folder, worker.rank)),
         activity=activity,

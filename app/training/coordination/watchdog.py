@@ -1,11 +1,13 @@
 """Notices a run that makes no progress, says which worker holds it up, and ends it; also one that nobody leads."""
 
 import faulthandler
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from pydantic import BaseModel
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -48,6 +50,16 @@ class Watchdog:
     def beat(self, doing: str) -> None:
         """Say that progress was made, and what comes next."""
         self._count, self._doing, self._moved = self._count + 1, doing, time.monotonic()
+
+    @contextmanager
+    def rest(self) -> Iterator[None]:
+        """What is inside waits for somebody outside the run, as long as it takes; of several workers, none may."""
+        if self._store is None:
+            self._moved = math.inf
+        try:
+            yield
+        finally:
+            self._moved = time.monotonic()
 
     def close(self) -> None:
         """Stop watching."""
