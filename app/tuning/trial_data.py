@@ -1,5 +1,7 @@
 """The prepared data of trials: made once for all that read the same, kept in memory from one trial to the next."""
 
+import shutil
+import uuid
 from dataclasses import dataclass, field
 
 from upath import UPath
@@ -7,6 +9,7 @@ from upath import UPath
 from app.checksums import CHECKSUMS_FILE, sha256_of
 from app.config import Recipe
 from app.data.prepared import PreparedData
+from app.storage import is_local
 from app.tasks import load_prepared, prepare
 
 
@@ -17,15 +20,34 @@ def prepare_data(recipe: Recipe, folder: UPath) -> UPath:
         DataError: the data cannot be read, or is not what the recipe says.
     """
     place = _place(recipe, folder)
-    if not (place / CHECKSUMS_FILE).exists():
-        prepare(recipe).save(place)
+    if not _is_whole(place):
+        _publish(prepare(recipe), place)
     return place
 
 
 def keep_data(data: PreparedData, recipe: Recipe, folder: UPath) -> None:
     """Put what was prepared of the recipe where its trials look for it."""
-    if not (_place(recipe, folder) / CHECKSUMS_FILE).exists():
-        data.save(_place(recipe, folder))
+    if not _is_whole(place := _place(recipe, folder)):
+        _publish(data, place)
+
+
+def _is_whole(place: UPath) -> bool:
+    return (place / CHECKSUMS_FILE).exists()
+
+
+def _publish(data: PreparedData, place: UPath) -> None:
+    """Save the data where others may be saving the same: on a disk whole or not at all; the first one's counts."""
+    if not is_local(place):
+        data.save(place)
+        return
+    aside = place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}.tmp")
+    data.save(aside)
+    try:
+        aside.rename(place)
+    except OSError:
+        if not _is_whole(place):
+            raise
+        shutil.rmtree(aside.path)
 
 
 def _place(recipe: Recipe, folder: UPath) -> UPath:
