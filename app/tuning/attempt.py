@@ -41,7 +41,7 @@ class Attempt:
         return said
 
     def cut(self) -> None:
-        """Leave the rest of the training out; returns once nothing of it runs."""
+        """Leave the rest of the training out; returns once nothing of it runs, or after half a minute."""
         if self._thread.is_alive():
             self._go_on.put(False)
             self._thread.join(_CUT_TIMEOUT_S)

@@ -12,7 +12,7 @@ from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
 from sqlalchemy import make_url
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from upath import UPath
 
 from app.config.alerts import is_reference
@@ -72,7 +72,7 @@ def explained(url: URL) -> Iterator[None]:
     began = time.monotonic()
     try:
         yield
-    except (SQLAlchemyError, StorageInternalError, ImportError, NoSuchModuleError, RuntimeError) as error:
+    except (SQLAlchemyError, StorageInternalError, sqlite3.Error, OSError, ImportError, RuntimeError) as error:
         cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
         reason = str(getattr(cause, "orig", cause)).strip().splitlines()[0]
         shown = url.render_as_string(hide_password=True)

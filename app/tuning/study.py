@@ -51,6 +51,8 @@ class SearchStudy:
         for each in self.trials:
             if each.state == TrialState.RUNNING:
                 self._open[each.number] = Trial(study, each._trial_id)
+        self._is_drained = False
+        """Whether all that was drawn since the last outcome was drawn before."""
         self._interrupted = [each.number for each in self.trials if each.number in self._open and not waits(each)]
 
     @classmethod
@@ -164,7 +166,7 @@ class SearchStudy:
         with explained(self.url):
             if self._interrupted:
                 return self._propose(self._open[self._interrupted.pop(0)])
-            if len(self.trials) >= most:
+            if self._is_drained or len(self.trials) >= most:
                 return None
             for _ in range(_MOST_DUPLICATES):
                 proposal = self._propose(self._draw())
@@ -172,6 +174,7 @@ class SearchStudy:
                 if first is None:
                     return proposal
                 self._file_duplicate(proposal.number, first)
+        self._is_drained = True
         return None
 
     def go_on(self, number: int) -> Proposal:
@@ -185,7 +188,8 @@ class SearchStudy:
         """The trial waits for a promotion: in the study it still runs."""
         with explained(self.url):
             self._open[number].set_user_attr(WAITS, True)
-        back_up(self.url)
+            self._is_drained = False
+            back_up(self.url)
 
     def report(self, number: int, epoch: int, value: float | None) -> None:
         """The objective after an epoch; of several objectives Optuna keeps none."""
@@ -272,6 +276,7 @@ class SearchStudy:
 
     def _tell(self, number: int, state: TrialState, values: list[float] | None) -> None:
         self.study.tell(self._open.pop(number), values, state)
+        self._is_drained = False
 
 
 def _own_trials(study: Study) -> list[FrozenTrial]:
@@ -291,11 +296,12 @@ def _view(study: Study) -> Study:
     """The study as the sampler should see it.
 
     Trials that wait count as pruned, for a running trial teaches nothing; a trial that failed counts as worse than all,
-    for a sampler that never hears of it proposes it again.
+    for a sampler that never hears of it proposes it again. Duplicates are left out: one of a running trial is filed as
+    failed, and the trial may be the best of all.
     """
     view = optuna.create_study(sampler=study.sampler, directions=study.directions)
     for trial in study.get_trials(deepcopy=False):
-        if trial.state == TrialState.WAITING:
+        if trial.state == TrialState.WAITING or DUPLICATE_OF in trial.user_attrs:
             continue
         state = TrialState.PRUNED if waits(trial) or trial.state == TrialState.FAIL else trial.state
         view.add_trial(

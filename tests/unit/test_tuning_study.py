@@ -126,6 +126,8 @@ def test_the_same_values_are_not_evaluated_twice(url: URL, monkeypatch: pytest.M
     assert len(study.trials) == 2
     filed = optuna.load_study(study_name="one", storage=str(url)).trials[2:]
     assert {each.value for each in filed} <= {0.7, 0.8}
+    assert study.ask(MOST) is None
+    assert len(study.study.trials) == 2 + len(filed), "while trials run, Ray Tune asks again and again"
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random", "cmaes", "gp", "nsga2", "qmc"])
