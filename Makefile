@@ -6,7 +6,7 @@ INSTALLED_BENCH := .venv/.installed-bench
 .PHONY: help install demo test test-gpu test-faults bench-training bench-tuning lint format
 
 help:
-	@echo "make demo            from a fresh clone to a prediction: install, start a cluster, train, compile, deploy, ask"
+	@echo "make demo            from a fresh clone to a prediction: install, start a cluster, tune, train, compile, deploy, ask"
 	@echo "make test            every test that needs no GPU"
 	@echo "make test-gpu        the tests that need a GPU"
 	@echo "make test-faults     every fault that is survived, injected; with a table of them"
@@ -24,16 +24,17 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $(INSTALLED)
 
-# The demo tries two sets of values for an epoch and trains the better one for three; the recipe as it stands trains for longer and does better.
+# The demo tries two sets of values for an epoch and trains the better one for two; the recipe as it stands searches and
+# trains for longer, and does better.
 demo: $(INSTALLED)
 	@$(BIN)/rayloom status >/dev/null 2>&1 || $(BIN)/rayloom up
-	@$(BIN)/rayloom submit lifecycle recipes/reviews.yaml train.epochs=3 tune.trials=2 tune.epochs=1
+	@$(BIN)/rayloom submit lifecycle recipes/reviews.yaml train.epochs=2 tune.trials=2 tune.epochs=1
 	@$(BIN)/rayloom status
 	@echo
 	@$(BIN)/rayloom predict reviews "这本书很好，内容生动，值得一读" "质量太差，用了一天就坏了"
 	@echo
 	@echo "Next: ask it yourself, paste the curl line with a text of your own; look at the runs in the dashboard;"
-	@echo "train it in full with '$(BIN)/rayloom submit lifecycle recipes/reviews.yaml'; stop with '$(BIN)/rayloom down'."
+	@echo "train it in full with '$(BIN)/rayloom submit lifecycle recipes/reviews.yaml tune=null'; stop with '$(BIN)/rayloom down'."
 
 test: $(INSTALLED)
 	@$(BIN)/python -m pytest

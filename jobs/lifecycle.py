@@ -6,7 +6,8 @@ from pydantic import BaseModel
 
 from app.config import Recipe, load_recipe
 from app.errors import RayloomError
-from app.runs import Outcome, Result, Run, Step, execute
+from app.runs import Outcome, Result, Run, Step, execute, latest_result, newest_unfinished
+from app.storage import open_storage
 from app.tasks import find_processor
 from app.training.resume import start_or_resume
 from jobs._runner import main
@@ -31,8 +32,9 @@ def lifecycle(run: Run) -> Outcome:
     """Run every step on what the one before it made; each keeps a run of its own."""
     find_processor(run.recipe.task)  # refuses a task that cannot be compiled, before it is trained
     run.open()
-    tuned = _step(start_or_resume_search("tune", run.recipe), tune) if run.recipe.tune else None
-    recipe = load_recipe(tuned.artifacts["best_recipe"]) if tuned else run.recipe
+    tuned = _search(run.recipe) if run.recipe.tune else None
+    best = load_recipe(tuned.artifacts["best_recipe"]) if tuned else run.recipe
+    recipe = _with(best, "train", resume=run.recipe.train.resume)
     trained = _step(start_or_resume("train", recipe), train)
     compiled = _step(
         Run.start("compile", _with(recipe, "compile", weights=trained.artifacts["weights"])), compile_model
@@ -48,6 +50,16 @@ def lifecycle(run: Run) -> Outcome:
         ),
         (tuned.artifacts if tuned else {}) | trained.artifacts | compiled.artifacts | deployed.artifacts,
     )
+
+
+def _search(recipe: Recipe) -> Result:
+    """What the recipe's search came to. If training goes on, so does the search before it, or it is over already."""
+    if recipe.train.resume:
+        storage = open_storage(recipe.storage)
+        recipe = _with(recipe, "tune", resume=True)
+        if not newest_unfinished(storage, "tune", recipe.name) and newest_unfinished(storage, "train", recipe.name):
+            return latest_result(storage, "tune", recipe.name)
+    return _step(start_or_resume_search("tune", recipe), tune)
 
 
 def _step(run: Run, step: Step) -> Result:
