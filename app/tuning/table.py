@@ -99,12 +99,13 @@ def show_values(values: Mapping[str, Value]) -> str:
 
 
 def short_names(keys: list[str]) -> dict[str, str]:
-    """For each key its last part, or more of it where two keys end alike."""
+    """For each key its last part, or more of it where two keys end alike, or with an index into a list."""
     names = {}
     for key in keys:
         parts = key.split(".")
         ends = [".".join(parts[-length:]) for length in range(1, len(parts) + 1)]
-        names[key] = next(end for end in ends if sum(f".{each}".endswith(f".{end}") for each in keys) == 1)
+        own = [end for end in ends if sum(f".{each}".endswith(f".{end}") for each in keys) == 1]
+        names[key] = next(end for end in own if not end.isdecimal())
     return names
 
 

@@ -54,9 +54,8 @@ def test_a_branch_that_is_taken_seldom_is_walked_too(define: Callable[[object], 
         define(space)
 
 
-@pytest.mark.parametrize("name", ["image", "text"])
-def test_the_spaces_that_come_with_rayloom_fit_their_recipes(name: str) -> None:
-    file = {"image": "digits", "text": "reviews"}[name]
+@pytest.mark.parametrize(("name", "file"), [("image", "digits"), ("text", "reviews"), ("language", "stdlib_gpt")])
+def test_the_spaces_that_come_with_rayloom_fit_their_recipes(name: str, file: str) -> None:
     own = load_recipe(ROOT / f"recipes/{file}.yaml")
     space = load_space(f"tune_spaces.{name}:space", own)
     assert own.tune is not None
