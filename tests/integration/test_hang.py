@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import Faults, wait_until
+from tests.helpers import Faults, run, wait_until
 from tests.launch import Launch, newest_step, records_of
 
 pytestmark = pytest.mark.faults
@@ -65,3 +65,19 @@ def test_a_slow_rank_is_named_and_a_first_rank_that_is_frozen_ends_the_run(
         fault.saw(f"{failure_of(storage)}; after {time.monotonic() - struck:.1f} s")
         os.kill(frozen, signal.SIGKILL)  # torchrun would do so after half a minute
         assert run.ends() != 0
+
+
+WAITING = """
+import time, torch
+from app.training.coordination.watchdog import Watchdog
+from app.training.worker import Worker
+watchdog = Watchdog(Worker(0, 1, torch.device("cpu")), 1.0, print)
+with watchdog.rest():
+    time.sleep(2.5)
+watchdog.close()
+"""
+
+
+def test_a_single_worker_may_wait_for_whoever_hears_its_report() -> None:
+    waited = run("python", "-c", WAITING)
+    assert (waited.returncode, waited.stdout, waited.stderr) == (0, "", "")

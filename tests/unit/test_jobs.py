@@ -9,6 +9,7 @@ from jobs.compile import compile_model
 from jobs.deploy import deploy
 from jobs.lifecycle import lifecycle
 from jobs.train import train
+from jobs.tune import tune
 from tests.helpers import ROOT, result_of
 
 DIGITS, STDLIB = str(ROOT / "recipes/digits.yaml"), str(ROOT / "recipes/stdlib_gpt.yaml")
@@ -29,6 +30,10 @@ DIGITS, STDLIB = str(ROOT / "recipes/digits.yaml"), str(ROOT / "recipes/stdlib_g
         ("compile", [DIGITS, "compile.weights=/nowhere"], 1, "/nowhere"),
         ("compile", [STDLIB], 1, "cannot be compiled or served: expected text-classification, image-classification"),
         ("lifecycle", [STDLIB], 1, "cannot be compiled or served"),
+        ("tune", [DIGITS, "tune=null"], 1, "has no tune section"),
+        ("tune", [DIGITS, "tune.space=tune_spaces.image:spaces"], 1, "did you mean 'space'?"),
+        ("tune", [DIGITS, "tune.space=tune_spaces.text:space"], 1, "no such key"),
+        ("tune", [DIGITS, "tune.storage=sqlite:///studies.db"], 1, "is a relative path"),
         ("deploy", [DIGITS, "name=unknown"], 1, "run jobs.compile first"),
         ("deploy", [DIGITS, "serve.version=99"], 1, "no version 99"),
     ],
@@ -36,7 +41,8 @@ DIGITS, STDLIB = str(ROOT / "recipes/digits.yaml"), str(ROOT / "recipes/stdlib_g
 def test_what_cannot_work_is_refused_and_leaves_nothing(
     job: str, arguments: list[str], code: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    step = {"train": train, "compile": compile_model, "deploy": deploy, "lifecycle": lifecycle}[job]
+    steps = {"train": train, "tune": tune, "compile": compile_model, "deploy": deploy, "lifecycle": lifecycle}
+    step = steps[job]
     assert main(job, step, arguments) == code
     printed = capsys.readouterr()
     result = result_of(printed.out)

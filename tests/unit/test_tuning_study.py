@@ -24,7 +24,7 @@ from app.tuning.outcome import TuneMetrics
 from app.tuning.space import Space, load_space
 from app.tuning.storage import study_url
 from app.tuning.study import SearchStudy
-from tests.helpers import ROOT, wait_until
+from tests.helpers import ROOT, Faults, wait_until
 
 MOST = 100
 
@@ -220,7 +220,8 @@ def test_two_searches_never_share_a_study(url: URL) -> None:
         create(url)
 
 
-def test_a_damaged_study_is_refused_and_its_backup_named(url: URL, tmp_path: Path) -> None:
+@pytest.mark.faults
+def test_a_damaged_study_is_refused_and_its_backup_named(url: URL, tmp_path: Path, faults: Faults) -> None:
     study = create(url)
     study.complete(ask(study), [0.5], stopped_early=False)
     file = tmp_path / "study.db"
@@ -230,9 +231,11 @@ def test_a_damaged_study_is_refused_and_its_backup_named(url: URL, tmp_path: Pat
             file.unlink()
         else:
             file.write_bytes(broken)
-        with pytest.raises(StorageError, match=r"study\.db.*copy its backup .*study\.db\.backup") as refused:
-            resume(url)
-        assert "new search" in str(refused.value)
+        with faults("U4", "the study's file is cut, emptied, removed", "refused; a backup is offered") as fault:
+            with pytest.raises(StorageError, match=r"study\.db.*copy its backup .*study\.db\.backup") as refused:
+                resume(url)
+            assert "new search" in str(refused.value)
+            fault.saw("refused, with its backup")
     shutil.copy(tmp_path / "study.db.backup", file)
     assert [each.value for each in resume(url).ended] == [0.5]
 
@@ -279,12 +282,15 @@ def lock(tmp_path: Path) -> Iterator[Callable[[float], None]]:
         each.wait()
 
 
-def test_a_locked_study_is_waited_for(url: URL, lock: Callable[[float], None]) -> None:
-    study = create(url)
-    number = ask(study)
-    lock(3.0)
-    study.complete(number, [0.5], stopped_early=False)
-    assert [each.value for each in resume(url).ended] == [0.5]
+@pytest.mark.faults
+def test_a_locked_study_is_waited_for(url: URL, lock: Callable[[float], None], faults: Faults) -> None:
+    with faults("U2", "the study's file is locked for 3 s", "waited for") as fault:
+        study = create(url)
+        number = ask(study)
+        lock(3.0)
+        study.complete(number, [0.5], stopped_early=False)
+        assert [each.value for each in resume(url).ended] == [0.5]
+        fault.saw("the value is in the study")
 
 
 def test_a_study_that_stays_locked_is_one_clear_error(

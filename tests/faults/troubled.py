@@ -40,8 +40,10 @@ class TroubledCnn(SmallCnn):
             case "killed once" if not Path(self.once).exists():
                 Path(self.once).touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-            case "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
+            case "exits":
+                os._exit(9)
+            case "raises":
+                raise RuntimeError("this model cannot go on")
             case "hangs":
                 time.sleep(1e6)
             case "not a number":
@@ -50,7 +52,7 @@ class TroubledCnn(SmallCnn):
 
 
 def troubles(trial: optuna.Trial) -> None:
-    trial.suggest_categorical("model.args.trouble", ["none", "killed once", "killed", "hangs", "not a number"])
+    trial.suggest_categorical("model.args.trouble", ["none", "killed once", "exits", "raises", "hangs", "not a number"])
 
 
 def rates(trial: optuna.Trial) -> None:
