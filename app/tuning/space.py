@@ -23,6 +23,10 @@ Value = Any
 
 _FOREIGN = ("tune", "compile", "serve", "alerts", "notify", "name", "task", "storage", "train.resume")
 """What a trial does not depend on."""
+_RESERVED = ("train.workers", "train.device", "train.cpus_per_worker")
+"""What Ray reserves for a trial: the same for all."""
+_DEGREES = ("train.plan.tensor", "train.plan.pipeline")
+"""What a trial needs workers for."""
 _MOST_BRANCHES = 200
 
 
@@ -194,8 +198,14 @@ class _Explorer:
 def _check_keys(name: str, keys: Iterable[str], recipe: Recipe) -> None:
     known = dict(_leaves(recipe.model_dump(mode="json")))
     for key in keys:
-        if key == "train.workers":
-            raise RecipeError(f"tune.space {name!r} names train.workers: set tune.workers, the same for all trials")
+        if key in _RESERVED:
+            where = "tune.workers" if key == "train.workers" else key
+            raise RecipeError(f"tune.space {name!r} names {key}: set {where}, the same for all trials")
+        if key in _DEGREES and not (recipe.tune and recipe.tune.workers):
+            raise RecipeError(
+                f"tune.space {name!r} names {key}, and trials have no more workers than the recipe's own plan needs: "
+                "set tune.workers to what the largest plan needs, the same for all trials"
+            )
         if key.startswith(tuple(f"{each}." for each in _FOREIGN)) or key in _FOREIGN:
             raise RecipeError(f"tune.space {name!r} names {key}, on which training does not depend: leave it out")
         if key not in known:

@@ -79,6 +79,8 @@ def test_the_spaces_that_come_with_rayloom_fit_their_recipes(name: str, file: st
         (lambda trial: trial.suggest_float("train.optimizer.lr", -0.1, 0.1) and None, "may become -0.1: expected"),
         (lambda trial: trial.suggest_categorical("train.optimizer.name", ["adam"]) and None, "may become 'adam'"),
         (lambda trial: trial.suggest_int("train.workers", 1, 2) and None, "set tune.workers"),
+        (lambda trial: trial.suggest_int("train.plan.tensor", 1, 2) and None, "set tune.workers to what the largest"),
+        (lambda trial: trial.suggest_float("train.cpus_per_worker", 1, 2) and None, "the same for all trials"),
         (lambda trial: trial.suggest_int("serve.replicas", 1, 2) and None, "training does not depend"),
         (lambda trial: None, "draws nothing"),
         (3, "expected a function"),
