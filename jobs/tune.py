@@ -36,6 +36,11 @@ def tune(run: Run) -> Outcome:
     space = load_space(config.space, recipe)
     url = study_url(run.storage, run.run_id, config.storage)
     own = trial_recipe(recipe, {}, config)
+    if own.train.workers_range[1] > 1 and config.scheduler != "none":
+        raise RecipeError(
+            f"a trial has {own.train.workers} workers, which train on while scheduler {config.scheduler} still compares "
+            "their last epoch: set tune.scheduler to none, or tune.workers to 1"
+        )
     data = prepare_run(replace(run, recipe=own))
     connect()
     require(resources_of(own.train, own.train.workers_range[1]), "a trial's workers")
