@@ -38,7 +38,7 @@ def tune(run: Run) -> Outcome:
     own = trial_recipe(recipe, {}, config)
     if own.train.workers_range[1] > 1 and config.scheduler != "none":
         raise RecipeError(
-            f"a trial has {own.train.workers} workers, which train on while scheduler {config.scheduler} still compares "
+            f"a trial has {own.train.workers} workers, which train on while scheduler {config.scheduler} compares "
             "their last epoch: set tune.scheduler to none, or tune.workers to 1"
         )
     data = prepare_run(replace(run, recipe=own))

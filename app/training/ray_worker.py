@@ -29,12 +29,19 @@ class WorkerArguments(TypedDict):
     recipe: str
     run_folder: str
     data_folder: str
+    heard: int | None
 
 
 def fit(
-    recipe: Recipe, run_folder: UPath, data_folder: UPath | None = None, callbacks: Sequence[UserCallback] = ()
+    recipe: Recipe,
+    run_folder: UPath,
+    data_folder: UPath | None = None,
+    callbacks: Sequence[UserCallback] = (),
+    heard: int | None = None,
 ) -> Ending:
     """Train with Ray, from the run's newest checkpoint if it has any. ``data_folder`` None: the run's own.
+
+    ``heard`` is the last epoch of which ``callbacks`` were told before; None: all that the checkpoint has.
 
     Raises:
         TrainingError: the workers failed more often than the recipe allows.
@@ -47,6 +54,7 @@ def fit(
             recipe=recipe.model_dump_json(),
             run_folder=str(run_folder),
             data_folder=str(data_folder or run_folder / DATA),
+            heard=heard,
         ),
         scaling_config=ray.train.ScalingConfig(
             num_workers=config.workers,
@@ -87,7 +95,7 @@ def train_worker(arguments: WorkerArguments) -> dict[str, Any]:
     data = load_prepared(recipe, UPath(arguments["data_folder"]))
     try:
         worker = start_worker(recipe.train.device)
-        return train(recipe, data, worker, run_folder, _report, _announced).model_dump()
+        return train(recipe, data, worker, run_folder, _report, _announced, arguments["heard"]).model_dump()
     except NonFiniteLossError as error:
         return {"non_finite": str(error)}  # an error would have Ray train the same batches once more
 

@@ -58,10 +58,13 @@ def train(
     run_folder: UPath,
     report: Report,
     announced: Callable[[], Action] = _nothing,
+    heard: int | None = None,
 ) -> Ending:
     """Train the recipe's model as one worker of the run, from its newest intact checkpoint if it has any.
 
     ``announced`` is what the workers' surroundings ask of the run; all workers call it equally often.
+    ``heard`` is the last epoch of which ``report`` was told before: later ones of the checkpoint are reported now.
+    None: all of them were.
 
     Raises:
         RecipeError: the model cannot be built from the recipe.
@@ -70,6 +73,9 @@ def train(
     """
     with ExitStack() as stack:
         loop = _begin(recipe, data, worker, run_folder, report, announced, stack)
+        for record in loop.records:
+            if heard is not None and record.epoch > heard:
+                loop.recorder.report(record)
         request = _run(loop)
         return Ending(records=loop.records, request=request, step=loop.position.step, workers=worker.size)
 

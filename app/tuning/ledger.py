@@ -13,7 +13,7 @@ from upath import UPath
 from app.training.run_folder import FAILURE_FILE
 from app.tuning.budget import Budget
 from app.tuning.promotion import Promotion
-from app.tuning.results import ENDED, NUMBER, VALUES, EpochResult, FinalResult
+from app.tuning.results import ENDED, HEARD, NUMBER, VALUES, EpochResult, FinalResult
 from app.tuning.study import SearchStudy
 from app.tuning.table import Table
 
@@ -64,6 +64,7 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
             return
         epoch = EpochResult.model_validate(result)
         self._study.report(trial.config[NUMBER], epoch.epoch, epoch.value)
+        trial.config[HEARD] = epoch.epoch
         self._budget.epoch()
         self._table.epoch(trial.config[NUMBER], epoch)
 

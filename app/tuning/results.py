@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-NUMBER, VALUES = "number", "values"
-"""A trial's configuration: its number in the study, and its values of recipe keys."""
+NUMBER, VALUES, HEARD = "number", "values", "heard"
+"""A trial's configuration: its number in the study, its values of recipe keys, the last epoch that the study has."""
 
 EPOCH, VALUE, ENDED = "epoch", "value", "ended"
 """What schedulers read: the time, the first objective; and whether the trial came to its own end."""

@@ -16,7 +16,7 @@ from ray.tune.schedulers import (
 from app.config import TuneConfig
 from app.tuning.pbt import mutations
 from app.tuning.promotion import Promotion
-from app.tuning.results import EPOCH, NUMBER, VALUE, VALUES
+from app.tuning.results import EPOCH, HEARD, NUMBER, VALUE, VALUES
 from app.tuning.space import Space
 from app.tuning.study import waits
 
@@ -56,9 +56,9 @@ class _Population(PopulationBasedTraining):  # type: ignore[misc] # Ray has no t
         super().on_trial_add(SimpleNamespace(search_alg=None), trial)
 
     def _get_new_config(self, trial: Trial, trial_to_clone: Trial) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The other trial's values, perturbed, under this trial's own number."""
+        """The other trial's values, perturbed, under this trial's own number and with its own epochs."""
         config, operations = super()._get_new_config(trial, trial_to_clone)
-        return {**config, NUMBER: trial.config[NUMBER]}, operations
+        return {**config, **{key: trial.config[key] for key in (NUMBER, HEARD)}}, operations
 
 
 def create_scheduler(

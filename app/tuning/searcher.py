@@ -5,7 +5,7 @@ from typing import Any
 from ray.tune.search import Searcher
 
 from app.tuning.promotion import Promotion
-from app.tuning.results import NUMBER, VALUES
+from app.tuning.results import HEARD, NUMBER, VALUES
 from app.tuning.study import Proposal, SearchStudy
 
 
@@ -27,7 +27,7 @@ class StudySearcher(Searcher):  # type: ignore[misc] # Ray has no types
         if proposal is None:
             return None if self._running else str(Searcher.FINISHED)
         self._running += 1
-        return {NUMBER: proposal.number, VALUES: proposal.values}
+        return {NUMBER: proposal.number, VALUES: proposal.values, HEARD: self._study.heard(proposal.number)}
 
     def _next(self) -> Proposal | None:
         """A trial that is promoted, else a new one, else the best of those that wait, once nobody runs beside them."""

@@ -195,9 +195,14 @@ class SearchStudy:
         """The objective after an epoch; of several objectives Optuna keeps none."""
         with explained(self.url):
             trial = self._open[number]
-            trial.set_user_attr(EPOCHS, epoch)
             if value is not None and len(self.study.directions) == 1:
                 trial.report(value, epoch)
+            trial.set_user_attr(EPOCHS, epoch)  # last: an epoch of which only half is known is reported again
+
+    def heard(self, number: int) -> int:
+        """The last epoch that was reported of a trial that runs."""
+        with explained(self.url):
+            return int(self._open[number].user_attrs.get(EPOCHS, 0))
 
     def complete(self, number: int, values: Sequence[float], stopped_early: bool) -> None:
         """The trial trained to its end, or stopped early by itself."""

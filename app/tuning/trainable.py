@@ -12,11 +12,12 @@ from app.config import Recipe
 from app.errors import TrainingError
 from app.training.checkpoints.store import CheckpointStore
 from app.training.records import EpochRecord
+from app.training.reporting.recorder import Report
 from app.training.run_folder import CHECKPOINTS
 from app.training.session import Ending
 from app.tuning.attempt import Attempt
 from app.tuning.objectives import final_values, objective_of
-from app.tuning.results import NUMBER, VALUES, EpochResult, FinalResult
+from app.tuning.results import HEARD, NUMBER, VALUES, EpochResult, FinalResult
 from app.tuning.trial_data import DataCache
 from app.tuning.trial_recipe import trial_recipe
 from app.tuning.trial_training import train_here, train_with_workers
@@ -73,11 +74,15 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
     def _begin(self, config: dict[str, Any]) -> None:
         assert self._recipe.tune is not None
         self._tune = self._recipe.tune
-        self._trial = trial_recipe(self._recipe, config[VALUES], self._tune)
         self._trial_folder = self._folder / TRIALS / f"{config[NUMBER]:04d}"
-        train = train_here if self._trial.train.workers == 1 else train_with_workers
         self._has_ended = False
-        self._attempt = Attempt(partial(train, self._trial, self._data, self._trial_folder))
+        self._attempt = Attempt(partial(self._train_trial, config[VALUES], config[HEARD]))
+
+    def _train_trial(self, values: dict[str, Any], heard: int, report: Report) -> Ending:
+        """As part of the attempt, so that values that the recipe refuses are a failure of the trial like any other."""
+        self._trial = trial_recipe(self._recipe, values, self._tune)
+        train = train_here if self._trial.train.workers == 1 else train_with_workers
+        return train(self._trial, self._data, self._trial_folder, report, heard)
 
     def _value(self, record: EpochRecord) -> float | None:
         """The first objective, unless it is measured at the end alone."""
@@ -85,14 +90,14 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         return objective_of(record, first) if hasattr(record, first.metric) else None
 
     def _newest_checkpoint(self) -> UPath:
-        """Of the epoch that was reported last; it may still be on its way to storage."""
+        """Of the epoch that was reported last, or a later one; it may still be on its way to storage."""
         store = CheckpointStore(self._trial_folder / CHECKPOINTS)
         deadline = time.monotonic() + _WRITE_TIMEOUT_S
-        while self._step not in store.committed():
+        while not (committed := [step for step in store.committed() if step >= self._step]):
             if time.monotonic() > deadline:
                 raise TrainingError(f"the checkpoint of step {self._step} was not written in {_WRITE_TIMEOUT_S:.0f} s")
             time.sleep(0.05)
-        return store.folder_of(self._step)
+        return store.folder_of(max(committed))
 
     def _final(self, ending: Ending) -> dict[str, Any]:
         self._has_ended = True

@@ -22,24 +22,27 @@ from app.tuning.trial_data import DataCache, prepare_data
 _POLL_S = 0.2
 
 
-def train_here(recipe: Recipe, data: DataCache, folder: UPath, report: Report) -> Ending:
-    """Train in this process, whose process group and imports serve every trial that it is given."""
+def train_here(recipe: Recipe, data: DataCache, folder: UPath, report: Report, heard: int) -> Ending:
+    """Train in this process, whose process group and imports serve every trial that it is given.
+
+    ``heard`` is the last epoch that was reported by an attempt before this one.
+    """
     worker = start_worker(recipe.train.device)  # before the log: DeepSpeed keeps the screen that it first sees
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of each trial what it warns of once in training
     with log_to(folder):
-        return train(recipe, data.get(recipe), worker, folder, report)
+        return train(recipe, data.get(recipe), worker, folder, report, heard=heard)
 
 
-def train_with_workers(recipe: Recipe, data: DataCache, folder: UPath, report: Report) -> Ending:
+def train_with_workers(recipe: Recipe, data: DataCache, folder: UPath, report: Report, heard: int) -> Ending:
     """Train with Ray Train, and pass on what its workers report; if ``report`` raises, they are asked to stop."""
     folder.mkdir(parents=True, exist_ok=True)
     withdraw(folder)
     place = prepare_data(recipe, data.folder)
     records = Queue(actor_options={"num_cpus": 0})
     with ThreadPoolExecutor(1) as pool:
-        training = pool.submit(fit, recipe, folder, place, [_Forward(records)])
+        training = pool.submit(fit, recipe, folder, place, [_Forward(records)], heard)
         try:
-            _pass_on(records, training, report)
+            _pass_on(records, training, report, heard)
         except BaseException:
             request(folder, Action.STOP)
             raise
@@ -65,12 +68,16 @@ class _Forward(UserCallback):  # type: ignore[misc] # Ray has no types
         self._records.put(metrics[0])
 
 
-def _pass_on(records: Queue, training: Future[Ending], report: Report) -> None:
-    """Every record, until training has ended and none is left."""
+def _pass_on(records: Queue, training: Future[Ending], report: Report, heard: int) -> None:
+    """Every epoch once, until training has ended and none is left; workers that began again repeat some."""
     while True:
         ended = training.done()
         try:
-            report(EpochRecord.model_validate(records.get(timeout=_POLL_S)))
+            record = EpochRecord.model_validate(records.get(timeout=_POLL_S))
         except Empty:
             if ended:
                 return
+            continue
+        if record.epoch > heard:
+            heard = record.epoch
+            report(record)
