@@ -48,7 +48,37 @@ class _AtRungs(FIFOScheduler):  # type: ignore[misc] # Ray has no types
         return str(TrialScheduler.CONTINUE if goes_on else TrialScheduler.STOP)
 
 
-class _Population(PopulationBasedTraining):  # type: ignore[misc] # Ray has no types
+class _SparesTheLast:
+    """With a scheduler of Ray Tune's: nobody is judged after the last epoch, for the trial has come to its own end."""
+
+    def __init__(self, epochs: int, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._epochs = epochs
+
+    def on_trial_result(self, tune_controller: object, trial: Trial, result: dict[str, Any]) -> str:
+        """What becomes of the trial now."""
+        if result[EPOCH] >= self._epochs:
+            return str(TrialScheduler.CONTINUE)
+        return str(super().on_trial_result(tune_controller, trial, result))  # type: ignore[misc]
+
+
+class _HyperBand(_SparesTheLast, AsyncHyperBandScheduler):  # type: ignore[misc] # Ray has no types
+    """Ray Tune's."""
+
+
+class _Median(_SparesTheLast, MedianStoppingRule):  # type: ignore[misc] # Ray has no types
+    """Ray Tune's, without its pauses."""
+
+    def remember(self, past: object, results: list[dict[str, Any]]) -> None:
+        """Compare others with a trial that has ended, and judge it no more."""
+        self._results[past] += results
+
+    def _on_insufficient_samples(self, tune_controller: object, trial: Trial, time: float) -> str:  # noqa: ARG002
+        """A trial that cannot be judged yet goes on."""
+        return str(TrialScheduler.CONTINUE)
+
+
+class _Population(_SparesTheLast, PopulationBasedTraining):  # type: ignore[misc] # Ray has no types
     """Ray Tune's, which refuses a searcher although one that only starts trials does not disturb it."""
 
     def on_trial_add(self, tune_controller: object, trial: Trial) -> None:  # noqa: ARG002
@@ -71,7 +101,8 @@ def create_scheduler(
     rungs = {"max_t": epochs, "grace_period": min(config.grace_epochs, epochs)}
     match config.scheduler:
         case "hyperband":  # Li et al. 2018, asynchronous; with sampler tpe it is BOHB's (Falkner et al. 2018)
-            return AsyncHyperBandScheduler(
+            return _HyperBand(
+                epochs,
                 **reading,
                 **rungs,
                 reduction_factor=config.reduction_factor,
@@ -79,14 +110,10 @@ def create_scheduler(
                 stop_last_trials=False,
             )
         case "median":  # Golovin et al. 2017
-            return MedianStoppingRule(
-                **reading,
-                grace_period=config.grace_epochs,
-                min_samples_required=_FEWEST_TO_COMPARE,
-                min_time_slice=epochs,  # a trial that cannot be judged yet goes on
-            )
+            return _Median(epochs, **reading, grace_period=config.grace_epochs, min_samples_required=_FEWEST_TO_COMPARE)
         case "pbt":  # Jaderberg et al. 2017
             return _Population(
+                epochs,
                 **reading,
                 perturbation_interval=config.grace_epochs,
                 hyperparam_mutations={VALUES: mutations(space)},
@@ -98,12 +125,14 @@ def create_scheduler(
 
 def replay(scheduler: TrialScheduler, ended: list[FrozenTrial]) -> None:
     """Tell a new scheduler of the trials that ended before the search was cut off, so that it compares with them."""
-    if not isinstance(scheduler, AsyncHyperBandScheduler | MedianStoppingRule):
-        return
     for trial in ended:
         past = _Past(f"past-{trial.number}")
         results = [{EPOCH: epoch, VALUE: value} for epoch, value in sorted(trial.intermediate_values.items())]
-        if results:
+        if not results:
+            continue
+        if isinstance(scheduler, _Median):
+            scheduler.remember(past, results)
+        elif isinstance(scheduler, _HyperBand):
             scheduler.on_trial_add(None, past)
             for result in results:
                 scheduler.on_trial_result(None, past, result)
