@@ -1,13 +1,13 @@
 """Population-based training: what of a trial may change while it trains."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from ray import tune
 
 from app.errors import RecipeError
-from app.tuning.space import Space
+from app.tuning.space import Space, Value
 
 _LIVE = ("train.optimizer.", "train.label_smoothing", "train.gradient_clipping", "model.args.dropout")
 _FIXED = ("train.optimizer.name",)
@@ -31,6 +31,22 @@ def mutations(space: Space) -> dict[str, Any]:
             "train.optimizer.lr: add one, or set scheduler to asha"
         )
     return live
+
+
+def within(space: Space, values: Mapping[str, Value]) -> dict[str, Value]:
+    """The values, which Ray Tune scales by a factor, back in their ranges and on their steps."""
+    return {
+        key: _nearest(space.distributions[key], value) if key in space.distributions else value
+        for key, value in values.items()
+    }
+
+
+def _nearest(distribution: BaseDistribution, value: Value) -> Value:
+    if not isinstance(distribution, FloatDistribution | IntDistribution):
+        return value
+    low, step = distribution.low, distribution.step
+    stepped = low + round((value - low) / step) * step if step else value
+    return min(max(stepped, low), distribution.high)
 
 
 def _draw(distribution: BaseDistribution) -> list[Any] | Callable[..., Any]:

@@ -14,7 +14,7 @@ from ray.tune.schedulers import (
 )
 
 from app.config import TuneConfig
-from app.tuning.pbt import mutations
+from app.tuning.pbt import mutations, within
 from app.tuning.promotion import Promotion
 from app.tuning.results import EPOCH, HEARD, NUMBER, VALUE, VALUES
 from app.tuning.space import Space
@@ -81,13 +81,20 @@ class _Median(_SparesTheLast, MedianStoppingRule):  # type: ignore[misc] # Ray h
 class _Population(_SparesTheLast, PopulationBasedTraining):  # type: ignore[misc] # Ray has no types
     """Ray Tune's, which refuses a searcher although one that only starts trials does not disturb it."""
 
+    def __init__(self, epochs: int, space: Space, **settings: Any) -> None:
+        self._space, self._mutations = space, mutations(space)
+        super().__init__(epochs, hyperparam_mutations={VALUES: self._mutations}, **settings)
+
     def on_trial_add(self, tune_controller: object, trial: Trial) -> None:  # noqa: ARG002
         """One more in the population."""
         super().on_trial_add(SimpleNamespace(search_alg=None), trial)
 
     def _get_new_config(self, trial: Trial, trial_to_clone: Trial) -> tuple[dict[str, Any], dict[str, Any]]:
         """The other trial's values, perturbed, under this trial's own number and with its own epochs."""
+        cloned = trial_to_clone.config[VALUES]  # without the keys of other branches
+        self._hyperparam_mutations = {VALUES: {key: self._mutations[key] for key in self._mutations if key in cloned}}
         config, operations = super()._get_new_config(trial, trial_to_clone)
+        config[VALUES] = within(self._space, config[VALUES])
         return {**config, **{key: trial.config[key] for key in (NUMBER, HEARD)}}, operations
 
 
@@ -112,13 +119,7 @@ def create_scheduler(
         case "median":  # Golovin et al. 2017
             return _Median(epochs, **reading, grace_period=config.grace_epochs, min_samples_required=_FEWEST_TO_COMPARE)
         case "pbt":  # Jaderberg et al. 2017
-            return _Population(
-                epochs,
-                **reading,
-                perturbation_interval=config.grace_epochs,
-                hyperparam_mutations={VALUES: mutations(space)},
-                require_attrs=False,
-            )
+            return _Population(epochs, space, **reading, perturbation_interval=config.grace_epochs, require_attrs=False)
         case _:
             return FIFOScheduler()
 
