@@ -89,7 +89,7 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
         """A failure, after which the trial is run again."""
         number, cause = trial.config[NUMBER], self._cause(trial)
         self._study.note_failure(number, cause)
-        self._table.failed(number, cause)
+        self._table.failed(number, trial.config[VALUES], cause)
 
     @_writes
     def on_trial_error(self, trial: Trial, **_: Any) -> None:
@@ -112,8 +112,8 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
         note = self._folder(trial.config[NUMBER]) / FAILURE_FILE
         if note.exists():
             return note.read_text(encoding="utf-8")
-        file = Path(trial.pickled_error_file)  # in storage it is only later
-        if not file.exists():
+        file = Path(trial.pickled_error_file or "")  # in storage it is only later
+        if not file.is_file():
             return _last_line(Path(trial.error_file).read_text(encoding="utf-8"))
         error = cloudpickle.loads(file.read_bytes())
         if isinstance(error, RayActorError):

@@ -49,10 +49,10 @@ class Table:
         now = self._running.pop(number)
         self._row(number, [now.value] if now.value is not None else [], now.epoch, "waits", now.values)
 
-    def failed(self, number: int, cause: str) -> None:
-        """A trial failed and is run again."""
-        running = self._running[number]
-        self._row(number, [], running.epoch, "retried", running.values)
+    def failed(self, number: int, values: Mapping[str, Value], cause: str) -> None:
+        """A trial failed, perhaps before it began, and is run again."""
+        running = self._running.get(number)
+        self._row(number, [], running.epoch if running else 0, "retried", values)
         print(f"       {cause}", flush=True)
 
     def ended(self, study: SearchStudy, number: int) -> None:
