@@ -100,6 +100,8 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         return store.folder_of(max(committed))
 
     def _final(self, ending: Ending) -> dict[str, Any]:
+        if ending.request:
+            raise TrainingError("the trial was asked to stop")  # it is retried, from the state that it kept
         self._has_ended = True
         last = ending.records[-1]
         values = final_values(self._tune.objectives, ending.records, self._trial, self._data.get(self._trial))
