@@ -127,6 +127,11 @@ class TuneConfig(Section):
             )
         if several and self.sampler in ("cmaes", "gp"):
             raise ValueError(f"sampler {self.sampler} is for one metric: set it to tpe or nsga2")
+        if self.sampler in ("cmaes", "gp", "nsga2") and self.scheduler in ("asha", "hyperband", "median"):
+            raise ValueError(
+                f"sampler {self.sampler} learns from complete trials alone, of which scheduler {self.scheduler} leaves "
+                "few: set scheduler to none or pbt, or sampler to tpe"
+            )
         if several and self.stop.patience:
             raise ValueError("stop.patience waits for a better best value, and of several metrics there is none")
         if self.scheduler != "none" and (late := {"latency_ms", "parameters"} & set(self.metric)):

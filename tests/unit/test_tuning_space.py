@@ -129,6 +129,7 @@ def test_a_trial_has_as_few_workers_as_its_plan_needs() -> None:
         (["tune.metric=f1"], "tune.metric.0 is 'f1': expected 'val_loss', 'val_accuracy'"),
         (["tune.mode=min"], "val_accuracy is better when maximal: set mode to max"),
         (["tune.metric=[val_accuracy, parameters]", "tune.mode=[max, min]"], "set scheduler to none"),
+        (["tune.sampler=gp"], "learns from complete trials alone, of which scheduler asha leaves few"),
         (["tune.metric=val_perplexity", "tune.mode=min"], "is of task language-modeling alone"),
         (["tune.storage=postgresql://me:secret@db/studies"], "the URL carries a password"),
         (["tune.trials=0"], "tune.trials is 0"),

@@ -132,7 +132,7 @@ def test_the_same_values_are_not_evaluated_twice(url: URL, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("sampler", ["tpe", "random", "cmaes", "gp", "nsga2", "qmc"])
 def test_every_sampler_proposes_and_learns(url: URL, sampler: str) -> None:
-    study = create(url, f"tune.sampler={sampler}", "tune.random_trials=2")
+    study = create(url, f"tune.sampler={sampler}", "tune.random_trials=2", "tune.scheduler=none")
     for _ in range(4):
         number = ask(study)
         study.complete(number, [number / 10], stopped_early=False)
