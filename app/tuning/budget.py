@@ -1,6 +1,7 @@
 """When a search ends before its last trial."""
 
 import time
+from datetime import datetime
 from typing import Any
 
 from optuna.trial import TrialState
@@ -42,9 +43,10 @@ class Budget(Stopper):  # type: ignore[misc] # Ray has no types
         patience = self._limits.patience
         if not patience:
             return
+        ended = sorted(study.ended, key=lambda each: each.datetime_complete or datetime.max)
         values = [
             self._sign * each.value if each.state == TrialState.COMPLETE and each.value is not None else float("inf")
-            for each in study.ended
+            for each in ended
         ]
         if len(values) <= patience:
             return
