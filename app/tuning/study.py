@@ -27,9 +27,11 @@ CAUSE, EPOCHS, VALUES, FAILURES, STOPPED_EARLY, DUPLICATE_OF, LEARNED_FROM = (
 WAITS = "waits"
 """Noted of a trial that runs in the study, and waits at a rung for a promotion."""
 
-_SPACE, _RECIPE = "space", "recipe"
+_SPACE, _RECIPE, _TRIALS = "space", "recipe", "trials"
 _BASE = ("task", "data", "model", "train")
 """The sections of a recipe on which a trial depends."""
+_PINNED = ("epochs", "workers", "scheduler")
+"""The keys of ``tune`` that make trials of one study comparable."""
 _MOST_DUPLICATES = 20
 
 
@@ -91,6 +93,7 @@ class SearchStudy:
                 study.set_metric_names([each.metric for each in config.objectives])  # for dashboards and plots
             study.set_user_attr(_SPACE, space.fingerprint)
             study.set_user_attr(_RECIPE, _base(recipe))
+            study.set_user_attr(_TRIALS, _pinned(config))
             study.enqueue_trial(space.own_values(recipe))
             for each in known:
                 _learn(study, each, space)
@@ -102,7 +105,7 @@ class SearchStudy:
 
         Raises:
             StorageError: it cannot be opened, or is not there.
-            TuningError: its space, its objectives or its recipe is another.
+            TuningError: its space, its objectives, its recipe, or its trials' epochs, workers or scheduler are others.
         """
         study = _load(name, url)
         with explained(url):
@@ -347,6 +350,10 @@ def _base(recipe: Recipe) -> dict[str, Any]:
     return base
 
 
+def _pinned(config: TuneConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in _PINNED}
+
+
 def _load(name: str, url: URL) -> Study:
     """A study that is there. Raises StorageError or TuningError."""
     require_study_file(url)
@@ -392,6 +399,13 @@ def _check_same(study: Study, space: Space, recipe: Recipe, config: TuneConfig) 
             f"the recipe's {', '.join(_BASE)} are not what study {study.study_name!r} was started with, and its values "
             "mean something else: change them back, or leave tune.resume out to start a new study"
         )
+    given = _pinned(config)
+    for key, expected in study.user_attrs.get(_TRIALS, given).items():
+        if given[key] != expected:
+            raise TuningError(
+                f"tune.{key} is {_shown(given[key])}, and study {study.study_name!r} was started with "
+                f"{_shown(expected)}: set it back, or leave tune.resume out to start a new study"
+            )
 
 
 def _check_objectives(study: Study, config: TuneConfig) -> None:
@@ -406,6 +420,10 @@ def _check_objectives(study: Study, config: TuneConfig) -> None:
             f"study {study.study_name!r} is about {_show_objectives(known)}, and the recipe about "
             f"{_show_objectives(wanted)}: set tune.metric to the same, or leave tune.resume and tune.warm_start out"
         )
+
+
+def _shown(value: Value) -> str:
+    return "nothing" if value is None else str(value)
 
 
 def _show(distribution: str | None) -> str:

@@ -194,6 +194,8 @@ def test_a_search_learns_from_an_earlier_one(url: URL, tmp_path: Path) -> None:
     [
         (["tune.metric=val_loss", "tune.mode=min"], "is about val_accuracy (max), and the recipe about val_loss (min)"),
         (["train.epochs=3"], "are not what study 'one' was started with"),
+        (["tune.epochs=3"], "tune.epochs is 3, and study 'one' was started with nothing"),
+        (["tune.scheduler=median"], "tune.scheduler is median, and study 'one' was started with asha"),
     ],
 )
 def test_a_study_of_another_question_is_refused(url: URL, overrides: list[str], words: str) -> None:
