@@ -6,16 +6,19 @@ from pydantic import BaseModel
 
 from app.config import Recipe, load_recipe
 from app.errors import RayloomError
-from app.runs import Outcome, Result, Run, Step, execute, latest_result, newest_unfinished
-from app.storage import open_storage
+from app.runs import RESULT_FILE, Outcome, Result, Run, Step, execute, has_succeeded, newest_unfinished
+from app.storage import write_atomically
 from app.tasks import find_processor
+from app.training.coordination.heartbeat import require_silence
 from app.training.resume import start_or_resume
 from jobs._runner import main
 from jobs.compile import compile_model
 from jobs.deploy import deploy
 from jobs.train import train
-from jobs.tune import start_or_resume as start_or_resume_search
 from jobs.tune import tune
+
+SEARCH_FILE = "search"
+"""In a lifecycle's folder: the id of its tune run, noted before it begins."""
 
 
 class LifecycleMetrics(BaseModel):
@@ -31,8 +34,10 @@ class LifecycleMetrics(BaseModel):
 def lifecycle(run: Run) -> Outcome:
     """Run every step on what the one before it made; each keeps a run of its own."""
     find_processor(run.recipe.task)  # refuses a task that cannot be compiled, before it is trained
+    goes_on = run.recipe.train.resume or (run.recipe.tune and run.recipe.tune.resume)
+    before = newest_unfinished(run.storage, run.job, run.recipe.name) if goes_on else None
     run.open()
-    tuned = _search(run.recipe) if run.recipe.tune else None
+    tuned = _search(run, before) if run.recipe.tune else None
     best = load_recipe(tuned.artifacts["best_recipe"]) if tuned else run.recipe
     recipe = _with(best, "train", resume=run.recipe.train.resume)
     trained = _step(start_or_resume("train", recipe), train)
@@ -52,14 +57,25 @@ def lifecycle(run: Run) -> Outcome:
     )
 
 
-def _search(recipe: Recipe) -> Result:
-    """What the recipe's search came to. If training goes on, so does the search before it, or it is over already."""
-    if recipe.train.resume:
-        storage = open_storage(recipe.storage)
-        recipe = _with(recipe, "tune", resume=True)
-        if not newest_unfinished(storage, "tune", recipe.name) and newest_unfinished(storage, "train", recipe.name):
-            return latest_result(storage, "tune", recipe.name)
-    return _step(start_or_resume_search("tune", recipe), tune)
+def _search(run: Run, before: str | None) -> Result:
+    """What the recipe's search came to. A lifecycle that goes on keeps its own, or goes on with it; never another's."""
+    search = _search_of(run, before) or Run.start("tune", run.recipe)
+    write_atomically(run.folder / SEARCH_FILE, search.run_id.encode())
+    if has_succeeded(search.folder):
+        print(f"search {search.run_id} is over already", flush=True)
+        return Result.model_validate_json((search.folder / RESULT_FILE).read_bytes())
+    if search.folder.exists():
+        require_silence(search.folder)
+        print(f"search {search.run_id} goes on", flush=True)
+    return _step(search, tune)
+
+
+def _search_of(run: Run, before: str | None) -> Run | None:
+    """The search that an earlier lifecycle began, if it came so far."""
+    if before is None or not (noted := run.folder.parent / before / SEARCH_FILE).exists():
+        return None
+    search = Run.resume("tune", run.recipe, noted.read_text(encoding="utf-8"))
+    return search if search.folder.exists() else None
 
 
 def _step(run: Run, step: Step) -> Result:
