@@ -1,0 +1,79 @@
+"""Who ends trials: what a search that goes on tells them, and what they leave alone."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from optuna.trial import FrozenTrial, TrialState, create_trial
+from ray.tune.schedulers import TrialScheduler
+
+from app.config import Recipe, load_recipe
+from app.tuning.results import EPOCH, HEARD, NUMBER, VALUE, VALUES
+from app.tuning.schedulers import create_scheduler, replay
+from app.tuning.space import load_space
+from tests.helpers import ROOT
+
+EPOCHS = 4
+LR, MOMENTUM = "train.optimizer.lr", "train.optimizer.momentum"
+
+
+def scheduler_of(name: str) -> TrialScheduler:
+    recipe: Recipe = load_recipe(ROOT / "recipes/digits.yaml", [f"tune.scheduler={name}"])
+    assert recipe.tune is not None
+    return create_scheduler(recipe.tune, EPOCHS, load_space("tune_spaces.image:space", recipe))
+
+
+def past(value: float) -> FrozenTrial:
+    return create_trial(state=TrialState.COMPLETE, value=value, intermediate_values=dict.fromkeys((1, 2, 3, 4), value))
+
+
+class Trial:
+    """As much of a trial of Ray Tune's as these schedulers look at."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.trial_id = f"trial-{number}"
+        self.config: dict[str, Any] = {NUMBER: number}
+
+
+def told(scheduler: TrialScheduler, trial: Trial, epoch: int, value: float) -> str:
+    controller = SimpleNamespace(get_live_trials=list)
+    return str(scheduler.on_trial_result(controller, trial, {EPOCH: epoch, VALUE: value}))
+
+
+@pytest.mark.parametrize("name", ["median", "hyperband"])
+def test_a_search_that_goes_on_compares_with_the_trials_before_it(name: str) -> None:
+    scheduler = scheduler_of(name)
+    replay(scheduler, [past(0.9 + number / 1000) for number in range(40)])
+    trial = Trial()
+    scheduler.on_trial_add(None, trial)
+    assert any(told(scheduler, trial, epoch, 0.1) == TrialScheduler.STOP for epoch in (1, 2, 3))
+
+
+def test_a_trial_with_too_few_to_compare_with_goes_on() -> None:
+    scheduler = scheduler_of("median")
+    replay(scheduler, [past(0.9), past(0.8)])
+    scheduler.on_trial_add(None, trial := Trial())
+    assert [told(scheduler, trial, epoch, 0.1) for epoch in (1, 2, 3)] == [TrialScheduler.CONTINUE] * 3
+
+
+@pytest.mark.parametrize("name", ["median", "hyperband"])
+def test_after_its_last_epoch_a_trial_is_not_judged(name: str) -> None:
+    scheduler = scheduler_of(name)
+    replay(scheduler, [past(0.9 + number / 1000) for number in range(40)])
+    scheduler.on_trial_add(None, trial := Trial())
+    assert told(scheduler, trial, EPOCHS, 0.1) == TrialScheduler.CONTINUE
+
+
+def test_a_population_changes_the_keys_that_a_trial_has_within_their_ranges() -> None:
+    scheduler = scheduler_of("pbt")
+    space = load_space("tune_spaces.image:space", load_recipe(ROOT / "recipes/digits.yaml"))
+    highest: float = space.distributions[LR].high  # type: ignore[attr-defined]
+    cloned, trial = Trial(1), Trial(2)
+    cloned.config |= {VALUES: {LR: highest, "train.optimizer.name": "adamw"}, HEARD: 3}
+    trial.config |= {VALUES: {LR: 0.01, MOMENTUM: 0.9, "train.optimizer.name": "sgd"}, HEARD: 2}
+    for _ in range(50):
+        config, _ = scheduler._get_new_config(trial, cloned)
+        assert config.keys() == {NUMBER, VALUES, HEARD}
+        assert (config[NUMBER], config[HEARD]) == (2, 2)
+        assert config[VALUES].keys() == {LR, "train.optimizer.name"}
+        assert space.contains(config[VALUES])

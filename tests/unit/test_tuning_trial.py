@@ -1,0 +1,62 @@
+"""A trial as the search runs it."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from upath import UPath
+
+from app.config import load_recipe
+from app.errors import RecipeError, TrainingError
+from app.telemetry.alerts import Action
+from app.training.coordination.control import request
+from app.tuning.results import HEARD, NUMBER, VALUES
+from app.tuning.trainable import TRIALS, TrialActor
+from tests.helpers import ROOT
+
+Begin = Callable[..., TrialActor]
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    recipe = load_recipe(ROOT / "recipes/digits.yaml", ["train.epochs=2", "model.args.width=8"])
+    actors = []
+
+    class Actor(TrialActor):
+        def setup(self, config: dict[str, Any]) -> None:  # type: ignore[override]
+            super().setup(config, recipe.model_dump_json(), str(tmp_path))
+
+    def begin(heard: int = 0, **values: Any) -> TrialActor:
+        actor = Actor({NUMBER: 0, VALUES: values, HEARD: heard})
+        actors.append(actor)
+        return actor
+
+    yield begin
+    for each in actors:
+        each.cleanup()
+
+
+def test_an_epoch_that_nobody_heard_of_is_reported_by_the_next_attempt(begin: Begin) -> None:
+    first = begin()
+    known, lost = first.step(), first.step()
+    first.cleanup()  # the study has heard of one epoch
+    second = begin(heard=1)
+    assert second.step() == lost != known
+    assert second.step()["ended"]
+
+
+def test_values_that_the_recipe_refuses_are_a_failure_of_the_trial(begin: Begin) -> None:
+    actor = begin(**{"train.global_batch_size": 0})
+    with pytest.raises(RecipeError, match="global_batch_size"):
+        actor.step()
+
+
+def test_a_trial_that_was_asked_to_stop_is_not_complete(begin: Begin, tmp_path: Path) -> None:
+    actor = begin()
+    actor.step()
+    request(UPath(tmp_path) / TRIALS / "0000", Action.STOP)
+    time.sleep(1.1)  # training looks once a second
+    with pytest.raises(TrainingError, match="asked to stop"):
+        actor.step()
