@@ -3,7 +3,10 @@
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
+from app.config import load_recipe
+from app.runs import Outcome, Run, execute
 from jobs._runner import main
 from jobs.compile import compile_model
 from jobs.deploy import deploy
@@ -34,6 +37,7 @@ DIGITS, STDLIB = str(ROOT / "recipes/digits.yaml"), str(ROOT / "recipes/stdlib_g
         ("tune", [DIGITS, "tune.space=tune_spaces.image:spaces"], 1, "did you mean 'space'?"),
         ("tune", [DIGITS, "tune.space=tune_spaces.text:space"], 1, "no such key"),
         ("tune", [DIGITS, "tune.storage=sqlite:///studies.db"], 1, "is a relative path"),
+        ("tune", [DIGITS, "tune.workers=2"], 1, "set tune.scheduler to none, or tune.workers to 1"),
         ("deploy", [DIGITS, "name=unknown"], 1, "run jobs.compile first"),
         ("deploy", [DIGITS, "serve.version=99"], 1, "no version 99"),
     ],
@@ -50,3 +54,22 @@ def test_what_cannot_work_is_refused_and_leaves_nothing(
     assert words in result["error"]
     assert printed.err.strip() == f"error: {result['error']}"
     assert not (tmp_path / "storage").exists()
+
+
+def test_a_lifecycle_that_goes_on_takes_up_no_search_but_its_own(tmp_path: Path) -> None:
+    class Found(BaseModel):
+        best_value: float
+
+    def search(run: Run) -> Outcome:
+        run.open()
+        return Outcome(Found(best_value=0.5), {"best_recipe": DIGITS})
+
+    recipe = load_recipe(DIGITS, [f"storage={tmp_path / 'storage'}", "train.resume=unknown"])
+    own, others, before = Run.start("tune", recipe), Run.start("tune", recipe), Run.start("lifecycle", recipe)
+    assert {execute(each, search).status for each in (own, others)} == {"succeeded"}
+    before.open()
+    (before.folder / "search").write_text(own.run_id, encoding="utf-8")
+    after = Run.start("lifecycle", recipe)
+    assert "no such run" in str(execute(after, lifecycle).error)  # training, after the search
+    assert (after.folder / "search").read_text(encoding="utf-8") == own.run_id
+    assert len(list(own.folder.parent.iterdir())) == 2

@@ -20,6 +20,7 @@ from upath import UPath
 from app.config import Recipe, load_recipe
 from app.errors import RecipeError, StorageError, TuningError
 from app.tuning import storage
+from app.tuning.budget import Budget
 from app.tuning.outcome import TuneMetrics
 from app.tuning.space import Space, load_space
 from app.tuning.storage import study_url
@@ -97,6 +98,7 @@ def test_a_search_that_was_cut_off_repeats_nothing_and_retries_what_ran(url: URL
     after = resume(url)
     again = after.ask(MOST)
     assert again == running
+    assert (after.heard(again.number), before.heard(running.number)) == (1, 1)
     after.report(again.number, 2, 0.6)
     after.complete(again.number, [0.6], stopped_early=True)
     assert [each.intermediate_values for each in after.trials] == [{1: 0.8}, {1: 0.4, 2: 0.6}]
@@ -105,6 +107,18 @@ def test_a_search_that_was_cut_off_repeats_nothing_and_retries_what_ran(url: URL
     assert len({str(each.user_attrs["values"]) for each in after.trials}) == 5
     metrics = TuneMetrics.of(after, ["val_accuracy"], None)
     assert (metrics.best_trial, metrics.epochs_trained, metrics.trials_stopped_early) == (0, 3, 1)
+
+
+def test_patience_counts_trials_in_the_order_in_which_they_ended(url: URL) -> None:
+    study = create(url)
+    recipe = recipe_with("tune.stop.patience=2")
+    assert recipe.tune is not None
+    budget = Budget(recipe.tune.stop, recipe.tune.objectives[0], 0)
+    late, *others = [ask(study) for _ in range(4)]
+    for number, value in zip([*others, late], (0.5, 0.4, 0.3, 0.9), strict=True):
+        study.complete(number, [value], stopped_early=False)
+    budget.trial_ended(study)
+    assert budget.reason is None  # the last one to end is the first that began
 
 
 def test_there_are_as_many_trials_as_were_asked_for(url: URL) -> None:
