@@ -4,7 +4,7 @@ from app.config.alerts import AlertConfig, EmailConfig, NotifyConfig, WebhookCon
 from app.config.data import CleanConfig, ColumnsConfig, DataConfig, ImageConfig, TokenizerConfig
 from app.config.layout import Layout
 from app.config.loading import dump_recipe, load_recipe
-from app.config.plan import PlanConfig
+from app.config.plan import PlanConfig, Precision
 from app.config.plan_rules import ModelTraits, Setting, broken_rule, nearest_plan
 from app.config.recipe import (
     LANGUAGE_MODELING,
@@ -45,6 +45,7 @@ __all__ = [
     "NotifyConfig",
     "OptimizerConfig",
     "PlanConfig",
+    "Precision",
     "ProfileConfig",
     "Recipe",
     "ScheduleConfig",
