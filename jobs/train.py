@@ -16,10 +16,10 @@ from app.runs import Outcome, Run
 from app.telemetry.alerts import Action
 from app.training.coordination.control import request
 from app.training.ray_worker import WorkerArguments, train_worker
+from app.training.records import Ending
 from app.training.resume import start_or_resume
 from app.training.run import finish_run, open_run, prepare_run
 from app.training.run_folder import FAILURE_FILE
-from app.training.session import Ending
 from jobs._cluster import connect, require
 from jobs._runner import main
 

@@ -19,9 +19,8 @@ from app.training.coordination.control import withdraw
 from app.training.data.batches import count_steps
 from app.training.engine.deepspeed_config import deepspeed_config
 from app.training.engine.nvme import require_asynchronous_io
-from app.training.records import StoppedMetrics, TrainMetrics, best_of
+from app.training.records import Ending, StoppedMetrics, TrainMetrics, best_of
 from app.training.run_folder import CHECKPOINTS, DATA, FAILURE_FILE, WEIGHTS
-from app.training.session import Ending
 from app.training.weights import publish_weights
 
 
@@ -70,7 +69,7 @@ def finish_run(run: Run, data: PreparedData, ending: Ending) -> Outcome:
     baseline = linear_baseline(_texts_of(data)) if recipe.train.linear_baseline else None
     if baseline is not None:
         print(f"val_accuracy {best.val_accuracy:.4f}; {LINEAR_BASELINE}: {baseline:.4f}", flush=True)
-    reached = TrainMetrics.of(best, ending.records[-1], recipe.train, ending.workers, baseline)
+    reached = TrainMetrics.of(best, ending, recipe.train, baseline)
     return Outcome(reached, {"checkpoint": str(checkpoint), "weights": str(weights)})
 
 

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from pydantic import BaseModel
 from upath import UPath
 
 from app.config import NotifyConfig, Recipe
@@ -26,7 +25,7 @@ from app.training.data.batches import count_steps
 from app.training.data.feed import Feed
 from app.training.engine import create_engine
 from app.training.loop import Loop
-from app.training.records import EpochRecord
+from app.training.records import Ending, EpochRecord
 from app.training.reporting.meter import Meter
 from app.training.reporting.metrics_log import MetricsLog
 from app.training.reporting.progress import Progress
@@ -35,16 +34,6 @@ from app.training.run_folder import CHECKPOINTS, FAILURE_FILE
 from app.training.worker import Worker
 
 _MOST_ROLLBACKS = 3
-
-
-class Ending(BaseModel):
-    """How a run's workers ended."""
-
-    records: list[EpochRecord]
-    request: Action
-    """CONTINUE: training is done; otherwise what was asked, with the state kept."""
-    step: int
-    workers: int
 
 
 def _nothing() -> Action:
@@ -70,8 +59,16 @@ def train(
     """
     with ExitStack() as stack:
         loop = _begin(recipe, data, worker, run_folder, report, announced, stack)
+        resumed_from_step = loop.position.step
         request = _run(loop)
-        return Ending(records=loop.records, request=request, step=loop.position.step, workers=worker.size)
+        return Ending(
+            records=loop.records,
+            request=request,
+            step=loop.position.step,
+            workers=worker.size,
+            resumed_from_step=resumed_from_step,
+            first_step_s=loop.recorder.first_step_s,
+        )
 
 
 def _run(loop: Loop) -> Action:
