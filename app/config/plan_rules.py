@@ -16,8 +16,11 @@ class ModelTraits:
     name: str
     layers: int | None
     """Layers that a pipeline can be cut between; None: the model is not staged."""
-    heads: int | None
-    """Attention heads that a tensor degree divides; None: its matrices cannot be shared."""
+    tensor_divisor: int | None
+    """What a tensor degree must divide: attention heads, or what the widths of its matrices have in common.
+
+    None: its matrices cannot be split.
+    """
     checkpoints_activations: bool
 
 
@@ -175,14 +178,17 @@ def _model_is_staged(plan: PlanConfig, setting: Setting) -> str | None:
     return None
 
 
-def _heads_divide(plan: PlanConfig, setting: Setting) -> str | None:
+def _tensor_divides(plan: PlanConfig, setting: Setting) -> str | None:
     model = setting.model
     if model is None or plan.tensor == 1:
         return None
-    if model.heads is None:
-        return f"model {model.name} has no matrices that can be shared (app.models.staged), so tensor is 1"
-    if model.heads % plan.tensor:
-        return f"tensor {plan.tensor} does not divide the {model.heads} heads of model {model.name}"
+    if model.tensor_divisor is None:
+        return f"model {model.name} has no matrices that can be split (app.models.staged), so tensor is 1"
+    if model.tensor_divisor % plan.tensor:
+        return (
+            f"tensor {plan.tensor} does not divide {model.tensor_divisor}: the heads of model {model.name}, or what the "
+            "widths of its matrices have in common"
+        )
     return None
 
 
@@ -203,6 +209,6 @@ _RULES: tuple[Rule, ...] = (
     _zero_plus_plus_takes_gpus,
     _powersgd_takes_plain_data_parallel,
     _model_is_staged,
-    _heads_divide,
+    _tensor_divides,
     _activations_can_be_recomputed,
 )

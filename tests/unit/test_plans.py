@@ -1,6 +1,7 @@
 """Plans that cannot run are refused before a worker starts, with the rule and the nearest plan that can."""
 
 import pytest
+import torch
 
 from app.config import load_recipe
 from app.config.layout import lay_out
@@ -45,18 +46,26 @@ def test_a_plan_that_cannot_run_is_refused_with_the_nearest_that_can(overrides: 
 
 def test_the_model_has_a_say() -> None:
     traits = traits_of(build_model(MODELS["gpt"], FACTS))
-    assert (traits.layers, traits.heads) == (7, 4)  # embedding, four blocks, norm, output
+    assert (traits.layers, traits.tensor_divisor) == (7, 4)  # embedding, four blocks, norm, output
 
     def said(workers: int, **plan: int) -> str | None:
         return broken_rule(PlanConfig(**plan), Setting((workers, workers), "fp32", "cpu", "adamw", traits))
 
     assert said(8, pipeline=2, tensor=4) is None
     assert "pipeline 16 has more stages than model GPT has layers (7)" in str(said(16, pipeline=16))
-    assert "tensor 8 does not divide the 4 heads" in str(said(8, tensor=8))
+    assert "tensor 8 does not divide 4: the heads of model GPT" in str(said(8, tensor=8))
+
+
+def test_a_tensor_degree_divides_what_can_be_split() -> None:
+    llama = MODELS["llama"].model_copy(update={"args": MODELS["llama"].args | {"num_key_value_heads": 2}})
+    assert traits_of(build_model(llama, FACTS)).tensor_divisor == 2
+    plain = torch.nn.Linear(8, 8)
+    plain.heads = 4  # which tells nobody where to split it
+    assert traits_of(plain).tensor_divisor is None
 
 
 def test_a_model_that_is_not_staged_takes_no_pipeline() -> None:
-    traits = ModelTraits("CNN", layers=None, heads=None, checkpoints_activations=False)
+    traits = ModelTraits("CNN", layers=None, tensor_divisor=None, checkpoints_activations=False)
     setting = Setting((4, 4), "fp32", "cpu", "adamw", traits)
     assert "is not staged" in str(broken_rule(PlanConfig(pipeline=2), setting))
     assert "activation_checkpointing is false" in str(broken_rule(PlanConfig(activation_checkpointing=True), setting))
