@@ -5,7 +5,7 @@ from app.config.data import CleanConfig, ColumnsConfig, DataConfig, ImageConfig,
 from app.config.layout import Layout
 from app.config.loading import dump_recipe, load_recipe
 from app.config.plan import PlanConfig, Precision
-from app.config.plan_rules import ModelTraits, Setting, broken_rule, nearest_plan
+from app.config.plan_rules import ModelTraits, Setting, refusal
 from app.config.recipe import (
     LANGUAGE_MODELING,
     BatchingConfig,
@@ -54,8 +54,7 @@ __all__ = [
     "TokenizerConfig",
     "TrainConfig",
     "WebhookConfig",
-    "broken_rule",
     "dump_recipe",
     "load_recipe",
-    "nearest_plan",
+    "refusal",
 ]

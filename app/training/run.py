@@ -3,7 +3,7 @@
 from torch import nn
 
 from app.checksums import CHECKSUMS_FILE, verify_checksums
-from app.config import broken_rule, nearest_plan
+from app.config import refusal
 from app.data.baseline import LINEAR_BASELINE, linear_baseline
 from app.data.classification import ClassificationData
 from app.data.prepared import PreparedData
@@ -88,9 +88,8 @@ def _is_saved(run: Run) -> bool:
 def _check_plan(run: Run, model: nn.Module) -> None:
     """Refuse a plan that the model cannot run, and DeepSpeed keys that contradict it."""
     config = run.recipe.train
-    setting = config.setting(traits_of(model))
-    if rule := broken_rule(config.plan, setting):
-        raise RecipeError(f"train.plan: {rule}; {nearest_plan(config.plan, setting)}")
+    if reason := refusal(config.plan, config.setting(traits_of(model))):
+        raise RecipeError(f"train.plan: {reason}")
     if config.plan.offload == "nvme":
         require_asynchronous_io()
     deepspeed_config(config, config.layout(config.workers_range[1]), kind_of(model))

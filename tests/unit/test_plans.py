@@ -6,7 +6,7 @@ import torch
 from app.config import load_recipe
 from app.config.layout import lay_out
 from app.config.plan import PlanConfig
-from app.config.plan_rules import ModelTraits, Setting, broken_rule, nearest_plan
+from app.config.plan_rules import ModelTraits, Setting, refusal
 from app.errors import RecipeError
 from app.models.factory import build_model
 from app.models.kind import ModelKind
@@ -41,6 +41,7 @@ GPT = ROOT / "recipes/stdlib_gpt.yaml"
 def test_a_plan_that_cannot_run_is_refused_with_the_nearest_that_can(overrides: list[str], words: list[str]) -> None:
     with pytest.raises(RecipeError) as refused:
         load_recipe(GPT, overrides)
+    assert str(refused.value).startswith(f"{GPT}: train.plan: ")
     assert all(word in str(refused.value) for word in words), str(refused.value)
 
 
@@ -49,7 +50,7 @@ def test_the_model_has_a_say() -> None:
     assert (traits.layers, traits.tensor_divisor) == (7, 4)  # embedding, four blocks, norm, output
 
     def said(workers: int, **plan: int) -> str | None:
-        return broken_rule(PlanConfig(**plan), Setting((workers, workers), "fp32", "cpu", "adamw", traits))
+        return refusal(PlanConfig(**plan), Setting((workers, workers), "fp32", "cpu", "adamw", traits))
 
     assert said(8, pipeline=2, tensor=4) is None
     assert "pipeline 16 has more stages than model GPT has layers (7)" in str(said(16, pipeline=16))
@@ -67,9 +68,9 @@ def test_a_tensor_degree_divides_what_can_be_split() -> None:
 def test_a_model_that_is_not_staged_takes_no_pipeline() -> None:
     traits = ModelTraits("CNN", layers=None, tensor_divisor=None, checkpoints_activations=False)
     setting = Setting((4, 4), "fp32", "cpu", "adamw", traits)
-    assert "is not staged" in str(broken_rule(PlanConfig(pipeline=2), setting))
-    assert "activation_checkpointing is false" in str(broken_rule(PlanConfig(activation_checkpointing=True), setting))
-    assert nearest_plan(PlanConfig(tensor=2, pipeline=2), setting).endswith("has tensor: 1, pipeline: 1")
+    assert "is not staged" in str(refusal(PlanConfig(pipeline=2), setting))
+    assert "activation_checkpointing is false" in str(refusal(PlanConfig(activation_checkpointing=True), setting))
+    assert str(refusal(PlanConfig(tensor=2, pipeline=2), setting)).endswith("has tensor: 1, pipeline: 1")
 
 
 def test_neighbours_share_matrices_and_ranks_of_one_stage_share_data() -> None:
