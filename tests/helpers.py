@@ -82,6 +82,13 @@ class Faults:
 SGD = ["train.optimizer.name=sgd", "train.optimizer.lr=0.1", "train.optimizer.momentum=0.9", "train.max_steps=20"]
 
 
+def documented(page: str, **names: Any) -> dict[str, Any]:
+    """What the first Python of a page in ``docs`` defines; ``names`` is what it takes for granted."""
+    code = (ROOT / "docs" / page).read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    exec(code, names)
+    return names
+
+
 def result_of(output: str) -> dict[str, Any]:
     lines = {line for line in output.splitlines() if line.startswith("RESULT ")}  # Ray shows that of a failed job twice
     assert len(lines) == 1, output

@@ -1,27 +1,4 @@
-"""What a model writes so that it can be cut: into pipeline stages by layers, into tensor-parallel shards by matrices.
-
-A model of one's own, whose embedding is also its output layer:
-
-    class Tiny(nn.Module):
-        def __init__(self, vocab_size: int, width: int = 64) -> None:
-            super().__init__()
-            self.tokens = nn.Embedding(vocab_size, width)
-            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-        def layers(self) -> list[nn.Module | Tied]:
-            block = nn.Sequential(self.up, nn.GELU(), self.down)
-            return [
-                Tied(self.tokens, lambda tokens, input_ids: tokens(input_ids)),
-                block,
-                Tied(self.tokens, lambda tokens, hidden: functional.linear(hidden, tokens.weight)),
-            ]
-
-        def tp_plan(self) -> dict[str, ShardStyle]:
-            return {"up": "colwise", "down": "rowwise"}
-
-        def forward(self, input_ids: Tensor) -> Tensor:
-            return run_layers(self.layers(), input_ids)
-"""
+"""What a model writes to be cut into pipeline stages and tensor-parallel shards, as docs/language_models.md shows."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -136,7 +113,7 @@ def parameters_of(layer: Layer) -> Iterable[tuple[str, nn.Parameter]]:
 
 def _staged(model: nn.Module) -> Staged:
     if not isinstance(model, Staged):
-        raise _wrong(model, "it has no layers() and tp_plan(): write them as app.models.staged shows")
+        raise _wrong(model, "it has no layers() and tp_plan(): write them as docs/language_models.md shows")
     return model
 
 

@@ -20,7 +20,7 @@ from aiosmtpd.smtp import AuthResult, Envelope
 
 from app.config import load_recipe
 from app.telemetry.alerts import Action, Alerts, Notification, start_alerts
-from tests.helpers import ROOT, wait_until
+from tests.helpers import ROOT, documented, wait_until
 from tests.receiver import HttpReceiver
 
 SECRET = "a secret of the receiver"
@@ -70,14 +70,6 @@ def mail_settings(port: int, **settings: Any) -> dict[str, Any]:
     return {"host": "localhost", "port": port, "sender": "rayloom@example.org", "to": ["a@example.org"], **settings}
 
 
-def documented_check() -> Callable[[str, dict[str, str], bytes], bool]:
-    """What docs/alerts.md gives to the author of a receiver."""
-    code = (ROOT / "docs/alerts.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
-    namespace: dict[str, Any] = {"hashlib": hashlib, "hmac": hmac, "time": time, "Mapping": Mapping}
-    exec(code, namespace)
-    return namespace["is_genuine"]
-
-
 def observe(alerts: Alerts, loss: float = 3.0) -> None:
     assert alerts.observe({"step": 12, "epoch": 2, "loss": loss}) is Action.PAUSE
 
@@ -92,7 +84,7 @@ def test_a_webhook_is_tried_until_it_takes_a_signed_notification(
     alerts.close()
     assert len(receiver.requests) == 3
     assert len({body for _, body in receiver.requests}) == 1
-    is_genuine = documented_check()
+    is_genuine = documented("alerts.md", hashlib=hashlib, hmac=hmac, time=time, Mapping=Mapping)["is_genuine"]
     for headers, body in receiver.requests:
         assert headers["Content-Type"] == "application/json"
         assert is_genuine(SECRET, headers, body)
