@@ -9,13 +9,13 @@ from pydantic import BaseModel
 from app.config import PlanConfig, TrainConfig
 from app.telemetry.alerts import Action
 from app.telemetry.memory import MemoryRecord
+from app.telemetry.record import Record
 
 
-class StepRecord(BaseModel):
+class StepRecord(Record):
     """One optimizer step, its values over the whole global batch."""
 
-    step: int
-    epoch: int
+    kind = "step"
     loss: float
     lr: float
     grad_norm: float
@@ -31,11 +31,10 @@ class StepRecord(BaseModel):
     """Of the first worker."""
 
 
-class EpochRecord(BaseModel):
+class EpochRecord(Record):
     """One epoch: means over the training steps and over the whole validation split."""
 
-    epoch: int
-    step: int
+    kind = "epoch"
     train_loss: float
     val_loss: float
     val_accuracy: float

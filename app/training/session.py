@@ -145,7 +145,7 @@ def _begin(
         activity=activity,
     )
     loop.restore()
-    alerts.recall(record.model_dump() for record in loop.records)
+    alerts.recall(loop.records)
     return loop
 
 

@@ -20,6 +20,7 @@ from aiosmtpd.smtp import AuthResult, Envelope
 
 from app.config import load_recipe
 from app.telemetry.alerts import Action, Alerts, Notification, start_alerts
+from app.telemetry.record import Record
 from tests.helpers import ROOT, documented, wait_until
 from tests.receiver import HttpReceiver
 
@@ -70,8 +71,14 @@ def mail_settings(port: int, **settings: Any) -> dict[str, Any]:
     return {"host": "localhost", "port": port, "sender": "rayloom@example.org", "to": ["a@example.org"], **settings}
 
 
+class Step(Record):
+    kind = "step"
+    loss: float
+
+
 def observe(alerts: Alerts, loss: float = 3.0) -> None:
-    assert alerts.observe({"step": 12, "epoch": 2, "loss": loss}) is Action.PAUSE
+    alerts.append(Step(step=12, epoch=2, loss=loss))
+    assert alerts.pending() is Action.PAUSE
 
 
 def test_a_webhook_is_tried_until_it_takes_a_signed_notification(
