@@ -6,11 +6,11 @@ from contextlib import ExitStack
 
 from upath import UPath
 
-from app.config import NotifyConfig, Recipe
+from app.config import Recipe
 from app.data.prepared import PreparedData
 from app.errors import NonFiniteLossError, TrainingError
 from app.models.factory import build_model
-from app.telemetry.alerts import Action, Alerts, start_alerts
+from app.telemetry.alerts import Action, Alerts, Notifier
 from app.telemetry.profiler import profile_steps
 from app.telemetry.tensorboard import TensorBoardLog
 from app.training.activity import Activity
@@ -105,7 +105,8 @@ def _begin(
     watchdog = Watchdog(worker, config.hang_timeout_s, lambda reason: _note_failure(run_folder, reason))
     stack.callback(watchdog.close)
     activity = Activity(watchdog.beat)
-    alerts = _start_alerts(recipe, worker, run_folder.name)
+    run_id = run_folder.name
+    alerts = Alerts.of(recipe, run_id) if worker.is_first else Alerts([], Notifier(), run_id, recipe.name)
     stack.callback(alerts.close)
     total_steps = count_steps(config, len(data.train))
     seed_random(config.seed)
@@ -147,13 +148,6 @@ def _begin(
     loop.restore()
     alerts.recall(loop.records)
     return loop
-
-
-def _start_alerts(recipe: Recipe, worker: Worker, run_id: str) -> Alerts:
-    """The recipe's in the first worker; the others have none."""
-    return start_alerts(
-        recipe if worker.is_first else recipe.model_copy(update={"alerts": [], "notify": NotifyConfig()}), run_id
-    )
 
 
 def _note_failure(run_folder: UPath, reason: str) -> None:

@@ -19,7 +19,7 @@ from aiosmtpd.controller import Controller
 from aiosmtpd.smtp import AuthResult, Envelope
 
 from app.config import load_recipe
-from app.telemetry.alerts import Action, Alerts, Notification, start_alerts
+from app.telemetry.alerts import Action, Alerts, Notification
 from app.telemetry.record import Record
 from tests.helpers import ROOT, documented, wait_until
 from tests.receiver import HttpReceiver
@@ -64,7 +64,7 @@ def _free_port() -> int:
 def alerts_of(when: str = "loss above 2", **notify: dict[str, Any]) -> Alerts:
     receivers = {kind: {"retry_wait_s": 0.01, **settings} for kind, settings in notify.items()}
     overrides = [f"alerts={json.dumps([{'when': when, 'do': ['notify', 'pause']}])}", f"notify={json.dumps(receivers)}"]
-    return start_alerts(load_recipe(ROOT / "recipes/digits.yaml", overrides), "run-1")
+    return Alerts.of(load_recipe(ROOT / "recipes/digits.yaml", overrides), "run-1")
 
 
 def mail_settings(port: int, **settings: Any) -> dict[str, Any]:

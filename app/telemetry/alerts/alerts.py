@@ -18,11 +18,6 @@ _CLOSE_TIMEOUT_S = 15.0
 _ASKED: dict[Act, Action] = {"notify": Action.CONTINUE, "pause": Action.PAUSE, "stop": Action.STOP}
 
 
-def start_alerts(recipe: Recipe, run_id: str) -> "Alerts":
-    """The recipe's alerts and receivers, at work. Called when training is about to report."""
-    return Alerts(recipe.alerts, Notifier.of(recipe.notify), run_id, recipe.name)
-
-
 class Alerts:
     """Checks every record against every rule, and says what the loop must do.
 
@@ -49,6 +44,11 @@ class Alerts:
         self._closed = threading.Event()
         if self._silences:
             threading.Thread(target=self._look_for_silence, name="alerts: silence", daemon=True).start()
+
+    @classmethod
+    def of(cls, recipe: Recipe, run_id: str) -> "Alerts":
+        """The recipe's alerts, at work, with its receivers."""
+        return cls(recipe.alerts, Notifier.of(recipe.notify), run_id, recipe.name)
 
     def append(self, *records: Record) -> None:
         """Check some records, in their order."""
