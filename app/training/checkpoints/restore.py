@@ -13,6 +13,7 @@ from app.training.checkpoints.rng import restore_random_state
 from app.training.checkpoints.snapshot import Content, buffers_of, fp16_scaler, master_tensors, shards_of
 from app.training.checkpoints.state import TrainState
 from app.training.engine import TrainingEngine
+from app.training.engine.masters import master_pairs
 from app.training.engine.nvme import is_swapped, read_from_nvme, written_to_nvme
 
 
@@ -90,10 +91,9 @@ def _refresh_weights(engine: TrainingEngine) -> None:
         _refresh_zero_3(engine)
     elif hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()
-    elif hasattr(optimizer, "fp32_groups"):
-        for lows, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-            for low, master in zip(lows, masters, strict=True):
-                low.copy_(master)
+    else:
+        for low, master in master_pairs(optimizer):
+            low.copy_(master)
 
 
 def _refresh_zero_3(engine: TrainingEngine) -> None:

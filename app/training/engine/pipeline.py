@@ -20,7 +20,6 @@ from app.training.engine.names import names_of
 from app.training.engine.objective import Objective
 from app.training.engine.step import StepResult, learning_rate
 from app.training.engine.tensor_parallel import shard_linears
-from app.training.worker import import_deepspeed
 
 _Micro = tuple[Tensor, Tensor]
 
@@ -31,8 +30,6 @@ class PipelineEngine:
 
     deepspeed: Any
     names: Mapping[int, str]
-    layout: Layout
-    objective: Objective
 
     @classmethod
     def create(
@@ -43,11 +40,11 @@ class PipelineEngine:
         module = _cut(model, layout, objective)
         if layout.tensor > 1:
             shard_linears(module, names, cuts, module.mpu().get_slice_parallel_group())
-        engine = initialize(module, module, config, layout, total_steps, ModelKind.STAGED)
+        engine = initialize(module, config, layout, total_steps, ModelKind.STAGED)
         if config.torch_compile:
             engine.module.compile()
         engine._INSTRUCTION_MAP = _with_phases(engine._INSTRUCTION_MAP)
-        return cls(engine, names, layout, objective)
+        return cls(engine, names)
 
     def train_step(self, batches: Iterator[MicroBatch], activity: Activity) -> StepResult:
         """One optimizer step on this rank's micro-batches; the loss is the mean of all ranks."""
@@ -58,7 +55,7 @@ class PipelineEngine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> Tensor:
-        """``Objective.sums`` over this rank's batches, float64 of shape (3,); zeros where another rank counts."""
+        """``Objective.sums`` over this rank's batches, float64 of shape (3,); zeros but in the last stage."""
         sums = torch.zeros(3, dtype=torch.float64, device=self.deepspeed.device)
         for batch in batches:
             self.deepspeed.reset_activation_shape()  # the last batch may be a shorter one
@@ -69,8 +66,7 @@ class PipelineEngine:
             if outputs is not None:
                 sums += torch.stack(outputs).sum(0)
         self.deepspeed.reset_activation_shape()
-        counts = self.layout.tensor_rank(torch.distributed.get_rank()) == 0
-        return sums if counts else torch.zeros_like(sums)
+        return sums
 
 
 def _with_phases(instructions: Mapping[Any, Callable[..., None]]) -> dict[Any, Callable[..., None]]:
@@ -98,7 +94,6 @@ def _pairs(batches: Iterator[MicroBatch]) -> Iterator[_Micro]:
 
 def _cut(model: nn.Module, layout: Layout, objective: Objective) -> Any:
     """This worker's stage, about as many parameters as any other's."""
-    import_deepspeed()
     from deepspeed.runtime.pipe.module import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
