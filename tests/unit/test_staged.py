@@ -45,7 +45,7 @@ def with_plan(plan: dict[str, ShardStyle]) -> nn.Module:
         (with_layers(lambda model: [*model.layers(), nn.Linear(2, 2)]), "layer 3 holds 'weight', which the model does"),
         (with_layers(lambda model: [*model.layers(), model.tokens]), "layer 3 holds 'tokens.weight', and so does"),
         (with_layers(lambda model: [*model.layers(), model.up]), "layer 3 holds 'up.weight', and so does"),
-        (with_layers(lambda model: [Tied(model.up, lambda up, x: up(x))]), "shares 'up.bias': only"),
+        (with_layers(lambda model: [Tied(model.up, lambda up, x: up(x))]), "ties 'up.bias': only"),
     ],
 )
 def test_layers_that_are_not_the_model_are_refused(model: nn.Module, words: str) -> None:

@@ -1,4 +1,4 @@
-"""Training on a grid of pipeline stages, data-parallel ranks and shared matrices, by DeepSpeed's pipeline engine."""
+"""Training on a grid of pipeline stages, data-parallel ranks and split matrices, by DeepSpeed's pipeline engine."""
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,7 +35,7 @@ class PipelineEngine:
     def create(
         cls, model: nn.Module, config: TrainConfig, layout: Layout, total_steps: int, objective: Objective
     ) -> Self:
-        """The engine for this worker's stage of ``model``, and its part of the shared matrices."""
+        """The engine for this worker's stage of ``model``, and its part of the split matrices."""
         names, cuts = names_of(model), cuts_of(model)
         module = _cut(model, layout, objective)
         if layout.tensor > 1:
@@ -113,21 +113,21 @@ def _cut(model: nn.Module, layout: Layout, objective: Objective) -> Any:
 
 
 def _specs(layers: list[Layer]) -> list[Any]:
-    """Layers for DeepSpeed; a shared module sums its gradients over the stages that use it."""
+    """Layers for DeepSpeed; a tied module sums its gradients over the stages that use it."""
     from deepspeed.runtime.pipe.module import TiedLayerSpec
 
     class BuiltTiedLayer(TiedLayerSpec):  # type: ignore[misc]
         """A tied layer whose module is there already."""
 
-        def __init__(self, key: str, shared: Tied) -> None:
-            super().__init__(key, type(shared.module), forward_fn=shared.forward)
-            self.module = shared.module
+        def __init__(self, key: str, tied: Tied) -> None:
+            super().__init__(key, type(tied.module), forward_fn=tied.forward)
+            self.module = tied.module
 
         def build(self, log: bool = False) -> nn.Module:  # noqa: ARG002
             return self.module
 
     modules = [layer.module for layer in layers if isinstance(layer, Tied)]
     return [
-        BuiltTiedLayer(f"shared_{modules.index(layer.module)}", layer) if isinstance(layer, Tied) else layer
+        BuiltTiedLayer(f"tied_{modules.index(layer.module)}", layer) if isinstance(layer, Tied) else layer
         for layer in layers
     ]
