@@ -79,12 +79,12 @@ def _fit_once(run: Run) -> Ending:
         ),
     )
     try:
-        answer = trainer.fit().return_value
+        answer: Ending | NonFiniteLossError = trainer.fit().return_value
     except ray.train.TrainingFailedError as error:
         raise TrainingError(f"training failed: {_cause(run, error)}") from error
-    if "non_finite" in answer:
-        raise NonFiniteLossError(answer["non_finite"])
-    return Ending.model_validate(answer)
+    if isinstance(answer, NonFiniteLossError):
+        raise answer
+    return answer
 
 
 def _resources(config: TrainConfig, workers: int) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """The one place where training meets Ray: a worker of Ray Train V2."""
 
 import logging
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import ray.train
 from ray.train.v2._internal.execution import context as ray_context
@@ -11,7 +11,7 @@ from app.config import Recipe
 from app.errors import NonFiniteLossError
 from app.tasks import load_prepared
 from app.telemetry.alerts import Action
-from app.training.records import EpochRecord
+from app.training.records import Ending, EpochRecord
 from app.training.run_folder import DATA
 from app.training.session import train
 from app.training.worker import start_worker
@@ -24,17 +24,20 @@ class WorkerArguments(TypedDict):
     run_folder: str
 
 
-def train_worker(arguments: WorkerArguments) -> dict[str, Any]:
-    """Train as one of Ray Train's workers; the ``Ending``, as plain values, is the result's ``return_value``."""
+def train_worker(arguments: WorkerArguments) -> Ending | NonFiniteLossError:
+    """Train as one of Ray Train's workers; what is returned is the result's ``return_value``.
+
+    An error that is raised would have Ray train the same batches once more: so one of these is returned.
+    """
     ray_context.logger.setLevel(logging.WARNING)  # it prints the whole of each report, past LoggingConfig
     recipe = Recipe.model_validate_json(arguments["recipe"])
     run_folder = UPath(arguments["run_folder"])
     data = load_prepared(recipe, run_folder / DATA)
     try:
         worker = start_worker(recipe.train.device)
-        return train(recipe, data, worker, run_folder, _report, _announced).model_dump()
+        return train(recipe, data, worker, run_folder, _report, _announced)
     except NonFiniteLossError as error:
-        return {"non_finite": str(error)}  # an error would have Ray train the same batches once more
+        return error
 
 
 def _report(record: EpochRecord) -> None:

@@ -36,6 +36,10 @@ from app.training.worker import Worker
 _MOST_ROLLBACKS = 3
 
 
+def _nobody(record: EpochRecord) -> None:
+    pass
+
+
 def _nothing() -> Action:
     return Action.CONTINUE
 
@@ -45,12 +49,12 @@ def train(
     data: PreparedData,
     worker: Worker,
     run_folder: UPath,
-    report: Report,
+    report: Report = _nobody,
     announced: Callable[[], Action] = _nothing,
 ) -> Ending:
     """Train the recipe's model as one worker of the run, from its newest intact checkpoint if it has any.
 
-    ``announced`` is what the workers' surroundings ask of the run; all workers call it equally often.
+    ``report`` is told of each epoch. ``announced`` is what the workers' surroundings ask of the run; all workers call it equally often.
 
     Raises:
         RecipeError: the model cannot be built from the recipe.
