@@ -1,10 +1,12 @@
 """Which run a person means who says ``train.resume``."""
 
+from operator import attrgetter
+
 from upath import UPath
 
 from app.config import Recipe, load_recipe
 from app.errors import RecipeError, StorageError
-from app.runs import CONFIG_FILE, RESULT_FILE, Result, Run
+from app.runs import CONFIG_FILE, RESULT_FILE, Result, Run, newest_first, runs_folder
 from app.storage import open_storage
 from app.training.coordination.heartbeat import require_silence
 
@@ -25,7 +27,7 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
     asked = recipe.train.resume
     if asked is None:
         return Run.start(job, recipe)
-    runs = open_storage(recipe.storage) / "runs" / job
+    runs = runs_folder(open_storage(recipe.storage), job)
     run_id = _newest_unfinished(runs, recipe.name) if asked == LATEST else asked
     if run_id is None:
         print(f"train.resume={LATEST}: no run of {recipe.name} is unfinished; starting one", flush=True)
@@ -37,14 +39,12 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
     _check_same(recipe, load_recipe(str(runs / run_id / CONFIG_FILE)), run_id)
     require_silence(runs / run_id)
     print(f"run {run_id} goes on", flush=True)
-    return Run.resume(job, recipe, run_id)
+    return Run.start(job, recipe, run_id)
 
 
 def _newest_unfinished(runs: UPath, recipe_name: str) -> str | None:
     """The newest run of the recipe, unless it has finished."""
-    if not runs.exists():
-        return None
-    for run in sorted(runs.iterdir(), key=lambda each: each.name, reverse=True):
+    for run in newest_first(runs):
         if (run / CONFIG_FILE).exists() and load_recipe(str(run / CONFIG_FILE)).name == recipe_name:
             return None if _has_succeeded(run) else run.name
     return None
@@ -56,17 +56,10 @@ def _has_succeeded(run: UPath) -> bool:
 
 
 def _check_same(recipe: Recipe, earlier: Recipe, run_id: str) -> None:
-    now, then = recipe.model_dump(), earlier.model_dump()
     for key in _FIXED:
-        if _value(now, key) != _value(then, key):
+        value_in = attrgetter(key)
+        if value_in(recipe) != value_in(earlier):
             raise RecipeError(
                 f"{key} is not what run {run_id} was started with, and its checkpoints are of no use with another: "
                 "change it back, or leave train.resume out to start a new run"
             )
-
-
-def _value(tree: object, key: str) -> object:
-    for part in key.split("."):
-        assert isinstance(tree, dict)
-        tree = tree[part]
-    return tree

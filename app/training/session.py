@@ -54,7 +54,8 @@ def train(
 ) -> Ending:
     """Train the recipe's model as one worker of the run, from its newest intact checkpoint if it has any.
 
-    ``report`` is told of each epoch. ``announced`` is what the workers' surroundings ask of the run; all workers call it equally often.
+    ``report`` is told of each epoch. ``announced`` is what the workers' surroundings ask of the run; all workers call
+    it equally often.
 
     Raises:
         RecipeError: the model cannot be built from the recipe.
