@@ -20,6 +20,7 @@ from app.training.records import Ending
 from app.training.resume import start_or_resume
 from app.training.run import finish_run, open_run, prepare_run
 from app.training.run_folder import FAILURE_FILE
+from app.warnings import warn
 from jobs._cluster import connect, require
 from jobs._runner import main
 
@@ -54,7 +55,7 @@ def _fit(run: Run) -> Ending:
     try:
         return _fit_once(run)
     except (ActorDiedError, ActorUnavailableError) as error:
-        print(f"warning: Ray's training controller is gone ({_first_line(error)}); starting it again", flush=True)
+        warn(f"Ray's training controller is gone ({_first_line(error)}); starting it again")
         return _fit_once(run)
 
 

@@ -12,8 +12,8 @@ from tensorboardX.proto.summary_pb2 import Summary
 from upath import UPath
 
 from app.storage import is_local, write_atomically
-from app.telemetry.attempt import attempt
 from app.telemetry.record import Record
+from app.warnings import attempt
 
 TENSORBOARD = "tensorboard"
 """The folder of a run's event files, one for each time that it was started."""

@@ -32,6 +32,7 @@ from app.training.reporting.progress import Progress
 from app.training.reporting.recorder import Recorder, Report, Sink
 from app.training.run_folder import CHECKPOINTS, FAILURE_FILE
 from app.training.worker import Worker
+from app.warnings import warn
 
 _MOST_ROLLBACKS = 3
 
@@ -89,7 +90,8 @@ def _run(loop: Loop) -> Action:
             if not loop.checkpoints.has_any():
                 raise TrainingError(f"{error}; there is no checkpoint to go back to") from error
             left_out.append((loop.position.epoch, loop.position.batches_done - 1))
-            loop.worker.print(f"warning: {error}; going back to the last checkpoint, without this batch")
+            if loop.worker.is_first:
+                warn(f"{error}; going back to the last checkpoint, without this batch")
         loop.restore(left_out)
 
 

@@ -10,8 +10,8 @@ from app.config.alerts import Act
 from app.telemetry.alerts.notification import Action, Notification
 from app.telemetry.alerts.notifier import Notifier
 from app.telemetry.alerts.watch import MetricWatch, Moment, SilenceWatch
-from app.telemetry.attempt import warn
 from app.telemetry.record import Record
+from app.warnings import warn
 
 _LOOK_INTERVAL_S = 1.0
 _CLOSE_TIMEOUT_S = 15.0
