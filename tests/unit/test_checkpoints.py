@@ -17,7 +17,7 @@ from app.training.checkpoints.rng import random_state, restore_random_state
 from app.training.checkpoints.state import Position, TrainState
 from app.training.checkpoints.store import CheckpointStore
 from app.training.checkpoints.writer import STATE_FILE
-from tests.helpers import Faults
+from tests.helpers import Faults, flip
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, 35), (0, 3), (3, 4), (3, 30), (7, 14), (34, 1), (10, 20)])
@@ -80,12 +80,6 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 def truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-5])
-
-
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
 
 
 @pytest.mark.faults

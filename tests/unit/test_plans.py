@@ -80,14 +80,16 @@ def test_neighbours_share_matrices_and_ranks_of_one_stage_share_data() -> None:
     assert places == 2 * [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def test_deepspeed_gets_every_default_that_moved_and_what_the_recipe_adds() -> None:
-    config = load_recipe(
-        GPT, ["train.deepspeed={zero_optimization: {reduce_bucket_size: 1000}, dump_state: true}"]
-    ).train
+def test_deepspeed_gets_the_plan_every_default_that_moved_and_what_the_recipe_adds() -> None:
+    plan = ["train.plan={zero_stage: 2, micro_batch: 8}", "train.precision=bf16"]
+    added = "train.deepspeed={zero_optimization: {reduce_bucket_size: 1000}, dump_state: true}"
+    config = load_recipe(GPT, [*plan, added]).train
     made = deepspeed_config(config, config.layout(2), ModelKind.PLAIN)
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    assert [made[size] for size in sizes] == [32, 8, 2]
     assert made["gradient_clipping"] == 1.0
     assert made["bf16"] == {"enabled": True, "check_grad_overflow": True}
-    assert made["zero_optimization"]["stage"] == 1
+    assert made["zero_optimization"]["stage"] == 2
     assert made["zero_optimization"]["reduce_bucket_size"] == 1000
     assert made["dump_state"]
 
