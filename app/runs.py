@@ -57,21 +57,15 @@ class Run:
     started: float
 
     @classmethod
-    def start(cls, job: str, recipe: Recipe) -> Self:
-        """Name a new run. Nothing is written before ``open``."""
-        now = datetime.now(UTC)
-        run_id = f"{now:%Y%m%d-%H%M%S}-{recipe.name}-{secrets.token_hex(2)}"
-        return cls(job, run_id, recipe, open_storage(recipe.storage), time.monotonic())
-
-    @classmethod
-    def resume(cls, job: str, recipe: Recipe, run_id: str) -> Self:
-        """An earlier run, to be continued under its own name."""
-        return cls(job, run_id, recipe, open_storage(recipe.storage), time.monotonic())
+    def start(cls, job: str, recipe: Recipe, run_id: str | None = None) -> Self:
+        """A new run with a name of its own, or the earlier one ``run_id``. Nothing is written before ``open``."""
+        new = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{recipe.name}-{secrets.token_hex(2)}"
+        return cls(job, run_id or new, recipe, open_storage(recipe.storage), time.monotonic())
 
     @property
     def folder(self) -> UPath:
         """The run's folder in storage."""
-        return self.storage / "runs" / self.job / self.run_id
+        return runs_folder(self.storage, self.job) / self.run_id
 
     def open(self) -> None:
         """Make the folder with the resolved recipe. Called once everything given has been checked.
@@ -134,9 +128,19 @@ def execute(run: Run, step: Step) -> Result:
         return run.fail(f"{type(error).__name__}: {last_line}")
 
 
+def runs_folder(storage: UPath, job: str) -> UPath:
+    """Where a job's runs lie, each in a folder named by its id."""
+    return storage / "runs" / job
+
+
+def newest_first(runs: UPath) -> list[UPath]:
+    """The folders of a job's runs: ids begin with the time."""
+    return sorted(runs.iterdir(), key=lambda each: each.name, reverse=True) if runs.exists() else []
+
+
 def latest_result(storage: UPath, job: str, recipe_name: str) -> Result:
     """The newest run of a job that succeeded for a recipe. Raises StorageError if there is none."""
-    for result in _results(storage / "runs" / job):
+    for result in _results(runs_folder(storage, job)):
         if result.recipe == recipe_name and result.status == "succeeded":
             return result
     raise StorageError(
@@ -146,10 +150,7 @@ def latest_result(storage: UPath, job: str, recipe_name: str) -> Result:
 
 def newest_unfinished(storage: UPath, job: str, recipe_name: str) -> str | None:
     """The id of a job's newest run of a recipe, unless it has succeeded."""
-    runs = storage / "runs" / job
-    if not runs.exists():
-        return None
-    for run in sorted(runs.iterdir(), key=lambda each: each.name, reverse=True):
+    for run in newest_first(runs_folder(storage, job)):
         if (run / CONFIG_FILE).exists() and load_recipe(str(run / CONFIG_FILE)).name == recipe_name:
             return None if has_succeeded(run) else run.name
     return None
@@ -161,11 +162,9 @@ def has_succeeded(run: UPath) -> bool:
     return file.exists() and Result.model_validate_json(file.read_bytes()).status == "succeeded"
 
 
-def _results(folder: UPath) -> Iterator[Result]:
+def _results(runs: UPath) -> Iterator[Result]:
     """Results of finished runs, the newest first."""
-    if not folder.exists():
-        return
-    for run in sorted(folder.iterdir(), key=lambda each: each.name, reverse=True):
+    for run in newest_first(runs):
         try:
             yield Result.model_validate_json((run / RESULT_FILE).read_bytes())
         except (FileNotFoundError, ValidationError):

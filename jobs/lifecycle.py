@@ -74,7 +74,7 @@ def _search_of(run: Run, before: str | None) -> Run | None:
     """The search that an earlier lifecycle began, if it came so far."""
     if before is None or not (noted := run.folder.parent / before / SEARCH_FILE).exists():
         return None
-    search = Run.resume("tune", run.recipe, noted.read_text(encoding="utf-8"))
+    search = Run.start("tune", run.recipe, noted.read_text(encoding="utf-8"))
     return search if search.folder.exists() else None
 
 

@@ -12,9 +12,10 @@ from app.runs import Outcome, Run
 from app.telemetry.alerts import Action
 from app.training.coordination.control import request
 from app.training.ray_worker import fit, resources_of
+from app.training.records import Ending
 from app.training.resume import start_or_resume
 from app.training.run import finish_run, open_run, prepare_run
-from app.training.session import Ending
+from app.warnings import warn
 from jobs._cluster import connect, require
 from jobs._runner import main
 
@@ -48,7 +49,7 @@ def _fit(run: Run) -> Ending:
     try:
         return fit(run.recipe, run.folder)
     except (ActorDiedError, ActorUnavailableError) as error:
-        print(f"warning: Ray's training controller is gone ({_first_line(error)}); starting it again", flush=True)
+        warn(f"Ray's training controller is gone ({_first_line(error)}); starting it again")
         return fit(run.recipe, run.folder)
 
 

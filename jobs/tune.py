@@ -79,7 +79,7 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
     if run_id is None:
         print(f"tune.resume: no search of {recipe.name} is unfinished; starting one", flush=True)
         return Run.start(job, recipe)
-    run = Run.resume(job, recipe, run_id)
+    run = Run.start(job, recipe, run_id)
     require_silence(run.folder)
     print(f"search {run_id} goes on", flush=True)
     return run

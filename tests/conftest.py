@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT, Faults, Tables, run
-from tests.launch import INTERRUPTED, STEPS, Launch, Trained
+from tests.launch import INTERRUPTED, STEPS, Cluster, Launch, Trained
 from tests.receiver import HttpReceiver
 
 _TABLES, _FAULTS = Tables(), Faults()
@@ -98,3 +98,9 @@ def cluster(home: Path) -> Iterator[dict[str, str]]:
     yield environment | dict(line.removeprefix("export ").split("=", 1) for line in exports)
     stopped = run("rayloom", "down", environment=environment)
     assert stopped.returncode == 0, stopped.stderr
+
+
+@pytest.fixture
+def ray(cluster: dict[str, str]) -> Cluster:
+    """The same, to be looked at and harmed."""
+    return Cluster(cluster)

@@ -82,15 +82,52 @@ class Faults:
 SGD = ["train.optimizer.name=sgd", "train.optimizer.lr=0.1", "train.optimizer.momentum=0.9", "train.max_steps=20"]
 
 
+def documented(page: str, **names: Any) -> dict[str, Any]:
+    """What the first Python of a page in ``docs`` defines; ``names`` is what it takes for granted."""
+    code = (ROOT / "docs" / page).read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    exec(code, names)
+    return names
+
+
 def result_of(output: str) -> dict[str, Any]:
     lines = {line for line in output.splitlines() if line.startswith("RESULT ")}  # Ray shows that of a failed job twice
     assert len(lines) == 1, output
     return json.loads(lines.pop().removeprefix("RESULT "))
 
 
+def folder_of(result: dict[str, Any]) -> Path:
+    """Of a run that has succeeded."""
+    return Path(result["artifacts"]["weights"]).parent
+
+
+def records_of(run_folder: Path) -> list[dict[str, Any]]:
+    """What a run has logged."""
+    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def steps_of(run_folder: Path) -> list[dict[str, Any]]:
+    """What it has logged of each step."""
+    return [record for record in records_of(run_folder) if "loss" in record]
+
+
 def losses(result: dict[str, Any]) -> list[float]:
-    lines = (Path(result["artifacts"]["weights"]).parent / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["loss"] for line in lines if "grad_norm" in line]
+    return [step["loss"] for step in steps_of(folder_of(result))]
+
+
+def flip(file: Path) -> None:
+    """Change one bit of it."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def write_sums(folder: Path) -> Path:
+    """A corpus with a rule that a small model can learn: files of sums."""
+    folder.mkdir(exist_ok=True)
+    for first in range(30):
+        lines = [f"{first} + {second} = {first + second}\n" for second in range(50)]
+        (folder / f"{first}.txt").write_text("".join(lines), encoding="utf-8")
+    return folder
 
 
 def train_alone(*overrides: str, processes: int = 1, recipe: str = "recipes/digits.yaml") -> dict[str, Any]:

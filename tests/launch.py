@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 import subprocess
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from app.cluster.state import ClusterState
-from tests.helpers import BIN, ROOT, result_of, run, wait_until
+from tests.helpers import BIN, ROOT, folder_of, records_of, result_of, run, wait_until
 
 MARK = "RAYLOOM_TEST"
 """The environment variable that every process of a launch inherits."""
@@ -182,11 +181,11 @@ class Trained:
     def of(cls, result: dict[str, Any]) -> Self:
         """Of a run that has succeeded."""
         assert result["status"] == "succeeded", result
-        weights = Path(result["artifacts"]["weights"])
+        folder = folder_of(result)
         return cls(
-            records=numbers_of(weights.parent),
-            weights=hashlib.sha256((weights / "model.safetensors").read_bytes()).hexdigest(),
-            state=state_of(weights.parent / "checkpoints" / f"step_{result['metrics']['steps']:08d}"),
+            records=numbers_of(folder),
+            weights=hashlib.sha256((folder / "weights/model.safetensors").read_bytes()).hexdigest(),
+            state=state_of(folder / "checkpoints" / f"step_{result['metrics']['steps']:08d}"),
         )
 
 
@@ -211,11 +210,6 @@ def newest_step(storage: Path, name: str = "") -> int:
     """Of the newest checkpoint of any run of the recipe that was written whole; 0 if there is none."""
     marks = storage.glob(f"runs/train/*-{name}*/" + CHECKPOINT.format(step="*"))
     return max((int(mark.parent.name.removeprefix("step_")) for mark in marks), default=0)
-
-
-def records_of(run_folder: Path) -> list[dict[str, Any]]:
-    """What a run has logged."""
-    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def _processes(matches: Any) -> list[psutil.Process]:

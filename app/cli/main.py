@@ -17,7 +17,7 @@ from app.cluster.submit import send_job
 from app.cluster.submit import submit as submit_job
 from app.config import Recipe, dump_recipe, load_recipe
 from app.errors import ClusterError, RayloomError, RequestError, StorageError
-from app.runs import CONFIG_FILE
+from app.runs import CONFIG_FILE, runs_folder
 from app.serving.protocol import ModelIndex, PredictRequest, PredictResponse
 from app.storage import absolute_location, open_storage
 from app.telemetry.alerts import Action
@@ -165,7 +165,7 @@ def _train_run(run_id: str, storage: str | None) -> UPath:
     """The folder of a training run. Raises StorageError if there is none."""
     cluster = read_state()
     location = absolute_location(storage) if storage else cluster.storage if cluster else None
-    folder = open_storage(location) / "runs" / "train" / run_id
+    folder = runs_folder(open_storage(location), "train") / run_id
     if not (folder / CONFIG_FILE).exists():
         raise StorageError(f"{str(folder)!r} is no training run: check the run's id, and --storage")
     return folder

@@ -4,8 +4,8 @@ from app.config.alerts import AlertConfig, EmailConfig, NotifyConfig, WebhookCon
 from app.config.data import CleanConfig, ColumnsConfig, DataConfig, ImageConfig, TokenizerConfig
 from app.config.layout import Layout
 from app.config.loading import dump_recipe, load_recipe, with_values
-from app.config.plan import PlanConfig
-from app.config.plan_rules import ModelTraits, Setting, broken_rule, nearest_plan
+from app.config.plan import PlanConfig, Precision
+from app.config.plan_rules import ModelTraits, Setting, refusal
 from app.config.recipe import (
     LANGUAGE_MODELING,
     BatchingConfig,
@@ -48,6 +48,7 @@ __all__ = [
     "Objective",
     "OptimizerConfig",
     "PlanConfig",
+    "Precision",
     "ProfileConfig",
     "Recipe",
     "ScheduleConfig",
@@ -58,9 +59,8 @@ __all__ = [
     "TrainConfig",
     "TuneConfig",
     "WebhookConfig",
-    "broken_rule",
     "dump_recipe",
     "load_recipe",
-    "nearest_plan",
+    "refusal",
     "with_values",
 ]

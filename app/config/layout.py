@@ -34,7 +34,7 @@ class Layout:
         return self.model_parallel * self.data
 
     def tensor_rank(self, rank: int) -> int:
-        """Which part of each shared matrix a worker holds."""
+        """Which part of each split matrix a worker holds."""
         return rank % self.tensor
 
     def data_rank(self, rank: int) -> int:

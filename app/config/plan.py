@@ -32,7 +32,9 @@ class PlanConfig(Section):
     ``data`` parallel ranks are what is left: workers / (tensor x pipeline).
     """
 
-    tensor: PositiveInt = Field(default=1, description="workers that share each large matrix")
+    tensor: PositiveInt = Field(
+        default=1, description="tensor parallelism: workers that each large matrix is split across"
+    )
     pipeline: PositiveInt = Field(default=1, description="stages that the model's layers are cut into")
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=1, description="what data-parallel ranks split: 1 optimizer, 2 also gradients, 3 also parameters"

@@ -1,6 +1,6 @@
 """Which plans can run, and the nearest to one that cannot."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import PurePath
@@ -16,8 +16,11 @@ class ModelTraits:
     name: str
     layers: int | None
     """Layers that a pipeline can be cut between; None: the model is not staged."""
-    heads: int | None
-    """Attention heads that a tensor degree divides; None: its matrices cannot be shared."""
+    tensor_divisor: int | None
+    """What a tensor degree must divide: attention heads, or what the widths of its matrices have in common.
+
+    None: its matrices cannot be split.
+    """
     checkpoints_activations: bool
 
 
@@ -36,19 +39,24 @@ class Setting:
 Rule = Callable[[PlanConfig, Setting], str | None]
 
 
-def broken_rule(plan: PlanConfig, setting: Setting) -> str | None:
-    """The first rule that the plan breaks, as a sentence with what was given; None if it can run."""
+def refusal(plan: PlanConfig, setting: Setting) -> str | None:
+    """Why the plan cannot run, with what was given, and the nearest that can; None if it can run."""
+    rule = _broken_rule(plan, setting)
+    return rule and f"{rule}; {_nearest_plan(plan, setting)}"
+
+
+def _broken_rule(plan: PlanConfig, setting: Setting) -> str | None:
+    """The first rule that the plan breaks."""
     return next((said for rule in _RULES if (said := rule(plan, setting))), None)
 
 
-def nearest_plan(plan: PlanConfig, setting: Setting) -> str:
+def _nearest_plan(plan: PlanConfig, setting: Setting) -> str:
     """The plan that can run and differs least from ``plan``, as the keys to set."""
-    fitting = [each for each in _neighbours(plan, setting) if not broken_rule(each, setting)]
+    fitting = [each for each in _neighbours(plan, setting) if not _broken_rule(each, setting)]
     best = min(fitting, key=lambda each: _distance(plan, each), default=None)
     if best is None:
         return "no plan can run with this: change the other keys"
-    changed = [name for name in _SEARCHED if getattr(best, name) != getattr(plan, name)]
-    values = ", ".join(f"{name}: {_show(getattr(best, name))}" for name in changed)
+    values = ", ".join(f"{name}: {_show(getattr(best, name))}" for name in _changed(plan, best))
     return f"the nearest plan that can run has {values}"
 
 
@@ -56,34 +64,31 @@ def _show(value: object) -> object:
     return "null" if value is None else "{}" if isinstance(value, Section) else value
 
 
-_SEARCHED = (
-    "tensor", "pipeline", "zero_stage", "offload", "offload_param", "activation_checkpointing",
-    "powersgd", "zero_plus_plus",
-)  # fmt: skip
-
-
 def _neighbours(plan: PlanConfig, setting: Setting) -> Iterator[PlanConfig]:
     most = setting.workers[1]
     degrees = [degree for degree in range(1, most + 1) if most % degree == 0]
-    choices = product(
-        degrees,
-        degrees,
-        (0, 1, 2, 3),
-        {plan.offload, "none"},
-        {plan.offload_param, "none"},
-        {plan.activation_checkpointing, False},
-        (plan.powersgd, None) if plan.powersgd else (None,),
-        {plan.zero_plus_plus, ZeroPlusPlusConfig()},
-    )
-    for values in choices:
-        if values[0] * values[1] <= most:
-            yield plan.model_copy(update=dict(zip(_SEARCHED, values, strict=True)))
+    choices: dict[str, Iterable[object]] = {
+        "tensor": degrees,
+        "pipeline": degrees,
+        "zero_stage": (0, 1, 2, 3),
+        "offload": {plan.offload, "none"},
+        "offload_param": {plan.offload_param, "none"},
+        "activation_checkpointing": {plan.activation_checkpointing, False},
+        "powersgd": {plan.powersgd, None},
+        "zero_plus_plus": {plan.zero_plus_plus, ZeroPlusPlusConfig()},
+    }
+    for values in product(*choices.values()):
+        yield plan.model_copy(update=dict(zip(choices, values, strict=True)))
+
+
+def _changed(given: PlanConfig, other: PlanConfig) -> list[str]:
+    return [name for name in PlanConfig.model_fields if getattr(given, name) != getattr(other, name)]
 
 
 def _distance(given: PlanConfig, other: PlanConfig) -> tuple[int, int]:
     """Keys that differ, then by how much the degrees and the stage do."""
-    changed = sum(getattr(given, name) != getattr(other, name) for name in _SEARCHED)
-    return changed, sum(abs(getattr(given, name) - getattr(other, name)) for name in _SEARCHED[:3])
+    degrees = sum(abs(getattr(given, name) - getattr(other, name)) for name in ("tensor", "pipeline", "zero_stage"))
+    return len(_changed(given, other)), degrees
 
 
 def _degrees_divide_workers(plan: PlanConfig, setting: Setting) -> str | None:
@@ -175,14 +180,17 @@ def _model_is_staged(plan: PlanConfig, setting: Setting) -> str | None:
     return None
 
 
-def _heads_divide(plan: PlanConfig, setting: Setting) -> str | None:
+def _tensor_divides(plan: PlanConfig, setting: Setting) -> str | None:
     model = setting.model
     if model is None or plan.tensor == 1:
         return None
-    if model.heads is None:
-        return f"model {model.name} has no matrices that can be shared (app.models.staged), so tensor is 1"
-    if model.heads % plan.tensor:
-        return f"tensor {plan.tensor} does not divide the {model.heads} heads of model {model.name}"
+    if model.tensor_divisor is None:
+        return f"model {model.name} has no matrices that can be split (app.models.staged), so tensor is 1"
+    if model.tensor_divisor % plan.tensor:
+        return (
+            f"tensor {plan.tensor} does not divide {model.tensor_divisor}: the heads of model {model.name}, or what "
+            "the widths of its matrices have in common"
+        )
     return None
 
 
@@ -203,6 +211,6 @@ _RULES: tuple[Rule, ...] = (
     _zero_plus_plus_takes_gpus,
     _powersgd_takes_plain_data_parallel,
     _model_is_staged,
-    _heads_divide,
+    _tensor_divides,
     _activations_can_be_recomputed,
 )

@@ -3,11 +3,11 @@
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from app.config.layout import Layout, lay_out
 from app.config.plan import Device, Plan, PlanConfig, Precision
-from app.config.plan_rules import ModelTraits, Setting, broken_rule, nearest_plan
+from app.config.plan_rules import ModelTraits, Setting, refusal
 from app.config.section import Fraction, Section
 
 
@@ -101,7 +101,7 @@ class TrainConfig(Section):
     workers: Workers = Field(default=1, description="processes; or [least, most]: as many as the cluster has room for")
     cpus_per_worker: Annotated[float, Field(gt=0.0)] = 1.0
     device: Device = Field(default="cpu", description="gpu: one GPU a worker")
-    plan: Plan = PlanConfig()
+    plan: Plan = Field(default=PlanConfig(), validate_default=True)
     deepspeed: dict[str, Any] = Field(default={}, description="further keys of DeepSpeed's own configuration")
     torch_compile: bool = Field(default=False, description="compile the model with torch.compile")
     loader: LoaderConfig = LoaderConfig()
@@ -143,12 +143,15 @@ class TrainConfig(Section):
         """What the plan has to fit."""
         return Setting(self.workers_range, self.precision, self.device, self.optimizer.name, model)
 
-    @model_validator(mode="after")
-    def _plan_can_run(self) -> Self:
-        setting = self.setting(model=None)
-        if rule := broken_rule(self.plan, setting):
-            raise ValueError(f"plan: {rule}; {nearest_plan(self.plan, setting)}")
-        return self
+    @field_validator("plan")
+    @classmethod
+    def _plan_can_run(cls, plan: PlanConfig, info: ValidationInfo) -> PlanConfig:
+        """With the keys above it; what is wrong in them is told by itself."""
+        if not info.data.keys() >= {"precision", "optimizer", "workers", "device"}:
+            return plan
+        if reason := refusal(plan, cls.model_construct(None, **info.data).setting(model=None)):
+            raise ValueError(reason)
+        return plan
 
     @model_validator(mode="after")
     def _global_batch_divides(self) -> Self:

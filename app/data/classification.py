@@ -20,7 +20,7 @@ from app.data.sources import load_examples
 from app.errors import DataError
 from app.storage import write_atomically
 
-LABELS_FILE, REPORT_FILE = "labels.json", "cleaning.json"
+LABELS_FILE = "labels.json"
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class ClassificationData:
                 folder / f"{name}.parquet", pd.DataFrame({"input": split.inputs, "class": split.classes}).to_parquet()
             )
         self.save_codec(folder)
-        write_atomically(folder / REPORT_FILE, self.report.model_dump_json(indent=1).encode())
+        self.report.save(folder)
         write_checksums(folder)
 
     def save_codec(self, folder: UPath) -> None:
@@ -103,7 +103,7 @@ class ClassificationData:
             LabelledDataset(_load_split(folder, "validation"), processor),
             load_labels(folder),
             processor,
-            CleaningReport.model_validate_json((folder / REPORT_FILE).read_bytes()),
+            CleaningReport.load(folder),
         )
 
 

@@ -1,35 +1,46 @@
 """Cleaning, before the split: what is dropped and why."""
 
 from collections import Counter
+from typing import Literal, Self
 
 from pydantic import BaseModel
+from upath import UPath
 
 from app.config import CleanConfig
 from app.data.examples import Examples, Input
+from app.storage import write_atomically
+
+_REPORT_FILE = "cleaning.json"
+Reason = Literal["not_text", "empty", "unlabelled", "duplicate", "conflicting"]
+_WORDS: dict[Reason, str] = {
+    "not_text": "not text in UTF-8",
+    "empty": "empty",
+    "unlabelled": "without a label",
+    "duplicate": "exact duplicates",
+    "conflicting": "under several labels",
+}
 
 
 class CleaningReport(BaseModel):
-    """How many examples came, stayed and went, by the reason why they went."""
+    """How many came, stayed and went, by the reason why they went."""
 
+    what: Literal["examples", "documents"]
     given: int
-    empty: int = 0
-    unlabelled: int = 0
-    duplicate: int = 0
-    conflicting: int = 0
     kept: int
+    dropped: dict[Reason, int]
 
     def __str__(self) -> str:
-        reasons = [
-            f"{count:,} {reason}"
-            for count, reason in (
-                (self.empty, "empty"),
-                (self.unlabelled, "without a label"),
-                (self.duplicate, "exact duplicates"),
-                (self.conflicting, "under several labels"),
-            )
-            if count
-        ]
-        return f"{self.given:,} examples, {self.kept:,} kept; dropped: {', '.join(reasons) or 'none'}"
+        reasons = [f"{self.dropped[reason]:,} {words}" for reason, words in _WORDS.items() if reason in self.dropped]
+        return f"{self.given:,} {self.what}, {self.kept:,} kept; dropped: {', '.join(reasons) or 'none'}"
+
+    def save(self, folder: UPath) -> None:
+        """Write it for ``load``."""
+        write_atomically(folder / _REPORT_FILE, self.model_dump_json(indent=1).encode())
+
+    @classmethod
+    def load(cls, folder: UPath) -> Self:
+        """The report that ``save`` wrote."""
+        return cls.model_validate_json((folder / _REPORT_FILE).read_bytes())
 
 
 def clean(examples: Examples, config: CleanConfig) -> tuple[Examples, CleaningReport]:
@@ -44,7 +55,7 @@ def clean(examples: Examples, config: CleanConfig) -> tuple[Examples, CleaningRe
         if label:
             labels_of.setdefault(_strip(given), set()).add(label)
     seen: set[Input] = set()
-    dropped: Counter[str] = Counter()
+    dropped: Counter[Reason] = Counter()
     inputs, labels = [], []
     for given, label in examples:
         key = _strip(given)
@@ -55,7 +66,7 @@ def clean(examples: Examples, config: CleanConfig) -> tuple[Examples, CleaningRe
             labels.append(label)
         if label:
             seen.add(key)
-    report = CleaningReport(given=len(examples), kept=len(inputs), **dropped)
+    report = CleaningReport(what="examples", given=len(examples), kept=len(inputs), dropped=dropped)
     return Examples(examples.modality, inputs, labels), report
 
 
@@ -65,7 +76,7 @@ def _strip(given: Input) -> Input:
 
 def _reason_to_drop(
     key: Input, label: str, labels_of: dict[Input, set[str]], seen: set[Input], config: CleanConfig
-) -> str | None:
+) -> Reason | None:
     if not key and config.drop_empty:
         return "empty"
     if not label:

@@ -3,37 +3,15 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from pydantic import BaseModel
 from upath import UPath
 
 from app.config import CleanConfig, DataConfig
 from app.data.builtin import BUILTIN_DOCUMENTS
+from app.data.cleaning import CleaningReport, Reason
 from app.data.sources import TABLE_SUFFIXES, find_builtin, open_source
 
 
-class DocumentsReport(BaseModel):
-    """How many documents came, stayed and went, by the reason why they went."""
-
-    given: int
-    not_text: int = 0
-    empty: int = 0
-    duplicate: int = 0
-    kept: int
-
-    def __str__(self) -> str:
-        reasons = [
-            f"{count:,} {reason}"
-            for count, reason in (
-                (self.not_text, "not text in UTF-8"),
-                (self.empty, "empty"),
-                (self.duplicate, "exact duplicates"),
-            )
-            if count
-        ]
-        return f"{self.given:,} documents, {self.kept:,} kept; dropped: {', '.join(reasons) or 'none'}"
-
-
-def load_documents(config: DataConfig) -> tuple[list[str], DocumentsReport]:
+def load_documents(config: DataConfig) -> tuple[list[str], CleaningReport]:
     """Read and clean every document of ``config.source``, in the order of their names.
 
     Raises:
@@ -42,24 +20,24 @@ def load_documents(config: DataConfig) -> tuple[list[str], DocumentsReport]:
     return clean_documents(_read(config), config.clean)
 
 
-def clean_documents(contents: Iterable[bytes | str], config: CleanConfig) -> tuple[list[str], DocumentsReport]:
+def clean_documents(contents: Iterable[bytes | str], config: CleanConfig) -> tuple[list[str], CleaningReport]:
     """Drop what is not text, empty or there already; what stays is not changed."""
     kept: list[str] = []
     seen: set[str] = set()
-    counts: Counter[str] = Counter()
+    dropped: Counter[Reason] = Counter()
     for content in contents:
-        counts["given"] += 1
         text = _decode(content)
         if text is None:
-            counts["not_text"] += 1
+            dropped["not_text"] += 1
         elif not text.strip() and config.drop_empty:
-            counts["empty"] += 1
+            dropped["empty"] += 1
         elif text in seen and config.deduplicate:
-            counts["duplicate"] += 1
+            dropped["duplicate"] += 1
         else:
             seen.add(text)
             kept.append(text)
-    return kept, DocumentsReport(**{"given": 0, **counts}, kept=len(kept))
+    given = len(kept) + dropped.total()
+    return kept, CleaningReport(what="documents", given=given, kept=len(kept), dropped=dropped)
 
 
 def _decode(content: bytes | str) -> str | None:

@@ -13,13 +13,13 @@ from upath import UPath
 
 from app.checksums import write_checksums
 from app.config import DataConfig
+from app.data.cleaning import CleaningReport
 from app.data.dataset import Batch
-from app.data.documents import DocumentsReport, load_documents
+from app.data.documents import load_documents
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
 from app.storage import is_local, write_atomically
 
-REPORT_FILE = "cleaning.json"
 Tokens = NDArray[np.unsignedinteger[Any]]
 
 
@@ -55,7 +55,7 @@ class LanguageData:
     train: TokenBlocks
     validation: TokenBlocks
     tokenizer: LanguageTokenizer
-    report: DocumentsReport
+    report: CleaningReport
 
     @property
     def facts(self) -> Mapping[str, int]:
@@ -91,7 +91,7 @@ class LanguageData:
             np.save(buffer, blocks.tokens, allow_pickle=False)
             write_atomically(folder / f"{name}.npy", buffer.getvalue())
         self.save_codec(folder)
-        write_atomically(folder / REPORT_FILE, self.report.model_dump_json(indent=1).encode())
+        self.report.save(folder)
         write_checksums(folder)
 
     def save_codec(self, folder: UPath) -> None:
@@ -106,8 +106,7 @@ class LanguageData:
             TokenBlocks(_load_tokens(folder / f"{name}.npy"), tokenizer.facts["max_length"])
             for name in ("train", "validation")
         )
-        report = DocumentsReport.model_validate_json((folder / REPORT_FILE).read_bytes())
-        return cls(train, validation, tokenizer, report)
+        return cls(train, validation, tokenizer, CleaningReport.load(folder))
 
 
 def prepare(config: DataConfig) -> LanguageData:

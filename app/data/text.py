@@ -11,12 +11,13 @@ from upath import UPath
 
 from app.config import DataConfig
 from app.data.examples import Input, Modality
+from app.data.tokenizer import TOKENIZER_FILE
 from app.errors import DataError
 from app.storage import write_atomically
 from app.tensors import Tensors, TensorSpec
 
 SPECIAL_TOKENS = [PAD, UNKNOWN, START] = ["[PAD]", "[UNK]", "[CLS]"]
-TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "text.json"
+SETTINGS_FILE = "text.json"
 _MAX_PIECE_LENGTH = 4  # characters; longer pieces are too rare to learn from a few thousand texts
 
 

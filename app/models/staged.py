@@ -1,27 +1,4 @@
-"""What a model writes so that it can be cut: into pipeline stages by layers, into tensor-parallel shards by matrices.
-
-A model of one's own, whose embedding is also its output layer:
-
-    class Tiny(nn.Module):
-        def __init__(self, vocab_size: int, width: int = 64) -> None:
-            super().__init__()
-            self.tokens = nn.Embedding(vocab_size, width)
-            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-        def layers(self) -> list[nn.Module | Tied]:
-            block = nn.Sequential(self.up, nn.GELU(), self.down)
-            return [
-                Tied(self.tokens, lambda tokens, input_ids: tokens(input_ids)),
-                block,
-                Tied(self.tokens, lambda tokens, hidden: functional.linear(hidden, tokens.weight)),
-            ]
-
-        def tp_plan(self) -> dict[str, ShardStyle]:
-            return {"up": "colwise", "down": "rowwise"}
-
-        def forward(self, input_ids: Tensor) -> Tensor:
-            return run_layers(self.layers(), input_ids)
-"""
+"""What a model writes to be cut into pipeline stages and tensor-parallel shards, as docs/language_models.md shows."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -33,15 +10,15 @@ from torch import Tensor, nn
 from app.errors import RecipeError
 
 ShardStyle = Literal["colwise", "rowwise"]
-"""How a Linear is cut. colwise: its outputs are shared out, with their bias; rowwise: its inputs, and it adds up."""
+"""How a Linear is cut. colwise: its outputs are split, with their bias; rowwise: its inputs, and it adds up."""
 
 
 @dataclass(frozen=True)
 class Tied:
-    """One use of a module that several layers share, such as an embedding that is also the output layer.
+    """One use of a module whose weight is tied: several layers use it, as an embedding that is also the output layer.
 
     Attributes:
-        module: its only parameter, ``weight``, is what is shared; each stage that uses it holds it.
+        module: its only parameter, ``weight``, is what is tied; each stage that uses it holds it.
         forward: from the module and the tensor of the layer before to the tensor for the next. A function
             that does not hold the model, or every stage would hold the whole of it.
     """
@@ -72,9 +49,9 @@ class Staged(Protocol):
     def tp_plan(self) -> Mapping[str, ShardStyle]:
         """Which Linear is cut how, by a regular expression that the whole of its name in the model matches.
 
-        What lies between a ``colwise`` and the ``rowwise`` that takes its outputs sees a share of the columns,
+        What lies between a ``colwise`` and the ``rowwise`` that takes its outputs sees a part of the columns,
         so it must take its width from the tensor that it gets. A Linear that nothing matches stays whole.
-        A model whose shares must hold whole heads of attention says how many there are, as ``heads``.
+        A model whose parts must hold whole heads of attention says how many there are, as ``heads``.
         """
         ...
 
@@ -91,7 +68,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
 
     Raises:
         RecipeError: the model has no layers, a parameter is missing or from elsewhere, or is in two layers
-            that do not share it; it is named.
+            that do not tie it; it is named.
     """
     layers = _staged(model).layers()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -102,7 +79,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
             if known is None:
                 raise _wrong(model, f"layer {position} holds {name!r}, which the model does not: keep it in the model")
             if isinstance(layer, Tied) and name != "weight":
-                raise _wrong(model, f"layer {position} shares {known!r}: only a parameter named weight can be shared")
+                raise _wrong(model, f"layer {position} ties {known!r}: only a parameter named weight can be tied")
             first = held.setdefault(id(parameter), layer)
             if first is not layer and not (isinstance(first, Tied) and isinstance(layer, Tied)):
                 raise _wrong(model, f"layer {position} holds {known!r}, and so does one before it: put both in Tied")
@@ -136,7 +113,7 @@ def parameters_of(layer: Layer) -> Iterable[tuple[str, nn.Parameter]]:
 
 def _staged(model: nn.Module) -> Staged:
     if not isinstance(model, Staged):
-        raise _wrong(model, "it has no layers() and tp_plan(): write them as app.models.staged shows")
+        raise _wrong(model, "it has no layers() and tp_plan(): write them as docs/language_models.md shows")
     return model
 
 

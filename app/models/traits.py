@@ -11,14 +11,18 @@ from app.models.staged import cuts_of, layers_of, parameters_of
 
 def traits_of(model: nn.Module) -> ModelTraits:
     """How the model can be cut, from what it implements. Raises RecipeError for a staged model that is not whole."""
-    kind = kind_of(model)
-    staged = kind is ModelKind.STAGED
-    return ModelTraits(
-        name=type(model).__name__,
-        layers=sum(1 for layer in layers_of(model) if any(True for _ in parameters_of(layer))) if staged else None,
-        heads=_heads(model) or (_common_width(model) if staged else None),
-        checkpoints_activations=kind is not ModelKind.PLAIN,
-    )
+    name = type(model).__name__
+    match kind_of(model):
+        case ModelKind.STAGED:
+            layers = sum(1 for layer in layers_of(model) if any(True for _ in parameters_of(layer)))
+            divisor = _first_number(model, "heads") or _common_width(model)
+            return ModelTraits(name, layers, divisor, checkpoints_activations=True)
+        case ModelKind.HUGGING_FACE:
+            # Of grouped queries the fewer heads of keys and values.
+            divisor = _first_number(model.config, "num_key_value_heads", "num_attention_heads", "n_head")
+            return ModelTraits(name, None, divisor, checkpoints_activations=True)
+        case ModelKind.PLAIN:
+            return ModelTraits(name, None, None, checkpoints_activations=False)
 
 
 def _common_width(model: nn.Module) -> int | None:
@@ -31,10 +35,7 @@ def _common_width(model: nn.Module) -> int | None:
     return math.gcd(*sides) if sides else None
 
 
-def _heads(model: nn.Module) -> int | None:
-    """Heads that a tensor degree must divide: of grouped queries the fewer ones of keys and values."""
-    config = getattr(model, "config", model)
-    for name in ("num_key_value_heads", "num_attention_heads", "n_head", "heads"):
-        if isinstance(found := getattr(config, name, None), int):
-            return found
-    return None
+def _first_number(owner: object, *names: str) -> int | None:
+    """The first of these attributes that is a number."""
+    values = (getattr(owner, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from app.telemetry.attempt import warn
+from app.warnings import warn
 
 _MEASURE_S = 0.2
 _LONG_ENOUGH_S = 0.01

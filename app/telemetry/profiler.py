@@ -12,8 +12,8 @@ from upath import UPath
 
 from app.config import ProfileConfig
 from app.storage import write_atomically
-from app.telemetry.attempt import attempt, warn
 from app.telemetry.step_time import read_step_time
+from app.warnings import attempt, warn
 
 PROFILE = "profile"
 """The folder of a run's profile."""

@@ -2,19 +2,18 @@
 
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 from upath import UPath
 
 from app.storage import is_local, write_atomically
-from app.telemetry.attempt import attempt
+from app.telemetry.record import Record
+from app.warnings import attempt
 
 TENSORBOARD = "tensorboard"
 """The folder of a run's event files, one for each time that it was started."""
@@ -25,9 +24,8 @@ _COPY_INTERVAL_S = 60.0
 class TensorBoardLog:
     """Writes records to an event file in ``tensorboard/`` of the run's folder.
 
-    A record has an int field ``step``. Each other number in it becomes a scalar of that step, named by
-    the record's class and the field: ``step/loss`` of a ``StepRecord``, ``epoch/val_loss`` of an
-    ``EpochRecord``. Fields of a model in a record follow its name; None and texts are left out.
+    Each number of a record becomes a scalar of its step, named by the record's kind and the number's key:
+    ``step/loss``, ``step/memory/peak_bytes``, ``epoch/val_loss``.
 
     Objects cannot be appended to: on an object store the file grows in a temporary folder, and is copied
     every minute, on ``flush`` and on ``close``. Training never fails for this log: what goes wrong is
@@ -46,7 +44,7 @@ class TensorBoardLog:
         self._copied = time.monotonic()
         self._do(partial(self._open, first_step))
 
-    def append(self, *records: BaseModel) -> None:
+    def append(self, *records: Record) -> None:
         """Write the numbers of some records."""
         self._do(partial(self._write, records))
         if time.monotonic() - self._copied > _COPY_INTERVAL_S:
@@ -83,24 +81,17 @@ class TensorBoardLog:
         self._writer.write_event(Event(wall_time=time.time(), step=first_step, session_log=started))
         self._writer.flush()
 
-    def _write(self, records: Iterable[BaseModel]) -> None:
+    def _write(self, records: Iterable[Record]) -> None:
         if self._writer is None:
             return
         for record in records:
-            fields = record.model_dump()
-            step, kind = fields.pop("step"), type(record).__name__.removesuffix("Record").lower()
-            values = [Summary.Value(tag=tag, simple_value=value) for tag, value in _scalars(kind, fields)]
-            self._writer.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+            values = [
+                Summary.Value(tag=f"{record.kind}/{key.replace('.', '/')}", simple_value=value)
+                for key, value in record.scalars().items()
+                if key != "step"
+            ]
+            self._writer.write_event(Event(wall_time=time.time(), step=record.step, summary=Summary(value=values)))
         self._writer.flush()
-
-
-def _scalars(prefix: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers in ``fields``, each with its name."""
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            yield from _scalars(f"{prefix}/{name}", value)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield f"{prefix}/{name}", value
 
 
 def _copy(file: Path, target: UPath) -> None:

@@ -13,7 +13,6 @@ from app.errors import RayloomError
 from app.runs import Outcome, Run, execute
 from app.storage import absolute_location
 from app.tasks import load_prepared
-from app.training.records import EpochRecord
 from app.training.resume import start_or_resume
 from app.training.run import finish_run, open_run, prepare_run
 from app.training.run_folder import DATA
@@ -67,7 +66,7 @@ def _lead(worker: Worker, run: Run) -> Outcome:
         worker.broadcast(None)
         raise
     worker.broadcast(str(run.folder))
-    return finish_run(run, data, train(run.recipe, data, worker, run.folder, _report))
+    return finish_run(run, data, train(run.recipe, data, worker, run.folder))
 
 
 def _follow(worker: Worker, recipe: Recipe) -> None:
@@ -76,11 +75,7 @@ def _follow(worker: Worker, recipe: Recipe) -> None:
     if location is None:
         return  # the first process says why
     folder = UPath(location)
-    train(recipe, load_prepared(recipe, folder / DATA), worker, folder, _report)
-
-
-def _report(record: EpochRecord) -> None:
-    """Nobody else is told."""
+    train(recipe, load_prepared(recipe, folder / DATA), worker, folder)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import logging
 import uuid
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import ray.train
 from ray.train import UserCallback
@@ -15,9 +15,9 @@ from app.config import Recipe, TrainConfig
 from app.errors import NonFiniteLossError, TrainingError
 from app.tasks import load_prepared
 from app.telemetry.alerts import Action
-from app.training.records import EpochRecord
+from app.training.records import Ending, EpochRecord
 from app.training.run_folder import DATA, FAILURE_FILE
-from app.training.session import Ending, train
+from app.training.session import train
 from app.training.worker import start_worker
 
 _RESIZE_INTERVAL_S = 10.0
@@ -73,12 +73,12 @@ def fit(
         ),
     )
     try:
-        answer = trainer.fit().return_value
+        answer: Ending | NonFiniteLossError = trainer.fit().return_value
     except ray.train.TrainingFailedError as error:
         raise TrainingError(f"training failed: {_cause(run_folder, error)}") from error
-    if "non_finite" in answer:
-        raise NonFiniteLossError(answer["non_finite"])
-    return Ending.model_validate(answer)
+    if isinstance(answer, NonFiniteLossError):
+        raise answer
+    return answer
 
 
 def resources_of(config: TrainConfig, workers: int) -> dict[str, float]:
@@ -87,17 +87,20 @@ def resources_of(config: TrainConfig, workers: int) -> dict[str, float]:
     return {"CPU": config.cpus_per_worker * workers, **gpus}
 
 
-def train_worker(arguments: WorkerArguments) -> dict[str, Any]:
-    """Train as one of Ray Train's workers; the ``Ending``, as plain values, is the result's ``return_value``."""
+def train_worker(arguments: WorkerArguments) -> Ending | NonFiniteLossError:
+    """Train as one of Ray Train's workers; what is returned is the result's ``return_value``.
+
+    An error that is raised would have Ray train the same batches once more: so one of these is returned.
+    """
     ray_context.logger.setLevel(logging.WARNING)  # it prints the whole of each report, past LoggingConfig
     recipe = Recipe.model_validate_json(arguments["recipe"])
     run_folder = UPath(arguments["run_folder"])
     data = load_prepared(recipe, UPath(arguments["data_folder"]))
     try:
         worker = start_worker(recipe.train.device)
-        return train(recipe, data, worker, run_folder, _report, _announced, arguments["heard"]).model_dump()
+        return train(recipe, data, worker, run_folder, _report, _announced, arguments["heard"])
     except NonFiniteLossError as error:
-        return {"non_finite": str(error)}  # an error would have Ray train the same batches once more
+        return error
 
 
 def _report(record: EpochRecord) -> None:

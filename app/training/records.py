@@ -7,14 +7,15 @@ from typing import Self
 from pydantic import BaseModel
 
 from app.config import PlanConfig, TrainConfig
+from app.telemetry.alerts import Action
 from app.telemetry.memory import MemoryRecord
+from app.telemetry.record import Record
 
 
-class StepRecord(BaseModel):
+class StepRecord(Record):
     """One optimizer step, its values over the whole global batch."""
 
-    step: int
-    epoch: int
+    kind = "step"
     loss: float
     lr: float
     grad_norm: float
@@ -30,11 +31,10 @@ class StepRecord(BaseModel):
     """Of the first worker."""
 
 
-class EpochRecord(BaseModel):
+class EpochRecord(Record):
     """One epoch: means over the training steps and over the whole validation split."""
 
-    epoch: int
-    step: int
+    kind = "epoch"
     train_loss: float
     val_loss: float
     val_accuracy: float
@@ -42,8 +42,20 @@ class EpochRecord(BaseModel):
     val_perplexity: float | None = None
     """exp(``val_loss``), of language modelling alone."""
     samples_per_s: float
-    first_step_s: float
+
+
+class Ending(BaseModel):
+    """How a run's workers ended."""
+
+    records: list[EpochRecord]
+    request: Action
+    """CONTINUE: training is done; otherwise what was asked, with the state kept."""
+    step: int
+    workers: int
     resumed_from_step: int
+    """Where these workers began; 0 is the start of the run."""
+    first_step_s: float | None
+    """Seconds from the start of the first worker to the end of its first step; None if there was nothing left to do."""
 
 
 class TrainMetrics(BaseModel):
@@ -57,7 +69,7 @@ class TrainMetrics(BaseModel):
     epochs: int
     steps: int
     samples_per_s: float
-    first_step_s: float
+    first_step_s: float | None
     resumed_from_step: int
     workers: int
     plan: PlanConfig
@@ -67,12 +79,12 @@ class TrainMetrics(BaseModel):
     def of(
         cls,
         best: EpochRecord,
-        last: EpochRecord,
+        ending: Ending,
         config: TrainConfig,
-        workers: int,
         baseline_accuracy: float | None = None,
     ) -> Self:
-        """The outcome, from the best and the last epoch."""
+        """The outcome, from the best epoch and how training ended."""
+        last = ending.records[-1]
         return cls(
             val_loss=best.val_loss,
             val_accuracy=best.val_accuracy,
@@ -82,10 +94,10 @@ class TrainMetrics(BaseModel):
             epochs=last.epoch,
             steps=last.step,
             samples_per_s=last.samples_per_s,
-            first_step_s=last.first_step_s,
-            resumed_from_step=last.resumed_from_step,
-            workers=workers,
-            plan=config.plan.model_copy(update={"micro_batch": config.layout(workers).micro_batch}),
+            first_step_s=ending.first_step_s,
+            resumed_from_step=ending.resumed_from_step,
+            workers=ending.workers,
+            plan=config.plan.model_copy(update={"micro_batch": config.layout(ending.workers).micro_batch}),
             baseline_accuracy=baseline_accuracy,
         )
 

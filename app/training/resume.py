@@ -1,8 +1,10 @@
 """Which run a person means who says ``train.resume``."""
 
+from operator import attrgetter
+
 from app.config import Recipe, load_recipe
 from app.errors import RecipeError, StorageError
-from app.runs import CONFIG_FILE, Run, has_succeeded, newest_unfinished
+from app.runs import CONFIG_FILE, Run, has_succeeded, newest_unfinished, runs_folder
 from app.storage import open_storage
 from app.training.coordination.heartbeat import require_silence
 
@@ -24,7 +26,7 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
     if asked is None:
         return Run.start(job, recipe)
     storage = open_storage(recipe.storage)
-    runs = storage / "runs" / job
+    runs = runs_folder(storage, job)
     run_id = newest_unfinished(storage, job, recipe.name) if asked == LATEST else asked
     if run_id is None:
         print(f"train.resume={LATEST}: no run of {recipe.name} is unfinished; starting one", flush=True)
@@ -36,21 +38,14 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
     _check_same(recipe, load_recipe(str(runs / run_id / CONFIG_FILE)), run_id)
     require_silence(runs / run_id)
     print(f"run {run_id} goes on", flush=True)
-    return Run.resume(job, recipe, run_id)
+    return Run.start(job, recipe, run_id)
 
 
 def _check_same(recipe: Recipe, earlier: Recipe, run_id: str) -> None:
-    now, then = recipe.model_dump(), earlier.model_dump()
     for key in _FIXED:
-        if _value(now, key) != _value(then, key):
+        value_in = attrgetter(key)
+        if value_in(recipe) != value_in(earlier):
             raise RecipeError(
                 f"{key} is not what run {run_id} was started with, and its checkpoints are of no use with another: "
                 "change it back, or leave train.resume out to start a new run"
             )
-
-
-def _value(tree: object, key: str) -> object:
-    for part in key.split("."):
-        assert isinstance(tree, dict)
-        tree = tree[part]
-    return tree

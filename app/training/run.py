@@ -3,7 +3,7 @@
 from torch import nn
 
 from app.checksums import CHECKSUMS_FILE, verify_checksums
-from app.config import broken_rule, nearest_plan
+from app.config import refusal
 from app.data.baseline import LINEAR_BASELINE, linear_baseline
 from app.data.classification import ClassificationData
 from app.data.prepared import PreparedData
@@ -19,9 +19,8 @@ from app.training.coordination.control import withdraw
 from app.training.data.batches import count_steps
 from app.training.engine.deepspeed_config import deepspeed_config
 from app.training.engine.nvme import require_asynchronous_io
-from app.training.records import StoppedMetrics, TrainMetrics, best_of
+from app.training.records import Ending, StoppedMetrics, TrainMetrics, best_of
 from app.training.run_folder import CHECKPOINTS, DATA, FAILURE_FILE, WEIGHTS
-from app.training.session import Ending
 from app.training.weights import publish_weights
 
 
@@ -70,7 +69,7 @@ def finish_run(run: Run, data: PreparedData, ending: Ending) -> Outcome:
     baseline = linear_baseline(_texts_of(data)) if recipe.train.linear_baseline else None
     if baseline is not None:
         print(f"val_accuracy {best.val_accuracy:.4f}; {LINEAR_BASELINE}: {baseline:.4f}", flush=True)
-    reached = TrainMetrics.of(best, ending.records[-1], recipe.train, ending.workers, baseline)
+    reached = TrainMetrics.of(best, ending, recipe.train, baseline)
     return Outcome(reached, {"checkpoint": str(checkpoint), "weights": str(weights)})
 
 
@@ -89,9 +88,8 @@ def _is_saved(run: Run) -> bool:
 def _check_plan(run: Run, model: nn.Module) -> None:
     """Refuse a plan that the model cannot run, and DeepSpeed keys that contradict it."""
     config = run.recipe.train
-    setting = config.setting(traits_of(model))
-    if rule := broken_rule(config.plan, setting):
-        raise RecipeError(f"train.plan: {rule}; {nearest_plan(config.plan, setting)}")
+    if reason := refusal(config.plan, config.setting(traits_of(model))):
+        raise RecipeError(f"train.plan: {reason}")
     if config.plan.offload == "nvme":
         require_asynchronous_io()
     deepspeed_config(config, config.layout(config.workers_range[1]), kind_of(model))

@@ -4,14 +4,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from pydantic import BaseModel
 from upath import UPath
 
-from app.config import NotifyConfig, Recipe
+from app.config import Recipe
 from app.data.prepared import PreparedData
 from app.errors import NonFiniteLossError, TrainingError
 from app.models.factory import build_model
-from app.telemetry.alerts import Action, Alerts, start_alerts
+from app.telemetry.alerts import Action, Alerts, Notifier
 from app.telemetry.profiler import profile_steps
 from app.telemetry.tensorboard import TensorBoardLog
 from app.training.activity import Activity
@@ -26,25 +25,20 @@ from app.training.data.batches import count_steps
 from app.training.data.feed import Feed
 from app.training.engine import create_engine
 from app.training.loop import Loop
-from app.training.records import EpochRecord
+from app.training.records import Ending, EpochRecord
 from app.training.reporting.meter import Meter
 from app.training.reporting.metrics_log import MetricsLog
 from app.training.reporting.progress import Progress
 from app.training.reporting.recorder import Recorder, Report, Sink
 from app.training.run_folder import CHECKPOINTS, FAILURE_FILE
 from app.training.worker import Worker
+from app.warnings import warn
 
 _MOST_ROLLBACKS = 3
 
 
-class Ending(BaseModel):
-    """How a run's workers ended."""
-
-    records: list[EpochRecord]
-    request: Action
-    """CONTINUE: training is done; otherwise what was asked, with the state kept."""
-    step: int
-    workers: int
+def _nobody(record: EpochRecord) -> None:
+    pass
 
 
 def _nothing() -> Action:
@@ -56,15 +50,15 @@ def train(
     data: PreparedData,
     worker: Worker,
     run_folder: UPath,
-    report: Report,
+    report: Report = _nobody,
     announced: Callable[[], Action] = _nothing,
     heard: int | None = None,
 ) -> Ending:
     """Train the recipe's model as one worker of the run, from its newest intact checkpoint if it has any.
 
-    ``announced`` is what the workers' surroundings ask of the run; all workers call it equally often.
-    ``heard`` is the last epoch of which ``report`` was told before: later ones of the checkpoint are reported now.
-    None: all of them were.
+    ``report`` is told of each epoch. ``announced`` is what the workers' surroundings ask of the run; all workers call
+    it equally often. ``heard`` is the last epoch of which ``report`` was told before: later ones of the checkpoint are
+    reported now. None: all of them were.
 
     Raises:
         RecipeError: the model cannot be built from the recipe.
@@ -76,8 +70,16 @@ def train(
         for record in loop.records:
             if heard is not None and record.epoch > heard:
                 loop.recorder.report(record)
+        resumed_from_step = loop.position.step
         request = _run(loop)
-        return Ending(records=loop.records, request=request, step=loop.position.step, workers=worker.size)
+        return Ending(
+            records=loop.records,
+            request=request,
+            step=loop.position.step,
+            workers=worker.size,
+            resumed_from_step=resumed_from_step,
+            first_step_s=loop.recorder.first_step_s,
+        )
 
 
 def _run(loop: Loop) -> Action:
@@ -93,7 +95,8 @@ def _run(loop: Loop) -> Action:
             if not loop.checkpoints.has_any():
                 raise TrainingError(f"{error}; there is no checkpoint to go back to") from error
             left_out.append((loop.position.epoch, loop.position.batches_done - 1))
-            loop.worker.print(f"warning: {error}; going back to the last checkpoint, without this batch")
+            if loop.worker.is_first:
+                warn(f"{error}; going back to the last checkpoint, without this batch")
         loop.restore(left_out)
 
 
@@ -114,7 +117,8 @@ def _begin(
     watchdog = Watchdog(worker, config.hang_timeout_s, lambda reason: _note_failure(run_folder, reason))
     stack.callback(watchdog.close)
     activity = Activity(watchdog.beat)
-    alerts = _start_alerts(recipe, worker, run_folder.name)
+    run_id = run_folder.name
+    alerts = Alerts.of(recipe, run_id) if worker.is_first else Alerts([], Notifier(), run_id, recipe.name)
     stack.callback(alerts.close)
     total_steps = count_steps(config, len(data.train))
     seed_random(config.seed)
@@ -158,15 +162,8 @@ def _begin(
         activity=activity,
     )
     loop.restore()
-    alerts.recall(record.model_dump() for record in loop.records)
+    alerts.recall(loop.records)
     return loop
-
-
-def _start_alerts(recipe: Recipe, worker: Worker, run_id: str) -> Alerts:
-    """The recipe's in the first worker; the others have none."""
-    return start_alerts(
-        recipe if worker.is_first else recipe.model_copy(update={"alerts": [], "notify": NotifyConfig()}), run_id
-    )
 
 
 def _note_failure(run_folder: UPath, reason: str) -> None:

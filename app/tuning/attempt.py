@@ -7,9 +7,8 @@ from queue import SimpleQueue
 
 from upath import UPath
 
-from app.training.records import EpochRecord
+from app.training.records import Ending, EpochRecord
 from app.training.reporting.recorder import Report
-from app.training.session import Ending
 
 LOG_FILE = "log.txt"
 _CUT_TIMEOUT_S = 30.0

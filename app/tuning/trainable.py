@@ -11,10 +11,9 @@ from upath import UPath
 from app.config import Recipe
 from app.errors import TrainingError
 from app.training.checkpoints.store import CheckpointStore
-from app.training.records import EpochRecord
+from app.training.records import Ending, EpochRecord
 from app.training.reporting.recorder import Report
 from app.training.run_folder import CHECKPOINTS
-from app.training.session import Ending
 from app.tuning.attempt import Attempt
 from app.tuning.objectives import final_values, objective_of
 from app.tuning.results import HEARD, NUMBER, VALUES, EpochResult, FinalResult

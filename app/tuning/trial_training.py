@@ -12,9 +12,9 @@ from app.config import Recipe
 from app.telemetry.alerts import Action
 from app.training.coordination.control import request, withdraw
 from app.training.ray_worker import fit
-from app.training.records import EpochRecord
+from app.training.records import Ending, EpochRecord
 from app.training.reporting.recorder import Report
-from app.training.session import Ending, train
+from app.training.session import train
 from app.training.worker import start_worker
 from app.tuning.attempt import log_to
 from app.tuning.trial_data import DataCache, prepare_data

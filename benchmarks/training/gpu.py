@@ -7,8 +7,8 @@ random tokens. Overrides are for all of them, such as train.torch_compile=false.
 import argparse
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from statistics import median
 
 import torch
@@ -114,16 +114,11 @@ def _time_steps(
     seconds = []
     for _ in range(warm_up + steps):
         began = time.perf_counter()
-        engine.train_step(_repeat(batch, accumulation), Activity())
+        engine.train_step(repeat(batch, accumulation), Activity())
         if worker.device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
     return median(seconds[warm_up:])
-
-
-def _repeat(batch: MicroBatch, times: int) -> Iterator[MicroBatch]:
-    for _ in range(times):
-        yield batch
 
 
 def _count(model: nn.Module) -> int:

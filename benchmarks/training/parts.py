@@ -114,7 +114,7 @@ def _watch_all(stopwatch: _Stopwatch) -> dict[str, bool]:
         (Recorder, "record_steps", "recorder", False),
         (MetricsLog, "append", "metrics.jsonl", True),
         (TensorBoardLog, "append", "TensorBoard", True),
-        (Alerts, "observe", "alerts", True),
+        (Alerts, "append", "alerts", True),
     )
     for owner, function, name, _ in watched:
         stopwatch.watch(owner, function, name)

@@ -11,7 +11,8 @@ from upath import UPath
 from app.checksums import sha256_of
 from app.config import Recipe
 from app.errors import NonFiniteLossError
-from app.training.session import Ending, train
+from app.training.records import Ending
+from app.training.session import train
 from app.training.worker import start_worker
 from app.tuning.attempt import Attempt, log_to
 from app.tuning.objectives import objective_of

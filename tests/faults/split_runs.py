@@ -12,7 +12,6 @@ from upath import UPath
 
 from app.config import Recipe, load_recipe
 from app.tasks import prepare
-from app.training.records import EpochRecord
 from app.training.session import train
 from app.training.worker import start_worker
 
@@ -35,10 +34,6 @@ def recipe_of(corpus: str, plan: str, stop: int | None) -> Recipe:
     return load_recipe("recipes/stdlib_gpt.yaml", [*RUN, *overrides, *rules])
 
 
-def report(record: EpochRecord) -> None:
-    """Nobody else is told."""
-
-
 def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -49,7 +44,7 @@ def main() -> None:
             run = folder / plan / split
             run.mkdir(parents=True, exist_ok=True)
             for stop in [*stops, None]:
-                ending = train(recipe_of(corpus, plan, stop), data, worker, run, report)
+                ending = train(recipe_of(corpus, plan, stop), data, worker, run)
                 assert ending.step == (stop or STEPS), ending
     torch.distributed.destroy_process_group()
 

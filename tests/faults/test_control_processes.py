@@ -1,23 +1,22 @@
 """Ray's own control processes, killed while a job runs and an application answers."""
 
 import concurrent.futures
-import json
 import os
 import shutil
 import signal
 import subprocess
 import tempfile
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
-from tests.helpers import ROOT, Faults, run
+from tests.helpers import ROOT, Faults, run, wait_until
+from tests.launch import Cluster
 
 # Deploys an application, then counts to train.max_steps in an actor; told to resume, it goes on from the last number.
 JOB = """
@@ -56,12 +55,12 @@ while count < last:
 """
 
 
-class Cluster:
+class CountingCluster(Cluster):
     """A cluster of our own, and a project whose one job is the one above."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__({"RAYLOOM_HOME": str(folder / "home"), "RAYLOOM_STORAGE": str(folder)})
         self.project = folder / "project"
-        self.environment = {"RAYLOOM_HOME": str(folder / "home"), "RAYLOOM_STORAGE": str(folder)}
         (self.project / "jobs").mkdir(parents=True)
         (self.project / "jobs/__init__.py").touch()
         (self.project / "jobs/train.py").write_text(JOB, encoding="utf-8")
@@ -73,11 +72,6 @@ class Cluster:
     def submit(self, steps: int) -> subprocess.CompletedProcess[str]:
         return self.rayloom("submit", "train", "digits.yaml", f"train.max_steps={steps}")
 
-    @property
-    def state(self) -> dict[str, object]:
-        text = (Path(self.environment["RAYLOOM_HOME"]) / "cluster/cluster.json").read_text(encoding="utf-8")
-        return json.loads(text)
-
     def process(self, name: str) -> psutil.Process:
         """The oldest of that name: the raylet's forks bear its name for a moment."""
         found = [each for each in psutil.process_iter() if self.owns(each, name)]
@@ -85,7 +79,7 @@ class Cluster:
 
     def owns(self, process: psutil.Process, name: str) -> bool:
         try:
-            ours = process.environ().get("RAYLOOM_CLUSTER") == self.state["id"]
+            ours = process.environ().get("RAYLOOM_CLUSTER") == self.state.id
             return ours and name in (process.name(), *process.cmdline())
         except psutil.Error:  # another user's, or it has ended
             return False
@@ -102,31 +96,29 @@ class Cluster:
     def ask(self) -> int | str:
         """The status that the application answers with, or the name of the error."""
         try:
-            return httpx.get(f"http://127.0.0.1:{self.state['serve_port']}/", timeout=10).status_code
+            return httpx.get(f"{self.state.endpoint}/", timeout=10).status_code
         except httpx.HTTPError as error:
             return type(error).__name__
 
     def jobs(self) -> dict[str, str]:
         """The status of each job by its id."""
         token = (Path(self.environment["RAYLOOM_HOME"]) / "cluster/token").read_text(encoding="utf-8")
-        answer = httpx.get(
-            f"http://127.0.0.1:{self.state['dashboard_port']}/api/jobs/", headers={"Authorization": f"Bearer {token}"}
-        )
+        answer = httpx.get(f"{self.state.dashboard}/api/jobs/", headers={"Authorization": f"Bearer {token}"})
         return {job["submission_id"]: job["status"] for job in answer.json() if job["submission_id"]}
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
+def cluster() -> Iterator[CountingCluster]:
     """One for each test, for the next one is not to inherit its wounds."""
     folder = Path(tempfile.mkdtemp(prefix="rayloom-faults-"))
-    cluster = Cluster(folder)
+    cluster = CountingCluster(folder)
     started = cluster.rayloom("up")
     assert started.returncode == 0, started.stderr
     state = cluster.state
     yield cluster
     stopped = cluster.rayloom("down")
     assert stopped.returncode == 0, stopped.stderr
-    assert not Path(str(state["runtime"])).exists()
+    assert not state.runtime.exists()
     shutil.rmtree(folder)
 
 
@@ -136,24 +128,19 @@ def background() -> Iterator[concurrent.futures.Executor]:
         yield pool
 
 
-def wait_until(holds: Callable[[], bool], timeout: float = 300) -> None:
-    deadline = time.monotonic() + timeout
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.2)
-
-
-def answers_until(ended: threading.Event, cluster: Cluster) -> Counter[int | str]:
+def answers_until(ended: threading.Event, cluster: CountingCluster) -> Counter[int | str]:
     answers: Counter[int | str] = Counter()
     while not ended.wait(0.05):
         answers[cluster.ask()] += 1
     return answers
 
 
-def test_a_killed_gcs_costs_nothing(cluster: Cluster, background: concurrent.futures.Executor, faults: Faults) -> None:
+def test_a_killed_gcs_costs_nothing(
+    cluster: CountingCluster, background: concurrent.futures.Executor, faults: Faults
+) -> None:
     with faults("T4", "Ray: SIGKILL of the GCS", "no restart, no failed request") as fault:
         submitted = background.submit(cluster.submit, 30)
-        wait_until(lambda: submitted.done() or len(cluster.ledger()) >= 3)
+        wait_until(lambda: submitted.done() or len(cluster.ledger()) >= 3, 300)
         ended = threading.Event()
         answers = background.submit(answers_until, ended, cluster)
         died = cluster.process("gcs_server").pid
@@ -170,11 +157,11 @@ def test_a_killed_gcs_costs_nothing(cluster: Cluster, background: concurrent.fut
 
 
 def test_a_killed_raylet_loses_the_cluster_and_the_job_is_submitted_again(
-    cluster: Cluster, background: concurrent.futures.Executor, faults: Faults
+    cluster: CountingCluster, background: concurrent.futures.Executor, faults: Faults
 ) -> None:
     with faults("T5", "Ray: SIGKILL of the head's raylet", "cluster started anew, job submitted again") as fault:
         submitted = background.submit(cluster.submit, 30)
-        wait_until(lambda: submitted.done() or len(cluster.ledger()) >= 3)
+        wait_until(lambda: submitted.done() or len(cluster.ledger()) >= 3, 300)
         (first,) = cluster.jobs()
         cluster.kill("raylet")
         done = submitted.result()
@@ -183,16 +170,16 @@ def test_a_killed_raylet_loses_the_cluster_and_the_job_is_submitted_again(
         assert [count for count, _, _ in cluster.ledger()] == list(range(1, 31))
         assert len({driver for _, driver, _ in cluster.ledger()}) == 2
         assert f"job {first} was lost: submitted again as {first}-again" in cluster.rayloom("status").stdout
-        wait_until(lambda: cluster.ask() == 200)  # Serve has its applications from the store
+        wait_until(lambda: cluster.ask() == 200, 300)  # Serve has its applications from the store
         fault.saw("submitted again, every number counted once")
 
 
 def test_without_a_supervisor_a_killed_gcs_is_told(
-    cluster: Cluster, background: concurrent.futures.Executor, faults: Faults
+    cluster: CountingCluster, background: concurrent.futures.Executor, faults: Faults
 ) -> None:
     with faults("T4b", "Ray: SIGKILL of the GCS and its supervisor", "the client ends and says why") as fault:
         submitted = background.submit(cluster.submit, 1000)
-        wait_until(lambda: submitted.done() or len(cluster.ledger()) >= 3)
+        wait_until(lambda: submitted.done() or len(cluster.ledger()) >= 3, 300)
         cluster.kill("app.cluster.supervisor")
         cluster.kill("gcs_server")
         done = submitted.result()

@@ -4,7 +4,6 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.helpers import Faults, wait_until
 from tests.launch import (
@@ -21,11 +20,6 @@ from tests.launch import (
 )
 
 SAME = "the same bits"
-
-
-@pytest.fixture
-def ray(cluster: dict[str, str]) -> Cluster:
-    return Cluster(cluster)
 
 
 def trains_on(job: Job, storage: Path, name: str) -> None:

@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from tests.faults.ledger import expected, written_in
-from tests.helpers import Faults, run, wait_until
-from tests.launch import EVERY_STEPS, INTERRUPTED, Cluster, Job, Launch, Trained, newest_step, records_of
+from tests.helpers import Faults, run, steps_of, wait_until
+from tests.launch import EVERY_STEPS, INTERRUPTED, Cluster, Job, Launch, Trained, newest_step
 
 
 class Node:
@@ -48,11 +48,6 @@ class Node:
 
 def raylets(cluster: Cluster) -> set[psutil.Process]:
     return {each for each in cluster.processes("raylet", "--raylet_socket_name") if each.name() == "raylet"}
-
-
-@pytest.fixture
-def ray(cluster: dict[str, str]) -> Cluster:
-    return Cluster(cluster)
 
 
 @pytest.fixture
@@ -155,7 +150,7 @@ def test_a_run_shrinks_and_grows_with_the_cluster(
         fault.saw(f"on with 1 after {shrunk_s:.1f} s; {again.total()} samples done again")
         assert (result["status"], result["metrics"]["workers"]) == ("succeeded", 2)
         assert len(list(ledger.iterdir())) == 2 + 1 + 2
-        steps = [each["step"] for each in records_of(folder) if "loss" in each]
+        steps = [each["step"] for each in steps_of(folder)]
         assert steps == list(range(1, epochs * 22 + 1))
         assert not wanted - seen
         assert again.total() <= 2 * 2 * EVERY_STEPS * 64

@@ -3,18 +3,12 @@
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 from tests.faults.ledger import RECIPE, expected, written_in
-from tests.helpers import Faults, wait_until
-from tests.launch import EVERY_STEPS, Launch, Launched, newest_step, numbers_of
+from tests.helpers import Faults, folder_of, steps_of, wait_until
+from tests.launch import EVERY_STEPS, Launch, Launched, newest_step
 
 EPOCHS = 3
-
-
-def steps_of(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """What was logged of each step."""
-    return [each for each in numbers_of(Path(result["artifacts"]["weights"]).parent) if "loss" in each]
 
 
 def test_two_processes_then_one_then_four(launch: Launch, tmp_path: Path, faults: Faults) -> None:
@@ -43,7 +37,7 @@ def test_two_processes_then_one_then_four(launch: Launch, tmp_path: Path, faults
         assert written_in(tmp_path / "whole") == expected(EPOCHS)
         assert written_in(tmp_path / "parts") == expected(EPOCHS)
 
-        steps, reference = steps_of(parts), steps_of(whole)
+        steps, reference = steps_of(folder_of(parts)), steps_of(folder_of(whole))
         assert [each["step"] for each in steps] == [each["step"] for each in reference]
         apart = [abs(one["loss"] - other["loss"]) / other["loss"] for one, other in zip(steps, reference, strict=True)]
         fault.saw(f"stopped at {stops}, then {apart[stops[0]]:.0e} apart, at most {max(apart):.0e}; no sample twice")

@@ -1,12 +1,9 @@
 """Training on a GPU. Not run in CI, which has none: 'make test-gpu' on a machine with one."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
-from tests.helpers import SGD, losses, train_alone
+from tests.helpers import SGD, folder_of, losses, steps_of, train_alone
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and this machine has none")
 
@@ -31,7 +28,6 @@ def test_a_gpu_draws_the_same_curve_as_a_cpu() -> None:
 def test_plans_learn_the_digits(overrides: list[str]) -> None:
     result = train_alone("train.device=gpu", *overrides)
     assert result["metrics"]["val_accuracy"] >= 0.97
-    lines = (Path(result["artifacts"]["weights"]).parent / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    step = json.loads(lines[0])
+    step = steps_of(folder_of(result))[0]
     assert 0.0 <= step["memory"]["fragmentation"] < 1.0
     assert ("loss_scale" in step) is ("train.precision=fp16" in overrides)

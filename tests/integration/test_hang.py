@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import Faults, run, wait_until
-from tests.launch import Launch, newest_step, records_of
+from tests.helpers import Faults, records_of, run, wait_until
+from tests.launch import Launch, newest_step
 
 pytestmark = pytest.mark.faults
 TIMEOUT_S = 10.0

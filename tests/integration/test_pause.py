@@ -3,12 +3,11 @@
 import hashlib
 import hmac
 import json
-import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.helpers import BIN, ROOT, result_of, run, train_alone, wait_until
+from tests.helpers import result_of, run, steps_of, train_alone, wait_until
+from tests.launch import Cluster, Job, Launch, newest_step
 from tests.receiver import HttpReceiver
 
 NO_PROGRESS = ["train.optimizer.lr=1.0e-12", "train.epochs=9", "train.early_stopping=null", "name=stuck"]
@@ -38,28 +37,19 @@ def test_three_epochs_without_improvement_pause_the_run_and_tell_a_receiver(
     assert resumed["metrics"]["resumed_from_step"] >= 4 * 22
 
 
-def test_a_person_pauses_and_resumes(cluster: dict[str, str]) -> None:
-    overrides = ["train.epochs=60", "train.early_stopping=null", "name=paused", "train.workers=2"]
-    command = [str(BIN / "rayloom"), "submit", "train", "recipes/digits.yaml", *overrides]
-    runs = Path(cluster["RAYLOOM_STORAGE"]) / "runs/train"
-    with subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, **cluster}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as job:
-        wait_until(lambda: bool(list(runs.glob("*-paused-*/checkpoints/step_*/SHA256SUMS"))), timeout_s=120)
-        (folder,) = runs.glob("*-paused-*")
-        asked = run("rayloom", "pause", folder.name, environment=cluster)
-        assert asked.returncode == 0, asked.stderr
-        output = job.communicate(timeout=120)[0]
-    paused = result_of(output)
-    assert (paused["status"], paused["metrics"]["paused"]) == ("stopped", True), output
+def test_a_person_pauses_and_resumes(ray: Cluster, launch: Launch) -> None:
+    storage = Path(ray.environment["RAYLOOM_STORAGE"])
+    job = Job(ray, launch, "paused", "train.epochs=60", "train.early_stopping=null", "train.workers=2")
+    wait_until(lambda: newest_step(storage, "paused") > 0, timeout_s=120)
+    (folder,) = storage.glob("runs/train/*-paused-*")
+    asked = run("rayloom", "pause", folder.name, environment=ray.environment)
+    assert asked.returncode == 0, asked.stderr
+    paused = job.client.result()
+    assert (paused["status"], paused["metrics"]["paused"]) == ("stopped", True), job.output
     assert f"rayloom resume {folder.name}" in asked.stdout
-    resumed = run(
-        "rayloom", "resume", folder.name, f"train.max_steps={paused['metrics']['steps'] + 30}", environment=cluster
-    )
+    further = f"train.max_steps={paused['metrics']['steps'] + 30}"
+    resumed = run("rayloom", "resume", folder.name, further, environment=ray.environment)
     result = result_of(resumed.stdout)
     assert (result["status"], result["run_id"]) == ("succeeded", folder.name)
     assert result["metrics"]["resumed_from_step"] == paused["metrics"]["steps"]
-    steps = [
-        json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines() if "grad_norm" in line
-    ]
-    assert steps == list(range(1, result["metrics"]["steps"] + 1))
+    assert [each["step"] for each in steps_of(folder)] == list(range(1, result["metrics"]["steps"] + 1))

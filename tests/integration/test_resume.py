@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import Faults, wait_until
+from tests.helpers import Faults, records_of, wait_until
 from tests.launch import (
     EVERY_STEPS,
     HANG_TIMEOUT_S,
@@ -22,7 +22,6 @@ from tests.launch import (
     Launched,
     Trained,
     newest_step,
-    records_of,
 )
 
 pytestmark = pytest.mark.faults

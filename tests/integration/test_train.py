@@ -6,7 +6,7 @@ import pytest
 from upath import UPath
 
 from app.training.weights import load_weights
-from tests.helpers import SGD, losses, result_of, run, train_alone
+from tests.helpers import SGD, flip, losses, result_of, run, train_alone
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,6 @@ def test_the_best_weights_are_kept_and_checked() -> None:
     assert trained.labels == [str(digit) for digit in range(10)]
     assert result["metrics"]["val_accuracy"] > 0.5
     folder = Path(result["artifacts"]["weights"])
-    changed = bytearray((folder / "model.safetensors").read_bytes())
-    changed[-1] ^= 1
-    (folder / "model.safetensors").write_bytes(changed)
+    flip(folder / "model.safetensors")
     with pytest.raises(Exception, match=r"model\.safetensors.* was changed"):
         load_weights(UPath(folder))

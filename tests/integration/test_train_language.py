@@ -12,7 +12,7 @@ from upath import UPath
 from app.config import load_recipe
 from app.data.tokenizer import LanguageTokenizer
 from app.models.factory import build_model
-from tests.helpers import SGD, losses, train_alone
+from tests.helpers import SGD, losses, train_alone, write_sums
 
 RECIPE = "recipes/stdlib_gpt.yaml"
 SMALL = ["data.block_length=32", "data.tokenizer={kind: bytes}", "model.args={layers: 1, width: 32, heads: 2}"]
@@ -30,12 +30,7 @@ def one(source: str, home: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A corpus of its own: files of sums."""
-    folder = tmp_path_factory.mktemp("corpus")
-    for first in range(30):
-        lines = [f"{first} + {second} = {first + second}\n" for second in range(50)]
-        (folder / f"{first}.txt").write_text("".join(lines), encoding="utf-8")
-    return f"data.source={folder}"
+    return f"data.source={write_sums(tmp_path_factory.mktemp('corpus'))}"
 
 
 @pytest.mark.parametrize("plan", ["{pipeline: 2, micro_batch: 8}", "{tensor: 2}", "{zero_stage: 3}"])

@@ -1,6 +1,6 @@
 """When alerts fire, on sequences worked out by hand, and what they ask of the loop."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from math import inf, nan
 
 import pytest
@@ -9,6 +9,7 @@ from app.config import AlertConfig
 from app.config.alerts import Act, ReceiverConfig
 from app.telemetry.alerts import Action, Alerts, Notification, Notifier
 from app.telemetry.alerts.notifier import Outbox
+from app.telemetry.record import Record
 from tests.helpers import wait_until
 
 STEADY = [100.0] * 20
@@ -40,12 +41,28 @@ class Bench:
         return self.kept.notifications
 
 
-def epochs(metric: str, values: Iterable[float]) -> list[Mapping[str, float]]:
-    return [{"epoch": number, "train_loss": 1.0, metric: value} for number, value in enumerate(values, start=1)]
+class Step(Record, extra="allow"):
+    kind = "step"
+    epoch: int = 1
 
 
-def steps(metric: str, values: Iterable[float]) -> list[Mapping[str, float]]:
-    return [{"step": number, "epoch": 1, metric: value} for number, value in enumerate(values, start=1)]
+class Epoch(Record, extra="allow"):
+    kind = "epoch"
+    step: int = 1400
+
+
+def epochs(metric: str, values: Iterable[float]) -> list[Epoch]:
+    return [Epoch(epoch=number, **{metric: value}) for number, value in enumerate(values, start=1)]
+
+
+def steps(metric: str, values: Iterable[float]) -> list[Step]:
+    return [Step(step=number, **{metric: value}) for number, value in enumerate(values, start=1)]
+
+
+def asked(alerts: Alerts, record: Record) -> Action:
+    """What is asked of the loop after one more record."""
+    alerts.append(record)
+    return alerts.pending()
 
 
 @pytest.mark.parametrize(
@@ -60,8 +77,7 @@ def steps(metric: str, values: Iterable[float]) -> list[Mapping[str, float]]:
 )
 def test_rules_over_epochs(when: str, values: list[float], fires_after: list[int]) -> None:
     bench = Bench(when)
-    for record in epochs(when.split()[0], values):
-        bench.alerts.observe(record)
+    bench.alerts.append(*epochs(when.split()[0], values))
     assert [each.epoch for each in bench.told()] == fires_after
 
 
@@ -80,15 +96,14 @@ def test_rules_over_epochs(when: str, values: list[float], fires_after: list[int
 )
 def test_rules_over_steps(when: str, values: list[float], fires_after: list[int]) -> None:
     bench = Bench(when)
-    for record in steps(when.split()[0], values):
-        bench.alerts.observe(record)
+    bench.alerts.append(*steps(when.split()[0], values))
     assert [each.step for each in bench.told()] == fires_after
 
 
 def test_a_step_is_in_an_epoch_that_is_not_over() -> None:
     bench = Bench("loss above 2 for 2 epochs")
     for step in range(1, 7):
-        bench.alerts.observe({"step": step, "epoch": (step + 1) // 2, "loss": 3.0})
+        bench.alerts.append(Step(step=step, epoch=(step + 1) // 2, loss=3.0))
     assert [each.step for each in bench.told()] == [5]
 
 
@@ -96,17 +111,17 @@ def test_time_passes_on_the_clock() -> None:
     bench = Bench("loss above 2 for 5 min")
     for now_s, loss in [(0, 1), (10, 3), (309, 3), (310, 3), (311, 1), (312, 3), (612, 3)]:
         bench.now_s = now_s
-        bench.alerts.observe({"step": now_s, "loss": loss})
+        bench.alerts.append(Step(step=now_s, loss=loss))
     assert [each.step for each in bench.told()] == [310, 612]
 
 
 def test_silence_is_noticed_once_and_again_after_a_report() -> None:
     bench = Bench("nothing reported for 10 min", do=["notify", "pause"])
-    for now_s, asked in [(599, Action.CONTINUE), (600, Action.PAUSE), (900, Action.PAUSE)]:
+    for now_s, expected in [(599, Action.CONTINUE), (600, Action.PAUSE), (900, Action.PAUSE)]:
         bench.now_s = now_s
         bench.alerts.check_silence()
-        assert bench.alerts.pending() is asked
-    assert bench.alerts.observe({"step": 7, "epoch": 1, "loss": 1.0}) is Action.PAUSE
+        assert bench.alerts.pending() is expected
+    assert asked(bench.alerts, Step(step=7, loss=1.0)) is Action.PAUSE
     bench.now_s += 600
     bench.alerts.check_silence()
     first, second = bench.told()
@@ -124,34 +139,40 @@ def test_stop_beats_pause_and_what_was_asked_for_stays() -> None:
     rules: list[tuple[str, Act]] = [("loss is not finite", "stop"), ("loss above 2", "pause"), ("lr above 0", "notify")]
     alerts = Alerts([AlertConfig(when=when, do=[act]) for when, act in rules], Notifier(), "run-1", "digits")
     losses = [1.0, 3.0, 1.0, inf, 1.0]
-    asked = [alerts.observe({"step": 1, "epoch": 1, "loss": loss, "lr": 0.1}) for loss in losses]
-    assert asked == [Action.CONTINUE, Action.PAUSE, Action.PAUSE, Action.STOP, Action.STOP]
+    heard = [asked(alerts, Step(step=1, loss=loss, lr=0.1)) for loss in losses]
+    assert heard == [Action.CONTINUE, Action.PAUSE, Action.PAUSE, Action.STOP, Action.STOP]
 
 
 def test_a_resumed_run_knows_what_came_before() -> None:
     before = epochs("val_loss", [0.5, 0.6, 0.6])
     paused, resumed, lost = (Bench("val_loss has not improved for 2 epochs", do=["notify", "pause"]) for _ in range(3))
-    assert [paused.alerts.observe(record) for record in before][-1] is Action.PAUSE
+    assert [asked(paused.alerts, record) for record in before][-1] is Action.PAUSE
     resumed.alerts.recall(before)
     assert resumed.alerts.pending() is Action.CONTINUE
-    assert resumed.alerts.observe({"epoch": 4, "train_loss": 1.0, "val_loss": 0.6}) is Action.CONTINUE
+    assert asked(resumed.alerts, Epoch(epoch=4, val_loss=0.6)) is Action.CONTINUE
     lost.alerts.recall(before[:2])
-    assert lost.alerts.observe(before[2]) is Action.PAUSE
+    assert asked(lost.alerts, before[2]) is Action.PAUSE
 
 
 def test_what_is_no_number_counts_as_not_reported(capsys: pytest.CaptureFixture[str]) -> None:
     bench = Bench("val_perplexity above 0", "val_los above 3", "plan is not finite")
-    bench.alerts.observe({"epoch": 1, "step": 5, "loss": 1.0})
+    bench.alerts.append(Step(step=5, loss=1.0))
     assert "val_los" not in capsys.readouterr().err
     for epoch in (1, 2):
-        bench.alerts.observe({"epoch": epoch, "train_loss": 1.0, "val_perplexity": None, "plan": {"zero_stage": 1}})
+        bench.alerts.append(Epoch(epoch=epoch, val_perplexity=None, plan={"zero_stage": 1}))
     assert bench.told() == []
     assert capsys.readouterr().err.count("no record had plan, val_los, val_perplexity so far") == 1
 
 
+def test_a_metric_within_another_is_known_by_its_path() -> None:
+    bench = Bench("memory.peak_bytes above 10")
+    bench.alerts.append(*(Step(step=peak, memory={"peak_bytes": peak}) for peak in (9, 10, 11)))
+    assert [(each.step, each.metric, each.value) for each in bench.told()] == [(11, "memory.peak_bytes", 11.0)]
+
+
 def test_the_log_has_a_line_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
     bench = Bench("val_loss above 0.5", do=["pause"])
-    bench.alerts.observe({"epoch": 7, "step": 1400, "train_loss": 0.1, "val_loss": 0.52134})
+    bench.alerts.append(Epoch(epoch=7, step=1400, val_loss=0.52134))
     assert capsys.readouterr().out == (
         "alert: val_loss above 0.5 (val_loss 0.52134, epoch 7, step 1,400): training pauses\n"
     )

@@ -3,15 +3,21 @@
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
+from torch.distributed.checkpoint import FileSystemWriter, save
 from upath import UPath
 
 from app.checksums import CHECKSUMS_FILE, write_checksums
 from app.errors import StorageError
 from app.training.checkpoints.fragments import Fragment, Slice, boxes_of, matrix_shape
+from app.training.checkpoints.names import WEIGHT, buffer, own, parameter
+from app.training.checkpoints.reader import export_weights
 from app.training.checkpoints.rng import random_state, restore_random_state
+from app.training.checkpoints.state import Position, TrainState
 from app.training.checkpoints.store import CheckpointStore
-from tests.helpers import Faults
+from app.training.checkpoints.writer import STATE_FILE
+from tests.helpers import Faults, flip
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, 35), (0, 3), (3, 4), (3, 30), (7, 14), (34, 1), (10, 20)])
@@ -42,6 +48,24 @@ def test_random_numbers_go_on() -> None:
     assert torch.equal(torch.rand(5), drawn)
 
 
+def test_all_weights_and_buffers_are_exported_whatever_the_model_calls_them(tmp_path: Path) -> None:
+    model = {name: torch.rand(3) for name in ("rank_embedding.weight", "rank", "buffer", "parameter.weight")}
+    buffers = {name: torch.rand(3) for name in ("weight", "norm.weight", "parameter")}
+    content = {parameter(name, WEIGHT): each for name, each in model.items()}
+    content |= {parameter(name, "exp_avg"): torch.zeros(3) for name in model}
+    content |= {named: each for name, each in buffers.items() for named in (buffer(name), own(0, buffer(name)))}
+    save(content, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    state = TrainState(
+        position=Position(), records=[], workers=1, tensor=1, pipeline=1, optimizer_steps=0, schedule_steps=0,
+        loss_scale=None, precision="fp32", shapes={},
+    )  # fmt: skip
+    (tmp_path / STATE_FILE).write_text(state.model_dump_json(), encoding="utf-8")
+    export_weights(UPath(tmp_path), tmp_path / "model.safetensors")
+    exported = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert exported.keys() == model.keys() | buffers.keys()
+    assert all(torch.equal(exported[name], each) for name, each in (model | buffers).items())
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
     made = CheckpointStore(UPath(tmp_path))
@@ -56,12 +80,6 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 def truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-5])
-
-
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
 
 
 @pytest.mark.faults

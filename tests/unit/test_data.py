@@ -36,12 +36,10 @@ def reviews() -> ClassificationData:
 def test_reviews_are_cleaned_as_counted() -> None:
     kept, report = clean(load_examples(DataConfig(source="builtin:reviews")), CleanConfig())
     assert report.model_dump() == {
+        "what": "examples",
         "given": 35_124,
-        "empty": 1,
-        "unlabelled": 0,
-        "duplicate": 17_713,
-        "conflicting": 47,
         "kept": 17_363,
+        "dropped": {"empty": 1, "duplicate": 17_713, "conflicting": 47},
     }
     assert len(set(kept.inputs)) == len(kept) == 17_363
     assert "17,713 exact duplicates" in str(report)
@@ -70,7 +68,7 @@ def test_cleaning_drops_each_example_for_one_reason() -> None:
     given = [("a", "x"), ("a ", "x"), ("", "x"), ("b", ""), ("b", "x"), ("c", "x"), ("c", "y"), ("c", "x")]
     kept, report = clean(Examples("text", *map(list, zip(*given, strict=True))), CleanConfig())
     assert list(kept) == [("a", "x"), ("b", "x")]
-    assert (report.empty, report.unlabelled, report.duplicate, report.conflicting) == (1, 1, 3, 1)
+    assert report.dropped == {"empty": 1, "unlabelled": 1, "duplicate": 3, "conflicting": 1}
 
 
 @pytest.mark.parametrize("suffix", WRITERS)

@@ -1,11 +1,12 @@
 """Plans that cannot run are refused before a worker starts, with the rule and the nearest plan that can."""
 
 import pytest
+import torch
 
 from app.config import load_recipe
 from app.config.layout import lay_out
 from app.config.plan import PlanConfig
-from app.config.plan_rules import ModelTraits, Setting, broken_rule, nearest_plan
+from app.config.plan_rules import ModelTraits, Setting, refusal
 from app.errors import RecipeError
 from app.models.factory import build_model
 from app.models.kind import ModelKind
@@ -40,27 +41,36 @@ GPT = ROOT / "recipes/stdlib_gpt.yaml"
 def test_a_plan_that_cannot_run_is_refused_with_the_nearest_that_can(overrides: list[str], words: list[str]) -> None:
     with pytest.raises(RecipeError) as refused:
         load_recipe(GPT, overrides)
+    assert str(refused.value).startswith(f"{GPT}: train.plan: ")
     assert all(word in str(refused.value) for word in words), str(refused.value)
 
 
 def test_the_model_has_a_say() -> None:
     traits = traits_of(build_model(MODELS["gpt"], FACTS))
-    assert (traits.layers, traits.heads) == (7, 4)  # embedding, four blocks, norm, output
+    assert (traits.layers, traits.tensor_divisor) == (7, 4)  # embedding, four blocks, norm, output
 
     def said(workers: int, **plan: int) -> str | None:
-        return broken_rule(PlanConfig(**plan), Setting((workers, workers), "fp32", "cpu", "adamw", traits))
+        return refusal(PlanConfig(**plan), Setting((workers, workers), "fp32", "cpu", "adamw", traits))
 
     assert said(8, pipeline=2, tensor=4) is None
     assert "pipeline 16 has more stages than model GPT has layers (7)" in str(said(16, pipeline=16))
-    assert "tensor 8 does not divide the 4 heads" in str(said(8, tensor=8))
+    assert "tensor 8 does not divide 4: the heads of model GPT" in str(said(8, tensor=8))
+
+
+def test_a_tensor_degree_divides_what_can_be_split() -> None:
+    llama = MODELS["llama"].model_copy(update={"args": MODELS["llama"].args | {"num_key_value_heads": 2}})
+    assert traits_of(build_model(llama, FACTS)).tensor_divisor == 2
+    plain = torch.nn.Linear(8, 8)
+    plain.heads = 4  # which tells nobody where to split it
+    assert traits_of(plain).tensor_divisor is None
 
 
 def test_a_model_that_is_not_staged_takes_no_pipeline() -> None:
-    traits = ModelTraits("CNN", layers=None, heads=None, checkpoints_activations=False)
+    traits = ModelTraits("CNN", layers=None, tensor_divisor=None, checkpoints_activations=False)
     setting = Setting((4, 4), "fp32", "cpu", "adamw", traits)
-    assert "is not staged" in str(broken_rule(PlanConfig(pipeline=2), setting))
-    assert "activation_checkpointing is false" in str(broken_rule(PlanConfig(activation_checkpointing=True), setting))
-    assert nearest_plan(PlanConfig(tensor=2, pipeline=2), setting).endswith("has tensor: 1, pipeline: 1")
+    assert "is not staged" in str(refusal(PlanConfig(pipeline=2), setting))
+    assert "activation_checkpointing is false" in str(refusal(PlanConfig(activation_checkpointing=True), setting))
+    assert str(refusal(PlanConfig(tensor=2, pipeline=2), setting)).endswith("has tensor: 1, pipeline: 1")
 
 
 def test_neighbours_share_matrices_and_ranks_of_one_stage_share_data() -> None:
@@ -70,14 +80,16 @@ def test_neighbours_share_matrices_and_ranks_of_one_stage_share_data() -> None:
     assert places == 2 * [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def test_deepspeed_gets_every_default_that_moved_and_what_the_recipe_adds() -> None:
-    config = load_recipe(
-        GPT, ["train.deepspeed={zero_optimization: {reduce_bucket_size: 1000}, dump_state: true}"]
-    ).train
+def test_deepspeed_gets_the_plan_every_default_that_moved_and_what_the_recipe_adds() -> None:
+    plan = ["train.plan={zero_stage: 2, micro_batch: 8}", "train.precision=bf16"]
+    added = "train.deepspeed={zero_optimization: {reduce_bucket_size: 1000}, dump_state: true}"
+    config = load_recipe(GPT, [*plan, added]).train
     made = deepspeed_config(config, config.layout(2), ModelKind.PLAIN)
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    assert [made[size] for size in sizes] == [32, 8, 2]
     assert made["gradient_clipping"] == 1.0
     assert made["bf16"] == {"enabled": True, "check_grad_overflow": True}
-    assert made["zero_optimization"]["stage"] == 1
+    assert made["zero_optimization"]["stage"] == 2
     assert made["zero_optimization"]["reduce_bucket_size"] == 1000
     assert made["dump_state"]
 

@@ -19,8 +19,9 @@ from aiosmtpd.controller import Controller
 from aiosmtpd.smtp import AuthResult, Envelope
 
 from app.config import load_recipe
-from app.telemetry.alerts import Action, Alerts, Notification, start_alerts
-from tests.helpers import ROOT, wait_until
+from app.telemetry.alerts import Action, Alerts, Notification
+from app.telemetry.record import Record
+from tests.helpers import ROOT, documented, wait_until
 from tests.receiver import HttpReceiver
 
 SECRET = "a secret of the receiver"
@@ -63,23 +64,21 @@ def _free_port() -> int:
 def alerts_of(when: str = "loss above 2", **notify: dict[str, Any]) -> Alerts:
     receivers = {kind: {"retry_wait_s": 0.01, **settings} for kind, settings in notify.items()}
     overrides = [f"alerts={json.dumps([{'when': when, 'do': ['notify', 'pause']}])}", f"notify={json.dumps(receivers)}"]
-    return start_alerts(load_recipe(ROOT / "recipes/digits.yaml", overrides), "run-1")
+    return Alerts.of(load_recipe(ROOT / "recipes/digits.yaml", overrides), "run-1")
 
 
 def mail_settings(port: int, **settings: Any) -> dict[str, Any]:
     return {"host": "localhost", "port": port, "sender": "rayloom@example.org", "to": ["a@example.org"], **settings}
 
 
-def documented_check() -> Callable[[str, dict[str, str], bytes], bool]:
-    """What docs/alerts.md gives to the author of a receiver."""
-    code = (ROOT / "docs/alerts.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
-    namespace: dict[str, Any] = {"hashlib": hashlib, "hmac": hmac, "time": time, "Mapping": Mapping}
-    exec(code, namespace)
-    return namespace["is_genuine"]
+class Step(Record):
+    kind = "step"
+    loss: float
 
 
 def observe(alerts: Alerts, loss: float = 3.0) -> None:
-    assert alerts.observe({"step": 12, "epoch": 2, "loss": loss}) is Action.PAUSE
+    alerts.append(Step(step=12, epoch=2, loss=loss))
+    assert alerts.pending() is Action.PAUSE
 
 
 def test_a_webhook_is_tried_until_it_takes_a_signed_notification(
@@ -92,7 +91,7 @@ def test_a_webhook_is_tried_until_it_takes_a_signed_notification(
     alerts.close()
     assert len(receiver.requests) == 3
     assert len({body for _, body in receiver.requests}) == 1
-    is_genuine = documented_check()
+    is_genuine = documented("alerts.md", hashlib=hashlib, hmac=hmac, time=time, Mapping=Mapping)["is_genuine"]
     for headers, body in receiver.requests:
         assert headers["Content-Type"] == "application/json"
         assert is_genuine(SECRET, headers, body)

@@ -1,58 +1,39 @@
 """Models that can be cut, and what is refused of those that cannot."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 from app.errors import RecipeError
 from app.models.staged import Layer, ShardStyle, Staged, Tied, cuts_of, layers_of, run_layers
+from tests.helpers import documented
 
-
-class Tiny(nn.Module):
-    """The example of app.models.staged."""
-
-    def __init__(self, vocab_size: int = 11, width: int = 4) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(vocab_size, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.spare = nn.Identity()
-
-    def layers(self) -> list[Layer]:
-        return [
-            Tied(self.tokens, lambda tokens, input_ids: tokens(input_ids)),
-            nn.Sequential(self.up, nn.GELU(), self.down),
-            Tied(self.tokens, lambda tokens, hidden: functional.linear(hidden, tokens.weight)),
-        ]
-
-    def tp_plan(self) -> dict[str, ShardStyle]:
-        return {"up": "colwise", "do.*": "rowwise"}
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return run_layers(self.layers(), input_ids)
+Tiny = documented("language_models.md")["Tiny"]
 
 
 def test_a_model_is_its_layers() -> None:
-    model = Tiny()
+    model = Tiny(vocab_size=11)
     assert isinstance(model, Staged)
     ids = torch.randint(0, 11, (2, 3))
     assert torch.equal(run_layers(layers_of(model), ids), model(ids))
     assert model(ids).shape == (2, 3, 11)
+    assert cuts_of(model) == cuts_of(with_plan({"u.": "colwise", "do.*": "rowwise"}))
     assert cuts_of(model) == {"up": "colwise", "down": "rowwise"}
 
 
-def with_layers(change: Callable[[Tiny], list[Layer]]) -> nn.Module:
-    model = Tiny()
+def with_layers(change: Callable[[Any], list[Layer]]) -> nn.Module:
+    model = Tiny(vocab_size=11)
     layers = change(model)
-    model.layers = lambda: layers  # type: ignore[method-assign]
+    model.layers = lambda: layers
     return model
 
 
 def with_plan(plan: dict[str, ShardStyle]) -> nn.Module:
-    model = Tiny()
-    model.tp_plan = lambda: plan  # type: ignore[method-assign]
+    model = Tiny(vocab_size=11)
+    model.tp_plan = lambda: plan
     return model
 
 
@@ -64,7 +45,7 @@ def with_plan(plan: dict[str, ShardStyle]) -> nn.Module:
         (with_layers(lambda model: [*model.layers(), nn.Linear(2, 2)]), "layer 3 holds 'weight', which the model does"),
         (with_layers(lambda model: [*model.layers(), model.tokens]), "layer 3 holds 'tokens.weight', and so does"),
         (with_layers(lambda model: [*model.layers(), model.up]), "layer 3 holds 'up.weight', and so does"),
-        (with_layers(lambda model: [Tied(model.up, lambda up, x: up(x))]), "shares 'up.bias': only"),
+        (with_layers(lambda model: [Tied(model.up, lambda up, x: up(x))]), "ties 'up.bias': only"),
     ],
 )
 def test_layers_that_are_not_the_model_are_refused(model: nn.Module, words: str) -> None:

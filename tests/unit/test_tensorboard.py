@@ -6,24 +6,26 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from upath import UPath
 
 from app.telemetry.memory import MemoryRecord
+from app.telemetry.record import Record
 from app.telemetry.tensorboard import TensorBoardLog
 
 
-class StepRecord(BaseModel):
-    step: int
+class StepRecord(Record):
+    kind = "step"
+    epoch: int = 1
     loss: float
     loss_scale: float | None = None
     memory: MemoryRecord | None = None
     note: str = "no number"
 
 
-class EpochRecord(BaseModel):
-    step: int
+class EpochRecord(Record):
+    kind = "epoch"
+    epoch: int = 1
     loss: float
 
 
@@ -65,7 +67,9 @@ def test_numbers_become_scalars_named_by_record_and_field(folder: UPath, tmp_pat
     assert scalars == {
         "step/loss_scale": [(2, 2.0)],
         "step/memory/peak_bytes": [(1, 1024.0)],
+        "step/epoch": [(1, 1.0), (2, 1.0)],
         "epoch/loss": [(1, 0.25)],
+        "epoch/epoch": [(1, 1.0)],
     }
 
 
@@ -76,7 +80,10 @@ def test_a_resumed_run_has_no_step_twice(folder: UPath, tmp_path: Path) -> None:
     resumed = TensorBoardLog(folder, first_step=3)
     resumed.append(StepRecord(step=3, loss=8.0))
     resumed.close()
-    assert read(folder, tmp_path) == {"step/loss": [(1, 0.25), (2, 0.5), (3, 8.0)]}
+    assert read(folder, tmp_path) == {
+        "step/loss": [(1, 0.25), (2, 0.5), (3, 8.0)],
+        "step/epoch": [(1, 1.0), (2, 1.0), (3, 1.0)],
+    }
 
 
 def test_training_goes_on_when_storage_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

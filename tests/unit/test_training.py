@@ -6,10 +6,8 @@ import torch
 from app.config import EarlyStoppingConfig, ModelConfig, ScheduleConfig, load_recipe
 from app.errors import RecipeError, TrainingError
 from app.models.factory import build_model, logits_of
-from app.models.kind import ModelKind
 from app.training.data.batches import Shard, count_steps, micro_batches, train_batches, validation_batches
 from app.training.early_stopping import should_stop
-from app.training.engine.deepspeed_config import deepspeed_config
 from app.training.engine.schedule import lr_factor
 from tests.helpers import ROOT
 
@@ -72,17 +70,6 @@ def test_schedules_by_hand() -> None:
     linear = ScheduleConfig(name="linear", warmup_fraction=0.0)
     assert [lr_factor(step, 4, linear) for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
     assert lr_factor(9, 10, ScheduleConfig(name="constant", warmup_fraction=0.0)) == 1.0
-
-
-def test_the_plan_becomes_deepspeeds_configuration() -> None:
-    overrides = ["train.plan.zero_stage=2", "train.plan.micro_batch=8", "train.precision=bf16"]
-    train = load_recipe(ROOT / "recipes/digits.yaml", overrides).train
-    config = deepspeed_config(train, train.layout(2), ModelKind.PLAIN)
-    assert config["zero_optimization"]["stage"] == 2
-    assert config["bf16"] == {"enabled": True, "check_grad_overflow": True}
-    assert config["gradient_clipping"] == 1.0
-    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    assert [config[size] for size in sizes] == [64, 8, 4]
 
 
 def test_too_few_samples_for_a_batch_are_refused() -> None:

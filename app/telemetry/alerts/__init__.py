@@ -1,7 +1,7 @@
 """Alerts: rules over what training reports, and who is told when one comes true."""
 
-from app.telemetry.alerts.alerts import Alerts, start_alerts
+from app.telemetry.alerts.alerts import Alerts
 from app.telemetry.alerts.notification import Action, Notification
 from app.telemetry.alerts.notifier import Notifier
 
-__all__ = ["Action", "Alerts", "Notification", "Notifier", "start_alerts"]
+__all__ = ["Action", "Alerts", "Notification", "Notifier"]

@@ -2,26 +2,20 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-
-from pydantic import BaseModel
+from collections.abc import Callable, Iterable, Sequence
 
 from app.config import AlertConfig, Recipe
 from app.config.alert_rules import MetricRule, SilenceRule
 from app.config.alerts import Act
 from app.telemetry.alerts.notification import Action, Notification
 from app.telemetry.alerts.notifier import Notifier
-from app.telemetry.alerts.watch import MetricWatch, Moment, SilenceWatch, number_in
-from app.telemetry.attempt import warn
+from app.telemetry.alerts.watch import MetricWatch, Moment, SilenceWatch
+from app.telemetry.record import Record
+from app.warnings import warn
 
 _LOOK_INTERVAL_S = 1.0
 _CLOSE_TIMEOUT_S = 15.0
 _ASKED: dict[Act, Action] = {"notify": Action.CONTINUE, "pause": Action.PAUSE, "stop": Action.STOP}
-
-
-def start_alerts(recipe: Recipe, run_id: str) -> "Alerts":
-    """The recipe's alerts and receivers, at work. Called when training is about to report."""
-    return Alerts(recipe.alerts, Notifier.of(recipe.notify), run_id, recipe.name)
 
 
 class Alerts:
@@ -51,20 +45,20 @@ class Alerts:
         if self._silences:
             threading.Thread(target=self._look_for_silence, name="alerts: silence", daemon=True).start()
 
-    def observe(self, record: Mapping[str, object]) -> Action:
-        """Check one reported record, of a step or of an epoch; returns what ``pending`` returns."""
-        with self._lock:
-            for alert, metric, value in self._check(record):
-                self._fire(alert, metric, value)
-            self._warn_of_unseen()
-            return self._asked
+    @classmethod
+    def of(cls, recipe: Recipe, run_id: str) -> "Alerts":
+        """The recipe's alerts, at work, with its receivers."""
+        return cls(recipe.alerts, Notifier.of(recipe.notify), run_id, recipe.name)
 
-    def append(self, *records: BaseModel) -> None:
+    def append(self, *records: Record) -> None:
         """Check some records, in their order."""
-        for record in records:
-            self.observe(record.model_dump())
+        with self._lock:
+            for record in records:
+                for alert, metric, value in self._check(record):
+                    self._fire(alert, metric, value)
+                self._warn_of_unseen()
 
-    def recall(self, records: Iterable[Mapping[str, object]]) -> None:
+    def recall(self, records: Iterable[Record]) -> None:
         """Take in what the run reported before it was interrupted; nothing fires, or fires again, for it."""
         with self._lock:
             for record in records:
@@ -87,17 +81,17 @@ class Alerts:
         self._closed.set()
         self._notifier.close(timeout_s)
 
-    def _check(self, record: Mapping[str, object]) -> list[tuple[AlertConfig, str, float]]:
+    def _check(self, record: Record) -> list[tuple[AlertConfig, str, float]]:
         """The alerts that come true with this record, with the metric and its value."""
-        self._now = self._now.after(record, self._clock())
+        self._now = Moment.of(record, self._clock())
         for _, silence in self._silences:
             silence.observe(0.0)
-        values = {watch.metric: number_in(record, watch.metric) for _, watch in self._metrics}
-        self._unseen -= {metric for metric, value in values.items() if value is not None}
+        values = record.scalars()
+        self._unseen -= values.keys()
         return [
             (alert, watch.metric, value)
             for alert, watch in self._metrics
-            if (value := values[watch.metric]) is not None and watch.observe(value, self._now)
+            if (value := values.get(watch.metric)) is not None and watch.observe(value, self._now)
         ]
 
     def _fire(self, alert: AlertConfig, metric: str | None, value: float | None) -> None:

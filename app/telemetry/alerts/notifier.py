@@ -21,7 +21,7 @@ from app.errors import DeliveryError, TryLaterError
 from app.telemetry.alerts.mail import Mail
 from app.telemetry.alerts.notification import Notification
 from app.telemetry.alerts.webhook import Webhook
-from app.telemetry.attempt import warn
+from app.warnings import warn
 
 _CAPACITY = 100  # notifications that wait for one receiver
 _MAX_WAIT_S = 60.0

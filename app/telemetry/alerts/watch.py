@@ -3,9 +3,8 @@
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
 
 from app.config.alert_rules import (
     Condition,
@@ -17,6 +16,7 @@ from app.config.alert_rules import (
     Threshold,
     Unit,
 )
+from app.telemetry.record import Record
 
 USUAL_VALUES = 100
 """What is usual is the median of so many values before."""
@@ -33,15 +33,10 @@ class Moment:
     epoch: int | None = None
     epoch_is_over: bool = False
 
-    def after(self, record: Mapping[str, object], time_s: float) -> "Moment":
-        """The moment of the next record; what it does not say stays as it was."""
-        step, epoch = number_in(record, "step"), number_in(record, "epoch")
-        return Moment(
-            time_s,
-            self.step if step is None else int(step),
-            self.epoch if epoch is None else int(epoch),
-            epoch_is_over="train_loss" in record,  # the loop reports it once, at the end of an epoch
-        )
+    @classmethod
+    def of(cls, record: Record, time_s: float) -> "Moment":
+        """The moment of a record that came at ``time_s``."""
+        return cls(time_s, record.step, record.epoch, epoch_is_over=record.kind == "epoch")
 
     def since(self, began: "Moment", unit: Unit) -> float:
         """Seconds, steps or whole epochs from ``began`` to now; the step or epoch in which it began counts."""
@@ -84,12 +79,6 @@ class SilenceWatch:
         """Whether the rule comes true after ``silent_s`` seconds without a record: once in each silence."""
         was_fired, self._fired = self._fired, silent_s >= self._seconds
         return self._fired and not was_fired
-
-
-def number_in(record: Mapping[str, object], name: str) -> float | None:
-    """The number under ``name``, or None if there is none."""
-    value = record.get(name)
-    return float(value) if isinstance(value, Real) else None
 
 
 def _test_of(condition: Condition) -> Callable[[float], bool]:

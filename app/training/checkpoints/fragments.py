@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from app.config import Layout
 from app.errors import TrainingError
 from app.training.engine import TrainingEngine
+from app.training.engine.masters import master_pairs
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Fragment:
 def fragments_of(engine: TrainingEngine, layout: Layout) -> list[Fragment]:
     """All that this process holds of the parameters; of those that are not trained, the weight itself."""
     rank = torch.distributed.get_rank()
-    masters = _unfused_masters(engine.deepspeed.optimizer)
+    masters = {id(low): master for low, master in master_pairs(engine.deepspeed.optimizer)}
     return [
         _fragment(engine.names[id(parameter)], parameter, held, layout, rank)
         for parameter in engine.deepspeed.module.parameters()
@@ -99,14 +100,6 @@ def _held_zero_3(optimizer: Any, parameter: Any) -> _Held | None:
         return _Held(parameter.ds_tensor, 0, start, length, is_partition=True)
     group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
     return _Held(optimizer.fp32_partitioned_groups_flat[group], offset, start, length, is_partition=True)
-
-
-def _unfused_masters(optimizer: Any) -> dict[int, Tensor]:
-    """DeepSpeed without ZeRO keeps a float32 copy of each low-precision parameter."""
-    if not hasattr(optimizer, "fp32_groups"):
-        return {}
-    pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
-    return {id(low): master for lows, masters in pairs for low, master in zip(lows, masters, strict=True)}
 
 
 def _fragment(name: str, parameter: Any, held: _Held, layout: Layout, rank: int) -> Fragment:

@@ -3,18 +3,18 @@
 from pathlib import Path
 
 import safetensors.torch
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from upath import UPath
 
-from app.config import Layout
+from app.config import Layout, Precision
 from app.errors import TrainingError
 from app.storage import local_copy
+from app.training.checkpoints import names
 from app.training.checkpoints.restore import apply_own, apply_state, destinations
-from app.training.checkpoints.snapshot import BUFFER, WEIGHT, own_prefix
 from app.training.checkpoints.state import TrainState
 from app.training.checkpoints.writer import STATE_FILE
+from app.training.data.micro_batch import DTYPES
 from app.training.engine import TrainingEngine
 
 
@@ -40,7 +40,7 @@ def load_checkpoint(engine: TrainingEngine, layout: Layout, folder: UPath) -> Tr
                 )
             saved.read_into(content)
         alike = (state.workers, state.tensor, state.pipeline) == (layout.workers, layout.tensor, layout.pipeline)
-        prefix = own_prefix(dist.get_rank())
+        prefix = names.own(dist.get_rank(), "")
         own = saved.read({name for name in saved.names if name.startswith(prefix)}) if alike else {}
     apply_state(engine, state)
     if own:
@@ -63,22 +63,15 @@ def export_weights(folder: UPath, path: Path) -> None:
     state = load_state(folder)
     with local_copy(folder) as local:
         saved = SavedParts(local)
-        found = saved.read({name for name in saved.names if _is_of_model(name)})
-    tensors = {
-        name.removeprefix(BUFFER).removesuffix(f"/{WEIGHT}"): _as_validated(each, state.precision)
-        for name, each in found.items()
-    }
+        wanted = {each: name for each in saved.names if (name := names.in_model(each)) is not None}
+        found = saved.read(set(wanted))
+    tensors = {wanted[each]: _as_validated(tensor, state.precision) for each, tensor in found.items()}
     shaped = {name: each.reshape(state.shapes.get(name, each.shape)).contiguous() for name, each in tensors.items()}
     safetensors.torch.save_file(shaped, str(path))
 
 
-def _is_of_model(name: str) -> bool:
-    """Whether a tensor is a buffer or a weight, and not what one process had of it."""
-    return name.startswith(BUFFER) or (name.endswith(f"/{WEIGHT}") and not name.startswith("rank_"))
-
-
-def _as_validated(tensor: Tensor, precision: str) -> Tensor:
+def _as_validated(tensor: Tensor, precision: Precision) -> Tensor:
     """float32, if it has a fraction, after the rounding of training's precision."""
     if not tensor.is_floating_point():
         return tensor
-    return tensor.to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)).float()
+    return tensor.to(DTYPES[precision]).float()

@@ -7,20 +7,13 @@ import torch
 from torch import Tensor
 
 from app.config import Layout
+from app.training.checkpoints import names
 from app.training.checkpoints.fragments import Fragment, by_master, fragments_of
 from app.training.checkpoints.rng import restore_random_state
-from app.training.checkpoints.snapshot import (
-    BUFFER,
-    RANDOM,
-    WEIGHT,
-    Content,
-    buffers_of,
-    fp16_scaler,
-    master_tensors,
-    shards_of,
-)
+from app.training.checkpoints.snapshot import Content, buffers_of, fp16_scaler, master_tensors, shards_of
 from app.training.checkpoints.state import TrainState
 from app.training.engine import TrainingEngine
+from app.training.engine.masters import master_pairs
 from app.training.engine.nvme import is_swapped, read_from_nvme, written_to_nvme
 
 
@@ -33,7 +26,7 @@ def destinations(engine: TrainingEngine, layout: Layout, state: TrainState, save
 
     def content_of(fragments: Iterable[Fragment]) -> Content:
         return {
-            f"{fragment.name}/{key}": shards_of(fragment, flat, copy=False)
+            names.parameter(fragment.name, key): shards_of(fragment, flat, copy=False)
             for fragment in fragments
             for key, flat in _master_tensors(optimizer, fragment, state, saved).items()
         }
@@ -43,7 +36,7 @@ def destinations(engine: TrainingEngine, layout: Layout, state: TrainState, save
         with written_to_nvme(engine.deepspeed, alike[0].master):
             yield content_of(alike)
     in_memory = content_of(each for each in fragments if not is_swapped(engine.deepspeed, each.master))
-    yield in_memory | {BUFFER + name: buffer for name, buffer in buffers_of(engine).items()}
+    yield in_memory | {names.buffer(name): buffer for name, buffer in buffers_of(engine).items()}
 
 
 def apply_state(engine: TrainingEngine, state: TrainState) -> None:
@@ -66,16 +59,16 @@ def apply_state(engine: TrainingEngine, state: TrainState) -> None:
 def apply_own(engine: TrainingEngine, own: Mapping[str, Tensor]) -> None:
     """What this very process had: its random numbers, and its own view of the model's buffers."""
     for name, buffer in buffers_of(engine).items():
-        buffer.copy_(own[BUFFER + name])
-    states = {name.removeprefix(RANDOM): each for name, each in own.items() if name.startswith(RANDOM)}
+        buffer.copy_(own[names.buffer(name)])
+    prefix = names.random("")
+    states = {name.removeprefix(prefix): each for name, each in own.items() if name.startswith(prefix)}
     restore_random_state(states, engine.deepspeed.device)
 
 
 def _master_tensors(
     optimizer: torch.optim.Optimizer, fragment: Fragment, state: TrainState, saved: frozenset[str]
 ) -> dict[str, Tensor]:
-    prefix = f"{fragment.name}/"
-    keys = {name.removeprefix(prefix) for name in saved if name.startswith(prefix)} - {WEIGHT}
+    keys = names.keys_of(fragment.name, saved) - {names.WEIGHT}
     _prepare_state(optimizer, fragment.master, keys, state.optimizer_steps)
     return master_tensors(optimizer, fragment)
 
@@ -98,10 +91,9 @@ def _refresh_weights(engine: TrainingEngine) -> None:
         _refresh_zero_3(engine)
     elif hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()
-    elif hasattr(optimizer, "fp32_groups"):
-        for lows, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-            for low, master in zip(lows, masters, strict=True):
-                low.copy_(master)
+    else:
+        for low, master in master_pairs(optimizer):
+            low.copy_(master)
 
 
 def _refresh_zero_3(engine: TrainingEngine) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.config import Layout
+from app.config import Layout, Precision
+from app.training.checkpoints import names
 from app.training.checkpoints.fragments import Fragment, boxes_of, by_master, fragments_of, matrix_shape
 from app.training.checkpoints.rng import random_state
 from app.training.checkpoints.shards import Shards
@@ -15,7 +16,6 @@ from app.training.engine import TrainingEngine
 from app.training.engine.nvme import read_from_nvme
 from app.training.records import EpochRecord
 
-WEIGHT, BUFFER, RANDOM = "weight", "buffer/", "random/"
 Content = dict[str, Tensor]
 
 
@@ -25,8 +25,8 @@ class Snapshot:
 
     state: TrainState
     content: Content
-    """``PARAMETER/weight`` and ``PARAMETER/STATE``, in float32 what is trained; ``buffer/BUFFER`` as the first
-    data-parallel rank sees it; and under ``rank_R/`` what only one process needs: its buffers and random numbers."""
+    """By ``names``: parameters with their optimizer state, in float32 what is trained; buffers; and what is this
+    process's own, its view of the buffers and its random numbers."""
 
     @property
     def nbytes(self) -> int:
@@ -36,7 +36,7 @@ class Snapshot:
 
 
 def take_snapshot(
-    engine: TrainingEngine, layout: Layout, position: Position, records: list[EpochRecord], precision: str
+    engine: TrainingEngine, layout: Layout, position: Position, records: list[EpochRecord], precision: Precision
 ) -> Snapshot:
     """Copy what this process writes of the engine's state. Every process calls it."""
     fragments = fragments_of(engine, layout)
@@ -46,11 +46,11 @@ def take_snapshot(
         with read_from_nvme(engine.deepspeed, alike[0].master):
             for fragment in alike:
                 for key, flat in master_tensors(optimizer, fragment).items():
-                    content[f"{fragment.name}/{key}"] = shards_of(fragment, flat, copy=True)
+                    content[names.parameter(fragment.name, key)] = shards_of(fragment, flat, copy=True)
     rank = torch.distributed.get_rank()
-    buffers = {BUFFER + name: each.detach().to("cpu", copy=True) for name, each in buffers_of(engine).items()}
-    own = buffers | {RANDOM + name: each for name, each in random_state(engine.deepspeed.device).items()}
-    content |= {f"{own_prefix(rank)}{name}": each for name, each in own.items()}
+    buffers = {names.buffer(name): each.detach().to("cpu", copy=True) for name, each in buffers_of(engine).items()}
+    own = buffers | {names.random(name): each for name, each in random_state(engine.deepspeed.device).items()}
+    content |= {names.own(rank, name): each for name, each in own.items()}
     if layout.data_rank(rank) == layout.tensor_rank(rank) == 0:
         content |= buffers
     state = TrainState(
@@ -68,11 +68,6 @@ def take_snapshot(
     return Snapshot(state, content)
 
 
-def own_prefix(rank: int) -> str:
-    """What the names of a process's own tensors begin with."""
-    return f"rank_{rank}/"
-
-
 def buffers_of(engine: TrainingEngine) -> dict[str, Tensor]:
     """The buffers that belong to the model's state, such as running means, by their name in the whole model."""
     found = {}
@@ -87,7 +82,7 @@ def master_tensors(optimizer: torch.optim.Optimizer, fragment: Fragment) -> dict
     """The weight and the state of a fragment's master that have its shape."""
     state = optimizer.state.get(fragment.master, {})
     alike = {key: each for key, each in state.items() if key != "step" and torch.is_tensor(each)}
-    return {WEIGHT: fragment.master, **alike}
+    return {names.WEIGHT: fragment.master, **alike}
 
 
 def shards_of(fragment: Fragment, flat: Tensor, copy: bool) -> Shards:

@@ -2,6 +2,7 @@
 
 from pydantic import BaseModel
 
+from app.config import Precision
 from app.training.records import EpochRecord
 
 
@@ -44,6 +45,6 @@ class TrainState(BaseModel):
     """Updates applied, by which AdamW corrects its bias; fp16 may have skipped some."""
     schedule_steps: int
     loss_scale: LossScale | None
-    precision: str
+    precision: Precision
     shapes: dict[str, list[int]]
     """The shape of every parameter in the whole model, by name."""

@@ -4,7 +4,7 @@ from upath import UPath
 
 from app.checksums import CHECKSUMS_FILE, verify_checksums
 from app.errors import StorageError
-from app.telemetry.attempt import warn
+from app.warnings import warn
 
 _PREFIX, _DAMAGED = "step_", "damaged_"
 

@@ -10,9 +10,9 @@ from app.checksums import checksums_of, write_checksums
 from app.config import CheckpointConfig
 from app.errors import TrainingError
 from app.storage import is_local, local_folder
-from app.telemetry.attempt import attempt
 from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.store import CheckpointStore
+from app.warnings import attempt
 
 STATE_FILE = "state.json"
 

@@ -40,8 +40,6 @@ class Exchanged:
     """The mean loss of each over all workers."""
     request: Action
     """The strongest that any of them heard."""
-    busy_s: list[float]
-    """Mean busy seconds a step of each worker, by rank."""
 
 
 @dataclass
@@ -90,7 +88,7 @@ class Exchange:
         self._interval = int(interval)
         strongest = max(action for action in Action if asked[action])
         self._stragglers.look(busy.tolist())
-        return Exchanged(steps, losses.tolist(), strongest, busy.tolist())
+        return Exchanged(steps, losses.tolist(), strongest)
 
     def _next_interval(self, steps: int, elapsed: float) -> int:
         """So many steps take about a second."""

@@ -8,7 +8,7 @@ from upath import UPath
 
 from app.errors import StorageError
 from app.storage import write_atomically
-from app.telemetry.attempt import attempt
+from app.warnings import attempt
 
 HEARTBEAT_FILE = "heartbeat"
 _INTERVAL_S = 2.0

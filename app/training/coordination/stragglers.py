@@ -5,13 +5,14 @@ import time
 from collections.abc import Sequence
 
 from app.training.worker import Worker
+from app.warnings import warn
 
 _SLOW_FACTOR, _SLOW_S = 2.0, 0.1
 _INTERVAL_S = 10.0
 
 
 class StragglerWarning:
-    """Prints which workers are slow, at most every few seconds."""
+    """Says which workers are slow, at most every few seconds."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -23,9 +24,9 @@ class StragglerWarning:
         if not slow or time.monotonic() - self._warned < _INTERVAL_S:
             return
         self._warned = time.monotonic()
-        for rank in slow:
-            self._worker.print(
-                f"warning: rank {rank} is slow: {busy_s[rank]:.3f} s of its own work a step, "
+        for rank in slow if self._worker.is_first else ():
+            warn(
+                f"rank {rank} is slow: {busy_s[rank]:.3f} s of its own work a step, "
                 f"the fastest takes {min(busy_s):.3f} s"
             )
 

@@ -17,6 +17,7 @@ from app.telemetry.phases import Phase
 from app.training.activity import Activity
 from app.training.data.micro_batch import MicroBatch
 from app.training.engine.initialize import initialize
+from app.training.engine.masters import master_pairs
 from app.training.engine.names import names_of
 from app.training.engine.objective import Objective
 from app.training.engine.step import StepResult, learning_rate
@@ -38,11 +39,11 @@ class DataParallelEngine:
         """The engine around ``model``."""
         powersgd = config.plan.powersgd
         reduced = _reduced_in_low_rank(model, powersgd.rank) if powersgd else model
-        engine = initialize(reduced, model, config, layout, total_steps, kind_of(model))
+        engine = initialize(reduced, config, layout, total_steps, kind_of(model))
         if powersgd:
             engine.enable_backward_allreduce = False
         engine.clip_fp32_gradients = partial(_clip, engine)
-        if hasattr(engine.optimizer, "fp32_groups"):
+        if master_pairs(engine.optimizer):
             _undo_first_step(engine)
         if config.torch_compile:
             engine.compile()
@@ -65,13 +66,12 @@ class DataParallelEngine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> Tensor:
-        """``Objective.sums`` over this rank's batches, float64 of shape (3,); zeros where another rank counts."""
+        """``Objective.sums`` over this rank's batches, float64 of shape (3,)."""
         self.deepspeed.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.deepspeed.device)
         for batch in batches:
             sums += self.objective.sums(self.deepspeed(**batch.inputs), batch.targets)
-        counts = self.layout.tensor_rank(torch.distributed.get_rank()) == 0
-        return sums if counts else torch.zeros_like(sums)
+        return sums
 
     def _reduction(self, is_last: bool) -> AbstractContextManager[None]:
         """Where torch reduces gradients, it waits for the last micro-batch; DeepSpeed does so by itself."""
@@ -85,10 +85,8 @@ def _undo_first_step(engine: Any) -> None:
 
     AdamW counts that step, and would correct its bias for one too many; the weights have decayed once.
     """
-    optimizer = engine.optimizer
-    for lows, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-        for low, master in zip(lows, masters, strict=True):
-            master.copy_(low)
+    for low, master in master_pairs(engine.optimizer):
+        master.copy_(low)
     engine.basic_optimizer.state.clear()
 
 

@@ -11,7 +11,7 @@ from app.models.kind import ModelKind
 def deepspeed_config(config: TrainConfig, layout: Layout, kind: ModelKind) -> dict[str, Any]:
     """DeepSpeed's configuration for one layout, with every default that moved lately written out.
 
-    The matrices of a staged model are shared by us, those of any other by DeepSpeed itself.
+    The matrices of a staged model are split by us, those of any other by DeepSpeed itself.
     Source of the keys: https://www.deepspeed.ai/docs/config-json
 
     Raises:
@@ -47,7 +47,7 @@ def deepspeed_config(config: TrainConfig, layout: Layout, kind: ModelKind) -> di
     }
     merged = _merge(ours, config.deepspeed, "train.deepspeed")
     if autotp_size:
-        del merged["train_batch_size"]  # it would be checked before the workers are known to share matrices
+        del merged["train_batch_size"]  # it would be checked before the workers are known to split matrices
     return merged
 
 

@@ -34,7 +34,10 @@ class TrainingEngine(Protocol):
         ...
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> Tensor:
-        """``Objective.sums`` over this rank's batches, float64 of shape (3,); zeros where another rank counts."""
+        """``Objective.sums`` over this rank's batches, float64 of shape (3,).
+
+        Ranks that split the same batches each have the sums of all of them; those that do not see the output, zeros.
+        """
         ...
 
 

@@ -4,8 +4,6 @@ import io
 from contextlib import redirect_stdout
 from typing import Any
 
-from torch import nn
-
 from app.config import Layout, TrainConfig
 from app.models.kind import ModelKind
 from app.training.engine.deepspeed_config import deepspeed_config
@@ -14,14 +12,12 @@ from app.training.engine.optimizer import create_optimizer, create_scheduler
 from app.training.worker import import_deepspeed
 
 
-def initialize(
-    model: Any, learned: nn.Module, config: TrainConfig, layout: Layout, total_steps: int, kind: ModelKind
-) -> Any:
-    """The engine for ``model``, whose parameters are those of ``learned``, cut from a model of ``kind``."""
+def initialize(model: Any, config: TrainConfig, layout: Layout, total_steps: int, kind: ModelKind) -> Any:
+    """The engine for ``model``, cut from a model of ``kind``."""
     swaps = config.plan.offload == "nvme"
     if swaps:
         config = with_own_folder(config)
-    optimizer = create_optimizer(learned, config)
+    optimizer = create_optimizer(model, config)
     with redirect_stdout(io.StringIO()):  # some of its optimizers print what memory they take
         engine, *_ = import_deepspeed().initialize(
             model=model,

@@ -1,4 +1,4 @@
-"""Training on a grid of pipeline stages, data-parallel ranks and shared matrices, by DeepSpeed's pipeline engine."""
+"""Training on a grid of pipeline stages, data-parallel ranks and split matrices, by DeepSpeed's pipeline engine."""
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +20,6 @@ from app.training.engine.names import names_of
 from app.training.engine.objective import Objective
 from app.training.engine.step import StepResult, learning_rate
 from app.training.engine.tensor_parallel import shard_linears
-from app.training.worker import import_deepspeed
 
 _Micro = tuple[Tensor, Tensor]
 
@@ -31,23 +30,21 @@ class PipelineEngine:
 
     deepspeed: Any
     names: Mapping[int, str]
-    layout: Layout
-    objective: Objective
 
     @classmethod
     def create(
         cls, model: nn.Module, config: TrainConfig, layout: Layout, total_steps: int, objective: Objective
     ) -> Self:
-        """The engine for this worker's stage of ``model``, and its part of the shared matrices."""
+        """The engine for this worker's stage of ``model``, and its part of the split matrices."""
         names, cuts = names_of(model), cuts_of(model)
         module = _cut(model, layout, objective)
         if layout.tensor > 1:
             shard_linears(module, names, cuts, module.mpu().get_slice_parallel_group())
-        engine = initialize(module, module, config, layout, total_steps, ModelKind.STAGED)
+        engine = initialize(module, config, layout, total_steps, ModelKind.STAGED)
         if config.torch_compile:
             engine.module.compile()
         engine._INSTRUCTION_MAP = _with_phases(engine._INSTRUCTION_MAP)
-        return cls(engine, names, layout, objective)
+        return cls(engine, names)
 
     def train_step(self, batches: Iterator[MicroBatch], activity: Activity) -> StepResult:
         """One optimizer step on this rank's micro-batches; the loss is the mean of all ranks."""
@@ -58,7 +55,7 @@ class PipelineEngine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> Tensor:
-        """``Objective.sums`` over this rank's batches, float64 of shape (3,); zeros where another rank counts."""
+        """``Objective.sums`` over this rank's batches, float64 of shape (3,); zeros but in the last stage."""
         sums = torch.zeros(3, dtype=torch.float64, device=self.deepspeed.device)
         for batch in batches:
             self.deepspeed.reset_activation_shape()  # the last batch may be a shorter one
@@ -69,8 +66,7 @@ class PipelineEngine:
             if outputs is not None:
                 sums += torch.stack(outputs).sum(0)
         self.deepspeed.reset_activation_shape()
-        counts = self.layout.tensor_rank(torch.distributed.get_rank()) == 0
-        return sums if counts else torch.zeros_like(sums)
+        return sums
 
 
 def _with_phases(instructions: Mapping[Any, Callable[..., None]]) -> dict[Any, Callable[..., None]]:
@@ -98,7 +94,6 @@ def _pairs(batches: Iterator[MicroBatch]) -> Iterator[_Micro]:
 
 def _cut(model: nn.Module, layout: Layout, objective: Objective) -> Any:
     """This worker's stage, about as many parameters as any other's."""
-    import_deepspeed()
     from deepspeed.runtime.pipe.module import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
@@ -118,21 +113,21 @@ def _cut(model: nn.Module, layout: Layout, objective: Objective) -> Any:
 
 
 def _specs(layers: list[Layer]) -> list[Any]:
-    """Layers for DeepSpeed; a shared module sums its gradients over the stages that use it."""
+    """Layers for DeepSpeed; a tied module sums its gradients over the stages that use it."""
     from deepspeed.runtime.pipe.module import TiedLayerSpec
 
     class BuiltTiedLayer(TiedLayerSpec):  # type: ignore[misc]
         """A tied layer whose module is there already."""
 
-        def __init__(self, key: str, shared: Tied) -> None:
-            super().__init__(key, type(shared.module), forward_fn=shared.forward)
-            self.module = shared.module
+        def __init__(self, key: str, tied: Tied) -> None:
+            super().__init__(key, type(tied.module), forward_fn=tied.forward)
+            self.module = tied.module
 
         def build(self, log: bool = False) -> nn.Module:  # noqa: ARG002
             return self.module
 
     modules = [layer.module for layer in layers if isinstance(layer, Tied)]
     return [
-        BuiltTiedLayer(f"shared_{modules.index(layer.module)}", layer) if isinstance(layer, Tied) else layer
+        BuiltTiedLayer(f"tied_{modules.index(layer.module)}", layer) if isinstance(layer, Tied) else layer
         for layer in layers
     ]

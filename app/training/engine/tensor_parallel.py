@@ -1,4 +1,4 @@
-"""Matrices that several workers share (Shoeybi et al. 2019, arXiv:1909.08053), through DeepSpeed's layers."""
+"""Matrices that are split across workers (Shoeybi et al. 2019, arXiv:1909.08053), through DeepSpeed's layers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ def shard_linears(module: Any, names: Mapping[int, str], cuts: Mapping[str, Shar
         module: DeepSpeed's ``PipelineModule``, which also keeps a list of what it calls.
         names: names in the whole model, by ``id``.
         cuts: how the weight is cut, by name in the whole model.
-        group: the workers that share.
+        group: the workers that they are split across.
     """
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, set_autotp_mode
 

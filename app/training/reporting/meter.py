@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from app.config import Layout, TrainConfig
-from app.telemetry.attempt import attempt
 from app.telemetry.flops import flops_per_sample, utilisation
 from app.telemetry.peak import peak_flops
 from app.training.data.micro_batch import DTYPES, MicroBatch
 from app.training.worker import Worker
+from app.warnings import attempt
 
 
 @dataclass

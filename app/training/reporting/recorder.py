@@ -40,8 +40,8 @@ class Recorder:
     started: float
     """``time.monotonic`` at which this process began."""
     _sinks: Sequence[Sink] = ()
-    _resumed_from_step: int = 0
-    _first_step_s: float = 0.0
+    first_step_s: float | None = None
+    """From then to the end of the first step; None before it."""
     _samples_per_s: float = 0.0
     """Of the epoch under way."""
     _epoch_began: float = field(default_factory=time.monotonic)
@@ -49,7 +49,6 @@ class Recorder:
 
     def begin(self, position: Position, records: list[EpochRecord]) -> None:
         """Go on after ``position``."""
-        self._resumed_from_step, self._first_step_s = position.step, 0.0
         self._sinks = self.open_sinks(position, records)
 
     def begin_epoch(self, position: Position) -> None:
@@ -58,7 +57,7 @@ class Recorder:
 
     def end_step(self) -> None:
         """Take the time from the start to the end of the first step."""
-        self._first_step_s = self._first_step_s or time.monotonic() - self.started
+        self.first_step_s = self.first_step_s or time.monotonic() - self.started
 
     def record_steps(self, position: Position, exchanged: Exchanged) -> None:
         """Record the steps up to ``position`` that all workers now know of."""
@@ -97,8 +96,6 @@ class Recorder:
             val_accuracy=validation.accuracy,
             val_perplexity=perplexity(validation.mean_loss) if self.tokens_per_sample else None,
             samples_per_s=self._samples_per_s,
-            first_step_s=self._first_step_s,
-            resumed_from_step=self._resumed_from_step,
         )
 
     def record_epoch(self, record: EpochRecord) -> None:
