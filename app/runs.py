@@ -133,6 +133,11 @@ def runs_folder(storage: UPath, job: str) -> UPath:
     return storage / "runs" / job
 
 
+def recipe_named_in(run_id: str) -> str:
+    """The recipe's name in a run's id, between the time and the letters that tell runs apart."""
+    return "-".join(run_id.split("-")[2:-1])
+
+
 def newest_first(runs: UPath) -> list[UPath]:
     """The folders of a job's runs: ids begin with the time."""
     return sorted(runs.iterdir(), key=lambda each: each.name, reverse=True) if runs.exists() else []

@@ -6,7 +6,7 @@ from upath import UPath
 
 from app.config import Recipe, load_recipe
 from app.errors import RecipeError, StorageError
-from app.runs import CONFIG_FILE, RESULT_FILE, Result, Run, newest_first, runs_folder
+from app.runs import CONFIG_FILE, RESULT_FILE, Result, Run, newest_first, recipe_named_in, runs_folder
 from app.storage import open_storage
 from app.training.coordination.heartbeat import require_silence
 
@@ -22,7 +22,7 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
 
     Raises:
         StorageError: the named run does not exist, or has finished.
-        RecipeError: the recipe has changed since in a way that its checkpoints do not fit.
+        RecipeError: the recipe has changed since in a way that its checkpoints do not fit, or cannot be read.
     """
     asked = recipe.train.resume
     if asked is None:
@@ -36,7 +36,7 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
         raise StorageError(f"train.resume is {run_id!r}, and {str(runs)!r} has no such run: give its id, or {LATEST}")
     if _has_succeeded(runs / run_id):
         raise StorageError(f"train.resume is {run_id!r}, which has finished: leave it out to start a new run")
-    _check_same(recipe, load_recipe(str(runs / run_id / CONFIG_FILE)), run_id)
+    _check_same(recipe, _earlier(runs / run_id), run_id)
     require_silence(runs / run_id)
     print(f"run {run_id} goes on", flush=True)
     return Run.start(job, recipe, run_id)
@@ -45,7 +45,7 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
 def _newest_unfinished(runs: UPath, recipe_name: str) -> str | None:
     """The newest run of the recipe, unless it has finished."""
     for run in newest_first(runs):
-        if (run / CONFIG_FILE).exists() and load_recipe(str(run / CONFIG_FILE)).name == recipe_name:
+        if recipe_named_in(run.name) == recipe_name and (run / CONFIG_FILE).exists():
             return None if _has_succeeded(run) else run.name
     return None
 
@@ -53,6 +53,14 @@ def _newest_unfinished(runs: UPath, recipe_name: str) -> str | None:
 def _has_succeeded(run: UPath) -> bool:
     file = run / RESULT_FILE
     return file.exists() and Result.model_validate_json(file.read_bytes()).status == "succeeded"
+
+
+def _earlier(run: UPath) -> Recipe:
+    """What the run was started with. Raises RecipeError if it cannot be read, or is of another version."""
+    try:
+        return load_recipe(str(run / CONFIG_FILE))
+    except RecipeError as error:
+        raise RecipeError(f"run {run.name} cannot go on: {error}; leave train.resume out to start a new run") from error
 
 
 def _check_same(recipe: Recipe, earlier: Recipe, run_id: str) -> None:
