@@ -8,7 +8,7 @@ from types import FrameType
 
 import ray.train
 from ray.exceptions import ActorDiedError, ActorUnavailableError
-from ray.train.torch import TorchTrainer
+from ray.train.torch import TorchConfig, TorchTrainer
 
 from app.config import TrainConfig
 from app.errors import NonFiniteLossError, TrainingError
@@ -20,6 +20,7 @@ from app.training.records import Ending
 from app.training.resume import start_or_resume
 from app.training.run import finish_run, open_run, prepare_run
 from app.training.run_folder import FAILURE_FILE
+from app.training.worker import COLLECTIVE_TIMEOUT
 from app.warnings import warn
 from jobs._cluster import connect, require
 from jobs._runner import main
@@ -63,6 +64,7 @@ def _fit_once(run: Run) -> Ending:
     config = run.recipe.train
     trainer = TorchTrainer(
         train_worker,
+        torch_config=TorchConfig(timeout_s=int(COLLECTIVE_TIMEOUT.total_seconds())),
         train_loop_config=WorkerArguments(recipe=run.recipe.model_dump_json(), run_folder=str(run.folder)),
         scaling_config=ray.train.ScalingConfig(
             num_workers=config.workers,

@@ -11,10 +11,11 @@ from torch import distributed
 from torch.distributed.checkpoint import FileSystemWriter, save
 from upath import UPath
 
-from app.checksums import CHECKSUMS_FILE, write_checksums
+from app.checksums import CHECKSUMS_FILE, checksums_of, write_checksums
 from app.config import CheckpointConfig, load_recipe
 from app.errors import StorageError, TrainingError
 from app.runs import Run
+from app.storage import local_copy, upload
 from app.tasks import prepare
 from app.telemetry.alerts import Action
 from app.training.checkpoints.fragments import Fragment, Slice, boxes_of, matrix_shape
@@ -207,8 +208,9 @@ def _process_group() -> Iterator[None]:
 @pytest.mark.usefixtures("_process_group")
 @pytest.mark.parametrize("place", ["", "memory://"])
 def test_what_is_written_is_read_wherever_storage_is(place: str, tmp_path: Path) -> None:
-    store = CheckpointStore(UPath(f"{place}{tmp_path}/run/checkpoints"))
-    writer = CheckpointWriter(store, CheckpointConfig(num_to_keep=1))
+    heard: list[str] = []
+    store = CheckpointStore(UPath(f"{place}{tmp_path}/run/checkpoints"), lambda: heard.append("read"))
+    writer = CheckpointWriter(store, CheckpointConfig(num_to_keep=1), lambda: heard.append("written"))
     for step in (10, 20, 20):
         weight = torch.rand(3, 4)
         parts = {(0, 0): weight[:2], (2, 0): weight[2:]}
@@ -217,8 +219,20 @@ def test_what_is_written_is_read_wherever_storage_is(place: str, tmp_path: Path)
     writer.wait()
     newest = store.newest_intact()
     assert store.committed() == [Checkpoint(10), newest] == [Checkpoint(10), Checkpoint(20, 2)]
+    assert {*heard} == {"written", "read"}
     export_weights(store.folder_of(newest), tmp_path / "model.safetensors")
     assert torch.equal(safetensors.torch.load_file(tmp_path / "model.safetensors")["layer.weight"], weight)
+
+
+def test_slow_storage_is_heard_piece_by_piece(tmp_path: Path) -> None:
+    heard: list[str] = []
+    large, folder = tmp_path / "large", UPath(f"memory://{tmp_path}/slow")
+    large.write_bytes(bytes(2**24))
+    upload(large, folder / "large", lambda: heard.append("up"))
+    with local_copy(folder, lambda: heard.append("down")) as local:
+        assert (local / "large").stat().st_size == 2**24
+    checksums_of([large], lambda: heard.append("sum"))
+    assert all(heard.count(each) >= 4 for each in ("up", "down", "sum"))
 
 
 @pytest.mark.usefixtures("_process_group")

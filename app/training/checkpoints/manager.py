@@ -31,8 +31,8 @@ class CheckpointManager:
         fragments_of(engine, layout)
         self._engine, self._config, self._layout = engine, config, layout
         self._worker, self._activity = worker, activity
-        self._store = CheckpointStore(folder)
-        self._writer = CheckpointWriter(self._store, config.checkpoint)
+        self._store = CheckpointStore(folder, activity.advance)
+        self._writer = CheckpointWriter(self._store, config.checkpoint, activity.advance)
         self._saved_step: int | None = None
 
     def restore(self) -> TrainState | None:
@@ -48,7 +48,7 @@ class CheckpointManager:
         if found is None:
             return None
         self._activity.begin(f"reading the checkpoint of step {found.step}")
-        return load_checkpoint(self._engine, self._layout, self._store.folder_of(found))
+        return load_checkpoint(self._engine, self._layout, self._store.folder_of(found), self._activity.advance)
 
     def has_any(self) -> bool:
         """Whether there is a whole one."""

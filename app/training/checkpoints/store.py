@@ -10,6 +10,7 @@ from upath import UPath
 
 from app.checksums import CHECKSUMS_FILE, verify_checksums
 from app.errors import StorageError
+from app.storage import Advance, unheard
 from app.warnings import attempt, warn
 
 _NAME = re.compile(r"step_(\d+)(?:-(\d+))?")
@@ -41,8 +42,8 @@ class Checkpoint:
 class CheckpointStore:
     """The folder of a run's checkpoints."""
 
-    def __init__(self, folder: UPath) -> None:
-        self.folder = folder
+    def __init__(self, folder: UPath, advance: Advance = unheard) -> None:
+        self.folder, self._advance = folder, advance
 
     def folder_of(self, checkpoint: Checkpoint) -> UPath:
         """Where its files are."""
@@ -63,7 +64,7 @@ class CheckpointStore:
             OSError: storage cannot be read just now, which says nothing of the checkpoint.
         """
         try:
-            verify_checksums(self.folder_of(checkpoint))
+            verify_checksums(self.folder_of(checkpoint), self._advance)
         except StorageError as error:
             warn(f"checkpoint {checkpoint.name} is damaged and left out: {error}")
             return False

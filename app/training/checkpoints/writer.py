@@ -12,9 +12,10 @@ from upath import UPath
 from app.checksums import checksums_of, write_checksums
 from app.config import CheckpointConfig
 from app.errors import TrainingError
-from app.storage import is_local, local_folder
+from app.storage import Advance, is_local, local_folder, unheard, upload
 from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
+from app.training.worker import COLLECTIVE_TIMEOUT
 from app.warnings import attempt
 
 STATE_FILE = "state.json"
@@ -23,10 +24,10 @@ STATE_FILE = "state.json"
 class CheckpointWriter:
     """Writes snapshots one after the other. Every process of the run has one, and calls it in the same order."""
 
-    def __init__(self, store: CheckpointStore, config: CheckpointConfig) -> None:
-        self._store, self._config = store, config
+    def __init__(self, store: CheckpointStore, config: CheckpointConfig, advance: Advance = unheard) -> None:
+        self._store, self._config, self._advance = store, config, advance
         # Of its own: what the thread says to the others must not mix with what training says.
-        self._group = dist.new_group(backend="gloo")
+        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
@@ -85,14 +86,14 @@ class CheckpointWriter:
 
         with local_folder(folder) as local:
             before = set(local.iterdir()) if local.exists() else set()
-            write_parts(snapshot.content, local, self._group)
+            write_parts(snapshot.content, local, self._group, self._advance)
             if is_first:
                 (local / STATE_FILE).write_text(snapshot.state.model_dump_json(indent=1), encoding="utf-8")
             own = [file for file in local.iterdir() if file not in before and _is_own(file.name, is_first)]
             if not is_local(folder):
                 for file in own:
-                    folder.fs.put(str(file), (folder / file.name).path)
-            return checksums_of(own)
+                    upload(file, folder / file.name, self._advance)
+            return checksums_of(own, self._advance)
 
 
 def _is_own(name: str, is_first: bool) -> bool:
