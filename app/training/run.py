@@ -4,7 +4,7 @@ from torch import nn
 from upath import UPath
 
 from app.checksums import CHECKSUMS_FILE, verify_checksums
-from app.config import TrainConfig, refusal
+from app.config import TrainConfig, load_recipe, refusal
 from app.data.baseline import LINEAR_BASELINE, linear_baseline
 from app.data.classification import ClassificationData
 from app.data.prepared import PreparedData
@@ -12,10 +12,10 @@ from app.errors import RecipeError, StorageError
 from app.models.factory import build_model
 from app.models.kind import kind_of
 from app.models.traits import traits_of
-from app.runs import Outcome, Run
+from app.runs import CONFIG_FILE, Outcome, Run
 from app.tasks import load_prepared, prepare
 from app.telemetry.alerts import Action
-from app.training.checkpoints.store import CheckpointStore
+from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.coordination.control import withdraw
 from app.training.data.batches import count_steps
 from app.training.engine.deepspeed_config import deepspeed_config
@@ -71,6 +71,23 @@ def finish_run(run: Run, data: PreparedData, ending: Ending) -> Outcome:
         print(f"val_accuracy {best.val_accuracy:.4f}; {LINEAR_BASELINE}: {baseline:.4f}", flush=True)
     reached = TrainMetrics.of(best, ending, recipe.train, baseline)
     return Outcome(reached, {"checkpoint": str(checkpoint), "weights": str(weights)})
+
+
+def export_newest(run_folder: UPath, output: UPath) -> Checkpoint:
+    """Write the weights folder of a run's newest intact checkpoint, however the run ended, or while it goes on.
+
+    Raises:
+        StorageError: the run has no checkpoint, or none that is intact, or ``output`` is there.
+    """
+    if output.exists():
+        raise StorageError(f"{str(output)!r} is there: give a folder that is not")
+    store = CheckpointStore(run_folder / CHECKPOINTS)
+    newest = store.newest_intact()
+    if newest is None:
+        raise StorageError(f"run {run_folder.name} has no checkpoint: let it train until it has one")
+    recipe = load_recipe(str(run_folder / CONFIG_FILE))
+    publish_weights(store.folder_of(newest), load_prepared(recipe, run_folder / DATA), recipe, output)
+    return newest
 
 
 def _best_intact(store: CheckpointStore, records: list[EpochRecord], config: TrainConfig) -> tuple[EpochRecord, UPath]:
