@@ -1,13 +1,12 @@
 """Checkpoints: how parts are cut, which of them are whole, what is kept."""
 
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
-from torch import distributed
 from torch.distributed.checkpoint import FileSystemWriter, save
 from upath import UPath
 
@@ -196,13 +195,6 @@ def test_what_was_never_finished_is_swept(store: CheckpointStore, capsys: pytest
     assert steps(store) == [10, 20]
     assert not store.folder_of(Checkpoint(30)).exists()
     assert "step_00000030 was never finished" in capsys.readouterr().err
-
-
-@pytest.fixture
-def _process_group() -> Iterator[None]:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("_process_group")
