@@ -1,17 +1,16 @@
 """sha256 of files, kept beside them as ``sha256sum`` writes and reads it."""
 
 import hashlib
-import io
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import cast
 
 from upath import UPath
 
 from app.errors import StorageError
-from app.storage import write_atomically
+from app.storage import Advance, unheard, write_atomically
 
 CHECKSUMS_FILE = "SHA256SUMS"
+_PIECE_BYTES = 2**22
 
 
 def sha256_of(content: bytes) -> str:
@@ -19,12 +18,16 @@ def sha256_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def checksums_of(files: Iterable[Path | UPath]) -> dict[str, str]:
+def checksums_of(files: Iterable[Path | UPath], advance: Advance = unheard) -> dict[str, str]:
     """The sha256 of each file, by name; read in pieces."""
     sums = {}
     for path in sorted(files, key=str):
+        digest = hashlib.sha256()
         with path.open("rb") as file:
-            sums[path.name] = hashlib.file_digest(cast(io.BufferedReader, file), "sha256").hexdigest()
+            while piece := file.read(_PIECE_BYTES):
+                digest.update(piece)
+                advance()
+        sums[path.name] = digest.hexdigest()
     return sums
 
 
@@ -47,7 +50,7 @@ def write_checksums(folder: UPath, sums: Mapping[str, str] | None = None) -> Non
     write_atomically(folder / CHECKSUMS_FILE, "".join(lines).encode())
 
 
-def verify_checksums(folder: UPath) -> None:
+def verify_checksums(folder: UPath, advance: Advance = unheard) -> None:
     """Compare every file of ``folder`` with its checksum.
 
     Raises:
@@ -63,7 +66,7 @@ def verify_checksums(folder: UPath) -> None:
         raise StorageError(f"{str(folder / missing[0])!r} is missing: make it again")
     if unknown := sorted(files.keys() - expected.keys()):
         raise StorageError(f"{str(path)!r} does not name {unknown[0]!r}: one of them was changed; make it again")
-    for name, given in checksums_of(files.values()).items():
+    for name, given in checksums_of(files.values(), advance).items():
         if given != expected[name]:
             raise StorageError(_changed(files[name], given, expected[name]))
 

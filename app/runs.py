@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ValidationError
 from upath import UPath
 
-from app.config import Recipe, dump_recipe, load_recipe
+from app.config import Recipe, dump_recipe
 from app.errors import RayloomError, StorageError
 from app.storage import open_storage, write_atomically
 
@@ -133,6 +133,11 @@ def runs_folder(storage: UPath, job: str) -> UPath:
     return storage / "runs" / job
 
 
+def recipe_named_in(run_id: str) -> str:
+    """The recipe's name in a run's id, between the time and the letters that tell runs apart."""
+    return "-".join(run_id.split("-")[2:-1])
+
+
 def newest_first(runs: UPath) -> list[UPath]:
     """The folders of a job's runs: ids begin with the time."""
     return sorted(runs.iterdir(), key=lambda each: each.name, reverse=True) if runs.exists() else []
@@ -151,7 +156,7 @@ def latest_result(storage: UPath, job: str, recipe_name: str) -> Result:
 def newest_unfinished(storage: UPath, job: str, recipe_name: str) -> str | None:
     """The id of a job's newest run of a recipe, unless it has succeeded."""
     for run in newest_first(runs_folder(storage, job)):
-        if (run / CONFIG_FILE).exists() and load_recipe(str(run / CONFIG_FILE)).name == recipe_name:
+        if recipe_named_in(run.name) == recipe_name and (run / CONFIG_FILE).exists():
             return None if has_succeeded(run) else run.name
     return None
 

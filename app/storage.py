@@ -2,16 +2,26 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Self
 
+from fsspec.callbacks import Callback
 from upath import UPath
 
 from app.errors import StorageError
 
 HOME = Path(os.environ.get("RAYLOOM_HOME", "~/.rayloom")).expanduser()
 """Rayloom's own folder on this machine: the local cluster's state and the default storage."""
+
+
+Advance = Callable[[], None]
+"""Hears that reading or writing goes on, piece by piece: storage may be slow, and does not hang meanwhile."""
+
+
+def unheard() -> None:
+    """Where nobody waits for storage to go on."""
 
 
 def open_storage(location: str | None) -> UPath:
@@ -56,12 +66,17 @@ def local_folder(folder: UPath) -> Iterator[Path]:
 
 
 @contextmanager
-def local_copy(folder: UPath) -> Iterator[Path]:
+def local_copy(folder: UPath, advance: Advance = unheard) -> Iterator[Path]:
     """``folder`` itself where it lies on a disk, else a temporary copy of it."""
     with local_folder(folder) as local:
         if not is_local(folder):
-            folder.fs.get(f"{folder.path}/", f"{local}/", recursive=True)
+            folder.fs.get(f"{folder.path}/", f"{local}/", recursive=True, callback=_Heard(advance))
         yield local
+
+
+def upload(file: Path, target: UPath, advance: Advance = unheard) -> None:
+    """Copy a file from this machine's disk into storage."""
+    target.fs.put(str(file), target.path, callback=_Heard(advance))
 
 
 def write_atomically(path: UPath, data: bytes) -> None:
@@ -76,3 +91,17 @@ def write_atomically(path: UPath, data: bytes) -> None:
         aside.rename(path)
     else:
         path.write_bytes(data)
+
+
+class _Heard(Callback):  # type: ignore[misc]
+    """Tells of each piece that fsspec copies, of every file of a folder."""
+
+    def __init__(self, advance: Advance) -> None:
+        super().__init__()
+        self._advance = advance
+
+    def call(self, *_: Any, **__: Any) -> None:
+        self._advance()
+
+    def branched(self, *_: Any, **__: Any) -> Self:
+        return self

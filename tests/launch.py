@@ -17,16 +17,16 @@ import torch
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from upath import UPath
 
 from app.cluster.state import ClusterState
+from app.training.checkpoints.store import CheckpointStore
+from app.training.run_folder import CHECKPOINTS
 from tests.helpers import BIN, ROOT, folder_of, records_of, result_of, run, wait_until
 
 MARK = "RAYLOOM_TEST"
 """The environment variable that every process of a launch inherits."""
 _NUMBERS = ("step", "epoch", "loss", "lr", "grad_norm", "loss_scale", "val_loss", "val_accuracy")
-CHECKPOINT = "checkpoints/step_{step}/SHA256SUMS"
-
-
 EVERY_STEPS, HANG_TIMEOUT_S = 4, 10.0
 INTERRUPTED = ["train.workers=2", "train.epochs=4", "train.early_stopping=null", "train.resume=latest",
                f"train.checkpoint.every_steps={EVERY_STEPS}", "train.checkpoint.num_to_keep=99",
@@ -185,7 +185,7 @@ class Trained:
         return cls(
             records=numbers_of(folder),
             weights=hashlib.sha256((folder / "weights/model.safetensors").read_bytes()).hexdigest(),
-            state=state_of(folder / "checkpoints" / f"step_{result['metrics']['steps']:08d}"),
+            state=state_of(newest_checkpoint(folder)),
         )
 
 
@@ -208,8 +208,14 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def newest_step(storage: Path, name: str = "") -> int:
     """Of the newest checkpoint of any run of the recipe that was written whole; 0 if there is none."""
-    marks = storage.glob(f"runs/train/*-{name}*/" + CHECKPOINT.format(step="*"))
-    return max((int(mark.parent.name.removeprefix("step_")) for mark in marks), default=0)
+    runs = storage.glob(f"runs/train/*-{name}*")
+    return max((each.step for run in runs for each in CheckpointStore(UPath(run / CHECKPOINTS)).committed()), default=0)
+
+
+def newest_checkpoint(run_folder: Path) -> Path:
+    """The folder of a run's newest checkpoint that was written whole."""
+    store = CheckpointStore(UPath(run_folder / CHECKPOINTS))
+    return Path(store.folder_of(store.committed()[-1]).path)
 
 
 def _processes(matches: Any) -> list[psutil.Process]:

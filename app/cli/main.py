@@ -91,6 +91,20 @@ def resume(run_id: str, overrides: Overrides = None, storage: Storage = None) ->
 
 
 @app.command()
+def export(
+    run_id: str,
+    output: Annotated[str | None, typer.Argument(help="Default: a folder here, named as the run.")] = None,
+    storage: Storage = None,
+) -> None:
+    """Write a training run's newest checkpoint as one model.safetensors, also of a run that was paused or failed."""
+    from app.training.run import export_newest  # which brings torch
+
+    folder = UPath(absolute_location(output or run_id))
+    newest = export_newest(_train_run(run_id, storage), folder)
+    print(f"the weights after step {newest.step:,} of {run_id} are in {folder}")
+
+
+@app.command()
 def predict(
     model: str,
     inputs: Annotated[list[str], typer.Argument(help="Texts; or paths of images, with --image.")],

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -92,11 +92,14 @@ def cuts_of(model: nn.Module) -> dict[str, ShardStyle]:
     """How each Linear of the model is cut, by its name in the model; those that stay whole are left out.
 
     Raises:
-        RecipeError: the model has no plan, or a pattern matches no Linear, or one that another pattern matches.
+        RecipeError: the model has no plan, or a pattern matches no Linear, or one that another pattern matches, or is
+            neither colwise nor rowwise.
     """
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     cuts: dict[str, ShardStyle] = {}
     for pattern, cut in _staged(model).tp_plan().items():
+        if cut not in get_args(ShardStyle):
+            raise _wrong(model, f"tp_plan has {cut!r} for {pattern!r}: expected {' or '.join(get_args(ShardStyle))}")
         matched = [name for name in linears if re.fullmatch(pattern, name)]
         if not matched:
             raise _wrong(model, f"tp_plan's {pattern!r} matches no Linear; there are {', '.join(linears) or 'none'}")

@@ -15,7 +15,8 @@ def traits_of(model: nn.Module) -> ModelTraits:
     match kind_of(model):
         case ModelKind.STAGED:
             layers = sum(1 for layer in layers_of(model) if any(True for _ in parameters_of(layer)))
-            divisor = _first_number(model, "heads") or _common_width(model)
+            common_width = _common_width(model)  # also where it has heads: this checks how the matrices are cut
+            divisor = _first_number(model, "heads") or common_width
             return ModelTraits(name, layers, divisor, checkpoints_activations=True)
         case ModelKind.HUGGING_FACE:
             # Of grouped queries the fewer heads of keys and values.

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from app.storage import Advance, unheard
 from app.telemetry.phases import Phase, phase
 
 _WORDS = {
@@ -21,9 +22,12 @@ def _nobody(doing: str) -> None:
 class Activity:
     """Follows one worker through its work, phase after phase."""
 
-    def __init__(self, beat: Callable[[str], None] = _nobody) -> None:
-        """``beat`` is told what the worker begins, each time it has come out of what was before."""
-        self._beat = beat
+    def __init__(self, beat: Callable[[str], None] = _nobody, advance: Advance = unheard) -> None:
+        """``beat`` is told what the worker begins, each time it has come out of what was before.
+
+        ``advance`` is told that this goes on.
+        """
+        self._beat, self.advance = beat, advance
         self._is_whole = False
         self._seconds = dict.fromkeys(Phase, 0.0)
 

@@ -7,7 +7,7 @@ from typing import TypedDict
 
 import ray.train
 from ray.train import UserCallback
-from ray.train.torch import TorchTrainer
+from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.execution import context as ray_context
 from upath import UPath
 
@@ -18,7 +18,7 @@ from app.telemetry.alerts import Action
 from app.training.records import Ending, EpochRecord
 from app.training.run_folder import DATA, FAILURE_FILE
 from app.training.session import train
-from app.training.worker import start_worker
+from app.training.worker import COLLECTIVE_TIMEOUT, start_worker
 
 _RESIZE_INTERVAL_S = 10.0
 
@@ -50,6 +50,7 @@ def fit(
     config = recipe.train
     trainer = TorchTrainer(
         train_worker,
+        torch_config=TorchConfig(timeout_s=int(COLLECTIVE_TIMEOUT.total_seconds())),
         train_loop_config=WorkerArguments(
             recipe=recipe.model_dump_json(),
             run_folder=str(run_folder),

@@ -2,6 +2,8 @@
 
 from operator import attrgetter
 
+from upath import UPath
+
 from app.config import Recipe, load_recipe
 from app.errors import RecipeError, StorageError
 from app.runs import CONFIG_FILE, Run, has_succeeded, newest_unfinished, runs_folder
@@ -20,7 +22,7 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
 
     Raises:
         StorageError: the named run does not exist, or has finished.
-        RecipeError: the recipe has changed since in a way that its checkpoints do not fit.
+        RecipeError: the recipe has changed since in a way that its checkpoints do not fit, or cannot be read.
     """
     asked = recipe.train.resume
     if asked is None:
@@ -35,10 +37,18 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
         raise StorageError(f"train.resume is {run_id!r}, and {str(runs)!r} has no such run: give its id, or {LATEST}")
     if has_succeeded(runs / run_id):
         raise StorageError(f"train.resume is {run_id!r}, which has finished: leave it out to start a new run")
-    _check_same(recipe, load_recipe(str(runs / run_id / CONFIG_FILE)), run_id)
+    _check_same(recipe, _earlier(runs / run_id), run_id)
     require_silence(runs / run_id)
     print(f"run {run_id} goes on", flush=True)
     return Run.start(job, recipe, run_id)
+
+
+def _earlier(run: UPath) -> Recipe:
+    """What the run was started with. Raises RecipeError if it cannot be read, or is of another version."""
+    try:
+        return load_recipe(str(run / CONFIG_FILE))
+    except RecipeError as error:
+        raise RecipeError(f"run {run.name} cannot go on: {error}; leave train.resume out to start a new run") from error
 
 
 def _check_same(recipe: Recipe, earlier: Recipe, run_id: str) -> None:

@@ -1,25 +1,26 @@
 """A whole training run, whoever runs it: what comes before the workers, and what comes after."""
 
 from torch import nn
+from upath import UPath
 
 from app.checksums import CHECKSUMS_FILE, verify_checksums
-from app.config import refusal
+from app.config import TrainConfig, load_recipe, refusal
 from app.data.baseline import LINEAR_BASELINE, linear_baseline
 from app.data.classification import ClassificationData
 from app.data.prepared import PreparedData
-from app.errors import RecipeError
+from app.errors import RecipeError, StorageError
 from app.models.factory import build_model
 from app.models.kind import kind_of
 from app.models.traits import traits_of
-from app.runs import Outcome, Run
+from app.runs import CONFIG_FILE, Outcome, Run
 from app.tasks import load_prepared, prepare
 from app.telemetry.alerts import Action
-from app.training.checkpoints.store import CheckpointStore
+from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.coordination.control import withdraw
 from app.training.data.batches import count_steps
 from app.training.engine.deepspeed_config import deepspeed_config
 from app.training.engine.nvme import require_asynchronous_io
-from app.training.records import Ending, StoppedMetrics, TrainMetrics, best_of
+from app.training.records import Ending, EpochRecord, StoppedMetrics, TrainMetrics, best_of
 from app.training.run_folder import CHECKPOINTS, DATA, FAILURE_FILE, WEIGHTS
 from app.training.weights import publish_weights
 
@@ -60,17 +61,48 @@ def finish_run(run: Run, data: PreparedData, ending: Ending) -> Outcome:
         verb = "paused" if ending.request is Action.PAUSE else "stopped"
         print(f"{verb} at step {ending.step:,}; to go on: train.resume={run.run_id}", flush=True)
         metrics = StoppedMetrics(steps=ending.step, epochs=len(ending.records), paused=verb == "paused")
-        return Outcome(metrics, {"checkpoint": str(store.folder_of(ending.step))}, status="stopped")
-    kept = set(store.committed())
-    best = best_of([each for each in ending.records if each.step in kept], recipe.train)
-    checkpoint, weights = store.folder_of(best.step), run.folder / WEIGHTS
-    verify_checksums(checkpoint)
+        kept = next(each for each in reversed(store.committed()) if each.step == ending.step)
+        return Outcome(metrics, {"checkpoint": str(store.folder_of(kept))}, status="stopped")
+    best, checkpoint = _best_intact(store, ending.records, recipe.train)
+    weights = run.folder / WEIGHTS
     publish_weights(checkpoint, data, recipe, weights)
     baseline = linear_baseline(_texts_of(data)) if recipe.train.linear_baseline else None
     if baseline is not None:
         print(f"val_accuracy {best.val_accuracy:.4f}; {LINEAR_BASELINE}: {baseline:.4f}", flush=True)
     reached = TrainMetrics.of(best, ending, recipe.train, baseline)
     return Outcome(reached, {"checkpoint": str(checkpoint), "weights": str(weights)})
+
+
+def export_newest(run_folder: UPath, output: UPath) -> Checkpoint:
+    """Write the weights folder of a run's newest intact checkpoint, however the run ended, or while it goes on.
+
+    Raises:
+        StorageError: the run has no checkpoint, or none that is intact, or ``output`` is there.
+    """
+    if output.exists():
+        raise StorageError(f"{str(output)!r} is there: give a folder that is not")
+    store = CheckpointStore(run_folder / CHECKPOINTS)
+    newest = store.newest_intact()
+    if newest is None:
+        raise StorageError(f"run {run_folder.name} has no checkpoint: let it train until it has one")
+    recipe = load_recipe(str(run_folder / CONFIG_FILE))
+    publish_weights(store.folder_of(newest), load_prepared(recipe, run_folder / DATA), recipe, output)
+    return newest
+
+
+def _best_intact(store: CheckpointStore, records: list[EpochRecord], config: TrainConfig) -> tuple[EpochRecord, UPath]:
+    """The best epoch of those whose checkpoint is kept and not damaged, and the folder of it."""
+    kept = {each.step: each for each in store.committed()}
+    left = [each for each in records if each.step in kept]
+    while left:
+        best = best_of(left, config)
+        if store.is_intact(kept[best.step]):
+            return best, store.folder_of(kept[best.step])
+        left.remove(best)
+    raise StorageError(
+        f"no checkpoint of a whole epoch in {str(store.folder)!r} is intact: restore one, or train "
+        "its epochs again with train.resume=latest"
+    )
 
 
 def _data_of(run: Run) -> PreparedData:

@@ -116,7 +116,7 @@ def _begin(
         (run_folder / FAILURE_FILE).unlink(missing_ok=True)  # of the attempt before this one
     watchdog = Watchdog(worker, config.hang_timeout_s, lambda reason: _note_failure(run_folder, reason))
     stack.callback(watchdog.close)
-    activity = Activity(watchdog.beat)
+    activity = Activity(watchdog.beat, watchdog.advance)
     run_id = run_folder.name
     alerts = Alerts.of(recipe, run_id) if worker.is_first else Alerts([], Notifier(), run_id, recipe.name)
     stack.callback(alerts.close)

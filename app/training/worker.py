@@ -15,7 +15,8 @@ from app.errors import RayloomError, TrainingError
 
 os.environ.setdefault("DS_LOG_LEVEL", "warning")
 
-_COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+COLLECTIVE_TIMEOUT = timedelta(hours=2)
+"""Longer than slow storage keeps workers waiting for each other; one that hangs is the watchdog's to notice."""
 T = TypeVar("T")
 
 
@@ -83,7 +84,7 @@ def start_worker(device: str) -> Worker:
     deepspeed = import_deepspeed()
     if not torch.distributed.is_initialized() and os.environ["WORLD_SIZE"] == "1":
         torch.distributed.init_process_group(_backend(device), store=HashStore(), rank=0, world_size=1)
-    deepspeed.init_distributed(_backend(device), timeout=_COLLECTIVE_TIMEOUT, verbose=False)
+    deepspeed.init_distributed(_backend(device), timeout=COLLECTIVE_TIMEOUT, verbose=False)
     place = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
     return Worker(torch.distributed.get_rank(), torch.distributed.get_world_size(), place)
 

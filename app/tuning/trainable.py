@@ -92,7 +92,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         """Of the epoch that was reported last, or a later one; it may still be on its way to storage."""
         store = CheckpointStore(self._trial_folder / CHECKPOINTS)
         deadline = time.monotonic() + _WRITE_TIMEOUT_S
-        while not (committed := [step for step in store.committed() if step >= self._step]):
+        while not (committed := [each for each in store.committed() if each.step >= self._step]):
             if time.monotonic() > deadline:
                 raise TrainingError(f"the checkpoint of step {self._step} was not written in {_WRITE_TIMEOUT_S:.0f} s")
             time.sleep(0.05)

@@ -4,20 +4,19 @@ from pathlib import Path
 
 from tests.faults.split_runs import PLANS, SPLITS, STEPS
 from tests.helpers import Faults, steps_of, write_sums
-from tests.launch import Launch, numbers_of, state_of
+from tests.launch import Launch, newest_checkpoint, numbers_of, state_of
 
 
 def test_twenty_steps_are_the_same_in_one_go_and_in_parts(launch: Launch, tmp_path: Path, faults: Faults) -> None:
     runs = launch.torchrun("-m", "tests.faults.split_runs", str(tmp_path), str(write_sums(tmp_path / "corpus")))
     assert runs.ends(600) == 0, runs.output
-    last = f"checkpoints/step_{STEPS:08d}"
     for plan in PLANS:
         whole = tmp_path / plan / "20"
-        state = state_of(whole / last)
+        state = state_of(newest_checkpoint(whole))
         assert any(name.endswith("exp_avg_sq") for name in state)
         for split in SPLITS.keys() - {"20"}:
             with faults("T13", f"torchrun: {plan}, {split} steps", "0 of all tensors differ from 20 steps'") as fault:
-                found = state_of(tmp_path / plan / split / last)
+                found = state_of(newest_checkpoint(tmp_path / plan / split))
                 differing = [name for name in state.keys() | found.keys() if state.get(name) != found.get(name)]
                 fault.saw(f"{len(differing)} of {len(state)} differ")
                 assert not differing

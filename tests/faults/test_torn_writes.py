@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.faults.torn_writes import require_survival
+from tests.faults.torn_writes import MOMENTS, require_survival
 from tests.helpers import Faults
 from tests.launch import Launch
 
@@ -10,5 +10,6 @@ from tests.launch import Launch
 def test_fifty_kills_leave_no_bad_checkpoint(launch: Launch, tmp_path: Path, faults: Faults) -> None:
     with faults("T6", "ranks are killed while they write, 50 times", "0 bad checkpoints are read") as fault:
         kills = require_survival(launch, tmp_path, kills=50)
-        fault.saw(f"{len(kills)} kills, {sum(bool(each.torn) for each in kills)} while writing, 0 bad")
-        assert sum(bool(each.torn) for each in kills) >= 5, "hardly any was hit while it wrote"
+        at_random = [each for each in kills if each.moment not in MOMENTS]
+        fault.saw(f"{len(at_random)} kills, {sum(bool(each.torn) for each in at_random)} while writing, 0 bad")
+        assert sum(bool(each.torn) for each in at_random) >= 5, "hardly any was hit while it wrote"

@@ -1,10 +1,12 @@
 """python -m tests.faults.torn_writes FOLDER KILLS: two ranks write checkpoints without end, and are killed meanwhile.
 
-Prints one JSON object for each kill. Ranks are forked from a process that has imported everything.
+So many times at random, and once at each of ``MOMENTS``. Prints one JSON object for each kill. Ranks are forked from a
+process that has imported everything.
 """
 
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -21,7 +23,7 @@ from app.config import CheckpointConfig
 from app.training.checkpoints.shards import Shards
 from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.state import Position, TrainState
-from app.training.checkpoints.store import CheckpointStore
+from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.checkpoints.writer import CheckpointWriter
 from tests.helpers import wait_until
 from tests.launch import Launch
@@ -30,20 +32,32 @@ ROWS, COLUMNS = 1024, 1024  # float32: 2 MiB of each rank
 RANKS = 2
 
 
+MOMENTS = {
+    "before the tensors' index is in place": ("os.rename", r"/\.metadata$"),
+    "after the last byte of all parts": ("open", r"/\.SHA256SUMS\.\d+\.tmp$"),
+    "before the checksums are in place": ("os.rename", r"/SHA256SUMS$"),
+    "before one that is not needed is removed": ("os.remove", r"/SHA256SUMS$"),
+    "while it is removed": ("shutil.rmtree", r"/step_"),
+}
+"""What the first rank was about to do when it was killed: an event of Python's, and the path that it names."""
+
+
 class Kill(BaseModel):
     """What was there before a kill, and after it."""
 
+    moment: str
+    """One of ``MOMENTS``, or a random one."""
     victims: list[int]
-    committed: list[int]
-    """Steps before."""
-    torn: list[int]
-    """Steps that were begun and never finished."""
-    newest: int | None
+    committed: list[Checkpoint]
+    """Before."""
+    torn: list[Checkpoint]
+    """Begun and never finished."""
+    newest: Checkpoint | None
     """The newest intact one, after."""
     is_whole: bool
     """Whether every element of it is of that step."""
-    left: list[int]
-    """Steps after the sweep."""
+    left: list[Checkpoint]
+    """After the sweep."""
     survivor_s: float
     """How long the other rank lived on."""
 
@@ -68,18 +82,31 @@ def snapshot(rank: int, step: int) -> Snapshot:
 
 
 def write_without_end(rank: int, meeting_point: Path, store: CheckpointStore, step: int) -> None:
+    """Begins with the step of the newest, which is kept again."""
     dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=RANKS)
     writer = CheckpointWriter(store, CheckpointConfig(num_to_keep=2))
     while True:
-        step += 1
         writer.save(snapshot(rank, step), best=None)
+        step += 1
 
 
-def fork(rank: int, meeting_point: Path, store: CheckpointStore, step: int) -> int:
+def die_at(event: str, path: str) -> None:
+    """Have this process kill itself when it is about to do that."""
+
+    def watch(name: str, arguments: tuple[object, ...]) -> None:
+        if name == event and any(re.search(path, str(each)) for each in arguments):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+
+
+def fork(rank: int, meeting_point: Path, store: CheckpointStore, step: int, moment: str) -> int:
     pid = os.fork()
     if pid:
         return pid
     try:
+        if rank == 0 and moment in MOMENTS:
+            die_at(*MOMENTS[moment])
         write_without_end(rank, meeting_point, store, step)
     except BaseException as error:  # the other rank was killed
         print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -92,50 +119,58 @@ def is_whole(folder: UPath, step: int) -> bool:
     return bool((matrix == step).all())
 
 
-def begun(store: CheckpointStore) -> set[int]:
-    """Steps that have a folder."""
-    return {int(each.name.removeprefix("step_")) for each in Path(store.folder.path).glob("step_*")}
+def begun(store: CheckpointStore) -> set[Checkpoint]:
+    """Those that have a folder."""
+    named = (Checkpoint.named(each.name) for each in Path(store.folder.path).glob("*"))
+    return {each for each in named if each is not None}
 
 
-def kill(folder: Path, number: int, store: CheckpointStore) -> Kill:
+def kill(folder: Path, number: int, store: CheckpointStore, moment: str) -> Kill:
     newest = store.newest_intact()
-    pids = [fork(rank, folder / f"meeting_{number}", store, newest or 0) for rank in range(RANKS)]
-    wait_until(lambda: max(begun(store), default=0) > (newest or 0))
-    time.sleep(random.uniform(0.0, 0.5))
-    victims = random.choice([[0], [1], [0, 1]])
-    committed = store.committed()
-    for rank in victims:
-        os.kill(pids[rank], signal.SIGKILL)
+    step = newest.step if newest else 1
+    committed, before = store.committed(), begun(store)
+    pids = [fork(rank, folder / f"meeting_{number}", store, step, moment) for rank in range(RANKS)]
+    victims = [0]
+    if moment not in MOMENTS:
+        wait_until(lambda: begun(store) > before)
+        time.sleep(random.uniform(0.0, 0.5))
+        victims = random.choice([[0], [1], [0, 1]])
+        committed = store.committed()
+        for rank in victims:
+            os.kill(pids[rank], signal.SIGKILL)
+    _, status = os.waitpid(pids[victims[0]], 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL, moment
     killed = time.monotonic()
-    for pid in pids:
-        os.waitpid(pid, 0)
+    for rank in {*range(RANKS)} - {victims[0]}:
+        os.waitpid(pids[rank], 0)
     survivor_s = time.monotonic() - killed
     torn = sorted(begun(store) - set(store.committed()))
     newest = store.newest_intact()
     store.sweep(after=newest)
     return Kill(
+        moment=moment,
         victims=victims,
         committed=committed,
         torn=torn,
         newest=newest,
-        is_whole=newest is None or is_whole(store.folder_of(newest), newest),
+        is_whole=newest is None or is_whole(store.folder_of(newest), newest.step),
         left=sorted(begun(store)),
         survivor_s=survivor_s,
     )
 
 
 def require_survival(launch: Launch, folder: Path, kills: int) -> list[Kill]:
-    """So many kills, none of which leaves a bad checkpoint behind or loses a good one."""
+    """So many kills at random and one at each of ``MOMENTS``: no bad checkpoint is left behind, no good one lost."""
     job = launch("python", "-m", "tests.faults.torn_writes", str(folder), str(kills))
     assert job.ends(60 + 10 * kills) == 0, job.output
     found = [Kill.model_validate_json(line) for line in job.output.splitlines() if line.startswith("{")]
-    assert len(found) == kills
+    assert len(found) == kills + len(MOMENTS)
     for each in found:
         assert each.is_whole, each
-        assert (each.newest or 0) >= max(each.committed, default=0), each
+        assert not each.committed or (each.newest and each.newest >= max(each.committed)), each
         assert not set(each.left) & set(each.torn), each
         assert each.survivor_s < 5.0, each
-        assert all(f"checkpoint step_{step:08d} was never finished: removed" in job.output for step in each.torn)
+        assert all(f"checkpoint {torn.name} was never finished: removed" in job.output for torn in each.torn)
     return found
 
 
@@ -143,8 +178,8 @@ def main() -> None:
     torch.set_num_threads(1)
     folder, kills = Path(sys.argv[1]), int(sys.argv[2])
     store = CheckpointStore(UPath(folder / "checkpoints"))
-    for number in range(kills):
-        print(kill(folder, number, store).model_dump_json(), flush=True)
+    for number, moment in enumerate([*["at random"] * kills, *MOMENTS]):
+        print(kill(folder, number, store, moment).model_dump_json(), flush=True)
 
 
 if __name__ == "__main__":

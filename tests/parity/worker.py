@@ -17,7 +17,7 @@ from app.training.activity import Activity
 from app.training.checkpoints.reader import load_checkpoint
 from app.training.checkpoints.snapshot import take_snapshot
 from app.training.checkpoints.state import Position
-from app.training.checkpoints.store import CheckpointStore
+from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.checkpoints.writer import CheckpointWriter
 from app.training.data.batches import Shard, micro_batches
 from app.training.data.micro_batch import MicroBatch
@@ -124,7 +124,7 @@ def go_on(row: Row, folder: UPath) -> dict[str, list[float]]:
     found = {}
     for kept in sorted(each.name for each in folder.iterdir() if each.name.endswith(row.config.optimizer.name)):
         engine, layout = planned(row)
-        load_checkpoint(engine, layout, CheckpointStore(folder / kept).folder_of(HALF))
+        load_checkpoint(engine, layout, CheckpointStore(folder / kept).folder_of(Checkpoint(HALF)))
         found[kept] = train(engine, layout, range(HALF, STEPS))
     return found
 

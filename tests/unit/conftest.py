@@ -1,6 +1,9 @@
 """Unit tests start no Ray."""
 
+from collections.abc import Iterator
+
 import pytest
+from torch import distributed
 
 
 @pytest.fixture(autouse=True)
@@ -11,3 +14,11 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail("a unit test started Ray: move it to tests/integration")
 
     monkeypatch.setattr(ray, "init", refuse)
+
+
+@pytest.fixture
+def _process_group() -> Iterator[None]:
+    """One of this process alone."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()

@@ -1,5 +1,7 @@
 """Checkpoints: how parts are cut, which of them are whole, what is kept."""
 
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,15 +10,25 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter, save
 from upath import UPath
 
-from app.checksums import CHECKSUMS_FILE, write_checksums
-from app.errors import StorageError
+from app.checksums import CHECKSUMS_FILE, checksums_of, write_checksums
+from app.config import CheckpointConfig, load_recipe
+from app.errors import StorageError, TrainingError
+from app.runs import Run
+from app.storage import local_copy, upload
+from app.tasks import prepare
+from app.telemetry.alerts import Action
 from app.training.checkpoints.fragments import Fragment, Slice, boxes_of, matrix_shape
 from app.training.checkpoints.names import WEIGHT, buffer, own, parameter
 from app.training.checkpoints.reader import export_weights
 from app.training.checkpoints.rng import random_state, restore_random_state
+from app.training.checkpoints.shards import Shards
+from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.state import Position, TrainState
-from app.training.checkpoints.store import CheckpointStore
-from app.training.checkpoints.writer import STATE_FILE
+from app.training.checkpoints.store import Checkpoint, CheckpointStore
+from app.training.checkpoints.writer import STATE_FILE, CheckpointWriter
+from app.training.records import Ending, EpochRecord
+from app.training.run import finish_run
+from app.training.run_folder import CHECKPOINTS, WEIGHTS
 from tests.helpers import Faults, flip
 
 
@@ -48,6 +60,13 @@ def test_random_numbers_go_on() -> None:
     assert torch.equal(torch.rand(5), drawn)
 
 
+def state_at(step: int) -> TrainState:
+    return TrainState(
+        position=Position(step=step), records=[], workers=1, tensor=1, pipeline=1, optimizer_steps=step,
+        schedule_steps=step, loss_scale=None, precision="fp32", shapes={},
+    )  # fmt: skip
+
+
 def test_all_weights_and_buffers_are_exported_whatever_the_model_calls_them(tmp_path: Path) -> None:
     model = {name: torch.rand(3) for name in ("rank_embedding.weight", "rank", "buffer", "parameter.weight")}
     buffers = {name: torch.rand(3) for name in ("weight", "norm.weight", "parameter")}
@@ -55,63 +74,187 @@ def test_all_weights_and_buffers_are_exported_whatever_the_model_calls_them(tmp_
     content |= {parameter(name, "exp_avg"): torch.zeros(3) for name in model}
     content |= {named: each for name, each in buffers.items() for named in (buffer(name), own(0, buffer(name)))}
     save(content, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
-    state = TrainState(
-        position=Position(), records=[], workers=1, tensor=1, pipeline=1, optimizer_steps=0, schedule_steps=0,
-        loss_scale=None, precision="fp32", shapes={},
-    )  # fmt: skip
-    (tmp_path / STATE_FILE).write_text(state.model_dump_json(), encoding="utf-8")
+    (tmp_path / STATE_FILE).write_text(state_at(0).model_dump_json(), encoding="utf-8")
     export_weights(UPath(tmp_path), tmp_path / "model.safetensors")
     exported = safetensors.torch.load_file(tmp_path / "model.safetensors")
     assert exported.keys() == model.keys() | buffers.keys()
     assert all(torch.equal(exported[name], each) for name, each in (model | buffers).items())
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> CheckpointStore:
-    made = CheckpointStore(UPath(tmp_path))
+@pytest.fixture(params=["local", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStore:
+    made = CheckpointStore(UPath(tmp_path if request.param == "local" else f"memory://{tmp_path}"))
     for step in (10, 20, 30):
-        folder = made.folder_of(step)
-        folder.mkdir()
-        for name in ("__0_0.distcp", ".metadata", "state.json"):
-            (folder / name).write_bytes(f"{name} of {step}".encode() * 9)
-        write_checksums(folder)
+        write(made, step)
     return made
 
 
-def truncate(file: Path) -> None:
+def write(store: CheckpointStore, step: int) -> Checkpoint:
+    made = store.next(step)
+    folder = store.folder_of(made)
+    folder.mkdir(parents=True)
+    for name in ("__0_0.distcp", ".metadata", "state.json"):
+        (folder / name).write_bytes(f"{name} of {step}".encode() * 9)
+    write_checksums(folder)
+    return made
+
+
+def steps(store: CheckpointStore) -> list[int]:
+    return [each.step for each in store.committed()]
+
+
+def truncate(file: UPath) -> None:
     file.write_bytes(file.read_bytes()[:-5])
+
+
+def lose(file: UPath) -> None:
+    file.unlink()
+
+
+def empty(file: UPath) -> None:
+    file.write_bytes(b"")
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json", CHECKSUMS_FILE])
-@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink, lambda file: file.write_bytes(b"")])
+@pytest.mark.parametrize("damage", [truncate, flip, lose, empty])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
-    store: CheckpointStore, name: str, damage: object, capsys: pytest.CaptureFixture[str], faults: Faults
+    store: CheckpointStore,
+    name: str,
+    damage: Callable[[UPath], None],
+    capsys: pytest.CaptureFixture[str],
+    faults: Faults,
 ) -> None:
-    assert callable(damage)
     with faults("T7", "any file cut, flipped, lost or emptied", "named; the one before is taken") as fault:
-        damage(Path(store.folder_of(30).path) / name)
-        assert store.newest_intact() == 20
-        if not (name == CHECKSUMS_FILE and damage is Path.unlink):  # then it was never finished, which is no damage
+        damage(store.folder_of(Checkpoint(30)) / name)
+        assert store.newest_intact() == Checkpoint(20)
+        if not (name == CHECKSUMS_FILE and damage is lose):  # then it was never finished, which is no damage
             assert "step_00000030" in capsys.readouterr().err
         fault.saw("it was")
 
 
 def test_nothing_but_damaged_checkpoints_is_an_error_and_no_new_start(store: CheckpointStore) -> None:
-    for step in store.committed():
-        flip(Path(store.folder_of(step).path) / "state.json")
+    for each in store.committed():
+        flip(store.folder_of(each) / "state.json")
     with pytest.raises(StorageError, match=r"all checkpoints .* are damaged: restore"):
         store.newest_intact()
 
 
+@pytest.mark.faults
+def test_a_run_goes_on_however_often_the_same_step_is_damaged(store: CheckpointStore) -> None:
+    for _ in range(3):
+        flip(store.folder_of(store.committed()[-1]) / "state.json")
+        found = store.newest_intact()
+        assert found == Checkpoint(20)
+        store.sweep(after=found)
+        assert steps(store) == [10, 20]
+        write(store, 30)
+    aside = sorted(each.name for each in store.folder.iterdir() if each.name.startswith("damaged_"))
+    assert aside == [f"damaged_step_00000030{number}" for number in ("", "-2", "-3")]
+    assert all((store.folder / name / "state.json").exists() for name in aside)
+
+
+@pytest.mark.faults
+def test_what_cannot_be_cleared_up_is_no_end_of_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with zipfile.ZipFile(tmp_path / "storage.zip", "w") as archive:  # which can be read and not written
+        archive.writestr(f"checkpoints/step_00000010/{CHECKSUMS_FILE}", "")
+        archive.writestr(f"checkpoints/step_00000020/{CHECKSUMS_FILE}", "no checksum  state.json")
+        archive.writestr("checkpoints/step_00000030/state.json", "never finished")
+    store = CheckpointStore(UPath("zip://checkpoints", fo=str(tmp_path / "storage.zip")))
+    store.sweep(after=store.newest_intact())
+    warnings = capsys.readouterr().err
+    assert "damaged checkpoint step_00000020 cannot be put aside" in warnings
+    assert "checkpoint step_00000030 cannot be removed" in warnings
+
+
 def test_the_newest_and_the_best_are_kept(store: CheckpointStore) -> None:
-    store.prune(newest=1, best=10)
-    assert store.committed() == [10, 30]
+    store.prune(Checkpoint(30), newest=1, best=10)
+    assert steps(store) == [10, 30]
+
+
+def test_what_was_just_written_is_kept_beside_later_ones_that_are_damaged(store: CheckpointStore) -> None:
+    store.prune(Checkpoint(20), newest=1, best=None)
+    assert steps(store) == [20, 30]
+
+
+def test_a_step_that_is_kept_again_replaces_the_first_once_it_is_whole(store: CheckpointStore) -> None:
+    again = write(store, 30)
+    assert store.committed()[-2:] == [Checkpoint(30), again]
+    lose(store.folder_of(again) / CHECKSUMS_FILE)
+    assert store.newest_intact() == Checkpoint(30)
+    write_checksums(store.folder_of(again))
+    assert store.newest_intact() == again
+    store.prune(again, newest=2, best=None)
+    assert store.committed() == [Checkpoint(20), again]
+    assert store.next(30) > again
 
 
 def test_what_was_never_finished_is_swept(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
-    (store.folder_of(30) / CHECKSUMS_FILE).unlink()
+    lose(store.folder_of(Checkpoint(30)) / CHECKSUMS_FILE)
     store.sweep(after=store.newest_intact())
-    assert store.committed() == [10, 20]
-    assert not store.folder_of(30).exists()
+    assert steps(store) == [10, 20]
+    assert not store.folder_of(Checkpoint(30)).exists()
     assert "step_00000030 was never finished" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_process_group")
+@pytest.mark.parametrize("place", ["", "memory://"])
+def test_what_is_written_is_read_wherever_storage_is(place: str, tmp_path: Path) -> None:
+    heard: list[str] = []
+    store = CheckpointStore(UPath(f"{place}{tmp_path}/run/checkpoints"), lambda: heard.append("read"))
+    writer = CheckpointWriter(store, CheckpointConfig(num_to_keep=1), lambda: heard.append("written"))
+    for step in (10, 20, 20):
+        weight = torch.rand(3, 4)
+        parts = {(0, 0): weight[:2], (2, 0): weight[2:]}
+        content = {parameter("layer.weight", WEIGHT): Shards((3, 4), parts)}
+        writer.save(Snapshot(state_at(step), content), best=10)
+    writer.wait()
+    newest = store.newest_intact()
+    assert store.committed() == [Checkpoint(10), newest] == [Checkpoint(10), Checkpoint(20, 2)]
+    assert {*heard} == {"written", "read"}
+    export_weights(store.folder_of(newest), tmp_path / "model.safetensors")
+    assert torch.equal(safetensors.torch.load_file(tmp_path / "model.safetensors")["layer.weight"], weight)
+
+
+def test_slow_storage_is_heard_piece_by_piece(tmp_path: Path) -> None:
+    heard: list[str] = []
+    large, folder = tmp_path / "large", UPath(f"memory://{tmp_path}/slow")
+    large.write_bytes(bytes(2**24))
+    upload(large, folder / "large", lambda: heard.append("up"))
+    with local_copy(folder, lambda: heard.append("down")) as local:
+        assert (local / "large").stat().st_size == 2**24
+    checksums_of([large], lambda: heard.append("sum"))
+    assert all(heard.count(each) >= 4 for each in ("up", "down", "sum"))
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_a_folder_that_cannot_be_made_is_named_with_the_cause(tmp_path: Path) -> None:
+    (tmp_path / "run").write_bytes(b"")  # root may write into any folder, but not into a file
+    writer = CheckpointWriter(CheckpointStore(UPath(tmp_path / "run" / "checkpoints")), CheckpointConfig())
+    writer.save(Snapshot(state_at(10), {buffer("mean"): torch.zeros(3)}), best=None)
+    with pytest.raises(TrainingError, match=r"checkpoints/step_00000010' cannot be written: .*Not a directory.* free"):
+        writer.wait()
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_the_best_epoch_whose_checkpoint_is_not_damaged_is_published(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run.start("train", load_recipe("recipes/digits.yaml", ["train.early_stopping={metric: val_loss}"]))
+    store = CheckpointStore(run.folder / CHECKPOINTS)
+    writer = CheckpointWriter(store, CheckpointConfig(num_to_keep=9, background=False))
+    records = []
+    for epoch, val_loss in enumerate([0.4, 0.1, 0.3], start=1):
+        writer.save(Snapshot(state_at(epoch), {buffer("epoch"): torch.tensor([epoch])}), best=None)
+        records.append(EpochRecord(epoch=epoch, step=epoch, train_loss=1.0, val_loss=val_loss, val_accuracy=0.5,
+                                   samples_per_s=1.0))  # fmt: skip
+    flip(store.folder_of(Checkpoint(2)) / "__0_0.distcp")
+    ending = Ending(records=records, request=Action.CONTINUE, step=3, workers=1, resumed_from_step=0, first_step_s=1.0)
+    outcome = finish_run(run, prepare(run.recipe), ending)
+    assert outcome.metrics.model_dump()["best_epoch"] == 3
+    assert "checkpoint step_00000002 is damaged and left out" in capsys.readouterr().err
+    assert safetensors.torch.load_file(run.folder / WEIGHTS / "model.safetensors")["epoch"] == 3
+    for step in (1, 3):
+        flip(store.folder_of(Checkpoint(step)) / "__0_0.distcp")
+    with pytest.raises(StorageError, match="no checkpoint of a whole epoch"):
+        finish_run(run, prepare(run.recipe), ending)

@@ -94,11 +94,24 @@ def test_deepspeed_gets_the_plan_every_default_that_moved_and_what_the_recipe_ad
     assert made["dump_state"]
 
 
+def test_deepspeeds_own_keys_refine_what_the_recipe_asks_for() -> None:
+    given = "train.deepspeed={zero_optimization: {offload_optimizer: {ratio: 0.5}}}"
+    config = load_recipe(GPT, ["train.plan={zero_stage: 3, offload: cpu}", given]).train
+    offload = deepspeed_config(config, config.layout(2), ModelKind.PLAIN)["zero_optimization"]["offload_optimizer"]
+    assert offload == {"device": "cpu", "pin_memory": False, "ratio": 0.5}
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         ("{zero_optimization: {stage: 2}}", r"train\.deepspeed\.zero_optimization\.stage is 2.*make it 1"),
         ("{tensor_parallel: {autotp_size: 2}}", r"train\.deepspeed\.tensor_parallel\.autotp_size is 2.*make it 0"),
+        ("{zero_optimization: {compute_grad_norm: false}}", "compute_grad_norm is False.*make it True"),
+        ("{optimizer: {type: Lamb}}", r"train\.deepspeed\.optimizer is for the recipe to say.*set train\.optimizer"),
+        ("{scheduler: {type: WarmupLR}}", r"set train\.schedule"),
+        ("{torch_autocast: {enabled: true}}", r"set train\.precision"),
+        ("{zero_optimization: {offload_optimizer: {device: cpu}}}", r"set train\.plan\.offload$"),
+        ("{zero_optimization: {offload_param: {device: cpu}}}", r"set train\.plan\.offload_param$"),
     ],
 )
 def test_a_deepspeed_key_that_contradicts_the_recipe_is_refused(given: str, words: str) -> None:

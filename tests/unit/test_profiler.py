@@ -1,7 +1,6 @@
 """Profiles of training steps: where the time went, and that training goes on whatever happens."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,6 @@ from app.telemetry.profiler import profile_steps
 from app.telemetry.step_time import StepTime, read_step_time
 
 CONFIG = ProfileConfig(wait=1, warmup=1, active=2)
-
-
-@pytest.fixture
-def _process_group() -> Iterator[None]:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from app.errors import RecipeError
-from app.models.staged import Layer, ShardStyle, Staged, Tied, cuts_of, layers_of, run_layers
+from app.models.staged import Layer, Staged, Tied, cuts_of, layers_of, run_layers
+from app.models.traits import traits_of
 from tests.helpers import documented
 
 Tiny = documented("language_models.md")["Tiny"]
@@ -31,7 +32,7 @@ def with_layers(change: Callable[[Any], list[Layer]]) -> nn.Module:
     return model
 
 
-def with_plan(plan: dict[str, ShardStyle]) -> nn.Module:
+def with_plan(plan: dict[str, str]) -> nn.Module:
     model = Tiny(vocab_size=11)
     model.tp_plan = lambda: plan
     return model
@@ -60,9 +61,17 @@ def test_layers_that_are_not_the_model_are_refused(model: nn.Module, words: str)
         (nn.Linear(2, 2), "it has no layers()"),
         (with_plan({"u": "colwise"}), "'u' matches no Linear; there are up, down"),
         (with_plan({"up": "colwise", "u.": "rowwise"}), "two patterns for 'up'"),
+        (with_plan({"up": "column"}), "tp_plan has 'column' for 'up': expected colwise or rowwise"),
     ],
 )
 def test_plans_that_do_not_fit_are_refused(model: nn.Module, words: str) -> None:
     with pytest.raises(RecipeError) as refused:
         cuts_of(model)
     assert words in str(refused.value)
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_training_also_of_a_model_with_heads() -> None:
+    model = with_plan({"up": "column"})
+    model.heads = 2
+    with pytest.raises(RecipeError, match="'column'"):
+        traits_of(model)

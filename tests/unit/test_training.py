@@ -6,9 +6,11 @@ import torch
 from app.config import EarlyStoppingConfig, ModelConfig, ScheduleConfig, load_recipe
 from app.errors import RecipeError, TrainingError
 from app.models.factory import build_model, logits_of
+from app.runs import CONFIG_FILE, Run
 from app.training.data.batches import Shard, count_steps, micro_batches, train_batches, validation_batches
 from app.training.early_stopping import should_stop
 from app.training.engine.schedule import lr_factor
+from app.training.resume import start_or_resume
 from tests.helpers import ROOT
 
 LENGTHS = [(index * 37) % 101 for index in range(1000)]
@@ -103,3 +105,18 @@ def test_resnet50_has_its_size_and_answers_logits() -> None:
     model = build_model(ModelConfig(factory="app.models.image:resnet50"), {"num_labels": 1000, "channels": 3}).eval()
     assert sum(each.numel() for each in model.parameters()) == 25_557_032  # of the paper's network, as in torchvision
     assert logits_of(model(pixel_values=torch.zeros(2, 3, 64, 64))).shape == (2, 1000)
+
+
+def test_the_latest_run_is_found_whatever_other_runs_left() -> None:
+    recipe = load_recipe("recipes/digits.yaml", ["train.resume=latest"])
+    earlier = Run.start("train", recipe)
+    earlier.open()
+    for other in ("99991231-000000-another-recipe-ab12", "99991231-000000-digits-of-another-ab12", "digits", "tmp"):
+        (earlier.folder.parent / other).mkdir()
+        (earlier.folder.parent / other / CONFIG_FILE).write_text("no: recipe", encoding="utf-8")
+    assert start_or_resume("train", recipe).run_id == earlier.run_id
+    (earlier.folder / CONFIG_FILE).write_text("name: digits\nolder: 1\n", encoding="utf-8")
+    with pytest.raises(
+        RecipeError, match=rf"run {earlier.run_id} cannot go on: (?s:.*)older(?s:.*)leave train.resume out"
+    ):
+        start_or_resume("train", recipe)

@@ -323,8 +323,8 @@ def test_a_study_that_stays_locked_is_one_clear_error(
 @pytest.fixture(scope="module")
 def postgres() -> Iterator[URL]:
     """A PostgreSQL server of the test's own, on a socket in its folder; PostgreSQL refuses to run as root."""
-    initdb, server = shutil.which("initdb"), shutil.which("postgres")
-    if not (initdb and server):
+    initdb, server, ready = (shutil.which(name) for name in ("initdb", "postgres", "pg_isready"))
+    if not (initdb and server and ready):
         pytest.skip("PostgreSQL is not installed")
     folder = Path(tempfile.mkdtemp(prefix="rayloom-pg-"))
     user = pwd.getpwnam("nobody").pw_name if os.geteuid() == 0 else None
@@ -337,7 +337,7 @@ def postgres() -> Iterator[URL]:
         [server, "-D", str(folder / "data"), *options], user=user, cwd=folder, stderr=subprocess.DEVNULL
     )
     try:
-        wait_until((folder / ".s.PGSQL.5432").exists)
+        wait_until(lambda: subprocess.run([ready, "--quiet", "--host", folder], check=False).returncode == 0)
         yield make_url(f"postgresql+psycopg://studies@/postgres?host={folder}")
     finally:
         process.send_signal(signal.SIGINT)  # "fast": without waiting for who is connected

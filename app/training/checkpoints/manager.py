@@ -8,7 +8,7 @@ from app.training.checkpoints.fragments import fragments_of
 from app.training.checkpoints.reader import load_checkpoint
 from app.training.checkpoints.snapshot import take_snapshot
 from app.training.checkpoints.state import Position, TrainState
-from app.training.checkpoints.store import CheckpointStore
+from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.checkpoints.writer import CheckpointWriter
 from app.training.engine import TrainingEngine
 from app.training.records import EpochRecord, best_of
@@ -31,8 +31,8 @@ class CheckpointManager:
         fragments_of(engine, layout)
         self._engine, self._config, self._layout = engine, config, layout
         self._worker, self._activity = worker, activity
-        self._store = CheckpointStore(folder)
-        self._writer = CheckpointWriter(self._store, config.checkpoint)
+        self._store = CheckpointStore(folder, activity.advance)
+        self._writer = CheckpointWriter(self._store, config.checkpoint, activity.advance)
         self._saved_step: int | None = None
 
     def restore(self) -> TrainState | None:
@@ -44,11 +44,11 @@ class CheckpointManager:
         """
         self._activity.begin("looking for a checkpoint")
         self._saved_step = None
-        step = self._worker.on_first(self._find)
-        if step is None:
+        found = self._worker.on_first(self._find)
+        if found is None:
             return None
-        self._activity.begin(f"reading the checkpoint of step {step}")
-        return load_checkpoint(self._engine, self._layout, self._store.folder_of(step))
+        self._activity.begin(f"reading the checkpoint of step {found.step}")
+        return load_checkpoint(self._engine, self._layout, self._store.folder_of(found), self._activity.advance)
 
     def has_any(self) -> bool:
         """Whether there is a whole one."""
@@ -76,7 +76,7 @@ class CheckpointManager:
         """Let what is being written be finished, also where training breaks off."""
         self._writer.close()
 
-    def _find(self) -> int | None:
-        step = self._store.newest_intact()
-        self._store.sweep(after=step)
-        return step
+    def _find(self) -> Checkpoint | None:
+        found = self._store.newest_intact()
+        self._store.sweep(after=found)
+        return found

@@ -4,6 +4,7 @@ Imported where a checkpoint is read or written, and not before: to import ``torc
 second, which the first step of a run need not wait for.
 """
 
+import io
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,18 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
+from app.storage import Advance, unheard
 
-def write_parts(content: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup) -> None:
+
+def write_parts(
+    content: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup, advance: Advance = unheard
+) -> None:
     """Write what this process has of the tensors. Every process of ``group`` calls it; OSError is raised in all."""
     try:
-        save(dict(content), storage_writer=_Writer(folder), process_group=group)
+        save(dict(content), storage_writer=_Writer(folder), planner=_SavePlanner(advance), process_group=group)
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         raise OSError(str(first).strip().splitlines()[-1]) from error
@@ -32,7 +38,8 @@ def write_parts(content: Mapping[str, Tensor], folder: Path, group: dist.Process
 class SavedParts:
     """The tensors that a folder has, whoever wrote which part of them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, advance: Advance = unheard) -> None:
+        self._advance = advance
         self._reader = FileSystemReader(folder)
         self._saved = self._reader.read_metadata().state_dict_metadata
 
@@ -54,7 +61,32 @@ class SavedParts:
         """Fill the tensors, or those parts of them that they hold; each process reads for itself."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load(dict(content), storage_reader=self._reader, no_dist=True)
+            planner = _LoadPlanner(self._advance)
+            load(dict(content), storage_reader=self._reader, planner=planner, no_dist=True)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Tells of each tensor that is written."""
+
+    def __init__(self, advance: Advance) -> None:
+        super().__init__()
+        self._advance = advance
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        self._advance()
+        return super().resolve_data(write_item)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Tells of each tensor that was read."""
+
+    def __init__(self, advance: Advance) -> None:
+        super().__init__()
+        self._advance = advance
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        self._advance()
+        super().commit_tensor(read_item, tensor)
 
 
 class _Writer(FileSystemWriter):

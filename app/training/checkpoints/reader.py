@@ -9,7 +9,7 @@ from upath import UPath
 
 from app.config import Layout, Precision
 from app.errors import TrainingError
-from app.storage import local_copy
+from app.storage import Advance, local_copy, unheard
 from app.training.checkpoints import names
 from app.training.checkpoints.restore import apply_own, apply_state, destinations
 from app.training.checkpoints.state import TrainState
@@ -18,7 +18,7 @@ from app.training.data.micro_batch import DTYPES
 from app.training.engine import TrainingEngine
 
 
-def load_checkpoint(engine: TrainingEngine, layout: Layout, folder: UPath) -> TrainState:
+def load_checkpoint(engine: TrainingEngine, layout: Layout, folder: UPath, advance: Advance = unheard) -> TrainState:
     """Bring ``engine`` to the state of a verified checkpoint. Every process calls it.
 
     Each process reads what its plan has it hold, however the checkpoint was cut when it was written. Random
@@ -30,8 +30,8 @@ def load_checkpoint(engine: TrainingEngine, layout: Layout, folder: UPath) -> Tr
     from app.training.checkpoints.parts import SavedParts
 
     state = load_state(folder)
-    with local_copy(folder) as local:
-        saved = SavedParts(local)
+    with local_copy(folder, advance) as local:
+        saved = SavedParts(local, advance)
         for content in destinations(engine, layout, state, saved.names):
             if missing := sorted(content.keys() - saved.names):
                 raise TrainingError(

@@ -1,43 +1,85 @@
 """The checkpoints of a run: one folder each, there when its checksums are."""
 
+import re
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Self
+
 from upath import UPath
 
 from app.checksums import CHECKSUMS_FILE, verify_checksums
 from app.errors import StorageError
-from app.warnings import warn
+from app.storage import Advance, unheard
+from app.warnings import attempt, warn
 
-_PREFIX, _DAMAGED = "step_", "damaged_"
+_NAME = re.compile(r"step_(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True, order=True)
+class Checkpoint:
+    """The state after ``step`` optimizer steps; the greatest is the newest.
+
+    A state that is kept again, as at the end of an epoch that was paused on its last batch, is written beside the
+    one before, under the next ``number``: there is a whole one at every moment.
+    """
+
+    step: int
+    number: int = 1
+
+    @property
+    def name(self) -> str:
+        """Of its folder: ``step_00000120``, and ``step_00000120-2`` for the second of this step."""
+        return f"step_{self.step:08d}" + (f"-{self.number}" if self.number > 1 else "")
+
+    @classmethod
+    def named(cls, name: str) -> Self | None:
+        """The checkpoint whose folder has this name; None if it is no name of one."""
+        match = _NAME.fullmatch(name)
+        return cls(int(match[1]), int(match[2] or 1)) if match else None
 
 
 class CheckpointStore:
-    """Folders ``step_00000120``, named by the optimizer steps that led there."""
+    """The folder of a run's checkpoints."""
 
-    def __init__(self, folder: UPath) -> None:
-        self.folder = folder
+    def __init__(self, folder: UPath, advance: Advance = unheard) -> None:
+        self.folder, self._advance = folder, advance
 
-    def folder_of(self, step: int) -> UPath:
-        """The folder of the checkpoint after ``step`` optimizer steps."""
-        return self.folder / f"{_PREFIX}{step:08d}"
+    def folder_of(self, checkpoint: Checkpoint) -> UPath:
+        """Where its files are."""
+        return self.folder / checkpoint.name
 
-    def committed(self) -> list[int]:
-        """The steps of the checkpoints that were written whole, the newest last."""
-        return [step for step in self._steps() if (self.folder_of(step) / CHECKSUMS_FILE).exists()]
+    def next(self, step: int) -> Checkpoint:
+        """A checkpoint to be written of the state after ``step`` optimizer steps, newer than every other of it."""
+        return Checkpoint(step, 1 + max((each.number for each in self._begun() if each.step == step), default=0))
 
-    def newest_intact(self) -> int | None:
-        """The newest checkpoint whose files are what was written; None if there never was a whole one.
+    def committed(self) -> list[Checkpoint]:
+        """Those that were written whole, the newest last."""
+        return [each for each in self._begun() if (self.folder_of(each) / CHECKSUMS_FILE).exists()]
+
+    def is_intact(self, checkpoint: Checkpoint) -> bool:
+        """Whether its files are what was written; a warning says which is not.
+
+        Raises:
+            OSError: storage cannot be read just now, which says nothing of the checkpoint.
+        """
+        try:
+            verify_checksums(self.folder_of(checkpoint), self._advance)
+        except StorageError as error:
+            warn(f"checkpoint {checkpoint.name} is damaged and left out: {error}")
+            return False
+        return True
+
+    def newest_intact(self) -> Checkpoint | None:
+        """The newest that is intact; None if there never was a whole one.
 
         Raises:
             StorageError: there are checkpoints, and all of them are damaged.
             OSError: storage cannot be read just now, which says nothing of the checkpoints.
         """
         committed = self.committed()
-        for step in reversed(committed):
-            try:
-                verify_checksums(self.folder_of(step))
-            except StorageError as error:
-                warn(f"checkpoint {self.folder_of(step).name} is damaged and left out: {error}")
-            else:
-                return step
+        if intact := next(filter(self.is_intact, reversed(committed)), None):
+            return intact
         if committed:
             raise StorageError(
                 f"all checkpoints in {str(self.folder)!r} are damaged: restore one of them, "
@@ -45,31 +87,47 @@ class CheckpointStore:
             )
         return None
 
-    def sweep(self, after: int | None) -> None:
-        """Clear up after an interrupted run: remove what was never finished, put damaged ones after ``after`` aside."""
+    def sweep(self, after: Checkpoint | None) -> None:
+        """Clear up after an interrupted run: remove what was never finished, put damaged ones after ``after`` aside.
+
+        What cannot be cleared up is named and left: it is in nobody's way.
+        """
         committed = set(self.committed())
-        for step in self._steps():
-            folder = self.folder_of(step)
-            if step not in committed:
-                warn(f"checkpoint {folder.name} was never finished: removed")
-                self.remove(step)
-            elif after is not None and step > after:
-                folder.rename(folder.with_name(f"{_DAMAGED}{folder.name}"))
+        for each in self._begun():
+            if each not in committed:
+                warn(f"checkpoint {each.name} was never finished: removed")
+                attempt(partial(self.remove, each), f"checkpoint {each.name} cannot be removed")
+            elif after is not None and each > after:
+                attempt(partial(self._put_aside, each), f"damaged checkpoint {each.name} cannot be put aside")
 
-    def prune(self, newest: int, best: int | None) -> None:
-        """Remove every finished checkpoint but the ``newest`` so many and that of step ``best``."""
-        for step in self.committed()[:-newest]:
-            if step != best:
-                self.remove(step)
+    def prune(self, written: Checkpoint, newest: int, best: int | None) -> None:
+        """Remove what ``written`` makes needless: all but the ``newest`` so many steps up to it, and step ``best``.
 
-    def remove(self, step: int) -> None:
+        Of a step the newest checkpoint is kept.
+        """
+        committed = [each for each in self.committed() if each <= written]
+        by_step = {each.step: each for each in committed}
+        kept = {*list(by_step)[-newest:], best}
+        for each in committed:
+            if each.step not in kept or each != by_step[each.step]:
+                self.remove(each)
+
+    def remove(self, checkpoint: Checkpoint) -> None:
         """Remove a checkpoint, its checksums first, so that half of it is never taken for whole."""
-        folder = self.folder_of(step)
+        folder = self.folder_of(checkpoint)
         (folder / CHECKSUMS_FILE).unlink(missing_ok=True)
         folder.fs.rm(folder.path, recursive=True)
 
-    def _steps(self) -> list[int]:
+    def _put_aside(self, checkpoint: Checkpoint) -> None:
+        """Move a damaged checkpoint where nobody takes it for one, beside those of its step that lie there."""
+        names = (f"damaged_{Checkpoint(checkpoint.step, number).name}" for number in count(1))
+        aside = next(each for name in names if not (each := self.folder / name).exists())
+        folder = self.folder_of(checkpoint)
+        folder.fs.mv(folder.path, aside.path, recursive=True)
+
+    def _begun(self) -> list[Checkpoint]:
+        """Those that have a folder, the newest last."""
         if not self.folder.exists():
             return []
-        names = [each.name.removeprefix(_PREFIX) for each in self.folder.iterdir() if each.name.startswith(_PREFIX)]
-        return sorted(int(name) for name in names if name.isdecimal())
+        named = [Checkpoint.named(each.name) for each in self.folder.iterdir()]
+        return sorted(each for each in named if each is not None)

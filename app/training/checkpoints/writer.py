@@ -1,7 +1,10 @@
 """Writing checkpoints: every process its own part, in the background, committed by one file."""
 
+import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 
 import torch.distributed as dist
 from upath import UPath
@@ -9,9 +12,10 @@ from upath import UPath
 from app.checksums import checksums_of, write_checksums
 from app.config import CheckpointConfig
 from app.errors import TrainingError
-from app.storage import is_local, local_folder
+from app.storage import Advance, is_local, local_folder, unheard, upload
 from app.training.checkpoints.snapshot import Snapshot
-from app.training.checkpoints.store import CheckpointStore
+from app.training.checkpoints.store import Checkpoint, CheckpointStore
+from app.training.worker import COLLECTIVE_TIMEOUT
 from app.warnings import attempt
 
 STATE_FILE = "state.json"
@@ -20,10 +24,10 @@ STATE_FILE = "state.json"
 class CheckpointWriter:
     """Writes snapshots one after the other. Every process of the run has one, and calls it in the same order."""
 
-    def __init__(self, store: CheckpointStore, config: CheckpointConfig) -> None:
-        self._store, self._config = store, config
+    def __init__(self, store: CheckpointStore, config: CheckpointConfig, advance: Advance = unheard) -> None:
+        self._store, self._config, self._advance = store, config, advance
         # Of its own: what the thread says to the others must not mix with what training says.
-        self._group = dist.new_group(backend="gloo")
+        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
@@ -49,13 +53,10 @@ class CheckpointWriter:
         self._thread.shutdown()
 
     def _write(self, snapshot: Snapshot, best: int | None) -> None:
-        step = snapshot.state.position.step
-        folder = self._store.folder_of(step)
+        checkpoint = self._agree_on_next(snapshot.state.position.step)
+        folder = self._store.folder_of(checkpoint)
         is_first = dist.get_rank() == 0
         try:
-            if is_first and folder.exists():
-                self._store.remove(step)
-            dist.barrier(self._group)
             sums = self._write_part(snapshot, folder, is_first)
             parts: list[dict[str, str] | None] = [None] * dist.get_world_size()
             dist.all_gather_object(parts, sums, group=self._group)
@@ -66,7 +67,18 @@ class CheckpointWriter:
                 shutil.rmtree(folder.path, ignore_errors=True)
             raise TrainingError(_cannot_write(folder, snapshot, error)) from error
         if is_first:
-            attempt(lambda: self._store.prune(self._config.num_to_keep, best), "old checkpoints cannot be removed")
+            keep = partial(self._store.prune, checkpoint, self._config.num_to_keep, best)
+            attempt(keep, "old checkpoints cannot be removed")
+
+    def _agree_on_next(self, step: int) -> Checkpoint:
+        """The checkpoint that all processes write: the first looks which are there."""
+        try:
+            message = [self._store.next(step) if dist.get_rank() == 0 else None]
+        except OSError as error:
+            raise TrainingError(f"checkpoints in {str(self._store.folder)!r} cannot be listed: {error}") from error
+        dist.broadcast_object_list(message, src=0, group=self._group)
+        assert message[0] is not None
+        return message[0]
 
     def _write_part(self, snapshot: Snapshot, folder: UPath, is_first: bool) -> dict[str, str]:
         """Write this process's files; their checksums."""
@@ -74,14 +86,14 @@ class CheckpointWriter:
 
         with local_folder(folder) as local:
             before = set(local.iterdir()) if local.exists() else set()
-            write_parts(snapshot.content, local, self._group)
+            write_parts(snapshot.content, local, self._group, self._advance)
             if is_first:
                 (local / STATE_FILE).write_text(snapshot.state.model_dump_json(indent=1), encoding="utf-8")
             own = [file for file in local.iterdir() if file not in before and _is_own(file.name, is_first)]
             if not is_local(folder):
                 for file in own:
-                    folder.fs.put(str(file), (folder / file.name).path)
-            return checksums_of(own)
+                    upload(file, folder / file.name, self._advance)
+            return checksums_of(own, self._advance)
 
 
 def _is_own(name: str, is_first: bool) -> bool:
@@ -93,7 +105,8 @@ def _cannot_write(folder: UPath, snapshot: Snapshot, error: OSError) -> str:
     """What went wrong, and whether there was room."""
     room = "check its rights and quota"
     if is_local(folder):
-        room = f"{shutil.disk_usage(folder.parent.path).free:,} bytes are free there"
+        there = next(each for each in Path(folder.path).parents if os.path.exists(each))
+        room = f"{shutil.disk_usage(there).free:,} bytes are free there"
     return (
         f"checkpoint {str(folder)!r} cannot be written: {error}; this process's part takes "
         f"{snapshot.nbytes:,} bytes, {room}. Those before it are whole: go on from them with train.resume=latest"

@@ -28,6 +28,8 @@ class Beat(BaseModel):
     count: int
     """Pieces of work begun; of workers that wait for each other, the lowest holds up the rest."""
     doing: str
+    idle_s: float
+    """Seconds since then."""
     written: float
     """Unix time at which its watching thread wrote this."""
 
@@ -61,6 +63,10 @@ class Watchdog:
         finally:
             self._moved = time.monotonic()
 
+    def advance(self) -> None:
+        """Say that what was begun goes on; from any thread."""
+        self._moved = time.monotonic()
+
     def close(self) -> None:
         """Stop watching."""
         self._stopped.set()
@@ -71,27 +77,37 @@ class Watchdog:
             if self._launcher not in (None, os.getppid()):
                 self._end("torchrun is gone, and whoever starts the run again would find its folder in use")
             self._tell()
-            if time.monotonic() - self._moved > self._timeout_s:
-                self._end(f"no progress for {self._timeout_s:g} s: {self._ask()}")
+            if self._idle_s > self._timeout_s and (held_up := self._ask()):
+                self._end(f"no progress for {self._timeout_s:g} s: {held_up}")
+
+    @property
+    def _idle_s(self) -> float:
+        return time.monotonic() - self._moved
 
     def _tell(self) -> None:
         if self._store is not None:
-            beat = Beat(rank=self._worker.rank, count=self._count, doing=self._doing, written=time.time())
+            beat = Beat(
+                rank=self._worker.rank,
+                count=self._count,
+                doing=self._doing,
+                idle_s=self._idle_s,
+                written=time.time(),
+            )
             try:
                 self._store.set(_key(self._worker.rank), beat.model_dump_json())
             except RuntimeError:
                 return  # the first worker keeps the store: if it is gone, reading says so
 
-    def _ask(self) -> str:
+    def _ask(self) -> str | None:
         """``_blame``, in a thread of its own: a store whose keeper is frozen never answers."""
-        answers: list[str] = []
+        answers: list[str | None] = []
         asking = threading.Thread(target=lambda: answers.append(self._blame()), daemon=True)
         asking.start()
         asking.join(_STORE_TIMEOUT_S)
         return answers[0] if answers else _NO_STORE
 
-    def _blame(self) -> str:
-        """Which workers hold up the others, and where they are."""
+    def _blame(self) -> str | None:
+        """Which workers hold up the others, and where they are; None if one goes on, and the others wait for it."""
         if self._store is None:
             return f"rank 0 is in {self._doing}"
         try:
@@ -102,6 +118,8 @@ class Watchdog:
         if silent:
             return f"{_ranks(silent)} not answer: stopped, or gone"
         heard = [beat for beat in beats if beat is not None]
+        if any(beat.idle_s <= self._timeout_s for beat in heard):
+            return None
         behind = [beat for beat in heard if beat.count == min(each.count for each in heard)]
         if len(behind) == self._worker.size:
             return f"all ranks wait for each other in {behind[0].doing}: one may have skipped an exchange"

@@ -7,6 +7,19 @@ from app.config import Layout, PlanConfig, TrainConfig
 from app.errors import RecipeError
 from app.models.kind import ModelKind
 
+_OWNED = {
+    "train.deepspeed.optimizer": "train.optimizer",
+    "train.deepspeed.scheduler": "train.schedule",
+    "train.deepspeed.bfloat16": "train.precision",
+    "train.deepspeed.torch_autocast": "train.precision",
+    "train.deepspeed.elasticity": "train.workers",
+    "train.deepspeed.zero_optimization.offload_optimizer": "train.plan.offload",
+    "train.deepspeed.zero_optimization.offload_param": "train.plan.offload_param",
+    "train.deepspeed.zero_optimization.cpu_offload": "train.plan.offload",
+    "train.deepspeed.zero_optimization.cpu_offload_param": "train.plan.offload_param",
+}
+"""What DeepSpeed would ignore or do behind the recipe's back, and the recipe's key for it."""
+
 
 def deepspeed_config(config: TrainConfig, layout: Layout, kind: ModelKind) -> dict[str, Any]:
     """DeepSpeed's configuration for one layout, with every default that moved lately written out.
@@ -15,7 +28,8 @@ def deepspeed_config(config: TrainConfig, layout: Layout, kind: ModelKind) -> di
     Source of the keys: https://www.deepspeed.ai/docs/config-json
 
     Raises:
-        RecipeError: ``train.deepspeed`` sets a key that follows from the recipe to something else.
+        RecipeError: ``train.deepspeed`` sets a key that follows from the recipe to something else, or one that the
+            recipe has a key for.
     """
     autotp_size = layout.tensor if layout.tensor > 1 and kind is not ModelKind.STAGED else 0
     ours: dict[str, Any] = {
@@ -59,6 +73,7 @@ def _zero(plan: PlanConfig, on_gpu: bool) -> dict[str, Any]:
         "contiguous_gradients": True,
         "reduce_scatter": True,
         "round_robin_gradients": False,
+        "compute_grad_norm": True,  # by which a gradient that is not finite is seen
         "zero_hpz_partition_size": plus.hpz_partition_size,
         "zero_quantized_weights": plus.quantized_weights,
         "zero_quantized_gradients": plus.quantized_gradients,
@@ -94,6 +109,8 @@ def _merge(ours: dict[str, Any], given: dict[str, Any], path: str) -> dict[str, 
                 f"{path}.{key} is {value!r}, and the recipe's own keys make it {ours[key]!r}: "
                 "remove it here, and set what it follows from"
             )
+        elif key not in ours and (own := _OWNED.get(f"{path}.{key}")):
+            raise RecipeError(f"{path}.{key} is for the recipe to say: remove it here, and set {own}")
         else:
             merged[key] = value
     return merged
