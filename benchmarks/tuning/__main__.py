@@ -44,8 +44,8 @@ def _compare(case: Case, seeds: int, folder: Path) -> Comparison:
         for name, create in CONTENDERS.items():
             np.random.seed(seed)  # Ray Tune draws brackets from it
             races[name].append(run_race(create(space, recipe, seed), curves, case.epochs, case.budget))
+            curves.close()  # a trial that was left holds the screen
             print(f"{case.name}, seed {seed}, {name}: {races[name][-1].best[-1]:.4f}", flush=True)
-    curves.close()
     return Comparison(case, races)
 
 
