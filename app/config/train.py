@@ -43,6 +43,10 @@ class EarlyStoppingConfig(Section):
             raise ValueError(f"metric {self.metric} is better when {expected}imal: set mode to {expected}")
         return self
 
+    def cost(self, value: float) -> float:
+        """``value`` of the metric such that less is better; what is not a number is worst."""
+        return math.inf if math.isnan(value) else value if self.mode == "min" else -value
+
 
 def _read_workers(given: object) -> object:
     """One number, or two that ascend."""

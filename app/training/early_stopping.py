@@ -13,11 +13,10 @@ def should_stop(values: Sequence[float], config: EarlyStoppingConfig) -> bool:
         min(values[-k:]) > min(values[:-k]) - d,  or equal with d = 0;
 
     mode ``max`` is the same on negated values. So a value must be better by more than nothing, and by d at least.
+    One that is not a number is worse than any other.
     """
-    sign = 1.0 if config.mode == "min" else -1.0
-    signed = [sign * value for value in values]
-    before, recent = signed[: -config.patience], signed[-config.patience :]
+    costs = [config.cost(value) for value in values]
+    before, recent = costs[: -config.patience], costs[-config.patience :]
     if not before:
         return False
-    improvement = min(before) - min(recent)
-    return improvement <= 0.0 or improvement < config.min_delta
+    return min(recent) >= min(before) or min(before) - min(recent) < config.min_delta

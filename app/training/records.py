@@ -118,5 +118,5 @@ def perplexity(loss: float) -> float:
 
 def best_of(records: Iterable[EpochRecord], config: TrainConfig) -> EpochRecord:
     """The best epoch, the earliest of equals."""
-    choose = min if config.selection.mode == "min" else max
-    return choose(records, key=lambda record: float(getattr(record, config.selection.metric)))
+    selection = config.selection
+    return min(records, key=lambda record: selection.cost(getattr(record, selection.metric)))

@@ -1,9 +1,11 @@
 """The parts of training that need no process group."""
 
+from math import nan
+
 import pytest
 import torch
 
-from app.config import EarlyStoppingConfig, ModelConfig, ScheduleConfig, load_recipe
+from app.config import EarlyStoppingConfig, ModelConfig, ScheduleConfig, TrainConfig, load_recipe
 from app.errors import RecipeError, TrainingError
 from app.models.factory import build_model, logits_of
 from app.runs import CONFIG_FILE, Run
@@ -11,6 +13,7 @@ from app.training.data.batches import Shard, count_steps, micro_batches, train_b
 from app.training.early_stopping import should_stop
 from app.training.engine.schedule import lr_factor
 from app.training.resume import start_or_resume
+from app.training.records import EpochRecord, best_of
 from tests.helpers import ROOT
 
 LENGTHS = [(index * 37) % 101 for index in range(1000)]
@@ -57,6 +60,10 @@ def test_validation_sees_each_sample_once(world_size: int) -> None:
         ([1.0, 0.95, 0.94], 2, 0.1, True),  # better, but by less than min_delta
         ([1.0, 0.8, 1.2], 2, 0.1, False),
         ([1.0, 2.0, 0.5, 2.0], 2, 0.0, False),
+        ([nan, 1.0, 2.0, 2.0], 2, 0.0, True),  # no number is worse than any
+        ([nan, 2.0, 1.0], 2, 0.5, False),
+        ([1.0, nan, nan], 2, 0.0, True),
+        ([nan, nan, nan], 2, 0.0, True),
     ],
 )
 def test_early_stopping_by_hand(values: list[float], patience: int, min_delta: float, expected: bool) -> None:
@@ -64,6 +71,16 @@ def test_early_stopping_by_hand(values: list[float], patience: int, min_delta: f
     more = EarlyStoppingConfig(metric="val_accuracy", mode="max", patience=patience, min_delta=min_delta)
     assert should_stop(values, less) is expected
     assert should_stop([-value for value in values], more) is expected
+
+
+@pytest.mark.parametrize("metric", ["val_loss", "val_accuracy"])
+@pytest.mark.parametrize(("values", "best"), [([nan, 0.5, 0.5], 1), ([0.5, nan], 0), ([nan, nan], 0)])
+def test_the_best_epoch_is_the_first_of_equals_and_has_a_number(metric: str, values: list[float], best: int) -> None:
+    mode = "max" if metric == "val_accuracy" else "min"
+    config = TrainConfig(early_stopping=EarlyStoppingConfig(metric=metric, mode=mode))
+    numbers = {"step": 1, "train_loss": 1.0, "val_loss": 1.0, "val_accuracy": 0.1, "samples_per_s": 1.0}
+    records = [EpochRecord(**{**numbers, "epoch": epoch, metric: value}) for epoch, value in enumerate(values)]
+    assert best_of(records, config).epoch == best
 
 
 def test_schedules_by_hand() -> None:
