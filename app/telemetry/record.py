@@ -3,11 +3,13 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 
 class Record(BaseModel):
-    """One line of ``metrics.jsonl``."""
+    """One line of ``metrics.jsonl``; NaN and Infinity stand in it as Python's ``json`` writes and reads them."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")
 
     kind: ClassVar[Literal["step", "epoch"]]
     """What it is of, and what has ended with it."""

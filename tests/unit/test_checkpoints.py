@@ -2,6 +2,7 @@
 
 import zipfile
 from collections.abc import Callable
+from math import inf, nan
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,6 @@ from app.training.records import Ending, EpochRecord
 from app.training.run import finish_run
 from app.training.run_folder import CHECKPOINTS, WEIGHTS
 from tests.helpers import Faults, flip
-
 
 @pytest.mark.parametrize(("start", "length"), [(0, 35), (0, 3), (3, 4), (3, 30), (7, 14), (34, 1), (10, 20)])
 @pytest.mark.parametrize(
@@ -65,6 +65,14 @@ def state_at(step: int) -> TrainState:
         position=Position(step=step), records=[], workers=1, tensor=1, pipeline=1, optimizer_steps=step,
         schedule_steps=step, loss_scale=None, precision="fp32", shapes={},
     )  # fmt: skip
+
+
+def test_a_loss_that_is_not_finite_can_be_read_again() -> None:
+    record = EpochRecord(
+        epoch=1, step=9, train_loss=inf, val_loss=-inf, val_accuracy=0.1, val_perplexity=nan, samples_per_s=1.0
+    )
+    state = state_at(9).model_copy(update={"position": Position(loss_sum=nan, losses=9), "records": [record]})
+    assert repr(TrainState.model_validate_json(state.model_dump_json())) == repr(state)
 
 
 def test_all_weights_and_buffers_are_exported_whatever_the_model_calls_them(tmp_path: Path) -> None:

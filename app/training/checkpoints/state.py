@@ -1,6 +1,6 @@
 """The small part of a checkpoint: where training stands."""
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from app.config import Precision
 from app.training.records import EpochRecord
@@ -8,6 +8,8 @@ from app.training.records import EpochRecord
 
 class Position(BaseModel):
     """Where in the data a run stands, and what it has counted so far."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")  # null is no number when it is read again
 
     step: int = 0
     """Optimizer steps done."""
