@@ -1,10 +1,10 @@
 """The training loop of one worker; the same under Ray Train, under ``torchrun`` and alone."""
 
-import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NoReturn
 
 import torch
 
@@ -21,7 +21,7 @@ from app.training.data.feed import Feed
 from app.training.data.loader import Loader
 from app.training.data.micro_batch import MicroBatch
 from app.training.early_stopping import should_stop
-from app.training.engine import StepResult, TrainingEngine
+from app.training.engine import TrainingEngine
 from app.training.engine.objective import Totals
 from app.training.records import EpochRecord
 from app.training.reporting.meter import Meter
@@ -122,11 +122,11 @@ class Loop:
         result = self.engine.train_step(islice(stream, accumulation), self.activity)
         self.position.step += 1
         self.position.batches_done = number + 1
-        self._check_finite(result, number)
         seconds = time.monotonic() - began
         self.recorder.end_step()
         self.exchange.add(
             LocalStep(
+                number,
                 result,
                 busy_s=seconds_in[Phase.DATA] + seconds_in[Phase.FORWARD],
                 data_s=seconds_in[Phase.DATA],
@@ -136,30 +136,30 @@ class Loop:
         )
         self.profiler.step()
 
-    def _check_finite(self, result: StepResult, number: int) -> None:
-        """The norm is global: all workers see at the same step that it is not finite, and say whose loss it was."""
-        if self.config.precision == "fp16":
-            return  # an overflow is how the loss scale finds its size
-        if math.isfinite(result.grad_norm) and result.is_applied:
-            return
-        mine = torch.zeros(self.worker.size)
-        mine[self.worker.rank] = float(not torch.isfinite(result.loss))
-        ranks = [rank for rank, broken in enumerate(self.worker.all_reduce(mine).tolist()) if broken]
-        whose = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "the gradient, and no rank's loss,"
-        raise NonFiniteLossError(
-            f"step {self.position.step}: {whose} is not finite (epoch {self.position.epoch}, batch {number}). No "
-            "checkpoint has it: lower train.optimizer.lr or clip gradients, and go on with train.resume=latest; "
-            "train.non_finite=rollback leaves such a batch out"
-        )
-
     def _tell(self) -> Action:
-        """Exchange the last steps with the other workers, and record them."""
+        """Exchange the last steps with the other workers, and record them; also those before a broken one, and it."""
         self.activity.begin(f"the exchange after step {self.position.step}")
         exchanged = self.exchange.run()
-        self.position.loss_sum += sum(exchanged.losses)
-        self.position.losses += len(exchanged.losses)
+        self.position.loss_sum += sum(exchanged.applied_losses)
+        self.position.losses += len(exchanged.applied_losses)
         self.recorder.record_steps(self.position, exchanged)
+        if exchanged.broken is not None:
+            self._break(exchanged.steps, exchanged.broken)
         return exchanged.request
+
+    def _break(self, steps: Sequence[LocalStep], broken: int) -> NoReturn:
+        """Go back to the end of a step that is not finite, and say whose loss it was."""
+        self.position.step -= len(steps) - 1 - broken
+        self.position.batches_done = steps[broken].batch + 1
+        mine = torch.zeros(self.worker.size)
+        mine[self.worker.rank] = float(not torch.isfinite(steps[broken].result.loss))
+        ranks = [rank for rank, is_broken in enumerate(self.worker.all_reduce(mine).tolist()) if is_broken]
+        whose = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "the gradient, and no rank's loss,"
+        raise NonFiniteLossError(
+            f"step {self.position.step}: {whose} is not finite (epoch {self.position.epoch}, batch "
+            f"{steps[broken].batch}). No checkpoint has it: lower train.optimizer.lr or clip gradients, and go on with "
+            "train.resume=latest; train.non_finite=rollback leaves such a batch out"
+        )
 
     def _finish_epoch(self) -> None:
         """Validate, record the epoch and keep the state."""

@@ -18,7 +18,7 @@ class StepRecord(Record):
     kind = "step"
     loss: float
     lr: float
-    grad_norm: float
+    grad_norm: float | None = None
     samples_per_s: float
     data_stall: float
     """Share of the step's time that the first worker waited for data."""

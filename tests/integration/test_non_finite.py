@@ -1,5 +1,8 @@
 """A batch that breaks the numbers stops the run before anything of it is kept, or is left out."""
 
+import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from app.training.data.batches import train_batches
 from tests.faults.models import fingerprints
 from tests.helpers import Faults, records_of, steps_of
 from tests.launch import Launch, Launched, newest_step, tensors_of
+from tests.receiver import HttpReceiver
 
 pytestmark = pytest.mark.faults
 RECIPE, EPOCHS, BATCH = "recipes/digits.yaml", 2, 64
@@ -22,7 +26,10 @@ RUN = [f"train.epochs={EPOCHS}", "train.early_stopping=null", "train.checkpoint.
 
 @pytest.fixture(scope="module")
 def poison() -> str:
-    """A picture that rank 1 meets in batch ``NUMBER`` of both epochs: in the second, a while after a checkpoint."""
+    """A picture that rank 1 meets in batch ``NUMBER`` of both epochs: in the second, a while after a checkpoint.
+
+    Its label is the one that ``InfiniteCnn`` rules out.
+    """
     recipe = load_recipe(RECIPE, [])
     pictures = prepare(recipe).train
     batch = train_batches(pictures.lengths, BATCH, recipe.train.seed, epoch=1)[NUMBER]
@@ -35,28 +42,42 @@ def start(launch: Launch, model: str, poison: str, *overrides: str) -> Launched:
 
 
 @pytest.mark.parametrize(
-    ("model", "whose"),
-    [("PoisonedCnn", "the loss of rank 1"), ("SteepCnn", "the gradient, and no rank's loss,")],
+    ("model", "whose", "metric"),
+    [
+        ("PoisonedCnn", "the loss of rank 1", "loss"),
+        ("SteepCnn", "the gradient, and no rank's loss,", "grad_norm"),
+    ],
 )
-def test_a_step_that_is_not_finite_stops_the_run_and_can_be_left_out(
-    launch: Launch, tmp_path: Path, poison: str, faults: Faults, model: str, whose: str
+def test_a_step_that_is_not_finite_stops_the_run_tells_and_can_be_left_out(
+    launch: Launch,
+    tmp_path: Path,
+    http: Callable[..., HttpReceiver],
+    poison: str,
+    faults: Faults,
+    model: str,
+    whose: str,
+    metric: str,
 ) -> None:
-    storage = tmp_path / "storage"
-    with faults("T9", f"torchrun: NaN in {whose.rstrip(',')}", "all ranks stop at the step; no NaN kept") as fault:
-        stopped = start(launch, model, poison)
+    storage, receiver = tmp_path / "storage", http(200)
+    rule = {"when": f"{metric} is not finite", "do": ["notify"]}
+    alerts = [f"alerts={json.dumps([rule])}", f"notify.webhook={json.dumps({'url': receiver.url})}"]
+    with faults("T9", f"torchrun: {model}: {whose.rstrip(',')}", "all ranks stop; told; nothing of it kept") as fault:
+        stopped = start(launch, model, poison, *alerts)
         assert stopped.ends() != 0
         error = stopped.result()["error"]
         assert f"step {NUMBER + 1}: {whose} is not finite (epoch 1, batch {NUMBER})" in error
         (folder,) = storage.glob("runs/train/*")
         assert newest_step(storage) == NUMBER // 4 * 4
-        logged = [record["step"] for record in records_of(folder)]
-        assert logged == list(range(1, 1 + len(logged)))
-        assert len(logged) <= NUMBER
+        logged = records_of(folder)
+        assert [each["step"] for each in logged] == list(range(1, 1 + len(logged)))
+        assert [each["step"] for each in logged if not math.isfinite(each[metric])] == [NUMBER + 1]
+        (told,) = [json.loads(body) for _, body in receiver.requests]
+        assert (told["rule"], told["step"], told["epoch"]) == (rule["when"], NUMBER + 1, 1)
         for checkpoint in folder.glob("checkpoints/*"):
             assert all(tensor.double().isfinite().all() for tensor in tensors_of(checkpoint).values())
         fault.saw(error.partition("(")[0].strip())
-    with faults("T9", f"the same, {model}, rollback", "goes on without the batch, in each epoch") as fault:
-        done = start(launch, model, poison, "train.non_finite=rollback")
+    with faults("T9", f"the same, {model}, rollback", "goes on without the batch, in each epoch; told") as fault:
+        done = start(launch, model, poison, *alerts, "train.non_finite=rollback")
         result = done.result()
         assert result["status"] == "succeeded", done.output
         assert result["metrics"]["steps"] == EPOCHS * (STEPS - 1)
@@ -66,3 +87,15 @@ def test_a_step_that_is_not_finite_stops_the_run_and_can_be_left_out(
             assert "loss" in epoch or epoch["train_loss"] == pytest.approx(sum(losses) / len(losses))
         fault.saw(f"{done.output.count('without this batch')} batches left out")
         assert done.output.count("without this batch") == EPOCHS
+        assert len(receiver.requests) == 1 + EPOCHS
+
+
+def test_a_loss_that_is_not_finite_is_seen_where_its_gradient_is(
+    launch: Launch, tmp_path: Path, poison: str, faults: Faults
+) -> None:
+    with faults("T9", "torchrun: an infinite loss, a finite gradient, rollback", "seen before it is kept") as fault:
+        done = start(launch, "InfiniteCnn", poison, "train.non_finite=rollback")
+        assert done.result()["metrics"]["steps"] == EPOCHS * (STEPS - 1)
+        fault.saw(f"{done.output.count('without this batch')} batches left out")
+        assert done.output.count("without this batch") == EPOCHS
+        assert f"warning: step {NUMBER + 1}: the loss of rank 1 is not finite (epoch 1, batch {NUMBER})" in done.output

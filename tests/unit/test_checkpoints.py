@@ -32,6 +32,7 @@ from app.training.run import finish_run
 from app.training.run_folder import CHECKPOINTS, WEIGHTS
 from tests.helpers import Faults, flip
 
+
 @pytest.mark.parametrize(("start", "length"), [(0, 35), (0, 3), (3, 4), (3, 30), (7, 14), (34, 1), (10, 20)])
 @pytest.mark.parametrize(
     "cut", [Slice((5, 7)), Slice((15, 7), 0, 10), Slice((5, 21), 1, 7)], ids=["whole", "column", "row"]

@@ -1,6 +1,6 @@
 """The parts of training that need no process group."""
 
-from math import nan
+from math import inf, nan
 
 import pytest
 import torch
@@ -12,8 +12,9 @@ from app.runs import CONFIG_FILE, Run
 from app.training.data.batches import Shard, count_steps, micro_batches, train_batches, validation_batches
 from app.training.early_stopping import should_stop
 from app.training.engine.schedule import lr_factor
-from app.training.resume import start_or_resume
+from app.training.engine.step import Factors, StepResult
 from app.training.records import EpochRecord, best_of
+from app.training.resume import start_or_resume
 from tests.helpers import ROOT
 
 LENGTHS = [(index * 37) % 101 for index in range(1000)]
@@ -81,6 +82,24 @@ def test_the_best_epoch_is_the_first_of_equals_and_has_a_number(metric: str, val
     numbers = {"step": 1, "train_loss": 1.0, "val_loss": 1.0, "val_accuracy": 0.1, "samples_per_s": 1.0}
     records = [EpochRecord(**{**numbers, "epoch": epoch, metric: value}) for epoch, value in enumerate(values)]
     assert best_of(records, config).epoch == best
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "grad_norm", "is_applied", "is_broken"),
+    [
+        (None, 1.0, True, False),
+        (None, None, True, False),  # nobody took the norm
+        (None, nan, True, True),
+        (None, inf, False, True),
+        (2.0, inf, False, False),  # the loss scale falls
+        (1.0, inf, False, True),  # and can fall no more
+        (1.0, 1.0, True, False),
+    ],
+)
+def test_a_gradient_that_overflows_is_broken_once_the_loss_scale_cannot_fall(
+    loss_scale: float | None, grad_norm: float | None, is_applied: bool, is_broken: bool
+) -> None:
+    assert StepResult(torch.tensor(1.0), Factors(0.1, loss_scale), grad_norm, is_applied).is_broken is is_broken
 
 
 def test_schedules_by_hand() -> None:

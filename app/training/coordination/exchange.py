@@ -1,5 +1,6 @@
 """What the workers of a run tell each other every second or so: losses, requests, who is slow."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ _MOST_STEPS = 20
 class LocalStep:
     """One optimizer step as one worker saw it."""
 
+    batch: int
+    """The number of its global batch in the epoch."""
     result: StepResult
     busy_s: float
     """Seconds before it first waited for the others."""
@@ -40,6 +43,19 @@ class Exchanged:
     """The mean loss of each over all workers."""
     request: Action
     """The strongest that any of them heard."""
+
+    @property
+    def applied_losses(self) -> list[float]:
+        """The losses of the steps that the optimizer has done; of another, the next step knows nothing."""
+        return [loss for step, loss in zip(self.steps, self.losses, strict=True) if step.result.is_applied]
+
+    @property
+    def broken(self) -> int | None:
+        """Which of the steps first had a loss or gradient that is not finite; the same answer in every worker."""
+        for number, (step, loss) in enumerate(zip(self.steps, self.losses, strict=True)):
+            if step.result.is_broken or (step.result.is_applied and not math.isfinite(loss)):
+                return number
+        return None
 
 
 @dataclass
@@ -67,8 +83,8 @@ class Exchange:
 
     @property
     def is_due(self) -> bool:
-        """Whether to exchange now; the same answer in every worker."""
-        return len(self.steps) >= self._interval
+        """Whether to exchange now; the same answer in every worker, for the norm of a gradient is global."""
+        return len(self.steps) >= self._interval or any(step.result.is_broken for step in self.steps)
 
     def run(self) -> Exchanged:
         """Tell and hear; every worker calls it, after as many steps."""

@@ -20,7 +20,7 @@ from app.training.engine.initialize import initialize
 from app.training.engine.masters import master_pairs
 from app.training.engine.names import names_of
 from app.training.engine.objective import Objective
-from app.training.engine.step import StepResult, learning_rate
+from app.training.engine.step import Factors, StepResult
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class DataParallelEngine:
     def train_step(self, batches: Iterator[MicroBatch], activity: Activity) -> StepResult:
         """One optimizer step on this rank's micro-batches."""
         self.deepspeed.train()
-        lr, losses = learning_rate(self.deepspeed), []
+        factors, losses = Factors.of(self.deepspeed), []
         for number, batch in enumerate(batches, start=1):
             with self._reduction(is_last=number == self.layout.gradient_accumulation):
                 with activity.phase(Phase.FORWARD):
@@ -62,7 +62,7 @@ class DataParallelEngine:
             with activity.phase(Phase.OPTIMIZER):
                 self.deepspeed.step()
             losses.append(loss.detach())
-        return StepResult.of(self.deepspeed, lr, torch.stack(losses).mean())
+        return StepResult.of(self.deepspeed, factors, torch.stack(losses).mean())
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> Tensor:

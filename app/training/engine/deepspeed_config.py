@@ -7,6 +7,9 @@ from app.config import Layout, PlanConfig, TrainConfig
 from app.errors import RecipeError
 from app.models.kind import ModelKind
 
+MIN_LOSS_SCALE = 1
+"""fp16: a gradient that overflows without a factor is not finite."""
+
 _OWNED = {
     "train.deepspeed.optimizer": "train.optimizer",
     "train.deepspeed.scheduler": "train.schedule",
@@ -48,7 +51,7 @@ def deepspeed_config(config: TrainConfig, layout: Layout, kind: ModelKind) -> di
             "initial_scale_power": 16,
             "loss_scale_window": 1000,
             "hysteresis": 2,
-            "min_loss_scale": 1,
+            "min_loss_scale": MIN_LOSS_SCALE,
         },
         "data_types": {"grad_accum_dtype": _accumulation_dtype(config, layout)},
         "pipeline": {

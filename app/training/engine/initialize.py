@@ -25,6 +25,8 @@ def initialize(model: Any, config: TrainConfig, layout: Layout, total_steps: int
             lr_scheduler=create_scheduler(optimizer, config, total_steps),
             config=deepspeed_config(config, layout, kind),
         )
+    if engine.fp16_enabled() and hasattr(engine.optimizer, "loss_scaler"):
+        engine.optimizer.loss_scaler.raise_error_at_min_scale = False  # the loop does, and names step and rank
     if swaps:
         require_aligned_gradients(engine)
     return engine

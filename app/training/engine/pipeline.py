@@ -18,7 +18,7 @@ from app.training.data.micro_batch import MicroBatch
 from app.training.engine.initialize import initialize
 from app.training.engine.names import names_of
 from app.training.engine.objective import Objective
-from app.training.engine.step import StepResult, learning_rate
+from app.training.engine.step import Factors, StepResult
 from app.training.engine.tensor_parallel import shard_linears
 
 _Micro = tuple[Tensor, Tensor]
@@ -48,10 +48,10 @@ class PipelineEngine:
 
     def train_step(self, batches: Iterator[MicroBatch], activity: Activity) -> StepResult:
         """One optimizer step on this rank's micro-batches; the loss is the mean of all ranks."""
-        lr = learning_rate(self.deepspeed)
+        factors = Factors.of(self.deepspeed)
         with activity.whole("the pipeline's step"):
             loss: Tensor = self.deepspeed.train_batch(_pairs(batches))
-        return StepResult.of(self.deepspeed, lr, loss.float())
+        return StepResult.of(self.deepspeed, factors, loss.float())
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> Tensor:
