@@ -20,6 +20,7 @@ class StepRecord(Record):
     lr: float
     grad_norm: float | None = None
     samples_per_s: float
+    """Of the steps that the workers told each other of at once, about a second's."""
     data_stall: float
     """Share of the step's time that the first worker waited for data."""
     loss_scale: float | None = None
@@ -42,6 +43,7 @@ class EpochRecord(Record):
     val_perplexity: float | None = None
     """exp(``val_loss``), of language modelling alone."""
     samples_per_s: float
+    """The mean over its training, with the checkpoints in it."""
 
 
 class Ending(BaseModel):

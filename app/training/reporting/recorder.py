@@ -43,7 +43,7 @@ class Recorder:
     first_step_s: float | None = None
     """From then to the end of the first step; None before it."""
     _samples_per_s: float = 0.0
-    """Of the epoch under way."""
+    """The mean since the epoch under way began."""
     _epoch_began: float = field(default_factory=time.monotonic)
     _epoch_first_step: int = 0
 
@@ -60,11 +60,13 @@ class Recorder:
         self.first_step_s = self.first_step_s or time.monotonic() - self.started
 
     def record_steps(self, position: Position, exchanged: Exchanged) -> None:
-        """Record the steps up to ``position`` that all workers now know of."""
+        """Record the steps up to ``position`` that all workers now know of, with the rate of all of them."""
         steps_done = position.step - self._epoch_first_step
         self._samples_per_s = steps_done * self.config.global_batch_size / (time.monotonic() - self._epoch_began)
         if not self._sinks:
             return
+        seconds = sum(step.seconds for step in exchanged.steps)
+        samples_per_s = len(exchanged.steps) * self.config.global_batch_size / seconds
         first = position.step - len(exchanged.steps) + 1
         memory = memory_record(self.device)
         self._append(
@@ -75,10 +77,10 @@ class Recorder:
                     loss=loss,
                     lr=step.result.factors.lr,
                     grad_norm=step.result.grad_norm,
-                    samples_per_s=self._samples_per_s,
+                    samples_per_s=samples_per_s,
                     data_stall=step.data_s / step.seconds,
                     loss_scale=step.result.factors.loss_scale,
-                    tokens_per_s=self._samples_per_s * self.tokens_per_sample if self.tokens_per_sample else None,
+                    tokens_per_s=samples_per_s * self.tokens_per_sample if self.tokens_per_sample else None,
                     mfu=step.mfu,
                     memory=memory,
                 )
