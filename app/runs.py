@@ -5,7 +5,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal, Self
 
@@ -55,6 +56,8 @@ class Run:
     recipe: Recipe
     storage: UPath
     started: float
+    until_result: ExitStack = field(default_factory=ExitStack)
+    """What the step has entered to be left once the result is kept."""
 
     @classmethod
     def start(cls, job: str, recipe: Recipe, run_id: str | None = None) -> Self:
@@ -117,15 +120,16 @@ Step = Callable[[Run], Outcome]
 
 def execute(run: Run, step: Step) -> Result:
     """Do the work and keep its result; an error is shown, with a traceback if it is none of Rayloom's."""
-    try:
-        return run.end(step(run))
-    except RayloomError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return run.fail(str(error))
-    except Exception as error:
-        traceback.print_exc()
-        last_line = str(error).strip().rpartition("\n")[2]  # errors of Ray end with their cause
-        return run.fail(f"{type(error).__name__}: {last_line}")
+    with run.until_result:
+        try:
+            return run.end(step(run))
+        except RayloomError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return run.fail(str(error))
+        except Exception as error:
+            traceback.print_exc()
+            last_line = str(error).strip().rpartition("\n")[2]  # errors of Ray end with their cause
+            return run.fail(f"{type(error).__name__}: {last_line}")
 
 
 def runs_folder(storage: UPath, job: str) -> UPath:

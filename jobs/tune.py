@@ -11,7 +11,7 @@ from app.config import Recipe, TuneConfig
 from app.errors import RecipeError
 from app.runs import Outcome, Run, newest_unfinished
 from app.storage import open_storage, write_atomically
-from app.training.coordination.heartbeat import Heartbeat, require_silence
+from app.training.coordination.heartbeat import held, require_silence
 from app.training.ray_worker import resources_of
 from app.training.run import prepare_run
 from app.tuning.budget import Budget
@@ -47,15 +47,12 @@ def tune(run: Run) -> Outcome:
     study = _study(run, url, space, config)
     budget = Budget(config.stop, config.objectives[0], study.epochs_trained)
     search = Search(recipe, config, study, run.folder, budget)
+    run.until_result.enter_context(held(run.folder))
     run.open()
     keep_data(data, own, run.folder / DATA)
     print(f"study {run.run_id} in {url.render_as_string()}, {search.at_once()} trials at once", flush=True)
     _stop_on_sigterm(budget)
-    heartbeat = Heartbeat(run.folder)
-    try:
-        search.run()
-    finally:
-        heartbeat.close()
+    search.run()
     return _outcome(run, search, url.render_as_string())
 
 

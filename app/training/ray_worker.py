@@ -3,6 +3,7 @@
 import logging
 import uuid
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TypedDict
 
 import ray.train
@@ -15,6 +16,7 @@ from app.config import Recipe, TrainConfig
 from app.errors import NonFiniteLossError, TrainingError
 from app.tasks import load_prepared
 from app.telemetry.alerts import Action
+from app.training.coordination.heartbeat import Heartbeat
 from app.training.records import Ending, EpochRecord
 from app.training.run_folder import DATA, FAILURE_FILE
 from app.training.session import train
@@ -97,11 +99,14 @@ def train_worker(arguments: WorkerArguments) -> Ending | NonFiniteLossError:
     recipe = Recipe.model_validate_json(arguments["recipe"])
     run_folder = UPath(arguments["run_folder"])
     data = load_prepared(recipe, UPath(arguments["data_folder"]))
-    try:
-        worker = start_worker(recipe.train.device)
-        return train(recipe, data, worker, run_folder, _report, _announced, arguments["heard"])
-    except NonFiniteLossError as error:
-        return error
+    worker = start_worker(recipe.train.device)
+    with ExitStack() as stack:
+        if worker.is_first:  # the job's own heart stops at once where the job is killed, its workers seconds later
+            stack.enter_context(Heartbeat(run_folder))
+        try:
+            return train(recipe, data, worker, run_folder, _report, _announced, arguments["heard"])
+        except NonFiniteLossError as error:
+            return error
 
 
 def _report(record: EpochRecord) -> None:

@@ -21,7 +21,7 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
     """The run that the recipe's ``train.resume`` names, or a new one.
 
     Raises:
-        StorageError: the named run does not exist, or has finished.
+        StorageError: the named run does not exist, is being trained, or has finished.
         RecipeError: the recipe has changed since in a way that its checkpoints do not fit, or cannot be read.
     """
     asked = recipe.train.resume
@@ -35,10 +35,10 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
         return Run.start(job, recipe)
     if not (runs / run_id / CONFIG_FILE).exists():
         raise StorageError(f"train.resume is {run_id!r}, and {str(runs)!r} has no such run: give its id, or {LATEST}")
+    require_silence(runs / run_id)  # first: a run that is being trained may be about to finish
     if has_succeeded(runs / run_id):
         raise StorageError(f"train.resume is {run_id!r}, which has finished: leave it out to start a new run")
     _check_same(recipe, _earlier(runs / run_id), run_id)
-    require_silence(runs / run_id)
     print(f"run {run_id} goes on", flush=True)
     return Run.start(job, recipe, run_id)
 

@@ -17,6 +17,7 @@ from app.tasks import load_prepared, prepare
 from app.telemetry.alerts import Action
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.coordination.control import withdraw
+from app.training.coordination.heartbeat import held
 from app.training.data.batches import count_steps
 from app.training.engine.deepspeed_config import deepspeed_config
 from app.training.engine.nvme import require_asynchronous_io
@@ -46,7 +47,14 @@ def prepare_run(run: Run) -> PreparedData:
 
 
 def open_run(run: Run, data: PreparedData) -> None:
-    """Make the run's folder, with the data that every worker reads; what was asked of it before is forgotten."""
+    """Make the run's folder, with the data that every worker reads; what was asked of it before is forgotten.
+
+    Until its result is kept, the run is this job's.
+
+    Raises:
+        StorageError: another job has begun to train it.
+    """
+    run.until_result.enter_context(held(run.folder))
     run.open()
     withdraw(run.folder)
     (run.folder / FAILURE_FILE).unlink(missing_ok=True)

@@ -19,7 +19,6 @@ from app.training.checkpoints.rng import seed_random
 from app.training.checkpoints.state import Position
 from app.training.coordination.control import Control
 from app.training.coordination.exchange import Exchange
-from app.training.coordination.heartbeat import Heartbeat
 from app.training.coordination.watchdog import Watchdog
 from app.training.data.batches import count_steps
 from app.training.data.feed import Feed
@@ -130,8 +129,6 @@ def _begin(
     seed_random(config.seed + layout.data_rank(worker.rank))  # other dropout in each share
     control = Control(run_folder)
     control.listen()
-    if worker.is_first:
-        stack.callback(Heartbeat(run_folder).close)
     checkpoints = CheckpointManager(run_folder / CHECKPOINTS, engine, config, layout, worker, activity)
     stack.callback(checkpoints.close)
 

@@ -1,8 +1,11 @@
-"""A file that tells whether a run is being trained: its first worker writes it anew every few seconds."""
+"""A file that tells whether a run is being trained: its job writes it anew every few seconds."""
 
 import threading
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Self
 
 from upath import UPath
 
@@ -17,31 +20,50 @@ _LAST_BEATS = 5  # of a worker whose job was killed just now
 
 
 class Heartbeat:
-    """Beats from a thread, whatever training does, until it is closed; then the file is gone."""
+    """Beats while it is entered, from a thread, whatever else the process does."""
 
     def __init__(self, run_folder: UPath) -> None:
         self._path = run_folder / HEARTBEAT_FILE
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._beat, daemon=True, name="heartbeat")
-        self._thread.start()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._go_on, daemon=True, name="heartbeat")
 
-    def close(self) -> None:
-        """Let the run go: another job may go on with it at once."""
-        self._closed.set()
+    def __enter__(self) -> Self:
+        self._beat()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
         self._thread.join()
-        self._path.unlink(missing_ok=True)
+
+    def _go_on(self) -> None:
+        while not self._stopped.wait(_INTERVAL_S):
+            self._beat()
 
     def _beat(self) -> None:
-        while True:
-            attempt(lambda: write_atomically(self._path, uuid.uuid4().hex.encode()), "the heartbeat cannot be written")
-            if self._closed.wait(_INTERVAL_S):
-                return
+        attempt(lambda: write_atomically(self._path, uuid.uuid4().hex.encode()), "the heartbeat cannot be written")
+
+
+@contextmanager
+def held(run_folder: UPath) -> Iterator[None]:
+    """Keep the run to this job; when it lets go, another may go on with it at once.
+
+    Raises:
+        StorageError: another job has taken it since ``require_silence``.
+    """
+    path = run_folder / HEARTBEAT_FILE
+    if _read(path) is not None:
+        raise _taken(run_folder)
+    with Heartbeat(run_folder):
+        yield
+    path.unlink(missing_ok=True)
 
 
 def require_silence(run_folder: UPath) -> None:
     """Wait until nobody trains the run; a worker whose job was killed may need a few seconds to end.
 
-    Two writers would remove each other's checkpoints. No clock is compared: what counts is whether the file changes.
+    What a killed job has left of its beats is removed. Two writers would remove each other's checkpoints. No clock is
+    compared: what counts is whether the file changes.
 
     Raises:
         StorageError: the run is being trained.
@@ -59,10 +81,15 @@ def require_silence(run_folder: UPath) -> None:
         if now != seen:
             seen, changes, deadline = now, changes + 1, time.monotonic() + _SILENT_S
         if changes > _LAST_BEATS:
-            raise StorageError(
-                f"run {run_folder.name} is being trained right now: pause it with 'rayloom pause {run_folder.name}', "
-                "or wait for its end"
-            )
+            raise _taken(run_folder)
+    path.unlink(missing_ok=True)
+
+
+def _taken(run_folder: UPath) -> StorageError:
+    return StorageError(
+        f"run {run_folder.name} is being trained right now: pause it with 'rayloom pause {run_folder.name}', "
+        "or wait for its end"
+    )
 
 
 def _read(path: UPath) -> bytes | None:

@@ -1,0 +1,67 @@
+"""One job trains a run at a time."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from app.config import Recipe, dump_recipe, load_recipe
+from app.errors import StorageError
+from app.runs import CONFIG_FILE, RESULT_FILE, Outcome, Result, Run, execute
+from app.training.coordination.heartbeat import HEARTBEAT_FILE
+from app.training.records import StoppedMetrics
+from app.training.resume import LATEST, start_or_resume
+from app.training.run import open_run, prepare_run
+from tests.helpers import ROOT, wait_until
+
+DIGITS = ROOT / "recipes/digits.yaml"
+
+
+def test_a_run_is_its_jobs_from_its_opening_until_its_result_is_kept() -> None:
+    run = Run.start("train", load_recipe(DIGITS))
+    heartbeat = run.folder / HEARTBEAT_FILE
+
+    def step(run: Run) -> Outcome:
+        data = prepare_run(run)
+        open_run(run, data)
+        first = heartbeat.read_bytes()
+        wait_until(lambda: heartbeat.read_bytes() != first, timeout_s=10)
+        with pytest.raises(StorageError, match=r"is being trained right now: pause it with 'rayloom pause"):
+            open_run(Run.start("train", run.recipe, run.run_id), data)
+        return Outcome(StoppedMetrics(steps=1, epochs=0, paused=True), {}, status="stopped")
+
+    assert execute(run, step).status == "stopped"
+    assert (run.folder / RESULT_FILE).exists()
+    assert not heartbeat.exists()
+
+
+@pytest.fixture
+def finishing(tmp_path: Path) -> Run:
+    """A run that another job finishes in half a second."""
+    run = Run.start("train", load_recipe(DIGITS))
+    run.folder.mkdir(parents=True)
+    (run.folder / CONFIG_FILE).write_text(dump_recipe(run.recipe), encoding="utf-8")
+    (run.folder / HEARTBEAT_FILE).touch()
+
+    def finish() -> None:
+        time.sleep(0.5)
+        result = Result(job="train", run_id=run.run_id, recipe="digits", status="succeeded", duration_s=1.0)
+        (run.folder / RESULT_FILE).write_text(result.model_dump_json(), encoding="utf-8")
+        (run.folder / HEARTBEAT_FILE).unlink()
+
+    threading.Thread(target=finish).start()
+    return run
+
+
+def resuming(what: str) -> Recipe:
+    return load_recipe(DIGITS, [f"train.resume={what}"])
+
+
+def test_a_run_that_finishes_while_another_job_waits_is_not_begun_again(finishing: Run) -> None:
+    with pytest.raises(StorageError, match="which has finished"):
+        start_or_resume("train", resuming(finishing.run_id))
+
+
+def test_after_the_latest_run_has_finished_a_new_one_starts(finishing: Run) -> None:
+    assert start_or_resume("train", resuming(LATEST)).run_id != finishing.run_id
