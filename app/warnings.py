@@ -9,11 +9,27 @@ def warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
+class Attempts:
+    """Tries over and over what training can go on without, and warns each time that it begins to fail."""
+
+    def __init__(self, failure: str) -> None:
+        """``failure`` says what cannot be done."""
+        self._failure = failure
+        self._fails = False
+
+    def __call__(self, action: Callable[[], object]) -> bool:
+        """Run ``action``, and say whether it succeeded."""
+        try:
+            action()
+        except Exception as error:  # of torch, of the GPU's profiling library, of storage's driver
+            if not self._fails:
+                warn(f"{self._failure} ({type(error).__name__}: {error}); training goes on")
+            self._fails = True
+        else:
+            self._fails = False
+        return not self._fails
+
+
 def attempt(action: Callable[[], object], failure: str) -> bool:
     """Run ``action``, without which training can go on, and say whether it succeeded; if not, warn of ``failure``."""
-    try:
-        action()
-    except Exception as error:  # of torch, of the GPU's profiling library, of storage's driver
-        warn(f"{failure} ({type(error).__name__}: {error}); training goes on")
-        return False
-    return True
+    return Attempts(failure)(action)

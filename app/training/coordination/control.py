@@ -3,12 +3,14 @@
 import signal
 import threading
 import time
+from contextlib import suppress
 from types import FrameType
 
 from upath import UPath
 
 from app.storage import write_atomically
 from app.telemetry.alerts import Action
+from app.warnings import Attempts
 
 CONTROL_FILE = "control"
 _POLL_S = 1.0
@@ -29,6 +31,7 @@ class Control:
 
     def __init__(self, run_folder: UPath) -> None:
         self._path = run_folder / CONTROL_FILE
+        self._reading = Attempts(f"{str(self._path)!r} cannot be read, nor what is asked of the run")
         self._polled = 0.0
         self._asked = Action.CONTINUE
 
@@ -40,7 +43,7 @@ class Control:
         """What is asked now; the file is read once a second at most."""
         if time.monotonic() - self._polled >= _POLL_S:
             self._polled = time.monotonic()
-            self.ask(self._read())
+            self._reading(self._read)
         return self._asked
 
     def listen(self) -> None:
@@ -51,8 +54,6 @@ class Control:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self.ask(Action.STOP)
 
-    def _read(self) -> Action:
-        try:
-            return Action[self._path.read_text(encoding="utf-8").strip().upper()]
-        except (FileNotFoundError, KeyError):
-            return Action.CONTINUE
+    def _read(self) -> None:
+        with suppress(FileNotFoundError):
+            self.ask(Action[self._path.read_text(encoding="utf-8").strip().upper()])

@@ -11,7 +11,7 @@ from upath import UPath
 
 from app.errors import StorageError
 from app.storage import write_atomically
-from app.warnings import attempt
+from app.warnings import Attempts
 
 HEARTBEAT_FILE = "heartbeat"
 _INTERVAL_S = 2.0
@@ -24,6 +24,7 @@ class Heartbeat:
 
     def __init__(self, run_folder: UPath) -> None:
         self._path = run_folder / HEARTBEAT_FILE
+        self._writing = Attempts("the heartbeat cannot be written")
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._go_on, daemon=True, name="heartbeat")
 
@@ -41,7 +42,7 @@ class Heartbeat:
             self._beat()
 
     def _beat(self) -> None:
-        attempt(lambda: write_atomically(self._path, uuid.uuid4().hex.encode()), "the heartbeat cannot be written")
+        self._writing(lambda: write_atomically(self._path, uuid.uuid4().hex.encode()))
 
 
 @contextmanager
