@@ -9,6 +9,7 @@ from app.errors import RayloomError
 from app.runs import RESULT_FILE, Outcome, Result, Run, Step, execute, has_succeeded, newest_unfinished
 from app.storage import write_atomically
 from app.tasks import find_processor
+from app.training.coordination.control import requested
 from app.training.coordination.heartbeat import require_silence
 from app.training.resume import start_or_resume
 from jobs._runner import main
@@ -40,7 +41,9 @@ def lifecycle(run: Run) -> Outcome:
     tuned = _search(run, before) if run.recipe.tune else None
     best = load_recipe(tuned.artifacts["best_recipe"]) if tuned else run.recipe
     recipe = _with(best, "train", resume=run.recipe.train.resume)
-    trained = _step(start_or_resume("train", recipe), train)
+    training = start_or_resume("train", recipe)
+    trained = _step(training, train)
+    require_no_request(training)
     compiled = _step(
         Run.start("compile", _with(recipe, "compile", weights=trained.artifacts["weights"])), compile_model
     )
@@ -87,6 +90,15 @@ def _step(run: Run, step: Step) -> Result:
     if result.status == "failed":
         raise RayloomError(f"{run.job}: {result.error}")
     return result
+
+
+def require_no_request(training: Run) -> None:
+    """Go on, unless the run was asked to stop or pause too late for its training to hear of it. Raises RayloomError."""
+    if requested(training.folder):
+        raise RayloomError(
+            f"asked to stop after train, whose run {training.run_id} is finished: "
+            "go on with jobs.compile and jobs.deploy"
+        )
 
 
 def _with(recipe: Recipe, section: str, **values: object) -> Recipe:

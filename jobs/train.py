@@ -3,6 +3,8 @@
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError
@@ -31,8 +33,24 @@ def train(run: Run) -> Outcome:
     least, _ = config.workers_range
     require(resources_of(config, least), f"train.workers, of which there are {least},")
     open_run(run, data)
-    _stop_on_sigterm(run)
-    return finish_run(run, data, _fit(run))
+    with stopping_on_sigterm(run):
+        ending = _fit(run)
+    return finish_run(run, data, ending)
+
+
+@contextmanager
+def stopping_on_sigterm(run: Run) -> Iterator[None]:
+    """``ray job stop`` sends SIGTERM: ask the workers to keep their state and end; afterwards it ends the job again."""
+
+    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        print("asked to stop: keeping the state", flush=True)
+        request(run.folder, Action.STOP)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _set_timeouts(config: TrainConfig) -> None:
@@ -51,16 +69,6 @@ def _fit(run: Run) -> Ending:
     except (ActorDiedError, ActorUnavailableError) as error:
         warn(f"Ray's training controller is gone ({_first_line(error)}); starting it again")
         return fit(run.recipe, run.folder)
-
-
-def _stop_on_sigterm(run: Run) -> None:
-    """``ray job stop`` sends SIGTERM: ask the workers to keep their state and end."""
-
-    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        print("asked to stop: keeping the state", flush=True)
-        request(run.folder, Action.STOP)
-
-    signal.signal(signal.SIGTERM, stop)
 
 
 def _first_line(error: Exception) -> str:

@@ -2,6 +2,8 @@
 
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
 
@@ -51,8 +53,8 @@ def tune(run: Run) -> Outcome:
     run.open()
     keep_data(data, own, run.folder / DATA)
     print(f"study {run.run_id} in {url.render_as_string()}, {search.at_once()} trials at once", flush=True)
-    _stop_on_sigterm(budget)
-    search.run()
+    with _stopping_on_sigterm(budget):
+        search.run()
     return _outcome(run, search, url.render_as_string())
 
 
@@ -82,14 +84,19 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
     return run
 
 
-def _stop_on_sigterm(budget: Budget) -> None:
+@contextmanager
+def _stopping_on_sigterm(budget: Budget) -> Iterator[None]:
     """``ray job stop`` sends SIGTERM: trials end where they are, to go on with ``tune.resume``."""
 
     def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         print("asked to stop: the search goes on with tune.resume=true", flush=True)
         budget.ask()
 
-    signal.signal(signal.SIGTERM, stop)
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _outcome(run: Run, search: Search, url: str) -> Outcome:

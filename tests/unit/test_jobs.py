@@ -1,17 +1,22 @@
 """What jobs refuse before they look for a cluster."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
 
 from app.config import load_recipe
+from app.errors import RayloomError
 from app.runs import Outcome, Run, execute
+from app.telemetry.alerts import Action
+from app.training.coordination.control import requested
 from jobs._runner import main
 from jobs.compile import compile_model
 from jobs.deploy import deploy
-from jobs.lifecycle import lifecycle
-from jobs.train import train
+from jobs.lifecycle import lifecycle, require_no_request
+from jobs.train import stopping_on_sigterm, train
 from jobs.tune import tune
 from tests.helpers import ROOT, result_of
 
@@ -73,3 +78,15 @@ def test_a_lifecycle_that_goes_on_takes_up_no_search_but_its_own(tmp_path: Path)
     assert "no such run" in str(execute(after, lifecycle).error)  # training, after the search
     assert (after.folder / "search").read_text(encoding="utf-8") == own.run_id
     assert len(list(own.folder.parent.iterdir())) == 2
+
+
+def test_a_job_that_is_told_to_stop_asks_its_training_to_and_no_longer_once_that_has_ended() -> None:
+    run = Run.start("train", load_recipe(DIGITS))
+    before = signal.getsignal(signal.SIGTERM)
+    with stopping_on_sigterm(run):
+        require_no_request(run)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert requested(run.folder) is Action.STOP
+    assert signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(RayloomError, match=f"asked to stop after train, whose run {run.run_id} is finished"):
+        require_no_request(run)

@@ -3,7 +3,6 @@
 import signal
 import threading
 import time
-from contextlib import suppress
 from types import FrameType
 
 from upath import UPath
@@ -21,6 +20,14 @@ def request(run_folder: UPath, what: Action) -> None:
     write_atomically(run_folder / CONTROL_FILE, what.name.lower().encode())
 
 
+def requested(run_folder: UPath) -> Action:
+    """What is asked of the run, and was not withdrawn."""
+    try:
+        return Action[(run_folder / CONTROL_FILE).read_text(encoding="utf-8").strip().upper()]
+    except FileNotFoundError:
+        return Action.CONTINUE
+
+
 def withdraw(run_folder: UPath) -> None:
     """Forget what was asked; a run that goes on has answered it."""
     (run_folder / CONTROL_FILE).unlink(missing_ok=True)
@@ -30,8 +37,8 @@ class Control:
     """What is asked of this process's run, from the file and from SIGTERM."""
 
     def __init__(self, run_folder: UPath) -> None:
-        self._path = run_folder / CONTROL_FILE
-        self._reading = Attempts(f"{str(self._path)!r} cannot be read, nor what is asked of the run")
+        self._run_folder = run_folder
+        self._reading = Attempts(f"what is asked of the run cannot be read from {str(run_folder / CONTROL_FILE)!r}")
         self._polled = 0.0
         self._asked = Action.CONTINUE
 
@@ -43,7 +50,7 @@ class Control:
         """What is asked now; the file is read once a second at most."""
         if time.monotonic() - self._polled >= _POLL_S:
             self._polled = time.monotonic()
-            self._reading(self._read)
+            self._reading(lambda: self.ask(requested(self._run_folder)))
         return self._asked
 
     def listen(self) -> None:
@@ -53,7 +60,3 @@ class Control:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self.ask(Action.STOP)
-
-    def _read(self) -> None:
-        with suppress(FileNotFoundError):
-            self.ask(Action[self._path.read_text(encoding="utf-8").strip().upper()])

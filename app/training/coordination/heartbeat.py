@@ -55,9 +55,11 @@ def held(run_folder: UPath) -> Iterator[None]:
     path = run_folder / HEARTBEAT_FILE
     if _read(path) is not None:
         raise _taken(run_folder)
-    with Heartbeat(run_folder):
-        yield
-    path.unlink(missing_ok=True)
+    try:
+        with Heartbeat(run_folder):
+            yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def require_silence(run_folder: UPath) -> None:
