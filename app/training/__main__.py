@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         recipe = _load(arguments.recipe, arguments.overrides)
-        worker = start_worker(recipe.train.device)
+        worker = start_worker(recipe.train)
         if worker.is_first:
             result = execute(_start(worker, recipe), partial(_lead, worker))
             print(result.to_line(), flush=True)

@@ -20,7 +20,7 @@ from app.training.coordination.heartbeat import Heartbeat
 from app.training.records import Ending, EpochRecord
 from app.training.run_folder import DATA, FAILURE_FILE
 from app.training.session import train
-from app.training.worker import COLLECTIVE_TIMEOUT, start_worker
+from app.training.worker import collective_timeout, start_worker
 
 _RESIZE_INTERVAL_S = 10.0
 
@@ -52,7 +52,7 @@ def fit(
     config = recipe.train
     trainer = TorchTrainer(
         train_worker,
-        torch_config=TorchConfig(timeout_s=int(COLLECTIVE_TIMEOUT.total_seconds())),
+        torch_config=TorchConfig(timeout_s=int(collective_timeout(config).total_seconds())),
         train_loop_config=WorkerArguments(
             recipe=recipe.model_dump_json(),
             run_folder=str(run_folder),
@@ -99,7 +99,7 @@ def train_worker(arguments: WorkerArguments) -> Ending | NonFiniteLossError:
     recipe = Recipe.model_validate_json(arguments["recipe"])
     run_folder = UPath(arguments["run_folder"])
     data = load_prepared(recipe, UPath(arguments["data_folder"]))
-    worker = start_worker(recipe.train.device)
+    worker = start_worker(recipe.train)
     with ExitStack() as stack:
         if worker.is_first:  # the job's own heart stops at once where the job is killed, its workers seconds later
             stack.enter_context(Heartbeat(run_folder))

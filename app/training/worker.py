@@ -9,14 +9,16 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined]
 
+from app.config import TrainConfig
 from app.errors import RayloomError, TrainingError
 
 os.environ.setdefault("DS_LOG_LEVEL", "warning")
 
-COLLECTIVE_TIMEOUT = timedelta(hours=2)
-"""Longer than slow storage keeps workers waiting for each other; one that hangs is the watchdog's to notice."""
+_SLOW_STORAGE = timedelta(hours=2)
+"""How long workers may wait for one that reads or writes."""
+_MARGIN = timedelta(minutes=1)
 T = TypeVar("T")
 
 
@@ -65,12 +67,18 @@ class Worker:
         return cast("T", shared)
 
 
-def start_worker(device: str) -> Worker:
+def collective_timeout(config: TrainConfig) -> timedelta:
+    """How long an exchange between workers may last: longer than a hang, so that the watchdog says who holds it up."""
+    return max(_SLOW_STORAGE, timedelta(seconds=config.hang_timeout_s) + _MARGIN)
+
+
+def start_worker(config: TrainConfig) -> Worker:
     """Join the process group: the one that Ray Train made, torchrun's, or one of this process alone.
 
     Raises:
         TrainingError: a GPU is asked for, and torch sees none.
     """
+    device, timeout = config.device, collective_timeout(config)
     if device == "gpu" and not torch.cuda.is_available():
         raise TrainingError("train.device is gpu, and torch sees none here: set it to cpu, or check the driver")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
@@ -84,7 +92,9 @@ def start_worker(device: str) -> Worker:
     deepspeed = import_deepspeed()
     if not torch.distributed.is_initialized() and os.environ["WORLD_SIZE"] == "1":
         torch.distributed.init_process_group(_backend(device), store=HashStore(), rank=0, world_size=1)
-    deepspeed.init_distributed(_backend(device), timeout=COLLECTIVE_TIMEOUT, verbose=False)
+    deepspeed.init_distributed(_backend(device), timeout=timeout, verbose=False)
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # of the groups that DeepSpeed makes
+        setattr(distributed_c10d, name, timeout)
     place = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
     return Worker(torch.distributed.get_rank(), torch.distributed.get_world_size(), place)
 

@@ -28,7 +28,7 @@ def train_here(recipe: Recipe, data: DataCache, folder: UPath, report: Report, h
     ``heard`` is the last epoch that was reported by an attempt before this one.
     """
     withdraw(folder)
-    worker = start_worker(recipe.train.device)  # before the log: DeepSpeed keeps the screen that it first sees
+    worker = start_worker(recipe.train)  # before the log: DeepSpeed keeps the screen that it first sees
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of each trial what it warns of once in training
     with log_to(folder):
         return train(recipe, data.get(recipe), worker, folder, report, heard=heard)

@@ -65,7 +65,7 @@ def main() -> None:
     overrides = [each for each in arguments.recipes if "=" in each]
     overrides.append(f"train.workers={os.environ.get('WORLD_SIZE', '1')}")
     recipes = [load_recipe(each, overrides) for each in arguments.recipes if "=" not in each]
-    worker = start_worker(recipes[0].train.device)
+    worker = start_worker(recipes[0].train)
     if worker.is_first:
         _print_row(_HEADER)
     for recipe in recipes:

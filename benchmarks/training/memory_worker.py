@@ -24,7 +24,7 @@ _VOCABULARY, _LENGTH, _SAMPLES = 2048, 16, 2
 
 def main() -> None:
     """Measure every stage; on two workers also where two micro-batches are added up."""
-    worker = start_worker("cpu")
+    worker = start_worker(TrainConfig())
     for accumulation in (1, 2) if worker.size == 2 else (1,):
         for stage in range(4):
             held = torch.tensor(_measure(worker, stage, accumulation))

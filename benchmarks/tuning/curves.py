@@ -82,6 +82,6 @@ class Curves:
 
 
 def _train(recipe: Recipe, data: DataCache, folder: UPath, report: Any) -> Ending:
-    worker = start_worker(recipe.train.device)
+    worker = start_worker(recipe.train)
     with log_to(folder):
         return train(recipe, data.get(recipe), worker, folder, report)

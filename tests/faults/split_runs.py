@@ -10,7 +10,7 @@ import warnings
 import torch
 from upath import UPath
 
-from app.config import Recipe, load_recipe
+from app.config import Recipe, TrainConfig, load_recipe
 from app.tasks import prepare
 from app.training.session import train
 from app.training.worker import start_worker
@@ -37,7 +37,7 @@ def recipe_of(corpus: str, plan: str, stop: int | None) -> Recipe:
 def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    worker, folder, corpus = start_worker("cpu"), UPath(sys.argv[1]), sys.argv[2]
+    worker, folder, corpus = start_worker(TrainConfig()), UPath(sys.argv[1]), sys.argv[2]
     data = prepare(recipe_of(corpus, "ZeRO 0", None))
     for plan in PLANS:
         for split, stops in SPLITS.items():

@@ -135,7 +135,7 @@ WORK: dict[str, Callable[[Row, UPath], dict[str, list[float]]]] = {"compare": co
 def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    start_worker("cpu")
+    start_worker(TrainConfig())
     what, folder, wanted = sys.argv[1], UPath(sys.argv[2]), sys.argv[3:]
     rows = rows_of(int(os.environ["WORLD_SIZE"]))
     results = {name: WORK[what](row, folder) for name, row in rows.items() if not wanted or name in wanted}

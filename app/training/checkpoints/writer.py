@@ -15,7 +15,6 @@ from app.errors import TrainingError
 from app.storage import Advance, is_local, local_folder, unheard, upload
 from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
-from app.training.worker import COLLECTIVE_TIMEOUT
 from app.warnings import attempt
 
 STATE_FILE = "state.json"
@@ -27,7 +26,7 @@ class CheckpointWriter:
     def __init__(self, store: CheckpointStore, config: CheckpointConfig, advance: Advance = unheard) -> None:
         self._store, self._config, self._advance = store, config, advance
         # Of its own: what the thread says to the others must not mix with what training says.
-        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        self._group = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
