@@ -65,6 +65,24 @@ class HangingCnn(DropoutCnn):
             time.sleep(1e6)
 
 
+class SkippingCnn(DropoutCnn):
+    """One that exchanges twice in a forward pass, but on ``rank`` skips the first exchange of the pass ``call``."""
+
+    def __init__(self, num_labels: int, channels: int, width: int, rank: int, call: int) -> None:
+        super().__init__(num_labels, channels, width)
+        self.rank, self.call, self.calls = rank, call, 0
+        self.groups: list[torch.distributed.ProcessGroup] = []
+
+    def trouble(self, pixel_values: Tensor) -> None:
+        if pixel_values.is_meta:
+            return  # the first rank alone counts operations
+        self.groups = self.groups or [torch.distributed.new_group() for _ in range(2)]
+        self.calls += 1
+        skips = torch.distributed.get_rank() == self.rank and self.calls == self.call
+        for group in self.groups[skips:]:
+            torch.distributed.all_reduce(torch.zeros(1), group=group)
+
+
 class DyingCnn(DropoutCnn):
     """One whose second rank kills itself in forward pass ``deaths[n]`` of its n-th life.
 

@@ -23,7 +23,16 @@ def failure_of(storage: Path) -> str:
     return note.read_text(encoding="utf-8")
 
 
-def test_a_rank_that_sleeps_is_named(launch: Launch, tmp_path: Path, faults: Faults) -> None:
+def test_a_rank_that_sleeps_is_named_and_so_is_what_all_wait_in_after_one_has_skipped_an_exchange(
+    launch: Launch, tmp_path: Path, faults: Faults
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    skipping = launch.torchrun(
+        *RUN,
+        f"storage={elsewhere}",
+        "model.factory=tests.faults.models:SkippingCnn",
+        "model.args={width: 32, rank: 1, call: 30}",
+    )
     with faults(
         "T10", "torchrun: a rank sleeps in its step", f"error in {TIMEOUT_S + 10:g} s, names the rank"
     ) as fault:
@@ -41,6 +50,14 @@ def test_a_rank_that_sleeps_is_named(launch: Launch, tmp_path: Path, faults: Fau
         assert "in trouble" in run.output, "its stack is shown"
         assert seconds <= TIMEOUT_S + 10
         assert newest_step(tmp_path / "storage") == 22
+    with faults("T10", "torchrun: a rank skips an all-reduce", f"error in {TIMEOUT_S + 10:g} s, says where") as fault:
+        assert skipping.ends() != 0
+        (folder,) = elsewhere.glob("runs/train/*")
+        seconds = (folder / "failure.txt").stat().st_mtime - (folder / "metrics.jsonl").stat().st_mtime
+        fault.saw(f"{failure_of(elsewhere)}; after {seconds:.1f} s")
+        waits = "all ranks wait for each other in the forward pass: one may have skipped an exchange"
+        assert failure_of(elsewhere) == f"no progress for {TIMEOUT_S:g} s: {waits}"
+        assert seconds <= TIMEOUT_S + 10
 
 
 def test_a_slow_rank_is_named_and_a_first_rank_that_is_frozen_ends_the_run(

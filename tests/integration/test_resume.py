@@ -98,9 +98,10 @@ def test_an_interrupted_run_ends_with_the_same_bits(
 def test_ray_starts_the_workers_again(
     cluster: dict[str, str], launch: Launch, tmp_path: Path, uninterrupted: Trained, faults: Faults
 ) -> None:
-    with faults("T1", "Ray: SIGKILL of a worker", "trains on in 30 s; the same bits") as fault:
+    with faults("T1", "Ray: SIGKILL of a worker that reads ahead", "trains on in 30 s; the same bits") as fault:
         storage = Path(cluster["RAYLOOM_STORAGE"])
-        job = Job(Cluster(cluster), launch, "killed", *INTERRUPTED, f"model.args.ranks={tmp_path}")
+        ahead = "train.loader.num_workers=2"
+        job = Job(Cluster(cluster), launch, "killed", *INTERRUPTED, ahead, f"model.args.ranks={tmp_path}")
         wait_until(lambda: newest_step(storage, "killed") > EVERY_STEPS or job.has_ended, timeout_s=300)
         victim, struck = tmp_path / "1", time.time()
         os.kill(int(victim.read_text(encoding="utf-8")), signal.SIGKILL)
