@@ -1,6 +1,5 @@
 """What jobs refuse before they look for a cluster."""
 
-import os
 import signal
 from pathlib import Path
 
@@ -80,12 +79,16 @@ def test_a_lifecycle_that_goes_on_takes_up_no_search_but_its_own(tmp_path: Path)
     assert len(list(own.folder.parent.iterdir())) == 2
 
 
-def test_a_job_that_is_told_to_stop_asks_its_training_to_and_no_longer_once_that_has_ended() -> None:
-    run = Run.start("train", load_recipe(DIGITS))
+def test_a_job_that_is_told_to_stop_asks_its_training_to_and_no_longer_once_that_has_ended(
+    tmp_path: Path,
+) -> None:
+    run = Run.start("train", load_recipe(DIGITS, [f"storage={tmp_path}"]))
     before = signal.getsignal(signal.SIGTERM)
     with stopping_on_sigterm(run):
         require_no_request(run)
-        os.kill(os.getpid(), signal.SIGTERM)
+        handler = signal.getsignal(signal.SIGTERM)
+        assert callable(handler)
+        handler(signal.SIGTERM, None)  # not sent: after OpenVINO has run, a signal that Python handles ends the process
     assert requested(run.folder) is Action.STOP
     assert signal.getsignal(signal.SIGTERM) is before
     with pytest.raises(RayloomError, match=f"asked to stop after train, whose run {run.run_id} is finished"):
