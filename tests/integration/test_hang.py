@@ -27,12 +27,6 @@ def test_a_rank_that_sleeps_is_named_and_so_is_what_all_wait_in_after_one_has_sk
     launch: Launch, tmp_path: Path, faults: Faults
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
-    skipping = launch.torchrun(
-        *RUN,
-        f"storage={elsewhere}",
-        "model.factory=tests.faults.models:SkippingCnn",
-        "model.args={width: 32, rank: 1, call: 30}",
-    )
     with faults(
         "T10", "torchrun: a rank sleeps in its step", f"error in {TIMEOUT_S + 10:g} s, names the rank"
     ) as fault:
@@ -42,7 +36,14 @@ def test_a_rank_that_sleeps_is_named_and_so_is_what_all_wait_in_after_one_has_sk
             "model.factory=tests.faults.models:HangingCnn",
             f"model.args={{width: 32, rank: 1, call: 30, once: {once}}}",
         )
-        assert run.ends() != 0
+        wait_until(lambda: once.exists() or run.process.poll() is not None, timeout_s=300)
+        skipping = launch.torchrun(
+            *RUN,
+            f"storage={elsewhere}",
+            "model.factory=tests.faults.models:SkippingCnn",
+            "model.args={width: 32, rank: 1, call: 30}",
+        )
+        assert run.ends() != 0, run.output
         seconds = time.time() - once.stat().st_mtime
         fault.saw(f"{failure_of(tmp_path / 'storage')}; ended after {seconds:.1f} s")
         expected = f"no progress for {TIMEOUT_S:g} s: rank 1 does not come out of the forward pass; the others wait"

@@ -88,7 +88,7 @@ def test_a_job_that_is_told_to_stop_asks_its_training_to_and_no_longer_once_that
         require_no_request(run)
         handler = signal.getsignal(signal.SIGTERM)
         assert callable(handler)
-        handler(signal.SIGTERM, None)  # not sent: after OpenVINO has run, a signal that Python handles ends the process
+        handler(signal.SIGTERM, None)  # not sent: beside OpenVINO, a signal's frame outgrows faulthandler's stack
     assert requested(run.folder) is Action.STOP
     assert signal.getsignal(signal.SIGTERM) is before
     with pytest.raises(RayloomError, match=f"asked to stop after train, whose run {run.run_id} is finished"):
