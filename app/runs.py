@@ -157,14 +157,6 @@ def latest_result(storage: UPath, job: str, recipe_name: str) -> Result:
     )
 
 
-def newest_unfinished(storage: UPath, job: str, recipe_name: str) -> str | None:
-    """The id of a job's newest run of a recipe, unless it has succeeded."""
-    for run in newest_first(runs_folder(storage, job)):
-        if recipe_named_in(run.name) == recipe_name and (run / CONFIG_FILE).exists():
-            return None if has_succeeded(run) else run.name
-    return None
-
-
 def has_succeeded(run: UPath) -> bool:
     """Whether the run in this folder reached its end."""
     file = run / RESULT_FILE

@@ -6,12 +6,12 @@ from pydantic import BaseModel
 
 from app.config import Recipe, load_recipe
 from app.errors import RayloomError
-from app.runs import RESULT_FILE, Outcome, Result, Run, Step, execute, has_succeeded, newest_unfinished
+from app.runs import RESULT_FILE, Outcome, Result, Run, Step, execute, has_succeeded
 from app.storage import write_atomically
 from app.tasks import find_processor
 from app.training.coordination.control import requested
 from app.training.coordination.heartbeat import require_silence
-from app.training.resume import start_or_resume
+from app.training.resume import newest_unfinished, start_or_resume
 from jobs._runner import main
 from jobs.compile import compile_model
 from jobs.deploy import deploy

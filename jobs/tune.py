@@ -11,10 +11,11 @@ from sqlalchemy.engine import URL
 
 from app.config import Recipe, TuneConfig
 from app.errors import RecipeError
-from app.runs import Outcome, Run, newest_unfinished
+from app.runs import Outcome, Run
 from app.storage import open_storage, write_atomically
-from app.training.coordination.heartbeat import held, require_silence
+from app.training.coordination.heartbeat import held
 from app.training.ray_worker import resources_of
+from app.training.resume import newest_unfinished
 from app.training.run import prepare_run
 from app.tuning.budget import Budget
 from app.tuning.outcome import BEST_FILE, FrontTrial, StoppedMetrics, TuneMetrics, recipe_of
@@ -78,10 +79,8 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
     if run_id is None:
         print(f"tune.resume: no search of {recipe.name} is unfinished; starting one", flush=True)
         return Run.start(job, recipe)
-    run = Run.start(job, recipe, run_id)
-    require_silence(run.folder)
     print(f"search {run_id} goes on", flush=True)
-    return run
+    return Run.start(job, recipe, run_id)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from upath import UPath
 
 from app.config import Recipe, load_recipe
 from app.errors import RecipeError, StorageError
-from app.runs import CONFIG_FILE, Run, has_succeeded, newest_unfinished, runs_folder
+from app.runs import CONFIG_FILE, Run, has_succeeded, newest_first, recipe_named_in, runs_folder
 from app.storage import open_storage
 from app.training.coordination.heartbeat import require_silence
 
@@ -35,12 +35,25 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
         return Run.start(job, recipe)
     if not (runs / run_id / CONFIG_FILE).exists():
         raise StorageError(f"train.resume is {run_id!r}, and {str(runs)!r} has no such run: give its id, or {LATEST}")
-    require_silence(runs / run_id)  # first: a run that is being trained may be about to finish
-    if has_succeeded(runs / run_id):
+    if asked != LATEST and _has_finished(runs / run_id):
         raise StorageError(f"train.resume is {run_id!r}, which has finished: leave it out to start a new run")
     _check_same(recipe, _earlier(runs / run_id), run_id)
     print(f"run {run_id} goes on", flush=True)
     return Run.start(job, recipe, run_id)
+
+
+def newest_unfinished(storage: UPath, job: str, recipe_name: str) -> str | None:
+    """The id of a job's newest run of a recipe, unless it has succeeded. Raises StorageError if it is under way."""
+    for run in newest_first(runs_folder(storage, job)):
+        if recipe_named_in(run.name) == recipe_name and (run / CONFIG_FILE).exists():
+            return None if _has_finished(run) else run.name
+    return None
+
+
+def _has_finished(run: UPath) -> bool:
+    """Whether the run has come to its end; one that is under way may be about to."""
+    require_silence(run)
+    return has_succeeded(run)
 
 
 def _earlier(run: UPath) -> Recipe:
