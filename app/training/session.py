@@ -30,7 +30,7 @@ from app.training.reporting.metrics_log import MetricsLog
 from app.training.reporting.progress import Progress
 from app.training.reporting.recorder import Recorder, Report, Sink
 from app.training.run_folder import CHECKPOINTS, FAILURE_FILE
-from app.training.worker import Worker
+from app.training.worker import Worker, computes_in_bf16
 from app.warnings import warn
 
 _MOST_ROLLBACKS = 3
@@ -121,6 +121,8 @@ def _begin(
     stack.callback(alerts.close)
     total_steps = count_steps(config, len(data.train))
     seed_random(config.seed)
+    if worker.is_first and config.precision == "bf16" and not computes_in_bf16(worker.device):
+        warn("this CPU does not compute in bf16, and is many times slower at it: set train.precision to fp32")
     activity.begin("building the model")
     model = build_model(recipe.model, data.facts)
     meter = Meter.of(model, config, layout, worker)
