@@ -24,11 +24,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $(INSTALLED)
 
-# The demo tries two sets of values for an epoch and trains the better one for two; the recipe as it stands searches and
+# The demo tries two sets of rates for an epoch and trains the better one for two; the recipe as it stands searches and
 # trains for longer, and does better.
 demo: $(INSTALLED)
 	@$(BIN)/rayloom status >/dev/null 2>&1 || $(BIN)/rayloom up
-	@$(BIN)/rayloom submit lifecycle recipes/reviews.yaml train.epochs=2 tune.trials=2 tune.epochs=1
+	@$(BIN)/rayloom submit lifecycle recipes/reviews.yaml train.epochs=2 tune.space=tune_spaces.text:rates tune.trials=2 tune.epochs=1
 	@$(BIN)/rayloom status
 	@echo
 	@$(BIN)/rayloom predict reviews "这本书很好，内容生动，值得一读" "质量太差，用了一天就坏了"

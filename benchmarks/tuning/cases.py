@@ -42,7 +42,7 @@ CASES = (
     Case(
         "reviews, small model",
         "recipes/reviews.yaml",
-        "benchmarks.tuning.small_text:space",
+        "tune_spaces.text:rates",
         (
             "model.args={layers: 1, width: 32, heads: 2, dropout: 0.2, embedding_dropout: 0.2, token_dropout: 0.1}",
             "train.global_batch_size=256",
