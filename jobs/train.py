@@ -1,11 +1,7 @@
 """Train a recipe's model on the Ray cluster: python -m jobs.train RECIPE [key=value …]"""
 
 import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
@@ -20,6 +16,7 @@ from app.training.run import finish_run, open_run, prepare_run
 from app.warnings import warn
 from jobs._cluster import connect, require
 from jobs._runner import main
+from jobs._sigterm import on_sigterm
 
 _ROOM_TIMEOUT_S = 15.0
 
@@ -33,24 +30,9 @@ def train(run: Run) -> Outcome:
     least, _ = config.workers_range
     require(resources_of(config, least), f"train.workers, of which there are {least},")
     open_run(run, data)
-    with stopping_on_sigterm(run):
+    with on_sigterm(lambda: request(run.folder, Action.STOP), "keeping the state"):
         ending = _fit(run)
     return finish_run(run, data, ending)
-
-
-@contextmanager
-def stopping_on_sigterm(run: Run) -> Iterator[None]:
-    """``ray job stop`` sends SIGTERM: ask the workers to keep their state and end; afterwards it ends the job again."""
-
-    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        print("asked to stop: keeping the state", flush=True)
-        request(run.folder, Action.STOP)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _set_timeouts(config: TrainConfig) -> None:

@@ -1,11 +1,7 @@
 """Search a recipe's best values on the Ray cluster: python -m jobs.tune RECIPE [key=value …]"""
 
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from types import FrameType
 
 from sqlalchemy.engine import URL
 
@@ -29,6 +25,7 @@ from app.tuning.trial_data import keep_data
 from app.tuning.trial_recipe import trial_recipe
 from jobs._cluster import connect, require
 from jobs._runner import main
+from jobs._sigterm import on_sigterm
 
 
 def tune(run: Run) -> Outcome:
@@ -54,7 +51,7 @@ def tune(run: Run) -> Outcome:
     run.open()
     keep_data(data, own, run.folder / DATA)
     print(f"study {run.run_id} in {url.render_as_string()}, {search.at_once()} trials at once", flush=True)
-    with _stopping_on_sigterm(budget):
+    with on_sigterm(budget.ask, "the search goes on with tune.resume=true"):
         search.run()
     return _outcome(run, search, url.render_as_string())
 
@@ -81,21 +78,6 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
         return Run.start(job, recipe)
     print(f"search {run_id} goes on", flush=True)
     return Run.start(job, recipe, run_id)
-
-
-@contextmanager
-def _stopping_on_sigterm(budget: Budget) -> Iterator[None]:
-    """``ray job stop`` sends SIGTERM: trials end where they are, to go on with ``tune.resume``."""
-
-    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        print("asked to stop: the search goes on with tune.resume=true", flush=True)
-        budget.ask()
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _outcome(run: Run, search: Search, url: str) -> Outcome:

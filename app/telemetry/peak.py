@@ -1,4 +1,4 @@
-"""The arithmetic that a device can do at most."""
+"""The arithmetic that a device can do, and how much of it at most."""
 
 import re
 import time
@@ -52,6 +52,13 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type == "cpu":
         return _measured(dtype)
     return gpu_peak_flops(torch.cuda.get_device_name(device), dtype)
+
+
+def computes_in_bf16(device: torch.device) -> bool:
+    """Whether the device has instructions for bf16; torch does without them on any other, slowly."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return any(has for name, has in torch.cpu.get_capabilities().items() if "bf16" in name)
 
 
 def gpu_peak_flops(name: str, dtype: torch.dtype) -> float | None:

@@ -6,11 +6,12 @@ from contextlib import ExitStack
 
 from upath import UPath
 
-from app.config import Recipe
+from app.config import Recipe, TrainConfig
 from app.data.prepared import PreparedData
 from app.errors import NonFiniteLossError, TrainingError
 from app.models.factory import build_model
 from app.telemetry.alerts import Action, Alerts, Notifier
+from app.telemetry.peak import computes_in_bf16
 from app.telemetry.profiler import profile_steps
 from app.telemetry.tensorboard import TensorBoardLog
 from app.training.activity import Activity
@@ -30,7 +31,7 @@ from app.training.reporting.metrics_log import MetricsLog
 from app.training.reporting.progress import Progress
 from app.training.reporting.recorder import Recorder, Report, Sink
 from app.training.run_folder import CHECKPOINTS, FAILURE_FILE
-from app.training.worker import Worker, computes_in_bf16
+from app.training.worker import Worker
 from app.warnings import warn
 
 _MOST_ROLLBACKS = 3
@@ -111,9 +112,7 @@ def _begin(
     """Build the model, with the same weights in every worker, and all that trains it; ``stack`` ends what was begun."""
     started, config = time.monotonic(), recipe.train
     layout = config.layout(worker.size)
-    if worker.is_first:
-        (run_folder / FAILURE_FILE).unlink(missing_ok=True)  # of the attempt before this one
-    watchdog = Watchdog(worker, config.hang_timeout_s, lambda reason: _note_failure(run_folder, reason))
+    watchdog = _start_watchdog(worker, config, run_folder)
     stack.callback(watchdog.close)
     activity = Activity(watchdog.beat, watchdog.advance)
     run_id = run_folder.name
@@ -121,8 +120,8 @@ def _begin(
     stack.callback(alerts.close)
     total_steps = count_steps(config, len(data.train))
     seed_random(config.seed)
-    if worker.is_first and config.precision == "bf16" and not computes_in_bf16(worker.device):
-        warn("this CPU does not compute in bf16, and is many times slower at it: set train.precision to fp32")
+    if worker.is_first:
+        _warn_of_imitated_bf16(config, worker)
     activity.begin("building the model")
     model = build_model(recipe.model, data.facts)
     meter = Meter.of(model, config, layout, worker)
@@ -135,13 +134,8 @@ def _begin(
     stack.callback(checkpoints.close)
 
     def open_sinks(position: Position, records: list[EpochRecord]) -> Sequence[Sink]:
-        if not worker.is_first:
-            return ()
-        log = MetricsLog(run_folder)
-        log.forget_after(position.step)
-        tensorboard = TensorBoardLog(run_folder, position.step + 1)
-        stack.callback(tensorboard.close)
-        return log, tensorboard, alerts, Progress(config, total_steps, position.step, records)
+        progress = Progress(config, total_steps, position.step, records)
+        return (*_open_logs(run_folder, position.step, stack), alerts, progress) if worker.is_first else ()
 
     def report_at_rest(record: EpochRecord) -> None:
         with watchdog.rest():
@@ -163,6 +157,27 @@ def _begin(
     loop.restore()
     alerts.recall(loop.records)
     return loop
+
+
+def _start_watchdog(worker: Worker, config: TrainConfig, run_folder: UPath) -> Watchdog:
+    """Watch over the worker; the note of an attempt that failed before is removed."""
+    if worker.is_first:
+        (run_folder / FAILURE_FILE).unlink(missing_ok=True)
+    return Watchdog(worker, config.hang_timeout_s, lambda reason: _note_failure(run_folder, reason))
+
+
+def _warn_of_imitated_bf16(config: TrainConfig, worker: Worker) -> None:
+    if config.precision == "bf16" and not computes_in_bf16(worker.device):
+        warn("this machine does not compute in bf16, and is many times slower at it: set train.precision to fp32")
+
+
+def _open_logs(run_folder: UPath, step: int, stack: ExitStack) -> tuple[Sink, Sink]:
+    """The run's files of metrics, without what they have of steps after ``step``."""
+    log = MetricsLog(run_folder)
+    log.forget_after(step)
+    tensorboard = TensorBoardLog(run_folder, step + 1)
+    stack.callback(tensorboard.close)
+    return log, tensorboard
 
 
 def _note_failure(run_folder: UPath, reason: str) -> None:

@@ -99,13 +99,6 @@ def start_worker(config: TrainConfig) -> Worker:
     return Worker(torch.distributed.get_rank(), torch.distributed.get_world_size(), place)
 
 
-def computes_in_bf16(device: torch.device) -> bool:
-    """Whether the device has instructions for bf16; torch does without them on any other, slowly."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return any(has for name, has in torch.cpu.get_capabilities().items() if "bf16" in name)
-
-
 def _backend(device: str) -> str:
     return "gloo" if device == "cpu" else "nccl"
 

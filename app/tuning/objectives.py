@@ -1,5 +1,6 @@
 """What a trial is judged by."""
 
+import math
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -12,7 +13,6 @@ from app.data.prepared import PreparedData
 from app.errors import NonFiniteLossError
 from app.models.factory import build_model
 from app.training.records import EpochRecord, best_of
-from app.tuning.study import is_finite
 
 _LATENCY_CALLS = 20
 
@@ -24,7 +24,7 @@ def objective_of(record: EpochRecord, objective: Objective) -> float:
         NonFiniteLossError: it is not a number, or infinite.
     """
     value = float(getattr(record, objective.metric))
-    if not is_finite([value]):
+    if not math.isfinite(value):
         raise NonFiniteLossError(f"{objective.metric} is {value} after epoch {record.epoch}")
     return value
 

@@ -1,7 +1,6 @@
 """The study of a search: Optuna's record of every trial, from which a search that was cut off goes on."""
 
 import json
-import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -439,8 +438,3 @@ def _show(distribution: str | None) -> str:
 
 def _show_objectives(objectives: Sequence[tuple[str, str]]) -> str:
     return ", ".join(f"{metric} ({mode})" for metric, mode in objectives) or "nothing"
-
-
-def is_finite(values: Sequence[float]) -> bool:
-    """Whether all of ``values`` are numbers that can be compared."""
-    return all(math.isfinite(each) for each in values)

@@ -10,12 +10,13 @@ from app.config import load_recipe
 from app.errors import RayloomError
 from app.runs import Outcome, Run, execute
 from app.telemetry.alerts import Action
-from app.training.coordination.control import requested
+from app.training.coordination.control import request, requested
 from jobs._runner import main
+from jobs._sigterm import on_sigterm
 from jobs.compile import compile_model
 from jobs.deploy import deploy
 from jobs.lifecycle import lifecycle, require_no_request
-from jobs.train import stopping_on_sigterm, train
+from jobs.train import train
 from jobs.tune import tune
 from tests.helpers import ROOT, result_of
 
@@ -84,7 +85,7 @@ def test_a_job_that_is_told_to_stop_asks_its_training_to_and_no_longer_once_that
 ) -> None:
     run = Run.start("train", load_recipe(DIGITS, [f"storage={tmp_path}"]))
     before = signal.getsignal(signal.SIGTERM)
-    with stopping_on_sigterm(run):
+    with on_sigterm(lambda: request(run.folder, Action.STOP), "keeping the state"):
         require_no_request(run)
         handler = signal.getsignal(signal.SIGTERM)
         assert callable(handler)
