@@ -8,7 +8,8 @@ from pydantic import BaseModel
 from app.config import Recipe, dump_recipe, with_values
 from app.errors import TuningError
 from app.tuning.space import Value
-from app.tuning.study import CAUSE, STOPPED_EARLY, SearchStudy, epochs_of, values_of
+from app.tuning.study import SearchStudy
+from app.tuning.trials import CAUSE, STOPPED_EARLY, epochs_of, values_of
 
 BEST_FILE = "best.yaml"
 

@@ -17,7 +17,7 @@ from upath import UPath
 from app.config import Objective
 from app.storage import write_atomically
 from app.tuning.outcome import TuneMetrics
-from app.tuning.study import CAUSE, DUPLICATE_OF, FAILURES, LEARNED_FROM, STOPPED_EARLY, epochs_of, values_of
+from app.tuning.trials import CAUSE, DUPLICATE_OF, FAILURES, LEARNED_FROM, STOPPED_EARLY, epochs_of, values_of
 
 TRIALS_FILE, REPORT_FILE = "trials.parquet", "report.html"
 

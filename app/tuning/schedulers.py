@@ -18,7 +18,7 @@ from app.tuning.pbt import mutations, within
 from app.tuning.promotion import Promotion
 from app.tuning.results import EPOCH, HEARD, NUMBER, VALUE, VALUES
 from app.tuning.space import Space
-from app.tuning.study import waits
+from app.tuning.trials import waits
 
 _HYPERBAND_BRACKETS = 3
 _FEWEST_TO_COMPARE = 3

@@ -1,10 +1,9 @@
 """The study of a search: Optuna's record of every trial, from which a search that was cut off goes on."""
 
-import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import optuna
 from optuna.exceptions import ExperimentalWarning
@@ -14,23 +13,25 @@ from sqlalchemy.engine import URL
 
 from app.config import Recipe, TuneConfig
 from app.errors import TuningError
+from app.tuning.question import directions_of, note_question, require_objectives, require_same
 from app.tuning.samplers import create_sampler
 from app.tuning.space import Space, Value
 from app.tuning.storage import back_up, explained, open_storage, require_study_file
+from app.tuning.trials import (
+    CAUSE,
+    DUPLICATE_OF,
+    EPOCHS,
+    FAILURES,
+    LEARNED_FROM,
+    STOPPED_EARLY,
+    VALUES,
+    WAITS,
+    best_trials,
+    epochs_of,
+    own_trials,
+    waits,
+)
 
-CAUSE, EPOCHS, VALUES, FAILURES, STOPPED_EARLY, DUPLICATE_OF, LEARNED_FROM = (
-    "cause", "epochs", "values", "failures", "stopped_early", "duplicate_of", "learned_from",
-)  # fmt: skip
-"""What is noted of a trial beside its values."""
-
-WAITS = "waits"
-"""Noted of a trial that runs in the study, and waits at a rung for a promotion."""
-
-_SPACE, _RECIPE, _TRIALS = "space", "recipe", "trials"
-_BASE = ("task", "data", "model", "train")
-"""The sections of a recipe on which a trial depends."""
-_PINNED = ("epochs", "workers", "scheduler")
-"""The keys of ``tune`` that make trials of one study comparable."""
 _MOST_DUPLICATES = 20
 
 
@@ -74,7 +75,7 @@ class SearchStudy:
         """
         known = [_load(each, where) for each, where in earlier]
         for each in known:
-            _check_objectives(each, config)
+            require_objectives(each, config)
         storage = open_storage(url)
         with explained(url):
             if name in optuna.get_all_study_names(storage):
@@ -85,14 +86,12 @@ class SearchStudy:
                 study_name=name,
                 storage=storage,
                 sampler=create_sampler(config, past=0),
-                directions=_directions(config),
+                directions=directions_of(config),
             )
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ExperimentalWarning)
                 study.set_metric_names([each.metric for each in config.objectives])  # for dashboards and plots
-            study.set_user_attr(_SPACE, space.fingerprint)
-            study.set_user_attr(_RECIPE, _base(recipe))
-            study.set_user_attr(_TRIALS, _pinned(config))
+            note_question(study, space, recipe, config)
             study.enqueue_trial(space.own_values(recipe))
             for each in known:
                 _learn(study, each, space)
@@ -108,7 +107,7 @@ class SearchStudy:
         """
         study = _load(name, url)
         with explained(url):
-            _check_same(study, space, recipe, config)
+            require_same(study, space, recipe, config)
             study.sampler = create_sampler(config, past=len(study.get_trials(deepcopy=False)))
         return cls(study, url, space, config)
 
@@ -116,7 +115,7 @@ class SearchStudy:
     def trials(self) -> list[FrozenTrial]:
         """The trials of this search, in order: without those it learned from, and without duplicates."""
         with explained(self.url):
-            return _own_trials(self.study)
+            return own_trials(self.study)
 
     @property
     def ended(self) -> list[FrozenTrial]:
@@ -127,7 +126,7 @@ class SearchStudy:
     def best(self) -> list[FrozenTrial]:
         """The best trial that was completed; of several objectives the Pareto front, best first in the first one."""
         with explained(self.url):
-            return self.best_of(self.study)
+            return best_trials(self.study)
 
     @property
     def best_unfinished(self) -> list[FrozenTrial]:
@@ -137,23 +136,6 @@ class SearchStudy:
             return []
         sign = 1.0 if self.study.direction == StudyDirection.MAXIMIZE else -1.0
         return [max(cut, key=lambda each: (epochs_of(each), sign * (each.value or 0.0)))]
-
-    @staticmethod
-    def best_of(study: Study) -> list[FrozenTrial]:
-        """``best`` of any study."""
-        complete = [each for each in _own_trials(study) if each.state == TrialState.COMPLETE]
-        signs = [1.0 if each == StudyDirection.MINIMIZE else -1.0 for each in study.directions]
-        losses = {
-            each.number: [sign * value for sign, value in zip(signs, each.values or [], strict=True)]
-            for each in complete
-        }
-        front = [
-            each
-            for each in complete
-            if not any(_dominates(losses[other.number], losses[each.number]) for other in complete)
-        ]
-        front.sort(key=lambda each: (losses[each.number], each.number))
-        return front if len(signs) > 1 else front[:1]
 
     @property
     def epochs_trained(self) -> int:
@@ -286,19 +268,6 @@ class SearchStudy:
         self._is_drained = False
 
 
-def _own_trials(study: Study) -> list[FrozenTrial]:
-    return [
-        each
-        for each in study.get_trials(deepcopy=False)
-        if each.state != TrialState.WAITING and not {LEARNED_FROM, DUPLICATE_OF} & each.user_attrs.keys()
-    ]
-
-
-def waits(trial: FrozenTrial) -> bool:
-    """Whether the trial waits at a rung for a promotion."""
-    return trial.state == TrialState.RUNNING and bool(trial.user_attrs.get(WAITS))
-
-
 def _view(study: Study) -> Study:
     """The study as the sampler should see it.
 
@@ -321,36 +290,6 @@ def _view(study: Study) -> Study:
             )
         )
     return view
-
-
-def epochs_of(trial: FrozenTrial) -> int:
-    """Epochs that the trial trained."""
-    return int(trial.user_attrs.get(EPOCHS, 0))
-
-
-def values_of(trial: FrozenTrial) -> dict[str, Value]:
-    """The recipe keys of the trial, with what they became."""
-    return dict(trial.user_attrs.get(VALUES, trial.params))
-
-
-def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether ``one`` is nowhere worse, lower being better, and somewhere better."""
-    return one != other and all(a <= b for a, b in zip(one, other, strict=True))
-
-
-def _directions(config: TuneConfig) -> list[StudyDirection]:
-    return [StudyDirection.MAXIMIZE if each.mode == "max" else StudyDirection.MINIMIZE for each in config.objectives]
-
-
-def _base(recipe: Recipe) -> dict[str, Any]:
-    """What every trial of the search starts from, as plain values."""
-    base = {name: recipe.model_dump(mode="json")[name] for name in _BASE}
-    base["train"].pop("resume")
-    return base
-
-
-def _pinned(config: TuneConfig) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in _PINNED}
 
 
 def _load(name: str, url: URL) -> Study:
@@ -378,63 +317,6 @@ def _learn(study: Study, earlier: Study, space: Space) -> None:
                 user_attrs={LEARNED_FROM: f"{earlier.study_name} trial {trial.number}"},
             )
         )
-    for trial in SearchStudy.best_of(earlier):
+    for trial in best_trials(earlier):
         if space.contains(trial.params):
             study.enqueue_trial(trial.params)
-
-
-def _check_same(study: Study, space: Space, recipe: Recipe, config: TuneConfig) -> None:
-    """Raises TuningError if the study holds trials of another question."""
-    then, now = study.user_attrs.get(_SPACE, {}), space.fingerprint
-    for key in sorted({*then, *now}):
-        if then.get(key) != now.get(key):
-            raise TuningError(
-                f"study {study.study_name!r} searched {key} over {_show(then.get(key))}, and tune.space says "
-                f"{_show(now.get(key))}: put the space back, or leave tune.resume out to start a new study"
-            )
-    _check_objectives(study, config)
-    if study.user_attrs.get(_RECIPE) != json.loads(json.dumps(_base(recipe))):
-        raise TuningError(
-            f"the recipe's {', '.join(_BASE)} are not what study {study.study_name!r} was started with, and its values "
-            "mean something else: change them back, or leave tune.resume out to start a new study"
-        )
-    given = _pinned(config)
-    for key, expected in study.user_attrs.get(_TRIALS, given).items():
-        if given[key] != expected:
-            raise TuningError(
-                f"tune.{key} is {_shown(given[key])}, and study {study.study_name!r} was started with "
-                f"{_shown(expected)}: set it back, or leave tune.resume out to start a new study"
-            )
-
-
-def _check_objectives(study: Study, config: TuneConfig) -> None:
-    """Raises TuningError if the study is about something else."""
-    wanted = [(each.metric, each.mode) for each in config.objectives]
-    known = [
-        (metric, "max" if direction == StudyDirection.MAXIMIZE else "min")
-        for metric, direction in zip(study.metric_names or [], study.directions, strict=False)
-    ]
-    if wanted != known:
-        raise TuningError(
-            f"study {study.study_name!r} is about {_show_objectives(known)}, and the recipe about "
-            f"{_show_objectives(wanted)}: set tune.metric to the same, or leave tune.resume and tune.warm_start out"
-        )
-
-
-def _shown(value: Value) -> str:
-    return "nothing" if value is None else str(value)
-
-
-def _show(distribution: str | None) -> str:
-    if distribution is None:
-        return "nothing"
-    tree = json.loads(distribution)
-    attributes = tree["attributes"]
-    if "choices" in attributes:
-        return f"the choices {attributes['choices']}"
-    scale = ", logarithmic" if attributes["log"] else ""
-    return f"{attributes['low']} to {attributes['high']}{scale}"
-
-
-def _show_objectives(objectives: Sequence[tuple[str, str]]) -> str:
-    return ", ".join(f"{metric} ({mode})" for metric, mode in objectives) or "nothing"

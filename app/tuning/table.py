@@ -9,7 +9,8 @@ from optuna.trial import FrozenTrial, TrialState
 from app.config import Objective
 from app.tuning.results import EpochResult
 from app.tuning.space import Value
-from app.tuning.study import CAUSE, FAILURES, SearchStudy, epochs_of, values_of
+from app.tuning.study import SearchStudy
+from app.tuning.trials import CAUSE, FAILURES, epochs_of, values_of
 
 _RUNNING_EVERY_S = 15.0
 _HEAD_EVERY = 20

@@ -15,7 +15,8 @@ from app.tuning.samplers import create_sampler
 from app.tuning.schedulers import create_promotion
 from app.tuning.searcher import StudySearcher
 from app.tuning.space import Space
-from app.tuning.study import SearchStudy, epochs_of
+from app.tuning.study import SearchStudy
+from app.tuning.trials import epochs_of
 
 Values = dict[str, Any]
 
