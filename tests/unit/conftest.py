@@ -1,8 +1,11 @@
 """Unit tests start no Ray."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from sqlalchemy import make_url
+from sqlalchemy.engine import URL
 from torch import distributed
 
 
@@ -22,3 +25,9 @@ def _process_group() -> Iterator[None]:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> URL:
+    """Of a study's file."""
+    return make_url(f"sqlite:///{tmp_path / 'study.db'}")

@@ -1,13 +1,5 @@
 """The study: what is proposed, what is kept, and what a second search may go on with."""
 
-import os
-import pwd
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import optuna
@@ -15,50 +7,11 @@ import pytest
 from optuna.trial import TrialState
 from sqlalchemy import make_url
 from sqlalchemy.engine import URL
-from upath import UPath
 
-from app.config import Recipe, load_recipe
-from app.errors import RecipeError, StorageError, TuningError
-from app.tuning import storage
+from app.errors import TuningError
 from app.tuning.budget import Budget
 from app.tuning.outcome import TuneMetrics
-from app.tuning.space import Space, load_space
-from app.tuning.storage import study_url
-from app.tuning.study import SearchStudy
-from tests.helpers import ROOT, Faults, wait_until
-
-MOST = 100
-
-
-def recipe_with(*overrides: str) -> Recipe:
-    return load_recipe(ROOT / "recipes/digits.yaml", list(overrides))
-
-
-def space_of(recipe: Recipe) -> Space:
-    return load_space("tune_spaces.image:space", recipe)
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> URL:
-    return make_url(f"sqlite:///{tmp_path / 'study.db'}")
-
-
-def create(url: URL, *overrides: str, name: str = "one", earlier: list[tuple[str, URL]] | None = None) -> SearchStudy:
-    recipe = recipe_with(*overrides)
-    assert recipe.tune is not None
-    return SearchStudy.create(name, url, space_of(recipe), recipe, recipe.tune, earlier or [])
-
-
-def resume(url: URL, *overrides: str, name: str = "one") -> SearchStudy:
-    recipe = recipe_with(*overrides)
-    assert recipe.tune is not None
-    return SearchStudy.resume(name, url, space_of(recipe), recipe, recipe.tune)
-
-
-def ask(study: SearchStudy) -> int:
-    proposal = study.ask(MOST)
-    assert proposal is not None
-    return proposal.number
+from tests.studies import MOST, ask, create, recipe_with, resume, space_of
 
 
 def test_the_first_trial_is_the_recipes_own(url: URL) -> None:
@@ -234,129 +187,6 @@ def test_two_searches_never_share_a_study(url: URL) -> None:
     create(url)
     with pytest.raises(TuningError, match="never share"):
         create(url)
-
-
-@pytest.mark.faults
-def test_a_damaged_study_is_refused_and_its_backup_named(url: URL, tmp_path: Path, faults: Faults) -> None:
-    study = create(url)
-    study.complete(ask(study), [0.5], stopped_early=False)
-    file = tmp_path / "study.db"
-    whole = file.read_bytes()
-    for broken in (whole[: len(whole) // 2], b"", None):
-        if broken is None:
-            file.unlink()
-        else:
-            file.write_bytes(broken)
-        with faults("U4", "the study's file is cut, emptied, removed", "refused; a backup is offered") as fault:
-            with pytest.raises(StorageError, match=r"study\.db.*copy its backup .*study\.db\.backup") as refused:
-                resume(url)
-            assert "new search" in str(refused.value)
-            fault.saw("refused, with its backup")
-    shutil.copy(tmp_path / "study.db.backup", file)
-    assert [each.value for each in resume(url).ended] == [0.5]
-
-
-def test_storage_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    for given, words in (
-        (f"sqlite:///{tmp_path / 'file/study.db'}", "cannot be written"),
-        ("postgresql+psycopg://127.0.0.1:9/studies", "refused"),
-        ("nosuch://host/studies", "nosuch"),
-    ):
-        with pytest.raises(StorageError, match=words):
-            create(make_url(given))
-    with pytest.raises(RecipeError, match="relative path"):
-        study_url(UPath(tmp_path), "one", "sqlite:///studies.db")
-    with pytest.raises(StorageError, match=r"set tune\.storage to a database"):
-        study_url(UPath("memory://x"), "one", None)
-
-
-LOCK = """
-import sqlite3, sys, time
-connection = sqlite3.connect(sys.argv[1], isolation_level=None)
-connection.execute("BEGIN EXCLUSIVE")
-print("locked", flush=True)
-time.sleep(float(sys.argv[2]))
-"""
-
-
-@pytest.fixture
-def lock(tmp_path: Path) -> Iterator[Callable[[float], None]]:
-    processes = []
-
-    def hold(seconds: float) -> None:
-        process = subprocess.Popen(
-            [sys.executable, "-c", LOCK, str(tmp_path / "study.db"), str(seconds)], stdout=subprocess.PIPE
-        )
-        processes.append(process)
-        assert process.stdout is not None
-        process.stdout.readline()
-
-    yield hold
-    for each in processes:
-        each.kill()
-        each.wait()
-
-
-@pytest.mark.faults
-def test_a_locked_study_is_waited_for(url: URL, lock: Callable[[float], None], faults: Faults) -> None:
-    with faults("U2", "the study's file is locked for 3 s", "waited for") as fault:
-        study = create(url)
-        number = ask(study)
-        lock(3.0)
-        study.complete(number, [0.5], stopped_early=False)
-        assert [each.value for each in resume(url).ended] == [0.5]
-        fault.saw("the value is in the study")
-
-
-def test_a_study_that_stays_locked_is_one_clear_error(
-    url: URL, lock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(storage, "LOCK_TIMEOUT_S", 1.0)
-    study = create(url)
-    number = ask(study)
-    lock(60.0)
-    with pytest.raises(StorageError, match=r"locked by another process for \d+ s: .*tune\.resume=true"):
-        study.complete(number, [0.5], stopped_early=False)
-
-
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[URL]:
-    """A PostgreSQL server of the test's own, on a socket in its folder; PostgreSQL refuses to run as root."""
-    initdb, server, ready = (shutil.which(name) for name in ("initdb", "postgres", "pg_isready"))
-    if not (initdb and server and ready):
-        pytest.skip("PostgreSQL is not installed")
-    folder = Path(tempfile.mkdtemp(prefix="rayloom-pg-"))
-    user = pwd.getpwnam("nobody").pw_name if os.geteuid() == 0 else None
-    if user:
-        shutil.chown(folder, user)
-    command = [initdb, "--pgdata", str(folder / "data"), "--username", "studies", "--auth", "trust", "--no-sync"]
-    subprocess.run(command, check=True, user=user, cwd=folder, stdout=subprocess.DEVNULL)
-    options = ["-c", "listen_addresses=", "-c", f"unix_socket_directories={folder}", "-c", "fsync=off"]
-    process = subprocess.Popen(
-        [server, "-D", str(folder / "data"), *options], user=user, cwd=folder, stderr=subprocess.DEVNULL
-    )
-    try:
-        wait_until(lambda: subprocess.run([ready, "--quiet", "--host", folder], check=False).returncode == 0)
-        yield make_url(f"postgresql+psycopg://studies@/postgres?host={folder}")
-    finally:
-        process.send_signal(signal.SIGINT)  # "fast": without waiting for who is connected
-        process.wait(20)
-        shutil.rmtree(folder)
-
-
-def test_a_database_server_keeps_several_studies(postgres: URL) -> None:
-    first, second = create(postgres, name="first"), create(postgres, name="second")
-    for study, value in ((first, 0.25), (second, 0.75)):
-        number = ask(study)
-        study.report(number, 1, value)
-        study.complete(number, [value], stopped_early=False)
-    left = ask(first)
-    after = resume(postgres, name="first")
-    assert [each.value for each in after.ended] == [0.25]
-    assert ask(after) == left
-    with pytest.raises(TuningError, match="never share"):
-        create(postgres, name="second")
 
 
 def test_a_trial_that_waits_is_known_to_the_sampler_and_goes_on_after_a_restart(url: URL) -> None:

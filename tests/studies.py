@@ -1,0 +1,36 @@
+"""Studies over the digits, without a search that runs them."""
+
+from sqlalchemy.engine import URL
+
+from app.config import Recipe, load_recipe
+from app.tuning.space import Space, load_space
+from app.tuning.study import SearchStudy
+from tests.helpers import ROOT
+
+MOST = 100
+
+
+def recipe_with(*overrides: str) -> Recipe:
+    return load_recipe(ROOT / "recipes/digits.yaml", list(overrides))
+
+
+def space_of(recipe: Recipe) -> Space:
+    return load_space("tune_spaces.image:space", recipe)
+
+
+def create(url: URL, *overrides: str, name: str = "one", earlier: list[tuple[str, URL]] | None = None) -> SearchStudy:
+    recipe = recipe_with(*overrides)
+    assert recipe.tune is not None
+    return SearchStudy.create(name, url, space_of(recipe), recipe, recipe.tune, earlier or [])
+
+
+def resume(url: URL, *overrides: str, name: str = "one") -> SearchStudy:
+    recipe = recipe_with(*overrides)
+    assert recipe.tune is not None
+    return SearchStudy.resume(name, url, space_of(recipe), recipe, recipe.tune)
+
+
+def ask(study: SearchStudy) -> int:
+    proposal = study.ask(MOST)
+    assert proposal is not None
+    return proposal.number
