@@ -40,13 +40,21 @@ def told(scheduler: TrialScheduler, trial: Trial, epoch: int, value: float) -> s
     return str(scheduler.on_trial_result(controller, trial, {EPOCH: epoch, VALUE: value}))
 
 
-@pytest.mark.parametrize("name", ["median", "hyperband"])
-def test_a_search_that_goes_on_compares_with_the_trials_before_it(name: str) -> None:
-    scheduler = scheduler_of(name)
+def test_a_search_that_goes_on_compares_with_the_trials_before_it() -> None:
+    scheduler = scheduler_of("median")
     replay(scheduler, [past(0.9 + number / 1000) for number in range(40)])
-    trial = Trial()
-    scheduler.on_trial_add(None, trial)
-    assert any(told(scheduler, trial, epoch, 0.1) == TrialScheduler.STOP for epoch in (1, 2, 3))
+    scheduler.on_trial_add(None, trial := Trial())
+    assert told(scheduler, trial, 1, 0.1) == TrialScheduler.STOP
+
+
+def test_every_bracket_of_a_search_that_goes_on_compares_with_the_trials_before_it() -> None:
+    scheduler = scheduler_of("hyperband")
+    replay(scheduler, [past(0.9 + number / 1000) for number in range(100)])
+    new = [Trial(number) for number in range(20)]  # each drawn into a bracket by chance, the last of which ends nobody
+    for trial in new:
+        scheduler.on_trial_add(None, trial)
+    stopped = [trial for trial in new if any(told(scheduler, trial, epoch, 0.1) == "STOP" for epoch in (1, 2, 3))]
+    assert stopped
 
 
 def test_a_trial_with_too_few_to_compare_with_goes_on() -> None:
