@@ -7,29 +7,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, Faults, Tables, run
+from tests.helpers import ROOT, run
 from tests.launch import INTERRUPTED, STEPS, Cluster, Launch, Trained
 from tests.receiver import HttpReceiver
-
-_TABLES, _FAULTS = Tables(), Faults()
+from tests.tables import Faults, Record, Tables, rendered
 
 
 @pytest.fixture
-def tables() -> Tables:
+def tables(record_property: Record) -> Tables:
     """Where a test puts what a person wants to see."""
-    return _TABLES
+    return Tables(record_property)
 
 
 @pytest.fixture
-def faults() -> Faults:
+def faults(record_property: Record) -> Faults:
     """Where a test puts which fault it injected, and what came of it."""
-    return _FAULTS
+    return Faults(record_property)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the tables."""
-    _FAULTS.add_to(_TABLES)
-    for table in _TABLES.rendered():
+    reports = [report for group in terminalreporter.stats.values() for report in group]
+    found = [each for report in reports if getattr(report, "when", None) == "call" for each in report.user_properties]
+    for table in rendered(found):
         terminalreporter.write_line("")
         terminalreporter.write_line(table)
 
@@ -49,10 +49,21 @@ def http() -> Iterator[Callable[..., HttpReceiver]]:
         each.server.server_close()
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test by its folder: 'pytest -m integration'."""
+    """Mark each test by its folder: 'pytest -m integration'; say what may run beside what.
+
+    All that need the cluster share it, so they take turns; so do those of one file. They come first, for they take
+    longest.
+    """
     for item in items:
         item.add_marker(item.path.relative_to(ROOT / "tests").parts[0])
+        item.add_marker(pytest.mark.xdist_group("cluster" if _needs_cluster(item) else item.path.stem))
+    items.sort(key=lambda item: not _needs_cluster(item))
+
+
+def _needs_cluster(item: pytest.Item) -> bool:
+    return "cluster" in getattr(item, "fixturenames", ())
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,56 +26,6 @@ def run(
         timeout=timeout,
         check=False,
     )
-
-
-class Tables:
-    """Tables that are printed after the tests, whether they passed or not; rows of one title come together."""
-
-    def __init__(self) -> None:
-        self._tables: dict[str, list[Sequence[str]]] = {}
-
-    def add(self, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        self._tables.setdefault(title, [head]).extend(rows)
-
-    def rendered(self) -> Iterator[str]:
-        for title, lines in self._tables.items():
-            widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-            cut = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-            yield "\n".join([title, *map(str.rstrip, cut)])
-
-
-class Fault:
-    """A row of the table of faults, while its test runs."""
-
-    seen = ""
-
-    def saw(self, what: str) -> None:
-        """Note what happened, with its figures."""
-        self.seen = "; ".join(filter(None, [self.seen, what]))
-
-
-class Faults:
-    """The table of faults, sorted by row; what was seen in the same way several times stands there once."""
-
-    def __init__(self) -> None:
-        self._rows: set[tuple[str, str, str, str]] = set()
-
-    @contextmanager
-    def __call__(self, row: str, injected: str, expected: str) -> Iterator[Fault]:
-        """Around the part of a test that injects the fault."""
-        fault = Fault()
-        try:
-            yield fault
-        except BaseException:
-            fault.saw("FAILED")
-            raise
-        finally:
-            self._rows.add((row, injected, expected, fault.seen))
-
-    def add_to(self, tables: Tables) -> None:
-        if self._rows:
-            rows = sorted(self._rows, key=lambda row: (int("".join(filter(str.isdigit, row[0])) or 0), row))
-            tables.add("faults", ("row", "injected", "expected", "seen"), rows)
 
 
 SGD = ["train.optimizer.name=sgd", "train.optimizer.lr=0.1", "train.optimizer.momentum=0.9", "train.max_steps=20"]

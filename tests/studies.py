@@ -1,5 +1,10 @@
 """Studies over the digits, without a search that runs them."""
 
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from sqlalchemy.engine import URL
 
 from app.config import Recipe, load_recipe
@@ -34,3 +39,23 @@ def ask(study: SearchStudy) -> int:
     proposal = study.ask(MOST)
     assert proposal is not None
     return proposal.number
+
+
+LOCK = """
+import sqlite3, sys, time
+connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+connection.execute("BEGIN EXCLUSIVE")
+print("locked", flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@contextmanager
+def locked(url: URL, seconds: int) -> Iterator[None]:
+    """Another process holds a study's file for so long, or until the end."""
+    command = [sys.executable, "-c", LOCK, str(url.database), str(seconds)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield
+        process.kill()

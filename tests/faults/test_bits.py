@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from tests.faults.split_runs import PLANS, SPLITS, STEPS
-from tests.helpers import Faults, steps_of, write_sums
+from tests.helpers import steps_of, write_sums
 from tests.launch import Launch, newest_checkpoint, numbers_of, state_of
+from tests.tables import Faults
 
 
 def test_twenty_steps_are_the_same_in_one_go_and_in_parts(launch: Launch, tmp_path: Path, faults: Faults) -> None:

@@ -15,8 +15,9 @@ import httpx
 import psutil
 import pytest
 
-from tests.helpers import ROOT, Faults, run, wait_until
+from tests.helpers import ROOT, run, wait_until
 from tests.launch import Cluster
+from tests.tables import Faults
 
 # Deploys an application, then counts to train.max_steps in an actor; told to resume, it goes on from the last number.
 JOB = """

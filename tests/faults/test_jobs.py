@@ -5,7 +5,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.helpers import Faults, wait_until
+from tests.helpers import wait_until
 from tests.launch import (
     EVERY_STEPS,
     HANG_TIMEOUT_S,
@@ -18,6 +18,7 @@ from tests.launch import (
     Trained,
     newest_step,
 )
+from tests.tables import Faults
 
 SAME = "the same bits"
 

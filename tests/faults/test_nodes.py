@@ -8,8 +8,9 @@ import psutil
 import pytest
 
 from tests.faults.ledger import expected, written_in
-from tests.helpers import Faults, run, steps_of, wait_until
+from tests.helpers import run, steps_of, wait_until
 from tests.launch import EVERY_STEPS, INTERRUPTED, Cluster, Job, Launch, Trained, newest_step
+from tests.tables import Faults
 
 
 class Node:

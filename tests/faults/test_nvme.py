@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import Faults, wait_until
+from tests.helpers import wait_until
 from tests.launch import Launch, Launched, Trained, newest_step
+from tests.tables import Faults
 
 RUN = ["train.workers=2", "train.max_steps=16", "train.early_stopping=null", "train.resume=latest",
        "train.checkpoint.every_steps=4", "train.plan.zero_stage=3",

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from tests.faults.torn_writes import MOMENTS, require_survival
-from tests.helpers import Faults
 from tests.launch import Launch
+from tests.tables import Faults
 
 
 def test_fifty_kills_leave_no_bad_checkpoint(launch: Launch, tmp_path: Path, faults: Faults) -> None:

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
-from tests.helpers import Faults, run, wait_until
+from tests.helpers import run, wait_until
 from tests.launch import Cluster, Launch, Launched
 from tests.search import DIGITS, search, trials_of
+from tests.tables import Faults
 
 MODEL = "model.factory=tests.faults.troubled:TroubledCnn"
 LONG = [

@@ -5,8 +5,9 @@ import signal
 from pathlib import Path
 
 from tests.faults.ledger import RECIPE, expected, written_in
-from tests.helpers import Faults, folder_of, steps_of, wait_until
+from tests.helpers import folder_of, steps_of, wait_until
 from tests.launch import EVERY_STEPS, Launch, Launched, newest_step
+from tests.tables import Faults
 
 EPOCHS = 3
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import Faults, records_of, run, wait_until
+from tests.helpers import records_of, run, wait_until
 from tests.launch import Launch, newest_step
+from tests.tables import Faults
 
 pytestmark = pytest.mark.faults
 TIMEOUT_S = 10.0

@@ -12,9 +12,10 @@ from app.config import load_recipe
 from app.tasks import prepare
 from app.training.data.batches import train_batches
 from tests.faults.models import fingerprints
-from tests.helpers import Faults, records_of, steps_of
+from tests.helpers import records_of, steps_of
 from tests.launch import Launch, Launched, newest_step, tensors_of
 from tests.receiver import HttpReceiver
+from tests.tables import Faults
 
 pytestmark = pytest.mark.faults
 RECIPE, EPOCHS, BATCH = "recipes/digits.yaml", 2, 64

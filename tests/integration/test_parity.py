@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import Tables, run
+from tests.helpers import run
 from tests.parity.plans import HALF, KEPT, PLANS, STEPS, rows_of
+from tests.tables import Tables
 
 Losses = dict[str, dict[str, list[float]]]
 """By row, then by whose they are."""

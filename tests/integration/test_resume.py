@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import Faults, records_of, wait_until
+from tests.helpers import records_of, wait_until
 from tests.launch import (
     EVERY_STEPS,
     HANG_TIMEOUT_S,
@@ -23,6 +23,7 @@ from tests.launch import (
     Trained,
     newest_step,
 )
+from tests.tables import Faults
 
 pytestmark = pytest.mark.faults
 

@@ -12,8 +12,9 @@ from upath import UPath
 from app.training.checkpoints.names import WEIGHT, parameter
 from app.training.weights import load_weights
 from tests.faults.torn_writes import require_survival
-from tests.helpers import Faults, flip, records_of, run, steps_of, wait_until
+from tests.helpers import flip, records_of, run, steps_of, wait_until
 from tests.launch import Launch, newest_checkpoint, newest_step, tensors_of
+from tests.tables import Faults
 
 pytestmark = pytest.mark.faults
 TRAIN = ["-m", "app.training", "recipes/digits.yaml", "train.resume=latest", "train.epochs=2", "train.workers=1",

@@ -30,7 +30,8 @@ from app.training.checkpoints.writer import STATE_FILE, CheckpointWriter
 from app.training.records import Ending, EpochRecord
 from app.training.run import finish_run
 from app.training.run_folder import CHECKPOINTS, WEIGHTS
-from tests.helpers import Faults, flip
+from tests.helpers import flip
+from tests.tables import Faults
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, 35), (0, 3), (3, 4), (3, 30), (7, 14), (34, 1), (10, 20)])

@@ -5,9 +5,8 @@ import pwd
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,9 @@ from upath import UPath
 from app.errors import RecipeError, StorageError, TuningError
 from app.tuning import storage
 from app.tuning.storage import study_url
-from tests.helpers import Faults, wait_until
-from tests.studies import ask, create, resume
+from tests.helpers import wait_until
+from tests.studies import ask, create, locked, resume
+from tests.tables import Faults
 
 
 @pytest.mark.faults
@@ -57,52 +57,25 @@ def test_storage_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
         study_url(UPath("memory://x"), "one", None)
 
 
-LOCK = """
-import sqlite3, sys, time
-connection = sqlite3.connect(sys.argv[1], isolation_level=None)
-connection.execute("BEGIN EXCLUSIVE")
-print("locked", flush=True)
-time.sleep(float(sys.argv[2]))
-"""
-
-
-@pytest.fixture
-def lock(tmp_path: Path) -> Iterator[Callable[[float], None]]:
-    processes = []
-
-    def hold(seconds: float) -> None:
-        process = subprocess.Popen(
-            [sys.executable, "-c", LOCK, str(tmp_path / "study.db"), str(seconds)], stdout=subprocess.PIPE
-        )
-        processes.append(process)
-        assert process.stdout is not None
-        process.stdout.readline()
-
-    yield hold
-    for each in processes:
-        each.kill()
-        each.wait()
-
-
 @pytest.mark.faults
-def test_a_locked_study_is_waited_for(url: URL, lock: Callable[[float], None], faults: Faults) -> None:
+def test_a_locked_study_is_waited_for(url: URL, faults: Faults) -> None:
     with faults("U2", "the study's file is locked for 3 s", "waited for") as fault:
         study = create(url)
         number = ask(study)
-        lock(3.0)
-        study.complete(number, [0.5], stopped_early=False)
+        with locked(url, 3):
+            study.complete(number, [0.5], stopped_early=False)
         assert [each.value for each in resume(url).ended] == [0.5]
         fault.saw("the value is in the study")
 
 
-def test_a_study_that_stays_locked_is_one_clear_error(
-    url: URL, lock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_study_that_stays_locked_is_one_clear_error(url: URL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "LOCK_TIMEOUT_S", 1.0)
     study = create(url)
     number = ask(study)
-    lock(60.0)
-    with pytest.raises(StorageError, match=r"locked by another process for \d+ s: .*tune\.resume=true"):
+    with (
+        locked(url, 60),
+        pytest.raises(StorageError, match=r"locked by another process for \d+ s: .*tune\.resume=true"),
+    ):
         study.complete(number, [0.5], stopped_early=False)
 
 
