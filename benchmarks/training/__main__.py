@@ -1,14 +1,12 @@
 """Measure training beside its peers, and write RESULTS.md: python -m benchmarks.training [--rounds N]"""
 
 import argparse
-import tempfile
 import time
 from pathlib import Path
 
 from benchmarks.training.cases import CASES
 from benchmarks.training.machine import load_average
 from benchmarks.training.memory import measure_memory
-from benchmarks.training.parts import measure_parts
 from benchmarks.training.report import Findings, report
 from benchmarks.training.throughput import compare
 
@@ -23,10 +21,8 @@ def main() -> None:
     began, load_before = time.monotonic(), load_average()
     comparisons = [compare(case, arguments.rounds) for case in CASES]
     holdings = measure_memory()
-    with tempfile.TemporaryDirectory(prefix="bench-training-") as folder:
-        parts = measure_parts(Path(folder))
     minutes = (time.monotonic() - began) / 60
-    text = report(Findings(comparisons, holdings, parts, load_before, load_average(), minutes))
+    text = report(Findings(comparisons, holdings, load_before, load_average(), minutes))
     RESULTS.write_text(text, encoding="utf-8")
     print(text)
 

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from benchmarks.training.contenders import CONTENDERS
 from benchmarks.training.machine import machine, today, versions
 from benchmarks.training.memory import Holding
-from benchmarks.training.parts import Part
 from benchmarks.training.throughput import WARM_UP_STEPS, Comparison
 
 GOAL_SPEED, GOAL_START, GOAL_MEMORY = 0.97, 1.3, 0.1
 PEERS = tuple(name for name in CONTENDERS if name != "Rayloom")
-_STEP_US = 20_000
 _PACKAGES = ("rayloom", "torch", "deepspeed", "accelerate")
 _MANY_OTHER_BYTES = 2**20
 
@@ -22,7 +20,6 @@ class Findings:
 
     comparisons: Sequence[Comparison]
     holdings: Sequence[Holding]
-    parts: Sequence[Part]
     load_before: str
     load_after: str
     minutes: float
@@ -30,7 +27,7 @@ class Findings:
 
 def report(found: Findings) -> str:
     """The whole of RESULTS.md."""
-    sections = (_title(found), _goals(found), _speed(found), _memory(found), _parts(found), _GPU)
+    sections = (_title(found), _goals(found), _speed(found), _memory(found), _GPU)
     return "\n\n".join(section.strip() for section in sections) + "\n"
 
 
@@ -154,26 +151,6 @@ Where it is not the formula:
 - **Other tensors of ZeRO 3**: a bucket of `reduce_bucket_size`, by default 5·10⁸ elements, 954 MiB in bf16, whatever
   the model's size. `train.deepspeed.zero_optimization.reduce_bucket_size` makes it smaller. Stages 1 and 2 take such
   buckets, two with `overlap_comm`, during the backward pass only."""
-
-
-def _parts(found: Findings) -> str:
-    rows = [
-        (
-            f"… of it {part.name}" if part.is_inner else part.name,
-            f"{part.calls_per_step:.2f}",
-            f"{part.us_per_step:.0f} µs",
-            f"{part.us_per_step / _STEP_US:.2%}",
-        )
-        for part in found.parts
-    ]
-    total = sum(part.us_per_step for part in found.parts if not part.is_inner)
-    rows.append(("**together**", "", f"{total:.0f} µs", f"{total / _STEP_US:.2%}"))
-    return f"""
-## What Rayloom's own parts cost
-
-{table(("part", "calls a step", "CPU time a step", "of a step of 20 ms"), rows)}
-
-One process, the small case with an alert, after the first steps; the clock's own time, about 1 µs a call, is in it."""
 
 
 _GPU = """

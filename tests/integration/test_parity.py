@@ -17,7 +17,7 @@ Losses = dict[str, dict[str, list[float]]]
 
 def launch(processes: int, *arguments: str) -> Losses:
     done = run(
-        *("torchrun", f"--nproc-per-node={processes}", "-m", "tests.parity.worker", *arguments),
+        *("python", "-m", "tests.parity.worker", str(processes), *arguments),
         environment={"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
         timeout=600,
     )

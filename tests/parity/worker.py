@@ -1,4 +1,4 @@
-"""torchrun -m tests.parity.worker compare|go-on FOLDER ROW…: what plans do to the loss, as a line of JSON."""
+"""python -m tests.parity.worker PROCESSES compare|go-on FOLDER ROW…: what plans do to the loss, as a line of JSON."""
 
 import json
 import os
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 
 import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn import functional
 from upath import UPath
 
@@ -24,7 +25,7 @@ from app.training.data.micro_batch import MicroBatch
 from app.training.engine import TrainingEngine, create_engine
 from app.training.engine.objective import Totals
 from app.training.engine.schedule import lr_factor
-from app.training.worker import start_worker
+from app.training.worker import import_deepspeed, start_worker
 from tests.parity.plans import BATCH, CLIPPING, FACTS, HALF, LENGTH, MODELS, OPTIMIZERS, STEPS, Row, rows_of
 
 
@@ -129,20 +130,32 @@ def go_on(row: Row, folder: UPath) -> dict[str, list[float]]:
     return found
 
 
-WORK: dict[str, Callable[[Row, UPath], dict[str, list[float]]]] = {"compare": compare, "go-on": go_on}
+Losses = dict[str, list[float]]
+Found = dict[str, Losses]
+
+WORK: dict[str, Callable[[Row, UPath], Losses]] = {"compare": compare, "go-on": go_on}
+
+
+def work(what: str, folder: str, wanted: list[str]) -> Found:
+    """One rank's part."""
+    torch.set_num_threads(1)
+    start_worker(TrainConfig())
+    rows = rows_of(torch.distributed.get_world_size())
+    found = {name: WORK[what](row, UPath(folder)) for name, row in rows.items() if not wanted or name in wanted}
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return found
 
 
 def main() -> None:
     warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    start_worker(TrainConfig())
-    what, folder, wanted = sys.argv[1], UPath(sys.argv[2]), sys.argv[3:]
-    rows = rows_of(int(os.environ["WORLD_SIZE"]))
-    results = {name: WORK[what](row, folder) for name, row in rows.items() if not wanted or name in wanted}
-    if torch.distributed.get_rank() == 0:
-        print("LOSSES " + json.dumps(results), flush=True)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    processes, what, folder, *wanted = sys.argv[1:]
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import_deepspeed()  # once: forked, for what eight processes import takes longer than what they train
+    config = LaunchConfig(
+        1, 1, int(processes), run_id="parity", rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork"
+    )
+    print("LOSSES " + json.dumps(elastic_launch(config, work)(what, folder, wanted)[0]), flush=True)
 
 
 if __name__ == "__main__":
