@@ -13,6 +13,7 @@ from app.code_revision import code_revision
 from app.compile.export import export_onnx
 from app.compile.variants import Reference, Variant, measure, pytorch_reference
 from app.data.classification import ClassificationData, save_labels
+from app.engines.base import EngineSettings
 from app.engines.onnxruntime import OnnxRuntimeEngine
 from app.engines.openvino import OpenVinoEngine
 from app.errors import CompileError, StorageError
@@ -78,10 +79,10 @@ def _validation_data(weights: UPath, trained: TrainedModel) -> ClassificationDat
 
 def _measure(run: Run, model: Path, reference: Reference) -> CompileMetrics:
     """Measure every engine, keep the report, and choose; refuse to publish what does not hold."""
-    threads, config = run.recipe.serve.threads, run.recipe.compile
+    settings, config = EngineSettings(threads=run.recipe.serve.threads), run.recipe.compile
     variants = []
     for precision in config.precisions:
-        for engine in (OnnxRuntimeEngine(model, threads), OpenVinoEngine(model, threads)):
+        for engine in (OnnxRuntimeEngine(model, settings), OpenVinoEngine(model, settings)):
             variants.append(measure(engine, precision, model.stat().st_size, reference, config.gates))
             engine.close()
             print(variants[-1], flush=True)

@@ -15,7 +15,7 @@ from upath import UPath
 from app.data.classification import load_labels
 from app.data.examples import Input
 from app.data.processor import Processor
-from app.engines.base import Engine
+from app.engines.base import Engine, EngineSettings
 from app.engines.openvino import OpenVinoEngine
 from app.errors import RequestError
 from app.repository.manifest import MODEL_FILE, Manifest
@@ -76,9 +76,8 @@ def load_model(storage: UPath, name: str, version: int, threads: int) -> LoadedM
         files = UPath(temporary)
         manifest = Repository(storage).fetch(name, version, files)
         processor = find_processor(manifest.task).load(files)
-        model = LoadedModel(
-            manifest, OpenVinoEngine(Path(temporary) / MODEL_FILE, threads), processor, load_labels(files)
-        )
+        engine = OpenVinoEngine(Path(temporary) / MODEL_FILE, EngineSettings(threads=threads))
+        model = LoadedModel(manifest, engine, processor, load_labels(files))
     model.engine.infer(_blank_row(processor))  # the first call allocates
     return model
 

@@ -1,0 +1,308 @@
+"""Plans of TensorRT for RTX, built ahead of time on a machine without a GPU."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import NodeProto, TensorProto, helper
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+from app.checksums import sha256_of
+from app.compile.export import export_onnx
+from app.engines.base import ComputePrecision
+from app.engines.registry import installed_engines, open_engine
+from app.engines.tensorrt.build import build_plan
+from app.engines.tensorrt.library import load_library
+from app.engines.tensorrt.manifest import BuildSettings, PlanManifest, manifest_path
+from app.engines.tensorrt.profiles import Buckets, resolved
+from app.errors import CompileError, EngineError
+from app.models.image import resnet50, small_cnn
+from app.models.text import encoder_classifier
+from app.tensors import Tensors, TensorSpec
+from tests.fake_gpu import Context
+
+pytestmark = pytest.mark.skipif(
+    "tensorrt_rtx" not in installed_engines(), reason="needs TensorRT for RTX: pip install 'rayloom[rtx]'"
+)
+TARGETS = ("SM89", "SM120")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that is built, what it takes, and the sizes that it is built for."""
+
+    make: Callable[[], torch.nn.Module]
+    inputs: tuple[TensorSpec, ...]
+    labels: int
+    buckets: Buckets
+    profiles: list[list[list[list[int]]]]
+    """Of each profile and input the smallest, best and largest rows, and channels or length."""
+
+    def batch(self) -> Tensors:
+        """Two rows of zeros and ones."""
+        generator = np.random.default_rng(0)
+        return {
+            spec.name: generator.integers(0, 2, resolved(spec.shape, 2, 16)).astype(spec.dtype) for spec in self.inputs
+        }
+
+
+def _images(channels: int, size: int) -> tuple[TensorSpec, ...]:
+    return (TensorSpec("pixel_values", np.dtype(np.float32), (-1, channels, size, size)),)
+
+
+def _image_profiles(channels: int) -> list[list[list[list[int]]]]:
+    return [[[[rows, channels]] * 3] for rows in (1, 8)]
+
+
+SUBJECTS = {
+    "digits": Subject(lambda: small_cnn(10, 1), _images(1, 8), 10, Buckets(batches=(1, 8)), _image_profiles(1)),
+    "reviews": Subject(
+        lambda: encoder_classifier(100, 2, 32, 1, layers=1, width=64, heads=4),
+        tuple(TensorSpec(name, np.dtype(np.int64), (-1, -1)) for name in ("input_ids", "attention_mask")),
+        2,
+        Buckets(batches=(1, 8), lengths=(16, 32)),
+        [
+            [[[rows, shortest], [rows, longest], [rows, longest]]] * 2
+            for rows in (1, 8)
+            for shortest, longest in ((1, 16), (17, 32))
+        ],
+    ),
+    "resnet50": Subject(lambda: resnet50(10, 3), _images(3, 64), 10, Buckets(batches=(1, 8)), _image_profiles(3)),
+}
+
+
+def save(
+    folder: Path,
+    nodes: list[NodeProto],
+    dtype: int = TensorProto.FLOAT,
+    shape: Sequence[int | str] = ("rows", 2),
+    constants: Sequence[TensorProto] = (),
+    answered: Sequence[int | str] | None = None,
+) -> None:
+    """Write model.onnx, from 'given' of ``shape`` to 'answer' of the same, or of ``answered``."""
+    given = helper.make_tensor_value_info("given", dtype, shape)
+    answer = helper.make_tensor_value_info("answer", dtype, answered or shape)
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("elsewhere", 1)]
+    graph = helper.make_graph(nodes, "g", [given], [answer], constants)
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), folder / "model.onnx")
+
+
+class Calibration(CalibrationDataReader):
+    """A batch, once."""
+
+    def __init__(self, batch: Tensors) -> None:
+        self._batches: Iterator[Tensors] = iter([batch])
+
+    def get_next(self) -> Tensors | None:
+        return next(self._batches, None)
+
+
+def quantise(onnx_file: Path, batch: Tensors, to: Path) -> None:
+    """Q/DQ as TensorRT takes it: symmetric, on the inputs of layers with weights, no quantised bias."""
+    operators = ["Conv", "Gemm", "MatMul"]
+    quantize_static(
+        onnx_file,
+        to,
+        Calibration(batch),
+        quant_format=QuantFormat.QDQ,
+        per_channel=True,
+        activation_type=QuantType.QInt8,
+        weight_type=QuantType.QInt8,
+        op_types_to_quantize=operators,
+        extra_options={
+            "ActivationSymmetric": True,
+            "WeightSymmetric": True,
+            "QuantizeBias": False,
+            "DedicatedQDQPair": True,
+            "OpTypesToExcludeOutputQuantization": operators,
+            "QDQOpTypePerChannelSupportToAxis": {"MatMul": 1},
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """The ONNX file of a subject in a precision, made once."""
+    folder = tmp_path_factory.mktemp("onnx")
+
+    def file(name: str, precision: str) -> Path:
+        path = folder / f"{name}-{precision}.onnx"
+        if path.exists():
+            return path
+        subject = SUBJECTS[name]
+        if precision == "int8":
+            quantise(file(name, "fp32"), subject.batch(), path)
+        else:
+            torch.manual_seed(0)
+            export_onnx(subject.make().eval(), subject.inputs, subject.batch(), path, precision)
+        return path
+
+    return file
+
+
+def build(
+    onnx_file: Path,
+    plan: Path,
+    buckets: Buckets,
+    precision: ComputePrecision = "fp32",
+    targets: tuple[str, ...] = TARGETS,
+) -> PlanManifest:
+    settings = BuildSettings(precision=precision, buckets=buckets)
+    return build_plan("tensorrt_rtx", onnx_file, plan, settings, targets)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16", "int8"])
+@pytest.mark.parametrize("name", list(SUBJECTS))
+def test_a_plan_is_built_and_says_what_it_takes(
+    name: str, precision: str, files: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    subject, file = SUBJECTS[name], files(name, precision)
+    built = build(file, tmp_path / "model.plan", subject.buckets, precision=precision)
+    plan = (tmp_path / "model.plan").read_bytes()
+    written = json.loads(manifest_path(tmp_path / "model.plan").read_bytes())
+
+    assert PlanManifest.model_validate(written) == built
+    assert written["plan_sha256"] == sha256_of(plan)
+    assert written["key"] == {
+        "machine": {
+            "engine": "tensorrt_rtx",
+            "engine_version": load_library("tensorrt_rtx").version,
+            "architectures": list(TARGETS),
+            "system": "linux-x86_64",
+        },
+        "onnx_sha256": sha256_of(file.read_bytes()),
+        "settings": {
+            "precision": precision,
+            "buckets": {"batches": [1, 8], "lengths": list(subject.buckets.lengths)},
+            "tf32": False,
+            "sparse_weights": False,
+            "workspace_bytes": None,
+        },
+    }
+    assert [(each["name"], each["dtype"], each["shape"]) for each in written["inputs"]] == [
+        (spec.name, spec.dtype.name, list(spec.shape)) for spec in subject.inputs
+    ]
+    assert written["outputs"] == [{"name": "logits", "dtype": "float32", "shape": [-1, subject.labels]}]
+    profiles = [[[shape[:2] for shape in bounds] for bounds in profile.values()] for profile in written["profiles"]]
+    assert profiles == subject.profiles
+
+
+def test_a_node_that_does_not_parse_is_named(tmp_path: Path) -> None:
+    save(tmp_path, [helper.make_node("Nonsense", ["given"], ["answer"], name="the_node", domain="elsewhere")])
+    with pytest.raises(CompileError, match=r"cannot parse .*model\.onnx.*node 'the_node' \(Nonsense\)"):
+        build(tmp_path / "model.onnx", tmp_path / "model.plan", Buckets(batches=(1,)))
+    assert not (tmp_path / "model.plan").exists()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "words"),
+    [
+        (TensorProto.BFLOAT16, ["rows", 2], "'given' is BF16, which numpy has not"),
+        (TensorProto.FLOAT, [4, 2], "'given' has shape .4, 2.: expected rows that vary"),
+        (TensorProto.FLOAT, ["rows", "length"], "give the lengths"),
+    ],
+)
+def test_a_file_from_elsewhere_must_fit(dtype: int, shape: list[int | str], words: str, tmp_path: Path) -> None:
+    save(tmp_path, [helper.make_node("Identity", ["given"], ["answer"])], dtype, shape)
+    with pytest.raises(CompileError, match=words):
+        build(tmp_path / "model.onnx", tmp_path / "model.plan", Buckets(batches=(1,)))
+
+
+@pytest.mark.parametrize(
+    ("targets", "lengths", "words"),
+    [
+        (("SM90",), (), "does not build for SM90, only for SM75, SM80"),
+        (("CURRENT",), (), "does not build for CURRENT"),
+        (TARGETS, (8,), "leave out the lengths"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(
+    targets: tuple[str, ...], lengths: tuple[int, ...], words: str, tmp_path: Path
+) -> None:
+    save(tmp_path, [helper.make_node("Relu", ["given"], ["answer"])])
+    with pytest.raises(CompileError, match=words):
+        build(tmp_path / "model.onnx", tmp_path / "model.plan", Buckets((1,), lengths), targets=targets)
+
+
+def test_what_a_gpu_cannot_compute_is_refused_with_the_librarys_reason(tmp_path: Path) -> None:
+    zero = helper.make_tensor("zero", TensorProto.FLOAT8E4M3FN, [], [0.0])
+    scale = helper.make_tensor("scale", TensorProto.FLOAT, [], [0.5])
+    weight = helper.make_tensor("weight", TensorProto.FLOAT, [2, 2], [1.0, 0.0, 0.0, 1.0])
+    nodes = [
+        node
+        for name in ("given", "weight")
+        for node in (
+            helper.make_node("QuantizeLinear", [name, "scale", "zero"], [f"{name}_q"]),
+            helper.make_node("DequantizeLinear", [f"{name}_q", "scale", "zero"], [f"{name}_dq"]),
+        )
+    ]
+    save(
+        tmp_path,
+        [*nodes, helper.make_node("MatMul", ["given_dq", "weight_dq"], ["answer"])],
+        constants=[scale, zero, weight],
+    )
+    buckets = Buckets(batches=(16,))
+    build(tmp_path / "model.onnx", tmp_path / "model.plan", buckets, precision="fp8", targets=("SM89",))
+    with pytest.raises(CompileError, match=r"for SM80: .*fp8"):
+        build(tmp_path / "model.onnx", tmp_path / "model.plan", buckets, precision="fp8", targets=("SM80",))
+
+
+def test_tf32_and_the_limit_of_scratch_memory_reach_the_build(tmp_path: Path) -> None:
+    weight = helper.make_tensor("weight", TensorProto.FLOAT, [2, 64], np.random.default_rng(0).random(128).tolist())
+    save(
+        tmp_path,
+        [helper.make_node("MatMul", ["given", "weight"], ["answer"])],
+        constants=[weight],
+        answered=["rows", 64],
+    )
+
+    def plan(**settings: object) -> bytes:
+        chosen = BuildSettings(precision="fp32", buckets=Buckets(batches=(8,)), **settings)
+        build_plan("tensorrt_rtx", tmp_path / "model.onnx", tmp_path / "model.plan", chosen, TARGETS)
+        return (tmp_path / "model.plan").read_bytes()
+
+    assert plan() == plan() != plan(tf32=True)
+    with pytest.raises(CompileError, match="within workspace limit"):
+        plan(workspace_bytes=2**20)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    save(tmp_path, [helper.make_node("Relu", ["given"], ["answer"])])
+    build(tmp_path / "model.onnx", tmp_path / "model.plan", Buckets(batches=(1, 8)))
+    return tmp_path / "model.plan"
+
+
+def test_a_plan_that_was_changed_is_refused_before_the_library_sees_it(plan: Path) -> None:
+    content = plan.read_bytes()
+    for damaged in (content[:-1], content[:1000] + b"!" + content[1001:], b""):
+        plan.write_bytes(damaged)
+        with pytest.raises(EngineError, match=r"model\.plan' was changed: its sha256 is"):
+            open_engine("tensorrt_rtx", plan)
+    manifest_path(plan).write_text("{}")
+    with pytest.raises(EngineError, match="not a plan's manifest"):
+        open_engine("tensorrt_rtx", plan)
+    manifest_path(plan).unlink()
+    with pytest.raises(EngineError, match=r"has no model\.plan\.json beside it"):
+        open_engine("tensorrt_rtx", plan)
+
+
+def test_a_plan_for_another_machine_is_refused_and_both_are_named(plan: Path) -> None:
+    version = load_library("tensorrt_rtx").version
+    manifest = manifest_path(plan)
+    manifest.write_text(manifest.read_text().replace(version, "1.0.0.1").replace("SM89", "SM86"))
+    with pytest.raises(EngineError) as refused:
+        open_engine("tensorrt_rtx", plan)
+    assert "was built for tensorrt_rtx 1.0.0.1 on SM86 or SM120" in str(refused.value)
+    assert f"this is tensorrt_rtx {version} on" in str(refused.value)
+
+
+def test_the_context_that_stands_in_for_one_has_its_methods() -> None:
+    real = load_library("tensorrt_rtx").trt.IExecutionContext
+    ours = {name for name in vars(Context) if not name.startswith("_")}
+    assert {name for name in ours if not hasattr(real, name)} == {"ids"}
