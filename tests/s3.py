@@ -1,5 +1,6 @@
 """An S3 server on loopback."""
 
+import logging
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -12,6 +13,7 @@ class S3Server:
     """Moto's server, in a thread of this process."""
 
     def __init__(self) -> None:
+        logging.getLogger("werkzeug").setLevel(logging.WARNING)  # it tells of every request
         self._app = DomainDispatcherApplication(create_backend_app)
         self._one_at_a_time = threading.Lock()
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=MotoRequestHandler)

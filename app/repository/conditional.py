@@ -25,6 +25,18 @@ def alone(folder: UPath) -> Iterator[None]:
         yield
 
 
+def read(path: UPath) -> bytes | None:
+    """The content of a file that others may replace just now, old or new; None if there is none.
+
+    In one request: a file that is opened on S3 cannot be read on once it has been replaced.
+    """
+    try:
+        content: bytes = path.fs.cat_file(path.path)
+    except FileNotFoundError:
+        return None
+    return content
+
+
 def claim(path: UPath) -> bool:
     """Make an empty file, unless it is there: of all who try at once, one succeeds."""
     try:
@@ -47,7 +59,7 @@ def change(path: UPath, changed: Callable[[bytes], bytes]) -> None:
             pass
         return
     with alone(path.parent):
-        write_atomically(path, changed(path.read_bytes() if path.exists() else b""))
+        write_atomically(path, changed(read(path) or b""))
 
 
 def _changed_on_s3(path: UPath, changed: Callable[[bytes], bytes]) -> bool:

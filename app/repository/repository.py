@@ -8,7 +8,7 @@ from upath import UPath
 
 from app.errors import StorageError
 from app.repository.aliases import ALIASES_FILE, Alias, Aliases
-from app.repository.conditional import alone, change
+from app.repository.conditional import alone, change, read
 from app.repository.manifest import Manifest, ModelCard
 from app.repository.publishing import add_version
 from app.repository.triton import CONFIG_FILE, config_of
@@ -62,8 +62,7 @@ class Repository:
 
     def aliases(self, name: str) -> Aliases:
         """The aliases of a model. Raises StorageError if their file was changed by hand and is none any more."""
-        path = self._root / name / ALIASES_FILE
-        return self._parsed_aliases(name, path.read_bytes() if path.exists() else b"")
+        return self._parsed_aliases(name, read(self._root / name / ALIASES_FILE) or b"")
 
     def production(self, name: str) -> int:
         """The version in production. Raises StorageError if there is none."""
@@ -113,8 +112,7 @@ class Repository:
         def without(aliases: Aliases) -> Aliases:
             if named := aliases.of(version):
                 raise StorageError(
-                    f"model {name!r}, version {version}, is {' and '.join(named)}: give the alias to another version "
-                    "first; 'previous' goes on when another version comes into production"
+                    f"model {name!r}, version {version}, is {' and '.join(named)}: promote another version first"
                 )
             return aliases.without(version)
 
@@ -199,8 +197,8 @@ class Repository:
         return config_of(self.manifest(name, shown)) if shown else None
 
     def _config(self, name: str) -> str | None:
-        path = self._root / name / CONFIG_FILE
-        return path.read_text(encoding="utf-8") if path.exists() else None
+        content = read(self._root / name / CONFIG_FILE)
+        return None if content is None else content.decode(errors="replace")
 
     def _write_config(self, name: str) -> None:
         """Make ``config.pbtxt`` say what is so; again, if that was changed while it was written."""

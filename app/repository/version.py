@@ -9,7 +9,7 @@ from upath import UPath
 
 from app.checksums import checksums_of, sha256_of
 from app.errors import StorageError
-from app.repository.conditional import claim
+from app.repository.conditional import claim, read
 from app.repository.manifest import Manifest, ModelCard
 from app.storage import is_local, write_atomically
 
@@ -68,9 +68,11 @@ def read_manifest(folder: UPath) -> Manifest:
         FileNotFoundError: the folder is no version.
         StorageError: the manifest was changed, or is of another release of Rayloom.
     """
-    path, seal_path = folder / MANIFEST_FILE, folder / SEAL_FILE
-    content = path.read_bytes()
-    if not seal_path.exists() or seal_path.read_bytes() != _seal_of(content):
+    path = folder / MANIFEST_FILE
+    content = read(path)
+    if content is None:
+        raise FileNotFoundError(str(path))
+    if read(folder / SEAL_FILE) != _seal_of(content):
         raise StorageError(f"{str(path)!r} or {SEAL_FILE} beside it was changed: publish the version again")
     try:
         return Manifest.model_validate_json(content)

@@ -93,6 +93,7 @@ def test_a_publisher_that_is_killed_leaves_nothing_that_a_reader_sees(
     repository.verify("toy", version)
 
 
+@pytest.mark.parametrize("storage", ["s3"], indirect=True)
 def test_the_words_of_the_command_line(repository: Repository, storage: str, tmp_path: Path, rayloom: Rayloom) -> None:
     files = files_in(tmp_path / "files")
     for _ in range(3):
@@ -123,6 +124,7 @@ def test_the_words_of_the_command_line(repository: Repository, storage: str, tmp
     assert rayloom("verify", "toy").stdout.count("every byte as published") == 2
 
 
+@pytest.mark.parametrize("storage", ["local"], indirect=True)
 def test_what_the_command_line_refuses(repository: Repository, storage: str, tmp_path: Path, rayloom: Rayloom) -> None:
     for _ in range(2):
         repository.publish("toy", files_in(tmp_path / f"files{len(repository.versions('toy'))}"), CARD)
@@ -131,7 +133,7 @@ def test_what_the_command_line_refuses(repository: Repository, storage: str, tmp
         file = repository.folder("toy", 2) / name
         file.write_bytes(file.read_bytes() + b"!")
     for arguments, words in (
-        (("delete", "toy", "1"), "version 1, is production: give the alias to another version first"),
+        (("delete", "toy", "1"), "version 1, is production: promote another version first"),
         (("delete", "toy", "7"), "no version 7: published are [1, 2]"),
         (("promote", "toys", "1"), "no model 'toys': models there are toy"),
         (("rollback", "toy"), "had no other version in production before"),

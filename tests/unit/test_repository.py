@@ -137,7 +137,7 @@ def test_a_version_is_deleted_for_good_unless_an_alias_names_it(repository: Repo
     repository.promote("toy", 2)
     repository.promote("toy", 3, "canary")
     for version, alias in ((1, "previous"), (2, "production"), (3, "canary")):
-        with pytest.raises(StorageError, match=f"version {version}, is {alias}: give the alias to another"):
+        with pytest.raises(StorageError, match=f"version {version}, is {alias}: promote another version first"):
             repository.delete("toy", version)
     repository.delete("toy", 4)
     assert repository.versions("toy") == [1, 2, 3]
