@@ -38,7 +38,8 @@ def open_storage(location: str | None) -> UPath:
             "deletes; give an absolute path or a URI such as s3://bucket/prefix"
         )
     try:
-        root = UPath(location)
+        # What fsspec remembers of a listing hides what other processes write.
+        root = UPath(location, use_listings_cache=False) if "://" in location else UPath(location)
         root.exists()  # the driver of a protocol is loaded on first use
     except Exception as error:  # each protocol's driver has errors of its own
         raise StorageError(f"storage {location!r} cannot be opened ({error}): check the URI and its driver") from error

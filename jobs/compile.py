@@ -13,11 +13,11 @@ from app.code_revision import code_revision
 from app.compile.export import export_onnx
 from app.compile.variants import Reference, Variant, measure, pytorch_reference
 from app.data.classification import ClassificationData, save_labels
-from app.engines.base import EngineSettings
+from app.engines.base import EngineSettings, Signature
 from app.engines.onnxruntime import OnnxRuntimeEngine
 from app.engines.openvino import OpenVinoEngine
 from app.errors import CompileError, StorageError
-from app.repository.manifest import MODEL_FILE, EngineKey, Lineage, Manifest, ModelCard
+from app.repository.manifest import MODEL_FILE, EngineKey, Lineage, Manifest, ModelCard, ServingDefaults, Tensor
 from app.repository.repository import Repository
 from app.runs import Outcome, Run, latest_result
 from app.storage import write_atomically
@@ -54,8 +54,8 @@ def compile_model(run: Run) -> Outcome:
         export_onnx(trained.model, trained.processor.inputs, reference.inputs[0], Path(temporary) / MODEL_FILE)
         trained.processor.save(files)
         save_labels(trained.labels, files)
-        metrics = _measure(run, Path(temporary) / MODEL_FILE, reference)
-        manifest = _publish(run, files, metrics.chosen, trained, weights, data)
+        metrics, signature = _measure(run, Path(temporary) / MODEL_FILE, reference)
+        manifest = _publish(run, files, metrics.chosen, signature, trained, weights, data)
     print(f"published {manifest.name}, version {manifest.version}, now in production", flush=True)
     return Outcome(metrics, {"model": f"{manifest.name}/{manifest.version}", "report": str(run.folder / "report.json")})
 
@@ -77,13 +77,18 @@ def _validation_data(weights: UPath, trained: TrainedModel) -> ClassificationDat
     return ClassificationData.load(folder, type(trained.processor))
 
 
-def _measure(run: Run, model: Path, reference: Reference) -> CompileMetrics:
-    """Measure every engine, keep the report, and choose; refuse to publish what does not hold."""
+def _measure(run: Run, model: Path, reference: Reference) -> tuple[CompileMetrics, Signature]:
+    """Measure every engine, keep the report, and choose; refuse to publish what does not hold.
+
+    Returns the signature of the chosen variant beside the numbers.
+    """
     settings, config = EngineSettings(threads=run.recipe.serve.threads), run.recipe.compile
-    variants = []
+    variants: list[Variant] = []
+    signatures: dict[str, Signature] = {}
     for precision in config.precisions:
         for engine in (OnnxRuntimeEngine(model, settings), OpenVinoEngine(model, settings)):
             variants.append(measure(engine, precision, model.stat().st_size, reference, config.gates))
+            signatures[engine.name] = engine.signature
             engine.close()
             print(variants[-1], flush=True)
     chosen = next(variant for variant in variants if variant.engine == OpenVinoEngine.name)
@@ -96,13 +101,20 @@ def _measure(run: Run, model: Path, reference: Reference) -> CompileMetrics:
                 f"max_accuracy_drop {config.gates.max_accuracy_drop} from PyTorch's {reference.accuracy:.4f}; "
                 "nothing was published"
             )
-    return metrics
+    return metrics, signatures[chosen.engine]
 
 
 def _publish(
-    run: Run, files: UPath, chosen: Variant, trained: TrainedModel, weights: UPath, data: ClassificationData
+    run: Run,
+    files: UPath,
+    chosen: Variant,
+    signature: Signature,
+    trained: TrainedModel,
+    weights: UPath,
+    data: ClassificationData,
 ) -> Manifest:
     """Publish, and make the version the one in production: its gates hold."""
+    serve = run.recipe.serve
     card = ModelCard(
         task=trained.recipe.task,
         engine_key=EngineKey(
@@ -118,6 +130,14 @@ def _publish(
             recipe=sha256_of(trained.recipe.model_dump_json().encode()),
             data_fingerprint=data.fingerprint,
             code=code_revision(),
+        ),
+        inputs=tuple(map(Tensor.of, signature.inputs)),
+        outputs=tuple(map(Tensor.of, signature.outputs)),
+        serving=ServingDefaults(
+            max_batch_size=serve.batching.max_batch_size,
+            timeout_us=serve.batching.timeout_us,
+            replicas=serve.replicas,
+            threads=serve.threads,
         ),
         accuracy=chosen.accuracy,
         max_difference=chosen.max_difference,

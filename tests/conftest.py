@@ -1,11 +1,13 @@
 """Shared by every test: folders decide the kind of a test, and storage is never the user's."""
 
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from upath import UPath
 
 from tests.helpers import ROOT, run
 from tests.launch import INTERRUPTED, STEPS, Cluster, Launch, Trained
@@ -68,6 +70,28 @@ def _needs_cluster(item: pytest.Item) -> bool:
 @pytest.fixture(autouse=True)
 def _own_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYLOOM_STORAGE", str(tmp_path / "storage"))
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[dict[str, str]]:
+    """One S3 server for all tests; its value is the environment that reaches it."""
+    from tests.s3 import S3Server  # which takes a second to load
+
+    server = S3Server()
+    yield server.environment
+    server.stop()
+
+
+@pytest.fixture(params=["local", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where a test keeps its models: on a disk, and in a bucket of its own."""
+    if request.param == "local":
+        return str(tmp_path / "storage")
+    for name, value in request.getfixturevalue("s3").items():
+        monkeypatch.setenv(name, value)
+    bucket = f"bucket-{secrets.token_hex(4)}"
+    UPath(f"s3://{bucket}").mkdir()
+    return f"s3://{bucket}/storage"
 
 
 @pytest.fixture

@@ -4,12 +4,15 @@ import base64
 import concurrent.futures
 import json
 import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from app.config import DataConfig
 from app.data.sources import load_examples
@@ -192,6 +195,26 @@ def test_a_damaged_version_is_not_deployed_and_the_old_one_stays(
     assert endpoint.post("/v2/models/digits/infer", json=pixels()).status_code == 200
     back = submit(cluster, "deploy", *DIGITS, f"serve.version={first}")
     assert back["artifacts"]["model"] == f"digits/{first}"
+
+
+def test_the_version_that_is_served_can_be_traced_and_not_deleted(
+    cluster: dict[str, str], deployed: dict[str, Any], tmp_path: Path
+) -> None:
+    def models(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return run("rayloom", "models", *arguments, environment=cluster)
+
+    version = deployed["artifacts"]["model"].rpartition("/")[2]
+    shown = " ".join(models("show", "digits", version).stdout.split())
+    assert "input pixel_values float32 [-1, 1, 8, 8] output logits float32 [-1, 10]" in shown
+    assert f"train run {Path(deployed['artifacts']['weights']).parent}" in shown
+    assert models("verify", "digits", version).returncode == 0
+    assert models("promote", "digits", version).stdout.endswith("the endpoint serves it already\n")
+    refused = models("delete", "digits", version)
+    assert refused.returncode == 2
+    assert f"version {version}, is served at http://127.0.0.1" in refused.stderr
+    assert models("export", "digits", version, str(tmp_path)).returncode == 0
+    config = text_format.Parse((tmp_path / "digits/config.pbtxt").read_text(encoding="utf-8"), ModelConfig())
+    assert [list(tensor.dims) for tensor in config.input] == [[1, 8, 8]]
 
 
 def test_a_gate_that_does_not_hold_publishes_nothing(cluster: dict[str, str], deployed: dict[str, Any]) -> None:
