@@ -36,9 +36,8 @@ demo: $(INSTALLED)
 	@echo "Next: ask it yourself, paste the curl line with a text of your own; look at the runs in the dashboard;"
 	@echo "train it in full with '$(BIN)/rayloom submit lifecycle recipes/reviews.yaml tune=null'; stop with '$(BIN)/rayloom down'."
 
-# Two at once, for most of a test is waiting; those that share the cluster take turns.
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup --no-loadscope-reorder
+	@$(BIN)/python -m pytest
 
 test-gpu: $(INSTALLED)
 	@$(BIN)/python -m pytest tests/gpu

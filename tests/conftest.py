@@ -51,20 +51,10 @@ def http() -> Iterator[Callable[..., HttpReceiver]]:
         each.server.server_close()
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test by its folder: 'pytest -m integration'; say what may run beside what.
-
-    All that need the cluster share it, so they take turns; so do those of one file. What takes longest comes first.
-    """
+    """Mark each test by its folder: 'pytest -m integration'."""
     for item in items:
         item.add_marker(item.path.relative_to(ROOT / "tests").parts[0])
-        item.add_marker(pytest.mark.xdist_group("cluster" if _needs_cluster(item) else item.path.stem))
-    items.sort(key=lambda item: (not _needs_cluster(item), "unit" in item.keywords))
-
-
-def _needs_cluster(item: pytest.Item) -> bool:
-    return "cluster" in getattr(item, "fixturenames", ())
 
 
 @pytest.fixture(autouse=True)
