@@ -4,8 +4,8 @@ import argparse
 import time
 from pathlib import Path
 
+from benchmarks.machine import load_average
 from benchmarks.training.cases import CASES
-from benchmarks.training.machine import load_average
 from benchmarks.training.memory import measure_memory
 from benchmarks.training.report import Findings, report
 from benchmarks.training.throughput import compare

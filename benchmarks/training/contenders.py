@@ -11,8 +11,8 @@ from statistics import mean
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from app.telemetry.tensorboard import TENSORBOARD
+from benchmarks.launch import torchrun
 from benchmarks.training.cases import WORKERS, Case
-from benchmarks.training.launch import torchrun
 from benchmarks.training.workload import Workload
 
 

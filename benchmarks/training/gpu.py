@@ -16,11 +16,12 @@ from torch import nn
 
 from app.config import Recipe, load_recipe
 from app.models.factory import build_model
+from app.models.precision import TORCH_DTYPES
 from app.telemetry.flops import flops_per_sample, utilisation
 from app.telemetry.memory import memory_record
 from app.telemetry.peak import peak_flops
 from app.training.activity import Activity
-from app.training.data.micro_batch import DTYPES, MicroBatch
+from app.training.data.micro_batch import MicroBatch
 from app.training.engine import TrainingEngine, create_engine
 from app.training.worker import Worker, start_worker
 
@@ -93,7 +94,7 @@ def measure(recipe: Recipe, worker: Worker, warm_up: int, steps: int) -> Reached
     engine = create_engine(model, config, config.layout(worker.size), total_steps=warm_up + steps)
     step_s = _time_steps(engine, MicroBatch({"input_ids": tokens}, tokens), recipe, worker, warm_up, steps)
     samples_per_s = config.global_batch_size / step_s
-    peak = peak_flops(worker.device, DTYPES[config.precision])
+    peak = peak_flops(worker.device, TORCH_DTYPES[config.precision])
     reached = Reached(
         name=recipe.name,
         num_parameters=_count(shape),

@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 
-from benchmarks.training.launch import torchrun
+from benchmarks.launch import torchrun
 
 WORKERS = (1, 2, 4)
 

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.machine import machine, today, versions
+from benchmarks.markdown import table, verdict
 from benchmarks.training.contenders import CONTENDERS
-from benchmarks.training.machine import machine, today, versions
 from benchmarks.training.memory import Holding
 from benchmarks.training.throughput import WARM_UP_STEPS, Comparison
 
@@ -31,18 +32,13 @@ def report(found: Findings) -> str:
     return "\n\n".join(section.strip() for section in sections) + "\n"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def _title(found: Findings) -> str:
     rounds = len(found.comparisons[0].rounds)
     return f"""
 # Training: results
 
-`make bench-training`, {today()}, {found.minutes:.1f} minutes, {rounds} rounds. {machine()}. {versions(_PACKAGES)}.
+`python -m benchmarks.training --rounds {rounds}`, {today()}, {found.minutes:.1f} minutes.
+{machine()}. {versions(_PACKAGES)}.
 Load average over 1, 5 and 15 minutes: {found.load_before} before, {found.load_after} after. Anything above
 0.5 before means that other work took part of the cores, and that single numbers are worth little; ratios of runs
 that follow each other are worth more."""
@@ -54,8 +50,8 @@ def _goals(found: Findings) -> str:
     prepared = max(each.start_ratio_prepared("torchrun").median for each in found.comparisons)
     started = f"{start:.2f}; {prepared:.2f} without preparing data"
     rows = [
-        ("steps/s after start-up / the best peer's", f"≥ {GOAL_SPEED}", f"{speed:.3f}", _verdict(speed >= GOAL_SPEED)),
-        ("time to the first step / torchrun's", f"≤ {GOAL_START}", started, _verdict(start <= GOAL_START)),
+        ("steps/s after start-up / the best peer's", f"≥ {GOAL_SPEED}", f"{speed:.3f}", verdict(speed >= GOAL_SPEED)),
+        ("time to the first step / torchrun's", f"≤ {GOAL_START}", started, verdict(start <= GOAL_START)),
         _memory_goal(found, "bytes that a rank holds / the ZeRO paper's", accumulates=False),
         _memory_goal(found, "the same where micro-batches are added up", accumulates=True),
         ("MFU of 350 M and 1.3 B parameters on one H100", "≥ 0.50", "measured by benchmarks.training.gpu", "open"),
@@ -70,11 +66,7 @@ def _memory_goal(found: Findings, what: str, accumulates: bool) -> tuple[str, ..
     """To hold less than the paper says is no fault."""
     differences = [each.difference for each in found.holdings if (each.accumulation > 1) == accumulates]
     least, most = min(differences), max(differences)
-    return what, f"within {GOAL_MEMORY:.0%}", f"{least:+.1%} to {most:+.1%}", _verdict(most <= GOAL_MEMORY)
-
-
-def _verdict(holds: bool) -> str:
-    return "reached" if holds else "**missed**"
+    return what, f"within {GOAL_MEMORY:.0%}", f"{least:+.1%} to {most:+.1%}", verdict(most <= GOAL_MEMORY)
 
 
 def _speed(found: Findings) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from benchmarks.rounds import turns
+from benchmarks.spread import Spread
 from benchmarks.training.cases import Case, copy_corpus
 from benchmarks.training.contenders import CONTENDERS, Trial
 from benchmarks.training.workload import Workload
@@ -14,21 +16,6 @@ from benchmarks.training.workload import Workload
 WARM_UP_STEPS = 10
 Round = dict[str, Trial]
 """One run of each contender, one after the other."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A number that was measured several times."""
-
-    values: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        """Of the values."""
-        return median(self.values)
-
-    def __str__(self) -> str:
-        return f"{self.median:.3f} ({min(self.values):.3f} to {max(self.values):.3f})"
 
 
 @dataclass(frozen=True)
@@ -54,16 +41,16 @@ class Comparison:
 
     def speed_ratio(self, peer: str) -> Spread:
         """Rayloom's steps per second / the peer's, round by round."""
-        return _ratio(self.steps_per_s("Rayloom"), self.steps_per_s(peer))
+        return self.steps_per_s("Rayloom").over(self.steps_per_s(peer))
 
     def start_ratio(self, peer: str) -> Spread:
         """Rayloom's time to the first step / the peer's, round by round."""
-        return _ratio(self.first_step_s("Rayloom"), self.first_step_s(peer))
+        return self.first_step_s("Rayloom").over(self.first_step_s(peer))
 
     def start_ratio_prepared(self, peer: str) -> Spread:
         """The same without the time that preparing the data takes."""
         mine = Spread(tuple(seconds - self.preparation_s for seconds in self.first_step_s("Rayloom").values))
-        return _ratio(mine, self.first_step_s(peer))
+        return mine.over(self.first_step_s(peer))
 
 
 def compare(case: Case, num_rounds: int) -> Comparison:
@@ -74,11 +61,9 @@ def compare(case: Case, num_rounds: int) -> Comparison:
         began = time.monotonic()
         work = case.workload(folder)
         preparation_s = time.monotonic() - began
-        names = list(CONTENDERS)
-        rounds = []
-        for number in range(num_rounds):
-            order = [names[(number + place) % len(names)] for place in range(len(names))]
-            rounds.append({name: _run(name, case, work, folder) for name in order})
+        rounds = [
+            {name: _run(name, case, work, folder) for name in order} for order in turns(list(CONTENDERS), num_rounds)
+        ]
     return Comparison(case, preparation_s, tuple(rounds))
 
 
@@ -92,7 +77,3 @@ def _window(each: Round) -> tuple[int, int]:
     """The first and the last step between which time is taken: those that Rayloom tells of, after the warm-up."""
     known: Sequence[int] = sorted(set.intersection(*(set(trial.ends) for trial in each.values())))
     return next(step for step in known if step >= WARM_UP_STEPS), known[-1]
-
-
-def _ratio(ours: Spread, theirs: Spread) -> Spread:
-    return Spread(tuple(mine / other for mine, other in zip(ours.values, theirs.values, strict=True)))

@@ -62,6 +62,7 @@ def test_a_rank_that_sleeps_is_named_and_so_is_what_all_wait_in_after_one_has_sk
         assert seconds <= TIMEOUT_S + 10
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named_and_a_first_rank_that_is_frozen_ends_the_run(
     launch: Launch, tmp_path: Path, faults: Faults
 ) -> None:

@@ -46,7 +46,7 @@ def start(launch: Launch, model: str, poison: str, *overrides: str) -> Launched:
     ("model", "whose", "metric"),
     [
         ("PoisonedCnn", "the loss of rank 1", "loss"),
-        ("SteepCnn", "the gradient, and no rank's loss,", "grad_norm"),
+        pytest.param("SteepCnn", "the gradient, and no rank's loss,", "grad_norm", marks=pytest.mark.slow),
     ],
 )
 def test_a_step_that_is_not_finite_stops_the_run_tells_and_can_be_left_out(

@@ -3,28 +3,15 @@
 import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from tests.helpers import run
-from tests.parity.plans import HALF, KEPT, PLANS, STEPS, rows_of
+from tests.parity.plans import GOES_ON, HALF, KEPT, PLANS, STEPS, rows_of
 from tests.tables import Tables
 
 Losses = dict[str, dict[str, list[float]]]
 """By row, then by whose they are."""
-
-
-def launch(processes: int, *arguments: str) -> Losses:
-    done = run(
-        *("python", "-m", "tests.parity.worker", str(processes), *arguments),
-        environment={"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
-        timeout=600,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("LOSSES ")]
-    assert lines, done.stdout + done.stderr
-    found: Losses = json.loads(lines[0].removeprefix("LOSSES "))
-    return found
 
 
 def difference(losses: list[float], expected: list[float]) -> float:
@@ -36,18 +23,18 @@ def difference(losses: list[float], expected: list[float]) -> float:
 
 @dataclass(frozen=True)
 class Trained:
-    """What every row of the table came to, and the folder with the states that were kept."""
+    """What every row of the table came to, by the number of processes."""
 
-    losses: dict[int, Losses]
-    """By the number of processes."""
-    folder: Path
+    compared: dict[int, Losses]
+    went_on: dict[int, Losses]
+    """From each state that was kept after half of the steps."""
 
     def second_half(self) -> dict[str, list[float]]:
         """The losses that each kept state went on to, by its folder's name."""
         rows = {processes: rows_of(processes) for processes in PLANS}
         return {
             rows[processes][name].slug: each["plan"][HALF:STEPS]
-            for processes, found in self.losses.items()
+            for processes, found in self.compared.items()
             for name, each in found.items()
             if rows[processes][name].is_kept
         }
@@ -55,13 +42,23 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    folder = tmp_path_factory.mktemp("states")
-    return Trained({processes: launch(processes, "compare", str(folder)) for processes in PLANS}, folder)
+    done = run(
+        *("python", "-m", "tests.parity.worker", str(tmp_path_factory.mktemp("states"))),
+        environment={"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+        timeout=900,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("LOSSES ")]
+    assert lines, done.stdout + done.stderr
+    found = json.loads(lines[0].removeprefix("LOSSES "))
+    compared, went_on = (
+        {int(number): losses for number, losses in found[what].items()} for what in ("compare", "go on")
+    )
+    return Trained(compared, went_on)
 
 
 @pytest.mark.parametrize("processes", PLANS)
 def test_every_plan_trains_the_same_model(processes: int, trained: Trained, tables: Tables) -> None:
-    found, rows = trained.losses[processes], rows_of(processes)
+    found, rows = trained.compared[processes], rows_of(processes)
     apart = {name: difference(losses["plan"], losses["plain"]) for name, losses in found.items()}
     tables.add(
         f"losses of {STEPS} steps against one process of plain PyTorch, {processes} processes",
@@ -74,17 +71,12 @@ def test_every_plan_trains_the_same_model(processes: int, trained: Trained, tabl
         assert apart[name] <= rows[name].tolerance, name
 
 
-GOES_ON = {
-    1: ["one process, sgd", "one process, adamw"],
-    2: ["ZeRO 1, sgd", "ZeRO 1, adamw", "ZeRO 3, adamw", "tensor 2, adamw", "pipeline 2, adamw"],
-}
-
-
 def test_a_run_goes_on_under_any_plan_on_any_number_of_processes(trained: Trained, tables: Tables) -> None:
     expected, table = trained.second_half(), []
     assert len(expected) == len(KEPT)
     for processes, wanted in GOES_ON.items():
-        for name, found in launch(processes, "go-on", str(trained.folder), *wanted).items():
+        assert trained.went_on[processes].keys() == set(wanted)
+        for name, found in trained.went_on[processes].items():
             for slug, losses in found.items():
                 apart = difference(losses, expected[slug])
                 table.append((slug.replace("_", " "), name, f"{apart:.1e}"))

@@ -61,39 +61,62 @@ def stop_launcher(run: Launched) -> None:
     os.kill(run.pid, signal.SIGTERM)
 
 
-def test_an_interrupted_run_ends_with_the_same_bits(
-    launch: Launch, tmp_path: Path, uninterrupted: Trained, faults: Faults
-) -> None:
-    storage = tmp_path / "storage"
+class Interrupted:
+    """The run that every strike hits, and that goes on after each."""
 
-    def strike(row: str, injected: str, harm: Callable[[Launched], None], *overrides: str, within_s: float) -> Launched:
-        with faults(row, f"torchrun: {injected}", f"gone in {within_s:g} s; its state is kept") as fault:
-            run = under_way(launch, storage, *overrides)
-            kept, struck = newest_step(storage), time.monotonic()
+    def __init__(self, launch: Launch, storage: Path, faults: Faults) -> None:
+        self._launch, self.storage, self._faults = launch, storage, faults
+
+    def strike(
+        self, row: str, injected: str, harm: Callable[[Launched], None], *overrides: str, within_s: float
+    ) -> Launched:
+        with self._faults(row, f"torchrun: {injected}", f"gone in {within_s:g} s; its state is kept") as fault:
+            run = under_way(self._launch, self.storage, *overrides)
+            kept, struck = newest_step(self.storage), time.monotonic()
             harm(run)
             wait_until(lambda: not run.left(), within_s)
-            (folder,) = storage.glob("runs/train/*")
-            lost = records_of(folder)[-1]["step"] - newest_step(storage)
+            (folder,) = self.storage.glob("runs/train/*")
+            lost = records_of(folder)[-1]["step"] - newest_step(self.storage)
             fault.saw(f"gone after {time.monotonic() - struck:.1f} s, {lost} steps lost")
-            assert newest_step(storage) >= kept
+            assert newest_step(self.storage) >= kept
             assert lost < 2 * EVERY_STEPS, "the state before the last one is kept before the next one is"
             return run
 
-    killed = strike("T1", "SIGKILL of a rank", kill_rank, within_s=10)
-    assert killed.ends() != 0
-    strike("T2", "SIGKILL of torchrun", kill_launcher, within_s=10)
-    strike("T10", "SIGSTOP of a rank", freeze_rank, IMPATIENT, within_s=HANG_TIMEOUT_S + 10)
-    stopped = strike("stop", "SIGTERM of a rank", stop_rank, within_s=30)
-    assert (stopped.ends(), stopped.result()["status"]) == (0, "stopped")
-    assert stopped.result()["metrics"]["steps"] == newest_step(storage), "the state at the stop is kept"
-    stopped = strike("stop", "SIGTERM of torchrun", stop_launcher, within_s=30)
-    assert stopped.result()["metrics"]["steps"] == newest_step(storage)
+    def require_the_bits_of(self, uninterrupted: Trained, after: str) -> None:
+        """Let it come to its end."""
+        stopped_at = newest_step(self.storage)
+        with self._faults("T1", f"torchrun: {after} on one run", "ends with the same bits") as fault:
+            result = self._launch.torchrun("-m", "app.training", "recipes/digits.yaml", *INTERRUPTED).result()
+            assert result["metrics"]["resumed_from_step"] == stopped_at
+            assert Trained.of(result) == uninterrupted
+            fault.saw(f"weights, losses and all {len(uninterrupted.state)} tensors of the last checkpoint are the same")
 
-    with faults("T1", "torchrun: all of T1, T2, T10 and stop on one run", "ends with the same bits") as fault:
-        result = launch.torchrun("-m", "app.training", "recipes/digits.yaml", *INTERRUPTED).result()
-        assert result["metrics"]["resumed_from_step"] == stopped.result()["metrics"]["steps"]
-        assert Trained.of(result) == uninterrupted
-        fault.saw(f"weights, losses and all {len(uninterrupted.state)} tensors of the last checkpoint are the same")
+
+@pytest.fixture
+def interrupted(launch: Launch, tmp_path: Path, faults: Faults) -> Interrupted:
+    return Interrupted(launch, tmp_path / "storage", faults)
+
+
+def test_a_run_that_is_killed_and_stopped_ends_with_the_same_bits(
+    interrupted: Interrupted, uninterrupted: Trained
+) -> None:
+    killed = interrupted.strike("T1", "SIGKILL of a rank", kill_rank, within_s=10)
+    assert killed.ends() != 0
+    stopped = interrupted.strike("stop", "SIGTERM of torchrun", stop_launcher, within_s=30)
+    assert stopped.result()["metrics"]["steps"] == newest_step(interrupted.storage)
+    interrupted.require_the_bits_of(uninterrupted, "T1 and stop")
+
+
+@pytest.mark.slow
+def test_a_run_that_loses_its_launcher_and_whose_ranks_are_frozen_and_stopped_ends_with_the_same_bits(
+    interrupted: Interrupted, uninterrupted: Trained
+) -> None:
+    interrupted.strike("T2", "SIGKILL of torchrun", kill_launcher, within_s=10)
+    interrupted.strike("T10", "SIGSTOP of a rank", freeze_rank, IMPATIENT, within_s=HANG_TIMEOUT_S + 10)
+    stopped = interrupted.strike("stop", "SIGTERM of a rank", stop_rank, within_s=30)
+    assert (stopped.ends(), stopped.result()["status"]) == (0, "stopped")
+    assert stopped.result()["metrics"]["steps"] == newest_step(interrupted.storage), "the state at the stop is kept"
+    interrupted.require_the_bits_of(uninterrupted, "T2, T10 and stop")
 
 
 def test_ray_starts_the_workers_again(

@@ -11,6 +11,7 @@ CLIPPING = 0.5  # smaller than any gradient here, so every step is clipped
 FACTS = {"vocab_size": 257, "max_length": LENGTH}
 MODELS = {
     "gpt": ModelConfig(factory="app.models.gpt:gpt", args={"layers": 4, "width": 32, "heads": 4}),
+    "short gpt": ModelConfig(factory="app.models.gpt:gpt", args={"layers": 1, "width": 32, "heads": 4}),
     "llama": ModelConfig(
         factory="app.models.huggingface:causal_lm",
         args={
@@ -60,7 +61,7 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         "one process": {"zero_stage": 0},
         "one process, accumulation 4": {"zero_stage": 1, "micro_batch": 4},
-        "one process, torch.compile": {"torch_compile": True},
+        "one process, torch.compile": {"torch_compile": True, "model": "short gpt"},  # each layer takes long to compile
     },
     2: {
         **{f"ZeRO {stage}": {"zero_stage": stage} for stage in range(4)},
@@ -91,6 +92,11 @@ KEPT = (
     "ZeRO 0, sgd", "ZeRO 3, sgd", "pipeline 2, sgd", "ZeRO 1, adamw", "ZeRO 3, adamw", "ZeRO 1, bf16, adamw",
     "tensor 2, adamw", "pipeline 2, adamw", "pipeline 2 x tensor 2 x data 2, adamw",
 )  # fmt: skip
+GOES_ON = {
+    1: ["one process, sgd", "one process, adamw"],
+    2: ["ZeRO 1, sgd", "ZeRO 1, adamw", "ZeRO 3, adamw", "tensor 2, adamw", "pipeline 2, adamw"],
+}
+"""The plans that go on from every state, by the number of processes."""
 
 
 def rows_of(workers: int) -> dict[str, Row]:

@@ -1,10 +1,10 @@
-"""python -m tests.parity.worker PROCESSES compare|go-on FOLDER ROW…: what plans do to the loss, as a line of JSON."""
+"""python -m tests.parity.worker FOLDER: what plans do to the loss, as a line of JSON; states are kept in FOLDER."""
 
 import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 
 import torch
@@ -26,7 +26,20 @@ from app.training.engine import TrainingEngine, create_engine
 from app.training.engine.objective import Totals
 from app.training.engine.schedule import lr_factor
 from app.training.worker import import_deepspeed, start_worker
-from tests.parity.plans import BATCH, CLIPPING, FACTS, HALF, LENGTH, MODELS, OPTIMIZERS, STEPS, Row, rows_of
+from tests.parity.plans import (
+    BATCH,
+    CLIPPING,
+    FACTS,
+    GOES_ON,
+    HALF,
+    LENGTH,
+    MODELS,
+    OPTIMIZERS,
+    PLANS,
+    STEPS,
+    Row,
+    rows_of,
+)
 
 
 def global_batches() -> list[torch.Tensor]:
@@ -131,31 +144,44 @@ def go_on(row: Row, folder: UPath) -> dict[str, list[float]]:
 
 
 Losses = dict[str, list[float]]
+"""By whose they are."""
 Found = dict[str, Losses]
+"""By row."""
 
-WORK: dict[str, Callable[[Row, UPath], Losses]] = {"compare": compare, "go-on": go_on}
 
-
-def work(what: str, folder: str, wanted: list[str]) -> Found:
+def work(make: Callable[[Row, UPath], Losses], folder: str, wanted: list[str]) -> Found:
     """One rank's part."""
     torch.set_num_threads(1)
     start_worker(TrainConfig())
     rows = rows_of(torch.distributed.get_world_size())
-    found = {name: WORK[what](row, UPath(folder)) for name, row in rows.items() if not wanted or name in wanted}
+    found = {name: make(row, UPath(folder)) for name, row in rows.items() if name in wanted}
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     return found
 
 
+def launch(processes: int, make: Callable[[Row, UPath], Losses], folder: str, wanted: Iterable[str]) -> Found:
+    """What so many processes find, in their first one's words.
+
+    They are forked: what eight processes import takes longer than what they train.
+    """
+    config = LaunchConfig(
+        1, 1, processes, run_id="parity", rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork"
+    )
+    found: Found = elastic_launch(config, work)(make, folder, list(wanted))[0]
+    return found
+
+
 def main() -> None:
     warnings.filterwarnings("ignore")
-    processes, what, folder, *wanted = sys.argv[1:]
     os.environ["DS_ACCELERATOR"] = "cpu"
-    import_deepspeed()  # once: forked, for what eight processes import takes longer than what they train
-    config = LaunchConfig(
-        1, 1, int(processes), run_id="parity", rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork"
-    )
-    print("LOSSES " + json.dumps(elastic_launch(config, work)(what, folder, wanted)[0]), flush=True)
+    import_deepspeed()
+    folder = sys.argv[1]
+    found = {
+        "compare": {processes: launch(processes, compare, folder, rows_of(processes)) for processes in PLANS},
+        "go on": {processes: launch(processes, go_on, folder, wanted) for processes, wanted in GOES_ON.items()},
+    }
+    print("LOSSES " + json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -124,6 +124,7 @@ def test_too_few_samples_for_a_batch_are_refused() -> None:
         ("app.models.image:small_cn", {}, "did you mean 'small_cnn'"),
         ("app.models.image:small_cnn", {"widht": 8}, "model.args.widht; did you mean 'width'"),
         ("app.models.image:small_cnn", {"width": 9}, "not a multiple of 8"),
+        ("app.models.image:small_cnn", {"poolings": 0}, "poolings 0 is less than 1"),
         ("app.models.image:small_cnn", {"width": -8}, "refuses model.args"),
         ("app.models.text:encoder_classifier", {}, "model.args.vocab_size is missing"),
         ("app.training.run_folder:DATA", {}, "expected a function"),
@@ -141,6 +142,16 @@ def test_resnet50_has_its_size_and_answers_logits() -> None:
     model = build_model(ModelConfig(factory="app.models.image:resnet50"), {"num_labels": 1000, "channels": 3}).eval()
     assert sum(each.numel() for each in model.parameters()) == 25_557_032  # of the paper's network, as in torchvision
     assert logits_of(model(pixel_values=torch.zeros(2, 3, 64, 64))).shape == (2, 1000)
+
+
+def test_each_pooling_halves_the_picture_and_adds_a_convolution_twice_as_wide() -> None:
+    facts = {"num_labels": 10, "channels": 1, "image_size": 28}
+    for poolings, size in ((1, 14), (2, 7), (3, 3)):
+        config = ModelConfig(factory="app.models.image:small_cnn", args={"width": 8, "poolings": poolings})
+        model = build_model(config, facts)
+        pixels = torch.zeros(2, 1, 28, 28)
+        assert model(pixels).shape == (2, 10)
+        assert model.features[:-2](pixels).shape == (2, 8 * 2 ** (poolings + 1), size, size)
 
 
 def test_the_latest_run_is_found_whatever_other_runs_left() -> None:

@@ -9,12 +9,12 @@ from upath import UPath
 
 from app.config import Layout, Precision
 from app.errors import TrainingError
+from app.models.precision import TORCH_DTYPES
 from app.storage import Advance, local_copy, unheard
 from app.training.checkpoints import names
 from app.training.checkpoints.restore import apply_own, apply_state, destinations
 from app.training.checkpoints.state import TrainState
 from app.training.checkpoints.writer import STATE_FILE
-from app.training.data.micro_batch import DTYPES
 from app.training.engine import TrainingEngine
 
 
@@ -74,4 +74,4 @@ def _as_validated(tensor: Tensor, precision: Precision) -> Tensor:
     """float32, if it has a fraction, after the rounding of training's precision."""
     if not tensor.is_floating_point():
         return tensor
-    return tensor.to(DTYPES[precision]).float()
+    return tensor.to(TORCH_DTYPES[precision]).float()

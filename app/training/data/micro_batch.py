@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.config import Precision, TrainConfig
-
-DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from app.config import TrainConfig
+from app.models.precision import TORCH_DTYPES
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class MicroBatch:
 
     def to(self, device: torch.device, config: TrainConfig) -> "MicroBatch":
         """On ``device``, numbers with a fraction in the precision of training."""
-        dtype = DTYPES[config.precision]
+        dtype = TORCH_DTYPES[config.precision]
         inputs = {
             name: each.to(device, dtype if each.is_floating_point() else None, non_blocking=True)
             for name, each in self.inputs.items()

@@ -7,7 +7,7 @@ from typing import Any
 from app.config import Layout, TrainConfig
 from app.models.kind import ModelKind
 from app.training.engine.deepspeed_config import deepspeed_config
-from app.training.engine.nvme import require_aligned_gradients, with_own_folder
+from app.training.engine.nvme import load_asynchronous_io, require_aligned_gradients, with_own_folder
 from app.training.engine.optimizer import create_optimizer, create_scheduler
 from app.training.worker import import_deepspeed
 
@@ -16,6 +16,7 @@ def initialize(model: Any, config: TrainConfig, layout: Layout, total_steps: int
     """The engine for ``model``, cut from a model of ``kind``."""
     swaps = config.plan.offload == "nvme"
     if swaps:
+        load_asynchronous_io()
         config = with_own_folder(config)
     optimizer = create_optimizer(model, config)
     with redirect_stdout(io.StringIO()):  # some of its optimizers print what memory they take

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from app.config import TrainConfig
 from app.errors import TrainingError
+from app.training.engine.extensions import load_extension
 from app.training.worker import import_deepspeed
 
 
@@ -25,6 +26,14 @@ def require_asynchronous_io() -> None:
             "train.plan.offload is nvme, and DeepSpeed cannot compile its asynchronous I/O here: install libaio-dev "
             "and a C++ compiler, or offload to cpu"
         )
+
+
+def load_asynchronous_io() -> None:
+    """Load what DeepSpeed reads and writes the disk with."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder, PinMemoryBuilder
+
+    for builder in (PinMemoryBuilder(), AsyncIOBuilder()):  # the second is linked to the first
+        load_extension(builder)
 
 
 def with_own_folder(config: TrainConfig) -> TrainConfig:

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from app.config import TrainConfig
+from app.training.engine.extensions import load_extension
 from app.training.engine.schedule import lr_factor
 
 
@@ -19,8 +20,10 @@ def create_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optim
     if optimizer.name == "sgd":
         return torch.optim.SGD(groups, lr=optimizer.lr, momentum=optimizer.momentum)
     if config.plan.offload != "none":
-        from deepspeed.ops.adam import DeepSpeedCPUAdam  # compiles its kernel on first use
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+        from deepspeed.ops.op_builder import CPUAdamBuilder
 
+        load_extension(CPUAdamBuilder())
         offloaded: torch.optim.Optimizer = DeepSpeedCPUAdam(
             groups, lr=optimizer.lr, betas=optimizer.betas, adamw_mode=True
         )

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from app.config import Layout, TrainConfig
+from app.models.precision import TORCH_DTYPES
 from app.telemetry.flops import flops_per_sample, utilisation
 from app.telemetry.peak import peak_flops
-from app.training.data.micro_batch import DTYPES, MicroBatch
+from app.training.data.micro_batch import MicroBatch
 from app.training.worker import Worker
 from app.warnings import attempt
 
@@ -31,7 +32,7 @@ class Meter:
     def of(cls, model: nn.Module, config: TrainConfig, layout: Layout, worker: Worker) -> "Meter":
         """A meter for the whole ``model``, before it is cut."""
         shape = copy.deepcopy(model).to("meta") if worker.is_first else None
-        return cls(layout, worker.device, DTYPES[config.precision], shape)
+        return cls(layout, worker.device, TORCH_DTYPES[config.precision], shape)
 
     def utilisation(self, batch: MicroBatch, seconds: float) -> float | None:
         """Model FLOPs utilisation of a step of ``seconds`` on micro-batches like ``batch``; None if unknown."""

@@ -10,13 +10,22 @@ from pathlib import Path
 
 import psutil
 
+from app.engines.architecture import cpu_flags, usable_cores
+
+_FEATURES = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")
+
 
 def machine() -> str:
     """The processor, its cores as this process sees them, and memory; nothing that names the machine."""
     found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
     model = found[1] if found else platform.machine()
-    cores = len(os.sched_getaffinity(0))
-    return f"{cores} cores of {model}, {psutil.virtual_memory().total / 2**30:.0f} GiB of memory"
+    return f"{usable_cores()} cores of {model}, {psutil.virtual_memory().total / 2**30:.0f} GiB of memory"
+
+
+def cpu_features() -> tuple[str, ...]:
+    """What this CPU has of the instructions that models are compiled for, as Linux names them."""
+    flags = cpu_flags()
+    return tuple(each for each in _FEATURES if each in flags)
 
 
 def versions(packages: Sequence[str]) -> str:

@@ -12,10 +12,11 @@ def torchrun(processes: int, module: str, *arguments: str) -> str:
     return python("torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", module, *arguments)
 
 
-def python(module: str, *arguments: str) -> str:
+def python(module: str, *arguments: str, **environment: str) -> str:
     """Run ``python -m module`` on the CPU; what it printed. Raises RuntimeError if it fails."""
     command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **_ON_CPU})
+    variables = {**os.environ, **_ON_CPU, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
     if done.returncode:
         raise RuntimeError(f"{command} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return done.stdout

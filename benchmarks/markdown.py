@@ -1,0 +1,14 @@
+"""What every RESULTS.md is made of."""
+
+from collections.abc import Sequence
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def verdict(holds: bool) -> str:
+    """Beside a goal."""
+    return "reached" if holds else "**missed**"
