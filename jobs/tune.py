@@ -45,7 +45,7 @@ def tune(run: Run) -> Outcome:
     connect()
     require(resources_of(own.train, own.train.workers_range[1]), "a trial's workers")
     study = _study(run, url, space, config)
-    budget = Budget(config.stop, config.objectives[0], study.epochs_trained)
+    budget = Budget(config.stop, config.objectives[0], study.epochs_trained, study.seconds)
     search = Search(recipe, config, study, run.folder, budget)
     run.until_result.enter_context(held(run.folder))
     run.open()

@@ -16,6 +16,8 @@ Sampler = Literal["tpe", "random", "cmaes", "gp", "nsga2", "grid", "qmc"]
 Scheduler = Literal["asha", "hyperband", "median", "pbt", "none"]
 
 _MAXIMAL = {"val_accuracy", "samples_per_s"}
+_LEAST_RANDOM = 4
+"""Of fewer trials a sampler learns next to nothing."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,9 @@ Modes = Annotated[list[Mode], BeforeValidator(_as_list, json_schema_input_type=M
 class StopConfig(Section):
     """When the search ends before its last trial; each limit alone is enough."""
 
-    time_s: Annotated[float, Field(gt=0.0)] | None = Field(default=None, description="seconds since the search began")
+    time_s: Annotated[float, Field(gt=0.0)] | None = Field(
+        default=None, description="seconds of searching, without those between a stop and tune.resume"
+    )
     epochs: PositiveInt | None = Field(default=None, description="epochs trained, over all trials")
     patience: PositiveInt | None = Field(default=None, description="ended trials without a better best value")
     min_delta: Annotated[float, Field(ge=0.0)] = Field(default=0.0, description="what counts as better, for patience")
@@ -71,8 +75,10 @@ class TuneConfig(Section):
     trials: PositiveInt = 32
     epochs: PositiveInt | None = Field(default=None, description="of a trial, at most; default: train.epochs")
     sampler: Sampler = Field(default="tpe", description="who proposes values: learns from the trials before")
-    random_trials: Annotated[int, Field(ge=0)] = Field(
-        default=24, description="trials that are drawn at random before tpe, cmaes or gp begin to learn"
+    random_trials: Annotated[int, Field(ge=0)] | None = Field(
+        default=None,
+        description="trials that are drawn at random before tpe, cmaes or gp begin to learn; "
+        "default: a third of trials, four at least",
     )
     scheduler: Scheduler = Field(
         default="asha", description="who ends trials that are behind: each is recorded as pruned, with its values"
@@ -99,6 +105,11 @@ class TuneConfig(Section):
     resume: bool = Field(
         default=False, description="go on with the newest tune run of this recipe that has not finished, or start one"
     )
+
+    @property
+    def startup_trials(self) -> int:
+        """Trials before the sampler begins to learn."""
+        return max(_LEAST_RANDOM, self.trials // 3) if self.random_trials is None else self.random_trials
 
     @property
     def objectives(self) -> list[Objective]:

@@ -14,14 +14,19 @@ from app.tuning.study import SearchStudy
 class Budget(Stopper):  # type: ignore[misc] # Ray has no types
     """Ends the whole search when time or epochs are spent, or nothing better has come for long."""
 
-    def __init__(self, limits: StopConfig, objective: Objective, epochs: int) -> None:
-        """``epochs`` were trained before, by the search that this one goes on with."""
+    def __init__(self, limits: StopConfig, objective: Objective, epochs: int, seconds: float) -> None:
+        """``epochs`` and ``seconds`` were spent before, by the search that this one goes on with."""
         self._limits, self._sign = limits, 1.0 if objective.mode == "min" else -1.0
-        self._began, self._epochs = time.monotonic(), epochs
+        self._began, self._epochs = time.monotonic() - seconds, epochs
         self.reason: str | None = None
         """Why the search ends early."""
         self.was_asked = False
         """Whether somebody asked for the end, so that the search can go on later."""
+
+    @property
+    def seconds(self) -> float:
+        """Spent on the search until now, without those in which it was stopped."""
+        return time.monotonic() - self._began
 
     def ask(self) -> None:
         """Somebody wants the search to end."""
@@ -61,6 +66,6 @@ class Budget(Stopper):  # type: ignore[misc] # Ray has no types
     def stop_all(self) -> bool:
         """Whether the search ends now."""
         limit = self._limits.time_s
-        if limit and time.monotonic() - self._began > limit:
+        if limit and self.seconds > limit:
             self.reason = self.reason or f"tune.stop.time_s {limit:g} is over"
         return self.reason is not None

@@ -66,6 +66,7 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
         self._study.report(trial.config[NUMBER], epoch.epoch, epoch.value)
         trial.config[HEARD] = epoch.epoch
         self._budget.epoch()
+        self._study.note_seconds(self._budget.seconds)
         self._table.epoch(trial.config[NUMBER], epoch)
 
     @_writes
@@ -101,6 +102,7 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
         self._ended(number)
 
     def _ended(self, number: int) -> None:
+        self._study.note_seconds(self._budget.seconds)
         self._budget.trial_ended(self._study)
         self._table.ended(self._study, number)
 

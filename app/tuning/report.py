@@ -1,6 +1,5 @@
 """What a person looks at after a search: a table of all trials, and a page of Optuna's plots."""
 
-import html
 import io
 import json
 import warnings
@@ -15,6 +14,7 @@ from optuna.trial import FrozenTrial, TrialState
 from upath import UPath
 
 from app.config import Objective
+from app.page import Page
 from app.storage import write_atomically
 from app.tuning.outcome import TuneMetrics
 from app.tuning.trials import CAUSE, DUPLICATE_OF, FAILURES, LEARNED_FROM, STOPPED_EARLY, epochs_of, values_of
@@ -35,19 +35,12 @@ def write_trials(study: Study, objectives: list[Objective], folder: UPath) -> UP
 
 def write_report(study: Study, objectives: list[Objective], metrics: TuneMetrics, folder: UPath) -> UPath:
     """``report.html``: one page that needs no network."""
-    parts = [_summary(study, metrics)]
-    script = True
+    page = Page(study.study_name)
+    page.add_facts(_summary(metrics))
     for title, plot in _plots(study, objectives):
-        body = _draw(plot, script)
-        script = script and "<script" not in body
-        parts.append(f"<h2>{html.escape(title)}</h2>\n{body}")
-    page = (
-        "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
-        f"<title>{html.escape(study.study_name)}</title>"
-        "<style>body{font-family:sans-serif;max-width:75rem;margin:2rem auto}td,th{padding:.2rem .8rem;"
-        "text-align:left}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
-    )
-    write_atomically(folder / REPORT_FILE, page.encode())
+        page.add_heading(title)
+        _add_plot(page, plot)
+    page.write(folder / REPORT_FILE)
     return folder / REPORT_FILE
 
 
@@ -91,18 +84,18 @@ def _value(index: int, trial: FrozenTrial) -> float:
     return float(trial.values[index])
 
 
-def _draw(plot: Plot, with_script: bool) -> str:
-    """The plot as HTML; a sentence where there are too few trials for it."""
+def _add_plot(page: Page, plot: Plot) -> None:
+    """The plot; a sentence where there are too few trials for it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return str(plot().to_html(full_html=False, include_plotlyjs=with_script))
+            page.add_figure(plot())
     except (ValueError, RuntimeError, ZeroDivisionError) as error:
-        return f"<p>Too few complete trials for this plot: {html.escape(str(error))}</p>"
+        page.add_text(f"Too few complete trials for this plot: {error}")
 
 
-def _summary(study: Study, metrics: TuneMetrics) -> str:
-    rows = {
+def _summary(metrics: TuneMetrics) -> dict[str, object]:
+    return {
         "best trial": metrics.best_trial,
         **metrics.best_values,
         "trials": f"{metrics.trials}: {metrics.trials_complete} complete, {metrics.trials_pruned} pruned, "
@@ -111,7 +104,3 @@ def _summary(study: Study, metrics: TuneMetrics) -> str:
         "epochs trained": metrics.epochs_trained,
         **metrics.best_params,
     }
-    cells = "".join(
-        f"<tr><th>{html.escape(str(name))}</th><td>{html.escape(str(value))}</td></tr>" for name, value in rows.items()
-    )
-    return f"<h1>{html.escape(study.study_name)}</h1>\n<table>{cells}</table>"

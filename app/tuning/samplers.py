@@ -23,7 +23,7 @@ from app.config import TuneConfig
 
 def create_sampler(config: TuneConfig, past: int) -> BaseSampler:
     """The recipe's sampler; a study that goes on after ``past`` trials draws other random numbers than at first."""
-    seed, first = config.seed + 7919 * past, config.random_trials
+    seed, first = config.seed + 7919 * past, config.startup_trials
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         match config.sampler:

@@ -33,6 +33,8 @@ from app.tuning.trials import (
 )
 
 _MOST_DUPLICATES = 20
+_SECONDS = "seconds"
+"""Noted of the study."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,11 @@ class SearchStudy:
         """Over all trials of this search."""
         return sum(epochs_of(each) for each in self.trials)
 
+    @property
+    def seconds(self) -> float:
+        """Spent on this search, without those in which it was stopped, as ``note_seconds`` heard last."""
+        return float(self.study.user_attrs.get(_SECONDS, 0.0))
+
     def ask(self, most: int) -> Proposal | None:
         """The next trial: one that a search before this left running, else a new one; None if there are ``most``.
 
@@ -187,6 +194,11 @@ class SearchStudy:
         """The last epoch that was reported of a trial that runs."""
         with explained(self.url):
             return int(self._open[number].user_attrs.get(EPOCHS, 0))
+
+    def note_seconds(self, seconds: float) -> None:
+        """So long the search has taken until now; one that goes on counts from there."""
+        with explained(self.url):
+            self.study.set_user_attr(_SECONDS, seconds)
 
     def complete(self, number: int, values: Sequence[float], stopped_early: bool) -> None:
         """The trial trained to its end, or stopped early by itself."""

@@ -1,4 +1,9 @@
-"""Learning curves by real training; one that was trained before is read, for training is deterministic."""
+"""Learning curves by real training; one that was trained before is read, for training is deterministic.
+
+What was trained lies under a folder named by what determines a curve beside its recipe: torch, and the code that
+prepares data, makes models and trains them. In it, each curve is named by the checksum of its recipe. Another kind of
+processor may come to other numbers: a kept folder is for one machine.
+"""
 
 import json
 from dataclasses import dataclass, field
@@ -6,11 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from upath import UPath
 
 from app.checksums import sha256_of
+from app.code_revision import code_revision
 from app.config import Recipe
 from app.errors import NonFiniteLossError
+from app.storage import write_atomically
 from app.training.records import Ending
 from app.training.session import train
 from app.training.worker import start_worker
@@ -18,6 +26,9 @@ from app.tuning.attempt import Attempt, log_to
 from app.tuning.objectives import objective_of
 from app.tuning.trial_data import DataCache
 from app.tuning.trial_recipe import trial_recipe
+
+_TRAINS = ("data", "models", "training")
+"""The parts of the library that a curve depends on."""
 
 
 @dataclass
@@ -33,8 +44,9 @@ class Curves:
     """Trains what is asked for, an epoch at a time, and keeps it in a folder."""
 
     def __init__(self, recipe: Recipe, folder: Path) -> None:
-        self._recipe, self._folder = recipe, folder
-        self._data = DataCache(UPath(folder / "data"))
+        revision = sha256_of(f"{torch.__version__} {code_revision(*_TRAINS)}".encode())[:12]
+        self._recipe, self._folder = recipe, folder / revision
+        self._data = DataCache(UPath(self._folder / "data"))
         self._attempts: dict[str, Attempt] = {}
 
     def value(self, values: dict[str, Any], epoch: int) -> float | None:
@@ -77,8 +89,7 @@ class Curves:
 
     def _write(self, key: str, curve: Curve) -> None:
         file = self._folder / "curves" / f"{key}.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(curve.__dict__), encoding="utf-8")
+        write_atomically(UPath(file), json.dumps(curve.__dict__).encode())
 
 
 def _train(recipe: Recipe, data: DataCache, folder: UPath, report: Any) -> Ending:

@@ -1,16 +1,19 @@
 """RESULTS.md: what was reached, beside the goals."""
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.training.machine import machine, today, versions
-from benchmarks.training.report import table
+from benchmarks.machine import machine, today, versions
+from benchmarks.markdown import table, verdict
 from benchmarks.tuning.cases import Case
-from benchmarks.tuning.contenders import RANDOM, RAYLOOM
+from benchmarks.tuning.contenders import CONTENDERS, RANDOM, RAYLOOM
+from benchmarks.tuning.overhead import Overhead
 from benchmarks.tuning.race import Race
 
 GOAL_SHARE = 0.25
+GOAL_OVERHEAD_S = 1.5
 _PACKAGES = ("rayloom", "optuna", "ray", "torch", "deepspeed")
 
 
@@ -19,31 +22,48 @@ class Comparison:
     """Every contender on one case, once for each seed."""
 
     case: Case
-    races: Mapping[str, Sequence[Race]]
+    repeats: Sequence[Mapping[str, Race]]
+
+    def races(self, contender: str) -> list[Race]:
+        """One for each seed."""
+        return [repeat[contender] for repeat in self.repeats]
 
     def shares(self, contender: str) -> list[float]:
         """Epochs until the value that random search ends with, as a share of its epochs; infinite if never reached."""
         shares = []
-        for race, random in zip(self.races[contender], self.races[RANDOM], strict=True):
+        for race, random in zip(self.races(contender), self.races(RANDOM), strict=True):
             epochs = race.epochs_to(random.best[-1])
             shares.append(epochs / self.case.budget if epochs else float("inf"))
         return shares
 
     def finals(self, contender: str) -> list[float]:
         """The value after the whole budget."""
-        return [race.best[-1] for race in self.races[contender]]
+        return [race.best[-1] for race in self.races(contender)]
 
 
-def report(comparisons: Sequence[Comparison], minutes: float) -> str:
+@dataclass(frozen=True)
+class Findings:
+    """All that a run of the benchmark found."""
+
+    comparisons: Sequence[Comparison]
+    overhead: Overhead | None
+    load_before: str
+    minutes: float
+
+
+def report(found: Findings) -> str:
     """The whole of RESULTS.md."""
-    return "\n\n".join([_head(comparisons, minutes), _goals(comparisons), *map(_details, comparisons)]) + "\n"
+    sections = [_head(found), _goals(found), *map(_details, found.comparisons)]
+    if found.overhead:
+        sections.append(_overhead(found.overhead, found.load_before))
+    return "\n\n".join(sections) + "\n"
 
 
-def _head(comparisons: Sequence[Comparison], minutes: float) -> str:
-    repeats = len(comparisons[0].races[RAYLOOM])
+def _head(found: Findings) -> str:
+    repeats = len(found.comparisons[0].repeats)
     return f"""# Tuning: results
 
-`make bench-tuning`, {today()}, {minutes:.0f} minutes, {repeats} seeds. {machine()}. {versions(_PACKAGES)}.
+`make bench-tuning`, {today()}, {found.minutes:.0f} minutes, {repeats} seeds. {machine()}. {versions(_PACKAGES)}.
 
 Counted in epochs, which do not depend on the machine. Every epoch is real training; a configuration that several
 searches propose is trained once, for training is deterministic. One trial runs at a time, so that searches can be
@@ -51,16 +71,36 @@ repeated. Nobody starts from the recipe's own values, which Rayloom's first tria
 validation accuracy known so far."""
 
 
-def _goals(comparisons: Sequence[Comparison]) -> str:
+def _goals(found: Findings) -> str:
     rows = []
-    for each in comparisons:
-        share = statistics.median(each.shares(RAYLOOM))
+    for each in found.comparisons:
+        case, share = each.case.name, statistics.median(each.shares(RAYLOOM))
         own = statistics.median(each.finals(RAYLOOM))
-        peer = max(statistics.median(each.finals(name)) for name in each.races if name != RAYLOOM)
+        peer = max(statistics.median(each.finals(name)) for name in CONTENDERS if name != RAYLOOM)
         is_near = share <= GOAL_SHARE
-        rows += [_row(each.case, "epochs to random search's value", f"≤ {GOAL_SHARE:.0%}", _share(share), is_near)]
-        rows += [_row(each.case, "final value, beside the best peer's", f"≥ {peer:.4f}", f"{own:.4f}", own >= peer)]
-    return "## Goals\n\n" + table(["case", "medians over seeds", "goal", "reached", ""], rows)
+        rows += [_row(case, "epochs to random search's value", f"≤ {GOAL_SHARE:.0%}", _share(share), is_near)]
+        rows += [_row(case, "final value, beside the best peer's", f"≥ {peer:.4f}", f"{own:.4f}", own >= peer)]
+    if found.overhead:
+        seconds = found.overhead.per_trial
+        is_short = seconds.value <= GOAL_OVERHEAD_S
+        rows += [_row("digits, on Ray", "overhead of a trial", f"≤ {GOAL_OVERHEAD_S} s", f"{seconds} s", is_short)]
+    return "## Goals\n\n" + table(["case", "what", "goal", "reached", ""], rows) + "\n\nMedians over seeds."
+
+
+def _overhead(found: Overhead, load: str) -> str:
+    counts = Counter(each.epochs for each in found.trials)
+    lengths = " and ".join(f"{number} × {epochs}" for epochs, number in sorted(counts.items()))
+    rows = [["a trial, beside its training", str(found.per_trial)], ["an epoch", str(found.per_epoch)]]
+    return f"""## Overhead of a trial
+
+A search by `rayloom submit tune` on a local cluster, one trial at a time in one actor, after the first trial:
+{lengths} epochs. The time from a trial's start to the next one's, as a line over its epochs, by least squares.
+Load average over 1, 5 and 15 minutes before: {load}; anything above 0.5 means that other work took part of the cores.
+
+{table(["seconds", "with 95 % confidence"], rows)}
+
+Where the line begins is the overhead: asking the study, the model and its engine, the trial's folder, Ray Tune's turn.
+Its slope is an epoch, with validation, its checkpoint and Ray Tune's turn between epochs."""
 
 
 def _details(comparison: Comparison) -> str:
@@ -71,14 +111,14 @@ def _details(comparison: Comparison) -> str:
             ", ".join(_share(each) for each in comparison.shares(name)),
             f"{statistics.median(comparison.finals(name)):.4f}",
             ", ".join(f"{each:.4f}" for each in comparison.finals(name)),
-            f"{statistics.median(race.trials for race in comparison.races[name]):g}",
+            f"{statistics.median(race.trials for race in comparison.races(name)):g}",
         ]
-        for name in comparison.races
+        for name in CONTENDERS
     ]
     case = comparison.case
     head = ["search", "share of epochs, median", "each seed", "final value, median", "each seed", "trials"]
     return (
-        f"## {case.name}\n\n{case.budget} epochs: {case.trials} random trials of {case.epochs}. "
+        f"## {case.title}\n\n{case.budget} epochs: {case.trials} random trials of {case.epochs}. "
         f"Space `{case.space}`.\n\n" + table(head, rows)
     )
 
@@ -87,5 +127,5 @@ def _share(share: float) -> str:
     return f"{share:.0%}" if share != float("inf") else "never"
 
 
-def _row(case: Case, what: str, goal: str, reached: str, is_reached: bool) -> list[str]:
-    return [case.name, what, goal, reached, "reached" if is_reached else "missed"]
+def _row(case: str, what: str, goal: str, reached: str, is_reached: bool) -> list[str]:
+    return [case, what, goal, reached, verdict(is_reached)]

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pandas as pd
+import pytest
 from optuna.trial import TrialState
 
 from app.config import load_recipe
-from tests.helpers import ROOT, result_of, run
+from tests.helpers import ROOT, result_of, run, wait_until
+from tests.launch import Cluster
 from tests.search import DIGITS, search, trials_of
 
 
@@ -29,7 +31,8 @@ def test_a_search_gives_back_a_recipe_that_trains(cluster: dict[str, str]) -> No
     table = pd.read_parquet(artifacts["trials"])
     assert table["state"].tolist() == [each.state.name.lower() for each in trials]
     page = Path(artifacts["report"]).read_text(encoding="utf-8")
-    for title in ("History", "Parallel coordinates", "Slices", "Timeline", "Trials by epoch"):
+    of_val_accuracy = ("History", "What val_accuracy depends on", "Parallel coordinates", "Slices")
+    for title in (*of_val_accuracy, "Timeline", "Trials by epoch"):
         assert f"<h2>{title}" in page
     best = load_recipe(artifacts["best_recipe"])
     tree = json.loads(best.model_dump_json())
@@ -50,3 +53,41 @@ def test_a_trial_that_no_cluster_has_room_for_is_refused_at_once(cluster: dict[s
     result, _ = search(cluster, "tune.workers=64", "tune.scheduler=none", succeeds=False)
     assert "need 64 CPUs" in result["error"]
     assert sorted(Path(cluster["RAYLOOM_STORAGE"]).glob("*/*/*")) == before
+
+
+@pytest.mark.slow
+def test_trials_of_two_workers_report_every_epoch_and_free_them(cluster: dict[str, str], ray: Cluster) -> None:
+    result, _ = search(
+        cluster,
+        *("train.epochs=2", "train.profile={wait: 0, warmup: 0, active: 1}"),
+        *("tune.trials=2", "tune.workers=2", "tune.scheduler=none"),
+    )
+    trials = trials_of(cluster, result["run_id"])
+    assert [each.state for each in trials] == [TrialState.COMPLETE] * 2
+    assert [sorted(each.intermediate_values) for each in trials] == [[1, 2]] * 2
+    assert [each.value for each in trials] == [max(each.intermediate_values.values()) for each in trials]
+    assert result["metrics"]["best_value"] == max(each.value or 0.0 for each in trials) > 0.5
+    assert result["metrics"]["epochs_trained"] == 4
+    folder = Path(cluster["RAYLOOM_STORAGE"]) / "runs/tune" / result["run_id"]
+    profiles = sorted(str(each.relative_to(folder / "trials")) for each in folder.glob("trials/*/profile/rank*"))
+    assert profiles == [f"{trial:04d}/profile/rank{rank}.pt.trace.json" for trial in (0, 1) for rank in (0, 1)]
+    wait_until(ray.is_idle)
+
+
+@pytest.mark.slow
+def test_of_a_population_the_one_behind_goes_on_from_the_best(cluster: dict[str, str]) -> None:
+    result, _ = search(
+        cluster,
+        *("train.epochs=8", "train.early_stopping=null", "model.args.width=8"),
+        *("tune.space=tests.faults.troubled:rates", "tune.scheduler=pbt", "tune.trials=2", "tune.metric=val_loss"),
+        "tune.mode=min",
+    )
+    trials = trials_of(cluster, result["run_id"])
+    assert [each.state for each in trials] == [TrialState.COMPLETE] * 2
+    assert all(sorted(each.intermediate_values) == list(range(1, 9)) for each in trials)
+    assert not any(each.user_attrs.get("failures") for each in trials)
+    changed = [each for each in trials if each.user_attrs["values"] != each.params]
+    assert changed, "nobody was given another's values"
+    folder = Path(cluster["RAYLOOM_STORAGE"]) / "runs/tune" / result["run_id"]
+    for each in changed:
+        assert "going on from step" in (folder / f"trials/{each.number:04d}/log.txt").read_text(encoding="utf-8")

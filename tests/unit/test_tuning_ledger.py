@@ -23,7 +23,7 @@ def test_a_trial_whose_process_never_began_fails_alone(tmp_path: Path, capsys: p
     assert recipe.tune is not None
     space, objectives = load_space(recipe.tune.space, recipe), recipe.tune.objectives
     study = SearchStudy.create("one", make_url(f"sqlite:///{tmp_path / 'study.db'}"), space, recipe, recipe.tune)
-    budget = Budget(recipe.tune.stop, objectives[0], 0)
+    budget = Budget(recipe.tune.stop, objectives[0], epochs=0, seconds=0.0)
     ledger = Ledger(study, "none", UPath(tmp_path), budget, Table(objectives, 3), None)
     proposal = study.ask(1)
     assert proposal is not None

@@ -54,11 +54,11 @@ def test_a_branch_that_is_taken_seldom_is_walked_too(define: Callable[[object], 
         define(space)
 
 
-@pytest.mark.parametrize(("name", "file"), [("image", "digits"), ("text", "reviews"), ("language", "stdlib_gpt")])
-def test_the_spaces_that_come_with_rayloom_fit_their_recipes(name: str, file: str) -> None:
+@pytest.mark.parametrize("file", ["digits", "fashion", "reviews", "stdlib_gpt"])
+def test_the_spaces_that_come_with_rayloom_fit_their_recipes(file: str) -> None:
     own = load_recipe(ROOT / f"recipes/{file}.yaml")
-    space = load_space(f"tune_spaces.{name}:space", own)
     assert own.tune is not None
+    space = load_space(own.tune.space, own)
     for seed in range(20):
         trial_recipe(own, draw(space, seed), own.tune)
     assert space.contains(space.own_values(own))
@@ -121,6 +121,22 @@ def test_a_trial_has_as_few_workers_as_its_plan_needs() -> None:
     cut = load_recipe(RECIPE, ["train.plan.tensor=2"])
     assert trial_recipe(cut, {}, recipe.tune).train.workers == 2
     assert trial_recipe(recipe, {}, recipe.tune.model_copy(update={"workers": 4, "epochs": 2})).train.workers == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["tune.trials=24"], 8),
+        (["tune.trials=6"], 4),
+        (["tune.trials=24", "tune.random_trials=0"], 0),
+    ],
+)
+def test_a_third_of_the_trials_is_drawn_at_random_unless_the_recipe_says_how_many(
+    overrides: list[str], expected: int
+) -> None:
+    tune = load_recipe(RECIPE, overrides).tune
+    assert tune is not None
+    assert tune.startup_trials == expected
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,13 @@ import pytest
 from optuna.trial import TrialState
 from sqlalchemy import make_url
 from sqlalchemy.engine import URL
+from upath import UPath
 
+from app.config import Objective
 from app.errors import TuningError
 from app.tuning.budget import Budget
 from app.tuning.outcome import TuneMetrics
+from app.tuning.report import write_report
 from tests.studies import MOST, ask, create, recipe_with, resume, space_of
 
 
@@ -66,7 +69,7 @@ def test_patience_counts_trials_in_the_order_in_which_they_ended(url: URL) -> No
     study = create(url)
     recipe = recipe_with("tune.stop.patience=2")
     assert recipe.tune is not None
-    budget = Budget(recipe.tune.stop, recipe.tune.objectives[0], 0)
+    budget = Budget(recipe.tune.stop, recipe.tune.objectives[0], epochs=0, seconds=0.0)
     late, *others = [ask(study) for _ in range(4)]
     for number, value in zip([*others, late], (0.5, 0.4, 0.3, 0.9), strict=True):
         study.complete(number, [value], stopped_early=False)
@@ -121,7 +124,7 @@ def test_a_grid_is_walked_once(url: URL, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(seen) == 4
 
 
-def test_of_several_objectives_the_front_is_kept(url: URL) -> None:
+def test_of_several_objectives_the_front_is_kept(url: URL, tmp_path: Path) -> None:
     study = create(
         url,
         "tune.metric=[val_accuracy, parameters]",
@@ -137,6 +140,11 @@ def test_of_several_objectives_the_front_is_kept(url: URL) -> None:
     assert [each.trial for each in metrics.pareto_front] == [0, 1]
     assert metrics.best_values == {"val_accuracy": 0.9, "parameters": 100.0}
     assert metrics.epochs_trained == 3
+    objectives = [Objective("val_accuracy", "max"), Objective("parameters", "min")]
+    page = write_report(study.study, objectives, metrics, UPath(tmp_path)).read_text(encoding="utf-8")
+    for title in ("Pareto front", "What val_accuracy depends on", "What parameters depends on"):
+        assert f"<h2>{title}</h2>" in page
+    assert "Too few complete trials" not in page
 
 
 def test_a_search_learns_from_an_earlier_one(url: URL, tmp_path: Path) -> None:

@@ -1,0 +1,49 @@
+"""What ends a search before its last trial: time and epochs, also those that were spent before a stop."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+from sqlalchemy.engine import URL
+from upath import UPath
+
+from app.tuning.budget import Budget
+from app.tuning.ledger import Ledger
+from app.tuning.results import HEARD, NUMBER, VALUES, EpochResult
+from app.tuning.table import Table
+from tests.studies import MOST, create, recipe_with, resume
+
+
+def budget_with(*overrides: str, epochs: int = 0, seconds: float = 0.0) -> Budget:
+    tune = recipe_with(*overrides).tune
+    assert tune is not None
+    return Budget(tune.stop, tune.objectives[0], epochs, seconds)
+
+
+def test_time_counts_on_from_what_was_spent_before() -> None:
+    assert not budget_with("tune.stop.time_s=60", seconds=30.0).stop_all()
+    over = budget_with("tune.stop.time_s=60", seconds=60.1)
+    assert over.stop_all()
+    assert over.reason == "tune.stop.time_s 60 is over"
+
+
+def test_epochs_count_on_from_what_was_trained_before() -> None:
+    budget = budget_with("tune.stop.epochs=5", epochs=3)
+    budget.epoch()
+    assert not budget.stop_all()
+    budget.epoch()
+    assert budget.stop_all()
+    assert budget.reason == "tune.stop.epochs 5 are trained"
+
+
+def test_a_search_that_goes_on_knows_what_was_spent_when_its_last_epoch_was_heard_of(url: URL, tmp_path: Path) -> None:
+    study, budget = create(url), budget_with(seconds=100.0)
+    proposal = study.ask(MOST)
+    assert proposal is not None
+    ledger = Ledger(study, "none", UPath(tmp_path), budget, Table([], 3), None)
+    trial = SimpleNamespace(config={NUMBER: proposal.number, VALUES: proposal.values, HEARD: 0})
+    ledger.on_trial_start(trial=trial)
+    ledger.on_trial_result(trial=trial, result=EpochResult(epoch=1, value=0.5).model_dump())
+    assert ledger.broken is None
+    after = resume(url)
+    assert after.epochs_trained == 1
+    assert 100.0 <= after.seconds <= budget.seconds
