@@ -2,14 +2,23 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
 
 from app.errors import RequestError
 
 Tensors = Mapping[str, NDArray[Any]]
+
+OUTPUT = "logits"
+"""What the one output of every exported model is called."""
+
+Dtype = Literal[
+    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
+    "float16", "bfloat16", "float32", "float64",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,28 @@ class TensorSpec:
         if expected != -1:
             return size == expected
         return size > 0 and (axis == 0 or self.longest is None or size <= self.longest)
+
+
+class Tensor(BaseModel):
+    """A tensor that a model takes or gives, as manifests write it. A size of -1 varies; the first is the batch."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    dtype: Dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, spec: TensorSpec) -> Self:
+        """The tensor that an engine describes."""
+        return cls.model_validate({"name": spec.name, "dtype": spec.dtype.name, "shape": spec.shape})
+
+    def spec(self, longest: int | None = None) -> TensorSpec:
+        """As engines describe it; ``longest`` bounds the sizes that vary beside the batch."""
+        return TensorSpec(self.name, np.dtype(self.dtype), self.shape, longest)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype} {list(self.shape)}"
 
 
 def check_tensors(tensors: Tensors, specs: Sequence[TensorSpec]) -> None:

@@ -12,7 +12,6 @@ from pydantic import BaseModel
 from ray import serve
 from starlette.exceptions import HTTPException
 
-from app.config import BatchingConfig
 from app.errors import DataError, RequestError
 from app.serving.batch import infer_together
 from app.serving.model import LoadedModel, load_model
@@ -33,6 +32,9 @@ from app.storage import open_storage
 from app.tensors import Tensors, check_tensors
 
 MAX_BODY_BYTES = 64 * 2**20
+MAX_ROWS = 1024
+"""Of a request, which takes several calls of the engine if a call takes fewer."""
+
 RETRY_AFTER_S = 1
 
 
@@ -41,7 +43,8 @@ class ServedModelConfig(BaseModel):
 
     storage: str
     version: int
-    batching: BatchingConfig
+    max_batch_size: int
+    timeout_us: int
     queue_limit: int
     threads: int
 
@@ -60,8 +63,8 @@ class BatchedModel:
         self.config = config
         self._waiting = 0
         self._batched: Callable[[Tensors], Awaitable[Tensors]] = serve.batch(
-            max_batch_size=config.batching.max_batch_size,
-            batch_wait_timeout_s=config.batching.timeout_us / 1e6,
+            max_batch_size=config.max_batch_size,
+            batch_wait_timeout_s=config.timeout_us / 1e6,
         )(self._run)
 
     async def infer(self, tensors: Tensors) -> Tensors:
@@ -73,9 +76,8 @@ class BatchedModel:
         """
         specs = self.model.processor.inputs
         check_tensors(tensors, specs)
-        rows, limit = len(tensors[specs[0].name]), self.config.batching.max_batch_size
-        if rows > limit:
-            raise RequestError(f"input {specs[0].name!r} has {rows} rows: at most {limit} in one request")
+        if (rows := len(tensors[specs[0].name])) > MAX_ROWS:
+            raise RequestError(f"input {specs[0].name!r} has {rows} rows: at most {MAX_ROWS} in one request")
         if self._waiting >= self.config.queue_limit:
             raise HTTPException(
                 503, f"{self._waiting} requests wait already: try again later", {"Retry-After": str(RETRY_AFTER_S)}
@@ -93,7 +95,7 @@ class BatchedModel:
         return outputs
 
     async def _run(self, requests: list[Tensors]) -> list[Tensors]:
-        return await asyncio.to_thread(infer_together, self.model.engine, requests)
+        return await asyncio.to_thread(infer_together, self.model.engine, requests, self.config.max_batch_size)
 
 
 api = FastAPI(title="Rayloom", version=version("rayloom"), description="Open Inference Protocol v2")
@@ -183,7 +185,7 @@ class ModelServer:
         return ModelMetadata(
             name=name,
             versions=[model.version],
-            platform=f"onnx_{model.engine.name}",
+            platform=model.platform,
             inputs=[TensorMetadata.of(spec) for spec in model.processor.inputs],
             outputs=[TensorMetadata.of(spec) for spec in model.engine.signature.outputs],
         )

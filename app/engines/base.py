@@ -1,9 +1,21 @@
-"""What every engine is."""
+"""What every engine is, and what the engines have in common."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from threading import Condition
+from typing import Generic, Protocol, TypeVar
 
-from app.tensors import Tensors, TensorSpec
+import numpy as np
+
+from app.config import ComputePrecision
+from app.engines.architecture import Device
+from app.errors import EngineError, RayloomError
+from app.tensors import Tensor, Tensors, TensorSpec, check_tensors
+
+Member = TypeVar("Member")
 
 
 @dataclass(frozen=True)
@@ -13,12 +25,71 @@ class Signature:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
 
+    def difference(self, expected: "Signature") -> str | None:
+        """What is other than expected, if anything is, as the end of a sentence.
+
+        A size that varies here may be one that is fixed there.
+        """
+        for verb, given, wanted in (
+            ("takes", self.inputs, expected.inputs),
+            ("gives", self.outputs, expected.outputs),
+        ):
+            if not _fit({each.name: each for each in given}, {each.name: each for each in wanted}):
+                return f"{verb} {_listed(given)}, expected {_listed(wanted)}"
+        return None
+
+
+def _fit(given: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec]) -> bool:
+    return given.keys() == wanted.keys() and all(
+        given[name].dtype == spec.dtype
+        and len(given[name].shape) == len(spec.shape)
+        and all(size in (-1, fixed) for size, fixed in zip(given[name].shape, spec.shape, strict=True))
+        for name, spec in wanted.items()
+    )
+
+
+def _listed(specs: Sequence[TensorSpec]) -> str:
+    return ", ".join(str(Tensor.of(spec)) for spec in specs) or "nothing"
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How a compiled model is run.
+
+    Raises:
+        EngineError: a number is below 1.
+    """
+
+    precision: ComputePrecision = "fp32"
+    """What is computed in. Of int8 and fp8 the file says which layers; the others are float32."""
+    threads: int = 1
+    """Of the CPU, for each stream."""
+    streams: int = 1
+    """Batches that run at once; one more waits."""
+    device: Device = "cpu"
+    """Where ONNX Runtime and PyTorch run. OpenVINO runs on the CPU, TensorRT on the GPU."""
+    cache: Path | None = None
+    """A folder of this machine for what is compiled on loading, so that the next load is faster."""
+    sha256: str | None = None
+    """Of the file, where it is known: what is compiled is kept under it. Else it is computed."""
+
+    def __post_init__(self) -> None:
+        if self.streams < 1 or self.threads < 1:
+            raise EngineError(f"{self.threads} threads and {self.streams} streams: expected 1 or more of each")
+
 
 class Engine(Protocol):
     """A compiled model in memory."""
 
-    name: str
-    version: str
+    @property
+    def name(self) -> str:
+        """As recipes and manifests write it."""
+        ...
+
+    @property
+    def version(self) -> str:
+        """Of the library."""
+        ...
 
     @property
     def signature(self) -> Signature:
@@ -30,9 +101,85 @@ class Engine(Protocol):
 
         Raises:
             RequestError: an input is missing, not known, or of the wrong dtype or shape.
+            EngineError: the engine is closed, or its library failed.
         """
         ...
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Wait for what runs, and give the memory back."""
         ...
+
+
+def spec_of(path: Path, name: str, kind: str, dtypes: Mapping[str, str], shape: Sequence[int]) -> TensorSpec:
+    """The tensor ``name`` of the file ``path``, of which a library says that it is of ``kind``.
+
+    Raises:
+        EngineError: ``dtypes``, numpy's names by the library's, does not have the kind.
+    """
+    if kind not in dtypes:
+        raise EngineError(
+            f"{str(path)!r}: {name!r} is of type {kind}, which engines do not take: expected {', '.join(dtypes)}; "
+            "cast it in the model"
+        )
+    return TensorSpec(name, np.dtype(dtypes[kind]), tuple(shape))
+
+
+class PooledEngine(ABC, Generic[Member]):
+    """An engine of several streams: each is a member of a pool, which one thread at a time uses."""
+
+    def __init__(self, signature: Signature, members: Iterable[Member]) -> None:
+        self._signature = signature
+        self._pool = _Pool(members)
+
+    @property
+    def signature(self) -> Signature:
+        return self._signature
+
+    def infer(self, inputs: Tensors) -> Tensors:
+        check_tensors(inputs, self._signature.inputs)
+        with self._pool.lend() as member:
+            try:
+                return self._run(member, inputs)
+            except RayloomError:
+                raise
+            except Exception as error:  # each library has classes of its own
+                raise EngineError(f"the engine failed on a batch: {error}") from error
+
+    def close(self) -> None:
+        self._pool.close()
+
+    @abstractmethod
+    def _run(self, member: Member, inputs: Tensors) -> Tensors:
+        """Run a batch that fits the signature; the answer is the caller's to keep."""
+
+
+class _Pool(Generic[Member]):
+    """Lends each of its members to one thread at a time; the last one given back is warm and goes out first."""
+
+    def __init__(self, members: Iterable[Member]) -> None:
+        self._free = list(members)
+        self._size = len(self._free)
+        self._changed = Condition()
+        self._closed = False
+
+    @contextmanager
+    def lend(self) -> Iterator[Member]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._free or self._closed)
+            if self._closed:
+                raise EngineError("the engine is closed: open it again")
+            member = self._free.pop()
+        try:
+            yield member
+        finally:
+            with self._changed:
+                self._free.append(member)
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(self._free) == self._size)
+            self._free.clear()
+            self._size = 0

@@ -1,51 +1,91 @@
-"""ONNX Runtime on the CPU: the oracle that every variant's numbers are checked against."""
+"""ONNX Runtime: the oracle that every variant's numbers are checked against, and an engine for CUDA."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import onnxruntime
 
-from app.engines.base import Signature
+from app.engines.architecture import usable_cores
+from app.engines.base import EngineSettings, PooledEngine, Signature, spec_of
 from app.errors import EngineError
-from app.tensors import Tensors, TensorSpec, check_tensors
+from app.tensors import Tensors, TensorSpec
 
-_DTYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64}
+_DTYPES = {
+    "tensor(bool)": "bool",
+    "tensor(float16)": "float16",
+    "tensor(float)": "float32",
+    "tensor(double)": "float64",
+    **{f"tensor({sign}int{bits})": f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+}
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "gpu": "CUDAExecutionProvider"}
+_OPTIONS = {"CUDAExecutionProvider": {"use_tf32": "0"}}  # by default it computes float32 with 10 bits of mantissa
 
 
-class OnnxRuntimeEngine:
-    """A session on the CPU."""
+class OnnxRuntimeEngine(PooledEngine[onnxruntime.InferenceSession]):
+    """One session, which runs ``settings.streams`` batches at once.
+
+    The file decides what is computed in, whatever ``settings.precision`` says. The threads of all streams are one
+    pool, so that a batch which runs alone has the use of all of them.
+    """
 
     name = "onnxruntime"
     version: str = onnxruntime.__version__
 
-    def __init__(self, path: Path, threads: int) -> None:
+    def __init__(self, path: Path, settings: EngineSettings, entries: Mapping[str, str] | None = None) -> None:
+        """Load an ONNX file.
+
+        Args:
+            entries: ONNX Runtime's session configuration, for what has no setting of ours.
+
+        Raises:
+            EngineError: the file cannot be loaded, has a tensor that numpy has not, or the device is not there.
+        """
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        try:
-            self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # its error classes are not public
-            raise EngineError(f"ONNX Runtime cannot load {str(path)!r}: {error}") from error
-        self._signature = Signature(_specs(self._session.get_inputs()), _specs(self._session.get_outputs()))
+        options.intra_op_num_threads = (settings.threads - 1) * settings.streams + 1  # each caller computes, too
+        options.inter_op_num_threads = 1
+        options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
+        for key, value in (entries or {}).items():
+            options.add_session_config_entry(key, value)
+        session = _open(path, options, _PROVIDERS[settings.device])
+        signature = Signature(_specs(path, session.get_inputs()), _specs(path, session.get_outputs()))
+        super().__init__(signature, [session] * settings.streams)
 
-    @property
-    def signature(self) -> Signature:
-        return self._signature
-
-    def infer(self, inputs: Tensors) -> Tensors:
-        check_tensors(inputs, self._signature.inputs)
-        names = [spec.name for spec in self._signature.outputs]
-        return dict(zip(names, self._session.run(names, dict(inputs)), strict=True))
-
-    def close(self) -> None:
-        del self._session
+    def _run(self, member: onnxruntime.InferenceSession, inputs: Tensors) -> Tensors:
+        names = [spec.name for spec in self.signature.outputs]
+        return dict(zip(names, member.run(names, dict(inputs)), strict=True))
 
 
-def _specs(nodes: list[onnxruntime.NodeArg]) -> tuple[TensorSpec, ...]:
-    return tuple(
-        TensorSpec(
-            node.name,
-            np.dtype(_DTYPES[node.type]),
-            tuple(size if isinstance(size, int) else -1 for size in node.shape),
+def open_oracle(path: Path, threads: int | None = None) -> OnnxRuntimeEngine:
+    """An engine on the CPU, on all cores unless told otherwise, that computes what the file says, node by node.
+
+    Of quantised files it runs each QuantizeLinear and DequantizeLinear as it is written, in float32 between them;
+    fused, ONNX Runtime fails on float8 and is far off on float16 scales.
+    """
+    return OnnxRuntimeEngine(
+        path, EngineSettings(threads=threads or usable_cores()), {"session.disable_quant_qdq": "1"}
+    )
+
+
+def _open(path: Path, options: onnxruntime.SessionOptions, provider: str) -> onnxruntime.InferenceSession:
+    if provider not in (available := onnxruntime.get_available_providers()):
+        raise EngineError(
+            f"this ONNX Runtime has no {provider}, only {', '.join(available)}: install the package onnxruntime-gpu "
+            "in place of onnxruntime, or choose the device cpu"
         )
+    try:
+        session = onnxruntime.InferenceSession(path, options, providers=[(provider, _OPTIONS.get(provider, {}))])
+    except Exception as error:  # its error classes are not public
+        raise EngineError(f"ONNX Runtime cannot load {str(path)!r}: {error}") from error
+    if (given := session.get_providers()[0]) != provider:  # it says so on stderr at most, and goes on
+        raise EngineError(
+            f"ONNX Runtime runs {str(path)!r} with {given} where {provider} was asked for: its libraries cannot be "
+            "loaded; see the lines above"
+        )
+    return session
+
+
+def _specs(path: Path, nodes: list[onnxruntime.NodeArg]) -> tuple[TensorSpec, ...]:
+    return tuple(
+        spec_of(path, node.name, node.type, _DTYPES, [size if isinstance(size, int) else -1 for size in node.shape])
         for node in nodes
     )

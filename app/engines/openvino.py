@@ -1,54 +1,100 @@
 """OpenVINO: the engine for CPUs."""
 
-import threading
+from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import openvino
 
-from app.engines.base import Signature
+from app.checksums import sha256_of_file
+from app.config import ComputePrecision
+from app.engines.base import EngineSettings, PooledEngine, Signature, spec_of
+from app.engines.cache import CacheFile
 from app.errors import EngineError
-from app.tensors import Tensors, TensorSpec, check_tensors
+from app.tensors import Tensors, TensorSpec
+
+_DEVICE = "CPU"
+_HINTS: dict[ComputePrecision, str] = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", "int8": "f32"}
+_CAPABILITIES = {"bf16": "BF16", "fp16": "FP16", "int8": "INT8"}
+_DTYPES = {
+    "boolean": "bool",
+    **{f"f{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    **{f"{sign}{bits}": f"{name}{bits}" for sign, name in (("i", "int"), ("u", "uint")) for bits in (8, 16, 32, 64)},
+}
 
 
-class OpenVinoEngine:
-    """A compiled model with one stream, in float32."""
+class OpenVinoEngine(PooledEngine[openvino.InferRequest]):
+    """A compiled model with one inference request for each stream.
+
+    Of an int8 file the quantised layers run in int8, the others in float32.
+    """
 
     name = "openvino"
     version: str = openvino.__version__
 
-    def __init__(self, path: Path, threads: int) -> None:
-        # Written out: by default OpenVINO computes in bfloat16 where the CPU can.
-        settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1}
+    def __init__(self, path: Path, settings: EngineSettings) -> None:
+        """Load an ONNX file.
+
+        Raises:
+            EngineError: the file cannot be loaded or has a tensor that numpy has not; or the precision is one that
+                this CPU does not compute in, which OpenVINO would exchange for float32 without a word.
+        """
+        if settings.device != "cpu":
+            raise EngineError("OpenVINO runs on the CPU here: choose the device cpu, or another engine")
+        core = openvino.Core()
+        _check_precision(core, settings.precision)
+        properties: dict[str, str | int | bool] = {
+            "INFERENCE_PRECISION_HINT": _HINTS[settings.precision],
+            "INFERENCE_NUM_THREADS": settings.threads * settings.streams,
+            "NUM_STREAMS": settings.streams,
+            # Else every process pins its threads from the first core on, and replicas share that one.
+            "ENABLE_CPU_PINNING": False,
+        }
         try:
-            self._model = openvino.Core().compile_model(path, "CPU", settings)
+            model = _compile(core, path, properties, settings)
         except RuntimeError as error:
             raise EngineError(f"OpenVINO cannot load {str(path)!r}: {error}") from error
-        self._signature = Signature(_specs(self._model.inputs), _specs(self._model.outputs))
-        self._request = self._model.create_infer_request()
-        self._lock = threading.Lock()
+        signature = Signature(_specs(path, model.inputs), _specs(path, model.outputs))
+        super().__init__(signature, [model.create_infer_request() for _ in range(settings.streams)])
 
-    @property
-    def signature(self) -> Signature:
-        return self._signature
-
-    def infer(self, inputs: Tensors) -> Tensors:
-        check_tensors(inputs, self._signature.inputs)
-        with self._lock:
-            results = self._request.infer(dict(inputs), share_inputs=True)
-            return {spec.name: results[spec.name] for spec in self._signature.outputs}
-
-    def close(self) -> None:
-        with self._lock:
-            del self._request, self._model
+    def _run(self, member: openvino.InferRequest, inputs: Tensors) -> Tensors:
+        results = member.infer(dict(inputs), share_inputs=True)
+        return {spec.name: results[spec.name] for spec in self.signature.outputs}
 
 
-def _specs(ports: list[openvino.ConstOutput]) -> tuple[TensorSpec, ...]:
-    return tuple(
-        TensorSpec(
-            port.get_any_name(),
-            np.dtype(port.get_element_type().to_dtype()),
-            tuple(size.get_length() if size.is_static else -1 for size in port.get_partial_shape()),
+def _check_precision(core: openvino.Core, precision: ComputePrecision) -> None:
+    capabilities = core.get_property(_DEVICE, "OPTIMIZATION_CAPABILITIES")
+    if precision not in _HINTS or _CAPABILITIES.get(precision, "FP32") not in capabilities:
+        raise EngineError(
+            f"this CPU, {core.get_property(_DEVICE, 'FULL_DEVICE_NAME').strip()}, does not compute in {precision}: "
+            f"OpenVINO finds {', '.join(capabilities)}; choose a precision among them"
         )
-        for port in ports
-    )
+
+
+def _compile(
+    core: openvino.Core, path: Path, properties: dict[str, str | int | bool], settings: EngineSettings
+) -> openvino.CompiledModel:
+    """Compile an ONNX file, or take what an earlier call kept of the same content.
+
+    OpenVINO's own CACHE_DIR is not used: it goes by the file's path, which is new whenever a version is fetched.
+    """
+    if settings.cache is None:
+        return core.compile_model(path, _DEVICE, properties)
+    cpu = [str(core.get_property(_DEVICE, name)) for name in ("FULL_DEVICE_NAME", "OPTIMIZATION_CAPABILITIES")]
+    content = settings.sha256 or sha256_of_file(path)
+    kept = CacheFile.of(settings.cache, "openvino", openvino.__version__, *cpu, str(properties), content)
+    if (compiled := kept.read()) is not None:
+        with suppress(RuntimeError):  # kept by another build of the same version
+            return core.import_model(compiled, _DEVICE, properties)
+    model = core.compile_model(path, _DEVICE, properties)
+    kept.write(model.export_model().getvalue())
+    return model
+
+
+def _specs(path: Path, ports: list[openvino.ConstOutput]) -> tuple[TensorSpec, ...]:
+    specs = []
+    for port in ports:
+        if (sizes := port.get_partial_shape()).rank.is_dynamic:
+            raise EngineError(f"{str(path)!r}: the rank of {port.get_any_name()!r} varies: export it with a fixed one")
+        shape = tuple(size.get_length() if size.is_static else -1 for size in sizes)
+        specs.append(spec_of(path, port.get_any_name(), port.get_element_type().get_type_name(), _DTYPES, shape))
+    return tuple(specs)

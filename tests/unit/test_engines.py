@@ -1,125 +1,237 @@
-"""What every engine must do, on a model that was exported as jobs.compile does."""
+"""The engines that run on a CPU: what all must do, and what each refuses."""
 
+import os
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import openvino
 import pytest
 import torch
+from onnx import TensorProto, helper
+from torch import nn
 
-from app.compile.export import OUTPUT, export_onnx
-from app.config import DataConfig
-from app.data.text import TextProcessor
-from app.engines.base import Engine
-from app.engines.onnxruntime import OnnxRuntimeEngine
-from app.engines.openvino import OpenVinoEngine
-from app.errors import CompileError, EngineError, RequestError
-from app.models.text import encoder_classifier
-from app.serving.batch import infer_together
-from app.tensors import Tensors
+from app.engines.base import Engine, EngineSettings, PooledEngine, Signature
+from app.engines.onnxruntime import open_oracle
+from app.engines.registry import installed_engines, open_engine
+from app.engines.torch import CompiledTorchEngine, TorchEngine
+from app.errors import EngineError
+from app.tensors import OUTPUT, Tensors, TensorSpec
+from tests.engine_contract import SIGNATURE, EngineContract, encoder, exported, rows
+from tests.onnx_files import save_onnx
 
-TEXTS = ["a good book", "bad", "neither good nor bad but long", "good"] * 4
-PROCESSOR = TextProcessor.fit(TEXTS, DataConfig(source="-", buckets=[8, 16, 32]))
-
-
-@pytest.fixture(scope="module")
-def model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return encoder_classifier(**PROCESSOR.facts, num_labels=3, layers=1, width=16, heads=2).eval()
+TWO_STREAMS = EngineSettings(streams=2)
 
 
-@pytest.fixture(scope="module")
-def onnx(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("onnx") / "model.onnx"
-    export_onnx(model, PROCESSOR.inputs, PROCESSOR.encode(TEXTS), path)
-    return path
+class TestOpenVino(EngineContract):
+    @pytest.fixture
+    def opener(self, onnx: Path) -> Callable[[], Engine]:
+        return lambda: open_engine("openvino", onnx, TWO_STREAMS)
 
 
-@pytest.fixture(params=[OnnxRuntimeEngine, OpenVinoEngine])
-def engine(request: pytest.FixtureRequest, onnx: Path) -> Engine:
-    return request.param(onnx, threads=1)
+class TestOpenVinoFromItsCache(EngineContract):
+    @pytest.fixture
+    def opener(self, onnx: Path) -> Callable[[], Engine]:
+        settings = EngineSettings(streams=2, cache=onnx.parent / "cache")
+        open_engine("openvino", onnx, settings).close()
+        return lambda: open_engine("openvino", onnx, settings)
 
 
-def rows(count: int, length: int = 16) -> Tensors:
-    ids = np.random.default_rng(count).integers(3, PROCESSOR.facts["vocab_size"], (count, length))
-    mask = np.ones((count, length), np.int64)
-    mask[:, length // 2 :] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+class TestOnnxRuntime(EngineContract):
+    @pytest.fixture
+    def opener(self, onnx: Path) -> Callable[[], Engine]:
+        return lambda: open_engine("onnxruntime", onnx, TWO_STREAMS)
 
 
-@pytest.mark.parametrize(("count", "length"), [(1, 1), (1, 16), (5, 32), (64, 8)])
-def test_it_answers_as_pytorch_does(engine: Engine, model: torch.nn.Module, count: int, length: int) -> None:
-    batch = rows(count, length)
-    batch["attention_mask"][:, 0] = 1
-    with torch.no_grad():
-        expected = model(**{name: torch.from_numpy(array) for name, array in batch.items()}).numpy()
-    assert np.abs(engine.infer(batch)[OUTPUT] - expected).max() <= 1e-4
+class TestPyTorch(EngineContract):
+    @pytest.fixture
+    def opener(self) -> Callable[[], Engine]:
+        return lambda: TorchEngine(encoder(), SIGNATURE, TWO_STREAMS)
 
 
-def test_a_row_scores_the_same_alone_and_in_a_batch(engine: Engine) -> None:
-    batch = rows(7)
-    together = engine.infer(batch)[OUTPUT]
-    alone = [engine.infer({name: array[row : row + 1] for name, array in batch.items()})[OUTPUT] for row in range(7)]
-    assert np.abs(together - np.concatenate(alone)).max() <= 1e-5
+@pytest.fixture
+def onnx(tmp_path: Path) -> Path:
+    (tmp_path / "model.onnx").write_bytes(exported())
+    return tmp_path / "model.onnx"
 
 
-def test_requests_of_any_shape_run_together(engine: Engine) -> None:
-    requests = [rows(1), rows(3, 8), rows(2), dict(reversed(rows(4, 8).items()))]
-    answers = infer_together(engine, requests)
-    for request, answer in zip(requests, answers, strict=True):
-        assert np.abs(answer[OUTPUT] - engine.infer(request)[OUTPUT]).max() <= 1e-5
+class Meeting(PooledEngine[str]):
+    """An engine that answers when two batches run at once, or when it is let go."""
+
+    name, version = "meeting", "1"
+
+    def __init__(self) -> None:
+        super().__init__(Signature((), ()), ["a", "b"])
+        self.barrier = threading.Barrier(2, timeout=10)
+        self.running = threading.Semaphore(0)
+
+    def _run(self, member: str, inputs: Tensors) -> Tensors:
+        self.running.release()
+        self.barrier.wait()
+        return {}
 
 
-def test_two_threads_at_once(engine: Engine) -> None:
-    expected = {count: engine.infer(rows(count))[OUTPUT] for count in (1, 2)}
-    wrong: list[int] = []
-
-    def ask(count: int) -> None:
-        answers = [engine.infer(rows(count))[OUTPUT] for _ in range(50)]
-        wrong.extend(count for answer in answers if not np.allclose(answer, expected[count], atol=1e-5))
-
-    threads = [threading.Thread(target=ask, args=(count,)) for count in expected]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+def test_compiled_pytorch_answers_for_every_size() -> None:
+    engine = CompiledTorchEngine(encoder(), SIGNATURE, EngineSettings())
+    for batch in (rows(3), rows(2, 8)):  # a single row would be compiled again
+        expected = TorchEngine(encoder(), SIGNATURE, EngineSettings()).infer(batch)[OUTPUT]
+        assert np.abs(engine.infer(batch)[OUTPUT] - expected).max() <= 1e-4
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"input_ids": np.zeros((1, 4), np.float32)}, "input 'input_ids' is float32: expected int64"),
-        ({"input_ids": np.zeros((4,), np.int64)}, "input 'input_ids' has shape [4]"),
-        ({"other": np.zeros((1, 4), np.int64)}, "input 'other' is not known"),
-        ({"attention_mask": np.ones((2, 16), np.int64)}, "expected the same rows and length"),
-    ],
-)
-def test_wrong_tensors_are_named(engine: Engine, change: Tensors, words: str) -> None:
-    with pytest.raises(RequestError) as refused:
-        engine.infer({**rows(1), **change})
-    assert words in str(refused.value)
-
-
-def test_it_closes_and_opens_again(engine: Engine, onnx: Path) -> None:
-    expected = engine.infer(rows(2))[OUTPUT]
+def test_openvino_leaves_its_threads_on_every_core(onnx: Path) -> None:
+    """Pinned, the threads of two replicas would be on the same core."""
+    tasks = Path("/proc/self/task")
+    before = {each.name for each in tasks.iterdir()}
+    engine = open_engine("openvino", onnx, EngineSettings(threads=2))
+    engine.infer(rows(3))
+    made = {each.name for each in tasks.iterdir()} - before
+    assert made
+    assert all(os.sched_getaffinity(int(each)) == os.sched_getaffinity(0) for each in made)
     engine.close()
-    assert np.array_equal(type(engine)(onnx, threads=1).infer(rows(2))[OUTPUT], expected)
 
 
-@pytest.mark.parametrize("engine_class", [OnnxRuntimeEngine, OpenVinoEngine])
-def test_a_broken_file_is_refused(engine_class: type, onnx: Path, tmp_path: Path) -> None:
-    (tmp_path / "cut.onnx").write_bytes(onnx.read_bytes()[:1000])
-    with pytest.raises(EngineError, match=r"cut\.onnx"):
-        engine_class(tmp_path / "cut.onnx", threads=1)
+def test_what_fails_inside_a_library_is_an_error_of_the_engine() -> None:
+    class Broken(nn.Module):
+        def forward(self, **_: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(EngineError, match="the engine failed on a batch: out of memory"):
+        TorchEngine(Broken(), SIGNATURE, EngineSettings()).infer(rows(2))
 
 
-def test_a_model_that_cannot_be_exported_says_why(tmp_path: Path) -> None:
-    class Unexportable(torch.nn.Module):
-        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-            if input_ids.sum() > attention_mask.sum():  # depends on the values
-                return input_ids.float()
-            return attention_mask.float()
+def test_a_size_that_varies_may_be_fixed_in_what_is_expected_not_the_other_way_round() -> None:
+    varies, fixed = (
+        Signature((TensorSpec("x", np.dtype(np.float32), shape),), SIGNATURE.outputs) for shape in ((-1, -1), (-1, 8))
+    )
+    assert varies.difference(fixed) is None
+    assert fixed.difference(varies) == "takes x float32 [-1, 8], expected x float32 [-1, -1]"
 
-    with pytest.raises(CompileError, match="cannot be exported to ONNX"):
-        export_onnx(Unexportable(), PROCESSOR.inputs, PROCESSOR.encode(TEXTS), tmp_path / "model.onnx")
+
+def test_streams_run_at_once_and_closing_waits_for_them() -> None:
+    engine = Meeting()
+    callers = [threading.Thread(target=engine.infer, args=({},)) for _ in range(2)]
+    callers[0].start()
+    engine.running.acquire()
+    closing = threading.Thread(target=engine.close)
+    callers[1].start()
+    engine.running.acquire()  # both run, else the barrier would not open
+    closing.start()
+    for thread in (*callers, closing):
+        thread.join(10)
+        assert not thread.is_alive()
+    assert not engine.barrier.broken
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
+def test_a_broken_file_is_refused(name: str, onnx: Path) -> None:
+    onnx.write_bytes(onnx.read_bytes()[:1000])
+    with pytest.raises(EngineError, match=r"model\.onnx"):
+        open_engine(name, onnx)
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
+def test_a_type_that_numpy_has_not_is_refused(name: str, tmp_path: Path) -> None:
+    identity = helper.make_node("Identity", ["given"], ["answer"])
+    path = save_onnx(tmp_path / "bf16.onnx", [identity], dtype=TensorProto.BFLOAT16)
+    with pytest.raises(EngineError, match="'given' is of type"):
+        open_engine(name, path)
+
+
+def test_a_precision_that_the_cpu_lacks_is_refused_not_exchanged(onnx: Path) -> None:
+    capabilities = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    for precision, capability in (("bf16", "BF16"), ("fp16", "FP16")):
+        settings = EngineSettings(precision=precision)
+        if capability in capabilities:
+            batch = rows(3)
+            exact = open_engine("openvino", onnx).infer(batch)[OUTPUT]
+            difference = np.abs(open_engine("openvino", onnx, settings).infer(batch)[OUTPUT] - exact).max()
+            assert 0.0 < difference < 0.05
+        else:
+            with pytest.raises(EngineError, match=f"does not compute in {precision}: OpenVINO finds FP32"):
+                open_engine("openvino", onnx, settings)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_missing_gpu_is_refused_not_exchanged(onnx: Path) -> None:
+    settings = EngineSettings(device="gpu")
+    with pytest.raises(EngineError, match="CUDAExecutionProvider"):
+        open_engine("onnxruntime", onnx, settings)
+    with pytest.raises(EngineError, match="no GPU"):
+        TorchEngine(encoder(), SIGNATURE, settings)
+    with pytest.raises(EngineError, match="OpenVINO runs on the CPU"):
+        open_engine("openvino", onnx, settings)
+
+
+def test_a_name_without_an_engine_is_refused(onnx: Path) -> None:
+    with pytest.raises(EngineError, match="did you mean 'openvino'"):
+        open_engine("openvno", onnx)
+    with pytest.raises(EngineError, match="runs a module, not a file"):
+        open_engine("torch", onnx)
+
+
+@pytest.mark.skipif("tensorrt" in installed_engines(), reason="needs a machine without tensorrt")
+def test_an_engine_that_is_not_installed_says_what_is_and_how(onnx: Path) -> None:
+    with pytest.raises(EngineError) as refused:
+        open_engine("tensorrt", onnx)
+    assert "only openvino, onnxruntime" in str(refused.value)
+    assert "pip install '.[tensorrt]' in the checkout" in str(refused.value)
+
+
+def test_no_library_is_imported_before_its_engine_is_opened() -> None:
+    code = (
+        "import sys, app.engines.registry as r; r.installed_engines();"
+        "print(sorted({'openvino', 'onnxruntime', 'tensorrt', 'tensorrt_rtx_bindings', 'torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("damage", ["none", "cut", "changed", "empty"])
+def test_what_openvino_compiled_is_kept_unless_it_was_damaged(damage: str, onnx: Path, tmp_path: Path) -> None:
+    settings = EngineSettings(cache=tmp_path / "cache")
+    expected = open_engine("openvino", onnx, settings).infer(rows(4))[OUTPUT]
+    (kept,) = (tmp_path / "cache").iterdir()
+    whole = kept.read_bytes()
+    changed = whole[:-500] + bytes([whole[-500] ^ 0x40]) + whole[-499:]
+    kept.write_bytes({"none": whole, "cut": whole[:-100], "changed": changed, "empty": b""}[damage])
+    before = kept.stat().st_mtime_ns
+
+    moved = onnx.rename(tmp_path / "elsewhere.onnx")  # each fetch of a version has a folder of its own
+    assert np.array_equal(open_engine("openvino", moved, settings).infer(rows(4))[OUTPUT], expected)
+    assert list((tmp_path / "cache").iterdir()) == [kept]
+    assert (kept.stat().st_mtime_ns == before) is (damage == "none")
+
+
+def quantised(dtype: int, path: Path) -> Path:
+    """Write a file that rounds two numbers to ``dtype`` in steps of 0.5, and adds the first to ten times the second."""
+    constants = {
+        "scale": np.array(0.5, np.float32),
+        "zero": np.zeros((), helper.tensor_dtype_to_np_dtype(dtype)),
+        "weight": np.array([[1.0], [10.0]], np.float32),
+    }
+    nodes = [
+        helper.make_node("QuantizeLinear", ["given", "scale", "zero"], ["quantised"]),
+        helper.make_node("DequantizeLinear", ["quantised", "scale", "zero"], ["rounded"]),
+        helper.make_node("MatMul", ["rounded", "weight"], ["answer"]),
+    ]
+    return save_onnx(path, nodes, constants, answered=("rows", 1))
+
+
+def test_the_oracle_computes_quantised_files_as_they_are_written(tmp_path: Path) -> None:
+    given = {"given": np.array([[1.05, 1.6]], np.float32)}
+    in_int8 = open_oracle(quantised(TensorProto.INT8, tmp_path / "int8.onnx")).infer(given)
+    assert in_int8["answer"].tolist() == [[1.0 + 15.0]]
+    # In steps of 0.5 these are 2.1 and 3.2; float8 has 3 bits of mantissa, and so 2, 2.25, … 3.25.
+    in_fp8 = open_oracle(quantised(TensorProto.FLOAT8E4M3FN, tmp_path / "fp8.onnx")).infer(given)
+    assert in_fp8["answer"].tolist() == [[1.0 + 16.25]]
+
+
+def test_openvino_computes_a_quantised_file(tmp_path: Path) -> None:
+    path = quantised(TensorProto.INT8, tmp_path / "int8.onnx")
+    answer = open_engine("openvino", path, EngineSettings(precision="int8")).infer(
+        {"given": np.array([[1.05, 1.6]], np.float32)}
+    )
+    assert answer["answer"].tolist() == [[1.0 + 15.0]]

@@ -1,0 +1,56 @@
+"""What compiled models depend on of this machine."""
+
+import os
+import platform
+from pathlib import Path
+from typing import Literal
+
+from app.config import ComputePrecision
+from app.errors import EngineError
+
+Device = Literal["cpu", "gpu"]
+_CPU_INFO = Path("/proc/cpuinfo")
+_X86 = ("x86_64", "AMD64")
+_VNNI = {"avx512_vnni", "avx_vnni"}
+
+
+def architecture_of(device: Device, precision: ComputePrecision) -> str:
+    """The processor of this machine, as far as a model's numbers in ``precision`` depend on it.
+
+    Of a GPU its compute capability, such as ``SM90``; of a CPU ``platform.machine()``. In int8 it matters whether an
+    x86 CPU has VNNI: without, a sum of two products of 8 bits saturates at 16, so that the same file gives other
+    answers (https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html, on VPMADDUBSW).
+
+    Raises:
+        EngineError: ``device`` is the GPU, and this machine has none.
+    """
+    if device == "gpu":
+        if (capability := compute_capability()) is None:
+            raise EngineError("this machine has no GPU that PyTorch finds: choose the device cpu, or another machine")
+        return capability
+    machine = platform.machine()
+    if precision == "int8" and machine in _X86:
+        return f"{machine} {'without' if _VNNI.isdisjoint(cpu_flags()) else 'with'} VNNI"
+    return machine
+
+
+def compute_capability() -> str | None:
+    """Of this machine's GPU, such as ``SM90``; None where there is none."""
+    import torch  # which takes seconds, and only GPUs need
+
+    return "SM{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
+
+
+def usable_cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def cpu_flags() -> frozenset[str]:
+    """What this CPU has, as Linux names it; nothing where the kernel lists nothing."""
+    try:
+        lines = _CPU_INFO.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(flags.partition(":")[2].split())

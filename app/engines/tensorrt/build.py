@@ -1,0 +1,114 @@
+"""From an ONNX file to a plan: for the GPU present, or with TensorRT for RTX ahead of time for GPUs by name."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from app.checksums import sha256_of, sha256_of_file
+from app.engines.architecture import compute_capability
+from app.engines.shapes import ShapeProfile
+from app.engines.tensorrt.library import Flavour, Library, load_library
+from app.engines.tensorrt.manifest import Bounds, BuildSettings, Machine, PlanKey, PlanManifest, write_plan
+from app.engines.tensorrt.network import parse_network
+from app.engines.tensorrt.profiles import optimization_profiles
+from app.errors import CompileError
+from app.tensors import Tensor
+
+
+def build_plan(
+    flavour: Flavour, onnx: Path, plan: Path, settings: BuildSettings, targets: tuple[str, ...] = ()
+) -> PlanManifest:
+    """Build the plan of an ONNX file, and write it with its manifest beside it.
+
+    Args:
+        targets: compute capabilities such as SM89, of TensorRT for RTX alone; none: that of the GPU present.
+
+    Raises:
+        EngineError: the library cannot be loaded.
+        CompileError: a target is not one of the library's, the file does not parse, an input or output is not one
+            that engines take, or the build fails; the node, tensor or target is named.
+    """
+    library = load_library(flavour)
+    machine = Machine(engine=flavour, engine_version=library.version, architectures=_architectures(library, targets))
+    with library.errors() as errors:
+        builder = _builder(library, errors)
+        network = parse_network(library, builder, onnx)
+        profiles = _profiles(network.inputs, settings.profile)
+        config = _configuration(library, builder, settings, profiles)
+        _set_targets(library, config, machine.architectures)
+        serialized = builder.build_serialized_network(network.definition, config)
+        if serialized is None:
+            raise CompileError(
+                f"{flavour} cannot build {str(onnx)!r} for {', '.join(machine.architectures)}: {'; '.join(errors)}"
+            )
+    content = bytes(serialized)
+    manifest = PlanManifest(
+        key=PlanKey(machine=machine, onnx_sha256=sha256_of_file(onnx), settings=settings),
+        plan_sha256=sha256_of(content),
+        inputs=network.inputs,
+        outputs=network.outputs,
+        profiles=profiles,
+    )
+    write_plan(plan, content, manifest)
+    return manifest
+
+
+def _architectures(library: Library, targets: tuple[str, ...]) -> tuple[str, ...]:
+    """What a plan is built for: the targets, else the GPU present."""
+    if targets and not library.targets:
+        raise CompileError(f"{library.flavour} builds for the GPU present alone: leave out {', '.join(targets)}")
+    present = compute_capability()
+    architectures = targets or ((present,) if present else ())
+    if not architectures:
+        remedy = f"name one or more of {', '.join(library.targets)}" if library.targets else "build where it will run"
+        raise CompileError(f"{library.flavour} has no target, and this machine has no GPU: {remedy}")
+    if library.targets and (unknown := [each for each in architectures if each not in library.targets]):
+        raise CompileError(
+            f"{library.flavour} {library.version} does not build for {unknown[0]}, only for "
+            f"{', '.join(library.targets)}: build with tensorrt on a machine with that GPU"
+        )
+    return architectures
+
+
+def _builder(library: Library, errors: Collection[str]) -> Any:
+    try:
+        return library.trt.Builder(library.logger)
+    except TypeError as error:  # what the bindings make of a null pointer
+        raise CompileError(f"{library.flavour} cannot start to build: {'; '.join(errors)}") from error
+
+
+def _profiles(inputs: tuple[Tensor, ...], profile: ShapeProfile) -> tuple[Bounds, ...]:
+    """The bounds of each input in each optimisation profile."""
+    varies = any(-1 in tensor.shape[1:] for tensor in inputs)
+    if varies and not profile.lengths:
+        raise CompileError("the model has a length that varies: give the lengths that the plan is built for")
+    if profile.lengths and not varies:
+        raise CompileError(f"the model has no length that varies: leave out the lengths {list(profile.lengths)}")
+    return tuple(
+        {tensor.name: each.bounds(tensor.shape) for tensor in inputs} for each in optimization_profiles(profile)
+    )
+
+
+def _configuration(library: Library, builder: Any, settings: BuildSettings, profiles: tuple[Bounds, ...]) -> Any:
+    trt = library.trt
+    config = builder.create_builder_config()
+    config.clear_flag(trt.BuilderFlag.TF32)  # set at first, it multiplies float32 with 10 bits of mantissa
+    if settings.sparse_weights:
+        config.set_flag(trt.BuilderFlag.SPARSE_WEIGHTS)
+    for bounds in profiles:
+        profile = builder.create_optimization_profile()
+        for name, shapes in bounds.items():
+            profile.set_shape(name, *shapes)
+        if config.add_optimization_profile(profile) < 0:
+            raise CompileError(f"{library.flavour} refuses the profile {bounds}")
+    return config
+
+
+def _set_targets(library: Library, config: Any, architectures: tuple[str, ...]) -> None:
+    """Name every GPU, the one present too: with none named nothing is checked against a GPU."""
+    if not library.targets:
+        return
+    config.num_compute_capabilities = len(architectures)
+    for index, each in enumerate(architectures):
+        if not config.set_compute_capability(library.trt.ComputeCapability.__members__[each], index):
+            raise CompileError(f"{library.flavour} {library.version} refuses the target {each}")

@@ -1,0 +1,105 @@
+"""Plans on a GPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from app.engines.architecture import compute_capability
+from app.engines.base import EngineSettings, PooledEngine
+from app.engines.cache import CacheFile
+from app.engines.tensorrt.lane import Lane, LoadedPlan
+from app.engines.tensorrt.library import Flavour, Library, load_library
+from app.engines.tensorrt.manifest import Machine, PlanManifest, read_plan
+from app.errors import EngineError
+from app.tensors import Tensors
+
+
+class TensorRtEngine(PooledEngine[Lane]):
+    """A plan, in ``settings.streams`` lanes. What is computed in was decided when it was built."""
+
+    name: ClassVar[Flavour] = "tensorrt"
+
+    def __init__(self, path: Path, settings: EngineSettings) -> None:
+        """Load a plan, and capture its graphs.
+
+        Raises:
+            EngineError: the plan is damaged, or was built for another library, version, GPU or system, in which case
+                both sides are named; or the library cannot be loaded, or refuses the plan.
+        """
+        content, manifest = read_plan(path)
+        library = load_library(self.name)
+        self.version = library.version
+        present = compute_capability()
+        architectures = (present,) if present else ()
+        machine = Machine(engine=self.name, engine_version=self.version, architectures=architectures)
+        if not machine.runs(manifest.key.machine):
+            raise EngineError(
+                f"the plan {str(path)!r} was built for {manifest.key.machine}; this is {machine}: "
+                "build it here from its ONNX file"
+            )
+        torch.cuda.set_device(0)  # makes the CUDA context in which the library works
+        engine = _deserialize(library, content, path)
+        configuration = _configuration(library, engine)
+        plan = LoadedPlan(
+            manifest,
+            lambda: engine.create_execution_context(runtime_config=configuration),
+            engine.device_memory_size_v2,
+            library.compiles_when_run,
+            library.messages,
+        )
+        with _kernels_kept(library, configuration, _kernel_file(settings, manifest, machine)):
+            lanes = [Lane(torch, plan) for _ in range(settings.streams)]
+        super().__init__(manifest.signature, lanes)
+
+    def _run(self, member: Lane, inputs: Tensors) -> Tensors:
+        return member.infer(inputs)
+
+
+class TensorRtRtxEngine(TensorRtEngine):
+    """The same of TensorRT for RTX, which compiles a plan's kernels when they are first used."""
+
+    name: ClassVar[Flavour] = "tensorrt_rtx"
+
+
+def _deserialize(library: Library, content: bytes, path: Path) -> Any:
+    with library.errors() as errors:
+        engine = library.trt.Runtime(library.logger).deserialize_cuda_engine(content)
+        if engine is None:
+            raise EngineError(f"{library.flavour} refuses the plan {str(path)!r}: {'; '.join(errors)}")
+    return engine
+
+
+def _configuration(library: Library, engine: Any) -> Any:
+    """Scratch memory is the lane's; what compiles its kernels when they are run captures its graphs as well."""
+    trt = library.trt
+    configuration = engine.create_runtime_config()
+    configuration.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+    if library.compiles_when_run:
+        configuration.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
+    return configuration
+
+
+def _kernel_file(settings: EngineSettings, manifest: PlanManifest, machine: Machine) -> CacheFile | None:
+    if settings.cache is None:
+        return None
+    return CacheFile.of(settings.cache, manifest.plan_sha256, machine.model_dump_json(), torch.cuda.get_device_name())
+
+
+@contextmanager
+def _kernels_kept(library: Library, configuration: Any, file: CacheFile | None) -> Iterator[None]:
+    """Takes compiled kernels from ``file``, and keeps there what is compiled meanwhile.
+
+    The library itself refuses those of another version, GPU or driver: then they are compiled again.
+    """
+    if file is None or not library.compiles_when_run:
+        yield
+        return
+    kernels = configuration.create_runtime_cache()
+    if (kept := file.read()) is not None:
+        kernels.deserialize(kept)
+    configuration.set_runtime_cache(kernels)
+    yield
+    file.write(bytes(kernels.serialize()))

@@ -1,0 +1,84 @@
+"""The two libraries behind one set of names, each loaded once a process."""
+
+import functools
+import importlib
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+from types import ModuleType
+from typing import Any, Literal
+
+from app.errors import EngineError
+
+Flavour = Literal["tensorrt", "tensorrt_rtx"]
+
+# The wheels on PyPI come in two parts: importing the first makes the libraries known that the second is linked with.
+_MODULES: dict[Flavour, tuple[tuple[str, ...], ...]] = {
+    "tensorrt": (("tensorrt",),),
+    "tensorrt_rtx": (("tensorrt_rtx",), ("onnxruntime_ep_nv_tensorrt_rtx", "tensorrt_rtx_bindings")),
+}
+EXTRAS: dict[Flavour, str] = {"tensorrt": "tensorrt", "tensorrt_rtx": "rtx"}
+"""The extra of this package that installs each."""
+
+_MESSAGES_KEPT = 100
+
+
+class Library:
+    """One flavour of TensorRT: its module, its version, and the one logger that a process may have."""
+
+    def __init__(self, flavour: Flavour, trt: Any) -> None:
+        self.flavour = flavour
+        self.trt = trt
+        self.version = str(trt.__version__)
+        self.messages: deque[str] = deque(maxlen=_MESSAGES_KEPT)
+        self.logger = _logger(trt, self.messages)
+        self._lock = Lock()
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The compute capabilities that it builds for without their GPU; none if it builds for the GPU present."""
+        named = getattr(self.trt, "ComputeCapability", None)
+        return tuple(name for name in named.__members__ if name.startswith("SM")) if named else ()
+
+    @property
+    def compiles_when_run(self) -> bool:
+        """Whether kernels are compiled, and graphs captured, when a plan first runs: so does TensorRT for RTX."""
+        return hasattr(self.trt, "IRuntimeCache")
+
+    @contextmanager
+    def errors(self) -> Iterator[deque[str]]:
+        """What the library says went wrong meanwhile, which is the only diagnosis there is.
+
+        One caller at a time: all share the logger.
+        """
+        with self._lock:
+            self.messages.clear()
+            yield self.messages
+
+
+@functools.cache
+def load_library(flavour: Flavour) -> Library:
+    """Import a flavour of TensorRT. Raises EngineError if it, or what it is linked with, is not there."""
+    reasons = []
+    for names in _MODULES[flavour]:
+        try:
+            modules: list[ModuleType] = [importlib.import_module(name) for name in names]
+            return Library(flavour, modules[-1])
+        except (ImportError, OSError) as error:
+            reasons.append(str(error))
+    raise EngineError(
+        f"{flavour} cannot be loaded ({'; '.join(reasons)}): pip install '.[{EXTRAS[flavour]}]' in the checkout"
+    )
+
+
+def _logger(trt: Any, errors: deque[str]) -> Any:
+    class Log(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= trt.ILogger.ERROR:
+                errors.append(message)
+
+    return Log()

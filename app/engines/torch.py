@@ -1,0 +1,75 @@
+"""PyTorch: the yardstick that compiled models are compared with."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import cast
+
+import torch
+from torch import nn
+from torch.backends import mha
+
+from app.engines.base import EngineSettings, PooledEngine, Signature
+from app.errors import EngineError
+from app.models.factory import logits_of
+from app.models.precision import TORCH_DTYPES
+from app.tensors import Tensors
+
+
+class TorchEngine(PooledEngine[nn.Module]):
+    """A module, run as it is; below float32 with autocast.
+
+    The number of threads is the process's, since PyTorch has one for all: the engine that was made last decides.
+    """
+
+    name = "torch"
+    version: str = torch.__version__
+
+    def __init__(self, model: nn.Module, signature: Signature, settings: EngineSettings) -> None:
+        """Put a module on its device, ready to run.
+
+        Args:
+            signature: the model's arguments by name, and the name of its one output.
+
+        Raises:
+            EngineError: PyTorch does not compute in the precision, or the device is not there.
+        """
+        if settings.precision not in TORCH_DTYPES:
+            raise EngineError(f"PyTorch runs in {', '.join(TORCH_DTYPES)}: not in {settings.precision}")
+        if settings.device == "gpu" and not torch.cuda.is_available():
+            raise EngineError("PyTorch finds no GPU: choose the device cpu, or install a torch for this GPU")
+        self._device = torch.device("cuda" if settings.device == "gpu" else "cpu")
+        self._dtype = TORCH_DTYPES[settings.precision]
+        torch.set_num_threads(settings.threads)
+        super().__init__(signature, [model.to(self._device).eval()] * settings.streams)
+
+    def _run(self, member: nn.Module, inputs: Tensors) -> Tensors:
+        given = {name: torch.from_numpy(tensor).to(self._device) for name, tensor in inputs.items()}
+        with torch.inference_mode(), self._autocast():
+            logits = logits_of(member(**given))
+        (output,) = self.signature.outputs
+        return {output.name: logits.float().cpu().numpy()}
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        return torch.autocast(self._device.type, self._dtype) if self._dtype != torch.float32 else nullcontext()
+
+
+class CompiledTorchEngine(TorchEngine):
+    """What ``torch.compile`` makes of a module, for batches of any size."""
+
+    def __init__(self, model: nn.Module, signature: Signature, settings: EngineSettings) -> None:
+        super().__init__(cast(nn.Module, torch.compile(model, dynamic=True)), signature, settings)
+
+    def _run(self, member: nn.Module, inputs: Tensors) -> Tensors:
+        with _without_fast_path():
+            return super()._run(member, inputs)
+
+
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """Keep ``nn.TransformerEncoder`` from its fast path, of whose output the compiler expects other strides."""
+    enabled = mha.get_fastpath_enabled()
+    mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        mha.set_fastpath_enabled(enabled)

@@ -1,0 +1,63 @@
+"""The engine of a published version, on a machine where it gives the numbers that compile judged."""
+
+import logging
+from pathlib import Path
+
+from app.engines.architecture import Device, architecture_of, compute_capability
+from app.engines.base import Engine, EngineSettings
+from app.engines.cache import machine_cache
+from app.engines.registry import devices_of, open_engine, runs_plans
+from app.errors import EngineError, StorageError
+from app.repository.manifest import EngineKey, Manifest
+
+LOG = logging.getLogger(__name__)
+
+
+def open_published(manifest: Manifest, folder: Path, threads: int) -> Engine:
+    """Open the engine that a version's key names, in its precision and on its device.
+
+    An ONNX file is compiled for what is here, another version of the library too, and kept in this machine's cache.
+    In float32 it may be another processor: the file means the same numbers there. A plan is checked by its engine.
+
+    Args:
+        folder: of the version's files, as the manifest has them.
+
+    Raises:
+        StorageError: the version has no file for its engine.
+        EngineError: the engine cannot run here, or would not give the numbers that were judged: then the key and this
+            machine are named; or the file takes or gives other tensors than the manifest says.
+    """
+    key, title = manifest.engine_key, f"model {manifest.name!r}, version {manifest.version},"
+    if key.file not in manifest.files:
+        raise StorageError(f"{title} has no {key.file}, which {key.engine} opens: publish it again")
+    try:
+        device, sha256 = _device_for(key), manifest.files[key.file]
+        settings = EngineSettings(key.precision, threads, device=device, cache=machine_cache(), sha256=sha256)
+        engine = open_engine(key.engine, folder / key.file, settings)
+    except EngineError as error:
+        raise EngineError(f"{title} was compiled for {key}: {error}") from error
+    if difference := engine.signature.difference(manifest.signature):
+        engine.close()
+        raise EngineError(f"{title} {difference}, as its manifest says: publish it again")
+    if engine.version != key.engine_version:
+        LOG.warning("%s was judged with %s; %s compiled it anew", title, key, engine.version)
+    return engine
+
+
+def _device_for(key: EngineKey) -> Device:
+    """Where the engine runs on this machine. Raises EngineError if its numbers would be others there."""
+    if runs_plans(key.engine):
+        return key.device
+    device = key.device
+    if device == "gpu" and key.precision == "fp32" and "cpu" in devices_of(key.engine) and compute_capability() is None:
+        device = "cpu"
+    architecture = architecture_of(device, key.precision)
+    if (device, architecture) == (key.device, key.architecture):
+        return device
+    if key.precision != "fp32":
+        raise EngineError(
+            f"this machine is {device} {architecture}, where {key.precision} gives other numbers than those that were "
+            "judged: run jobs.compile on a machine like this one"
+        )
+    LOG.warning("compiled for %s; compiled anew for this machine, %s %s", key, device, architecture)
+    return device

@@ -1,0 +1,112 @@
+"""Engines on a GPU. Not run in CI, which has none: 'make test-gpu' on a machine with one."""
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+
+from app.compile.export import export_onnx
+from app.config import ComputePrecision, Precision
+from app.engines.architecture import compute_capability
+from app.engines.base import Engine, EngineSettings
+from app.engines.registry import installed_engines, open_engine
+from app.engines.shapes import ShapeProfile
+from app.engines.tensorrt.build import build_plan
+from app.engines.tensorrt.library import Flavour, load_library
+from app.engines.tensorrt.manifest import BuildSettings, manifest_path
+from app.engines.torch import TorchEngine
+from app.errors import EngineError
+from app.tensors import OUTPUT
+from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, EngineContract, encoder, exported, rows
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and this machine has none")
+
+PROFILE = ShapeProfile(batch_sizes=(1, 4, 16), lengths=(8, 16, 32))
+
+
+def skip_unless_it_runs(flavour: Flavour) -> None:
+    if flavour not in installed_engines():
+        pytest.skip(f"needs {flavour}, which is not installed")
+    targets = load_library(flavour).targets
+    if targets and compute_capability() not in targets:
+        pytest.skip(f"{flavour} does not run on {compute_capability()}, only on {', '.join(targets)}")
+
+
+def build(flavour: Flavour, onnx: Path, precision: ComputePrecision = "fp32") -> Path:
+    plan = onnx.with_suffix(".plan")
+    build_plan(flavour, onnx, plan, BuildSettings(precision=precision, profile=PROFILE))
+    return plan
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Flavour], Path]:
+    """The plan of a flavour, built once."""
+
+    @functools.cache
+    def plan(flavour: Flavour) -> Path:
+        onnx = tmp_path_factory.mktemp(flavour) / "model.onnx"
+        onnx.write_bytes(exported())
+        return build(flavour, onnx)
+
+    return plan
+
+
+class TestTensorRt(EngineContract):
+    flavour: Flavour = "tensorrt"
+
+    @pytest.fixture
+    def plan(self, plans: Callable[[Flavour], Path]) -> Path:
+        skip_unless_it_runs(self.flavour)
+        return plans(self.flavour)
+
+    @pytest.fixture
+    def opener(self, plan: Path) -> Callable[[], Engine]:
+        settings = EngineSettings(streams=2, cache=plan.parent / "cache")
+        return lambda: open_engine(self.flavour, plan, settings)
+
+    @pytest.mark.parametrize("precision", ["fp16", "bf16"])
+    def test_lower_precisions_are_near(self, precision: Precision, tmp_path: Path) -> None:
+        skip_unless_it_runs(self.flavour)
+        onnx = tmp_path / "model.onnx"
+        export_onnx(encoder(), PROCESSOR.inputs, PROCESSOR.encode(TEXTS), onnx, precision)
+        engine = open_engine(self.flavour, build(self.flavour, onnx, precision))
+        exact = encoder()(**{name: torch.from_numpy(array) for name, array in rows(7).items()}).detach().numpy()
+        assert 0.0 < np.abs(engine.infer(rows(7))[OUTPUT] - exact).max() < 0.05
+
+    def test_a_plan_for_another_gpu_is_refused(self, plan: Path, tmp_path: Path) -> None:
+        elsewhere = tmp_path / "model.plan"
+        elsewhere.write_bytes(plan.read_bytes())
+        here = str(compute_capability())
+        manifest_path(elsewhere).write_text(manifest_path(plan).read_text().replace(here, "SM70"))
+        with pytest.raises(EngineError, match=f"on SM70.*this is .* on {here}"):
+            open_engine(self.flavour, elsewhere)
+
+
+class TestTensorRtRtx(TestTensorRt):
+    flavour: Flavour = "tensorrt_rtx"
+
+    def test_compiled_kernels_are_kept(self, opener: Callable[[], Engine], plan: Path) -> None:
+        opener().close()
+        (kept,) = (plan.parent / "cache").iterdir()
+        kept.write_bytes(kept.read_bytes()[:-1])  # such a file counts as none
+        opener().close()
+        assert [kept] == list((plan.parent / "cache").iterdir())
+
+
+class TestOnnxRuntimeOnCuda(EngineContract):
+    @pytest.fixture
+    def opener(self, onnx: Path) -> Callable[[], Engine]:
+        if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+            pytest.skip("needs the package onnxruntime-gpu in place of onnxruntime")
+        return lambda: open_engine("onnxruntime", onnx, EngineSettings(streams=2, device="gpu"))
+
+
+class TestPyTorchOnGpu(EngineContract):
+    @pytest.fixture
+    def opener(self) -> Callable[[], Engine]:
+        return lambda: TorchEngine(copy.deepcopy(encoder()), SIGNATURE, EngineSettings(streams=2, device="gpu"))
