@@ -18,17 +18,19 @@ def sha256_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def sha256_of_file(path: Path | UPath, advance: Advance = unheard) -> str:
+    """The hexadecimal sha256 of a file's content, which is read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+            advance()
+    return digest.hexdigest()
+
+
 def checksums_of(files: Iterable[Path | UPath], advance: Advance = unheard) -> dict[str, str]:
-    """The sha256 of each file, by name; read in pieces."""
-    sums = {}
-    for path in sorted(files, key=str):
-        digest = hashlib.sha256()
-        with path.open("rb") as file:
-            while piece := file.read(_PIECE_BYTES):
-                digest.update(piece)
-                advance()
-        sums[path.name] = digest.hexdigest()
-    return sums
+    """The sha256 of each file, by name."""
+    return {path.name: sha256_of_file(path, advance) for path in sorted(files, key=str)}
 
 
 def read_verified(file: UPath, sha256: str) -> bytes:

@@ -16,6 +16,8 @@ HOME = Path(os.environ.get("RAYLOOM_HOME", "~/.rayloom")).expanduser()
 """Rayloom's own folder on this machine: the local cluster's state and the default storage."""
 
 
+_REMEMBER_LISTINGS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl")
+
 Advance = Callable[[], None]
 """Hears that reading or writing goes on, piece by piece: storage may be slow, and does not hang meanwhile."""
 
@@ -38,7 +40,10 @@ def open_storage(location: str | None) -> UPath:
             "deletes; give an absolute path or a URI such as s3://bucket/prefix"
         )
     try:
+        # What fsspec remembers of a listing hides what other processes write; drivers that list nothing refuse the key.
         root = UPath(location)
+        if root.protocol in _REMEMBER_LISTINGS:
+            root = UPath(location, use_listings_cache=False)
         root.exists()  # the driver of a protocol is loaded on first use
     except Exception as error:  # each protocol's driver has errors of its own
         raise StorageError(f"storage {location!r} cannot be opened ({error}): check the URI and its driver") from error
@@ -87,8 +92,12 @@ def write_atomically(path: UPath, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if is_local(path):
         aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        aside.write_bytes(data)
-        aside.rename(path)
+        try:
+            aside.write_bytes(data)
+            aside.rename(path)
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
     else:
         path.write_bytes(data)
 

@@ -11,6 +11,9 @@ import httpx
 import typer
 from upath import UPath
 
+from app.cli.endpoint import served_models
+from app.cli.models import models
+from app.cli.options import Storage, chosen_storage
 from app.cluster import local, ports
 from app.cluster.state import SUPERVISOR_LOG, TOKEN_FILE, ClusterState, read_state, running_cluster
 from app.cluster.submit import send_job
@@ -18,16 +21,16 @@ from app.cluster.submit import submit as submit_job
 from app.config import Recipe, dump_recipe, load_recipe
 from app.errors import ClusterError, RayloomError, RequestError, StorageError
 from app.runs import CONFIG_FILE, runs_folder
-from app.serving.protocol import ModelIndex, PredictRequest, PredictResponse
-from app.storage import absolute_location, open_storage
+from app.serving.protocol import PredictRequest, PredictResponse
+from app.storage import absolute_location
 from app.telemetry.alerts import Action
 from app.training.coordination.control import request
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Rayloom.")
 recipes = typer.Typer(no_args_is_help=True, help="Look at recipes.")
 app.add_typer(recipes, name="recipe")
+app.add_typer(models, name="models")
 
-Storage = Annotated[str | None, typer.Option(help="Default: the local cluster's, else $RAYLOOM_STORAGE.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Such as train.epochs=3.")]
 
 
@@ -158,12 +161,12 @@ def _describe_supervisor(cluster: ClusterState) -> None:
 def _describe_models(cluster: ClusterState) -> None:
     """Which models answer, and a line to paste for each."""
     try:
-        answer = httpx.post(f"{cluster.endpoint}/v2/repository/index", timeout=5.0).raise_for_status()
-        models = [ModelIndex.model_validate(each) for each in answer.json()]
-    except (httpx.HTTPError, ValueError):
-        models = []
-    print(f"models     {', '.join(f'{each.name} version {each.version}' for each in models) or 'none deployed'}")
-    for each in models:
+        served = served_models(cluster)
+    except ClusterError as error:
+        print(f"models     {error}")
+        return
+    print(f"models     {', '.join(f'{each.name} version {each.version}' for each in served) or 'none deployed'}")
+    for each in served:
         print(f'try        curl {cluster.endpoint}/v1/models/{each.name}/predict -d \'{{"inputs": "..."}}\'')
 
 
@@ -177,9 +180,7 @@ def _describe_ports(cluster: ClusterState) -> None:
 
 def _train_run(run_id: str, storage: str | None) -> UPath:
     """The folder of a training run. Raises StorageError if there is none."""
-    cluster = read_state()
-    location = absolute_location(storage) if storage else cluster.storage if cluster else None
-    folder = runs_folder(open_storage(location), "train") / run_id
+    folder = runs_folder(chosen_storage(storage), "train") / run_id
     if not (folder / CONFIG_FILE).exists():
         raise StorageError(f"{str(folder)!r} is no training run: check the run's id, and --storage")
     return folder

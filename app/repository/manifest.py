@@ -1,21 +1,52 @@
-"""The manifest of a version: what it is and where it came from."""
+"""The manifest of a version: what it is, where it came from, and how it is served."""
 
 from datetime import datetime
+from typing import Self
 
-from pydantic import BaseModel
+from pydantic import BaseModel, NonNegativeInt, PositiveInt, model_validator
 
-MANIFEST_FILE = "manifest.json"
-MODEL_FILE = "model.onnx"
+from app.config import CalibrationMethod, ComputePrecision, EngineName, ServeConfig
+from app.engines.architecture import Device
+from app.engines.base import Signature
+from app.engines.registry import runs_plans
+from app.engines.shapes import ShapeProfile
+from app.errors import RecipeError
+from app.tensors import Tensor
+
+MODEL_FILE, PLAN_FILE = "model.onnx", "model.plan"
+
+
+class Quantization(BaseModel):
+    """How a model became int8 or fp8."""
+
+    method: CalibrationMethod
+    smoothing: float
+    """How far outliers of activations were moved into weights, from 0, not at all, to 1."""
+
+    exempt: tuple[str, ...]
+    """Nodes that were left in float."""
 
 
 class EngineKey(BaseModel):
-    """What a compiled model was made for."""
+    """What a compiled model was made of, and for."""
 
     onnx_sha256: str
-    precision: str
-    engine: str
+    precision: ComputePrecision
+    engine: EngineName
     engine_version: str
+    device: Device
     architecture: str
+    """As ``app.engines.architecture.architecture_of`` says it."""
+
+    profile: ShapeProfile
+
+    @property
+    def file(self) -> str:
+        """The file of a version that the engine opens."""
+        return PLAN_FILE if runs_plans(self.engine) else MODEL_FILE
+
+    def __str__(self) -> str:
+        return f"{self.engine} {self.engine_version}, {self.precision}, on {self.device} {self.architecture}"
 
 
 class Lineage(BaseModel):
@@ -28,14 +59,81 @@ class Lineage(BaseModel):
     code: str
 
 
+class ServingDefaults(BaseModel):
+    """How a version is best served, unless somebody knows better."""
+
+    max_batch_size: PositiveInt
+    preferred_batch_sizes: tuple[PositiveInt, ...] = ()
+    timeout_us: NonNegativeInt
+    """Microseconds that the first request of a batch waits for more."""
+
+    replicas: PositiveInt
+    threads: PositiveInt
+    """Of one replica's engine."""
+
+    @model_validator(mode="after")
+    def _preferred_sizes_can_be_reached(self) -> Self:
+        if max(self.preferred_batch_sizes, default=0) > self.max_batch_size:
+            raise ValueError(
+                f"preferred_batch_sizes are {list(self.preferred_batch_sizes)}: expected {self.max_batch_size}, which "
+                "is max_batch_size, at most"
+            )
+        return self
+
+    def overridden(self, config: ServeConfig) -> "ServingDefaults":
+        """What a recipe says, and where it says nothing what is said here.
+
+        Other replicas share the cores that these were measured on, unless the recipe says their threads too.
+        """
+        batching = config.batching
+        replicas = config.replicas or self.replicas
+        most = batching.max_batch_size or self.max_batch_size
+        return ServingDefaults(
+            max_batch_size=most,
+            preferred_batch_sizes=tuple(size for size in self.preferred_batch_sizes if size <= most),
+            timeout_us=self.timeout_us if batching.timeout_us is None else batching.timeout_us,
+            replicas=replicas,
+            threads=config.threads or max(1, self.replicas * self.threads // replicas),
+        )
+
+
 class ModelCard(BaseModel):
     """What a publisher knows of a model: what it is, where it came from, and how it measured up."""
 
     task: str
     engine_key: EngineKey
     lineage: Lineage
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    serving: ServingDefaults
+    quantization: Quantization | None = None
+    """None: it is in float."""
+
     accuracy: float
     max_difference: float
+    """Of a logit from PyTorch's, the largest on the validation split."""
+
+    cosine: float
+    """Of a row's logits to PyTorch's, the mean on the validation split."""
+
+    @property
+    def signature(self) -> Signature:
+        """What the model takes and gives."""
+        return Signature(tuple(each.spec() for each in self.inputs), tuple(each.spec() for each in self.outputs))
+
+    def served(self, config: ServeConfig) -> ServingDefaults:
+        """How the model is served: as the recipe says, and where it says nothing as compile measured.
+
+        Raises:
+            RecipeError: a batch may have more rows than the plan takes.
+        """
+        serving, built = self.serving.overridden(config), max(self.engine_key.profile.batch_sizes)
+        if runs_plans(self.engine_key.engine) and serving.max_batch_size > built:
+            raise RecipeError(
+                f"serve.batching.max_batch_size is {serving.max_batch_size}: the plan was built for {built} rows at "
+                "most; give as many, or more in compile.batch_sizes and run jobs.compile"
+            )
+        return serving
 
 
 class Manifest(ModelCard):
@@ -44,4 +142,7 @@ class Manifest(ModelCard):
     name: str
     version: int
     created: datetime
+    size_bytes: int
+    """Of all its files."""
+
     files: dict[str, str]

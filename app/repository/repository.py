@@ -1,23 +1,23 @@
 """Versions of models in storage: ``models/<name>/<version>/``, whole or not there at all."""
 
-import json
-import secrets
-from datetime import UTC, datetime
+from collections.abc import Callable
+from contextlib import suppress
 
 from pydantic import ValidationError
 from upath import UPath
 
-from app.checksums import checksums_of, read_verified
 from app.errors import StorageError
-from app.repository.manifest import MANIFEST_FILE, Manifest, ModelCard
-from app.storage import is_local, write_atomically
-
-ALIASES_FILE = "aliases.json"
-PRODUCTION = "production"
+from app.repository.aliases import ALIASES_FILE, Alias, Aliases
+from app.repository.conditional import alone, change, read
+from app.repository.manifest import Manifest, ModelCard
+from app.repository.publishing import add_version
+from app.repository.triton import CONFIG_FILE, config_of
+from app.repository.version import check_files, is_published, read_manifest, withdraw
+from app.storage import write_atomically
 
 
 class Repository:
-    """The models under a root of storage."""
+    """The models under a root of storage, which ``open_storage`` has opened."""
 
     def __init__(self, storage: UPath) -> None:
         self._root = storage / "models"
@@ -26,141 +26,171 @@ class Repository:
         """The models that have a version."""
         if not self._root.exists():
             return []
-        return sorted(each.name for each in self._root.iterdir() if self.versions(each.name))
+        return sorted(each.name for each in self._root.iterdir() if each.is_dir() and self._published(each.name))
 
     def versions(self, name: str) -> list[int]:
-        """The published versions of a model, ascending. A version is there when its manifest is."""
-        folder = self._root / name
-        if not folder.exists():
-            return []
-        found = [each for each in folder.iterdir() if each.name.isdecimal() and (each / MANIFEST_FILE).exists()]
-        return sorted(int(each.name) for each in found)
-
-    def publish(self, name: str, files: UPath, card: ModelCard) -> Manifest:
-        """Add the files of a folder as the next version, all at once, and return its manifest.
-
-        On a local disk the version is staged and renamed, and a number that another publisher takes meanwhile is
-        left to it. An object store cannot rename: there the manifest comes last, and publishers must take turns.
-        """
-        if is_local(self._root):
-            return self._publish_by_rename(name, files, card)
-        return self._publish_in_place(name, files, card)
-
-    def _publish_by_rename(self, name: str, files: UPath, card: ModelCard) -> Manifest:
-        staged = self._root / name / f".{secrets.token_hex(4)}.tmp"
-        try:
-            _copy(files, staged)
-            while True:
-                manifest = self._write_manifest(staged, name, self._next_version(name), card)
-                if _renamed(staged, self.folder(name, manifest.version)):
-                    return manifest
-        except BaseException:
-            _remove(staged)
-            raise
-
-    def _publish_in_place(self, name: str, files: UPath, card: ModelCard) -> Manifest:
-        version = self._next_version(name)
-        folder = self.folder(name, version)
-        try:
-            _copy(files, folder)
-            return self._write_manifest(folder, name, version, card)
-        except BaseException:
-            _remove(folder)
-            raise
-
-    @staticmethod
-    def _write_manifest(folder: UPath, name: str, version: int, card: ModelCard) -> Manifest:
-        manifest = Manifest(
-            **card.model_dump(),
-            name=name,
-            version=version,
-            created=datetime.now(UTC),
-            files=checksums_of(file for file in folder.iterdir() if file.is_file() and file.name != MANIFEST_FILE),
+        """The published versions of a model, ascending. Raises StorageError if there are none."""
+        if published := self._published(name):
+            return published
+        raise StorageError(
+            f"{str(self._root)!r} has no model {name!r}: models there are {', '.join(self.names()) or 'none'}"
         )
-        write_atomically(folder / MANIFEST_FILE, manifest.model_dump_json(indent=1).encode())
-        return manifest
-
-    def _next_version(self, name: str) -> int:
-        """One more than any number that is taken, by a version or by one that broke off."""
-        model = self._root / name
-        taken = [int(each.name) for each in model.iterdir() if each.name.isdecimal()] if model.exists() else []
-        return max(taken, default=0) + 1
-
-    def promote(self, name: str, version: int) -> None:
-        """Make a version the one in production. Raises StorageError if it is not published."""
-        if version not in self.versions(name):
-            raise StorageError(
-                f"model {name!r} has no version {version}: published are {self.versions(name) or 'none'}"
-            )
-        content = json.dumps({**self._aliases(name), PRODUCTION: version})
-        write_atomically(self._root / name / ALIASES_FILE, content.encode())
-
-    def production(self, name: str) -> int:
-        """The version in production. Raises StorageError if there is none."""
-        aliases = self._aliases(name)
-        if PRODUCTION not in aliases:
-            raise StorageError(
-                f"model {name!r} has no version in production in {str(self._root)!r} "
-                f"(models there: {', '.join(self.names()) or 'none'}): run jobs.compile first"
-            )
-        return aliases[PRODUCTION]
 
     def folder(self, name: str, version: int) -> UPath:
         """Where a version lies."""
         return self._root / name / str(version)
 
     def manifest(self, name: str, version: int) -> Manifest:
-        """The manifest of a version. Raises StorageError if there is none, or it is broken."""
-        path = self.folder(name, version) / MANIFEST_FILE
+        """The manifest of a version. Raises StorageError if there is none, or it was changed."""
         try:
-            return Manifest.model_validate_json(path.read_bytes())
+            return read_manifest(self.folder(name, version))
         except FileNotFoundError as error:
-            raise StorageError(
-                f"model {name!r} has no version {version}: published are {self.versions(name)}"
-            ) from error
-        except ValidationError as error:
-            raise StorageError(f"{str(path)!r} is not a manifest: publish the version again") from error
+            raise self._no_version(name, version) from error
 
-    def verify(self, name: str, version: int) -> None:
-        """Compare every file of a version with its sha256.
+    def publish(self, name: str, files: UPath, card: ModelCard) -> Manifest:
+        """Add the files of a folder as the next version, all at once, and return its manifest.
 
-        Raises:
-            StorageError: the version is not there, or a file in it is missing or was changed.
+        Publishers at once get a number each; a number is not given twice, even if its version is deleted.
         """
-        for file, sha256 in self.manifest(name, version).files.items():
-            read_verified(self.folder(name, version) / file, sha256)
-
-    def fetch(self, name: str, version: int, target: UPath) -> Manifest:
-        """Copy a version's files into a local folder, each compared with its sha256; raises as ``verify``."""
-        manifest = self.manifest(name, version)
-        target.mkdir(parents=True, exist_ok=True)
-        for file, sha256 in manifest.files.items():
-            (target / file).write_bytes(read_verified(self.folder(name, version) / file, sha256))
+        manifest = add_version(self._root / name, files, card, lambda: self._next_number(name))
+        self._write_config(name)
         return manifest
 
-    def _aliases(self, name: str) -> dict[str, int]:
-        path = self._root / name / ALIASES_FILE
-        return json.loads(path.read_bytes()) if path.exists() else {}
+    def aliases(self, name: str) -> Aliases:
+        """The aliases of a model. Raises StorageError if their file was changed by hand and is none any more."""
+        return self._parsed_aliases(name, read(self._root / name / ALIASES_FILE) or b"")
 
+    def production(self, name: str) -> int:
+        """The version in production. Raises StorageError if there is none."""
+        version = self.aliases(name).production
+        if version is None:
+            raise StorageError(
+                f"model {name!r} has no version in production in {str(self._root)!r} "
+                f"(models there: {', '.join(self.names()) or 'none'}): run jobs.compile first"
+            )
+        return version
 
-def _copy(files: UPath, target: UPath) -> None:
-    target.mkdir(parents=True)
-    for file in files.iterdir():
-        file.copy(target / file.name)
+    def current(self, name: str) -> int:
+        """The version in production, else the newest. Raises StorageError if there is none."""
+        return self.aliases(name).production or self.versions(name)[-1]
 
+    def promote(self, name: str, version: int, alias: Alias = "production") -> Aliases:
+        """Give a version an alias and return all of the model. Raises StorageError if it is not published."""
+        self._require(name, version)
 
-def _renamed(staged: UPath, target: UPath) -> bool:
-    """Whether ``staged`` is ``target`` now; not if another publisher was faster."""
-    try:
-        staged.rename(target)
-    except OSError:
-        if target.exists():
-            return False
-        raise
-    return True
+        def promoted(aliases: Aliases) -> Aliases:
+            if version in aliases.deleted:
+                raise StorageError(f"model {name!r}, version {version}, is being deleted: promote another")
+            return aliases.promoted(version, alias)
 
+        self._change_aliases(name, promoted)
+        self._write_config(name)
+        return self.aliases(name)
 
-def _remove(folder: UPath) -> None:
-    for file in folder.iterdir() if folder.exists() else ():
-        file.unlink()
-    folder.rmdir()
+    def rollback(self, name: str) -> Aliases:
+        """Put what was in production before into production again; once more, and it is as it was.
+
+        Raises:
+            StorageError: nothing was in production before.
+        """
+        previous = self.aliases(name).previous
+        if previous is None:
+            raise StorageError(
+                f"model {name!r} had no other version in production before (published are "
+                f"{self.versions(name)}): promote one"
+            )
+        return self.promote(name, previous)
+
+    def delete(self, name: str, version: int) -> None:
+        """Remove a version for good. Raises StorageError if it is not there, or an alias names it."""
+        self._require(name, version)
+
+        def without(aliases: Aliases) -> Aliases:
+            if named := aliases.of(version):
+                raise StorageError(
+                    f"model {name!r}, version {version}, is {' and '.join(named)}: promote another version first"
+                )
+            return aliases.without(version)
+
+        self._change_aliases(name, without)  # from here on nobody can promote it
+        withdraw(self.folder(name, version))
+        self._write_config(name)
+
+    def verify(self, name: str, version: int) -> Manifest:
+        """Compare every file of a version with its sha256, and return its manifest.
+
+        Raises:
+            StorageError: the version is not there, or a file in it is missing, was changed or does not belong to it;
+                each is named.
+        """
+        manifest = self.manifest(name, version)
+        check_files(self.folder(name, version), manifest)
+        return manifest
+
+    def verify_config(self, name: str) -> None:
+        """Compare a model's ``config.pbtxt`` with what its manifest says. Raises StorageError if it differs."""
+        if self._config(name) != self._wanted_config(name):
+            path = self._root / name / CONFIG_FILE
+            raise StorageError(
+                f"{str(path)!r} was changed: promote a version, be it the same one, and it is written anew"
+            )
+
+    def fetch(self, name: str, version: int, target: UPath) -> Manifest:
+        """Copy a version's files into an empty local folder and compare each with its sha256; raises as ``verify``."""
+        manifest, folder = self.manifest(name, version), self.folder(name, version)
+        target.mkdir(parents=True, exist_ok=True)
+        for file in manifest.files:
+            if (folder / file).exists():
+                (folder / file).copy(target / file)
+        check_files(folder, manifest, read_from=target)
+        return manifest
+
+    def _numbers(self, name: str) -> list[int]:
+        """Of versions, and of what publishers have begun."""
+        model = self._root / name
+        return sorted(int(each.name) for each in model.iterdir() if each.name.isdecimal()) if model.exists() else []
+
+    def _published(self, name: str) -> list[int]:
+        return [number for number in self._numbers(name) if is_published(self.folder(name, number))]
+
+    def _next_number(self, name: str) -> int:
+        return max([*self._numbers(name), *self.aliases(name).deleted], default=0) + 1
+
+    def _require(self, name: str, version: int) -> None:
+        if not is_published(self.folder(name, version)):
+            raise self._no_version(name, version)
+
+    def _no_version(self, name: str, version: int) -> StorageError:
+        return StorageError(f"model {name!r} has no version {version}: published are {self.versions(name)}")
+
+    def _parsed_aliases(self, name: str, content: bytes) -> Aliases:
+        try:
+            return Aliases.model_validate_json(content or b"{}")
+        except ValidationError as error:
+            path = self._root / name / ALIASES_FILE
+            raise StorageError(f"{str(path)!r} was changed: remove it, and promote a version again") from error
+
+    def _change_aliases(self, name: str, changed: Callable[[Aliases], Aliases]) -> None:
+        def change_content(content: bytes) -> bytes:
+            return changed(self._parsed_aliases(name, content)).model_dump_json(exclude_defaults=True).encode()
+
+        change(self._root / name / ALIASES_FILE, change_content)
+
+    def _wanted_config(self, name: str) -> str | None:
+        """The configuration of the version in production, else of the newest."""
+        shown = self.aliases(name).production or max(self._published(name), default=None)
+        return config_of(self.manifest(name, shown)) if shown else None
+
+    def _config(self, name: str) -> str | None:
+        content = read(self._root / name / CONFIG_FILE)
+        return None if content is None else content.decode(errors="replace")
+
+    def _write_config(self, name: str) -> None:
+        """Make ``config.pbtxt`` say what is so; again, if that was changed while it was written."""
+        path = self._root / name / CONFIG_FILE
+        with suppress(StorageError), alone(path.parent):  # of a damaged version there is nothing to say
+            while (wanted := self._wanted_config(name)) != self._config(name):
+                if wanted is None:
+                    path.unlink(missing_ok=True)
+                else:
+                    write_atomically(path, wanted.encode())

@@ -1,7 +1,6 @@
-"""Versions of models: published whole, found damaged."""
+"""Versions of models, on a disk and on S3: published whole, found damaged, promoted and deleted."""
 
 import errno
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,40 +8,27 @@ import pytest
 from upath import UPath
 
 from app.errors import StorageError
-from app.repository.manifest import EngineKey, Lineage, ModelCard
 from app.repository.repository import Repository
 from app.storage import open_storage
-
-CARD = ModelCard(
-    task="text-classification",
-    engine_key=EngineKey(
-        onnx_sha256="0", precision="fp32", engine="openvino", engine_version="1", architecture="x86_64"
-    ),
-    lineage=Lineage(train_run="t", compile_run="c", recipe="r", data_fingerprint="d", code="s"),
-    accuracy=1.0,
-    max_difference=0.0,
-)
+from tests.publishing import CARD, files_in
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> UPath:
-    folder = UPath(tmp_path / "files")
-    folder.mkdir()
-    (folder / "model.onnx").write_bytes(b"a model")
-    (folder / "labels.json").write_bytes(b"[]")
-    return folder
+    return files_in(tmp_path / "files")
 
 
-@pytest.fixture(params=["local", "memory"])
-def repository(request: pytest.FixtureRequest, tmp_path: Path) -> Repository:
-    return Repository(UPath(tmp_path / "storage" if request.param == "local" else f"memory://{tmp_path}"))
+@pytest.fixture
+def repository(storage: str) -> Repository:
+    return Repository(open_storage(storage))
 
 
 def test_versions_follow_each_other_and_one_is_in_production(repository: Repository, files: UPath) -> None:
     assert [repository.publish("toy", files, CARD).version for _ in range(3)] == [1, 2, 3]
+    assert repository.current("toy") == 3
     repository.promote("toy", 2)
     assert repository.versions("toy") == [1, 2, 3]
-    assert repository.production("toy") == 2
+    assert repository.production("toy") == repository.current("toy") == 2
     assert repository.names() == ["toy"]
 
 
@@ -50,16 +36,38 @@ def test_a_version_is_fetched_as_it_was_published(repository: Repository, files:
     published = repository.publish("toy", files, CARD)
     assert repository.fetch("toy", 1, UPath(tmp_path / "target")) == published
     assert (tmp_path / "target/model.onnx").read_bytes() == b"a model"
+    assert published.size_bytes == len(b"a model[]")
 
 
-@pytest.mark.parametrize("damage", [lambda file: file.write_bytes(b"a modeL"), lambda file: file.unlink()])
-def test_a_damaged_file_is_named(
-    repository: Repository, files: UPath, tmp_path: Path, damage: Callable[[UPath], object]
-) -> None:
+def test_a_changed_byte_in_any_file_is_found(repository: Repository, files: UPath, tmp_path: Path) -> None:
     repository.publish("toy", files, CARD)
-    damage(repository.folder("toy", 1) / "model.onnx")
-    with pytest.raises(StorageError, match=r"model\.onnx.*make it again"):
+    for name in ("model.onnx", "labels.json", "manifest.json", "manifest.sha256"):
+        file = repository.folder("toy", 1) / name
+        whole = file.read_bytes()
+        for damaged in (whole + b"\n", bytes([whole[0] ^ 1]) + whole[1:], whole[:-1]):
+            file.write_bytes(damaged)
+            with pytest.raises(StorageError, match=name):
+                repository.verify("toy", 1)
+        with pytest.raises(StorageError, match=name):
+            repository.fetch("toy", 1, UPath(tmp_path / f"damaged {name}"))
+        file.write_bytes(whole)
+    repository.verify("toy", 1)
+
+
+def test_a_file_that_is_missing_is_named(repository: Repository, files: UPath, tmp_path: Path) -> None:
+    repository.publish("toy", files, CARD)
+    (repository.folder("toy", 1) / "model.onnx").unlink()
+    with pytest.raises(StorageError, match=r"1/model\.onnx' is missing"):
+        repository.verify("toy", 1)
+    with pytest.raises(StorageError, match=r"1/model\.onnx' is missing"):
         repository.fetch("toy", 1, UPath(tmp_path / "target"))
+
+
+def test_a_file_that_was_added_later_is_found(repository: Repository, files: UPath) -> None:
+    repository.publish("toy", files, CARD)
+    (repository.folder("toy", 1) / "model.plan").write_bytes(b"?")
+    with pytest.raises(StorageError, match=r"model\.plan' is not in the manifest"):
+        repository.verify("toy", 1)
 
 
 def test_a_publication_that_breaks_off_leaves_nothing(
@@ -69,7 +77,7 @@ def test_a_publication_that_breaks_off_leaves_nothing(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("app.repository.repository.write_atomically", full_disk)  # the files are written by then
+        patch.setattr("app.repository.version.write_atomically", full_disk)  # the files are written by then
         with pytest.raises(OSError, match="No space left"):
             repository.publish("toy", files, CARD)
     model = repository.folder("toy", 1).parent
@@ -77,20 +85,73 @@ def test_a_publication_that_breaks_off_leaves_nothing(
     assert repository.publish("toy", files, CARD).version == 1
 
 
+def test_only_a_folder_of_files_is_published(repository: Repository, files: UPath, tmp_path: Path) -> None:
+    (files / "tokenizer").mkdir()
+    with pytest.raises(StorageError, match=r"'tokenizer'\]: a version takes files, no folders"):
+        repository.publish("toy", files, CARD)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(StorageError, match="no files: a version takes files"):
+        repository.publish("toy", UPath(tmp_path / "empty"), CARD)
+    assert repository.names() == []
+
+
+def test_a_stray_file_is_no_model(repository: Repository, files: UPath) -> None:
+    repository.publish("toy", files, CARD)
+    (repository.folder("toy", 1).parent.parent / "notes.txt").write_bytes(b"?")
+    (repository.folder("toy", 1).parent / "7").write_bytes(b"?")
+    assert (repository.names(), repository.versions("toy")) == (["toy"], [1])
+
+
 def test_what_a_killed_publisher_left_is_not_a_version(repository: Repository, files: UPath) -> None:
     (repository.folder("toy", 1) / "model.onnx").parent.mkdir(parents=True)
     (repository.folder("toy", 1) / "model.onnx").write_bytes(b"half a mo")
-    assert repository.versions("toy") == []
+    assert repository.names() == []
     assert repository.publish("toy", files, CARD).version == 2
 
 
-def test_publishers_at_once_get_a_number_each(files: UPath, tmp_path: Path) -> None:
-    repository = Repository(UPath(tmp_path / "storage"))
-    with ThreadPoolExecutor(8) as pool:
-        versions = [each.version for each in pool.map(lambda _: repository.publish("toy", files, CARD), range(16))]
-    assert sorted(versions) == repository.versions("toy") == list(range(1, 17))
+def test_threads_that_publish_at_once_get_a_number_each(repository: Repository, files: UPath) -> None:
+    with ThreadPoolExecutor(5) as pool:
+        versions = [each.version for each in pool.map(lambda _: repository.publish("toy", files, CARD), range(5))]
+    assert sorted(versions) == repository.versions("toy") == list(range(1, 6))
     for version in versions:
         repository.verify("toy", version)
+
+
+def test_another_process_sees_a_version_at_once(storage: str, files: UPath) -> None:
+    reader, writer = Repository(open_storage(storage)), Repository(open_storage(storage))
+    assert reader.names() == []
+    writer.publish("toy", files, CARD)
+    assert reader.versions("toy") == [1]
+
+
+def test_a_rollback_goes_to_what_was_before_and_back_again(repository: Repository, files: UPath) -> None:
+    for _ in range(3):
+        repository.publish("toy", files, CARD)
+    repository.promote("toy", 1)
+    with pytest.raises(StorageError, match=r"no other version in production before \(published are \[1, 2, 3\]\)"):
+        repository.rollback("toy")
+    repository.promote("toy", 2)
+    repository.promote("toy", 2)  # as jobs.deploy does with what is in production
+    repository.promote("toy", 3, "canary")
+    assert [repository.rollback("toy").production for _ in range(3)] == [1, 2, 1]
+    assert repository.aliases("toy").of(3) == ["canary"]
+
+
+def test_a_version_is_deleted_for_good_unless_an_alias_names_it(repository: Repository, files: UPath) -> None:
+    for _ in range(4):
+        repository.publish("toy", files, CARD)
+    repository.promote("toy", 1)
+    repository.promote("toy", 2)
+    repository.promote("toy", 3, "canary")
+    for version, alias in ((1, "previous"), (2, "production"), (3, "canary")):
+        with pytest.raises(StorageError, match=f"version {version}, is {alias}: promote another version first"):
+            repository.delete("toy", version)
+    repository.delete("toy", 4)
+    assert repository.versions("toy") == [1, 2, 3]
+    assert not repository.folder("toy", 4).exists()
+    with pytest.raises(StorageError, match=r"no version 4: published are \[1, 2, 3\]"):
+        repository.delete("toy", 4)
+    assert repository.publish("toy", files, CARD).version == 5, "a number is not given twice"
 
 
 def test_what_is_not_there_is_said_with_what_is(repository: Repository, files: UPath) -> None:
@@ -99,6 +160,8 @@ def test_what_is_not_there_is_said_with_what_is(repository: Repository, files: U
         repository.production("other")
     with pytest.raises(StorageError, match=r"no version 9: published are \[1\]"):
         repository.promote("toy", 9)
+    with pytest.raises(StorageError, match=r"no model 'other': models there are toy"):
+        repository.promote("other", 1)
 
 
 @pytest.mark.parametrize(("location", "word"), [("storage", "relative path"), ("nosuch://bucket", "cannot be opened")])

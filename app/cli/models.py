@@ -1,0 +1,160 @@
+"""The commands ``rayloom models``: what is published, and which version counts."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from upath import UPath
+
+from app.cli.endpoint import served_models
+from app.cli.options import Storage, chosen_storage
+from app.cli.versions import description_of, table_of
+from app.cluster.state import read_state
+from app.errors import ClusterError, RequestError, StorageError
+from app.repository.aliases import Alias
+from app.repository.export import export_to_triton
+from app.repository.repository import Repository
+
+models = typer.Typer(no_args_is_help=True, help="Look at the versions of models, and say which one counts.")
+
+Version = Annotated[int, typer.Argument(min=1)]
+
+
+@models.command("list")
+def list_models(storage: Storage = None) -> None:
+    """Show every version of every model."""
+    with _repository(storage) as repository:
+        print("\n".join(table_of(repository)))
+
+
+@models.command()
+def show(
+    name: str,
+    version: Annotated[int | None, typer.Argument(min=1, help="Default: production, else the newest.")] = None,
+    storage: Storage = None,
+) -> None:
+    """Show all that is known of a version, back to the data, the recipe and the code that it came from."""
+    with _repository(storage) as repository:
+        manifest = repository.manifest(name, version or repository.current(name))
+        aliases = repository.aliases(name).of(manifest.version)
+        folder = str(repository.folder(name, manifest.version))
+    print("\n".join(description_of(manifest, aliases, folder)))
+
+
+@models.command()
+def promote(
+    name: str,
+    version: Version,
+    alias: Annotated[Alias, typer.Option(help="What the version becomes.")] = "production",
+    storage: Storage = None,
+) -> None:
+    """Make a version the one in production, or the canary."""
+    with _repository(storage) as repository:
+        aliases = repository.promote(name, version, alias)
+    print(f"{name}, version {version}, is {' and '.join(aliases.of(version))} now")
+    if alias == "production":
+        _tell_what_is_served(name, version)
+
+
+@models.command()
+def rollback(name: str, storage: Storage = None) -> None:
+    """Put what was in production before into production again; once more, and it is as it was."""
+    with _repository(storage) as repository:
+        repository.rollback(name)
+        version = repository.production(name)
+    print(f"{name}, version {version}, is in production again")
+    _tell_what_is_served(name, version)
+
+
+@models.command()
+def delete(name: str, version: Version, storage: Storage = None) -> None:
+    """Remove a version for good, unless an alias names it or the local endpoint serves it."""
+    cluster = read_state()
+    if cluster and _served(name) == str(version):
+        raise StorageError(
+            f"model {name!r}, version {version}, is served at {cluster.endpoint}: deploy another version first, with "
+            "'rayloom submit deploy RECIPE serve.version=N'"
+        )
+    with _repository(storage) as repository:
+        repository.delete(name, version)
+    print(f"deleted {name}, version {version}; its number is not given again")
+
+
+@models.command()
+def verify(
+    name: str,
+    version: Annotated[int | None, typer.Argument(min=1, help="Default: all of them.")] = None,
+    storage: Storage = None,
+) -> None:
+    """Compare every file of a version, or of all, with what was published, and name each that was changed."""
+    damages: list[str] = []
+    with _repository(storage) as repository:
+        for each in [version] if version else repository.versions(name):
+            with _noted(damages):
+                repository.verify(name, each)
+                print(f"{name}, version {each}: every byte as published")
+        if version is None:
+            with _noted(damages):
+                repository.verify_config(name)
+    if damages:
+        raise StorageError("\n       ".join(dict.fromkeys(damages)))
+
+
+@models.command()
+def export(
+    name: str,
+    where: Annotated[
+        list[str], typer.Argument(metavar="[VERSION] FOLDER", help="Default: production, else the newest.")
+    ],
+    storage: Storage = None,
+) -> None:
+    """Write a version into a folder from which 'tritonserver --model-repository FOLDER' serves it."""
+    *numbers, folder = where
+    if len(numbers) > 1 or not all(map(str.isdecimal, numbers)):
+        raise RequestError(f"given are {' '.join(where)!r}: expected a folder, or a version's number and a folder")
+    with _repository(storage) as repository:
+        version = int(numbers[0]) if numbers else repository.current(name)
+        model = export_to_triton(repository, name, version, UPath(Path(folder).absolute()))
+    print(f"{name}, version {version}, is in {model}; serve it with: tritonserver --model-repository {model.parent}")
+
+
+@contextmanager
+def _repository(storage: str | None) -> Iterator[Repository]:
+    """The models in storage. Raises StorageError if that cannot be read or written."""
+    root = chosen_storage(storage)
+    try:
+        yield Repository(root)
+    except OSError as error:
+        raise StorageError(f"storage {str(root)!r} cannot be read or written ({error}): check its rights") from error
+
+
+@contextmanager
+def _noted(damages: list[str]) -> Iterator[None]:
+    """Go on after a StorageError, which is added to ``damages``."""
+    try:
+        yield
+    except StorageError as error:
+        damages.append(str(error))
+
+
+def _served(name: str) -> str | None:
+    """The version of a model that the local endpoint has loaded, if there is one. Raises ClusterError if it is mute."""
+    cluster = read_state()
+    served = served_models(cluster) if cluster else []
+    return next((each.version for each in served if each.name == name), None)
+
+
+def _tell_what_is_served(name: str, version: int) -> None:
+    """Say whether anything is left to be done until a version answers: the endpoint goes on with what it has loaded."""
+    try:
+        served = _served(name)
+    except ClusterError as error:
+        print(error)
+        return
+    if served == str(version):
+        print("the endpoint serves it already")
+    else:
+        now = f"the endpoint goes on with version {served}" if served else "no local endpoint serves this model"
+        print(f"{now}: 'rayloom submit deploy RECIPE' makes it serve what is in production")

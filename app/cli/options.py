@@ -1,0 +1,17 @@
+"""What several commands take."""
+
+from typing import Annotated
+
+import typer
+from upath import UPath
+
+from app.cluster.state import read_state
+from app.storage import absolute_location, open_storage
+
+Storage = Annotated[str | None, typer.Option(help="Default: the local cluster's, else $RAYLOOM_STORAGE.")]
+
+
+def chosen_storage(storage: str | None) -> UPath:
+    """The storage that a person means: what they gave, else the local cluster's, else the default."""
+    cluster = read_state()
+    return open_storage(absolute_location(storage) if storage else cluster.storage if cluster else None)

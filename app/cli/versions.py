@@ -1,0 +1,87 @@
+"""Versions of models as a person reads them."""
+
+from collections.abc import Iterator, Sequence
+
+from app.errors import StorageError
+from app.repository.manifest import Manifest, Quantization, ServingDefaults
+from app.repository.repository import Repository
+
+_HEAD = ("model", "version", "aliases", "precision", "engine", "accuracy", "size", "created")
+
+
+def table_of(repository: Repository) -> Iterator[str]:
+    """A line for each version of each model, under a head."""
+    names = repository.names()
+    rows = [_row(repository, name, version) for name in names for version in repository.versions(name)]
+    return _aligned([_HEAD, *rows])
+
+
+def description_of(manifest: Manifest, aliases: Sequence[str], folder: str) -> Iterator[str]:
+    """All that is known of a version, a line each."""
+    key, lineage = manifest.engine_key, manifest.lineage
+    return _aligned(
+        [
+            ("model", f"{manifest.name}, version {manifest.version}"),
+            ("aliases", ", ".join(aliases) or "none"),
+            ("created", f"{manifest.created:%Y-%m-%d %H:%M:%S} UTC"),
+            ("task", manifest.task),
+            ("engine", str(key)),
+            ("accuracy", f"{manifest.accuracy:.4f}"),
+            ("to PyTorch", f"cosine {manifest.cosine:.4f}, largest difference {manifest.max_difference:.1e}"),
+            *(("quantised", line) for line in _quantization(manifest.quantization)),
+            *(("input", str(tensor)) for tensor in manifest.inputs),
+            *(("output", str(tensor)) for tensor in manifest.outputs),
+            ("serving", _serving(manifest.serving)),
+            ("data", lineage.data_fingerprint),
+            ("recipe", f"sha256:{lineage.recipe}"),
+            ("code", lineage.code),
+            ("train run", lineage.train_run),
+            ("compile run", lineage.compile_run),
+            ("onnx", f"sha256:{key.onnx_sha256}"),
+            ("folder", f"{folder}, {_size(manifest.size_bytes)}"),
+            *(("file", f"{sha256}  {file}") for file, sha256 in manifest.files.items()),
+        ]
+    )
+
+
+def _row(repository: Repository, name: str, version: int) -> tuple[str, ...]:
+    aliases = ", ".join(repository.aliases(name).of(version))
+    try:
+        manifest = repository.manifest(name, version)
+    except StorageError:
+        return name, str(version), aliases, "damaged", "", "", "", ""
+    return (
+        name,
+        str(version),
+        aliases,
+        manifest.engine_key.precision,
+        manifest.engine_key.engine,
+        f"{manifest.accuracy:.4f}",
+        _size(manifest.size_bytes),
+        f"{manifest.created:%Y-%m-%d %H:%M} UTC",
+    )
+
+
+def _quantization(quantization: Quantization | None) -> Iterator[str]:
+    """How, and what was left in float; nothing of a model in float."""
+    if quantization is not None:
+        yield f"{quantization.method}, smoothing {quantization.smoothing:g}, {len(quantization.exempt)} nodes in float"
+        yield from quantization.exempt
+
+
+def _serving(defaults: ServingDefaults) -> str:
+    preferred = ", ".join(map(str, defaults.preferred_batch_sizes))
+    return (
+        f"max_batch_size {defaults.max_batch_size}{f', preferred {preferred}' if preferred else ''}, timeout_us "
+        f"{defaults.timeout_us}, replicas {defaults.replicas}, threads {defaults.threads}"
+    )
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:.1f} MB" if size_bytes >= 1e5 else f"{size_bytes / 1e3:.1f} kB"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,0 +1,87 @@
+"""How Triton is told of a model: its ``config.pbtxt``, in protobuf's text format.
+
+The message is ``inference.ModelConfig`` of https://github.com/triton-inference-server/common/blob/main/protobuf/model_config.proto
+"""
+
+import json
+from dataclasses import dataclass, field
+
+from app.config import ComputePrecision
+from app.repository.manifest import Manifest
+from app.tensors import Tensor
+
+CONFIG_FILE = "config.pbtxt"
+
+
+@dataclass(frozen=True)
+class _Backend:
+    """What of Triton's runs an engine's models."""
+
+    platform: str | None = None
+    threads: str | None = None
+    """The parameter that bounds the threads of an instance."""
+
+    parameters: dict[str, str] = field(default_factory=dict)
+    by_precision: dict[ComputePrecision, dict[str, str]] = field(default_factory=dict)
+    """Parameters of models in one precision alone."""
+
+
+_BACKENDS = {
+    "onnxruntime": _Backend("onnxruntime_onnx", "intra_op_thread_count"),
+    # It gives a model max_batch_size for its batch, and refuses every other size unless it may pad.
+    "openvino": _Backend(
+        threads="INFERENCE_NUM_THREADS",
+        parameters={"NUM_STREAMS": "1", "ENABLE_BATCH_PADDING": "YES"},
+        by_precision={"bf16": {"HINT_BF16": "YES"}},  # the one hint that it takes
+    ),
+    "tensorrt": _Backend("tensorrt_plan"),
+}
+BACKENDS = tuple(_BACKENDS)
+"""The engines whose models Triton runs."""
+
+
+def config_of(manifest: Manifest) -> str | None:
+    """The configuration that serves this version; None if Triton has no backend for its engine."""
+    backend = _BACKENDS.get(manifest.engine_key.engine)
+    if backend is None:
+        return None
+    batched = all(tensor.shape[:1] == (-1,) for tensor in (*manifest.inputs, *manifest.outputs))
+    parameters = backend.parameters | backend.by_precision.get(manifest.engine_key.precision, {})
+    if backend.threads:
+        parameters[backend.threads] = str(manifest.serving.threads)
+    lines = [
+        f"name: {_quoted(manifest.name)}",
+        *([f"platform: {_quoted(backend.platform)}"] if backend.platform else []),
+        f"backend: {_quoted(manifest.engine_key.engine)}",
+        f"default_model_filename: {_quoted(manifest.engine_key.file)}",
+        f"version_policy {{ specific {{ versions: [{manifest.version}] }} }}",
+        f"max_batch_size: {manifest.serving.max_batch_size if batched else 0}",
+        *(_tensor("input", tensor, batched) for tensor in manifest.inputs),
+        *(_tensor("output", tensor, batched) for tensor in manifest.outputs),
+        *([_dynamic_batching(manifest)] if batched else []),
+        f"instance_group {{ count: {manifest.serving.replicas} kind: KIND_{manifest.engine_key.device.upper()} }}",
+        *(
+            f"parameters {{ key: {_quoted(key)} value {{ string_value: {_quoted(value)} }} }}"
+            for key, value in parameters.items()
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _dynamic_batching(manifest: Manifest) -> str:
+    preferred = list(manifest.serving.preferred_batch_sizes)
+    sizes = f"preferred_batch_size: {preferred} " if preferred else ""
+    return f"dynamic_batching {{ {sizes}max_queue_delay_microseconds: {manifest.serving.timeout_us} }}"
+
+
+def _tensor(kind: str, tensor: Tensor, batched: bool) -> str:
+    """One input or output. Triton leaves the batch out of ``dims``, and wants one size at least beside it."""
+    dims = list(tensor.shape[1:] if batched else tensor.shape)
+    sizes = f"dims: {dims}" if dims else "dims: [1] reshape { shape: [] }"
+    data_type = tensor.dtype.replace("bfloat", "bf").replace("float", "fp").upper()
+    return f"{kind} {{ name: {_quoted(tensor.name)} data_type: TYPE_{data_type} {sizes} }}"
+
+
+def _quoted(text: str) -> str:
+    """As JSON writes it: protobuf's text format knows the same escapes."""
+    return json.dumps(text, ensure_ascii=False)

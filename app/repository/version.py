@@ -1,0 +1,134 @@
+"""The folder of a version: files, and a manifest without which it is none."""
+
+import secrets
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+from pydantic import ValidationError
+from upath import UPath
+
+from app.checksums import checksums_of, sha256_of
+from app.errors import StorageError
+from app.repository.conditional import claim, read
+from app.repository.manifest import Manifest, ModelCard
+from app.storage import is_local, write_atomically
+
+MANIFEST_FILE = "manifest.json"
+SEAL_FILE = "manifest.sha256"
+"""The manifest's own checksum, as ``sha256sum`` writes it."""
+
+CLAIM_FILE = ".claim"
+"""On an object store, what a publisher puts first so that the number is its own."""
+
+_NOT_IN_MANIFEST = (MANIFEST_FILE, SEAL_FILE, CLAIM_FILE)
+
+
+def copy_files(files: UPath, folder: UPath) -> None:
+    """Copy files into a version's folder. Raises StorageError if there are none, or one is a folder."""
+    given = _contents(files)
+    if not given or not all(file.is_file() for file in given):
+        raise StorageError(
+            f"{str(files)!r} has {sorted(file.name for file in given) or 'no files'}: a version takes files, no folders"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in given:
+        file.copy(folder / file.name)
+
+
+def seal(folder: UPath, files: UPath, version: int, name: str, card: ModelCard) -> Manifest:
+    """Write the manifest of some files, which makes their copies in ``folder`` a version."""
+    manifest = Manifest(
+        **card.model_dump(),
+        name=name,
+        version=version,
+        created=datetime.now(UTC),
+        size_bytes=sum(file.stat().st_size for file in _contents(files)),
+        files=checksums_of(_contents(files)),
+    )
+    content = manifest.model_dump_json(indent=1).encode()
+    write_atomically(folder / SEAL_FILE, _seal_of(content))
+    write_atomically(folder / MANIFEST_FILE, content)
+    return manifest
+
+
+def take_number(folder: UPath) -> bool:
+    """Make a version's folder on an object store, which cannot rename; False if another publisher has."""
+    return claim(folder / CLAIM_FILE)
+
+
+def is_published(folder: UPath) -> bool:
+    """Whether a folder is a version."""
+    return (folder / MANIFEST_FILE).exists()
+
+
+def read_manifest(folder: UPath) -> Manifest:
+    """The manifest of a version.
+
+    Raises:
+        FileNotFoundError: the folder is no version.
+        StorageError: the manifest was changed, or is of another release of Rayloom.
+    """
+    path = folder / MANIFEST_FILE
+    content = read(path)
+    if content is None:
+        raise FileNotFoundError(str(path))
+    if read(folder / SEAL_FILE) != _seal_of(content):
+        raise StorageError(f"{str(path)!r} or {SEAL_FILE} beside it was changed: publish the version again")
+    try:
+        return Manifest.model_validate_json(content)
+    except ValidationError as error:
+        raise StorageError(f"{str(path)!r} is of another release of Rayloom: publish the version again") from error
+
+
+def check_files(folder: UPath, manifest: Manifest, read_from: UPath | None = None) -> None:
+    """Compare every file of a version with its sha256.
+
+    Args:
+        read_from: a copy of the version to look at instead.
+
+    Raises:
+        StorageError: a file is missing, was changed, or does not belong to the version; each is named.
+    """
+    if damages := list(_damages(folder, manifest, read_from or folder)):
+        raise StorageError("; ".join(damages))
+
+
+def _damages(folder: UPath, manifest: Manifest, read_from: UPath) -> Iterator[str]:
+    found = {file.name: file for file in _contents(read_from)}
+    for name in sorted(manifest.files.keys() - found.keys()):
+        yield f"{str(folder / name)!r} is missing: publish the version again"
+    for name in sorted(found.keys() - manifest.files.keys()):
+        yield f"{str(folder / name)!r} is not in the manifest: remove it"
+    for name, sha256 in checksums_of(found[name] for name in manifest.files.keys() & found.keys()).items():
+        if sha256 != (expected := manifest.files[name]):
+            yield (
+                f"{str(folder / name)!r} was changed: its sha256 is {sha256[:12]}…, expected {expected[:12]}…; "
+                "publish the version again"
+            )
+
+
+def withdraw(folder: UPath) -> None:
+    """Remove a version, at once for everybody who looks for it."""
+    if is_local(folder):
+        aside = folder.with_name(f".{secrets.token_hex(4)}.tmp")
+        try:
+            folder.rename(aside)
+        except FileNotFoundError:  # somebody else removes it
+            return
+        folder = aside
+    (folder / MANIFEST_FILE).unlink(missing_ok=True)
+    remove(folder)
+
+
+def remove(folder: UPath) -> None:
+    """Remove a folder of files, if it is there."""
+    if folder.exists():
+        folder.fs.rm(folder.path, recursive=True)
+
+
+def _contents(folder: UPath) -> list[UPath]:
+    return [file for file in folder.iterdir() if file.name not in _NOT_IN_MANIFEST]
+
+
+def _seal_of(manifest: bytes) -> bytes:
+    return f"{sha256_of(manifest)}  {MANIFEST_FILE}\n".encode()

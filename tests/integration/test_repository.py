@@ -1,0 +1,149 @@
+"""Processes that publish, promote and die at once, and the words of the command line; on a disk and on S3."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from app.repository.repository import Repository
+from app.storage import open_storage
+from tests.helpers import ROOT, run, wait_until
+from tests.publishing import CARD, files_in
+
+Rayloom = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def repository(storage: str) -> Repository:
+    return Repository(open_storage(storage))
+
+
+@pytest.fixture
+def rayloom(storage: str, tmp_path: Path) -> Rayloom:
+    """Runs 'rayloom models ...', with no cluster up."""
+    home = {"RAYLOOM_HOME": str(tmp_path / "home")}
+    return lambda *arguments: run("rayloom", "models", *arguments, "--storage", storage, environment=home)
+
+
+def waiting(storage: str, *act: str) -> subprocess.Popen[str]:
+    """A process that has loaded all it needs, and acts once its input ends."""
+    command = [sys.executable, "-m", "tests.publishing", storage, *act]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def at_once(processes: list[subprocess.Popen[str]]) -> None:
+    for each in processes:
+        assert each.stdin is not None
+        each.stdin.close()
+    assert [each.wait(120) for each in processes] == [0] * len(processes)
+
+
+def test_processes_that_publish_and_promote_at_once_lose_nothing(
+    repository: Repository, storage: str, tmp_path: Path
+) -> None:
+    contents = [b"a model of process %d" % each for each in range(4)]
+    folders = [files_in(tmp_path / f"files{each}", content) for each, content in enumerate(contents)]
+    at_once([waiting(storage, "publish_and_promote", str(files), "3") for files in folders])
+    assert repository.versions("toy") == list(range(1, 13))
+    published = []
+    for version in range(1, 13):
+        repository.verify("toy", version)
+        published.append((repository.folder("toy", version) / "model.onnx").read_bytes())
+    assert sorted(published) == sorted(contents * 3)
+    aliases = repository.aliases("toy")
+    assert aliases.production is not None
+    assert aliases.canary is not None
+    assert (aliases.production % 2, aliases.canary % 2) == (1, 0)
+    repository.verify_config("toy")
+
+
+def test_what_processes_write_down_at_once_is_all_there(repository: Repository, storage: str, tmp_path: Path) -> None:
+    for each in range(8):
+        repository.publish("toy", files_in(tmp_path / f"files{each}"), CARD)
+    at_once([waiting(storage, "delete", *(str(version) for version in range(first, 9, 4))) for first in range(1, 5)])
+    assert repository.names() == []
+    assert repository.aliases("toy").deleted == tuple(range(1, 9))
+
+
+def test_a_publisher_that_is_killed_leaves_nothing_that_a_reader_sees(
+    repository: Repository, storage: str, tmp_path: Path, rayloom: Rayloom
+) -> None:
+    large = files_in(tmp_path / "large")
+    os.truncate(tmp_path / "large/model.onnx", 2**28 if storage.startswith("s3") else 2**32)
+    process = waiting(storage, "publish_and_promote", str(large), "1")
+    assert process.stdin is not None
+    process.stdin.close()
+    model = repository.folder("toy", 1).parent
+    wait_until(lambda: model.exists() and any(model.iterdir()))
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL
+    assert repository.names() == []
+    assert "toy" not in rayloom("list").stdout
+    version = repository.publish("toy", files_in(tmp_path / "small"), CARD).version
+    assert repository.versions("toy") == [version]
+    repository.verify("toy", version)
+
+
+@pytest.mark.parametrize("storage", ["s3"], indirect=True)
+def test_the_words_of_the_command_line(repository: Repository, storage: str, tmp_path: Path, rayloom: Rayloom) -> None:
+    files = files_in(tmp_path / "files")
+    for _ in range(3):
+        repository.publish("toy", files, CARD)
+
+    assert rayloom("promote", "toy", "1").stdout.startswith("toy, version 1, is production now\nno local endpoint")
+    assert rayloom("promote", "toy", "2", "--alias", "canary").stdout == "toy, version 2, is canary now\n"
+    assert "version 2, is production and canary now" in rayloom("promote", "toy", "2").stdout
+    assert rayloom("rollback", "toy").stdout.startswith("toy, version 1, is in production again\n")
+    head, *rows = rayloom("list").stdout.splitlines()
+    assert head.split() == ["model", "version", "aliases", "precision", "engine", "accuracy", "size", "created"]
+    assert [row.split()[:2] for row in rows] == [["toy", "1"], ["toy", "2"], ["toy", "3"]]
+    assert rows[1].split()[2:7] == ["canary,", "previous", "fp32", "openvino", "0.9000"]
+
+    shown = rayloom("show", "toy").stdout
+    for line in ("model toy, version 1", "data d", "recipe sha256:r", "code s", "train run t", "compile run c",
+                 "input input_ids int64 [-1, -1]", "output logits float32 [-1, 2]"):  # fmt: skip
+        assert line in " ".join(shown.split()), shown
+
+    exported = rayloom("export", "toy", "3", str(tmp_path / "triton"))
+    assert f"serve it with: tritonserver --model-repository {tmp_path / 'triton'}" in exported.stdout
+    config = text_format.Parse((tmp_path / "triton/toy/config.pbtxt").read_text(encoding="utf-8"), ModelConfig())
+    assert (config.name, config.version_policy.specific.versions) == ("toy", [3])
+    assert (tmp_path / f"triton/toy/3/{config.default_model_filename}").read_bytes() == b"a model"
+
+    assert rayloom("delete", "toy", "3").stdout == "deleted toy, version 3; its number is not given again\n"
+    assert repository.versions("toy") == [1, 2]
+    assert rayloom("verify", "toy").stdout.count("every byte as published") == 2
+
+
+@pytest.mark.parametrize("storage", ["local"], indirect=True)
+def test_what_the_command_line_refuses(repository: Repository, storage: str, tmp_path: Path, rayloom: Rayloom) -> None:
+    for each in range(2):
+        repository.publish("toy", files_in(tmp_path / f"files{each}"), CARD)
+    repository.promote("toy", 1)
+    for name in ("model.onnx", "labels.json"):
+        file = repository.folder("toy", 2) / name
+        file.write_bytes(file.read_bytes() + b"!")
+    for arguments, words in (
+        (("delete", "toy", "1"), "version 1, is production: promote another version first"),
+        (("delete", "toy", "7"), "no version 7: published are [1, 2]"),
+        (("promote", "toys", "1"), "no model 'toys': models there are toy"),
+        (("rollback", "toy"), "had no other version in production before"),
+        (("show", "toy", "3"), "no version 3"),
+        (("export", "toy", "one", str(tmp_path)), "expected a folder, or a version's number and a folder"),
+        (("verify", "toy"), "2/model.onnx' was changed"),
+        (("verify", "toy", "2"), "2/labels.json' was changed"),
+    ):
+        refused = rayloom(*arguments)
+        assert refused.returncode == 2, refused
+        assert words in " ".join(refused.stderr.split())
+        assert "Traceback" not in refused.stderr
+    assert repository.versions("toy") == [1, 2]

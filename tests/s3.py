@@ -1,0 +1,39 @@
+"""An S3 server on loopback."""
+
+import logging
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from werkzeug.serving import make_server
+
+
+class S3Server:
+    """Moto's server, in a thread of this process."""
+
+    def __init__(self) -> None:
+        logging.getLogger("werkzeug").setLevel(logging.WARNING)  # it tells of every request
+        self._app = DomainDispatcherApplication(create_backend_app)
+        self._one_at_a_time = threading.Lock()
+        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=MotoRequestHandler)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def _answer(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        """As S3 does, check a write's condition and write in one step; moto alone takes two."""
+        with self._one_at_a_time:
+            return list(self._app(environ, start_response))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What reaches it, of this process and others."""
+        return {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._server.server_port}",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+
+    def stop(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
