@@ -1,16 +1,31 @@
 """Examples and documents that this machine carries: real data without a download."""
 
-import io
 import sysconfig
 from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
+from upath import UPath
 
 from app.data.examples import Examples
+from app.data.idx import LABELS_FILE, holds_idx, read_idx_folder
+from app.data.images import encode_png
+from app.errors import DataError
+
+FASHION_FOLDER = "/usr/share/datasets/fashion-mnist"
+"""Where Debian's package puts it."""
+_FASHION_LABELS = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
 
 
 def _digits() -> Examples:
@@ -18,13 +33,26 @@ def _digits() -> Examples:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    return Examples("image", [_png(image) for image in digits.images], [str(label) for label in digits.target])
+    images = (digits.images * (255 / 16)).round().astype("uint8")
+    return Examples("image", [encode_png(image) for image in images], [str(label) for label in digits.target])
 
 
-def _png(levels: NDArray[np.float64]) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray((levels * (255 / 16)).round().astype("uint8")).save(buffer, "PNG")
-    return buffer.getvalue()
+def _fashion() -> Examples:
+    """Fashion-MNIST (Xiao, Rasul and Vollgraf 2017, arXiv:1708.07747): its 60,000 training pictures of 28 x 28."""
+    folder = UPath(FASHION_FOLDER)
+    if not holds_idx(folder):
+        raise DataError(
+            f"data.source 'builtin:fashion' reads {FASHION_FOLDER}, which is not there: apt-get install "
+            "dataset-fashion-mnist, on every machine that prepares data; or give the folder that has its IDX files"
+        )
+    examples = read_idx_folder(folder)
+    numbers = [int(label) for label in examples.labels]
+    if (most := max(numbers, default=0)) >= len(_FASHION_LABELS):
+        raise DataError(
+            f"{FASHION_FOLDER}/{LABELS_FILE} has the label {most}: expected 0 to {len(_FASHION_LABELS) - 1}; "
+            "the file is damaged, install dataset-fashion-mnist again"
+        )
+    return Examples("image", examples.inputs, [_FASHION_LABELS[number] for number in numbers])
 
 
 def _reviews() -> Examples:
@@ -39,7 +67,7 @@ def _reviews() -> Examples:
     return Examples("text", inputs, labels)
 
 
-BUILTIN: dict[str, Callable[[], Examples]] = {"digits": _digits, "reviews": _reviews}
+BUILTIN: dict[str, Callable[[], Examples]] = {"digits": _digits, "fashion": _fashion, "reviews": _reviews}
 
 
 def _standard_library() -> Iterator[bytes]:

@@ -19,6 +19,13 @@ SETTINGS_FILE = "image.json"
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
 
 
+def encode_png(levels: NDArray[np.uint8]) -> bytes:
+    """A grey picture of shape (height, width), from 0 (black) to 255 (white), as a PNG file: nothing is lost."""
+    buffer = io.BytesIO()
+    Image.fromarray(levels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
 class ImageProcessor:
     """``pixel_values``, float32 of shape (batch, channels, size, size), from -1 (black) to 1 (white)."""
 

@@ -1,4 +1,4 @@
-"""Sources of labelled examples: built-in sets, tables and image folders."""
+"""Sources of labelled examples: built-in sets, tables, image folders and IDX files."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -8,6 +8,7 @@ from upath import UPath
 from app.config import DataConfig
 from app.data.builtin import BUILTIN
 from app.data.examples import Examples
+from app.data.idx import holds_idx, read_idx_folder
 from app.errors import DataError
 from app.suggestions import did_you_mean
 
@@ -32,7 +33,9 @@ def _read(config: DataConfig) -> Examples:
     if (builtin := find_builtin(config.source, BUILTIN)) is not None:
         return builtin()
     path = open_source(config)
-    return _read_image_folder(path) if path.is_dir() else _read_examples(path, config)
+    if not path.is_dir():
+        return _read_examples(path, config)
+    return read_idx_folder(path) if holds_idx(path) else _read_image_folder(path)
 
 
 def find_builtin(source: str, known: Mapping[str, Found]) -> Found | None:

@@ -4,22 +4,30 @@ from torch import Tensor, nn
 
 
 class SmallCnn(nn.Module):
-    """Three convolutions and a linear layer over the mean of the picture."""
+    """A few convolutions, each twice as wide as the one before, and a linear layer over the mean of the picture."""
 
-    def __init__(self, num_labels: int, channels: int, width: int = 32) -> None:
-        """Fresh weights, for pictures of 8 x 8 pixels and more; ``width`` is a multiple of 8."""
+    def __init__(self, num_labels: int, channels: int, width: int = 32, poolings: int = 1) -> None:
+        """Fresh weights.
+
+        Args:
+            num_labels: how many classes there are.
+            channels: of a picture.
+            width: channels that the first convolution makes, a multiple of 8.
+            poolings: times that the picture is halved, each after a convolution more: 1 for pictures of 8 x 8
+                pixels, 2 for 28 x 28.
+        """
         super().__init__()
         if width % 8:
             raise ValueError(f"width {width} is not a multiple of 8")
-        self.features = nn.Sequential(
-            _convolution(channels, width),
-            _convolution(width, 2 * width),
-            nn.MaxPool2d(2),
-            _convolution(2 * width, 4 * width),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-        )
-        self.classifier = nn.Linear(4 * width, num_labels)
+        if poolings < 1:
+            raise ValueError(f"poolings {poolings} is less than 1")
+        layers = [_convolution(channels, width)]
+        for _ in range(poolings):
+            layers += [_convolution(width, 2 * width), nn.MaxPool2d(2)]
+            width *= 2
+        layers += [_convolution(width, 2 * width), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Linear(2 * width, num_labels)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Logits of shape (batch, labels) from pixels of shape (batch, channels, height, width)."""

@@ -1,0 +1,98 @@
+"""IDX files: the format of MNIST (LeCun, Cortes and Burges, yann.lecun.com/exdb/mnist) and of the sets made like it.
+
+A file is four bytes, 0, 0, the type of an element and the number of dimensions; the size of each dimension, an unsigned
+32-bit number, the highest byte first; and the elements, the last dimension fastest.
+"""
+
+import gzip
+import math
+import struct
+import zlib
+
+import numpy as np
+from numpy.typing import NDArray
+from upath import UPath
+
+from app.data.examples import Examples
+from app.data.images import encode_png
+from app.errors import DataError
+
+IMAGES_FILE = "train-images-idx3-ubyte"
+LABELS_FILE = "train-labels-idx1-ubyte"
+_UNSIGNED_BYTE = 0x08
+
+
+def holds_idx(folder: UPath) -> bool:
+    """Whether the folder has one of the files that ``read_idx_folder`` reads."""
+    return any(_find(folder, name) for name in (IMAGES_FILE, LABELS_FILE))
+
+
+def read_idx_folder(folder: UPath) -> Examples:
+    """The grey pictures of the training files, plain or in gzip, each with its number as the label.
+
+    The test files ``t10k-…`` are left alone: models are chosen on the validation split, so that a test set which
+    was read here would be none.
+
+    Raises:
+        DataError: a file is missing, damaged or of another format, or the two differ in length.
+    """
+    images_path, labels_path = _require(folder, IMAGES_FILE), _require(folder, LABELS_FILE)
+    images, labels = read_idx(images_path, dimensions=3), read_idx(labels_path, dimensions=1)
+    if len(images) != len(labels):
+        raise DataError(
+            f"{str(images_path)!r} has {len(images):,} pictures, {str(labels_path)!r} has {len(labels):,} labels: "
+            "expected one label for each picture"
+        )
+    if len(images) and not images[0].size:
+        height, width = images[0].shape
+        raise DataError(f"{str(images_path)!r} has pictures of {height} x {width} pixels: expected 1 x 1 or more")
+    return Examples("image", [encode_png(image) for image in images], [str(label) for label in labels])
+
+
+def read_idx(path: UPath, dimensions: int) -> NDArray[np.uint8]:
+    """The unsigned bytes of one file, in so many dimensions.
+
+    Raises:
+        DataError: the file cannot be read or unpacked, is of another type or number of dimensions, or its length
+            is not what its header says.
+    """
+    content = _read(path)
+    magic, header_size = bytes([0, 0, _UNSIGNED_BYTE, dimensions]), 4 + 4 * dimensions
+    if content[:4] != magic:
+        raise DataError(
+            f"{str(path)!r} begins with the bytes {content[:4].hex(' ') or '(none)'}: expected {magic.hex(' ')}, "
+            f"the magic number of IDX with unsigned bytes in {dimensions} dimensions"
+        )
+    if len(content) < header_size:
+        raise DataError(f"{str(path)!r} has {len(content)} bytes: expected a header of {header_size}; it is cut short")
+    shape = struct.unpack(f">{dimensions}I", content[4:header_size])
+    expected = header_size + math.prod(shape)
+    if len(content) != expected:
+        raise DataError(
+            f"{str(path)!r} holds {len(content):,} bytes: expected {expected:,}, because its header says "
+            f"{' x '.join(map(str, shape))}; fetch it again"
+        )
+    return np.frombuffer(content, np.uint8, offset=header_size).reshape(shape)
+
+
+def _find(folder: UPath, name: str) -> UPath | None:
+    """The file of this name, or else the one in gzip."""
+    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
+
+
+def _require(folder: UPath, name: str) -> UPath:
+    if (path := _find(folder, name)) is None:
+        raise DataError(
+            f"data.source {str(folder)!r} has neither {name} nor {name}.gz: expected both {IMAGES_FILE} and "
+            f"{LABELS_FILE}, plain or in gzip"
+        )
+    return path
+
+
+def _read(path: UPath) -> bytes:
+    """The content, unpacked."""
+    try:
+        content = path.read_bytes()
+        return gzip.decompress(content) if path.suffix == ".gz" else content
+    except (OSError, EOFError, zlib.error) as error:  # what gzip raises for damaged files, beside the file system's
+        raise DataError(f"{str(path)!r} cannot be read ({error}): expected a whole file; fetch it again") from error

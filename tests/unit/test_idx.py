@@ -1,0 +1,97 @@
+"""IDX files: read as they were written, and refused when they are anything else."""
+
+import gzip
+import io
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from app.config import DataConfig
+from app.data import builtin
+from app.data.classification import prepare
+from app.data.images import ImageProcessor
+from app.data.sources import load_examples
+from app.errors import DataError
+
+IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+PICTURES = np.random.default_rng(0).integers(0, 256, (20, 5, 4), np.uint8)
+NUMBERS = np.arange(20, dtype=np.uint8) % 10
+
+
+def idx(array: NDArray[np.uint8]) -> bytes:
+    return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+
+
+SET = {IMAGES: idx(PICTURES), LABELS: idx(NUMBERS)}
+PACKED = {f"{name}.gz": gzip.compress(content) for name, content in SET.items()}
+
+
+def write(folder: Path, files: dict[str, bytes]) -> DataConfig:
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return DataConfig(source=str(folder))
+
+
+@pytest.mark.parametrize("files", [SET, PACKED, {**SET, **dict.fromkeys(PACKED, b"")}], ids=["plain", "gzip", "both"])
+def test_pictures_and_labels_are_read_without_loss(tmp_path: Path, files: dict[str, bytes]) -> None:
+    examples = load_examples(write(tmp_path, {**files, "t10k-images-idx3-ubyte": b"the test set is left alone"}))
+    assert examples.modality == "image"
+    assert examples.labels == [str(number) for number in NUMBERS]
+    decoded = [np.asarray(Image.open(io.BytesIO(content))) for content in examples.inputs]
+    assert np.array_equal(decoded, PICTURES)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({IMAGES: SET[IMAGES]}, [f"neither {LABELS} nor {LABELS}.gz"]),
+        ({LABELS: SET[LABELS]}, [f"neither {IMAGES} nor {IMAGES}.gz"]),
+        ({**SET, IMAGES: b""}, [f"{IMAGES}'", "bytes (none)", "expected 00 00 08 03"]),
+        ({**SET, IMAGES: SET[LABELS]}, [f"{IMAGES}'", "bytes 00 00 08 01", "expected 00 00 08 03", "3 dimensions"]),
+        ({**SET, LABELS: b"\0\0\x0d\1" + SET[LABELS][4:]}, [f"{LABELS}'", "00 00 0d 01", "expected 00 00 08 01"]),
+        ({**SET, IMAGES: PACKED[f"{IMAGES}.gz"]}, [f"{IMAGES}'", "bytes 1f 8b", "expected 00 00 08 03"]),
+        ({**SET, IMAGES: SET[IMAGES][:15]}, [f"{IMAGES}'", "15 bytes", "header of 16"]),
+        ({**SET, IMAGES: SET[IMAGES][:-1]}, [f"{IMAGES}'", "415 bytes", "expected 416", "20 x 5 x 4"]),
+        ({**SET, LABELS: SET[LABELS] + b"\0"}, [f"{LABELS}'", "29 bytes", "expected 28", "says 20;"]),
+        ({**SET, LABELS: idx(NUMBERS[:19])}, [f"{IMAGES}'", "20 pictures", f"{LABELS}'", "19 labels"]),
+        ({**SET, IMAGES: idx(PICTURES[:, :0])}, [f"{IMAGES}'", "0 x 4 pixels", "1 x 1"]),
+        ({IMAGES: idx(PICTURES[:0]), LABELS: idx(NUMBERS[:0])}, ["no examples"]),
+        ({**PACKED, f"{IMAGES}.gz": b"not gzip"}, [f"{IMAGES}.gz'", "cannot be read", "gzip", "fetch it again"]),
+        ({**PACKED, f"{IMAGES}.gz": PACKED[f"{IMAGES}.gz"][:-9]}, [f"{IMAGES}.gz'", "cannot be read"]),
+        ({**PACKED, f"{LABELS}.gz": PACKED[f"{LABELS}.gz"][:10] + b"\xff" * 20}, [f"{LABELS}.gz'", "cannot be read"]),
+        ({**PACKED, f"{LABELS}.gz": PACKED[f"{LABELS}.gz"][:-8] + bytes(8)}, [f"{LABELS}.gz'", "CRC"]),
+    ],
+)
+def test_files_that_are_no_idx_set_are_refused(tmp_path: Path, files: dict[str, bytes], words: list[str]) -> None:
+    with pytest.raises(DataError) as refused:
+        load_examples(write(tmp_path, files))
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+    assert str(tmp_path) in str(refused.value)
+
+
+def test_fashion_has_the_names_of_its_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtin, "FASHION_FOLDER", str(tmp_path))
+    write(tmp_path, PACKED)
+    data = prepare(DataConfig(source="builtin:fashion", validation_fraction=0.5), ImageProcessor)
+    assert data.labels == sorted(data.labels)
+    assert len(data.train) == len(data.validation) == 10
+    examples = load_examples(DataConfig(source="builtin:fashion"))
+    assert examples.labels[:3] == ["T-shirt/top", "Trouser", "Pullover"]
+    assert examples.labels[9] == "Ankle boot"
+
+
+def test_a_label_that_fashion_has_not_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtin, "FASHION_FOLDER", str(tmp_path))
+    write(tmp_path, {**SET, LABELS: idx(np.full(20, 10, np.uint8))})
+    with pytest.raises(DataError, match=f"{LABELS} has the label 10: expected 0 to 9"):
+        load_examples(DataConfig(source="builtin:fashion"))
+
+
+def test_fashion_says_how_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtin, "FASHION_FOLDER", str(tmp_path / "missing"))
+    with pytest.raises(DataError, match="missing, which is not there: apt-get install dataset-fashion-mnist"):
+        load_examples(DataConfig(source="builtin:fashion"))
