@@ -1,28 +1,34 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+INSTALLED_DEV := .venv/.installed-dev
 INSTALLED_BENCH := .venv/.installed-bench
 
-.PHONY: help install demo test test-gpu test-faults bench-training bench-tuning lint format
+.NOTPARALLEL:  # what is installed for two goals goes into one environment
+.PHONY: help install demo test test-gpu test-faults bench-training bench-tuning bench-compile lint format
 
 help:
 	@echo "make demo            from a fresh clone to a prediction: install, start a cluster, tune, train, compile, deploy, ask"
-	@echo "make test            every test that needs no GPU"
+	@echo "make test            the tests that need no GPU, but for those that take longest"
 	@echo "make test-gpu        the tests that need a GPU"
-	@echo "make test-faults     every fault that is survived, injected; with a table of them"
+	@echo "make test-faults     every fault that is survived, injected, also the longest; with a table of them"
 	@echo "make bench-training  training beside its peers, into benchmarks/training/RESULTS.md; the machine must be quiet"
-	@echo "make bench-tuning    a search beside its peers, counted in epochs, into benchmarks/tuning/RESULTS.md; hours"
+	@echo "make bench-tuning    a search beside its peers, counted in epochs, into benchmarks/tuning/RESULTS.md; the machine must be quiet"
+	@echo "make bench-compile   compiled models beside PyTorch and ONNX Runtime, into benchmarks/compile/RESULTS.md; the machine must be quiet"
 	@echo "make lint            ruff, mypy and the rules between the parts"
 	@echo "make format          put the code into its one form"
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt
-	@echo "installing into .venv, a few minutes"
+# Each of them holds Rayloom and what it runs on, so none has to wait for another.
+$(INSTALLED_DEV): EXTRAS := [dev]
+$(INSTALLED_BENCH): EXTRAS := [bench]
+$(INSTALLED) $(INSTALLED_DEV) $(INSTALLED_BENCH): pyproject.toml constraints.txt
+	@echo "installing rayloom$(EXTRAS) into .venv, a few minutes"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: set PYTHON=...")'
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	@touch $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.$(EXTRAS)'
+	@touch $(INSTALLED) $@
 
 # The demo tries two sets of rates for an epoch and trains the better one for two; the recipe as it stands searches and
 # trains for longer, and does better.
@@ -36,18 +42,14 @@ demo: $(INSTALLED)
 	@echo "Next: ask it yourself, paste the curl line with a text of your own; look at the runs in the dashboard;"
 	@echo "train it in full with '$(BIN)/rayloom submit lifecycle recipes/reviews.yaml tune=null'; stop with '$(BIN)/rayloom down'."
 
-test: $(INSTALLED)
-	@$(BIN)/python -m pytest
+test: $(INSTALLED_DEV)
+	@$(BIN)/python -m pytest -m "not slow"
 
-test-gpu: $(INSTALLED)
+test-gpu: $(INSTALLED_DEV)
 	@$(BIN)/python -m pytest tests/gpu
 
-test-faults: $(INSTALLED)
+test-faults: $(INSTALLED_DEV)
 	@$(BIN)/python -m pytest -m faults tests
-
-$(INSTALLED_BENCH): $(INSTALLED)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
-	@touch $(INSTALLED_BENCH)
 
 bench-training: $(INSTALLED_BENCH)
 	@$(BIN)/python -m benchmarks.training
@@ -55,12 +57,15 @@ bench-training: $(INSTALLED_BENCH)
 bench-tuning: $(INSTALLED_BENCH)
 	@$(BIN)/python -m benchmarks.tuning
 
-lint: $(INSTALLED)
+bench-compile: $(INSTALLED_BENCH)
+	@$(BIN)/python -m benchmarks.compile
+
+lint: $(INSTALLED_DEV)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-format: $(INSTALLED)
+format: $(INSTALLED_DEV)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .

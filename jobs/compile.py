@@ -1,6 +1,5 @@
 """Compile a recipe's trained model and publish it: python -m jobs.compile RECIPE [key=value …]"""
 
-import platform
 import sys
 import tempfile
 from pathlib import Path
@@ -8,55 +7,78 @@ from pathlib import Path
 from pydantic import BaseModel
 from upath import UPath
 
-from app.checksums import sha256_of, verify_checksums
-from app.code_revision import code_revision
-from app.compile.export import export_onnx
-from app.compile.variants import Reference, Variant, measure, pytorch_reference
-from app.data.classification import ClassificationData, save_labels
-from app.engines.onnxruntime import OnnxRuntimeEngine
-from app.engines.openvino import OpenVinoEngine
-from app.errors import CompileError, StorageError
-from app.repository.manifest import MODEL_FILE, EngineKey, Lineage, Manifest, ModelCard
+from app.compile.compilation import Compilation
+from app.compile.operating_points import OperatingPoint
+from app.compile.publication import publish
+from app.compile.records import BuiltPlan, VariantRecord
+from app.compile.report import report_of, write_report
+from app.compile.subject import load_subject, pruned
+from app.compile.variants import Skipped, wanted_variants
+from app.engines.architecture import usable_cores
+from app.errors import RayloomError
+from app.repository.manifest import ServingDefaults
 from app.repository.repository import Repository
 from app.runs import Outcome, Run, latest_result
-from app.storage import write_atomically
 from app.tasks import find_processor
-from app.training.run_folder import DATA, WEIGHTS
-from app.training.weights import TrainedModel, load_weights
 from jobs._runner import main
 
 
 class CompileMetrics(BaseModel):
-    """Every variant that was measured, and the one that was published."""
+    """Every variant that was measured or could not be run, plans for other machines, and what was published."""
 
-    variants: list[Variant]
-    chosen: Variant
+    variants: list[VariantRecord]
+    skipped: list[Skipped]
+    plans: list[BuiltPlan]
+    chosen: VariantRecord
+    point: OperatingPoint
+    serving: ServingDefaults
 
 
 def compile_model(run: Run) -> Outcome:
-    """Export the weights, prove them equal to PyTorch on the validation split, publish a version."""
+    """Make every variant of the weights, prove it equal to PyTorch, measure it, and publish the best."""
+    config = run.recipe.compile
     find_processor(run.recipe.task)  # refuses a task that cannot be compiled
-    weights = _weights_folder(run)
-    trained = load_weights(weights)
-    if trained.recipe.task != run.recipe.task:
-        raise CompileError(
-            f"the weights {str(weights)!r} are of task {trained.recipe.task}, the recipe {run.recipe.name!r} is of "
-            f"{run.recipe.task}: give weights of this recipe"
-        )
-    data = _validation_data(weights, trained)
-    print(f"weights {weights}: checksums hold", flush=True)
+    wanted = wanted_variants(config)
+    subject = load_subject(_weights_folder(run), run.recipe, usable_cores())
+    if wanted.calibrated:
+        subject.require_samples(config.calibration.samples)
     run.open()
-    reference = pytorch_reference(trained.model, data.validation)
-    print(f"PyTorch on {len(data.validation):,} validation samples: accuracy {reference.accuracy:.4f}", flush=True)
+    _tell(
+        f"weights {subject.weights}: checksums hold; PyTorch on {len(subject.reference.classes):,} validation samples: "
+        f"accuracy {subject.accuracy_to_keep:.4f}"
+    )
+    if config.sparsity != "none":
+        subject = pruned(subject)
+        accuracy = subject.reference.accuracy_of(subject.reference.logits)
+        _tell(f"pruned, two of four weights: accuracy {accuracy:.4f}")
     with tempfile.TemporaryDirectory(prefix="rayloom-compile-") as temporary:
-        files = UPath(temporary)
-        export_onnx(trained.model, trained.processor.inputs, reference.inputs[0], Path(temporary) / MODEL_FILE)
-        trained.processor.save(files)
-        save_labels(trained.labels, files)
-        metrics = _measure(run, Path(temporary) / MODEL_FILE, reference)
-        manifest = _publish(run, files, metrics.chosen, trained, weights, data)
-    print(f"published {manifest.name}, version {manifest.version}, now in production", flush=True)
-    return Outcome(metrics, {"model": f"{manifest.name}/{manifest.version}", "report": str(run.folder / "report.json")})
+        return _compile(run, Compilation(subject, config, wanted, Path(temporary), _tell))
+
+
+def _compile(run: Run, compilation: Compilation) -> Outcome:
+    recipe = run.recipe
+    try:
+        compilation.prove()
+        plans = _keep_plans(run, compilation)
+        choice = compilation.choose()
+    except RayloomError as error:
+        write_report(report_of(compilation, recipe.name, None, str(error)), run.folder)
+        raise
+    yardstick = compilation.yardstick_of(choice.point)
+    beside = f" (PyTorch: {yardstick.latency_ms:.2f} ms, {yardstick.throughput:,.0f} rows/s)" if yardstick else ""
+    _tell(f"chosen, by {recipe.compile.objective}: {choice.point}{beside}")
+    page = write_report(report_of(compilation, recipe.name, choice), run.folder)
+    manifest = publish(compilation, choice, recipe.name, Repository(run.storage), run.folder)
+    _tell(f"published {manifest.name}, version {manifest.version}, now in production: {manifest.engine_key}")
+    metrics = CompileMetrics(
+        variants=compilation.records,
+        skipped=compilation.skipped,
+        plans=compilation.plans,
+        chosen=choice.record,
+        point=choice.point,
+        serving=choice.serving,
+    )
+    return Outcome(metrics, {"model": f"{manifest.name}/{manifest.version}", "report": str(page), **plans})
 
 
 def _weights_folder(run: Run) -> UPath:
@@ -66,65 +88,20 @@ def _weights_folder(run: Run) -> UPath:
     return UPath(latest_result(run.storage, "train", run.recipe.name).artifacts["weights"])
 
 
-def _validation_data(weights: UPath, trained: TrainedModel) -> ClassificationData:
-    folder = weights.parent / DATA
-    if weights.name != WEIGHTS or not folder.exists():
-        raise StorageError(
-            f"{str(weights)!r} has no prepared data beside it: give the {WEIGHTS} folder inside a train run's folder"
-        )
-    verify_checksums(folder)
-    return ClassificationData.load(folder, type(trained.processor))
+def _keep_plans(run: Run, compilation: Compilation) -> dict[str, str]:
+    """Plans for other machines lie in the run's folder: nothing here could run them, and so prove them."""
+    kept = {}
+    for precision, plan in compilation.build_ahead():
+        target = run.folder / "plans" / precision
+        target.mkdir(parents=True)
+        for file in plan.iterdir():
+            UPath(file).copy(target / file.name)
+        kept[f"plan_{precision}"] = str(target)
+    return kept
 
 
-def _measure(run: Run, model: Path, reference: Reference) -> CompileMetrics:
-    """Measure every engine, keep the report, and choose; refuse to publish what does not hold."""
-    threads, config = run.recipe.serve.threads, run.recipe.compile
-    variants = []
-    for precision in config.precisions:
-        for engine in (OnnxRuntimeEngine(model, threads), OpenVinoEngine(model, threads)):
-            variants.append(measure(engine, precision, model.stat().st_size, reference, config.gates))
-            engine.close()
-            print(variants[-1], flush=True)
-    chosen = next(variant for variant in variants if variant.engine == OpenVinoEngine.name)
-    metrics = CompileMetrics(variants=variants, chosen=chosen)
-    write_atomically(run.folder / "report.json", metrics.model_dump_json(indent=1).encode())
-    for variant in variants:
-        if not variant.passed:
-            raise CompileError(
-                f"{variant}: the gates are compile.gates.max_difference {config.gates.max_difference} and "
-                f"max_accuracy_drop {config.gates.max_accuracy_drop} from PyTorch's {reference.accuracy:.4f}; "
-                "nothing was published"
-            )
-    return metrics
-
-
-def _publish(
-    run: Run, files: UPath, chosen: Variant, trained: TrainedModel, weights: UPath, data: ClassificationData
-) -> Manifest:
-    """Publish, and make the version the one in production: its gates hold."""
-    card = ModelCard(
-        task=trained.recipe.task,
-        engine_key=EngineKey(
-            onnx_sha256=sha256_of((files / MODEL_FILE).read_bytes()),
-            precision=chosen.precision,
-            engine=chosen.engine,
-            engine_version=chosen.engine_version,
-            architecture=platform.machine(),
-        ),
-        lineage=Lineage(
-            train_run=str(weights.parent),
-            compile_run=str(run.folder),
-            recipe=sha256_of(trained.recipe.model_dump_json().encode()),
-            data_fingerprint=data.fingerprint,
-            code=code_revision(),
-        ),
-        accuracy=chosen.accuracy,
-        max_difference=chosen.max_difference,
-    )
-    repository = Repository(run.storage)
-    manifest = repository.publish(run.recipe.name, files, card)
-    repository.promote(run.recipe.name, manifest.version)
-    return manifest
+def _tell(line: str) -> None:
+    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -37,25 +37,31 @@ def deploy(run: Run) -> Outcome:
     """Put the production version, or the one that the recipe makes so, behind the endpoint."""
     recipe, repository = run.recipe, Repository(run.storage)
     version = recipe.serve.version or repository.production(recipe.name)
-    repository.verify(recipe.name, version)
+    serving = repository.verify(recipe.name, version).served(recipe.serve)
     connect()
     # While a version replaces another, the replicas of both are there.
-    require(
-        {"CPU": 2 * recipe.serve.replicas * recipe.serve.cpus_per_replica}, "serve.replicas, while they change over,"
-    )
+    require({"CPU": 2 * serving.replicas * recipe.serve.cpus_per_replica}, "serve.replicas, while they change over,")
     port = _start_serve(recipe.serve)
 
     run.open()
     began = time.monotonic()
     models = _deployed().models
-    models[recipe.name] = _served_model(run, version)
-    _run_application(recipe, ServedModels(models=models))
-    repository.promote(recipe.name, version)
+    models[recipe.name] = ServedModelConfig(
+        storage=str(run.storage),
+        version=version,
+        max_batch_size=serving.max_batch_size,
+        timeout_us=serving.timeout_us,
+        queue_limit=recipe.serve.queue_limit,
+        threads=serving.threads,
+    )
+    _run_application(recipe, ServedModels(models=models), serving.replicas)
+    if recipe.serve.version is not None:  # else it is in production, or somebody has changed that meanwhile
+        repository.promote(recipe.name, version)
     ready_s = round(time.monotonic() - began, 3)
     endpoint = f"http://{recipe.serve.host}:{port}"
     print(f"{recipe.name}, version {version}, answers at {endpoint}", flush=True)
     return Outcome(
-        DeployMetrics(ready_s=ready_s, replicas=recipe.serve.replicas),
+        DeployMetrics(ready_s=ready_s, replicas=serving.replicas),
         {"http": endpoint, "model": f"{recipe.name}/{version}"},
     )
 
@@ -115,21 +121,10 @@ async def _ask_for_config() -> ServedModels:
     return config
 
 
-def _served_model(run: Run, version: int) -> ServedModelConfig:
-    config = run.recipe.serve
-    return ServedModelConfig(
-        storage=str(run.storage),
-        version=version,
-        batching=config.batching,
-        queue_limit=config.queue_limit,
-        threads=config.threads,
-    )
-
-
-def _run_application(recipe: Recipe, config: ServedModels) -> None:
+def _run_application(recipe: Recipe, config: ServedModels, replicas: int) -> None:
     """Deploy, and wait until every replica has loaded every model. Raises ClusterError if one cannot."""
     server = ModelServer.options(  # type: ignore[attr-defined] # from the decorator
-        num_replicas=recipe.serve.replicas,
+        num_replicas=replicas,
         # The queues refuse with an answer of their own; Serve's limit only guards them.
         max_ongoing_requests=2 * sum(model.queue_limit for model in config.models.values()),
         user_config=config.model_dump(mode="json"),

@@ -1,11 +1,13 @@
-"""Shared by every test: folders decide the kind of a test, and storage is never the user's."""
+"""Shared by every test: folders decide the kind of a test, and storage and cache are never the user's."""
 
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from upath import UPath
 
 from tests.helpers import ROOT, run
 from tests.launch import INTERRUPTED, STEPS, Cluster, Launch, Trained
@@ -58,6 +60,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _own_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYLOOM_STORAGE", str(tmp_path / "storage"))
+    monkeypatch.setenv("RAYLOOM_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[dict[str, str]]:
+    """One S3 server for all tests; its value is the environment that reaches it."""
+    from tests.s3 import S3Server  # which takes a second to load
+
+    server = S3Server()
+    yield server.environment
+    server.stop()
+
+
+@pytest.fixture(params=["local", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where a test keeps its models: on a disk, and in a bucket of its own."""
+    if request.param == "local":
+        return str(tmp_path / "storage")
+    for name, value in request.getfixturevalue("s3").items():
+        monkeypatch.setenv(name, value)
+    bucket = f"bucket-{secrets.token_hex(4)}"
+    UPath(f"s3://{bucket}").mkdir()
+    return f"s3://{bucket}/storage"
 
 
 @pytest.fixture
@@ -91,7 +116,8 @@ def home() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def cluster(home: Path) -> Iterator[dict[str, str]]:
     """One cluster for all tests; its value is the environment that reaches it."""
-    environment = {"RAYLOOM_HOME": str(home), "RAYLOOM_STORAGE": str(home / "storage")}
+    folders = {"HOME": home, "STORAGE": home / "storage", "CACHE": home / "cache"}
+    environment = {f"RAYLOOM_{name}": str(folder) for name, folder in folders.items()}
     started = run("rayloom", "up", environment=environment)
     assert started.returncode == 0, started.stderr
     exports = run("rayloom", "env", environment=environment).stdout.splitlines()

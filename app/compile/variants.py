@@ -1,107 +1,164 @@
-"""Variants of a compiled model, and how each compares with PyTorch on the validation split."""
+"""Which variants a recipe asks for on this machine: a file of one precision, run by an engine."""
 
-import time
 from dataclasses import dataclass
+from typing import Final
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from pydantic import BaseModel
-from torch import nn
+from pydantic import BaseModel, ConfigDict
 
-from app.compile.export import OUTPUT
-from app.config import GatesConfig
-from app.data.dataset import Dataset
-from app.engines.base import Engine
-from app.models.factory import logits_of
-from app.tensors import Tensors
+from app.config import PLAN_ENGINES, CompileConfig, ComputePrecision, EngineName
+from app.engines.architecture import Device, compute_capability
+from app.engines.registry import installed_engines, require_installed
+from app.errors import CompileError, EngineError
 
-_BATCH = 64
-_LATENCY_BATCHES = (1, 8)
-_REPEATS = 30
+_AS_THEY_ARE: dict[ComputePrecision, ComputePrecision] = {name: name for name in ("fp32", "bf16", "fp16", "int8")}
+_FOR_TENSORRT = {**_AS_THEY_ARE, "fp8": "fp8"}
+_FILES: dict[tuple[EngineName, Device], dict[ComputePrecision, ComputePrecision]] = {
+    # OpenVINO lowers a float32 file by itself; the others take every type from the file.
+    ("openvino", "cpu"): {"fp32": "fp32", "bf16": "fp32", "fp16": "fp32", "int8": "int8"},
+    ("onnxruntime", "cpu"): {"fp32": "fp32", "fp16": "fp16", "int8": "int8"},  # it has no kernels for bfloat16
+    ("onnxruntime", "gpu"): _AS_THEY_ARE,
+    ("tensorrt", "gpu"): _FOR_TENSORRT,
+    ("tensorrt_rtx", "gpu"): _FOR_TENSORRT,
+    ("torch", "cpu"): {"fp32": "fp32"},
+    ("torch", "gpu"): {"fp32": "fp32"},
+}
+"""The precision of the file that an engine takes to compute in a precision."""
+
+YARDSTICK: Final = "torch"
+"""Measured to compare with; it runs the module, and no file that could be published."""
+
+BUILT_AHEAD: Final = "tensorrt_rtx"
+"""The engine whose plans are built for ``compile.targets``, on any machine."""
 
 
 class Variant(BaseModel):
-    """One engine's numbers for one precision."""
+    """An engine that computes in a precision, on a device of this machine."""
 
-    precision: str
-    engine: str
-    engine_version: str
-    size_bytes: int
-    accuracy: float
-    max_difference: float
-    latency_ms: dict[int, float]
-    throughput: dict[int, float]
-    passed: bool
+    model_config = ConfigDict(frozen=True)
+
+    engine: EngineName
+    precision: ComputePrecision
+    device: Device
+
+    @property
+    def file(self) -> ComputePrecision:
+        """The precision of the file that the engine takes."""
+        return _FILES[self.engine, self.device][self.precision]
+
+    @property
+    def is_yardstick(self) -> bool:
+        """Whether it is measured only."""
+        return self.engine == YARDSTICK
 
     def __str__(self) -> str:
-        latency = ", ".join(f"{value:.2f} ms at batch {batch}" for batch, value in self.latency_ms.items())
-        return (
-            f"{self.engine} {self.precision}: accuracy {self.accuracy:.4f}, "
-            f"largest difference {self.max_difference:.1e}, {latency}{'' if self.passed else ' (refused)'}"
-        )
+        return f"{self.engine} {self.precision}" + (" on the GPU" if self.device == "gpu" else "")
+
+
+class Skipped(BaseModel):
+    """A variant that was asked for and could not be run here."""
+
+    engine: EngineName
+    precision: ComputePrecision
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.engine} {self.precision}: not run: {self.reason}"
 
 
 @dataclass(frozen=True)
-class Reference:
-    """PyTorch's answers on the validation split, in batches: inputs, logits (rows, labels) and classes (rows)."""
+class Wanted:
+    """What a recipe asks for: variants to run, precisions to build plans in ahead of time, and what cannot be."""
 
-    inputs: list[Tensors]
-    logits: list[NDArray[np.float32]]
-    classes: NDArray[np.int64]
+    variants: list[Variant]
+    built_ahead: list[ComputePrecision]
+    skipped: list[Skipped]
 
     @property
-    def accuracy(self) -> float:
-        """Share of the rows that PyTorch answers right."""
-        return _accuracy(self.logits, self.classes)
+    def int8_engines(self) -> list[EngineName]:
+        """The engines that int8 files are tried on while they are made, beside the oracle.
+
+        ONNX Runtime is the oracle, and TensorRT would need a plan for each try.
+        """
+        return [each.engine for each in self.variants if each.engine == "openvino" and each.file == "int8"]
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a file is needed that takes samples to make."""
+        files = {each.file for each in self.variants} | set(self.built_ahead)
+        return not files.isdisjoint(("int8", "fp8"))
 
 
-def pytorch_reference(model: nn.Module, dataset: Dataset) -> Reference:
-    """Run a trained model over a split."""
-    starts = range(0, len(dataset), _BATCH)
-    batches = [dataset.batch(range(start, min(start + _BATCH, len(dataset)))) for start in starts]
-    with torch.no_grad():
-        logits = [
-            logits_of(model(**{name: torch.from_numpy(array) for name, array in batch.inputs.items()})).numpy()
-            for batch in batches
-        ]
-    targets = np.concatenate([batch.targets for batch in batches])
-    return Reference([batch.inputs for batch in batches], logits, targets)
+def wanted_variants(config: CompileConfig) -> Wanted:
+    """Resolve a recipe's engines and precisions on this machine.
+
+    Raises:
+        EngineError: an engine that is named is not installed.
+        CompileError: one needs a GPU, or a key needs an engine, that is not here.
+    """
+    has_gpu = compute_capability() is not None
+    places = _automatic(has_gpu) if config.engines == "auto" else _named(config.engines, bool(config.targets), has_gpu)
+    if config.engines == "auto" and not any(engine in PLAN_ENGINES for engine, _ in places):
+        _refuse_keys_of_tensorrt(config)
+    wanted = Wanted([], config.precisions if config.targets else [], [])
+    for precision in config.precisions:
+        for engine, device in places:
+            if precision in _FILES[engine, device]:
+                wanted.variants.append(Variant(engine=engine, precision=precision, device=device))
+            elif engine != YARDSTICK:
+                reason = f"on the {device.upper()} it computes in {', '.join(_FILES[engine, device])}"
+                wanted.skipped.append(Skipped(engine=engine, precision=precision, reason=reason))
+    if all(each.is_yardstick for each in wanted.variants):
+        raise CompileError(
+            f"compile.engines {config.engines} with compile.precisions {config.precisions} have nothing that runs here "
+            "and could be published: add openvino and fp32, or compile where the engines run"
+        )
+    return wanted
 
 
-def measure(engine: Engine, precision: str, size_bytes: int, reference: Reference, gates: GatesConfig) -> Variant:
-    """Compare an engine with PyTorch on every row, and time it at a few batch sizes."""
-    logits = [engine.infer(batch)[OUTPUT] for batch in reference.inputs]
-    difference = max(float(np.abs(a - b).max()) for a, b in zip(logits, reference.logits, strict=True))
-    accuracy = _accuracy(logits, reference.classes)
-    first = reference.inputs[0]
-    latency = {
-        size: _median_ms(engine, {name: np.resize(array, (size, *array.shape[1:])) for name, array in first.items()})
-        for size in _LATENCY_BATCHES
-    }
-    return Variant(
-        precision=precision,
-        engine=engine.name,
-        engine_version=engine.version,
-        size_bytes=size_bytes,
-        accuracy=accuracy,
-        max_difference=difference,
-        latency_ms=latency,
-        throughput={size: round(1000.0 * size / value, 1) for size, value in latency.items()},
-        passed=difference <= gates.max_difference and reference.accuracy - accuracy <= gates.max_accuracy_drop,
-    )
+def _refuse_keys_of_tensorrt(config: CompileConfig) -> None:
+    """What no engine for this machine does; where engines are named, the recipe itself was refused."""
+    for key, is_set in (
+        ("precisions name fp8", "fp8" in config.precisions),
+        ("sparsity is 2:4", config.sparsity != "none"),
+    ):
+        if is_set:
+            raise CompileError(
+                f"compile.{key}, which is of {' and '.join(PLAN_ENGINES)}, and none of them runs here: leave it out, "
+                f"or name {BUILT_AHEAD} in compile.engines with compile.targets"
+            )
 
 
-def _accuracy(logits: list[NDArray[np.float32]], classes: NDArray[np.int64]) -> float:
-    return float((np.concatenate([batch.argmax(-1) for batch in logits]) == classes).mean())
+def _automatic(has_gpu: bool) -> list[tuple[EngineName, Device]]:
+    places: list[tuple[EngineName, Device]] = [("openvino", "cpu"), ("onnxruntime", "cpu"), (YARDSTICK, "cpu")]
+    if has_gpu:
+        installed = installed_engines()
+        places += [(engine, "gpu") for engine in PLAN_ENGINES if engine in installed][:1]
+        places += [("onnxruntime", "gpu")] if _has_cuda() else []
+        places += [(YARDSTICK, "gpu")]
+    return places
 
 
-def _median_ms(engine: Engine, batch: Tensors) -> float:
-    """Median time of a call, after one to warm up."""
-    engine.infer(batch)
-    times = []
-    for _ in range(_REPEATS):
-        began = time.perf_counter()
-        engine.infer(batch)
-        times.append(1000.0 * (time.perf_counter() - began))
-    return round(float(np.median(times)), 3)
+def _named(engines: list[EngineName], ahead: bool, has_gpu: bool) -> list[tuple[EngineName, Device]]:
+    places: list[tuple[EngineName, Device]] = []
+    for engine in engines:
+        try:
+            require_installed(engine)
+        except EngineError as error:
+            raise EngineError(f"compile.engines names {engine}: {error}") from error
+        here = [device for name, device in _FILES if name == engine and _is_here(engine, device, has_gpu)]
+        if not here and not (engine == BUILT_AHEAD and ahead):
+            hint = "name the GPUs to build for in compile.targets" if engine == BUILT_AHEAD else "leave it out"
+            raise CompileError(f"compile.engines names {engine}, and this machine has no GPU: {hint}")
+        places += [(engine, device) for device in here]
+    return places
+
+
+def _is_here(engine: EngineName, device: Device, has_gpu: bool) -> bool:
+    return device == "cpu" or (has_gpu and (engine != "onnxruntime" or _has_cuda()))
+
+
+def _has_cuda() -> bool:
+    """Whether ONNX Runtime was built for CUDA."""
+    import onnxruntime  # only a machine with a GPU asks
+
+    return "CUDAExecutionProvider" in onnxruntime.get_available_providers()

@@ -1,6 +1,16 @@
 """The recipe as typed values. Imported by every other part of Rayloom; imports none of them."""
 
 from app.config.alerts import AlertConfig, EmailConfig, NotifyConfig, WebhookConfig
+from app.config.compile import (
+    PLAN_ENGINES,
+    CalibrationConfig,
+    CalibrationMethod,
+    CompileConfig,
+    ComputePrecision,
+    EngineName,
+    GatesConfig,
+    ObjectiveConfig,
+)
 from app.config.data import CleanConfig, ColumnsConfig, DataConfig, ImageConfig, TokenizerConfig
 from app.config.layout import Layout
 from app.config.loading import dump_recipe, load_recipe, with_values
@@ -9,8 +19,6 @@ from app.config.plan_rules import ModelTraits, Setting, refusal
 from app.config.recipe import (
     LANGUAGE_MODELING,
     BatchingConfig,
-    CompileConfig,
-    GatesConfig,
     ModelConfig,
     Recipe,
     ServeConfig,
@@ -28,15 +36,20 @@ from app.config.tune import Mode, Objective, StopConfig, TuneConfig
 
 __all__ = [
     "LANGUAGE_MODELING",
+    "PLAN_ENGINES",
     "AlertConfig",
     "BatchingConfig",
+    "CalibrationConfig",
+    "CalibrationMethod",
     "CheckpointConfig",
     "CleanConfig",
     "ColumnsConfig",
     "CompileConfig",
+    "ComputePrecision",
     "DataConfig",
     "EarlyStoppingConfig",
     "EmailConfig",
+    "EngineName",
     "GatesConfig",
     "ImageConfig",
     "Layout",
@@ -46,6 +59,7 @@ __all__ = [
     "ModelTraits",
     "NotifyConfig",
     "Objective",
+    "ObjectiveConfig",
     "OptimizerConfig",
     "PlanConfig",
     "Precision",

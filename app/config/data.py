@@ -53,7 +53,8 @@ class DataConfig(Section):
 
     source: str = Field(
         description="builtin:NAME, or a path or URI of a csv, jsonl or parquet file; of an image folder with one "
-        "subfolder a class; for language modelling also of a text file or a folder of files"
+        "subfolder a class, or with IDX files named as MNIST's are; for language modelling also of a text file or a "
+        "folder of files"
     )
     validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
         default=0.1, description="share of the examples, or for language modelling of the documents"

@@ -1,12 +1,13 @@
 """The recipe: one task from its data to its endpoint, as a frozen tree of pydantic models."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
 from app.config.alerts import AlertConfig, NotifyConfig
+from app.config.compile import CompileConfig
 from app.config.data import DataConfig
-from app.config.section import IMPORT_STRING, Fraction, Section
+from app.config.section import IMPORT_STRING, Section
 from app.config.train import TrainConfig
 from app.config.tune import TuneConfig
 
@@ -23,37 +24,17 @@ class ModelConfig(Section):
     args: dict[str, Any] = Field(default={})
 
 
-class GatesConfig(Section):
-    """What a compiled variant must hold to be published."""
-
-    max_difference: Annotated[float, Field(gt=0.0)] = Field(
-        default=1.0e-4, description="largest absolute difference of a logit from PyTorch's"
-    )
-    max_accuracy_drop: Fraction = Field(default=0.01, description="from PyTorch's validation accuracy")
-
-
-class CompileConfig(Section):
-    """How the trained model becomes a version in the repository."""
-
-    weights: str | None = Field(
-        default=None, description="URI of a weights folder; default: of the newest finished train run"
-    )
-    precisions: list[Literal["fp32"]] = Field(default=["fp32"], min_length=1)
-    engines: Literal["auto"] = "auto"
-    gates: GatesConfig = GatesConfig()
-
-
 class BatchingConfig(Section):
-    """How requests are joined into one call of the engine."""
+    """How requests are joined into one call of the engine; what is left out is as jobs.compile measured it."""
 
-    max_batch_size: PositiveInt = Field(default=32, description="requests in a call, and rows in a request, at most")
-    timeout_us: Annotated[int, Field(ge=0)] = Field(
-        default=2000, description="microseconds that the first request of a batch waits for more"
+    max_batch_size: PositiveInt | None = Field(default=None, description="rows in a call of the engine, at most")
+    timeout_us: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="microseconds that the first request of a batch waits for more"
     )
 
 
 class ServeConfig(Section):
-    """The endpoint."""
+    """The endpoint. Replicas and threads that are left out are as jobs.compile measured them."""
 
     version: PositiveInt | None = Field(
         default=None, description="version to make production; default: production as it is"
@@ -64,11 +45,13 @@ class ServeConfig(Section):
     )
     batching: BatchingConfig = BatchingConfig()
     queue_limit: PositiveInt = Field(default=256, description="requests a replica holds at once")
-    replicas: PositiveInt = Field(default=1, description="each serves every model; the last deployed recipe decides")
+    replicas: PositiveInt | None = Field(
+        default=None, description="each serves every model; the last deployed recipe decides"
+    )
     cpus_per_replica: Annotated[float, Field(ge=0.0)] = Field(
         default=0.0, description="CPUs reserved in Ray; 0 leaves a laptop's cores to the next training"
     )
-    threads: PositiveInt = Field(default=1, description="threads of a replica's engine")
+    threads: PositiveInt | None = Field(default=None, description="threads of a replica's engine")
 
 
 class Recipe(Section):

@@ -4,12 +4,15 @@ import base64
 import concurrent.futures
 import json
 import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from app.config import DataConfig
 from app.data.sources import load_examples
@@ -54,9 +57,12 @@ def test_the_result_says_what_was_reached(deployed: dict[str, Any], cluster: dic
     assert deployed["status"] == "succeeded"
     assert metrics["tune"]["trials"] == 2
     assert metrics["train"]["val_accuracy"] >= 0.97
-    assert {variant["engine"] for variant in metrics["compile"]["variants"]} == {"onnxruntime", "openvino"}
-    assert all(variant["max_difference"] <= 1e-4 for variant in metrics["compile"]["variants"])
-    assert metrics["compile"]["chosen"]["accuracy"] == pytest.approx(metrics["train"]["val_accuracy"], abs=0.005)
+    variants = {(each["engine"], each["precision"]): each for each in metrics["compile"]["variants"]}
+    assert set(variants) >= {(engine, "fp32") for engine in ("openvino", "onnxruntime", "torch")}
+    assert all(each["max_difference"] <= 1e-4 for (_, precision), each in variants.items() if precision == "fp32")
+    asked = {(each["engine"], each["precision"]) for each in metrics["compile"]["skipped"]} | set(variants)
+    assert asked >= {(engine, precision) for engine in ("openvino", "onnxruntime") for precision in ("bf16", "int8")}
+    assert metrics["compile"]["chosen"]["accuracy"] == pytest.approx(metrics["train"]["val_accuracy"], abs=0.011)
     assert metrics["deploy"]["ready_s"] > 0
     for job in ("tune", "train", "compile", "deploy", "lifecycle"):
         kept = max(Path(cluster["RAYLOOM_STORAGE"]).glob(f"runs/{job}/*-digits-*/result.json"))
@@ -95,6 +101,12 @@ def test_predict_reads_pictures(endpoint: httpx.Client, pictures: tuple[list[byt
     assert sum(predictions[0]["scores"].values()) == pytest.approx(1.0, abs=1e-4)
 
 
+def test_a_request_may_have_more_rows_than_a_call(endpoint: httpx.Client) -> None:
+    answer = endpoint.post("/v2/models/digits/infer", json=pixels(100))
+    assert answer.status_code == 200
+    assert answer.json()["outputs"][0]["shape"] == [100, 10]
+
+
 def test_requests_at_once_answer_as_alone(endpoint: httpx.Client, pictures: tuple[list[bytes], list[str]]) -> None:
     def ask(picture: bytes) -> dict[str, float]:
         body = {"inputs": base64.b64encode(picture).decode()}
@@ -104,7 +116,7 @@ def test_requests_at_once_answer_as_alone(endpoint: httpx.Client, pictures: tupl
     with concurrent.futures.ThreadPoolExecutor(20) as pool:
         together = list(pool.map(ask, pictures[0]))
     for one, other in zip(alone, together, strict=True):
-        assert other == pytest.approx(one, abs=1e-5)
+        assert other == pytest.approx(one, abs=0.01)  # in bf16 a batch rounds as its kernel does
 
 
 @pytest.mark.parametrize(
@@ -115,7 +127,7 @@ def test_requests_at_once_answer_as_alone(endpoint: httpx.Client, pictures: tupl
         ("/v2/models/digits/infer", pixels(datatype="FP64"), 400, "input 'pixel_values' is float64: expected float32"),
         ("/v2/models/digits/infer", pixels(data=[1.0]), 400, "1 elements, its shape is [1, 1, 8, 8]"),
         ("/v2/models/digits/infer", pixels(name="x"), 400, "input 'x' is not known: expected pixel_values"),
-        ("/v2/models/digits/infer", pixels(33), 400, "33 rows: at most 32"),
+        ("/v2/models/digits/infer", pixels(1025), 400, "1025 rows: at most 1024"),
         ("/v2/models/digits/infer", pixels(data=[1e39] * 64), 400, "output 'logits' is not finite"),
         ("/v2/models/other/infer", pixels(), 404, "model 'other' is not deployed: deployed are digits"),
         ("/v2/models/digits/versions/99/infer", pixels(), 404, "no version '99' here"),
@@ -194,6 +206,26 @@ def test_a_damaged_version_is_not_deployed_and_the_old_one_stays(
     assert back["artifacts"]["model"] == f"digits/{first}"
 
 
+def test_the_version_that_is_served_can_be_traced_and_not_deleted(
+    cluster: dict[str, str], deployed: dict[str, Any], tmp_path: Path
+) -> None:
+    def models(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return run("rayloom", "models", *arguments, environment=cluster)
+
+    version = deployed["artifacts"]["model"].rpartition("/")[2]
+    shown = " ".join(models("show", "digits", version).stdout.split())
+    assert "input pixel_values float32 [-1, 1, 8, 8] output logits float32 [-1, 10]" in shown
+    assert f"train run {Path(deployed['artifacts']['weights']).parent}" in shown
+    assert models("verify", "digits", version).returncode == 0
+    assert models("promote", "digits", version).stdout.endswith("the endpoint serves it already\n")
+    refused = models("delete", "digits", version)
+    assert refused.returncode == 2
+    assert f"version {version}, is served at http://127.0.0.1" in refused.stderr
+    assert models("export", "digits", version, str(tmp_path)).returncode == 0
+    config = text_format.Parse((tmp_path / "digits/config.pbtxt").read_text(encoding="utf-8"), ModelConfig())
+    assert [list(tensor.dims) for tensor in config.input] == [[1, 8, 8]]
+
+
 def test_a_gate_that_does_not_hold_publishes_nothing(cluster: dict[str, str], deployed: dict[str, Any]) -> None:
     models = Path(cluster["RAYLOOM_STORAGE"]) / "models/digits"
     before = sorted(models.iterdir())
@@ -203,18 +235,18 @@ def test_a_gate_that_does_not_hold_publishes_nothing(cluster: dict[str, str], de
 
 
 @pytest.mark.parametrize(
-    ("job", "override", "words"),
+    ("job", "overrides", "words"),
     [
         ("train", "train.workers=64", "train.workers, of which there are 64, need 64 CPUs, and the cluster has"),
-        ("deploy", "serve.cpus_per_replica=64", "need 128 CPUs, and the cluster has"),
+        ("deploy", "serve.cpus_per_replica=64 serve.replicas=1", "need 128 CPUs, and the cluster has"),
         ("deploy", "serve.port=9", "serve.port is 9, on 127.0.0.1, and this cluster's endpoint listens on"),
     ],
 )
 def test_a_submitted_job_that_is_refused_fails(
-    cluster: dict[str, str], deployed: dict[str, Any], job: str, override: str, words: str
+    cluster: dict[str, str], deployed: dict[str, Any], job: str, overrides: str, words: str
 ) -> None:
     before = sorted(Path(cluster["RAYLOOM_STORAGE"]).glob("*/*/*"))
-    result = submit(cluster, job, "recipes/digits.yaml", override, succeeds=False)
+    result = submit(cluster, job, "recipes/digits.yaml", *overrides.split(), succeeds=False)
     assert words in result["error"]
     assert sorted(Path(cluster["RAYLOOM_STORAGE"]).glob("*/*/*")) == before
 

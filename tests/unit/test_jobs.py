@@ -37,14 +37,16 @@ DIGITS, STDLIB = str(ROOT / "recipes/digits.yaml"), str(ROOT / "recipes/stdlib_g
         ("compile", [DIGITS, "name=unknown"], 1, "run jobs.train first"),
         ("compile", [DIGITS, "compile.weights=/nowhere"], 1, "/nowhere"),
         ("compile", [STDLIB], 1, "cannot be compiled or served: expected text-classification, image-classification"),
+        ("compile", [DIGITS, "compile.engines=[openvino,tensorrt]"], 1, "compile.engines"),
         ("lifecycle", [STDLIB], 1, "cannot be compiled or served"),
+        ("lifecycle", [DIGITS, "compile.precisions=[fp8]"], 1, "compile.precisions name fp8"),
         ("tune", [DIGITS, "tune=null"], 1, "has no tune section"),
         ("tune", [DIGITS, "tune.space=tune_spaces.image:spaces"], 1, "did you mean 'space'?"),
         ("tune", [DIGITS, "tune.space=tune_spaces.text:space"], 1, "no such key"),
         ("tune", [DIGITS, "tune.storage=sqlite:///studies.db"], 1, "is a relative path"),
         ("tune", [DIGITS, "tune.workers=2"], 1, "set tune.scheduler to none, or tune.workers to 1"),
         ("deploy", [DIGITS, "name=unknown"], 1, "run jobs.compile first"),
-        ("deploy", [DIGITS, "serve.version=99"], 1, "no version 99"),
+        ("deploy", [DIGITS, "serve.version=99"], 1, "has no model 'digits'"),
     ],
 )
 def test_what_cannot_work_is_refused_and_leaves_nothing(

@@ -1,0 +1,170 @@
+"""One compile run: every variant is proven and timed, the best are measured in every setting, one is chosen."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+from app.compile.choice import Choice, best_point, ranked, serving_defaults
+from app.compile.files import ModelFile, ModelFiles, Tell
+from app.compile.judge import Judge
+from app.compile.opening import Opener
+from app.compile.operating_points import OperatingPoint, operating_points
+from app.compile.parity import check_signature, compare
+from app.compile.records import BuiltPlan, VariantRecord
+from app.compile.subject import Subject
+from app.compile.sweep import Concurrency, Point, concurrencies, measure
+from app.compile.variants import BUILT_AHEAD, Skipped, Variant, Wanted
+from app.config import CompileConfig, ComputePrecision
+from app.engines.base import Engine
+from app.errors import CompileError, EngineError
+
+_FINALISTS = 2
+"""So many variants are measured with cores shared in every way; the others with all cores for one batch."""
+
+_CALLS_FOR_A_MEDIAN, _CALLS_FOR_A_PERCENTILE = 3, 20
+"""Of each stream in each setting, at least."""
+
+
+class Compilation:
+    """Makes files and measures variants of a subject; what there is so far can be reported at any time."""
+
+    def __init__(self, subject: Subject, config: CompileConfig, wanted: Wanted, folder: Path, tell: Tell) -> None:
+        self.subject = subject
+        self.config = config
+        self.records: list[VariantRecord] = []
+        self.skipped: list[Skipped] = []
+        self.plans: list[BuiltPlan] = []
+        self.points: list[OperatingPoint] = []
+        self._wanted = wanted
+        self._judge = Judge(subject, config.gates, wanted.int8_engines)
+        self._files = ModelFiles(subject, config.calibration, self._judge, folder, tell)
+        self._opener = Opener(subject, self._files, config, folder)
+        self._tell = tell
+
+    @property
+    def files(self) -> list[ModelFile]:
+        """Every ONNX file that was made."""
+        return self._files.made
+
+    def prove(self) -> None:
+        """Compare every variant with PyTorch, and time it; one that cannot be run here is skipped.
+
+        Raises:
+            CompileError: the model cannot be exported, or the file takes other inputs.
+        """
+        self._files.get("fp32")  # of a model that cannot be exported there are no variants
+        self._skip(self._wanted.skipped)
+        for variant in self._wanted.variants:
+            try:
+                record = self._proven(variant)
+            except (CompileError, EngineError) as error:
+                self._skip([Skipped(engine=variant.engine, precision=variant.precision, reason=str(error))])
+            else:
+                self.records.append(record)
+                self._tell(str(record))
+
+    def build_ahead(self) -> Iterator[tuple[ComputePrecision, Path]]:
+        """The folder of a plan in each precision whose file holds the gates; nothing here runs them."""
+        for precision in self._wanted.built_ahead:
+            try:
+                if refused := self._files.get(precision).failures:
+                    raise CompileError("; ".join(refused))
+                folder = self._opener.build_ahead(precision)
+            except (CompileError, EngineError) as error:
+                self._skip([Skipped(engine=BUILT_AHEAD, precision=precision, reason=str(error))])
+            else:
+                self.plans.append(BuiltPlan(precision=precision, targets=self.config.targets))
+                self._tell(str(self.plans[-1]))
+                yield precision, folder
+
+    def choose(self) -> Choice:
+        """Measure the best variants in every setting, and choose by the objective.
+
+        Raises:
+            CompileError: no variant holds the gates, or no setting the objective.
+        """
+        finalists = self._finalists()
+        for record in finalists:
+            self.points += self._measure_other_settings(record)
+        points = [each for each in self.points if self.record_of(each) in finalists]
+        point = best_point(points, self.config.objective)
+        return Choice(self.record_of(point), point, serving_defaults(point, self.points, self.config.objective))
+
+    def yardstick_of(self, point: OperatingPoint) -> OperatingPoint | None:
+        """PyTorch with as many rows on the same device, if it was measured."""
+        yardsticks = [each for each in self.points if each.variant.is_yardstick]
+        alike = [each for each in yardsticks if each.variant.device == point.variant.device]
+        return next((each for each in alike if each.batch_size == point.batch_size), None)
+
+    def record_of(self, point: OperatingPoint) -> VariantRecord:
+        """The record of the variant that a point is of."""
+        return next(each for each in self.records if each.variant == point.variant)
+
+    def file_of(self, record: VariantRecord) -> ModelFile:
+        """The ONNX file that a variant runs, or that its plan was built from."""
+        return self._files.get(record.file)
+
+    def onnx_of(self, record: VariantRecord) -> Path:
+        """Where that file is."""
+        return self._files.path(record.file)
+
+    def path_of(self, record: VariantRecord) -> Path:
+        """What its engine opens."""
+        return self._opener.path(record.variant)
+
+    def _proven(self, variant: Variant) -> VariantRecord:
+        """Compare a variant with PyTorch, and time it; what fails in its file fails in the variant."""
+        whole = concurrencies(variant.device, self.subject.threads)[0]
+        with closing(self._opener.open(variant, whole)) as engine:
+            if not variant.is_yardstick:
+                check_signature(engine.signature, self.subject.signature, self._opener.path(variant))
+            parity = compare(engine, self.subject.reference, max(self.config.batch_sizes))
+            measured = list(self._measure(engine, whole))
+        file = None if variant.is_yardstick else self._files.get(variant.file)
+        inherited = [f"in its file {each}" for each in file.failures] if file else []
+        size_bytes = self._opener.path(variant).stat().st_size if file else self.subject.size_bytes
+        points = list(operating_points(variant, parity.accuracy, size_bytes, measured, self.subject.shares))
+        self.points += points
+        return VariantRecord(
+            **dict(variant),
+            **dict(parity),
+            engine_version=engine.version,
+            size_bytes=size_bytes,
+            reasons=(*inherited, *self._judge.failures(parity, variant.precision)),
+            quantization=file.quantization if file else None,
+            latency_ms={each.batch_size: round(each.latency_ms, 3) for each in points},
+            throughput={each.batch_size: round(each.throughput, 1) for each in points},
+        )
+
+    def _finalists(self) -> list[VariantRecord]:
+        """The variants that the objective puts first."""
+        publishable = [each for each in self.records if each.publishable]
+        if not publishable:
+            reasons = [f"{each.variant}: {'; '.join(each.reasons)}" for each in self.records if each.reasons]
+            raise CompileError(
+                "no variant holds the gates, and nothing was published: "
+                + " | ".join([*reasons, *map(str, self.skipped)])
+            )
+        order = ranked([each for each in self.points if self.record_of(each).publishable], self.config.objective)
+        variants = list(dict.fromkeys(each.variant for each in order))[:_FINALISTS]
+        return [each for each in publishable if each.variant in variants]
+
+    def _measure_other_settings(self, record: VariantRecord) -> list[OperatingPoint]:
+        """With the cores shared between several batches at once."""
+        measured: list[Point] = []
+        for concurrency in concurrencies(record.device, self.subject.threads)[1:]:
+            try:
+                with closing(self._opener.open(record.variant, concurrency)) as engine:
+                    measured += self._measure(engine, concurrency)
+            except EngineError as error:  # so many do not fit in memory
+                self._tell(f"{record.variant}, {concurrency}: not measured: {error}")
+        return list(operating_points(record.variant, record.accuracy, record.size_bytes, measured, self.subject.shares))
+
+    def _measure(self, engine: Engine, concurrency: Concurrency) -> Iterator[Point]:
+        calls = _CALLS_FOR_A_PERCENTILE if self.config.objective.latency_ms is not None else _CALLS_FOR_A_MEDIAN
+        return measure(engine, concurrency, sorted(self.config.batch_sizes), self.subject.rows_by_length, calls)
+
+    def _skip(self, skipped: Iterable[Skipped]) -> None:
+        for each in skipped:
+            self.skipped.append(each)
+            self._tell(str(each))

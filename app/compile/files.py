@@ -1,0 +1,123 @@
+"""The family of ONNX files that are made of one trained model, each checked against PyTorch by the oracle."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from app.checksums import sha256_of_file
+from app.compile.export import export_onnx
+from app.compile.judge import Judge
+from app.compile.parity import Parity
+from app.compile.quantization.search import find_quantization, quantize_fp8
+from app.compile.subject import Subject
+from app.config import CalibrationConfig, ComputePrecision, Precision
+from app.errors import CompileError, EngineError
+from app.repository.manifest import Quantization
+
+_FLOATS: dict[ComputePrecision, Precision] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
+
+Tell = Callable[[str], None]
+
+
+class ModelFile(BaseModel):
+    """What is known of an ONNX file of one precision."""
+
+    precision: ComputePrecision
+    size_bytes: int
+    sha256: str
+    parity: Parity | None
+    """As the oracle runs it; None if it cannot."""
+
+    failures: tuple[str, ...]
+    """Gates that the file does not hold there."""
+
+    quantization: Quantization | None
+
+    def __str__(self) -> str:
+        seen = str(self.parity) if self.parity else "not checked by ONNX Runtime, which does not run it on CPUs"
+        return f"file {self.precision}: {self.size_bytes / 1e6:.2f} MB, {seen}{_refusal(self.failures)}"
+
+
+class ModelFiles:
+    """The files of a subject in a folder, each made when it is first asked for."""
+
+    def __init__(
+        self, subject: Subject, calibration: CalibrationConfig, judge: Judge, folder: Path, tell: Tell
+    ) -> None:
+        self._subject = subject
+        self._calibration = calibration
+        self._judge = judge
+        self._folder = folder
+        self._tell = tell
+        self._made: dict[ComputePrecision, ModelFile | CompileError | EngineError] = {}
+
+    def get(self, precision: ComputePrecision) -> ModelFile:
+        """The file of a precision, which may fail gates: then it says so.
+
+        Raises:
+            CompileError: it cannot be made.
+            EngineError: an engine that has to try it cannot run it.
+        """
+        if precision not in self._made:
+            try:
+                self._made[precision] = self._make(precision)
+                self._tell(str(self._made[precision]))
+            except (CompileError, EngineError) as error:
+                self._made[precision] = error
+        made = self._made[precision]
+        if not isinstance(made, ModelFile):
+            raise made
+        return made
+
+    @property
+    def made(self) -> list[ModelFile]:
+        """Those that there are so far."""
+        return [each for each in self._made.values() if isinstance(each, ModelFile)]
+
+    def path(self, precision: ComputePrecision) -> Path:
+        """Where the file of a precision is. Raises CompileError if it cannot be made."""
+        self.get(precision)
+        return self._path(precision)
+
+    def _path(self, precision: ComputePrecision) -> Path:
+        return self._folder / f"{precision}.onnx"
+
+    def _make(self, precision: ComputePrecision) -> ModelFile:
+        path, subject = self._path(precision), self._subject
+        if precision in _FLOATS:
+            export_onnx(subject.trained.model, subject.signature.inputs, subject.sample, path, _FLOATS[precision])
+            quantization = None
+        else:
+            quantization = self._quantise(precision, path)
+        parity = self._oracle_parity(precision, path)
+        return ModelFile(
+            precision=precision,
+            size_bytes=path.stat().st_size,
+            sha256=sha256_of_file(path),
+            parity=parity,
+            failures=self._judge.failures(parity, precision) if parity else (),
+            quantization=quantization,
+        )
+
+    def _quantise(self, precision: ComputePrecision, path: Path) -> Quantization:
+        source = self.get("fp32")
+        if source.failures:
+            raise CompileError(f"it is made of the fp32 file, in which {'; '.join(source.failures)}")
+        source_path, samples = self._path("fp32"), self._subject.calibration_batches(self._calibration.samples)
+        if precision == "fp8":
+            return quantize_fp8(source_path, samples, path)
+        return find_quantization(source_path, samples, self._calibration, self._judge.verdict, path, self._tell)
+
+    def _oracle_parity(self, precision: ComputePrecision, path: Path) -> Parity | None:
+        """None if the oracle does not run the file, which may be of any precision but fp32."""
+        try:
+            return self._judge.parity(path)
+        except EngineError:
+            if precision == "fp32":
+                raise
+            return None
+
+
+def _refusal(failures: tuple[str, ...]) -> str:
+    return f" (refused: {'; '.join(failures)})" if failures else ""

@@ -1,0 +1,84 @@
+"""From a chosen variant to a version in the repository, in production."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from upath import UPath
+
+from app.checksums import sha256_of
+from app.code_revision import code_revision
+from app.compile.choice import Choice
+from app.compile.compilation import Compilation
+from app.compile.records import VariantRecord
+from app.data.classification import save_labels
+from app.engines.architecture import architecture_of
+from app.engines.tensorrt.manifest import manifest_path
+from app.repository.manifest import (
+    MODEL_FILE,
+    PLAN_FILE,
+    EngineKey,
+    Lineage,
+    Manifest,
+    ModelCard,
+)
+from app.repository.repository import Repository
+from app.tensors import Tensor
+
+
+def publish(
+    compilation: Compilation,
+    choice: Choice,
+    name: str,
+    repository: Repository,
+    compile_run: UPath,
+) -> Manifest:
+    """Publish the files of the chosen variant, and promote the version: its gates hold."""
+    trained = compilation.subject.trained
+    with tempfile.TemporaryDirectory(prefix="rayloom-version-") as temporary:
+        files = UPath(temporary)
+        for source, target in _model_files(compilation, choice.record):
+            shutil.copy(source, Path(temporary) / target)
+        trained.processor.save(files)
+        save_labels(trained.labels, files)
+        manifest = repository.publish(name, files, _card(compilation, choice, compile_run))
+    repository.promote(name, manifest.version)
+    return manifest
+
+
+def _model_files(compilation: Compilation, record: VariantRecord) -> list[tuple[Path, str]]:
+    """What the engine opens, and the ONNX file that it was built from, which can be built again elsewhere."""
+    onnx, opened = compilation.onnx_of(record), compilation.path_of(record)
+    if opened == onnx:
+        return [(onnx, MODEL_FILE)]
+    return [(onnx, MODEL_FILE), (opened, PLAN_FILE), (manifest_path(opened), manifest_path(Path(PLAN_FILE)).name)]
+
+
+def _card(compilation: Compilation, choice: Choice, compile_run: UPath) -> ModelCard:
+    subject, record = compilation.subject, choice.record
+    return ModelCard(
+        task=subject.trained.recipe.task,
+        engine_key=EngineKey(
+            onnx_sha256=compilation.file_of(record).sha256,
+            precision=record.precision,
+            engine=record.engine,
+            engine_version=record.engine_version,
+            device=record.device,
+            architecture=architecture_of(record.device, record.precision),
+            profile=subject.profile(compilation.config.batch_sizes),
+        ),
+        lineage=Lineage(
+            train_run=str(subject.weights.parent),
+            compile_run=str(compile_run),
+            recipe=sha256_of(subject.trained.recipe.model_dump_json().encode()),
+            data_fingerprint=subject.data.fingerprint,
+            code=code_revision(),
+        ),
+        inputs=tuple(map(Tensor.of, subject.signature.inputs)),
+        outputs=tuple(map(Tensor.of, subject.signature.outputs)),
+        serving=choice.serving,
+        quantization=record.quantization,
+        accuracy=record.accuracy,
+        max_difference=record.max_difference,
+        cosine=record.cosine,
+    )

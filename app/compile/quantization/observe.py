@@ -1,0 +1,87 @@
+"""What the tensors of a model are on real samples: ONNX Runtime runs it, with them among the outputs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from app.compile.quantization.ranges import Histogram
+from app.compile.quantization.scheme import Layer, load_model
+from app.engines.onnxruntime import open_oracle
+from app.errors import CompileError
+from app.tensors import Tensors
+
+
+def observe(source: Path, layers: Sequence[Layer], samples: Sequence[Tensors]) -> dict[str, Histogram]:
+    """The magnitudes of every value that the layers quantise, by its name.
+
+    Raises:
+        CompileError: a value is not finite, or always 0; a node that reads it is named.
+    """
+    readers = _readers(load_model(source), layers)
+    histograms = {name: Histogram() for name in readers}
+    for tensors in _runs(source, list(readers), samples):
+        for name, tensor in tensors.items():
+            histograms[name].add(tensor)
+    for name, histogram in histograms.items():
+        if not np.isfinite(histogram.largest):
+            raise CompileError(
+                f"the input {name!r} of node {readers[name]!r} is {histogram.largest} on a calibration sample: no "
+                "int8 range holds it; look for samples or weights that are not finite"
+            )
+        if histogram.largest == 0.0:
+            raise CompileError(
+                f"the input {name!r} of node {readers[name]!r} is 0 in all calibration samples, which say nothing of "
+                "its range: give samples that reach it, more of them (compile.calibration.samples), or leave int8 out "
+                "of compile.precisions"
+            )
+    return histograms
+
+
+def largest_by_channel(
+    source: Path, names: Sequence[str], samples: Sequence[Tensors]
+) -> dict[str, NDArray[np.float32]]:
+    """The largest magnitude in each element of the last axis of these values, by name."""
+    largest: dict[str, NDArray[np.float32]] = {}
+    for tensors in _runs(source, names, samples):
+        for name, tensor in tensors.items():
+            found = np.abs(tensor).reshape(-1, tensor.shape[-1]).max(axis=0)
+            largest[name] = np.maximum(largest.get(name, found), found)
+    return largest
+
+
+def _readers(model: ir.Model, layers: Sequence[Layer]) -> dict[str, str]:
+    """The values that layers quantise, each with a node that reads it."""
+    nodes = {node.name: node for node in model.graph}
+    ports = [port for layer in layers for port in layer.activations]
+    return {str(value.name): port.node for port in ports if (value := nodes[port.node].inputs[port.index])}
+
+
+def _runs(
+    source: Path, names: Sequence[str], samples: Sequence[Tensors]
+) -> Iterator[Mapping[str, NDArray[np.float32]]]:
+    """These values in each batch of samples."""
+    with TemporaryDirectory(prefix="rayloom-") as folder:
+        observed = Path(folder) / "observed.onnx"
+        inputs = _with_outputs(source, names, observed)
+        with closing(open_oracle(observed)) as engine:
+            for batch in samples:
+                outputs = engine.infer(batch)
+                yield {name: batch[name] if name in inputs else outputs[name] for name in names}
+
+
+def _with_outputs(source: Path, names: Sequence[str], target: Path) -> set[str]:
+    """Write the model with these values as outputs beside its own; those that are its inputs are answered."""
+    model = load_model(source)
+    graph = model.graph
+    inputs = {str(value.name) for value in graph.inputs}
+    values = {str(value.name): value for node in graph for value in node.outputs}
+    graph.outputs.extend(values[name] for name in names if name not in inputs and not values[name].is_graph_output())
+    for output in graph.outputs:
+        output.dtype = output.dtype or ir.DataType.FLOAT
+    ir.save(model, target)
+    return inputs

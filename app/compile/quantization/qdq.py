@@ -1,0 +1,134 @@
+"""Write a model with QuantizeLinear and DequantizeLinear around what is quantised.
+
+The file has the shape that TensorRT takes: symmetric, zero points of 0, constants in 8 bits straight before a
+DequantizeLinear, and biases in float32. OpenVINO fuses the same into int8 kernels.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+from onnx_ir.passes.common import ClearMetadataAndDocStringPass, RemoveUnusedNodesPass
+
+from app.compile.quantization.scheme import Layer, Port, Weight, add_initializer, float_weight, load_model
+from app.errors import CompileError
+
+
+@dataclass(frozen=True)
+class Format:
+    """A type of 8 bits, symmetric about 0; a scale maps ``largest`` to a tensor's largest magnitude."""
+
+    dtype: ir.DataType
+    largest: float
+
+    def round(self, scaled: NDArray[np.floating]) -> NDArray[np.generic]:
+        """The nearest that the type has, ties to even."""
+        whole = np.rint(scaled) if self.dtype.is_integer() else scaled
+        rounded: NDArray[np.generic] = np.clip(whole, -self.largest, self.largest).astype(self.dtype.numpy())
+        return rounded
+
+
+INT8 = Format(ir.DataType.INT8, 127.0)
+FP8 = Format(ir.DataType.FLOAT8E4M3FN, 448.0)
+"""Of 4 bits of exponent and 3 of mantissa (Micikevicius et al. 2022, arXiv:2209.05433)."""
+
+
+def write_quantized(
+    source: Path, layers: Iterable[Layer], thresholds: Mapping[str, float], kind: Format, target: Path
+) -> None:
+    """Write ``source`` with these layers quantised.
+
+    Args:
+        thresholds: by name of each value that is quantised, the largest magnitude to tell apart.
+
+    Raises:
+        CompileError: a weight is not finite; it is named with its node.
+    """
+    writer = _Writer(load_model(source), thresholds, kind)
+    for layer in layers:
+        for port in layer.activations:
+            writer.quantize_activation(port)
+        if layer.weight is not None:
+            writer.quantize_weight(layer.weight)
+    # The constants that are in 8 bits now, and the exporter's notes, which are as long as a small model's weights.
+    ir.passes.Sequential(RemoveUnusedNodesPass(), ClearMetadataAndDocStringPass())(writer.model)
+    ir.save(writer.model, target)
+
+
+class _Writer:
+    """One model while it is written. A value that several layers read is quantised once."""
+
+    def __init__(self, model: ir.Model, thresholds: Mapping[str, float], kind: Format) -> None:
+        self.model = model
+        self._thresholds = thresholds
+        self._kind = kind
+        self._nodes = {node.name: node for node in model.graph}
+        self._activations: dict[str, ir.Value] = {}
+        self._weights: dict[tuple[str, int], ir.Value] = {}
+
+    def quantize_activation(self, port: Port) -> None:
+        value = self._value(port)
+        if value in self._activations.values():  # another layer has the same port
+            return
+        name = str(value.name)
+        if name not in self._activations:
+            scale = np.array(self._thresholds[name] / self._kind.largest, np.float32)
+            constants = self._constants(name, scale)
+            quantize = ir.node("QuantizeLinear", [value, *constants], name=f"{name}_quantize")
+            quantize.outputs[0].name = f"{name}_quantized"
+            dequantize = self._dequantize(name, quantize.outputs[0], constants, {})
+            producer = value.producer()
+            if producer is None:
+                self.model.graph.insert_before(self.model.graph[0], [quantize, dequantize])
+            else:
+                self.model.graph.insert_after(producer, [quantize, dequantize])
+            self._activations[name] = dequantize.outputs[0]
+        self._nodes[port.node].replace_input_with(port.index, self._activations[name])
+
+    def quantize_weight(self, weight: Weight) -> None:
+        graph, value = self.model.graph, self._value(weight.port)
+        key = (str(value.name), weight.axis)
+        if key not in self._weights:
+            tensor = float_weight(value)
+            assert tensor is not None
+            array = tensor.numpy()
+            name = f"{value.name}_by_{weight.axis}"
+            scale = _scales(array, weight.axis, self._kind)
+            if not np.isfinite(scale).all():
+                raise CompileError(f"the weights {value.name!r} of node {weight.port.node!r} are not all finite")
+            broadcast = [-1 if axis == weight.axis else 1 for axis in range(array.ndim)]
+            rounded = self._kind.round(array / scale.reshape(broadcast))
+            quantized = add_initializer(graph, f"{name}_quantized", rounded)
+            dequantize = self._dequantize(name, quantized, self._constants(name, scale), {"axis": weight.axis})
+            graph.insert_before(graph[0], dequantize)
+            self._weights[key] = dequantize.outputs[0]
+        self._nodes[weight.port.node].replace_input_with(weight.port.index, self._weights[key])
+
+    def _value(self, port: Port) -> ir.Value:
+        value = self._nodes[port.node].inputs[port.index]
+        assert value is not None
+        return value
+
+    def _constants(self, name: str, scale: NDArray[np.float32]) -> tuple[ir.Value, ir.Value]:
+        """Scales, and as many zero points of 0."""
+        graph, zeros = self.model.graph, np.zeros(scale.shape, self._kind.dtype.numpy())
+        return add_initializer(graph, f"{name}_scale", scale), add_initializer(graph, f"{name}_zero_point", zeros)
+
+    def _dequantize(
+        self, name: str, given: ir.Value, constants: tuple[ir.Value, ir.Value], attributes: Mapping[str, int]
+    ) -> ir.Node:
+        node = ir.node("DequantizeLinear", [given, *constants], attributes, name=f"{name}_dequantize")
+        node.outputs[0].name = f"{name}_dequantized"
+        node.outputs[0].dtype = ir.DataType.FLOAT
+        return node
+
+
+def _scales(array: NDArray[np.float32], axis: int, kind: Format) -> NDArray[np.float32]:
+    """Of each channel; 1 for one of zeros, which any scale represents, or so near that its scale would be 0."""
+    others = tuple(each for each in range(array.ndim) if each != axis)
+    largest = np.abs(array).max(axis=others)
+    scales = largest / np.float32(kind.largest)
+    return np.where(scales < np.finfo(np.float32).tiny, np.float32(1.0), scales).astype(np.float32)

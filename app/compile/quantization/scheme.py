@@ -1,0 +1,175 @@
+"""Which nodes of a model are quantised, and which of their inputs.
+
+Convolutions and products with constant weights, and tables of embeddings. Between them the model stays in float32,
+with two exceptions that let kernels pass on int8: the other branch of an addition to a convolution, and the input of a
+maximum pooling before one. Attention's own products stay in float, too: quantised, they were no faster in OpenVINO
+(it runs a kernel for each step then), and further from PyTorch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from app.errors import CompileError
+
+OLDEST_OPSET = 13
+"""The first in which scales have an axis."""
+
+_FUSED_INTO_REDUCTIONS = {
+    *("Add", "Clip", "Div", "Gelu", "Mul", "Relu", "Sigmoid", "Sub", "Tanh"),
+    *("Concat", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"),
+}
+
+
+@dataclass(frozen=True)
+class Port:
+    """One input of a node."""
+
+    node: str
+    index: int
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A constant input; ``axis`` is the one of its channels, each with a scale of its own."""
+
+    port: Port
+    axis: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What is quantised, or left in float, as one.
+
+    ``activations`` are the ports whose values are quantised per tensor, at least one; a table of embeddings has none.
+    """
+
+    name: str
+    activations: tuple[Port, ...]
+    weight: Weight | None
+
+
+def load_model(source: Path) -> ir.Model:
+    """Read an ONNX file, and give every node a name of its own, the same in every reading.
+
+    Raises:
+        CompileError: its operators are older than ``OLDEST_OPSET``.
+    """
+    model = ir.load(source)
+    opset = model.opset_imports.get("", 0)
+    if opset < OLDEST_OPSET:
+        raise CompileError(
+            f"{str(source)!r} has operators of opset {opset}: expected {OLDEST_OPSET} or later; export it again"
+        )
+    taken: set[str] = set()
+    for index, node in enumerate(model.graph):
+        if not node.name or node.name in taken:
+            node.name = f"{node.name or node.op_type}_{index}"
+        taken.add(node.name)
+    return model
+
+
+def find_layers(model: ir.Model) -> list[Layer]:
+    """Every layer that can be quantised, in the order in which they run."""
+    return [layer for node in model.graph if (layer := _layer(node)) is not None]
+
+
+def float_weight(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """What an initialiser of float32 holds; None of any other value."""
+    if value is None or not value.is_initializer() or value.is_graph_input():
+        return None
+    return value.const_value if value.dtype == ir.DataType.FLOAT else None
+
+
+def add_initializer(graph: ir.Graph, name: str, array: NDArray[np.generic]) -> ir.Value:
+    """Give a graph one more constant."""
+    value = ir.val(name, const_value=ir.tensor(array, name=name))
+    graph.register_initializer(value)
+    return value
+
+
+def name_of(node: ir.Node) -> str:
+    """A node's name, which ``load_model`` has given to all."""
+    assert node.name is not None
+    return node.name
+
+
+def _layer(node: ir.Node) -> Layer | None:
+    match node.op_type:
+        case "Conv" if float_weight(node.inputs[1]):
+            return _with_weight(node, axis=0)
+        case "Gemm" if float_weight(node.inputs[1]) and not node.attributes.get_int("transA", 0):
+            return _with_weight(node, axis=0 if node.attributes.get_int("transB", 0) else 1)
+        case "MatMul" if weight := float_weight(node.inputs[1]):
+            return _with_weight(node, axis=1) if len(weight.shape) == 2 else None
+        case "Gather" if (table := float_weight(node.inputs[0])) and not node.attributes.get_int("axis", 0):
+            weight_at = Weight(_port(node, 0), axis=0)
+            return Layer(name_of(node), (), weight_at) if len(table.shape) == 2 else None
+    return None
+
+
+def _with_weight(node: ir.Node, axis: int) -> Layer | None:
+    if float_weight(node.inputs[0]) or _is_reduced(node.inputs[0]):
+        return None
+    activations = (_before_pooling(node), *_residuals(node))
+    return Layer(name_of(node), activations, Weight(_port(node, 1), axis))
+
+
+def _before_pooling(node: ir.Node) -> Port:
+    """Where a layer's input is quantised: before a pooling that chooses among its values, which then is in int8.
+
+    Unless others read the pooling, to whom its values may be worth more.
+    """
+    given = node.inputs[0]
+    assert given is not None
+    pooling = given.producer()
+    if (
+        pooling is not None
+        and pooling.op_type == "MaxPool"
+        and all(user.op_type == "Conv" for user in given.consumers())
+    ):
+        return _port(pooling, 0)
+    return _port(node, 0)
+
+
+def _residuals(node: ir.Node) -> Iterator[Port]:
+    """What is added to a convolution's output, where the addition runs as part of the convolution's kernel."""
+    if node.op_type != "Conv" or len(node.outputs[0].uses()) != 1:
+        return
+    (use,) = node.outputs[0].uses()
+    if use.node.op_type != "Add":
+        return
+    other = use.node.inputs[1 - use.idx]
+    if other is None or other.is_initializer():
+        return
+    producer = other.producer()
+    both_are_convolutions = producer is not None and producer.op_type == "Conv" and len(other.uses()) == 1
+    if not (both_are_convolutions and use.idx == 1):  # then one of the two is enough
+        yield _port(use.node, 1 - use.idx)
+
+
+def _is_reduced(value: ir.Value | None) -> bool:
+    """Whether a maximum or minimum over an axis reaches a value with little in between.
+
+    OpenVINO 2026.4 fuses the QuantizeLinear behind into these, and then answers other numbers.
+    """
+    values, seen = [value], set[ir.Node]()
+    while values:
+        before = values.pop()
+        producer = before.producer() if before is not None else None
+        if producer is None or producer in seen:
+            continue
+        if producer.op_type in ("ReduceMax", "ReduceMin"):
+            return True
+        seen.add(producer)
+        if producer.op_type in _FUSED_INTO_REDUCTIONS:
+            values.extend(producer.inputs)
+    return False
+
+
+def _port(node: ir.Node, index: int) -> Port:
+    return Port(name_of(node), index)

@@ -1,0 +1,102 @@
+"""SmoothQuant: move outliers of activations into weights, where each channel has a scale of its own.
+
+Xiao et al. 2022, arXiv:2211.10438. After a layer norm a few channels are far larger than the others, and one scale for
+all of them leaves these few bits. Each channel j is divided by s_j = max|x_j|^a / max|w_j|^(1 - a), and the weights
+that meet it are multiplied by s_j, which is the same product in float.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from app.compile.quantization.observe import largest_by_channel
+from app.compile.quantization.scheme import add_initializer, float_weight, load_model
+from app.tensors import Tensors
+
+STRENGTH = 0.5
+"""The paper's a: 0 leaves outliers where they are, 1 moves all of them."""
+
+_MOVES = ("Transpose", "Reshape", "Flatten", "Identity")
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A normalised value, and the products with constant weights that read it."""
+
+    value: ir.Value
+    users: tuple[ir.Node, ...]
+
+    def weight(self, node: ir.Node) -> NDArray[np.float32]:
+        """Of shape (channels of the value, channels of the product)."""
+        tensor = float_weight(node.inputs[1])
+        assert tensor is not None
+        return tensor.numpy().T if _transposed(node) else tensor.numpy()
+
+
+def smooth(source: Path, samples: Sequence[Tensors], target: Path) -> bool:
+    """Write the same model in float with smoothed inputs of products after layer norms; False if it has none."""
+    model = load_model(source)
+    groups = [group for value in _values(model) if (group := _group(value)) is not None]
+    if not groups:
+        return False
+    largest = largest_by_channel(source, [str(group.value.name) for group in groups], samples)
+    for group in groups:
+        weights = np.concatenate([np.abs(group.weight(node)) for node in group.users], axis=1).max(axis=1)
+        _divide(model.graph, group, _factors(largest[str(group.value.name)], weights))
+    RemoveUnusedNodesPass()(model)
+    ir.save(model, target)
+    return True
+
+
+def _values(model: ir.Model) -> list[ir.Value]:
+    return [value for node in model.graph for value in node.outputs]
+
+
+def _group(value: ir.Value) -> _Group | None:
+    users = tuple(node for node, index in value.uses() if index == 0 and _is_product(node))
+    return _Group(value, users) if users and _is_normalised(value) else None
+
+
+def _is_product(node: ir.Node) -> bool:
+    weight = float_weight(node.inputs[1]) if node.op_type in ("MatMul", "Gemm") else None
+    return weight is not None and len(weight.shape) == 2 and not node.attributes.get_int("transA", 0)
+
+
+def _is_normalised(value: ir.Value) -> bool:
+    producer = value.producer()
+    while producer is not None and producer.op_type in _MOVES:
+        moved = producer.inputs[0]
+        producer = moved.producer() if moved is not None else None
+    return producer is not None and producer.op_type == "LayerNormalization"
+
+
+def _factors(activations: NDArray[np.float32], weights: NDArray[np.float32]) -> NDArray[np.float32]:
+    """s by channel; 1 where a channel, or all that meets it, is always 0 or not finite."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        factors = activations**STRENGTH / weights ** (1 - STRENGTH)
+    return np.where(np.isfinite(factors) & (factors > 0), factors, 1.0).astype(np.float32)
+
+
+def _divide(graph: ir.Graph, group: _Group, factors: NDArray[np.float32]) -> None:
+    name = f"{group.value.name}_smoothed"
+    divisor = add_initializer(graph, f"{name}_by", np.reciprocal(factors))
+    divide = ir.node("Mul", [group.value, divisor], name=name)
+    divide.outputs[0].name, divide.outputs[0].dtype = name, ir.DataType.FLOAT
+    producer = group.value.producer()
+    assert producer is not None
+    for node in group.users:
+        array = group.weight(node) * factors[:, None]
+        array = array.T if _transposed(node) else array
+        weight = add_initializer(graph, f"{node.name}_smoothed_weight", np.ascontiguousarray(array))
+        node.replace_input_with(0, divide.outputs[0])
+        node.replace_input_with(1, weight)
+    graph.insert_after(producer, divide)
+
+
+def _transposed(node: ir.Node) -> bool:
+    return bool(node.attributes.get_int("transB", 0))

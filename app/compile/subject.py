@@ -1,0 +1,221 @@
+"""What is compiled: a trained model, its data, and PyTorch's answers that everything made of it is compared with."""
+
+import inspect
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from upath import UPath
+
+from app.checksums import verify_checksums
+from app.compile.sparsity import prune_2_to_4
+from app.config import Recipe
+from app.data.classification import ClassificationData, LabelledDataset
+from app.engines.base import Engine, EngineSettings, Signature
+from app.engines.shapes import ShapeProfile
+from app.engines.torch import TorchEngine
+from app.errors import CompileError, StorageError
+from app.tensors import OUTPUT, Tensors, TensorSpec
+from app.training.run_folder import DATA, WEIGHTS
+from app.training.weights import TrainedModel, load_weights
+
+BATCH = 64
+"""Rows of the reference that are answered at once, at most."""
+
+_CALIBRATION_BATCH = 16
+_CALIBRATION_SAMPLES = 512
+
+
+@dataclass(frozen=True)
+class Reference:
+    """PyTorch's answers on a split, in batches: inputs, logits (rows, labels), and the right classes (rows)."""
+
+    inputs: list[Tensors]
+    logits: list[NDArray[np.float32]]
+    classes: NDArray[np.int64]
+
+    def accuracy_of(self, logits: Sequence[NDArray[np.float32]]) -> float:
+        """Share of the rows that ``logits`` answer right."""
+        return float((np.concatenate([batch.argmax(-1) for batch in logits]) == self.classes).mean())
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A trained model with its prepared data; what follows from them is computed when it is first asked for."""
+
+    trained: TrainedModel
+    weights: UPath
+    data: ClassificationData
+    threads: int
+    """Of PyTorch."""
+
+    accuracy_to_keep: float
+    """Of the trained model on the validation split; that of ``trained`` itself unless it was pruned."""
+
+    reference: Reference
+    """Of ``trained`` on the validation split."""
+
+    @property
+    def signature(self) -> Signature:
+        """What the model takes and gives."""
+        return _signature_of(self.trained)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the weights in memory."""
+        return sum(each.nbytes for each in self.trained.model.state_dict().values())
+
+    @property
+    def sample(self) -> Tensors:
+        """A real batch to export with, of two rows or more."""
+        first = self.reference.inputs[0]
+        return resized(first, max(2, _num_rows(first)))
+
+    @cached_property
+    def shares(self) -> dict[int | None, float]:
+        """The share of validation rows that alone are padded to each length; None where inputs are of one size."""
+        counts: Counter[int | None] = Counter()
+        for batch in self.reference.inputs:
+            counts[_length_of(batch, self.signature)] += _num_rows(batch)
+        return {length: count / counts.total() for length, count in counts.items()}
+
+    @cached_property
+    def rows_by_length(self) -> dict[int | None, Tensors]:
+        """Real rows that alone are padded to each length: the first batch of them in the reference, its fullest."""
+        return {_length_of(batch, self.signature): batch for batch in reversed(self.reference.inputs)}
+
+    def profile(self, batch_sizes: Sequence[int]) -> ShapeProfile:
+        """The sizes that the model is measured at, and that plans are built for: lengths of rows, and the longest."""
+        lengths = {length for length in self.shares if length is not None}
+        lengths |= {spec.longest for spec in self.signature.inputs if spec.longest is not None}
+        return ShapeProfile(batch_sizes=tuple(sorted(batch_sizes)), lengths=tuple(sorted(lengths)))
+
+    def require_samples(self, count: int | None) -> None:
+        """Refuse to calibrate with more samples than the training split has. Raises CompileError."""
+        available = len(self.data.train)
+        if count is not None and count > available:
+            raise CompileError(
+                f"compile.calibration.samples is {count}, and the training split has {available}: ask for fewer, give "
+                "more data, or leave int8 and fp8 out of compile.precisions"
+            )
+
+    def calibration_batches(self, count: int | None) -> list[Tensors]:
+        """``count`` samples spread over the training split, in batches of like lengths. Raises CompileError."""
+        self.require_samples(count)
+        train = self.data.train
+        chosen = np.linspace(0, len(train) - 1, min(count or _CALIBRATION_SAMPLES, len(train)), dtype=int)
+        lengths = train.lengths
+        ordered = sorted(chosen.tolist(), key=lambda index: lengths[index])
+        return [train.batch(indices).inputs for indices in _cut(ordered, _CALIBRATION_BATCH)]
+
+
+def resized(rows: Tensors, size: int) -> Tensors:
+    """``size`` rows: the first of these, or these again and again."""
+    return {name: np.resize(array, (size, *array.shape[1:])) for name, array in rows.items()}
+
+
+def pruned(subject: Subject) -> Subject:
+    """The subject with a pruned model, which is to keep the accuracy of the whole one."""
+    trained = replace(subject.trained, model=prune_2_to_4(subject.trained.model))
+    return _subject(trained, subject.weights, subject.data, subject.threads, subject.accuracy_to_keep)
+
+
+def load_subject(weights: UPath, recipe: Recipe, threads: int) -> Subject:
+    """Load a weights folder and the prepared data beside it, and run PyTorch over the validation split.
+
+    Raises:
+        StorageError: one of them is not there, or a file in it was changed.
+        CompileError: the weights are of another task, or the model takes other inputs than its processor gives.
+    """
+    trained = load_weights(weights)
+    if trained.recipe.task != recipe.task:
+        raise CompileError(
+            f"the weights {str(weights)!r} are of task {trained.recipe.task}, the recipe {recipe.name!r} is of "
+            f"{recipe.task}: give weights of this recipe"
+        )
+    _check_inputs(trained, weights)
+    data = _prepared_data(weights, trained)
+    return _subject(trained, weights, data, threads)
+
+
+def _subject(
+    trained: TrainedModel, weights: UPath, data: ClassificationData, threads: int, accuracy_to_keep: float | None = None
+) -> Subject:
+    engine = TorchEngine(trained.model, _signature_of(trained), EngineSettings(threads=threads))
+    reference = _reference(engine, data.validation)
+    accuracy = reference.accuracy_of(reference.logits) if accuracy_to_keep is None else accuracy_to_keep
+    return Subject(trained, weights, data, threads, accuracy, reference)
+
+
+def _signature_of(trained: TrainedModel) -> Signature:
+    return Signature(trained.processor.inputs, (TensorSpec(OUTPUT, np.dtype(np.float32), (-1, len(trained.labels))),))
+
+
+def _reference(engine: Engine, split: LabelledDataset) -> Reference:
+    """Rows that alone are padded to one length share batches: each is answered as when it is served alone."""
+    groups = _by_length(split, engine.signature)
+    batches = [split.batch(indices) for group in groups for indices in _cut(group, BATCH)]
+    return Reference(
+        [batch.inputs for batch in batches],
+        [engine.infer(batch.inputs)[OUTPUT] for batch in batches],
+        np.concatenate([batch.targets for batch in batches]),
+    )
+
+
+def _by_length(split: LabelledDataset, signature: Signature) -> list[list[int]]:
+    """Rows by the length that each alone is padded to, the shortest first."""
+    if (place := _varying_axis(signature)) is None:
+        return [list(range(len(split)))]
+    name, axis = place
+    groups: defaultdict[int, list[int]] = defaultdict(list)
+    for index in range(len(split)):
+        groups[split.batch([index]).inputs[name].shape[axis]].append(index)
+    return [groups[length] for length in sorted(groups)]
+
+
+def _length_of(batch: Tensors, signature: Signature) -> int | None:
+    """The size that varies beside the rows."""
+    if (place := _varying_axis(signature)) is None:
+        return None
+    name, axis = place
+    return int(batch[name].shape[axis])
+
+
+def _varying_axis(signature: Signature) -> tuple[str, int] | None:
+    """An input and its axis beside the rows that varies; None where inputs are of one size."""
+    places = (
+        (spec.name, axis) for spec in signature.inputs for axis, size in enumerate(spec.shape) if axis and size < 0
+    )
+    return next(places, None)
+
+
+def _num_rows(batch: Tensors) -> int:
+    return len(next(iter(batch.values())))
+
+
+def _check_inputs(trained: TrainedModel, weights: UPath) -> None:
+    given = [spec.name for spec in trained.processor.inputs]
+    try:
+        inspect.signature(trained.model.forward).bind(**dict.fromkeys(given))
+    except TypeError as error:
+        raise CompileError(
+            f"the model in {str(weights)!r}, {type(trained.model).__name__}, does not take what its processor gives, "
+            f"{', '.join(given)}: {error}; change model.factory or task"
+        ) from error
+
+
+def _prepared_data(weights: UPath, trained: TrainedModel) -> ClassificationData:
+    folder = weights.parent / DATA
+    if weights.name != WEIGHTS or not folder.exists():
+        raise StorageError(
+            f"{str(weights)!r} has no prepared data beside it: give the {WEIGHTS} folder inside a train run's folder"
+        )
+    verify_checksums(folder)
+    return ClassificationData.load(folder, type(trained.processor))
+
+
+def _cut(indices: list[int], size: int) -> Iterator[list[int]]:
+    return (indices[start : start + size] for start in range(0, len(indices), size))

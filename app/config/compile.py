@@ -1,0 +1,115 @@
+"""The recipe's ``compile``: which variants are made, what they must hold, and which one is published."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+
+from app.config.section import Fraction, Section
+
+ComputePrecision = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
+EngineName = Literal["openvino", "onnxruntime", "tensorrt", "tensorrt_rtx", "torch"]
+CalibrationMethod = Literal["minmax", "percentile", "entropy"]
+
+PLAN_ENGINES: tuple[EngineName, ...] = ("tensorrt", "tensorrt_rtx")
+"""They run plans, which are built for a GPU; fp8 and sparsity are theirs alone."""
+
+
+class CalibrationConfig(Section):
+    """How int8's ranges are found, from samples of the training split."""
+
+    method: Literal["auto"] | CalibrationMethod = Field(
+        default="auto", description="auto: each in turn, until one holds the gates"
+    )
+    samples: Annotated[int, Field(ge=16)] | None = Field(
+        default=None, description="of the training split; default: 512, or all of a smaller one"
+    )
+
+
+class GatesConfig(Section):
+    """What a variant must hold to be published."""
+
+    max_difference: PositiveFloat = Field(
+        default=1.0e-4, description="of fp32: largest absolute difference of a logit from PyTorch's"
+    )
+    max_accuracy_drop: Fraction = Field(default=0.01, description="from PyTorch's validation accuracy")
+    min_cosine: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        default=0.99, description="mean cosine of a row's logits to PyTorch's"
+    )
+
+
+class ObjectiveConfig(Section):
+    """What the published variant and its serving settings are best at, among those that hold the gates."""
+
+    goal: Literal["max_throughput", "min_latency"] = "min_latency"
+    latency_ms: PositiveFloat | None = Field(
+        default=None, description="of max_throughput: what a call may take, 95 of 100; default: any time"
+    )
+
+    def __str__(self) -> str:
+        return self.goal + (f" within {self.latency_ms:g} ms" if self.latency_ms is not None else "")
+
+    @model_validator(mode="after")
+    def _limit_has_a_goal(self) -> Self:
+        if self.goal == "min_latency" and self.latency_ms is not None:
+            raise ValueError("latency_ms limits goal max_throughput: leave it out, or change the goal")
+        return self
+
+
+class CompileConfig(Section):
+    """How the trained model becomes a version in the repository."""
+
+    weights: str | None = Field(
+        default=None, description="URI of a weights folder; default: of the newest finished train run"
+    )
+    precisions: list[ComputePrecision] = Field(default=["fp32", "bf16", "int8"], min_length=1)
+    engines: Literal["auto"] | Annotated[list[EngineName], Field(min_length=1)] = Field(
+        default="auto", description="auto: every engine for this machine; torch is measured, never published"
+    )
+    calibration: CalibrationConfig = CalibrationConfig()
+    gates: GatesConfig = GatesConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    sparsity: Literal["none", "2:4"] = Field(
+        default="none", description="2:4: the two smaller of four weights in a row become zero, for GPUs"
+    )
+    targets: list[Annotated[str, Field(pattern=r"^SM\d{2,3}$")]] = Field(
+        default=[], description="of tensorrt_rtx: compute capabilities to build for ahead of time, such as SM89"
+    )
+    batch_sizes: list[PositiveInt] = Field(
+        default=[1, 4, 16, 32], min_length=1, description="that are measured, and that TensorRT's profiles are made for"
+    )
+
+    @field_validator("precisions", "engines", "batch_sizes")
+    @classmethod
+    def _nothing_twice(cls, given: list[str]) -> list[str]:
+        if isinstance(given, list) and len(set(given)) < len(given):
+            raise ValueError(f"{given} has something twice")
+        return given
+
+    @field_validator("sparsity", mode="before")
+    @classmethod
+    def _as_it_was_written(cls, given: object) -> object:
+        """YAML 1.1 counts in sixties: it reads 2:4 without quotes as 124."""
+        return "2:4" if given == 2 * 60 + 4 else given
+
+    @field_validator("engines")
+    @classmethod
+    def _one_can_be_published(cls, given: list[str]) -> list[str]:
+        if given == ["torch"]:
+            raise ValueError("torch is measured, never published: name another engine beside it")
+        return given
+
+    @model_validator(mode="after")
+    def _keys_for_gpus_have_an_engine(self) -> Self:
+        if self.engines == "auto" or not set(PLAN_ENGINES).isdisjoint(self.engines):
+            return self
+        if "fp8" in self.precisions:
+            raise ValueError(f"precisions name fp8, which is of {' and '.join(PLAN_ENGINES)}: name one in engines")
+        if self.sparsity != "none":
+            raise ValueError(f"sparsity {self.sparsity} is of {' and '.join(PLAN_ENGINES)}: name one in engines")
+        return self
+
+    @model_validator(mode="after")
+    def _targets_have_an_engine(self) -> Self:
+        if self.targets and (self.engines == "auto" or "tensorrt_rtx" not in self.engines):
+            raise ValueError(f"targets {self.targets} are of engine tensorrt_rtx: name it in engines")
+        return self

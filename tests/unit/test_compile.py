@@ -1,0 +1,370 @@
+"""Compiling the digits: what is published, what is kept out, and what is refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pandas as pd
+import pytest
+import torch
+from onnx import numpy_helper
+from upath import UPath
+
+from app.checksums import checksums_of, write_checksums
+from app.compile.compilation import Compilation
+from app.compile.export import export_onnx
+from app.compile.quantization.search import Verdict
+from app.compile.report import CompileReport
+from app.compile.sparsity import prune_2_to_4
+from app.compile.subject import Subject, load_subject, pruned
+from app.compile.variants import Variant, Wanted
+from app.config import CompileConfig, ComputePrecision, EngineName, load_recipe
+from app.engines.architecture import usable_cores
+from app.engines.onnxruntime import open_oracle
+from app.engines.registry import installed_engines
+from app.errors import CompileError
+from app.models.factory import logits_of
+from app.models.huggingface import sequence_classifier
+from app.models.image import small_cnn
+from app.repository.manifest import Quantization
+from app.repository.repository import Repository
+from app.runs import Result, Run, execute
+from app.tensors import OUTPUT, TensorSpec
+from benchmarks.compile.models import leave_fresh, write_weights
+from jobs.compile import compile_model
+from tests.helpers import ROOT, run
+
+DIGITS = str(ROOT / "recipes/digits.yaml")
+FAST = ["compile.precisions=[fp32]", "compile.engines=[openvino]", "compile.batch_sizes=[1]"]
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> UPath:
+    """Where a model of the digits was trained."""
+    folder = tmp_path_factory.mktemp("storage")
+    # A process of its own: DeepSpeed remembers process groups that a run in this one would leave behind.
+    trained = run("python", "-m", "app.training", DIGITS, f"storage={folder}", "train.epochs=4")
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    return UPath(folder)
+
+
+@pytest.fixture(scope="module")
+def weights(storage: UPath) -> UPath:
+    return next((storage / "runs/train").iterdir()) / "weights"
+
+
+@pytest.fixture(scope="module")
+def subject(weights: UPath) -> Subject:
+    return load_subject(weights, load_recipe(DIGITS), threads=1)
+
+
+def compiled(storage: UPath, *overrides: str) -> tuple[Run, Result]:
+    run = Run.start("compile", load_recipe(DIGITS, [f"storage={storage}", *overrides]))
+    return run, execute(run, compile_model)
+
+
+def report_in(run: Run) -> CompileReport:
+    return CompileReport.model_validate_json((run.folder / "report.json").read_bytes())
+
+
+@pytest.fixture(scope="module")
+def published(storage: UPath) -> tuple[Run, Result]:
+    run, result = compiled(storage, "compile.batch_sizes=[1,8]")
+    assert result.status == "succeeded", result.error
+    return run, result
+
+
+def test_the_best_variant_is_published_with_all_that_is_known_of_it(
+    published: tuple[Run, Result], storage: UPath, weights: UPath, subject: Subject
+) -> None:
+    run, result = published
+    name, _, version = result.artifacts["model"].partition("/")
+    repository = Repository(storage)
+    assert repository.aliases(name).production == int(version)
+    repository.verify(name, int(version))
+    manifest, chosen = repository.manifest(name, int(version)), result.metrics["chosen"]
+    key = manifest.engine_key
+    assert [key.engine, key.precision, key.device] == [chosen["engine"], chosen["precision"], "cpu"]
+    assert key.engine_version == chosen["engine_version"]
+    assert key.onnx_sha256 == checksums_of([repository.folder(name, int(version)) / "model.onnx"])["model.onnx"]
+    assert (key.profile.batch_sizes, key.profile.lengths) == ((1, 8), ())
+    assert (manifest.accuracy, manifest.cosine) == (chosen["accuracy"], chosen["cosine"])
+    assert (manifest.quantization is not None) == (key.precision == "int8")
+    assert manifest.serving.replicas * manifest.serving.threads == usable_cores()
+    assert (manifest.serving.max_batch_size, manifest.serving.timeout_us) == (8, 0)
+    assert manifest.lineage.train_run == str(weights.parent)
+    assert manifest.lineage.compile_run == str(run.folder)
+    assert manifest.lineage.data_fingerprint == subject.data.fingerprint
+    assert set(manifest.files) == {"model.onnx", "image.json", "labels.json"}
+
+
+def test_nothing_that_could_be_published_answers_one_row_sooner(published: tuple[Run, Result]) -> None:
+    report = report_in(published[0])
+    publishable = [each.variant for each in report.variants if each.publishable]
+    rivals = [each for each in report.points if each.variant in publishable and each.batch_size == 1]
+    assert {each.variant for each in rivals} == set(publishable)
+    assert report.point == min(rivals, key=lambda each: each.latency_ms)
+    assert report.chosen is not None
+    assert report.chosen.variant == report.point.variant
+
+
+def test_the_result_and_the_report_hold_every_variant(published: tuple[Run, Result]) -> None:
+    run, result = published
+    variants = result.metrics["variants"]
+    found = {(each["engine"], each["precision"]) for each in variants}
+    assert found >= {("openvino", "fp32"), ("onnxruntime", "fp32"), ("torch", "fp32"), ("onnxruntime", "int8")}
+    for each in variants:
+        assert set(each["latency_ms"]) == set(each["throughput"]) == {"1", "8"}
+        assert each["max_difference"] <= 1e-4 or each["precision"] != "fp32"
+        assert each["passed"], each["reasons"]
+    sizes = {(each["engine"], each["precision"]): each["size_bytes"] for each in variants}
+    assert sizes["onnxruntime", "int8"] <= 0.3 * sizes["onnxruntime", "fp32"]
+    page = (run.folder / "report.html").read_text(encoding="utf-8")
+    for engine, precision in found:
+        assert f"<td>{engine} {precision}</td>" in page
+    assert "onnxruntime bf16" in page
+    assert "not run: on the CPU it computes in fp32, fp16, int8" in page
+    assert "<script" in page
+    assert "<script src" not in page
+    report = report_in(run)
+    assert report.point in report.points
+    assert {each.variant.engine for each in report.front} <= {"openvino", "onnxruntime"}
+    assert {each.precision for each in report.files} == {"fp32", "int8"}
+    assert result.artifacts["report"] == str(run.folder / "report.html")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("compile.gates.max_difference=1e-12", "compile.gates.max_difference is 1e-12"),
+        ("compile.objective={goal: max_throughput, latency_ms: 1e-6}", "compile.objective.latency_ms is 1e-06, and"),
+    ],
+)
+def test_what_does_not_hold_is_reported_with_numbers_and_not_published(
+    storage: UPath, override: str, words: str
+) -> None:
+    before = sorted((storage / "models").rglob("*"))
+    run, result = compiled(storage, *FAST, override)
+    assert result.status == "failed"
+    assert words in str(result.error)
+    assert sorted((storage / "models").rglob("*")) == before
+    report = report_in(run)
+    assert report.error == result.error
+    (variant,) = report.variants
+    assert (variant.precision, variant.latency_ms[1] > 0) == ("fp32", True)
+    assert "nothing: " in (run.folder / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["compile.calibration.samples=100000"], "compile.calibration.samples is 100000, and the training split has"),
+        (["compile.engines=[openvino,tensorrt]"], "tensorrt is not installed"),
+        (["compile.precisions=[fp32,fp8]"], "compile.precisions name fp8, which is of tensorrt and tensorrt_rtx"),
+        (["compile.sparsity=2:4"], "compile.sparsity is 2:4, which is of tensorrt and tensorrt_rtx"),
+        (["compile.engines=[onnxruntime]", "compile.precisions=[bf16]"], "nothing that runs here"),
+    ],
+)
+def test_what_cannot_work_here_is_refused_before_a_run_is_made(
+    storage: UPath, overrides: list[str], words: str
+) -> None:
+    run, result = compiled(storage, *overrides)
+    assert words in str(result.error)
+    assert not run.folder.exists()
+
+
+def on_cpu(engine: EngineName, precision: ComputePrecision) -> Variant:
+    return Variant(engine=engine, precision=precision, device="cpu")
+
+
+def compilation_of(subject: Subject, folder: Path, *variants: Variant) -> Compilation:
+    config = CompileConfig(batch_sizes=[1])
+    return Compilation(subject, config, Wanted(list(variants), [], []), folder, print)
+
+
+def test_a_damaged_variant_is_kept_out_with_its_numbers(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damage(
+        source: Path, samples: object, config: object, judge: Callable[[Path], Verdict], target: Path, tell: object
+    ) -> Quantization:
+        model = onnx.load(source)
+        weight = max(model.graph.initializer, key=lambda each: np.prod(each.dims))
+        weight.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(weight), weight.name))
+        onnx.save(model, target)
+        assert not judge(target).passed
+        return Quantization(method="minmax", smoothing=0.0, exempt=())
+
+    monkeypatch.setattr("app.compile.files.find_quantization", damage)
+    compilation = compilation_of(subject, tmp_path, on_cpu("onnxruntime", "fp32"), on_cpu("onnxruntime", "int8"))
+    compilation.prove()
+    first, second = compilation.records
+    assert first.passed
+    assert not second.passed
+    assert second.accuracy < subject.accuracy_to_keep - 0.01
+    gate = (
+        f"falls from {subject.accuracy_to_keep:.4f} to {second.accuracy:.4f}: compile.gates.max_accuracy_drop is 0.01"
+    )
+    assert any(gate in reason for reason in second.reasons)
+    assert compilation.choose().record == first
+
+
+def test_an_int8_that_nobody_can_make_is_a_row_of_the_report(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> Quantization:
+        raise CompileError("the best try loses 0.5")
+
+    monkeypatch.setattr("app.compile.files.find_quantization", refuse)
+    compilation = compilation_of(subject, tmp_path, on_cpu("openvino", "fp32"), on_cpu("openvino", "int8"))
+    compilation.prove()
+    assert [each.precision for each in compilation.records] == ["fp32"]
+    assert [str(each) for each in compilation.skipped] == ["openvino int8: not run: the best try loses 0.5"]
+
+
+def test_an_engine_that_refuses_a_precision_is_skipped_in_its_own_words(subject: Subject, tmp_path: Path) -> None:
+    on_gpu = Variant(engine="torch", precision="fp32", device="gpu")
+    compilation = compilation_of(subject, tmp_path, on_cpu("torch", "fp32"), on_gpu)
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    compilation.prove()
+    (skipped,) = compilation.skipped
+    assert "PyTorch finds no GPU" in skipped.reason
+    with pytest.raises(CompileError, match="no variant holds the gates, and nothing was published"):
+        compilation.choose()
+
+
+def test_a_model_with_other_tensors_is_refused_by_name(subject: Subject, tmp_path: Path) -> None:
+    narrow = replace(subject, trained=replace(subject.trained, model=Narrow()))
+    with pytest.raises(
+        CompileError, match=r"fp32.onnx' .* logits float32 \[-1, 9\], expected logits float32 \[-1, 10\]"
+    ):
+        compilation_of(narrow, tmp_path, on_cpu("onnxruntime", "fp32")).prove()
+
+
+class Narrow(torch.nn.Module):
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        return pixel_values.flatten(1)[:, :9]
+
+
+def test_weights_whose_model_takes_other_inputs_are_refused(storage: UPath, weights: UPath, tmp_path: Path) -> None:
+    run = UPath(tmp_path / "run")
+    shutil.copytree(weights.parent.path, run.path)
+    recipe = run / "weights/recipe.yaml"
+    recipe.write_text(
+        recipe.read_text().replace("app.models.image:small_cnn", "tests.unit.test_compile:renamed"), encoding="utf-8"
+    )
+    write_checksums(run / "weights")
+    result = compiled(storage, *FAST, f"compile.weights={run / 'weights'}")[1]
+    assert "Renamed, does not take what its processor gives, pixel_values" in str(result.error)
+
+
+class Renamed(torch.nn.Module):
+    """The digits' network under another argument."""
+
+    def __init__(self, width: int, num_labels: int, channels: int) -> None:
+        super().__init__()
+        for name, layer in small_cnn(width=width, num_labels=num_labels, channels=channels).named_children():
+            self.add_module(name, layer)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return image
+
+
+renamed = Renamed
+
+
+class Odd(torch.nn.Module):
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.eigvals(given.unsqueeze(-1) @ given.unsqueeze(-2)).real
+
+
+class Branching(torch.nn.Module):
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return given if given.sum() > 0 else -given
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (Odd(), r"at node linalg_eig of body.1 \(tests.unit.test_compile.Odd\), No ONNX function found"),
+        (Branching(), r"torch.export cannot trace it: .*test_compile.py\", line \d+, in forward return given if"),
+    ],
+)
+def test_what_cannot_be_exported_is_named(layer: torch.nn.Module, words: str, tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"body": torch.nn.Sequential(torch.nn.Linear(4, 4), layer)})
+    model.forward = lambda x: model["body"](x)  # type: ignore[method-assign]
+    spec = TensorSpec("x", np.dtype(np.float32), (-1, 4))
+    with pytest.raises(CompileError, match=words):
+        export_onnx(model, (spec,), {"x": np.ones((2, 4), np.float32)}, tmp_path / "model.onnx")
+    assert not (tmp_path / "model.onnx").exists()
+
+
+def test_a_model_that_knows_so_many_positions_takes_texts_up_to_the_longest(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = sequence_classifier("bert", vocab_size=9, max_length=12, num_labels=2, **sizes).eval()
+    names = ("input_ids", "attention_mask")
+    specs = tuple(TensorSpec(name, np.dtype(np.int64), (-1, -1), longest=12, values_below=9) for name in names)
+    export_onnx(model, specs, {name: np.ones((2, 4), np.int64) for name in names}, tmp_path / "model.onnx")
+    engine = open_oracle(tmp_path / "model.onnx")
+    for length in (1, 5, 12):
+        rows = {
+            "input_ids": np.arange(3 * length).reshape(3, length) % 9,
+            "attention_mask": np.tri(3, length, length - 3, dtype=np.int64),
+        }
+        rows["attention_mask"][:, 0] = 1
+        with torch.no_grad():
+            expected = logits_of(model(**{name: torch.from_numpy(each) for name, each in rows.items()}))
+        np.testing.assert_allclose(engine.infer(rows)[OUTPUT], expected, atol=1e-5)
+
+
+def test_every_length_is_measured_with_rows_that_alone_are_padded_to_it(tmp_path: Path) -> None:
+    short, long = [f"{number} words" for number in range(60)], [" ".join(map(str, range(n, n + 20))) for n in range(20)]
+    pd.DataFrame({"text": short + long, "label": ["good", "bad"] * 40}).to_csv(tmp_path / "texts.csv")
+    source = f"data={{source: {tmp_path / 'texts.csv'}, buckets: [8, 64], validation_fraction: 0.5}}"
+    recipe = load_recipe(str(ROOT / "recipes/reviews.yaml"), [source, "model.args={layers: 1, width: 8, heads: 2}"])
+    subject = load_subject(write_weights(recipe, 2, leave_fresh, tmp_path), recipe, threads=1)
+    assert set(subject.rows_by_length) == set(subject.shares) == {8, 64}
+    texts = subject.data.validation.split.inputs
+    assert subject.shares[8] == sum(len(text.split()) == 2 for text in texts) / len(texts)
+    assert (subject.rows_by_length[8]["attention_mask"].sum(1) <= 8).all()
+    assert (subject.rows_by_length[64]["attention_mask"].sum(1) > 8).all()
+    assert subject.profile([1]).lengths == (8, 64)
+
+
+def test_two_of_four_weights_along_the_input_channels_are_zero_the_smaller_ones() -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(8, 5, 3), torch.nn.Linear(12, 3), torch.nn.Conv2d(1, 4, 3))
+    sparse = prune_2_to_4(model)
+    for index in (0, 1):
+        dense, kept = model[index].weight, sparse[index].weight
+        groups = [weight.movedim(1, -1).reshape(-1, 4) for weight in (dense, kept)]
+        assert ((groups[1] != 0).sum(-1) == 2).all()
+        least = groups[0].abs().masked_fill(groups[1] == 0, torch.inf).amin(-1)
+        assert (groups[0].abs().masked_fill(groups[1] != 0, 0).amax(-1) <= least).all()
+        assert torch.equal(groups[1][groups[1] != 0], groups[0][groups[1] != 0])
+    assert torch.equal(model[2].weight, sparse[2].weight)
+
+
+def test_a_pruned_model_is_to_keep_the_accuracy_of_the_whole_one(subject: Subject) -> None:
+    sparse = pruned(subject)
+    assert sparse.accuracy_to_keep == subject.accuracy_to_keep
+    assert not np.array_equal(sparse.reference.logits[0], subject.reference.logits[0])
+
+
+@pytest.mark.skipif("tensorrt_rtx" not in installed_engines(), reason="needs TensorRT for RTX")
+def test_plans_for_other_machines_lie_in_the_run_and_are_not_published(storage: UPath) -> None:
+    engines = ["compile.engines=[openvino,tensorrt_rtx]", "compile.targets=[SM89]", "compile.batch_sizes=[8,1]"]
+    run, result = compiled(storage, "compile.precisions=[fp32]", *engines)
+    assert result.status == "succeeded", result.error
+    plan = Path(result.artifacts["plan_fp32"])
+    assert plan == Path(str(run.folder)) / "plans/fp32"
+    built = json.loads((plan / "model.plan.json").read_text(encoding="utf-8"))
+    assert built["key"]["machine"]["architectures"] == ["SM89"]
+    assert built["key"]["settings"]["profile"]["batch_sizes"] == [1, 8]
+    assert result.metrics["plans"] == [{"precision": "fp32", "targets": ["SM89"]}]
+    assert result.metrics["skipped"] == []
+    assert result.metrics["chosen"]["engine"] == "openvino"

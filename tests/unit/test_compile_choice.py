@@ -1,0 +1,141 @@
+"""Gates, operating points, the Pareto front and the objective, on numbers made by hand."""
+
+from math import nan
+
+import pytest
+
+from app.compile.choice import best_point, ranked, serving_defaults
+from app.compile.operating_points import OperatingPoint, operating_points, pareto_front
+from app.compile.parity import Parity, failures
+from app.compile.sweep import Concurrency, Point, concurrencies
+from app.compile.variants import Variant, wanted_variants
+from app.config import CompileConfig, GatesConfig, ObjectiveConfig
+from app.errors import CompileError
+
+GOOD = Parity(accuracy=0.90, max_difference=1e-6, cosine=1.0, worst_cosine=1.0)
+
+
+@pytest.mark.parametrize(
+    ("precision", "change", "words"),
+    [
+        ("fp32", {"max_difference": 2e-4}, "the largest difference is 2.0e-04: compile.gates.max_difference is 0.0001"),
+        ("fp32", {"max_difference": nan}, "compile.gates.max_difference"),
+        ("int8", {"accuracy": 0.889}, "falls from 0.9000 to 0.8890: compile.gates.max_accuracy_drop is 0.01"),
+        ("bf16", {"cosine": 0.98}, "the mean cosine is 0.9800: compile.gates.min_cosine is 0.99"),
+        ("bf16", {"cosine": nan}, "compile.gates.min_cosine"),
+    ],
+)
+def test_each_gate_refuses(precision: str, change: dict[str, float], words: str) -> None:
+    gates = GatesConfig()
+    assert failures(GOOD, precision, 0.90, gates) == ()
+    (reason,) = failures(GOOD.model_copy(update=change), precision, 0.90, gates)
+    assert words in reason
+
+
+def test_a_difference_is_no_gate_below_float32() -> None:
+    assert failures(GOOD.model_copy(update={"max_difference": 0.5}), "int8", 0.90, GatesConfig()) == ()
+
+
+def point(
+    batch: int, latency_ms: float, streams: int = 1, precision: str = "fp32", accuracy: float = 0.9, size: int = 100
+) -> OperatingPoint:
+    return OperatingPoint(
+        variant=Variant(engine="openvino", precision=precision, device="cpu"),
+        concurrency=Concurrency(2 // streams, streams),
+        batch_size=batch,
+        latency_ms=latency_ms,
+        latency_p95_ms=2 * latency_ms,
+        throughput=1e3 * batch * streams / latency_ms,
+        accuracy=accuracy,
+        size_bytes=size,
+    )
+
+
+ONE, EIGHT, MANY = point(1, 2.0), point(8, 10.0), point(8, 12.0, streams=2)
+SMALL = point(1, 1.0, precision="int8", accuracy=0.89, size=25)
+
+
+def test_the_least_latency_is_that_of_one_row() -> None:
+    assert best_point([EIGHT, point(8, 0.5), SMALL, ONE], ObjectiveConfig()) == SMALL
+
+
+def test_the_most_rows_within_the_limit() -> None:
+    points = [ONE, EIGHT, MANY, SMALL]
+    assert best_point(points, ObjectiveConfig(goal="max_throughput")) == MANY
+    within = ObjectiveConfig(goal="max_throughput", latency_ms=20.0)
+    assert best_point(points, within) == SMALL  # 1,000 rows a second: EIGHT has 800
+    assert ranked(points, within)[-1] == MANY
+    with pytest.raises(CompileError, match=r"compile.objective.latency_ms is 1, and the fastest setting takes 2.00 ms"):
+        best_point(points, ObjectiveConfig(goal="max_throughput", latency_ms=1.0))
+
+
+def test_a_batch_waits_as_long_as_joining_saves_and_as_the_limit_leaves() -> None:
+    throughput = ObjectiveConfig(goal="max_throughput")
+    defaults = serving_defaults(EIGHT, [ONE, EIGHT], throughput)
+    assert (defaults.max_batch_size, defaults.preferred_batch_sizes) == (8, (8,))
+    assert defaults.timeout_us == 6000  # eight alone take 16 ms, together 10 ms
+    assert (defaults.replicas, defaults.threads) == (1, 2)
+    limited = ObjectiveConfig(goal="max_throughput", latency_ms=21.0)
+    assert serving_defaults(EIGHT, [ONE, EIGHT], limited).timeout_us == 1000
+    assert serving_defaults(MANY, [MANY], throughput).replicas == 2
+
+
+def test_for_the_least_latency_nothing_waits_and_a_request_may_have_many_rows() -> None:
+    defaults = serving_defaults(ONE, [ONE, EIGHT], ObjectiveConfig())
+    assert (defaults.max_batch_size, defaults.preferred_batch_sizes, defaults.timeout_us) == (8, (), 0)
+
+
+def test_nothing_on_the_front_is_beaten_in_everything() -> None:
+    slower, larger = point(1, 3.0), point(1, 2.0, size=200)
+    points = [ONE, slower, larger, EIGHT, MANY, SMALL]
+    assert pareto_front(points) == [ONE, EIGHT, MANY, SMALL]
+    assert pareto_front([ONE, ONE]) == [ONE, ONE]  # neither is better
+
+
+def test_lengths_count_as_rows_have_them() -> None:
+    def measured(length: int, latency_ms: float, throughput: float) -> Point:
+        return Point(
+            concurrency=Concurrency(2, 1),
+            batch_size=4,
+            length=length,
+            latency_ms=latency_ms,
+            latency_p95_ms=latency_ms + 1.0,
+            throughput=throughput,
+        )
+
+    points = [measured(16, 2.0, 2000.0), measured(64, 6.0, 500.0)]
+    (joined,) = operating_points(ONE.variant, 0.9, 100, points, {16: 0.75, 64: 0.25})
+    assert (joined.accuracy, joined.size_bytes) == (0.9, 100)
+    assert joined.latency_ms == pytest.approx(3.0)
+    assert joined.latency_p95_ms == 7.0
+    assert joined.throughput == pytest.approx(1 / (0.75 / 2000 + 0.25 / 500))
+
+
+def test_cores_are_shared_in_every_even_way() -> None:
+    assert concurrencies("cpu", 6) == [Concurrency(6, 1), Concurrency(3, 2), Concurrency(2, 3), Concurrency(1, 6)]
+
+
+def test_each_engine_takes_the_file_that_it_computes_from() -> None:
+    config = CompileConfig(precisions=["fp32", "bf16", "fp16", "int8"], engines=["openvino", "onnxruntime"])
+    wanted = wanted_variants(config)
+    files = {str(each): each.file for each in wanted.variants if each.device == "cpu"}
+    assert files == {
+        "openvino fp32": "fp32", "openvino bf16": "fp32", "openvino fp16": "fp32", "openvino int8": "int8",
+        "onnxruntime fp32": "fp32", "onnxruntime fp16": "fp16", "onnxruntime int8": "int8",
+    }  # fmt: skip
+    assert ("onnxruntime", "bf16") in [(each.engine, each.precision) for each in wanted.skipped]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"engines": ["torch"]}, "torch is measured, never published"),
+        ({"engines": ["openvino"], "precisions": ["fp8"]}, "fp8, which is of tensorrt"),
+        ({"engines": ["openvino"], "sparsity": "2:4"}, "sparsity 2:4 is of tensorrt"),
+        ({"targets": ["SM89"]}, "targets"),
+        ({"batch_sizes": [1, 1]}, "twice"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(given: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        CompileConfig.model_validate(given)

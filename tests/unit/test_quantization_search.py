@@ -1,0 +1,108 @@
+"""The search for a calibration, and for the fewest layers in float."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from numpy.typing import NDArray
+from onnx import helper
+from torch import nn
+
+from app.compile.quantization.observe import observe
+from app.compile.quantization.qdq import INT8, write_quantized
+from app.compile.quantization.scheme import find_layers, load_model
+from app.compile.quantization.search import Verdict, find_quantization, quantize_fp8
+from app.config import CalibrationConfig
+from app.errors import CompileError
+from app.repository.manifest import Quantization
+from app.tensors import OUTPUT, TensorSpec
+from tests.onnx_files import save_onnx
+from tests.quantizing import FLOATS, MINMAX, Subject, pictures, row_of_layers
+
+
+@pytest.mark.parametrize("sensitive", [[3], [1, 4]])
+def test_the_layers_that_hurt_stay_in_float_and_no_others(sensitive: list[int], tmp_path: Path) -> None:
+    subject = row_of_layers(sensitive, tmp_path)
+    lines: list[str] = []
+    found = find_quantization(
+        subject.file, subject.samples, CalibrationConfig(), subject.judge, tmp_path / "int8.onnx", lines.append
+    )
+    layers = [layer.name for layer in find_layers(load_model(subject.file))]
+    assert sorted(found.exempt) == [layers[index] for index in sensitive]
+    assert subject.judge(tmp_path / "int8.onnx").passed
+    assert sum("from PyTorch" in line for line in lines) <= 3 + 2  # three calibrations, then one layer, then two
+
+
+def test_smoothing_keeps_outliers_from_taking_the_bits_of_other_channels(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8))
+    with torch.no_grad():
+        model[0].weight[:2], model[3].weight[:2] = 100.0, 100.0
+        model[1].weight[:, :2] /= 100
+        model[4].weight[:, :2] /= 100
+    samples = [{"input": each["pixel_values"].reshape(8, 64)} for each in pictures(1, 8)]
+    subject = Subject(model, (TensorSpec("input", FLOATS, (-1, 64)),), samples, tmp_path)
+    file, found = subject.quantized(at_least=0.0)
+    layers = find_layers(load_model(subject.file))
+    largest = {name: each.largest for name, each in observe(subject.file, layers, samples).items()}
+    write_quantized(subject.file, layers, largest, INT8, tmp_path / "plain.onnx")
+    assert found == Quantization(method="minmax", smoothing=0.5, exempt=())
+    assert subject.judge(file).loss < 0.1 * subject.judge(tmp_path / "plain.onnx").loss
+
+
+def test_if_nothing_passes_the_closest_try_is_told_and_nothing_is_left(tmp_path: Path) -> None:
+    subject = row_of_layers([], tmp_path)
+    before = {subject.file}
+    with pytest.raises(CompileError, match=r"after 6 tries, .* 3 of 6 layers .*; the closest, .*, was [\d.e-]+ from"):
+        subject.quantized(CalibrationConfig(), at_least=2.0)
+    assert set(tmp_path.iterdir()) == before
+
+
+PRODUCT = [helper.make_node("MatMul", ["given", "weight"], [OUTPUT], name="the_product")]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "weight", "rows", "words"),
+    [
+        (
+            PRODUCT,
+            np.eye(2),
+            np.ones((15, 2)),
+            r"15 samples are too few .*expected 16 or more; see compile.calibration",
+        ),
+        (PRODUCT, np.eye(2), np.full((16, 2), np.nan), r"input 'given' of node 'the_product' is nan on a calibration"),
+        (PRODUCT, np.eye(2), np.zeros((16, 2)), r"input 'given' of node 'the_product' is 0 in all calibration samples"),
+        (
+            PRODUCT,
+            np.full((2, 2), np.inf),
+            np.ones((16, 2)),
+            r"weights 'weight' of node 'the_product' are not all finite",
+        ),
+        ([helper.make_node("Relu", ["given"], [OUTPUT])], np.eye(2), np.ones((16, 2)), r"has no Conv, Gemm or MatMul"),
+    ],
+)
+def test_what_cannot_be_quantised_is_refused_by_name(
+    nodes: list[onnx.NodeProto], weight: NDArray[np.float64], rows: NDArray[np.float64], words: str, tmp_path: Path
+) -> None:
+    save_onnx(tmp_path / "model.onnx", nodes, {"weight": weight.astype(np.float32)} if nodes is PRODUCT else {})
+    with pytest.raises(CompileError, match=words):
+        find_quantization(
+            tmp_path / "model.onnx",
+            [{"given": rows.astype(np.float32)}],
+            MINMAX,
+            lambda path: Verdict(True, 0.0),
+            tmp_path / "int8.onnx",
+            lambda line: None,
+        )
+    assert list(tmp_path.iterdir()) == [tmp_path / "model.onnx"]
+
+
+def test_operators_from_before_scales_had_an_axis_are_refused(tmp_path: Path) -> None:
+    save_onnx(tmp_path / "model.onnx", PRODUCT, {"weight": np.eye(2, dtype=np.float32)})
+    model = onnx.load(tmp_path / "model.onnx")
+    model.opset_import[0].version = 12
+    onnx.save(model, tmp_path / "model.onnx")
+    with pytest.raises(CompileError, match=r"model\.onnx' has operators of opset 12: expected 13 or later"):
+        quantize_fp8(tmp_path / "model.onnx", [{"given": np.ones((16, 2), np.float32)}], tmp_path / "fp8.onnx")
