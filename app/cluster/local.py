@@ -37,13 +37,11 @@ def start(dashboard_port: int | None, serve_port: int | None, num_cpus: int | No
     if known:
         known.forget()  # it ended without 'rayloom down', with the machine for example
     dashboard = ports.choose(dashboard_port, 8265, "--dashboard-port")
-    serve = ports.choose(serve_port, 8000 if dashboard != 8000 else ports.any_free(), "--serve-port")
-    if serve == dashboard:
-        raise ClusterError(f"--dashboard-port and --serve-port are both {serve}: give two ports, or leave one out")
+    serve = ports.choose(serve_port, 8000, "--serve-port", besides=(dashboard,))
     state.claim()
     cluster = ClusterState(
         id=secrets.token_hex(8),
-        gcs_port=ports.any_free(),
+        gcs_port=ports.unused(1, besides=(dashboard, serve))[0],
         dashboard_port=dashboard,
         serve_port=serve,
         storage=_storage(),
@@ -103,13 +101,14 @@ def _signal(send: Callable[[], None]) -> None:
 
 
 def _start_head(cluster: ClusterState) -> None:
+    client, *haproxy = ports.unused(4, besides=(cluster.gcs_port, cluster.dashboard_port, cluster.serve_port))
     command = [
         *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--disable-usage-stats"),
         f"--port={cluster.gcs_port}",
         f"--dashboard-host={LOOPBACK}",
         f"--dashboard-port={cluster.dashboard_port}",
         "--dashboard-agent-listen-port=0",
-        f"--ray-client-server-port={ports.any_free()}",
+        f"--ray-client-server-port={client}",
         "--min-worker-port=0",
         "--max-worker-port=0",
         f"--temp-dir={cluster.runtime / 'ray'}",
@@ -120,7 +119,7 @@ def _start_head(cluster: ClusterState) -> None:
     with log.open("w", encoding="utf-8") as output:
         done = subprocess.run(
             command,
-            env=_environment(cluster),
+            env=_environment(cluster) | _haproxy(cluster, *haproxy),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -155,7 +154,6 @@ def _start_supervisor(cluster: ClusterState) -> None:
 
 def _environment(cluster: ClusterState) -> dict[str, str]:
     """What every process of the cluster inherits."""
-    haproxy = cluster.runtime / "haproxy"
     return {
         **os.environ,
         **cluster.client_environment(),
@@ -164,18 +162,24 @@ def _environment(cluster: ClusterState) -> dict[str, str]:
         "RAYLOOM_STORAGE": cluster.storage,
         "RAYLOOM_SERVE_PORT": str(cluster.serve_port),
         "RAY_JOB_STOP_WAIT_TIME_S": "120",  # a training job that is stopped keeps its state first; Ray would wait 3 s
-        # Serve's fast ingress: HAProxy in front, requests straight to the replicas.
+    }
+
+
+def _haproxy(cluster: ClusterState, metrics: int, stats: int, fallback: int) -> dict[str, str]:
+    """Serve's fast ingress: HAProxy in front, requests straight to the replicas; with the ports of its own."""
+    folder = cluster.runtime / "haproxy"
+    return {
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         # How long a replica that is replaced still answers: long enough for HAProxy beside it to have heard of it.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports.any_free()),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(ports.any_free()),
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports.any_free()),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),
     }
 
 

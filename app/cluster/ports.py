@@ -1,7 +1,10 @@
 """Ports: which are free, and which a cluster has opened."""
 
 import contextlib
+import itertools
+import random
 import socket
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import psutil
@@ -9,6 +12,9 @@ import psutil
 from app.errors import ClusterError
 
 LOOPBACK = "127.0.0.1"
+# Above Ray's ports for workers, below those that Linux and macOS hand out to whoever asks for any: none of Ray's other
+# processes, which ask for any, can take a port between our choice and its use.
+_RANGE = range(20_000, 32_768)
 
 
 def is_free(port: int) -> bool:
@@ -22,27 +28,34 @@ def is_free(port: int) -> bool:
     return True
 
 
-def choose(wanted: int | None, preferred: int, option: str) -> int:
-    """``wanted`` if it is given, else ``preferred`` if it is free, else any free port.
+def choose(wanted: int | None, preferred: int, option: str, besides: Collection[int] = ()) -> int:
+    """``wanted`` if it is given, else ``preferred`` if it is free, else any free port; never one of ``besides``.
 
     Raises:
         ClusterError: the wanted port is taken.
     """
     if wanted is not None:
-        if not is_free(wanted):
+        if wanted in besides or not is_free(wanted):
             raise ClusterError(
                 f"port {wanted} is in use: give {option} another one, or leave it out to take a free one"
             )
         return wanted
-    return preferred if is_free(preferred) else any_free()
+    return preferred if preferred not in besides and is_free(preferred) else unused(1, besides)[0]
 
 
-def any_free() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-    return port
+def unused(count: int, besides: Collection[int] = ()) -> list[int]:
+    """``count`` ports, all different and none of ``besides``, that nothing listens on.
+
+    Raises:
+        ClusterError: there are not so many.
+    """
+    free = (port for port in random.sample(_RANGE, len(_RANGE)) if port not in besides and is_free(port))
+    found = list(itertools.islice(free, count))
+    if len(found) < count:
+        raise ClusterError(
+            f"{count} free ports are needed from {_RANGE.start} to {_RANGE.stop - 1}, {len(found)} are free"
+        )
+    return found
 
 
 @dataclass(frozen=True)
