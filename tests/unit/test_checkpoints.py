@@ -199,6 +199,16 @@ def test_a_step_that_is_kept_again_replaces_the_first_once_it_is_whole(store: Ch
     assert store.next(30) > again
 
 
+@pytest.mark.usefixtures("_process_group")
+def test_many_runs_in_one_process_leave_no_threads(tmp_path: Path) -> None:
+    """A search trains hundreds of configurations in the process of one actor."""
+    threads = Path("/proc/self/task")
+    before = len(list(threads.iterdir()))
+    for _ in range(3):
+        CheckpointWriter(CheckpointStore(UPath(tmp_path)), CheckpointConfig()).close()
+    assert len(list(threads.iterdir())) == before
+
+
 def test_what_was_never_finished_is_swept(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
     lose(store.folder_of(Checkpoint(30)) / CHECKSUMS_FILE)
     store.sweep(after=store.newest_intact())

@@ -48,8 +48,12 @@ class CheckpointWriter:
             pending.result()
 
     def close(self) -> None:
-        """Let what is being written be finished, also where training breaks off."""
+        """Let what is being written be finished, also where training breaks off, and end the group's threads.
+
+        Those of gloo wake up a hundred times a second: a process that tries many configurations would be kept busy.
+        """
         self._thread.shutdown()
+        dist.destroy_process_group(self._group)
 
     def _write(self, snapshot: Snapshot, best: int | None) -> None:
         checkpoint = self._agree_on_next(snapshot.state.position.step)
