@@ -42,9 +42,12 @@ BACKENDS = tuple(_BACKENDS)
 
 def config_of(manifest: Manifest) -> str | None:
     """The configuration that serves this version; None if Triton has no backend for its engine."""
-    backend = _BACKENDS.get(manifest.engine_key.engine)
-    if backend is None:
-        return None
+    return description_of(manifest) if manifest.engine_key.engine in _BACKENDS else None
+
+
+def description_of(manifest: Manifest) -> str:
+    """This version in the words of a configuration, whoever serves it."""
+    backend = _BACKENDS.get(manifest.engine_key.engine, _Backend())
     batched = all(tensor.shape[:1] == (-1,) for tensor in (*manifest.inputs, *manifest.outputs))
     parameters = backend.parameters | backend.by_precision.get(manifest.engine_key.precision, {})
     if backend.threads:
