@@ -11,6 +11,7 @@ RayloomError
 ├── CompileError           a model cannot be exported, or its numbers differ too much
 ├── EngineError            a compiled model cannot be loaded
 ├── RequestError           a request to the endpoint is malformed
+│   └── RequestTooLargeError  it is larger than the server takes
 └── DeliveryError          a receiver did not take a notification
     └── TryLaterError      it may take it later
 
@@ -61,6 +62,10 @@ class EngineError(RayloomError):
 
 class RequestError(RayloomError):
     """A request to the endpoint is malformed; answered with status 400."""
+
+
+class RequestTooLargeError(RequestError):
+    """A request to the endpoint is larger than the server takes; answered with status 413."""
 
 
 class DeliveryError(RayloomError):

@@ -12,22 +12,14 @@ from pydantic import BaseModel
 from ray import serve
 from starlette.exceptions import HTTPException
 
-from app.errors import DataError, RequestError
+from app.errors import DataError, RequestError, RequestTooLargeError
 from app.serving.batch import infer_together
 from app.serving.model import LoadedModel, load_model
-from app.serving.protocol import (
-    InferRequest,
-    InferResponse,
-    ModelIndex,
-    ModelMetadata,
-    PredictRequest,
-    PredictResponse,
-    ServerMetadata,
-    TensorMetadata,
-    decode_tensors,
-    encode_tensors,
-    parse_body,
-)
+from app.serving.protocol.answer import answer, check_outputs
+from app.serving.protocol.bodies import parse_body
+from app.serving.protocol.management import ModelIndex, ModelMetadata, ServerMetadata, TensorMetadata
+from app.serving.protocol.natural import PredictRequest, PredictResponse
+from app.serving.protocol.rest import Limits, read_infer, write_infer
 from app.storage import open_storage
 from app.tensors import Tensors, check_tensors
 
@@ -36,6 +28,8 @@ MAX_ROWS = 1024
 """Of a request, which takes several calls of the engine if a call takes fewer."""
 
 RETRY_AFTER_S = 1
+_LIMITS = Limits(body_bytes=MAX_BODY_BYTES)
+_EXTENSIONS = ("binary_tensor_data", "classification", "parameters")
 
 
 class ServedModelConfig(BaseModel):
@@ -107,6 +101,11 @@ async def _bad_request(_: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"error": str(error)}, 400)
 
 
+@api.exception_handler(RequestTooLargeError)
+async def _too_large(_: Request, error: Exception) -> JSONResponse:
+    return JSONResponse({"error": str(error)}, 413)
+
+
 @api.exception_handler(HTTPException)
 async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
     detail = f"no {request.method} {request.url.path} here: see /docs" if error.detail == "Not Found" else error.detail
@@ -167,7 +166,7 @@ class ModelServer:
     @api.get("/v2")
     async def server_metadata(self) -> ServerMetadata:
         """Name and version of the server."""
-        return ServerMetadata(version=version("rayloom"))
+        return ServerMetadata(version=version("rayloom"), extensions=_EXTENSIONS)
 
     @api.post("/v2/repository/index")
     async def repository_index(self) -> list[ModelIndex]:
@@ -197,19 +196,20 @@ class ModelServer:
         self._find(name, model_version)
         return Response()
 
-    @api.post("/v2/models/{name}/infer", response_model_exclude_none=True)
-    @api.post("/v2/models/{name}/versions/{model_version}/infer", response_model_exclude_none=True)
-    async def infer(self, name: str, request: Request, model_version: str | None = None) -> InferResponse:
+    @api.post("/v2/models/{name}/infer")
+    @api.post("/v2/models/{name}/versions/{model_version}/infer")
+    async def infer(self, name: str, request: Request, model_version: str | None = None) -> Response:
         """Tensors in, tensors out."""
         served = self._find(name, model_version)
-        body = parse_body(InferRequest, await _read_body(request))
-        outputs = await served.infer(decode_tensors(body))
-        return InferResponse(
-            model_name=name,
-            model_version=served.model.version,
-            id=body.id,
-            outputs=encode_tensors(outputs, body.outputs),
+        body, signature = await _read_body(request), served.model.engine.signature
+        asked = read_infer(body, request.headers, name, model_version, served.model.processor.inputs, _LIMITS)
+        check_outputs(asked, [spec.name for spec in signature.outputs])
+        outputs = await served.infer(asked.inputs)
+        said = answer(
+            asked, served.model.version, outputs, {spec.name: served.model.labels for spec in signature.outputs}
         )
+        content, headers = write_infer(said, asked, request.headers.get("accept-encoding", ""))
+        return Response(content, headers=headers)
 
     @api.post("/v1/models/{name}/predict")
     async def predict(self, name: str, request: Request) -> PredictResponse:

@@ -5,7 +5,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from app.cluster.state import ClusterState
 from app.errors import ClusterError
-from app.serving.protocol import ModelIndex
+from app.serving.protocol.management import ModelIndex
 
 _INDEX = TypeAdapter(list[ModelIndex])
 

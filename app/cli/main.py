@@ -21,7 +21,7 @@ from app.cluster.submit import submit as submit_job
 from app.config import Recipe, dump_recipe, load_recipe
 from app.errors import ClusterError, RayloomError, RequestError, StorageError
 from app.runs import CONFIG_FILE, runs_folder
-from app.serving.protocol import PredictRequest, PredictResponse
+from app.serving.protocol.natural import PredictRequest, PredictResponse
 from app.storage import absolute_location
 from app.telemetry.alerts import Action
 from app.training.coordination.control import request

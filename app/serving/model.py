@@ -19,7 +19,7 @@ from app.errors import RequestError, StorageError
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
 from app.serving.engine import open_published
-from app.serving.protocol import Prediction
+from app.serving.protocol.natural import Prediction
 from app.tasks import find_processor
 from app.tensors import Tensors
 

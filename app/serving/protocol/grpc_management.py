@@ -1,0 +1,92 @@
+"""Everything else over gRPC, from and to the values that HTTP says in JSON."""
+
+from collections.abc import Sequence
+
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from app.errors import RequestError
+from app.serving.protocol.bodies import check_fields
+from app.serving.protocol.management import (
+    IndexRequest,
+    LoadRequest,
+    ModelIndex,
+    ModelMetadata,
+    ModelReady,
+    ServerLive,
+    ServerMetadata,
+    ServerReady,
+    Statistics,
+    UnloadRequest,
+)
+from app.serving.protocol.wording import shown
+
+
+def write_server_live(said: ServerLive) -> pb.ServerLiveResponse:
+    """The answer of ServerLive."""
+    return pb.ServerLiveResponse(live=said.live)
+
+
+def write_server_ready(said: ServerReady) -> pb.ServerReadyResponse:
+    """The answer of ServerReady."""
+    return pb.ServerReadyResponse(ready=said.ready)
+
+
+def write_model_ready(said: ModelReady) -> pb.ModelReadyResponse:
+    """The answer of ModelReady."""
+    return pb.ModelReadyResponse(ready=said.ready)
+
+
+def write_server_metadata(said: ServerMetadata) -> pb.ServerMetadataResponse:
+    """The answer of ServerMetadata."""
+    return pb.ServerMetadataResponse(**said.model_dump())
+
+
+def write_model_metadata(said: ModelMetadata) -> pb.ModelMetadataResponse:
+    """The answer of ModelMetadata."""
+    return pb.ModelMetadataResponse(**said.model_dump())
+
+
+def write_model_config(said: ModelConfig) -> pb.ModelConfigResponse:
+    """The answer of ModelConfig."""
+    return pb.ModelConfigResponse(config=said)
+
+
+def write_statistics(said: Statistics) -> pb.ModelStatisticsResponse:
+    """The answer of ModelStatistics."""
+    return pb.ModelStatisticsResponse(**said.model_dump())
+
+
+def write_index(said: Sequence[ModelIndex]) -> pb.RepositoryIndexResponse:
+    """The answer of RepositoryIndex."""
+    return pb.RepositoryIndexResponse(models=[each.model_dump() for each in said])
+
+
+def read_index(request: pb.RepositoryIndexRequest) -> IndexRequest:
+    """Raises RequestError."""
+    _check_repository(request.repository_name)
+    return IndexRequest(ready=request.ready)
+
+
+def read_load(request: pb.RepositoryModelLoadRequest) -> LoadRequest:
+    """Raises RequestError."""
+    _check_repository(request.repository_name)
+    return check_fields(LoadRequest, {"parameters": _parameters(request)})
+
+
+def read_unload(request: pb.RepositoryModelUnloadRequest) -> UnloadRequest:
+    """Raises RequestError."""
+    _check_repository(request.repository_name)
+    return check_fields(UnloadRequest, {"parameters": _parameters(request)})
+
+
+def _check_repository(name: str) -> None:
+    if name:
+        raise RequestError(f"the repository {shown(name)} cannot be chosen: there is one, leave its name out")
+
+
+def _parameters(request: pb.RepositoryModelLoadRequest | pb.RepositoryModelUnloadRequest) -> dict[str, object]:
+    return {
+        name: getattr(value, choice) if (choice := value.WhichOneof("parameter_choice")) else None
+        for name, value in request.parameters.items()
+    }

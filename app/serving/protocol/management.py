@@ -1,0 +1,198 @@
+"""What is asked of a server beside inference: what it is, what it serves, how that goes, and what it is to serve.
+
+https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_rest.md
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_statistics.md
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md
+
+The fields are those of the gRPC messages, too.
+"""
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, field_validator
+
+from app.serving.protocol.datatypes import DATATYPES
+from app.serving.protocol.wording import shown
+from app.tensors import TensorSpec
+
+EXTENSIONS = (
+    "binary_tensor_data",
+    "classification",
+    "model_configuration",
+    "model_repository",
+    "parameters",
+    "schedule_policy",
+    "statistics",
+)
+"""What of Triton's extensions this package reads and writes."""
+
+ModelState = Literal["UNKNOWN", "READY", "UNAVAILABLE", "LOADING", "UNLOADING"]
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(frozen=True, protected_namespaces=())
+
+
+class ServerLive(_Message):
+    """Whether the server answers."""
+
+    live: bool
+
+
+class ServerReady(_Message):
+    """Whether every model that is to be served is."""
+
+    ready: bool
+
+
+class ModelReady(_Message):
+    """Whether a model is served."""
+
+    name: str
+    ready: bool
+
+
+class ServerMetadata(_Message):
+    """What the server is."""
+
+    name: str = "rayloom"
+    version: str
+    extensions: tuple[str, ...] = EXTENSIONS
+
+
+class TensorMetadata(_Message):
+    """A tensor that a model takes or gives."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+
+    @classmethod
+    def of(cls, spec: TensorSpec) -> Self:
+        """The protocol's words for a spec."""
+        return cls(name=spec.name, datatype=DATATYPES[spec.dtype], shape=list(spec.shape))
+
+
+class ModelMetadata(_Message):
+    """What a model takes and gives."""
+
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+
+
+class Duration(_Message):
+    """How often something was done, and how long that took in all."""
+
+    count: int = 0
+    ns: int = 0
+
+
+class InferenceStatistics(_Message):
+    """Of requests. Nothing is cached here, so the last two stay 0."""
+
+    success: Duration = Duration()
+    fail: Duration = Duration()
+    queue: Duration = Duration()
+    compute_input: Duration = Duration()
+    compute_infer: Duration = Duration()
+    compute_output: Duration = Duration()
+    cache_hit: Duration = Duration()
+    cache_miss: Duration = Duration()
+
+
+class ResponseStatistics(_Message):
+    """Of answers: the first, second, ... of a request."""
+
+    compute_infer: Duration = Duration()
+    compute_output: Duration = Duration()
+    success: Duration = Duration()
+    fail: Duration = Duration()
+    empty_response: Duration = Duration()
+    cancel: Duration = Duration()
+
+
+class BatchStatistics(_Message):
+    """Of calls of the engine with this many rows."""
+
+    batch_size: int
+    compute_input: Duration = Duration()
+    compute_infer: Duration = Duration()
+    compute_output: Duration = Duration()
+
+
+class MemoryUsage(_Message):
+    """What a model holds of a device's memory."""
+
+    type: Literal["CPU", "CPU_PINNED", "GPU"]
+    id: int = 0
+    byte_size: int
+
+
+class ModelStatistics(_Message):
+    """What a version has done since it was loaded."""
+
+    name: str
+    version: str
+    last_inference: int = 0
+    """Milliseconds since the epoch; 0 if there was none."""
+    inference_count: int = 0
+    """Rows."""
+    execution_count: int = 0
+    """Calls of the engine."""
+    inference_stats: InferenceStatistics = InferenceStatistics()
+    response_stats: dict[str, ResponseStatistics] = {}
+    """By the answer's number in its request, from 0."""
+    batch_stats: list[BatchStatistics] = []
+    memory_usage: list[MemoryUsage] = []
+
+
+class Statistics(_Message):
+    """The answer of ``stats``."""
+
+    model_stats: list[ModelStatistics]
+
+
+class IndexRequest(_Message):
+    """The body of the repository's ``index``, which may be empty."""
+
+    ready: bool = False
+    """Only of models that are served."""
+
+
+class ModelIndex(_Message):
+    """A version in the answer of ``index``."""
+
+    name: str
+    version: str = ""
+    state: ModelState
+    reason: str = ""
+    """Why it is in this state, where that needs a reason."""
+
+
+class LoadRequest(_Message):
+    """The body of ``load``, which may be empty."""
+
+    parameters: dict[str, Any] = {}
+
+    @field_validator("parameters")
+    @classmethod
+    def _nothing_is_replaced(cls, parameters: dict[str, Any]) -> dict[str, Any]:
+        if parameters:
+            raise ValueError(f"{shown(sorted(parameters))} cannot be given: a model is loaded as it was published")
+        return parameters
+
+
+class UnloadParameters(_Message):
+    """How a model is unloaded."""
+
+    unload_dependents: Literal[False] = False
+    """No model here depends on another."""
+
+
+class UnloadRequest(_Message):
+    """The body of ``unload``, which may be empty."""
+
+    parameters: UnloadParameters = UnloadParameters()

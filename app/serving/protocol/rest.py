@@ -1,0 +1,267 @@
+"""Inference over HTTP: JSON, with tensors in it or as bytes behind it.
+
+https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_rest.md
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from app.errors import RequestError, RequestTooLargeError
+from app.serving.protocol.compression import compressed, decompressed
+from app.serving.protocol.datatypes import BINARY_ONLY, BYTES, DATATYPES
+from app.serving.protocol.infer import (
+    InferRequest,
+    InferResponse,
+    RequestedOutput,
+    RequestParameters,
+    owner,
+    refuse_shared_memory,
+    requested_outputs,
+    whole,
+)
+from app.serving.protocol.raw import read_raw
+from app.serving.protocol.tensors import byte_strings, from_bytes, from_elements, to_buffer
+from app.serving.protocol.wording import shown
+from app.tensors import TensorSpec
+
+JSON_LENGTH = "inference-header-content-length"
+"""The header that says how many bytes of a body are JSON; tensors follow. 0: there is one tensor and nothing else."""
+
+Body = bytes | memoryview
+Headers = Mapping[str, str]
+
+_AS_BYTES = "ask for it with the parameter 'binary_data' true"
+_NO_PARAMETERS: Mapping[str, object] = {}
+_DEFAULT = RequestParameters()
+_MOST_DIGITS = 18
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request may take of memory."""
+
+    body_bytes: int = 64 * 2**20
+    """Of a body, decompressed."""
+    json_bytes: int = 32 * 2**20
+    """Of its JSON, which takes up to 30 times as much when it is parsed."""
+
+
+_LIMITS = Limits()
+
+
+def read_infer(
+    body: Body,
+    headers: Headers,
+    model: str,
+    version: str | None = None,
+    inputs: Sequence[TensorSpec] = (),
+    limits: Limits = _LIMITS,
+) -> InferRequest:
+    """Read the body of ``infer``. Tensors that came as bytes are views on ``body``.
+
+    Args:
+        headers: of the request, by their names in lower case.
+        model, version: from the request's path.
+        inputs: of the model; only a request that is one tensor and nothing else needs them.
+
+    Raises:
+        RequestTooLargeError: the body, decompressed, or the JSON in it is larger than ``limits`` say.
+        RequestError: anything else is wrong; the tensor or parameter is named.
+    """
+    body = decompressed(body, headers.get("content-encoding", ""), limits.body_bytes)
+    header = headers.get(JSON_LENGTH)
+    length = len(body) if header is None else _json_length(header, len(body))
+    if header is not None and length == 0:
+        return InferRequest(
+            model, version, None, read_raw(body, inputs), (), RequestParameters(binary_data_output=True)
+        )
+    if length > limits.json_bytes:
+        raise RequestTooLargeError(
+            f"the body has {length} bytes of JSON: expected {limits.json_bytes} at most, send tensors as bytes"
+        )
+    given = _parsed(body if length == len(body) else memoryview(body)[:length])
+    asked = _parameters(given, "request")
+    parameters = RequestParameters.of(asked) if asked else _DEFAULT
+    return InferRequest(
+        model,
+        version,
+        _request_id(given.get("id")),
+        _inputs(given.get("inputs"), body, length),
+        _outputs(given.get("outputs"), parameters.binary_data_output),
+        parameters,
+    )
+
+
+def write_infer(
+    response: InferResponse, request: InferRequest, accept_encoding: str = ""
+) -> tuple[bytes, dict[str, str]]:
+    """The body of an answer, and its headers but for its length; outputs are JSON or bytes as the request asks.
+
+    Raises:
+        RequestError: an output is asked for as JSON, which cannot say it; it is named.
+    """
+    outputs: list[dict[str, Any]] = []
+    tensors: list[Any] = []  # arrays, which are no buffers to numpy's types before Python 3.12
+    for name, tensor in response.outputs.items():
+        output: dict[str, Any] = {"name": name, "datatype": DATATYPES[tensor.dtype], "shape": tensor.shape}
+        if request.wants_bytes(name):
+            tensors.append(to_buffer(tensor))
+            output["parameters"] = {"binary_data_size": tensors[-1].nbytes}
+        else:
+            output["data"] = _elements(name, output["datatype"], tensor)
+        outputs.append(output)
+    said: dict[str, Any] = {"model_name": response.model, "outputs": outputs}
+    if response.version is not None:
+        said["model_version"] = response.version
+    if response.id is not None:
+        said["id"] = response.id
+    if response.parameters:
+        said["parameters"] = response.parameters
+    body = orjson.dumps(said, option=orjson.OPT_SERIALIZE_NUMPY)
+    if not tensors:
+        headers = {"content-type": "application/json"}
+    else:
+        headers = {"content-type": "application/octet-stream", JSON_LENGTH: str(len(body))}
+        body = b"".join((body, *tensors))
+    if accept_encoding:
+        body, encoding = compressed(body, accept_encoding)
+        if encoding:
+            headers["content-encoding"] = encoding
+    return body, headers
+
+
+def _json_length(header: str, size: int) -> int:
+    if not (header.isascii() and header.isdigit() and len(header) <= _MOST_DIGITS and int(header) <= size):
+        raise RequestError(f"the header {JSON_LENGTH} is {shown(header)}: expected 0 to {size}, the bytes of the body")
+    return int(header)
+
+
+def _parsed(text: Body) -> dict[str, Any]:
+    try:
+        given = orjson.loads(text)  # refuses NaN, Infinity, and what is nested deeper than 1,024 levels
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"Invalid JSON: {error}") from None
+    if type(given) is not dict:
+        raise RequestError(f"the body is {shown(given)}: expected a JSON object with inputs")
+    return given
+
+
+def _parameters(given: dict[str, Any], kind: str, name: str | None = None) -> Mapping[str, object]:
+    parameters = given.get("parameters")
+    if parameters is None:
+        return _NO_PARAMETERS
+    if type(parameters) is not dict:
+        raise RequestError(f"{owner(kind, name)} has parameters {shown(parameters)}: expected an object")
+    return parameters
+
+
+def _request_id(given: object) -> str | None:
+    if given is not None and type(given) is not str:
+        raise RequestError(f"the request has the id {shown(given)}: expected a string")
+    return given or None
+
+
+def _inputs(given: object, body: Body, start: int) -> dict[str, NDArray[Any]]:
+    """The tensors, those that came as bytes from ``start`` on, one after the other."""
+    if type(given) is not list or not given:
+        raise RequestError(f"inputs is {shown(given)}: expected a list of one tensor at least")
+    tensors: dict[str, NDArray[Any]] = {}
+    for entry in given:
+        name = entry.get("name") if type(entry) is dict else None
+        if type(name) is not str:
+            raise RequestError(f"inputs has {shown(entry)}: expected an object with a name, datatype, shape and data")
+        if name in tensors:
+            raise RequestError(f"inputs repeat the name {shown(name)}: give each tensor once")
+        tensors[name], start = _input(name, entry, body, start)
+    if start != len(body):
+        raise RequestError(
+            f"the body has {len(body) - start} bytes behind its tensors: expected as many as binary_data_size says"
+        )
+    return tensors
+
+
+def _input(name: str, entry: dict[str, Any], body: Body, start: int) -> tuple[NDArray[Any], int]:
+    """One tensor, and where the bytes of the next start."""
+    parameters = _parameters(entry, "input", name)
+    if "binary_data_size" not in parameters:
+        refuse_shared_memory(parameters, "input", name)
+        return _listed(name, entry.get("datatype"), entry.get("shape"), entry.get("data")), start
+    if "data" in entry:
+        raise RequestError(f"input {shown(name)} has both data and the parameter 'binary_data_size': send one")
+    size = whole("binary_data_size", parameters["binary_data_size"], "input", name)
+    if size > len(body) - start:
+        raise RequestError(
+            f"input {shown(name)} has the parameter 'binary_data_size' {size}, but the body has {len(body) - start} "
+            f"bytes left: send all, and the JSON's length in the header {JSON_LENGTH}"
+        )
+    return from_bytes(name, entry.get("datatype"), entry.get("shape"), body, start, size), start + size
+
+
+def _listed(name: str, datatype: object, shape: object, data: object) -> NDArray[Any]:
+    """A tensor whose elements JSON lists, flat or nested as its shape is."""
+    if type(data) is not list:
+        raise RequestError(
+            f"input {shown(name)} has data {shown(data)}: expected a list, or bytes as 'binary_data_size' says"
+        )
+    if data and type(data[0]) is list and type(shape) is list:
+        data = _flattened(name, shape, data)
+    if datatype == BYTES:
+        data = _encoded(name, data)
+    return from_elements(name, datatype, shape, data)
+
+
+def _flattened(name: str, shape: list[Any], data: list[Any]) -> list[Any]:
+    nested = len(data) == shape[0] if shape else False
+    for size in shape[1:]:
+        if not nested or any(type(row) is not list or len(row) != size for row in data):
+            nested = False
+            break
+        data = list(chain.from_iterable(data))
+    if not nested:
+        raise RequestError(
+            f"input {shown(name)} has data that is not nested as its shape {shown(shape)} is: nest it so, or list its "
+            "elements flat"
+        )
+    return data
+
+
+def _encoded(name: str, data: list[Any]) -> list[bytes]:
+    for index, element in enumerate(data):
+        if type(element) is not str:
+            raise RequestError(f"input {shown(name)} has {shown(element)} at {index}: expected a string, for BYTES")
+    return [element.encode() for element in data]
+
+
+def _outputs(given: object, binary: bool) -> tuple[RequestedOutput, ...]:
+    if given is None:
+        return ()
+    if type(given) is not list:
+        raise RequestError(f"outputs is {shown(given)}: expected a list")
+    outputs = []
+    for entry in given:
+        if type(entry) is not dict:
+            raise RequestError(f"outputs has {shown(entry)}: expected an object with a name")
+        outputs.append(RequestedOutput.of(entry.get("name"), _parameters(entry, "output", entry.get("name")), binary))
+    return requested_outputs(outputs)
+
+
+def _elements(name: str, datatype: str, tensor: NDArray[Any]) -> NDArray[Any] | list[str]:
+    """What JSON lists of an output."""
+    if datatype in BINARY_ONLY:
+        raise RequestError(f"output {name!r} is {datatype}, which JSON does not carry: {_AS_BYTES}")
+    if datatype == BYTES:
+        try:
+            return [element.decode() for element in byte_strings(tensor)]
+        except UnicodeDecodeError:
+            raise RequestError(f"output {name!r} has bytes that are not UTF-8, as JSON is: {_AS_BYTES}") from None
+    elements = tensor.ravel()
+    if elements.dtype.kind == "f" and not np.isfinite(elements).all():
+        raise RequestError(f"output {name!r} has numbers that are not finite, which JSON cannot say: {_AS_BYTES}")
+    return elements

@@ -1,0 +1,168 @@
+"""Tensors as the protocol carries them: a list of elements, or bytes in row-major order, little-endian."""
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.errors import RequestError
+from app.serving.protocol.datatypes import BINARY_ONLY, BYTES, dtype_of
+from app.serving.protocol.wording import shown
+
+_MOST_AXES = 64
+"""That numpy knows."""
+
+# One C loop that converts, and checks type and range.
+_FORMATS = {
+    "UINT8": "B",
+    "UINT16": "H",
+    "UINT32": "I",
+    "UINT64": "Q",
+    "INT8": "b",
+    "INT16": "h",
+    "INT32": "i",
+    "INT64": "q",
+    "FP32": "f",
+    "FP64": "d",
+}
+_LENGTH = struct.Struct("<I")
+"""Before each element of BYTES."""
+
+
+def from_bytes(
+    name: str, datatype: object, shape: object, body: bytes | memoryview, start: int, size: int
+) -> NDArray[Any]:
+    """The input that ``size`` bytes of ``body`` hold from ``start`` on: a view on them, except of BYTES.
+
+    The view is read-only if ``body`` is, and as aligned as ``start``.
+
+    Raises:
+        RequestError: the bytes do not fit the datatype and shape; the input is named.
+    """
+    dtype, count = dtype_of(name, datatype), _count(name, shape)
+    if datatype == BYTES:
+        return _shaped(name, _objects(_split(name, memoryview(body)[start : start + size], count)), shape)
+    if size != count * dtype.itemsize:
+        raise RequestError(
+            f"input {shown(name)} has {size} bytes: expected {count * dtype.itemsize}, for {datatype} of shape "
+            f"{shown(shape)}"
+        )
+    tensor: NDArray[Any] = np.ndarray((count,), dtype, body, start)
+    if datatype == "BOOL" and count and (largest := tensor.view(np.uint8).max()) > 1:
+        raise RequestError(f"input {shown(name)} has the byte {largest}: expected 0 or 1 for each element of BOOL")
+    return _shaped(name, tensor, shape)
+
+
+def from_elements(name: str, datatype: object, shape: object, elements: Sequence[Any]) -> NDArray[Any]:
+    """The input of these elements: Python's numbers, bools or, for BYTES, ``bytes``. A bool counts as a number.
+
+    Raises:
+        RequestError: they do not fit the datatype and shape, or the datatype is carried as bytes only; the input is
+            named.
+    """
+    dtype, count = dtype_of(name, datatype), _count(name, shape)
+    if len(elements) != count:
+        raise RequestError(f"input {shown(name)} has {len(elements)} elements, its shape is {shown(shape)}")
+    if datatype in BINARY_ONLY:
+        raise RequestError(f"input {shown(name)} lists elements of {datatype}, which is carried as bytes only")
+    if datatype == BYTES:
+        return _shaped(name, _objects(elements), shape)
+    if datatype == "BOOL":
+        _check_bools(name, elements)
+        return _shaped(name, np.array(elements, dtype), shape)
+    return _shaped(name, _packed(name, str(datatype), dtype, elements), shape)
+
+
+def to_buffer(tensor: NDArray[Any]) -> NDArray[Any]:
+    """An array whose memory is the tensor's bytes: the tensor itself if it is contiguous and not of BYTES."""
+    if not tensor.dtype.hasobject:
+        return np.ascontiguousarray(tensor)
+    data = b"".join(part for element in byte_strings(tensor) for part in (_LENGTH.pack(len(element)), element))
+    return np.ndarray((len(data),), np.uint8, data)
+
+
+def byte_strings(tensor: NDArray[Any]) -> list[bytes]:
+    """The elements of an array of ``bytes`` or ``str`` objects, in row-major order."""
+    return [element.encode() if isinstance(element, str) else element for element in tensor.ravel().tolist()]
+
+
+def _count(name: str, shape: object) -> int:
+    """The number of elements of a shape."""
+    if type(shape) is not list or len(shape) > _MOST_AXES:
+        raise RequestError(
+            f"input {shown(name)} has shape {shown(shape)}: expected a list of {_MOST_AXES} sizes at most"
+        )
+    for size in shape:
+        if type(size) is not int or size < 0:
+            raise RequestError(f"input {shown(name)} has shape {shown(shape)}: expected whole sizes from 0 on")
+    return math.prod(shape)
+
+
+def _shaped(name: str, tensor: NDArray[Any], shape: Any) -> NDArray[Any]:
+    try:
+        return tensor.reshape(shape)
+    except ValueError:  # beside a 0, sizes may be such that numpy cannot count
+        raise RequestError(f"input {shown(name)} has shape {shown(shape)}, which is too large") from None
+
+
+def _objects(elements: Sequence[bytes]) -> NDArray[Any]:
+    tensor = np.empty(len(elements), np.object_)
+    tensor[:] = elements
+    return tensor
+
+
+def _split(name: str, data: memoryview, count: int) -> list[bytes]:
+    """The elements of BYTES. Raises RequestError unless there are ``count`` and nothing else."""
+    elements: list[bytes] = []
+    at, size = 0, len(data)
+    while at + _LENGTH.size <= size and len(elements) < count:
+        start = at + _LENGTH.size
+        at = start + _LENGTH.unpack_from(data, at)[0]
+        elements.append(bytes(data[start:at]))
+    if len(elements) != count or at != size:
+        raise RequestError(
+            f"input {shown(name)} has {size} bytes: expected {count} elements of BYTES, after 4 bytes of length each"
+        )
+    return elements
+
+
+def _check_bools(name: str, elements: Sequence[object]) -> None:
+    for index, element in enumerate(elements):
+        if type(element) is not bool:
+            raise RequestError(f"input {shown(name)} has {shown(element)} at {index}: expected true or false, for BOOL")
+
+
+def _packed(name: str, datatype: str, dtype: np.dtype[Any], elements: Sequence[Any]) -> NDArray[Any]:
+    """An array of numbers. Raises RequestError if one is of another type or out of range."""
+    try:
+        packed = struct.pack(f"{len(elements)}{_FORMATS[datatype]}", *elements)
+    except (struct.error, OverflowError):
+        raise _misfit(name, datatype, dtype, elements) from None
+    tensor: NDArray[Any] = np.ndarray((len(elements),), dtype, packed)
+    # What is too large for a C float becomes infinite without a word, unlike in the standard formats, which are slower.
+    if datatype == "FP32" and not np.isfinite(tensor).all() and not all(_fits("<f", element) for element in elements):
+        raise _misfit(name, datatype, dtype, elements)
+    return tensor
+
+
+def _misfit(name: str, datatype: str, dtype: np.dtype[Any], elements: Sequence[object]) -> RequestError:
+    """Names the first element that is not of the datatype."""
+    standard = f"<{_FORMATS[datatype]}"
+    index = next(index for index, element in enumerate(elements) if not _fits(standard, element))
+    limits = np.iinfo(dtype) if dtype.kind in "iu" else np.finfo(dtype)
+    kind = "a whole number" if dtype.kind in "iu" else "a number"
+    return RequestError(
+        f"input {shown(name)} has {shown(elements[index])} at {index}: expected {kind} from {limits.min} to "
+        f"{limits.max}, for {datatype}"
+    )
+
+
+def _fits(packing: str, element: object) -> bool:
+    try:
+        struct.pack(packing, element)
+    except (struct.error, OverflowError):
+        return False
+    return True

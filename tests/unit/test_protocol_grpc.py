@@ -1,0 +1,176 @@
+"""Inference over gRPC, against the messages that Triton's client makes and reads."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tritonclient.grpc import InferInput, InferRequestedOutput, InferResult, service_pb2
+from tritonclient.grpc._utils import _get_inference_request
+
+from app.errors import RequestError
+from app.serving.protocol.answer import answer
+from app.serving.protocol.datatypes import BINARY_ONLY, DATATYPES
+from app.serving.protocol.grpc import read_infer, write_infer, write_stream_error, write_stream_infer
+from app.serving.protocol.infer import RequestedOutput, RequestParameters
+from tests.protocol import EXAMPLES, in_client
+
+FIELDS = {
+    "bool_contents": ["BOOL"],
+    "int_contents": ["INT8", "INT16", "INT32"],
+    "int64_contents": ["INT64"],
+    "uint_contents": ["UINT8", "UINT16", "UINT32"],
+    "uint64_contents": ["UINT64"],
+    "fp32_contents": ["FP32"],
+    "fp64_contents": ["FP64"],
+    "bytes_contents": ["BYTES"],
+}
+
+
+def given(name: str, tensor: NDArray[Any]) -> InferInput:
+    return InferInput(name, tensor.shape, DATATYPES[tensor.dtype]).set_data_from_numpy(in_client(tensor))
+
+
+def message(inputs: Sequence[InferInput], **fields: Any) -> service_pb2.ModelInferRequest:
+    """What the client sends; it has no public function that makes it and does not send it."""
+    names = (
+        "model_version",
+        "request_id",
+        "outputs",
+        "sequence_id",
+        "sequence_start",
+        "sequence_end",
+        "priority",
+        "timeout",
+    )
+    defaults = ("", "", None, 0, False, False, 0, None)
+    arguments = dict(zip(names, defaults, strict=True)) | {"parameters": None} | fields
+    return _get_inference_request(model_name="m", inputs=inputs, **arguments)
+
+
+def listed(datatype: str = "INT8", **changed: Any) -> service_pb2.ModelInferRequest:
+    tensor = {"name": "x", "shape": [2], "datatype": datatype, "contents": {"int_contents": [1, 2]}, **changed}
+    return service_pb2.ModelInferRequest(model_name="m", inputs=[tensor])
+
+
+@pytest.mark.parametrize("datatype", EXAMPLES)
+def test_every_datatype_goes_there_and_back(datatype: str) -> None:
+    tensor = EXAMPLES[datatype]
+    request = read_infer(message([given("x", tensor)]))
+    assert request.inputs["x"].dtype == tensor.dtype
+    assert np.array_equal(request.inputs["x"], tensor)
+    result = InferResult(write_infer(answer(request, "3", {"y": tensor})))
+    assert np.array_equal(result.as_numpy("y"), in_client(tensor))
+    assert result.get_output("y").datatype == datatype
+
+
+@pytest.mark.parametrize(
+    ("field", "datatype"), [(field, each) for field, several in FIELDS.items() for each in several]
+)
+def test_every_datatype_but_halves_may_be_listed(field: str, datatype: str) -> None:
+    tensor = EXAMPLES[datatype]
+    read = read_infer(listed(datatype, shape=[1, 3], contents={field: tensor.ravel().tolist()})).inputs["x"]
+    assert read.dtype == tensor.dtype
+    assert np.array_equal(read, tensor)
+
+
+def test_all_that_a_request_says_is_read_and_answered() -> None:
+    request = read_infer(
+        message(
+            [given("a", np.ones(2, np.float32)), given("b", np.zeros((1, 3), np.int8))],
+            model_version="7",
+            request_id="r1",
+            outputs=[InferRequestedOutput("z", class_count=1), InferRequestedOutput("y")],
+            priority=2,
+            timeout=5000,
+            parameters={"trace": "on", "n": 2, "b": True, "f": 2.5},
+        )
+    )
+    assert (request.model, request.version, request.id) == ("m", "7", "r1")
+    assert list(request.inputs) == ["a", "b"]
+    assert request.outputs == (RequestedOutput("z", True, 1), RequestedOutput("y", True))
+    custom = {"trace": "on", "n": 2, "b": True, "f": 2.5}
+    assert request.parameters == RequestParameters(2, 5000, custom=custom)
+
+    outputs = {name: np.array([[1, 5, 2]], np.float32) for name in "xyz"}
+    said = write_stream_infer(answer(request, "7", outputs, {"z": ["p", "q", "r"]}, custom)).infer_response
+    assert (said.model_name, said.model_version, said.id) == ("m", "7", "r1")
+    assert [each.name for each in said.outputs] == ["z", "y"]
+    assert InferResult(said).as_numpy("z").tolist() == [[b"5.0:1:q"]]
+    assert {
+        name: getattr(each, each.WhichOneof("parameter_choice")) for name, each in said.parameters.items()
+    } == custom
+
+
+def test_an_error_in_a_stream_says_whose_it_is() -> None:
+    said = write_stream_error("no", "r1")
+    assert (said.error_message, said.infer_response.id) == ("no", "r1")
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (service_pb2.ModelInferRequest(model_name="m"), "no inputs"),
+        (listed("INT65"), "'x'.*'INT65'"),
+        (listed(shape=[-2]), "'x'.*from 0 on"),
+        (listed(shape=[2**62]), "'x' has 2 elements, its shape is"),
+        (listed(contents={"int_contents": [1, 128]}), "'x' has 128 at 1: expected a whole number from -128 to 127"),
+        (listed("INT64"), "'x' is 'INT64' and has 2 int_contents: expected int64_contents"),
+        (listed("FP16"), "'x' is 'FP16' and has 2 int_contents: expected raw_input_contents"),
+        (listed(contents={}), "'x' has 0 elements"),
+        (listed(parameters={"shared_memory_region": {"string_param": "r"}}), "'x'.*shared memory is not spoken"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_wrong_requests_are_refused_by_name(request_: service_pb2.ModelInferRequest, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        read_infer(request_)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"sequence_id": 42}, "'sequence_id' 42: models here keep no state"),
+        ({"sequence_id": "s"}, "'sequence_id' 's': models here keep no state"),
+        ({"timeout": -1}, "'timeout' -1"),
+        ({"outputs": [InferRequestedOutput("y")] * 2}, "repeat a name"),
+    ],
+)
+def test_wrong_fields_are_refused_by_name(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        read_infer(message([given("x", np.ones(1, np.int8))], **fields))
+
+
+def test_bytes_that_do_not_fit_are_refused_by_name() -> None:
+    two = [given("x", np.ones(2, np.float32)), given("y", np.ones(2, np.float32))]
+    request = message(two)
+    request.raw_input_contents[1] = b"123"
+    with pytest.raises(RequestError, match="'y' has 3 bytes: expected 8"):
+        read_infer(request)
+    request.raw_input_contents.pop()
+    with pytest.raises(RequestError, match="2 inputs and 1 raw_input_contents"):
+        read_infer(request)
+    with pytest.raises(RequestError, match="repeat the name 'x'"):
+        read_infer(message([two[0], two[0]]))
+    request = message(two)
+    request.inputs[0].contents.fp32_contents.append(1)
+    with pytest.raises(RequestError, match="'x' has contents beside raw_input_contents"):
+        read_infer(request)
+    request = message(two[:1])
+    request.parameters["mine"].SetInParent()
+    with pytest.raises(RequestError, match="'mine' None"):
+        read_infer(request)
+
+
+@pytest.mark.parametrize("datatype", sorted(BINARY_ONLY))
+def test_halves_are_carried_as_bytes_only(datatype: str) -> None:
+    with pytest.raises(RequestError, match=f"'x' lists elements of {datatype}"):
+        read_infer(listed(datatype, shape=[0], contents={}))
+
+
+def test_what_is_not_finite_may_be_sent_and_answered() -> None:
+    given = [float("nan"), float("inf"), -1.5]
+    request = read_infer(listed("FP32", shape=[3], contents={"fp32_contents": given}))
+    said = InferResult(write_infer(answer(request, "1", {"y": request.inputs["x"]})))
+    assert np.array_equal(said.as_numpy("y"), np.array(given, np.float32), equal_nan=True)

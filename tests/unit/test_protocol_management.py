@@ -1,0 +1,126 @@
+"""What is asked of a server beside inference, in JSON and in gRPC's messages."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from google.protobuf.json_format import MessageToDict, ParseDict
+from pydantic import BaseModel
+from tritonclient.grpc import service_pb2
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+from upath import UPath
+
+from app.errors import RequestError
+from app.repository.repository import Repository
+from app.serving.protocol import grpc_management as grpc
+from app.serving.protocol import management
+from app.serving.protocol.bodies import parse_body
+from app.serving.protocol.model_config import config_json, model_config
+from app.serving.protocol.natural import PredictRequest
+from app.tensors import TensorSpec
+from tests.publishing import CARD, files_in
+
+DURATION = management.Duration(count=2, ns=30)
+STATISTICS = management.Statistics(
+    model_stats=[
+        management.ModelStatistics(
+            name="m",
+            version="3",
+            last_inference=1700000000000,
+            inference_count=5,
+            execution_count=2,
+            inference_stats=management.InferenceStatistics(success=DURATION, queue=DURATION),
+            response_stats={"0": management.ResponseStatistics(success=DURATION)},
+            batch_stats=[management.BatchStatistics(batch_size=4, compute_infer=DURATION)],
+            memory_usage=[management.MemoryUsage(type="CPU", byte_size=2**40)],
+        )
+    ]
+)
+METADATA = management.ModelMetadata(
+    name="m",
+    versions=["2", "3"],
+    platform="onnxruntime_onnx",
+    inputs=[management.TensorMetadata.of(TensorSpec("x", np.dtype(np.float32), (-1, 8)))],
+    outputs=[management.TensorMetadata.of(TensorSpec("y", np.dtype(np.object_), (-1,)))],
+)
+INDEX = [
+    management.ModelIndex(name="a", version="1", state="READY"),
+    management.ModelIndex(name="b", state="UNAVAILABLE", reason="unloaded"),
+]
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (management.ServerMetadata(version="1.2"), grpc.write_server_metadata),
+        (management.ServerLive(live=True), grpc.write_server_live),
+        (management.ServerReady(ready=True), grpc.write_server_ready),
+        (METADATA, grpc.write_model_metadata),
+        (STATISTICS, grpc.write_statistics),
+    ],
+    ids=lambda each: type(each).__name__ if isinstance(each, BaseModel) else "",
+)
+def test_json_and_messages_say_the_same(said: BaseModel, message: object) -> None:
+    written = message(said)
+    assert written == ParseDict(said.model_dump(), type(written)())
+    read = MessageToDict(written, preserving_proto_field_name=True, unquote_int64_if_possible=True)
+    assert type(said).model_validate(read) == said
+
+
+def test_the_index_is_a_list_in_json_and_models_in_a_message() -> None:
+    read = MessageToDict(grpc.write_index(INDEX), preserving_proto_field_name=True)["models"]
+    assert [management.ModelIndex.model_validate(each) for each in read] == INDEX
+    assert grpc.write_model_ready(management.ModelReady(name="m", ready=True)).ready
+
+
+def test_tensors_are_described_in_the_protocols_words() -> None:
+    assert METADATA.inputs[0].model_dump() == {"name": "x", "datatype": "FP32", "shape": [-1, 8]}
+    assert METADATA.outputs[0].datatype == "BYTES"
+
+
+def test_the_repository_is_asked_alike() -> None:
+    assert parse_body(management.IndexRequest, b"{}") == management.IndexRequest(ready=False)
+    assert parse_body(management.IndexRequest, b'{"ready": true}') == grpc.read_index(
+        service_pb2.RepositoryIndexRequest(ready=True)
+    )
+    assert parse_body(management.LoadRequest, b"{}") == grpc.read_load(service_pb2.RepositoryModelLoadRequest())
+    unload = service_pb2.RepositoryModelUnloadRequest(parameters={"unload_dependents": {"bool_param": False}})
+    body = b'{"parameters": {"unload_dependents": false}}'
+    assert parse_body(management.UnloadRequest, body) == grpc.read_unload(unload)
+
+
+def test_what_the_repository_does_not_do_is_refused() -> None:
+    config = service_pb2.RepositoryModelLoadRequest(parameters={"config": {"string_param": "{}"}})
+    with pytest.raises(RequestError, match=r"'config'.* cannot be given: a model is loaded as it was published"):
+        grpc.read_load(config)
+    with pytest.raises(RequestError, match=r"'file:1/model\.onnx'.* cannot be given"):
+        parse_body(management.LoadRequest, b'{"parameters": {"file:1/model.onnx": "AAAA"}}')
+    with pytest.raises(RequestError, match="unload_dependents"):
+        parse_body(management.UnloadRequest, b'{"parameters": {"unload_dependents": true}}')
+    for read, request in (
+        (grpc.read_index, service_pb2.RepositoryIndexRequest(repository_name="other")),
+        (grpc.read_load, service_pb2.RepositoryModelLoadRequest(repository_name="other")),
+        (grpc.read_unload, service_pb2.RepositoryModelUnloadRequest(repository_name="other")),
+    ):
+        with pytest.raises(RequestError, match="'other' cannot be chosen"):
+            read(request)
+
+
+@pytest.mark.parametrize("engine", ["openvino", "torch"])
+def test_a_configuration_is_that_of_the_version_for_every_engine(engine: str, tmp_path: Path) -> None:
+    repository = Repository(UPath(tmp_path / "storage"))
+    key = CARD.engine_key.model_copy(update={"engine": engine})
+    manifest = repository.publish("toy", files_in(tmp_path / "files"), CARD.model_copy(update={"engine_key": key}))
+    message = grpc.write_model_config(model_config(manifest)).config
+    said = config_json(message)
+    assert (said["name"], said["backend"], said["max_batch_size"]) == ("toy", engine, 32)
+    assert said["input"][0]["dims"] == [-1]
+    assert said["dynamic_batching"]["max_queue_delay_microseconds"] == 2000
+    assert said["version_policy"]["specific"]["versions"] == [1]
+    assert ParseDict(said, ModelConfig()) == message
+
+
+@pytest.mark.parametrize("body", [b"", b"[" * 250_000, b"\xff", b"[]", b'{"inputs": 3}', b'{"inputs": {"a": NaN}}'])
+def test_bodies_that_are_no_request_are_refused(body: bytes) -> None:
+    with pytest.raises(RequestError, match="expected JSON of the form of PredictRequest"):
+        parse_body(PredictRequest, body)
