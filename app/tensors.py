@@ -36,8 +36,7 @@ class TensorSpec:
 
     def check(self, tensor: NDArray[Any]) -> None:
         """Raises RequestError if ``tensor`` is not one of these; it is named."""
-        if tensor.dtype != self.dtype:
-            raise RequestError(f"input {self.name!r} is {tensor.dtype}: expected {self.dtype}")
+        self.check_dtype(tensor.dtype)
         if len(tensor.shape) != len(self.shape) or not all(map(self._takes, range(len(self.shape)), tensor.shape)):
             most = f" up to {self.longest}" if self.longest else ""
             raise RequestError(
@@ -49,6 +48,11 @@ class TensorSpec:
                 f"input {self.name!r} has values from {tensor.min()} to {tensor.max()}: "
                 f"expected 0 to {self.values_below - 1}"
             )
+
+    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+        """Raises RequestError if ``dtype`` is another; the tensor is named."""
+        if dtype != self.dtype:
+            raise RequestError(f"input {self.name!r} is {dtype}: expected {self.dtype}")
 
     def _takes(self, axis: int, size: int) -> bool:
         expected = self.shape[axis]

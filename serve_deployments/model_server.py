@@ -17,9 +17,10 @@ from app.serving.batch import infer_together
 from app.serving.model import LoadedModel, load_model
 from app.serving.protocol.answer import answer, check_outputs
 from app.serving.protocol.bodies import parse_body
+from app.serving.protocol.limits import Limits
 from app.serving.protocol.management import ModelIndex, ModelMetadata, ServerMetadata, TensorMetadata
 from app.serving.protocol.natural import PredictRequest, PredictResponse
-from app.serving.protocol.rest import Limits, read_infer, write_infer
+from app.serving.protocol.rest import read_infer, write_infer
 from app.storage import open_storage
 from app.tensors import Tensors, check_tensors
 
@@ -203,7 +204,7 @@ class ModelServer:
         served = self._find(name, model_version)
         body, signature = await _read_body(request), served.model.engine.signature
         asked = read_infer(body, request.headers, name, model_version, served.model.processor.inputs, _LIMITS)
-        check_outputs(asked, [spec.name for spec in signature.outputs])
+        check_outputs(asked, signature.outputs)
         outputs = await served.infer(asked.inputs)
         said = answer(
             asked, served.model.version, outputs, {spec.name: served.model.labels for spec in signature.outputs}

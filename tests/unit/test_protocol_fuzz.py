@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from tritonclient.grpc import service_pb2
 
 from app.errors import RequestError
 from app.serving.protocol import grpc, rest
-from app.serving.protocol.answer import answer
+from app.serving.protocol.answer import answer, check_outputs
 from app.serving.protocol.bodies import parse_body
 from app.serving.protocol.datatypes import BINARY_ONLY, DTYPES
 from app.serving.protocol.infer import InferRequest, InferResponse, RequestParameters
@@ -23,7 +24,7 @@ from app.serving.protocol.management import IndexRequest, LoadRequest, UnloadReq
 from app.serving.protocol.natural import PredictRequest
 from app.serving.protocol.rest import JSON_LENGTH
 from app.serving.protocol.tensors import to_buffer
-from app.tensors import TensorSpec
+from app.tensors import Tensors, TensorSpec
 from tests.protocol import EXAMPLES
 
 TRIES = 400
@@ -79,7 +80,7 @@ def put_something(body: dict[str, Any], rng: random.Random) -> bytes:
         if rng.random() < 0.2:
             del holder[key]
             break
-        holder[key] = rng.choice(NASTY)
+        holder[key] = deepcopy(rng.choice(NASTY))
     return json.dumps(changed, ensure_ascii=rng.random() < 0.5).encode(errors="surrogatepass")
 
 
@@ -114,9 +115,14 @@ def outcome(read: Callable[[], Any]) -> Any:
 def answered(request: InferRequest) -> None:
     """Write back what was read, in the form that was asked for."""
     outputs = dict.fromkeys(["y", "z"], next(iter(request.inputs.values())))
-    response = outcome(lambda: answer(request, "1", outputs)) or InferResponse("m", "1", None, outputs)
+    response = outcome(lambda: checked_answer(request, outputs)) or InferResponse("m", "1", None, outputs)
     outcome(lambda: rest.write_infer(response, request, "gzip"))
     grpc.write_infer(response)
+
+
+def checked_answer(request: InferRequest, outputs: Tensors) -> InferResponse:
+    check_outputs(request, [TensorSpec(name, each.dtype, each.shape) for name, each in outputs.items()])
+    return answer(request, "1", outputs)
 
 
 def some_of(count: int) -> bool:
@@ -138,7 +144,7 @@ def test_over_http(seed: int) -> None:
             headers["content-encoding"] = rng.choice(["gzip", "deflate", "br", ",", ""])
         if rng.random() < 0.1:
             headers.pop(JSON_LENGTH)
-        read.append(outcome(partial(rest.read_infer, whole, headers, "m", inputs=[SPEC])))
+        read.append(outcome(partial(rest.read_infer, whole, headers, "m", inputs=rng.choice([(), (SPEC,)]))))
     requests = [each for each in read if each]
     assert some_of(len(requests))
     for request in requests:

@@ -10,10 +10,12 @@ from tritonclient.grpc import InferInput, InferRequestedOutput, InferResult, ser
 from tritonclient.grpc._utils import _get_inference_request
 
 from app.errors import RequestError
-from app.serving.protocol.answer import answer
-from app.serving.protocol.datatypes import BINARY_ONLY, DATATYPES
+from app.serving.protocol.answer import answer, check_outputs
+from app.serving.protocol.datatypes import BINARY_ONLY, DATATYPES, DTYPES
 from app.serving.protocol.grpc import read_infer, write_infer, write_stream_error, write_stream_infer
 from app.serving.protocol.infer import RequestedOutput, RequestParameters
+from app.serving.protocol.limits import Limits
+from app.tensors import TensorSpec
 from tests.protocol import EXAMPLES, in_client
 
 FIELDS = {
@@ -91,7 +93,7 @@ def test_all_that_a_request_says_is_read_and_answered() -> None:
     assert list(request.inputs) == ["a", "b"]
     assert request.outputs == (RequestedOutput("z", True, 1), RequestedOutput("y", True))
     custom = {"trace": "on", "n": 2, "b": True, "f": 2.5}
-    assert request.parameters == RequestParameters(2, 5000, custom=custom)
+    assert request.parameters == RequestParameters(2, 5000, binary_data_output=True, custom=custom)
 
     outputs = {name: np.array([[1, 5, 2]], np.float32) for name in "xyz"}
     said = write_stream_infer(answer(request, "7", outputs, {"z": ["p", "q", "r"]}, custom)).infer_response
@@ -132,6 +134,7 @@ def test_wrong_requests_are_refused_by_name(request_: service_pb2.ModelInferRequ
     ("fields", "words"),
     [
         ({"sequence_id": 42}, "'sequence_id' 42: models here keep no state"),
+        ({"sequence_end": True, "sequence_id": 1}, "models here keep no state"),
         ({"sequence_id": "s"}, "'sequence_id' 's': models here keep no state"),
         ({"timeout": -1}, "'timeout' -1"),
         ({"outputs": [InferRequestedOutput("y")] * 2}, "repeat a name"),
@@ -140,6 +143,40 @@ def test_wrong_requests_are_refused_by_name(request_: service_pb2.ModelInferRequ
 def test_wrong_fields_are_refused_by_name(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError, match=words):
         read_infer(message([given("x", np.ones(1, np.int8))], **fields))
+
+
+# In each, the data would be refused in other words if it were read.
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (listed(name="z"), "input 'z' is not known: expected x, y"),
+        (listed(), "input 'x' is int8: expected float32"),
+        (listed("BYTES", name="y", shape=[11]), "'y' has 11 elements of BYTES: expected 10 at most"),
+    ],
+    ids=["name", "datatype", "strings"],
+)
+def test_what_the_model_does_not_take_is_refused_before_its_data_is_read(
+    request_: service_pb2.ModelInferRequest, words: str
+) -> None:
+    specs = [TensorSpec("x", np.dtype(np.float32), (-1,)), TensorSpec("y", np.dtype(np.object_), (-1,))]
+    request_.raw_input_contents.extend([b"too", b"many"])
+    with pytest.raises(RequestError, match=words):
+        read_infer(request_, specs, Limits(strings=10))
+
+
+def test_a_tensor_in_shared_memory_is_refused_as_such_beside_one_that_is_not() -> None:
+    request = message([given("x", np.ones(2, np.float32)), given("y", np.ones(2, np.float32))])
+    request.inputs[1].parameters["shared_memory_region"].string_param = "r"
+    request.raw_input_contents.pop()
+    with pytest.raises(RequestError, match=r"'y'.*shared memory is not spoken"):
+        read_infer(request)
+
+
+def test_every_output_is_bytes_whatever_is_asked() -> None:
+    request = message([given("x", np.ones(2, np.float32))])
+    check_outputs(read_infer(request), [TensorSpec("y", DTYPES["BF16"], (-1,))])
+    request.parameters["binary_data_output"].bool_param = False
+    check_outputs(read_infer(request), [TensorSpec("y", DTYPES["BF16"], (-1,))])
 
 
 def test_bytes_that_do_not_fit_are_refused_by_name() -> None:

@@ -89,6 +89,25 @@ def test_the_repository_is_asked_alike() -> None:
     assert parse_body(management.UnloadRequest, body) == grpc.read_unload(unload)
 
 
+@pytest.mark.parametrize("model", [management.IndexRequest, management.LoadRequest, management.UnloadRequest])
+def test_an_empty_body_asks_for_nothing_special(model: type[BaseModel]) -> None:
+    assert parse_body(model, b"") == model()
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "words"),
+    [
+        (management.IndexRequest, b'{"raedy": true}', "^raedy: Extra inputs"),
+        (management.IndexRequest, b'{"ready": "yes"}', "^ready: .*boolean"),
+        (management.LoadRequest, b'{"parameter": {}}', "^parameter: Extra inputs"),
+        (management.UnloadRequest, b'{"parameters": {"unload_dependent": false}}', "unload_dependent: Extra inputs"),
+    ],
+)
+def test_what_the_repository_does_not_know_is_refused(model: type[BaseModel], body: bytes, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        parse_body(model, body)
+
+
 def test_what_the_repository_does_not_do_is_refused() -> None:
     config = service_pb2.RepositoryModelLoadRequest(parameters={"config": {"string_param": "{}"}})
     with pytest.raises(RequestError, match=r"'config'.* cannot be given: a model is loaded as it was published"):

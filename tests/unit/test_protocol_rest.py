@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput, InferResult
 
 from app.errors import RequestError, RequestTooLargeError
-from app.serving.protocol.answer import answer
-from app.serving.protocol.datatypes import BINARY_ONLY, DATATYPES
+from app.serving.protocol.answer import answer, check_outputs
+from app.serving.protocol.datatypes import BINARY_ONLY, DATATYPES, DTYPES
 from app.serving.protocol.infer import InferRequest, RequestedOutput, RequestParameters
-from app.serving.protocol.rest import JSON_LENGTH, Limits, read_infer, write_infer
+from app.serving.protocol.limits import Limits
+from app.serving.protocol.rest import JSON_LENGTH, read_infer, write_infer
 from app.tensors import Tensors, TensorSpec
 from tests.protocol import EXAMPLES, in_client
 
@@ -94,7 +95,7 @@ def test_bytes_and_json_may_be_mixed() -> None:
     assert same(request.inputs, tensors)
     result = received(*write_infer(answer(request, "1", tensors), request))
     for name, tensor in tensors.items():
-        assert np.array_equal(result.as_numpy(name).astype(tensor.dtype), tensor) or name == "BYTES"
+        assert np.array_equal(result.as_numpy(name).astype(tensor.dtype), tensor)
         assert ("data" in result.get_output(name)) == (name not in as_bytes)
 
 
@@ -150,8 +151,6 @@ def test_an_answer_has_the_outputs_that_were_asked_for_in_that_order() -> None:
     assert [each["name"] for each in said.pop("outputs")] == ["c", "a"]
     assert said == {"model_name": "m", "model_version": "2", "id": "7", "parameters": {"stage": 1}}
     assert headers == {"content-type": "application/json"}
-    with pytest.raises(RequestError, match="output 'd' is not known: expected a, b, c"):
-        answer(asked(x(), outputs=[{"name": "d"}]), "2", outputs)
 
 
 def test_classes_come_in_the_place_of_scores() -> None:
@@ -163,15 +162,54 @@ def test_classes_come_in_the_place_of_scores() -> None:
     assert row.tolist() == [b"10:2", b"5:1"]
 
 
-@pytest.mark.parametrize("datatype", sorted(EXAMPLES))
+def outputs_of(*datatypes: str) -> list[TensorSpec]:
+    """Specs that are called as their datatypes, in lower case."""
+    return [TensorSpec(each.lower(), DTYPES[each], (-1, 3)) for each in datatypes]
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ({"name": "y"}, "output 'y' is not known: expected bool, bytes, fp16, bf16, fp32"),
+        ({"name": "bool", "parameters": {"classification": 1}}, "'bool' is BOOL, which has no order"),
+        ({"name": "bytes", "parameters": {"classification": 1}}, "'bytes' is BYTES, which has no order"),
+        ({"name": "fp16"}, "'fp16' is FP16, which JSON does not carry: ask for it with .*'binary_data'"),
+        ({"name": "bf16"}, "'bf16' is BF16, which JSON does not carry: ask for it with .*'binary_data'"),
+    ],
+)
+def test_outputs_that_cannot_be_answered_are_refused_before_the_model_runs(
+    output: dict[str, object], words: str
+) -> None:
+    with pytest.raises(RequestError, match=words):
+        check_outputs(asked(x(), outputs=[output]), outputs_of("BOOL", "BYTES", "FP16", "BF16", "FP32"))
+
+
+def test_outputs_that_nobody_names_are_checked_too() -> None:
+    with pytest.raises(RequestError, match="'fp16' is FP16, which JSON does not carry"):
+        check_outputs(asked(x()), outputs_of("FP32", "FP16"))
+    check_outputs(asked(x(), parameters={"binary_data_output": True}), outputs_of("FP32", "FP16"))
+    check_outputs(asked(x(), outputs=[{"name": "fp32"}]), outputs_of("FP32", "FP16"))
+
+
+def test_classes_are_strings_that_json_carries() -> None:
+    request = asked(x(), outputs=[{"name": "fp16", "parameters": {"classification": 1}}])
+    check_outputs(request, outputs_of("FP16"))
+    body, _ = write_infer(answer(request, "1", {"fp16": np.array([[1, 3]], np.float16)}), request)
+    assert json.loads(body)["outputs"][0]["data"] == ["3.0:1"]
+
+
+def test_an_output_too_large_is_not_classified() -> None:
+    request = asked(x(), outputs=[{"name": "y", "parameters": {"classification": 1}}])
+    with pytest.raises(RequestError, match="'y' has 1000001 elements: expected 1000000 at most to classify it"):
+        answer(request, "1", {"y": np.zeros((1_000_001, 1), np.int8)})
+    assert answer(request, "1", {"y": np.zeros((1, 1_000_000), np.int8)}).outputs["y"].tolist() == [[b"0:0"]]
+
+
+@pytest.mark.parametrize("datatype", sorted(EXAMPLES.keys() - {"BOOL", "BYTES"}))
 def test_whatever_has_an_order_is_classified(datatype: str) -> None:
     request = asked(x(), outputs=[{"name": "y", "parameters": {"classification": 99}}])
-    if datatype in ("BOOL", "BYTES"):
-        with pytest.raises(RequestError, match=f"'y' is {datatype}, which has no order"):
-            answer(request, "1", {"y": EXAMPLES[datatype]})
-    else:
-        (classes,) = answer(request, "1", {"y": EXAMPLES[datatype]}).outputs["y"]
-        assert [each.split(b":")[1] for each in classes] == [b"2", b"1", b"0"]
+    (classes,) = answer(request, "1", {"y": EXAMPLES[datatype]}).outputs["y"]
+    assert [each.split(b":")[1] for each in classes] == [b"2", b"1", b"0"]
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
@@ -258,6 +296,8 @@ def test_elements_are_listed_flat_or_nested(nested: list[Any]) -> None:
         ({"data": [1, 300], "datatype": "INT8"}, ["'x'", "300 at 1", "-128 to 127"]),
         ({"data": [1, -1], "datatype": "UINT16"}, ["'x'", "-1 at 1", "0 to 65535"]),
         ({"data": [1, 1e39], "datatype": "FP32"}, ["'x'", "1e+39 at 1", "FP32"]),
+        ({"data": [*range(7), "a", 8, None, "b"], "shape": [11]}, ["'x'", "'a' at 7", "INT64"]),
+        ({"data": [0, 0.5, 2, 1e39, 0, -1e39], "shape": [6], "datatype": "FP32"}, ["'x'", "1e+39 at 3", "FP32"]),
         ({"data": [True, 1], "datatype": "BOOL"}, ["'x'", "1 at 1", "true or false"]),
         ({"data": ["a", 1], "datatype": "BYTES"}, ["'x'", "1 at 1", "a string"]),
         ({"data": [[1], [2, 3]], "shape": [2, 2]}, ["'x'", "not nested as its shape [2, 2]"]),
@@ -288,7 +328,8 @@ def test_wrong_tensors_are_refused_by_name(tensor: dict[str, object], words: lis
         ("BYTES", [1], b"\2\0\0\0a", "expected 1 elements"),
         ("BYTES", [1], b"\xff\xff\xff\xff", "expected 1 elements"),
         ("BYTES", [1], b"\1\0\0\0ab", "expected 1 elements"),
-        ("BYTES", [2**62], b"\0\0\0\0", "elements of BYTES"),
+        ("BYTES", [2**62], b"\0\0\0\0", "has 4611686018427387904 elements of BYTES: expected 1000000 at most"),
+        ("FP32", [2**62] * 64, bytes(8), "has 8 bytes: expected [0-9]+\\.\\.\\.[0-9]+, for FP32"),
         ("BYTES", [0], b"\0\0\0\0", "expected 0 elements"),
     ],
 )
@@ -345,6 +386,47 @@ def test_wrong_fields_are_refused_by_name(fields: dict[str, object], words: str)
 def test_a_request_outside_of_sequences_may_say_so() -> None:
     parameters = asked(x(), parameters={"sequence_id": 0, "sequence_start": False, "timeout": 0}).parameters
     assert parameters == RequestParameters()
+
+
+def test_other_parameters_of_sequences_are_the_models_own() -> None:
+    assert asked(x(), parameters={"sequence_length": 8}).parameters.custom == {"sequence_length": 8}
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity"])
+def test_who_sends_in_json_what_is_not_finite_is_told_to_send_bytes(number: bytes) -> None:
+    body = b'{"inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [%s]}]}' % number
+    with pytest.raises(RequestError, match=r"Invalid JSON: .*: send what is not finite as bytes"):
+        read_infer(body, {}, "m")
+    with pytest.raises(RequestError, match="Invalid JSON") as refused:
+        read_infer(b"{", {}, "m")
+    assert "finite" not in str(refused.value)
+
+
+# In each, the data would be refused in other words if it were read.
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        ({"name": "z", "data": ["no number"]}, "input 'z' is not known: expected x, y"),
+        ({"name": "z", "datatype": "INT65"}, "input 'z' is not known: expected x, y"),
+        ({"datatype": "FP64", "data": ["no number"]}, "input 'x' is float64: expected float32"),
+        ({"datatype": "BYTES", "data": [1]}, "input 'x' is object: expected float32"),
+        ({"name": "y", "datatype": "BYTES", "shape": [11], "data": [1]}, "'y' has 11 elements of BYTES: expected 10"),
+        (
+            {"datatype": "FP64", "data": None, "parameters": {"binary_data_size": -1}},
+            "'x' is float64: expected float32",
+        ),
+    ],
+)
+def test_what_the_model_does_not_take_is_refused_before_its_data_is_read(tensor: dict[str, object], words: str) -> None:
+    specs = [TensorSpec("x", np.dtype(np.float32), (-1,)), TensorSpec("y", np.dtype(np.object_), (-1,))]
+    body = json.dumps({"inputs": [x(**tensor)]}).encode()
+    with pytest.raises(RequestError, match=words):
+        read_infer(body, {}, "m", inputs=specs, limits=Limits(strings=10))
+
+
+def test_what_the_model_takes_is_read() -> None:
+    spec = TensorSpec("x", np.dtype(np.int64), (-1,))
+    assert read_infer(json.dumps({"inputs": [x()]}).encode(), {}, "m", inputs=[spec]).inputs["x"].tolist() == [1, 2]
 
 
 def test_a_name_given_twice_is_refused() -> None:

@@ -4,26 +4,47 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from app.errors import RequestError
-from app.serving.protocol.datatypes import DATATYPES
+from app.serving.protocol.datatypes import BYTES, DATATYPES, refuse_binary_only
 from app.serving.protocol.infer import InferRequest, InferResponse, Parameter
 from app.serving.protocol.wording import shown
-from app.tensors import Tensors
+from app.tensors import Tensors, TensorSpec
 
-_UNORDERED = frozenset({"BOOL", "BYTES"})
+_UNORDERED = frozenset({"BOOL", BYTES})
+_MOST_CLASSIFIED = 1_000_000
+"""Elements of an output, as in Triton."""
 
 
-def check_outputs(request: InferRequest, names: Collection[str]) -> None:
-    """Raises RequestError if the client asks for an output that the model has not."""
-    for output in request.outputs:
-        if output.name not in names:
-            raise RequestError(f"output {shown(output.name)} is not known: expected {', '.join(names)}")
+def check_outputs(request: InferRequest, specs: Sequence[TensorSpec]) -> None:
+    """Refuse before the model runs what is asked of its outputs in vain.
+
+    Args:
+        specs: of the model's outputs.
+
+    Raises:
+        RequestError: an output is not known, cannot be put in order to classify it, or is wanted as JSON, which does
+            not carry it; it is named.
+    """
+    datatypes = {spec.name: DATATYPES[spec.dtype] for spec in specs}
+    tensors = dict(datatypes) if not request.outputs else {}
+    for wanted in request.outputs:
+        if (datatype := datatypes.get(wanted.name)) is None:
+            raise RequestError(f"output {shown(wanted.name)} is not known: expected {', '.join(datatypes)}")
+        if not wanted.classification:
+            tensors[wanted.name] = datatype
+        elif datatype in _UNORDERED:
+            raise RequestError(
+                f"output {wanted.name!r} is {datatype}, which has no order: leave its classification out"
+            )
+    for name, datatype in tensors.items():
+        if not request.wants_bytes(name):
+            refuse_binary_only(name, datatype)
 
 
 def answer(
@@ -36,12 +57,12 @@ def answer(
     """What the client gets of what the model gave.
 
     Args:
+        request: one that ``check_outputs`` takes.
         labels: of the classes of an output, by its name.
 
     Raises:
-        RequestError: an output is not known, or cannot be put in order to classify it.
+        RequestError: an output is too large to classify it; it is named.
     """
-    check_outputs(request, outputs)
     chosen: dict[str, NDArray[Any]] = dict(outputs) if not request.outputs else {}
     for wanted in request.outputs:
         tensor = outputs[wanted.name]
@@ -56,8 +77,11 @@ def _classes(name: str, scores: NDArray[Any], count: int, labels: Sequence[str])
 
     The first of two axes or more counts rows. A tensor of one axis is a row, and gives the shape (count,).
     """
-    if (datatype := DATATYPES[scores.dtype]) in _UNORDERED:
-        raise RequestError(f"output {name!r} is {datatype}, which has no order: leave its classification out")
+    if scores.size > _MOST_CLASSIFIED:
+        raise RequestError(
+            f"output {name!r} has {scores.size} elements: expected {_MOST_CLASSIFIED} at most to classify it, send "
+            "fewer rows in a request"
+        )
     rows = np.atleast_2d(scores)
     rows = rows.reshape(len(rows), math.prod(rows.shape[1:]))
     # Of scores in reverse, since a stable sort in ascending order has the last of equals last.

@@ -17,7 +17,13 @@ class ErrorBody(BaseModel):
 
 
 def parse_body(model: type[Body], body: bytes) -> Body:
-    """Read a JSON body. Raises RequestError that says what is wrong and where."""
+    """Read a JSON body; an empty one is ``{}`` to a model that requires nothing.
+
+    Raises:
+        RequestError: it says what is wrong and where.
+    """
+    if not body and not any(field.is_required() for field in model.model_fields.values()):
+        body = b"{}"
     try:
         return model.model_validate_json(body)
     except ValidationError as error:

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 
 from app.errors import RequestError
-from app.serving.protocol.wording import shown
+from app.serving.protocol.wording import AS_BYTES, shown
 
 BYTES = "BYTES"
 """Elements of any length; in numpy an array of ``bytes`` objects."""
@@ -32,6 +32,12 @@ DATATYPES: Mapping[np.dtype[Any], str] = {dtype: name for name, dtype in DTYPES.
 
 BINARY_ONLY = frozenset({"FP16", "BF16"})
 """They have no form in JSON, and none in gRPC's typed contents."""
+
+
+def refuse_binary_only(name: str, datatype: str) -> None:
+    """Raises RequestError if JSON cannot carry the output ``name`` of this datatype."""
+    if datatype in BINARY_ONLY:
+        raise RequestError(f"output {name!r} is {datatype}, which JSON does not carry: {AS_BYTES}")
 
 
 def dtype_of(name: str, datatype: object) -> np.dtype[Any]:

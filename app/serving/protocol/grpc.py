@@ -6,6 +6,7 @@ The classes are those of Triton's client, since a process can have but one of ea
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from numpy.typing import NDArray
@@ -22,8 +23,10 @@ from app.serving.protocol.infer import (
     refuse_shared_memory,
     requested_outputs,
 )
-from app.serving.protocol.tensors import from_bytes, from_elements, to_buffer
+from app.serving.protocol.limits import LIMITS, Limits
+from app.serving.protocol.tensors import check_head, from_bytes, from_elements, to_buffer
 from app.serving.protocol.wording import shown
+from app.tensors import TensorSpec
 
 _CONTENTS = {
     "BOOL": "bool_contents",
@@ -41,23 +44,31 @@ _CONTENTS = {
 }
 """The field that lists the elements of a datatype."""
 
-_DEFAULT = RequestParameters()
+_DEFAULT = RequestParameters(binary_data_output=True)
+"""Whatever is asked, gRPC carries bytes."""
 
 
-def read_infer(request: pb.ModelInferRequest) -> InferRequest:
+def read_infer(
+    request: pb.ModelInferRequest, inputs: Sequence[TensorSpec] = (), limits: Limits = LIMITS
+) -> InferRequest:
     """Read a request. Tensors in ``raw_input_contents`` are views on the message's bytes.
 
+    Args:
+        inputs: of the model. No other tensor is read, and none of another datatype.
+
     Raises:
+        RequestTooLargeError: a tensor has more strings than ``limits`` say.
         RequestError: it is not what the protocol says; the tensor or parameter is named.
     """
-    parameters = RequestParameters.of(_parameters(request.parameters)) if request.parameters else _DEFAULT
+    parameters = _request_parameters(request.parameters)
+    _check_heads(request.inputs, {spec.name: spec for spec in inputs}, limits.strings)
     return InferRequest(
         request.model_name,
         request.model_version or None,
         request.id or None,
         _inputs(request.inputs, request.raw_input_contents),
         requested_outputs(
-            [RequestedOutput.of(each.name, _parameters(each.parameters), True) for each in request.outputs]
+            [RequestedOutput.of(each.name, read_parameters(each.parameters), True) for each in request.outputs]
         ),
         parameters,
     )
@@ -65,9 +76,7 @@ def read_infer(request: pb.ModelInferRequest) -> InferRequest:
 
 def write_infer(response: InferResponse) -> pb.ModelInferResponse:
     """The message of an answer, with its tensors in ``raw_output_contents``."""
-    message = pb.ModelInferResponse(
-        model_name=response.model, model_version=response.version or "", id=response.id or ""
-    )
+    message = pb.ModelInferResponse(model_name=response.model, model_version=response.version, id=response.id or "")
     for name, value in response.parameters.items():
         _set(message.parameters[name], value)
     for name, tensor in response.outputs.items():
@@ -86,9 +95,34 @@ def write_stream_error(error: str, request_id: str | None) -> pb.ModelStreamInfe
     return pb.ModelStreamInferResponse(error_message=error, infer_response=pb.ModelInferResponse(id=request_id or ""))
 
 
-def _inputs(inputs: Sequence[Any], raw: Sequence[bytes]) -> dict[str, NDArray[Any]]:
+def read_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a message's parameters; None where none is chosen."""
+    return {
+        name: getattr(value, choice) if (choice := value.WhichOneof("parameter_choice")) else None
+        for name, value in parameters.items()
+    }
+
+
+def _request_parameters(parameters: Mapping[str, pb.InferParameter]) -> RequestParameters:
+    if not parameters:
+        return _DEFAULT
+    return replace(RequestParameters.of(read_parameters(parameters)), binary_data_output=True)
+
+
+def _check_heads(inputs: Sequence[Any], specs: Mapping[str, TensorSpec], most_strings: int) -> None:
+    """What the inputs say of themselves, before any is read."""
     if not inputs:
         raise RequestError("the request has no inputs: expected one tensor at least")
+    names: set[str] = set()
+    for entry in inputs:
+        if entry.name in names:
+            raise RequestError(f"inputs repeat the name {shown(entry.name)}: give each tensor once")
+        names.add(entry.name)
+        check_head(entry.name, entry.datatype, list(entry.shape), specs, most_strings)
+        refuse_shared_memory(entry.parameters, "input", entry.name)
+
+
+def _inputs(inputs: Sequence[Any], raw: Sequence[bytes]) -> dict[str, NDArray[Any]]:
     if raw and len(raw) != len(inputs):
         raise RequestError(
             f"the request has {len(inputs)} inputs and {len(raw)} raw_input_contents: expected one for each, or none"
@@ -96,9 +130,6 @@ def _inputs(inputs: Sequence[Any], raw: Sequence[bytes]) -> dict[str, NDArray[An
     tensors: dict[str, NDArray[Any]] = {}
     for index, entry in enumerate(inputs):
         name, shape = entry.name, list(entry.shape)
-        if name in tensors:
-            raise RequestError(f"inputs repeat the name {shown(name)}: give each tensor once")
-        refuse_shared_memory(entry.parameters, "input", name)
         if not raw:
             tensors[name] = from_elements(name, entry.datatype, shape, _elements(name, entry.datatype, entry.contents))
         elif entry.HasField("contents"):
@@ -119,13 +150,6 @@ def _elements(name: str, datatype: str, contents: pb.InferTensorContents) -> Seq
                 f"{expected or 'raw_input_contents'}"
             )
     return getattr(contents, expected) if expected else ()
-
-
-def _parameters(parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
-    return {
-        name: getattr(value, choice) if (choice := value.WhichOneof("parameter_choice")) else None
-        for name, value in parameters.items()
-    }
 
 
 def _set(parameter: pb.InferParameter, value: Parameter) -> None:

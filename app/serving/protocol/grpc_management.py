@@ -7,6 +7,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from app.errors import RequestError
 from app.serving.protocol.bodies import check_fields
+from app.serving.protocol.grpc import read_parameters
 from app.serving.protocol.management import (
     IndexRequest,
     LoadRequest,
@@ -71,22 +72,15 @@ def read_index(request: pb.RepositoryIndexRequest) -> IndexRequest:
 def read_load(request: pb.RepositoryModelLoadRequest) -> LoadRequest:
     """Raises RequestError."""
     _check_repository(request.repository_name)
-    return check_fields(LoadRequest, {"parameters": _parameters(request)})
+    return check_fields(LoadRequest, {"parameters": read_parameters(request.parameters)})
 
 
 def read_unload(request: pb.RepositoryModelUnloadRequest) -> UnloadRequest:
     """Raises RequestError."""
     _check_repository(request.repository_name)
-    return check_fields(UnloadRequest, {"parameters": _parameters(request)})
+    return check_fields(UnloadRequest, {"parameters": read_parameters(request.parameters)})
 
 
 def _check_repository(name: str) -> None:
     if name:
         raise RequestError(f"the repository {shown(name)} cannot be chosen: there is one, leave its name out")
-
-
-def _parameters(request: pb.RepositoryModelLoadRequest | pb.RepositoryModelUnloadRequest) -> dict[str, object]:
-    return {
-        name: getattr(value, choice) if (choice := value.WhichOneof("parameter_choice")) else None
-        for name, value in request.parameters.items()
-    }

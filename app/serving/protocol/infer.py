@@ -11,6 +11,7 @@ from app.tensors import Tensors
 Parameter = bool | int | float | str
 
 _SHARED_MEMORY = "shared_memory_region"
+_SEQUENCE = frozenset({"sequence_id", "sequence_start", "sequence_end"})
 _NO_SEQUENCE = (0, "", False)
 
 
@@ -72,7 +73,7 @@ class RequestParameters:
                 priority = whole(name, value)
             elif name == "timeout":
                 timeout_us = whole(name, value) or None
-            elif name.startswith("sequence_"):
+            elif name in _SEQUENCE:
                 _refuse_sequence(name, value)
             elif isinstance(value, Parameter):
                 custom[name] = value
@@ -110,7 +111,7 @@ class InferResponse:
     """What a model answers."""
 
     model: str
-    version: str | None
+    version: str
     id: str | None
     outputs: Tensors
     parameters: Mapping[str, Parameter] = field(default_factory=dict)

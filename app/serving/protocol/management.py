@@ -155,7 +155,11 @@ class Statistics(_Message):
     model_stats: list[ModelStatistics]
 
 
-class IndexRequest(_Message):
+class _Request(_Message):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class IndexRequest(_Request):
     """The body of the repository's ``index``, which may be empty."""
 
     ready: bool = False
@@ -172,7 +176,7 @@ class ModelIndex(_Message):
     """Why it is in this state, where that needs a reason."""
 
 
-class LoadRequest(_Message):
+class LoadRequest(_Request):
     """The body of ``load``, which may be empty."""
 
     parameters: dict[str, Any] = {}
@@ -185,14 +189,14 @@ class LoadRequest(_Message):
         return parameters
 
 
-class UnloadParameters(_Message):
+class UnloadParameters(_Request):
     """How a model is unloaded."""
 
     unload_dependents: Literal[False] = False
     """No model here depends on another."""
 
 
-class UnloadRequest(_Message):
+class UnloadRequest(_Request):
     """The body of ``unload``, which may be empty."""
 
     parameters: UnloadParameters = UnloadParameters()

@@ -5,7 +5,6 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from app.errors import RequestError, RequestTooLargeError
 from app.serving.protocol.compression import compressed, decompressed
-from app.serving.protocol.datatypes import BINARY_ONLY, BYTES, DATATYPES
+from app.serving.protocol.datatypes import BYTES, DATATYPES, refuse_binary_only
 from app.serving.protocol.infer import (
     InferRequest,
     InferResponse,
@@ -26,9 +25,10 @@ from app.serving.protocol.infer import (
     requested_outputs,
     whole,
 )
+from app.serving.protocol.limits import LIMITS, Limits
 from app.serving.protocol.raw import read_raw
-from app.serving.protocol.tensors import byte_strings, from_bytes, from_elements, to_buffer
-from app.serving.protocol.wording import shown
+from app.serving.protocol.tensors import byte_strings, check_head, from_bytes, from_elements, to_buffer
+from app.serving.protocol.wording import AS_BYTES, shown
 from app.tensors import TensorSpec
 
 JSON_LENGTH = "inference-header-content-length"
@@ -37,23 +37,11 @@ JSON_LENGTH = "inference-header-content-length"
 Body = bytes | memoryview
 Headers = Mapping[str, str]
 
-_AS_BYTES = "ask for it with the parameter 'binary_data' true"
 _NO_PARAMETERS: Mapping[str, object] = {}
 _DEFAULT = RequestParameters()
 _MOST_DIGITS = 18
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a request may take of memory."""
-
-    body_bytes: int = 64 * 2**20
-    """Of a body, decompressed."""
-    json_bytes: int = 32 * 2**20
-    """Of its JSON, which takes up to 30 times as much when it is parsed."""
-
-
-_LIMITS = Limits()
+_NOT_FINITE = ("NaN", "Infinity")
+"""As other writers of JSON say it, which has no words for it."""
 
 
 def read_infer(
@@ -62,17 +50,19 @@ def read_infer(
     model: str,
     version: str | None = None,
     inputs: Sequence[TensorSpec] = (),
-    limits: Limits = _LIMITS,
+    limits: Limits = LIMITS,
 ) -> InferRequest:
     """Read the body of ``infer``. Tensors that came as bytes are views on ``body``.
 
     Args:
         headers: of the request, by their names in lower case.
         model, version: from the request's path.
-        inputs: of the model; only a request that is one tensor and nothing else needs them.
+        inputs: of the model. No other tensor is read, and none of another datatype; a request that is one tensor and
+            nothing else needs them.
 
     Raises:
-        RequestTooLargeError: the body, decompressed, or the JSON in it is larger than ``limits`` say.
+        RequestTooLargeError: the body, decompressed, or the JSON in it is larger than ``limits`` say,
+            or a tensor has more strings.
         RequestError: anything else is wrong; the tensor or parameter is named.
     """
     body = decompressed(body, headers.get("content-encoding", ""), limits.body_bytes)
@@ -93,7 +83,7 @@ def read_infer(
         model,
         version,
         _request_id(given.get("id")),
-        _inputs(given.get("inputs"), body, length),
+        _inputs(given.get("inputs"), body, length, {spec.name: spec for spec in inputs}, limits.strings),
         _outputs(given.get("outputs"), parameters.binary_data_output),
         parameters,
     )
@@ -117,9 +107,7 @@ def write_infer(
         else:
             output["data"] = _elements(name, output["datatype"], tensor)
         outputs.append(output)
-    said: dict[str, Any] = {"model_name": response.model, "outputs": outputs}
-    if response.version is not None:
-        said["model_version"] = response.version
+    said: dict[str, Any] = {"model_name": response.model, "model_version": response.version, "outputs": outputs}
     if response.id is not None:
         said["id"] = response.id
     if response.parameters:
@@ -147,7 +135,8 @@ def _parsed(text: Body) -> dict[str, Any]:
     try:
         given = orjson.loads(text)  # refuses NaN, Infinity, and what is nested deeper than 1,024 levels
     except orjson.JSONDecodeError as error:
-        raise RequestError(f"Invalid JSON: {error}") from None
+        hint = ": send what is not finite as bytes" if error.doc.startswith(_NOT_FINITE, error.pos) else ""
+        raise RequestError(f"Invalid JSON: {error}{hint}") from None
     if type(given) is not dict:
         raise RequestError(f"the body is {shown(given)}: expected a JSON object with inputs")
     return given
@@ -168,7 +157,9 @@ def _request_id(given: object) -> str | None:
     return given or None
 
 
-def _inputs(given: object, body: Body, start: int) -> dict[str, NDArray[Any]]:
+def _inputs(
+    given: object, body: Body, start: int, specs: Mapping[str, TensorSpec], most_strings: int
+) -> dict[str, NDArray[Any]]:
     """The tensors, those that came as bytes from ``start`` on, one after the other."""
     if type(given) is not list or not given:
         raise RequestError(f"inputs is {shown(given)}: expected a list of one tensor at least")
@@ -179,6 +170,7 @@ def _inputs(given: object, body: Body, start: int) -> dict[str, NDArray[Any]]:
             raise RequestError(f"inputs has {shown(entry)}: expected an object with a name, datatype, shape and data")
         if name in tensors:
             raise RequestError(f"inputs repeat the name {shown(name)}: give each tensor once")
+        check_head(name, entry.get("datatype"), entry.get("shape"), specs, most_strings)
         tensors[name], start = _input(name, entry, body, start)
     if start != len(body):
         raise RequestError(
@@ -254,14 +246,13 @@ def _outputs(given: object, binary: bool) -> tuple[RequestedOutput, ...]:
 
 def _elements(name: str, datatype: str, tensor: NDArray[Any]) -> NDArray[Any] | list[str]:
     """What JSON lists of an output."""
-    if datatype in BINARY_ONLY:
-        raise RequestError(f"output {name!r} is {datatype}, which JSON does not carry: {_AS_BYTES}")
+    refuse_binary_only(name, datatype)
     if datatype == BYTES:
         try:
             return [element.decode() for element in byte_strings(tensor)]
-        except UnicodeDecodeError:
-            raise RequestError(f"output {name!r} has bytes that are not UTF-8, as JSON is: {_AS_BYTES}") from None
+        except UnicodeError:
+            raise RequestError(f"output {name!r} has bytes that are not UTF-8, as JSON is: {AS_BYTES}") from None
     elements = tensor.ravel()
     if elements.dtype.kind == "f" and not np.isfinite(elements).all():
-        raise RequestError(f"output {name!r} has numbers that are not finite, which JSON cannot say: {_AS_BYTES}")
+        raise RequestError(f"output {name!r} has numbers that are not finite, which JSON cannot say: {AS_BYTES}")
     return elements
