@@ -12,11 +12,14 @@ RayloomError
 ├── EngineError            a compiled model cannot be loaded
 ├── RequestError           a request to the endpoint is malformed
 │   └── RequestTooLargeError  it is larger than the server takes
+├── NotServedError         a request names a model that is not served
+├── OverloadError          more requests wait than the endpoint takes
+├── DeadlineError          a request cannot be answered in time
 └── DeliveryError          a receiver did not take a notification
     └── TryLaterError      it may take it later
 
-Each message says what was given, what was expected and what to do. Each error is built from one
-string, so that it survives pickling between Ray's processes.
+Each message says what was given, what was expected and what to do. Each error is built from what it
+hands to its base class, so that it survives pickling between Ray's processes.
 """
 
 
@@ -66,6 +69,27 @@ class RequestError(RayloomError):
 
 class RequestTooLargeError(RequestError):
     """A request to the endpoint is larger than the server takes; answered with status 413."""
+
+
+class NotServedError(RayloomError):
+    """A request names a model or version that is not served; answered with status 404."""
+
+
+class OverloadError(RayloomError):
+    """More requests wait than the endpoint takes; answered with status 503."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s)
+        self.message = message
+        self.retry_after_s = retry_after_s
+        """Seconds after which what waits now should have been answered."""
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class DeadlineError(RayloomError):
+    """A request cannot be answered in the time that it was given; answered with status 504."""
 
 
 class DeliveryError(RayloomError):

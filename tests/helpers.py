@@ -44,6 +44,14 @@ def result_of(output: str) -> dict[str, Any]:
     return json.loads(lines.pop().removeprefix("RESULT "))
 
 
+def submit(cluster: dict[str, str], job: str, *arguments: str, succeeds: bool = True) -> dict[str, Any]:
+    """Plain 'ray job submit', as the README shows it; its result."""
+    command = ["ray", "job", "submit", "--working-dir", ".", "--", "python", "-m", f"jobs.{job}", *arguments]
+    done = run(*command, environment=cluster)
+    assert (done.returncode == 0) is succeeds, done.stdout + done.stderr
+    return result_of(done.stdout.partition("Status message:")[0])  # Ray prints the log of a failed job once more
+
+
 def folder_of(result: dict[str, Any]) -> Path:
     """Of a run that has succeeded."""
     return Path(result["artifacts"]["weights"]).parent

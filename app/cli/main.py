@@ -38,10 +38,11 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...",
 def up(
     dashboard_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 8265, or a free one.")] = None,
     serve_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 8000, or a free one.")] = None,
+    grpc_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 8001, or a free one.")] = None,
     num_cpus: Annotated[int | None, typer.Option(min=1, help="Default: the cores of this machine.")] = None,
 ) -> None:
     """Start a Ray cluster on this machine, with token authentication and on loopback."""
-    _describe(local.start(dashboard_port, serve_port, num_cpus))
+    _describe(local.start(dashboard_port, serve_port, grpc_port, num_cpus))
 
 
 @app.command()
@@ -146,6 +147,7 @@ def main() -> NoReturn:
 def _describe(cluster: ClusterState) -> None:
     print(f"dashboard  {cluster.dashboard}  (asks for the token, the content of {TOKEN_FILE})")
     print(f"endpoint   {cluster.endpoint}  (answers once a model is deployed; its API is at /docs)")
+    print(f"gRPC       {cluster.grpc_endpoint}")
     print(f"storage    {cluster.storage}")
 
 

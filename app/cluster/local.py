@@ -23,7 +23,9 @@ _STOP_TIMEOUT_S = 5.0
 _PERIOD_S = 0.05
 
 
-def start(dashboard_port: int | None, serve_port: int | None, num_cpus: int | None) -> ClusterState:
+def start(
+    dashboard_port: int | None, serve_port: int | None, grpc_port: int | None, num_cpus: int | None
+) -> ClusterState:
     """Start a head with token authentication, its dashboard on loopback; a port not given is chosen.
 
     Raises:
@@ -38,12 +40,14 @@ def start(dashboard_port: int | None, serve_port: int | None, num_cpus: int | No
         known.forget()  # it ended without 'rayloom down', with the machine for example
     dashboard = ports.choose(dashboard_port, 8265, "--dashboard-port")
     serve = ports.choose(serve_port, 8000, "--serve-port", besides=(dashboard,))
+    grpc = ports.choose(grpc_port, 8001, "--grpc-port", besides=(dashboard, serve))
     state.claim()
     cluster = ClusterState(
         id=secrets.token_hex(8),
-        gcs_port=ports.unused(1, besides=(dashboard, serve))[0],
+        gcs_port=ports.unused(1, besides=(dashboard, serve, grpc))[0],
         dashboard_port=dashboard,
         serve_port=serve,
+        grpc_port=grpc,
         storage=_storage(),
         num_cpus=num_cpus,
         runtime=Path(tempfile.mkdtemp(prefix="rl-", dir="/tmp")),
@@ -101,7 +105,8 @@ def _signal(send: Callable[[], None]) -> None:
 
 
 def _start_head(cluster: ClusterState) -> None:
-    client, *haproxy = ports.unused(4, besides=(cluster.gcs_port, cluster.dashboard_port, cluster.serve_port))
+    taken = (cluster.gcs_port, cluster.dashboard_port, cluster.serve_port, cluster.grpc_port)
+    client, *haproxy = ports.unused(5, besides=taken)
     command = [
         *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--disable-usage-stats"),
         f"--port={cluster.gcs_port}",
@@ -161,16 +166,21 @@ def _environment(cluster: ClusterState) -> dict[str, str]:
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
         "RAYLOOM_STORAGE": cluster.storage,
         "RAYLOOM_SERVE_PORT": str(cluster.serve_port),
+        "RAYLOOM_GRPC_PORT": str(cluster.grpc_port),
         "RAY_JOB_STOP_WAIT_TIME_S": "120",  # a training job that is stopped keeps its state first; Ray would wait 3 s
     }
 
 
-def _haproxy(cluster: ClusterState, metrics: int, stats: int, fallback: int) -> dict[str, str]:
+def _haproxy(cluster: ClusterState, metrics: int, stats: int, fallback_http: int, fallback_grpc: int) -> dict[str, str]:
     """Serve's fast ingress: HAProxy in front, requests straight to the replicas; with the ports of its own."""
     folder = cluster.runtime / "haproxy"
     return {
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        # How soon it is seen that HAProxy has died: by Ray's own 10 and 30 s requests are refused for half a minute.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
+        "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(64 * 2**20),  # as a body over HTTP
         # How long a replica that is replaced still answers: long enough for HAProxy beside it to have heard of it.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
@@ -179,7 +189,8 @@ def _haproxy(cluster: ClusterState, metrics: int, stats: int, fallback: int) -> 
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_http),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(fallback_grpc),
     }
 
 

@@ -12,9 +12,9 @@ import psutil
 from app.errors import ClusterError
 
 LOOPBACK = "127.0.0.1"
-# Above Ray's ports for workers, below those that Linux and macOS hand out to whoever asks for any: none of Ray's other
-# processes, which ask for any, can take a port between our choice and its use.
-_RANGE = range(20_000, 32_768)
+# Between Ray's ports for workers and Serve's for replicas, and below those that Linux and macOS hand out to whoever
+# asks for any: none of Ray's other processes can take a port between our choice and its use.
+_RANGE = range(20_000, 30_000)
 
 
 def is_free(port: int) -> bool:

@@ -31,6 +31,7 @@ class ClusterState(BaseModel):
     gcs_port: int
     dashboard_port: int
     serve_port: int
+    grpc_port: int
     storage: str
     num_cpus: int | None
     runtime: Path
@@ -45,6 +46,11 @@ class ClusterState(BaseModel):
     def endpoint(self) -> str:
         """The address that models answer at once one is deployed."""
         return f"http://{LOOPBACK}:{self.serve_port}"
+
+    @property
+    def grpc_endpoint(self) -> str:
+        """The same over gRPC, as clients of gRPC write it."""
+        return f"{LOOPBACK}:{self.grpc_port}"
 
     def client_environment(self) -> dict[str, str]:
         """What ``ray job submit`` needs to know to reach this cluster."""

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from app.config.alerts import AlertConfig, NotifyConfig
 from app.config.compile import CompileConfig
@@ -28,9 +28,22 @@ class BatchingConfig(Section):
     """How requests are joined into one call of the engine; what is left out is as jobs.compile measured it."""
 
     max_batch_size: PositiveInt | None = Field(default=None, description="rows in a call of the engine, at most")
-    timeout_us: Annotated[int, Field(ge=0)] | None = Field(
-        default=None, description="microseconds that the first request of a batch waits for more"
+    preferred_batch_sizes: tuple[PositiveInt, ...] | None = Field(
+        default=None, description="rows at which a call waits for no more"
     )
+    timeout_us: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="microseconds that a request is held back for more, while the engine is free"
+    )
+    priority_levels: PositiveInt = Field(default=1, description="a request says its own; 1 is the most urgent")
+    default_priority: PositiveInt | None = Field(
+        default=None, description="of requests that say none; default: the last"
+    )
+
+    @model_validator(mode="after")
+    def _default_priority_is_a_level(self) -> Self:
+        if (given := self.default_priority or 1) > self.priority_levels:
+            raise ValueError(f"default_priority is {given}: expected 1 to priority_levels, {self.priority_levels}")
+        return self
 
 
 class ServeConfig(Section):
@@ -43,8 +56,14 @@ class ServeConfig(Section):
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
         default=None, description="default: the port that the local cluster chose, else 8000"
     )
+    grpc_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
+        default=None, description="default: the port that the local cluster chose, else 8001"
+    )
     batching: BatchingConfig = BatchingConfig()
-    queue_limit: PositiveInt = Field(default=256, description="requests a replica holds at once")
+    queue_limit: PositiveInt = Field(default=256, description="requests that wait in a replica; one more is refused")
+    request_timeout_s: PositiveFloat | None = Field(
+        default=None, description="seconds until an answer; a request that asks for less gets less"
+    )
     replicas: PositiveInt | None = Field(
         default=None, description="each serves every model; the last deployed recipe decides"
     )

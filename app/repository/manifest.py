@@ -88,9 +88,12 @@ class ServingDefaults(BaseModel):
         batching = config.batching
         replicas = config.replicas or self.replicas
         most = batching.max_batch_size or self.max_batch_size
+        preferred = batching.preferred_batch_sizes
+        if preferred is None:
+            preferred = tuple(size for size in self.preferred_batch_sizes if size <= most)
         return ServingDefaults(
             max_batch_size=most,
-            preferred_batch_sizes=tuple(size for size in self.preferred_batch_sizes if size <= most),
+            preferred_batch_sizes=preferred,
             timeout_us=self.timeout_us if batching.timeout_us is None else batching.timeout_us,
             replicas=replicas,
             threads=config.threads or max(1, self.replicas * self.threads // replicas),
@@ -125,8 +128,14 @@ class ModelCard(BaseModel):
         """How the model is served: as the recipe says, and where it says nothing as compile measured.
 
         Raises:
-            RecipeError: a batch may have more rows than the plan takes.
+            RecipeError: a batch may have more rows than the plan takes, or fewer than are preferred.
         """
+        most = config.batching.max_batch_size or self.serving.max_batch_size
+        if max(preferred := config.batching.preferred_batch_sizes or (1,)) > most:
+            raise RecipeError(
+                f"serve.batching.preferred_batch_sizes are {list(preferred)}: expected {most} at most, which is "
+                "max_batch_size"
+            )
         serving, built = self.serving.overridden(config), max(self.engine_key.profile.batch_sizes)
         if runs_plans(self.engine_key.engine) and serving.max_batch_size > built:
             raise RecipeError(

@@ -1,10 +1,9 @@
-"""Joining requests into calls of the engine."""
+"""Running many requests that are all there, in as few calls of an engine as their shapes allow."""
 
-from collections.abc import Iterator, Sequence
-
-import numpy as np
+from collections.abc import Hashable, Iterator, Sequence
 
 from app.engines.base import Engine
+from app.serving.batching.rows import cut, join, rows_of, shape_of
 from app.tensors import Tensors
 
 
@@ -13,44 +12,35 @@ def infer_together(engine: Engine, requests: Sequence[Tensors], most_rows: int) 
 
     Requests share a call if their rows are of one shape; one with more rows takes several calls.
     """
-    pieces = [(index, piece) for index, request in enumerate(requests) for piece in _cut(request, most_rows)]
+    pieces = [
+        (index, cut(request, start, start + most_rows))
+        for index, request in enumerate(requests)
+        for start in range(0, rows_of(request), most_rows)
+    ]
     answers: list[list[Tensors]] = [[] for _ in requests]
-    for members in _calls([piece for _, piece in pieces], most_rows):
-        given = [pieces[member][1] for member in members]
-        outputs = engine.infer(_joined(given))
-        ends = np.cumsum([_rows(piece) for piece in given])[:-1]
-        parts = {name: np.split(tensor, ends) for name, tensor in outputs.items()}
-        for place, member in enumerate(members):
-            answers[pieces[member][0]].append({name: parts[name][place] for name in parts})
-    return [_joined(each) for each in answers]
+    for members in _calls(pieces, most_rows):
+        outputs = engine.infer(join([piece for _, piece in members]))
+        start = 0
+        for index, piece in members:
+            stop = start + rows_of(piece)
+            answers[index].append(cut(outputs, start, stop))
+            start = stop
+    return [join(each) for each in answers]
 
 
-def _calls(requests: Sequence[Tensors], most_rows: int) -> Iterator[list[int]]:
-    """The indices of the requests of each call, each request's in order."""
-    groups: dict[tuple[tuple[int, ...], ...], list[int]] = {}
-    for index, request in enumerate(requests):
-        groups.setdefault(tuple(request[name].shape[1:] for name in sorted(request)), []).append(index)
+def _calls(pieces: Sequence[tuple[int, Tensors]], most_rows: int) -> Iterator[list[tuple[int, Tensors]]]:
+    """The pieces of each call, each request's in order."""
+    groups: dict[Hashable, list[tuple[int, Tensors]]] = {}
+    for index, piece in pieces:
+        groups.setdefault(shape_of(piece), []).append((index, piece))
     for group in groups.values():
-        call, rows = [group[0]], _rows(requests[group[0]])
-        for index in group[1:]:
-            more = _rows(requests[index])
+        call: list[tuple[int, Tensors]] = []
+        rows = 0
+        for index, piece in group:
+            more = rows_of(piece)
             if rows + more > most_rows:
                 yield call
                 call, rows = [], 0
-            call, rows = [*call, index], rows + more
+            call.append((index, piece))
+            rows += more
         yield call
-
-
-def _cut(request: Tensors, most_rows: int) -> Iterator[Tensors]:
-    for start in range(0, _rows(request), most_rows):
-        yield {name: tensor[start : start + most_rows] for name, tensor in request.items()}
-
-
-def _joined(parts: Sequence[Tensors]) -> Tensors:
-    if len(parts) == 1:
-        return parts[0]
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-def _rows(request: Tensors) -> int:
-    return len(next(iter(request.values())))

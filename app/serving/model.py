@@ -1,7 +1,6 @@
 """A version of a model in memory, with what it takes to answer a person."""
 
 import base64
-import binascii
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from app.data.classification import load_labels
 from app.data.examples import Input
 from app.data.processor import Processor
 from app.engines.base import Engine
-from app.errors import RequestError, StorageError
+from app.errors import EngineError, RequestError, StorageError
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
 from app.serving.engine import open_published
@@ -55,7 +54,7 @@ class LoadedModel:
             return given
         try:
             return base64.b64decode(given, validate=True)
-        except binascii.Error as error:
+        except ValueError as error:  # not base64, or not even ASCII
             raise RequestError(f"an image is not base64 ({error}): encode the content of a PNG or JPEG file") from error
 
     def decode(self, logits: NDArray[np.float32]) -> list[Prediction]:
@@ -68,13 +67,33 @@ class LoadedModel:
             for row in _softmax(logits)
         ]
 
+    def check(self, rows: int = 1) -> None:
+        """Run rows of ones.
 
-def load_model(storage: UPath, name: str, version: int, threads: int) -> LoadedModel:
-    """Fetch a version, verify it, load its engine and run it once.
+        Raises:
+            EngineError: the engine fails, or answers numbers that are not finite.
+            RequestError: it does not take what the processor makes.
+        """
+        blank = {
+            spec.name: np.ones(
+                [rows, *(spec.longest or 1 if size == -1 else size for size in spec.shape[1:])], spec.dtype
+            )
+            for spec in self.processor.inputs
+        }
+        for name, output in self.engine.infer(blank).items():
+            if not np.isfinite(output).all():
+                raise EngineError(
+                    f"model {self.manifest.name!r}, version {self.version}, answers {rows} rows of ones with {name!r} "
+                    "that is not finite: publish another version"
+                )
+
+
+def load_model(storage: UPath, name: str, version: int, threads: int, max_batch_size: int = 1) -> LoadedModel:
+    """Fetch a version, verify it, load its engine, and warm it up with one row and with a full batch.
 
     Raises:
         StorageError: the version is not there or was changed.
-        EngineError: this machine cannot run it with the numbers that were judged.
+        EngineError: this machine cannot run it with the numbers that were judged, or it answers no finite ones.
         RequestError: it does not take what its processor makes.
     """
     with tempfile.TemporaryDirectory(prefix="rayloom-model-") as temporary:
@@ -86,7 +105,12 @@ def load_model(storage: UPath, name: str, version: int, threads: int) -> LoadedM
             missing = Path(error.filename).name
             raise StorageError(f"model {name!r}, version {version}, has no {missing}: publish it again") from error
         model = LoadedModel(manifest, open_published(manifest, Path(temporary), threads), processor, labels)
-    model.engine.infer(_blank_row(processor))  # the first call allocates
+    try:
+        for rows in {1, max_batch_size}:  # the first calls compile and allocate
+            model.check(rows)
+    except BaseException:
+        model.engine.close()
+        raise
     return model
 
 
@@ -94,7 +118,3 @@ def _softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
     """Over the last axis. SciPy's takes 0.1 s to import, when every replica starts."""
     powers = np.exp(logits - logits.max(-1, keepdims=True))
     return powers / powers.sum(-1, keepdims=True)  # type: ignore[no-any-return]
-
-
-def _blank_row(processor: Processor) -> Tensors:
-    return {spec.name: np.ones([max(size, 1) for size in spec.shape], spec.dtype) for spec in processor.inputs}

@@ -11,23 +11,16 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import tritonclient.grpc
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
+from tritonclient.utils import InferenceServerException
 
 from app.config import DataConfig
 from app.data.sources import load_examples
-from tests.helpers import result_of, run
+from tests.helpers import run, submit
 
 DIGITS = ["recipes/digits.yaml", "train.epochs=8", "tune.trials=2", "tune.epochs=1"]
-
-
-def submit(cluster: dict[str, str], job: str, *arguments: str, succeeds: bool = True) -> dict[str, Any]:
-    """Plain 'ray job submit', as the README shows it."""
-    command = ["ray", "job", "submit", "--working-dir", ".", "--", "python", "-m", f"jobs.{job}", *arguments]
-    done = run(*command, environment=cluster)
-    assert (done.returncode == 0) is succeeds, done.stdout + done.stderr
-    shown = done.stdout.partition("Status message:")[0]  # Ray prints the log of a failed job once more
-    return result_of(shown)
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +85,18 @@ def test_infer_answers_tensors(endpoint: httpx.Client) -> None:
     assert (output["name"], output["shape"], len(output["data"])) == ("logits", [3, 10], 30)
 
 
+def test_grpc_answers_as_http_does(endpoint: httpx.Client, deployed: dict[str, Any]) -> None:
+    client = tritonclient.grpc.InferenceServerClient(deployed["artifacts"]["grpc"])
+    assert client.is_model_ready("digits")
+    given = tritonclient.grpc.InferInput("pixel_values", [3, 1, 8, 8], "FP32")
+    given.set_data_from_numpy(np.linspace(-1, 1, 3 * 64, dtype=np.float32).reshape(3, 1, 8, 8))
+    logits = client.infer("digits", [given]).as_numpy("logits")
+    expected = endpoint.post("/v2/models/digits/infer", json=pixels(3)).json()["outputs"][0]["data"]
+    assert np.allclose(logits.ravel(), expected, atol=1e-5)
+    with pytest.raises(InferenceServerException, match="'other' is not deployed"):
+        client.infer("other", [given])
+
+
 def test_predict_reads_pictures(endpoint: httpx.Client, pictures: tuple[list[bytes], list[str]]) -> None:
     inputs = [base64.b64encode(picture).decode() for picture in pictures[0][:32]]
     predictions = endpoint.post("/v1/models/digits/predict", json={"inputs": inputs}).json()["predictions"]
@@ -117,6 +122,15 @@ def test_requests_at_once_answer_as_alone(endpoint: httpx.Client, pictures: tupl
         together = list(pool.map(ask, pictures[0]))
     for one, other in zip(alone, together, strict=True):
         assert other == pytest.approx(one, abs=0.01)  # in bf16 a batch rounds as its kernel does
+
+
+def test_a_bad_request_does_not_spoil_those_it_shares_a_call_with(endpoint: httpx.Client) -> None:
+    def ask(index: int) -> int:
+        body = pixels(data=[3e38] * 64) if index == 3 else pixels()
+        return endpoint.post("/v2/models/digits/infer", json=body).status_code
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(8))) == [400 if index == 3 else 200 for index in range(8)]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +253,7 @@ def test_a_gate_that_does_not_hold_publishes_nothing(cluster: dict[str, str], de
     [
         ("train", "train.workers=64", "train.workers, of which there are 64, need 64 CPUs, and the cluster has"),
         ("deploy", "serve.cpus_per_replica=64 serve.replicas=1", "need 128 CPUs, and the cluster has"),
-        ("deploy", "serve.port=9", "serve.port is 9, on 127.0.0.1, and this cluster's endpoint listens on"),
+        ("deploy", "serve.port=9", "serve.port is 9 and serve.grpc_port "),
     ],
 )
 def test_a_submitted_job_that_is_refused_fails(

@@ -1,0 +1,315 @@
+"""Joining requests into calls of an engine."""
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+
+from app.errors import DeadlineError, OverloadError
+from app.serving.batching.latency import LatencyModel
+from app.serving.batching.policy import BatchingPolicy
+from app.serving.batching.queue import Group, Request, WaitingQueue
+from app.serving.batching.release import Batch, GiveUp, Hold, Part, release
+from app.serving.batching.rows import cut, join, rows_of, shape_of
+from app.serving.batching.statistics import BatchingStatistics, FailureReason, ReleaseReason
+from app.serving.batching.threads import EngineThreads, Infer, Outcome, Slots
+from app.tensors import Tensors
+
+_UNMEASURED_RETRY_S = 1.0
+"""When to come back if no call has ended yet."""
+
+
+class Batcher:
+    """Joins the requests that wait into one call whenever a slot of the engine is free.
+
+    All of it runs on one event loop, but for the engine's calls, each of which has a thread of its own. Arrivals of
+    one turn of the loop are joined even if the engine is idle.
+    """
+
+    def __init__(
+        self,
+        infer: Infer,
+        policy: BatchingPolicy,
+        slots: int = 1,
+        *,
+        threads: Callable[[Infer, int], Slots] = EngineThreads,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Make a batcher, for whichever loop uses it first.
+
+        Args:
+            infer: runs one batch; called from ``slots`` threads at once, with 1 to ``policy.max_batch_size`` rows.
+            slots: calls that the engine runs at once, its streams.
+            threads: makes what runs ``infer``.
+            clock: in seconds.
+        """
+        self._policy = policy
+        self._clock = clock
+        self._threads = threads(infer, slots)
+        self._slots = slots
+        self._queue = WaitingQueue(policy)
+        self._retries: deque[Batch] = deque()
+        self._running: dict[Batch, float] = {}  # and when each was started
+        self._latency = LatencyModel()  # of all shapes
+        self._statistics = BatchingStatistics()
+        self._numbers = count()
+        self._dispatching = False
+        self._held_s: float | None = None  # since when a free slot is kept idle
+        self._expiry_s = math.inf  # no request that waits is late before
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = math.inf
+        self._closed = False
+        self._drained = asyncio.Event()
+
+    @property
+    def statistics(self) -> BatchingStatistics:
+        """What was counted so far; it goes on counting."""
+        return self._statistics
+
+    @property
+    def waiting(self) -> int:
+        """Requests of which some rows are in no call yet."""
+        return self._queue.requests
+
+    @property
+    def backlog_s(self) -> float:
+        """How long the engine needs for what runs and what waits, as recent calls went; 0 if none has ended yet."""
+        now_s, most = self._clock(), self._policy.max_batch_size
+        running = sum(
+            max(0.0, self._latency.seconds(batch.rows) - (now_s - started_s))
+            for batch, started_s in self._running.items()
+        )
+        calls, rest = divmod(self._queue.rows, most)
+        waiting = calls * self._latency.seconds(most) + (self._latency.seconds(rest) if rest else 0.0)
+        return (running + waiting) / self._slots
+
+    async def infer(self, tensors: Tensors, *, priority: int = 0, timeout_s: float | None = None) -> Tensors:
+        """Run the rows of one request, together with others where that is possible.
+
+        A request that an engine's call has begun for is answered, be it late. Cancelling gives the place free at once.
+
+        Args:
+            tensors: of one row or more; a request with more than a call takes is cut, and its answer joined again.
+            priority: 1 is the most urgent; 0 and levels that there are not mean the default.
+            timeout_s: until the answer, from now on.
+
+        Raises:
+            RequestError: the tensors do not have the same rows.
+            OverloadError: the queue is full, or the batcher closed.
+            DeadlineError: the engine cannot run the request in time; it has not seen it.
+            Exception: what the engine raised for this request alone.
+        """
+        request = self._admit(tensors, priority, timeout_s)
+        try:
+            return await request.answer
+        except asyncio.CancelledError:
+            if request.answer.cancelled():
+                self._queue.remove(request)
+                self._count_failure(request, FailureReason.CANCELLED)
+            raise
+
+    async def close(self) -> None:
+        """Refuse new requests, and return when all that were admitted have been answered."""
+        self._closed = True
+        self._dispatch()
+        await self._drained.wait()
+        self._threads.close()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _admit(self, tensors: Tensors, priority: int, timeout_s: float | None) -> Request:
+        if self._closed:
+            raise self._refusal("the model is being unloaded: ask again, or another server", 0.0)
+        if (waiting := self._queue.requests) >= self._policy.queue_limit:
+            retry_after_s = self.backlog_s or _UNMEASURED_RETRY_S
+            raise self._refusal(f"{waiting} requests wait already: try again in {retry_after_s:.3g} s", retry_after_s)
+        rows, group, now_s = rows_of(tensors), self._queue.group(shape_of(tensors)), self._clock()
+        loop = asyncio.get_running_loop()
+        request = Request(
+            tensors,
+            rows,
+            self._policy.level(priority),
+            next(self._numbers),
+            now_s,
+            self._policy.deadline_s(now_s, timeout_s),
+            group,
+            loop.create_future(),
+        )
+        group.arrivals.arrived(now_s)
+        self._queue.put(request)
+        self._expiry_s = min(self._expiry_s, self._start_by_s(request))
+        if len(self._running) == self._slots:
+            self._wake_at(self._expiry_s, now_s)
+        elif not self._dispatching:
+            self._dispatching = True
+            loop.call_soon(self._dispatch)
+        return request
+
+    def _refusal(self, message: str, retry_after_s: float) -> OverloadError:
+        self._statistics.fail.add(0.0)
+        self._statistics.failures[FailureReason.REJECTED] += 1
+        return OverloadError(message, retry_after_s)
+
+    def _dispatch(self, due_s: float = 0.0) -> None:
+        """Give every free slot what it should run now. Times until ``due_s`` have come, whatever the clock says."""
+        self._dispatching = False
+        now_s = max(self._clock(), due_s)
+        self._expire(now_s)
+        wake_s = math.inf
+        while len(self._running) < self._slots and (chosen := self._next(now_s)) is not None:
+            if isinstance(chosen, Hold):
+                wake_s = chosen.until_s
+                if self._held_s is None:
+                    self._held_s = now_s
+                break
+            self._start(chosen, now_s)
+        self._wake_at(min(wake_s, self._expiry_s), now_s)
+        if self._closed and not (self._running or self._queue.requests or self._retries):
+            self._drained.set()
+
+    def _next(self, now_s: float) -> Batch | Hold | None:
+        """What a free slot runs, whose rows wait no more; when to ask again; or None if there is nothing."""
+        while self._retries:
+            batch = self._retries.popleft()
+            if parts := [part for part in batch.parts if self._still_wanted(part.request, now_s)]:
+                return Batch(batch.group, parts, ReleaseReason.RETRY)
+        while (group := self._queue.next()) is not None:
+            group.arrivals.slot_free(now_s)
+            chosen = release(group, self._policy, now_s, self._hold_until_s(group, now_s))
+            if isinstance(chosen, GiveUp):
+                for request in chosen.requests:
+                    self._fail(request, _late(request, now_s), FailureReason.DEADLINE)
+            elif isinstance(chosen, Batch) and (gone := _cancelled(chosen)):
+                for request in gone:
+                    self._queue.remove(request)
+            else:
+                return chosen
+        return None
+
+    def _hold_until_s(self, group: Group, now_s: float) -> float:
+        """How long a slot may be kept idle for a group: not at all while others wait, too."""
+        if self._closed or not self._policy.max_queue_delay_s or group.requests < self._queue.requests:
+            return -math.inf
+        return (now_s if self._held_s is None else self._held_s) + self._policy.max_queue_delay_s
+
+    def _still_wanted(self, request: Request, now_s: float) -> bool:
+        if request.deadline_s <= now_s:
+            self._fail(request, _late(request, now_s), FailureReason.DEADLINE)
+        return not request.answer.done()
+
+    def _start(self, batch: Batch, now_s: float) -> None:
+        self._statistics.releases[batch.reason] += 1
+        self._running[batch] = now_s
+        self._held_s = None
+        if batch.reason is not ReleaseReason.RETRY:
+            for part in batch.parts:
+                if part.start == 0:
+                    part.request.queue_s = now_s - part.request.arrived_s
+                self._queue.take(part.request, part.rows)
+        self._threads.start([part.tensors for part in batch.parts], partial(self._finish, batch))
+
+    def _finish(self, batch: Batch, outcome: Outcome) -> None:
+        """Free the slot of a call that has ended, and fill it again before the answers are given out."""
+        self._expire(self._clock())
+        del self._running[batch]
+        if not isinstance(outcome.answer, Exception):
+            self._learn(batch, outcome.seconds)
+            self._dispatch()
+            self._give_out(batch, outcome.answer, outcome.seconds)
+        elif len(batch.parts) > 1:
+            half = len(batch.parts) // 2
+            for parts in (batch.parts[:half], batch.parts[half:]):
+                self._retries.append(Batch(batch.group, parts, ReleaseReason.RETRY))
+            self._dispatch()
+        else:
+            self._fail(batch.parts[0].request, outcome.answer, FailureReason.ENGINE)
+            self._dispatch()
+
+    def _give_out(self, batch: Batch, outputs: Tensors, seconds: float) -> None:
+        """Give each request its own rows."""
+        self._statistics.batches[batch.rows].add(seconds)
+        start = 0
+        for part in batch.parts:
+            stop = start + part.rows
+            if not part.request.answer.done():
+                part.request.compute_s += seconds
+                self._answer(part, outputs if len(batch.parts) == 1 else cut(outputs, start, stop))
+            start = stop
+
+    def _answer(self, part: Part, outputs: Tensors) -> None:
+        request = part.request
+        if part.rows < request.rows:
+            request.answers[part.start] = outputs
+            request.answered += part.rows
+            if request.answered < request.rows:
+                return
+            outputs = join([request.answers[start] for start in sorted(request.answers)])
+        request.answer.set_result(outputs)
+        self._statistics.success.add(self._clock() - request.arrived_s)
+        self._statistics.queue.add(request.queue_s)
+        self._statistics.compute_infer.add(request.compute_s)
+        self._statistics.inferences += request.rows
+
+    def _fail(self, request: Request, error: Exception, reason: FailureReason) -> None:
+        """Give up a request, and the rest of its rows, unless somebody else has."""
+        if not request.answer.done():
+            self._queue.remove(request)
+            request.answer.set_exception(error)
+            self._count_failure(request, reason)
+
+    def _count_failure(self, request: Request, reason: FailureReason) -> None:
+        self._statistics.fail.add(self._clock() - request.arrived_s)
+        self._statistics.failures[reason] += 1
+
+    def _learn(self, batch: Batch, seconds: float) -> None:
+        self._latency.observe(batch.rows, seconds)
+        batch.group.latency.observe(batch.rows, seconds)
+        batch.group.arrivals.answered(sum(part.stop == part.request.rows for part in batch.parts))
+
+    def _start_by_s(self, request: Request) -> float:
+        """When a call for this request alone would have to start, at the latest."""
+        rows = min(request.rows - request.taken, self._policy.max_batch_size)
+        return request.deadline_s - request.group.latency.seconds(rows)
+
+    def _expire(self, now_s: float) -> None:
+        """Fail what can no longer be answered in time.
+
+        While a slot is free that is only what is late already: the rest is tried, so that an engine which has become
+        faster is noticed.
+        """
+        if now_s < self._expiry_s:
+            return
+        busy = len(self._running) == self._slots
+        for request in list(self._queue):
+            if now_s >= (self._start_by_s(request) if busy else request.deadline_s):
+                self._fail(request, _late(request, now_s), FailureReason.DEADLINE)
+        self._expiry_s = min(map(self._start_by_s, self._queue), default=math.inf)
+
+    def _wake_at(self, when_s: float, now_s: float) -> None:
+        """Dispatch at some time at the latest; earlier does no harm."""
+        if when_s >= self._timer_s:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_s = when_s
+        self._timer = asyncio.get_running_loop().call_later(when_s - now_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        due_s, self._timer, self._timer_s = self._timer_s, None, math.inf
+        self._dispatch(due_s)
+
+
+def _cancelled(batch: Batch) -> list[Request]:
+    """Whose tasks were cancelled in this turn of the loop, and have not run since."""
+    return [part.request for part in batch.parts if part.request.answer.done()]
+
+
+def _late(request: Request, now_s: float) -> DeadlineError:
+    waited_s, allowed_s = now_s - request.arrived_s, request.deadline_s - request.arrived_s
+    return DeadlineError(
+        f"the request waited for {waited_s:.3g} s and cannot be answered within {allowed_s:.3g} s of its arrival: "
+        "try again later, or allow more time"
+    )

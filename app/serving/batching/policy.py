@@ -1,0 +1,55 @@
+"""The knobs of batching."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BatchingPolicy:
+    """When waiting requests become one call of the engine; the knobs are those of Triton's dynamic batcher.
+
+    Raises:
+        ValueError: a number is out of its range; it is named.
+    """
+
+    max_batch_size: int
+    """Rows of a call, at most."""
+    preferred_batch_sizes: tuple[int, ...] = ()
+    """Rows at which a call does not wait for more; what goes beyond the largest of them is left for the next call."""
+    max_queue_delay_s: float = 0.0
+    """How long a request may be held back for others to join it while the engine is free."""
+    priority_levels: int = 1
+    """1 is the most urgent. Less urgent requests run only with or after all that are more urgent."""
+    default_priority: int = 1
+    """The level of a request that names none."""
+    queue_limit: int = 256
+    """Requests that wait; one more is refused."""
+    default_timeout_s: float | None = None
+    """From a request's arrival until its answer; a request may ask for less, not for more. None: no bound."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "priority_levels", "queue_limit"):
+            if (given := getattr(self, name)) < 1:
+                raise ValueError(f"{name} is {given}: expected 1 or more")
+        if not all(1 <= size <= self.max_batch_size for size in self.preferred_batch_sizes):
+            raise ValueError(
+                f"preferred_batch_sizes are {list(self.preferred_batch_sizes)}: expected 1 to max_batch_size, "
+                f"{self.max_batch_size}"
+            )
+        if not 1 <= self.default_priority <= self.priority_levels:
+            raise ValueError(
+                f"default_priority is {self.default_priority}: expected 1 to priority_levels, {self.priority_levels}"
+            )
+        if not 0 <= self.max_queue_delay_s < math.inf:
+            raise ValueError(f"max_queue_delay_s is {self.max_queue_delay_s}: expected 0 or more")
+        if self.default_timeout_s is not None and not self.default_timeout_s > 0:
+            raise ValueError(f"default_timeout_s is {self.default_timeout_s}: expected more than 0, or None")
+
+    def level(self, priority: int) -> int:
+        """The level of a request: the default one for 0 and for levels that there are not, as in Triton."""
+        return priority if 1 <= priority <= self.priority_levels else self.default_priority
+
+    def deadline_s(self, arrived_s: float, timeout_s: float | None) -> float:
+        """When a request must be answered: the earlier of its own bound and the server's; inf without either."""
+        bounds = [bound for bound in (timeout_s, self.default_timeout_s) if bound is not None]
+        return arrived_s + min(bounds, default=math.inf)

@@ -1,0 +1,124 @@
+"""Requests that wait for the engine."""
+
+import asyncio
+from collections import deque
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+
+from app.serving.batching.arrivals import Arrivals
+from app.serving.batching.latency import LatencyModel
+from app.serving.batching.policy import BatchingPolicy
+from app.tensors import Tensors
+
+_MOST_GROUPS = 64
+"""Shapes whose latency is remembered while no request of theirs waits."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One that was admitted. Times are in seconds of the batcher's clock."""
+
+    tensors: Tensors
+    rows: int
+    level: int
+    number: int
+    arrived_s: float
+    deadline_s: float
+    group: "Group"
+    answer: asyncio.Future[Tensors]
+    taken: int = 0
+    """Rows that calls were made of."""
+    answers: dict[int, Tensors] = field(default_factory=dict)
+    """Of a request that takes several calls, by their first rows."""
+    answered: int = 0
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+
+    @property
+    def waits(self) -> bool:
+        """Whether some of its rows are in no call yet."""
+        return self.taken < self.rows
+
+
+class Group:
+    """The requests of one shape, which can be joined."""
+
+    def __init__(self, policy: BatchingPolicy) -> None:
+        self.latency = LatencyModel()
+        self.arrivals = Arrivals(longest_s=4 * policy.max_queue_delay_s)
+        self.levels: list[deque[Request]] = [deque() for _ in range(policy.priority_levels)]
+
+    def __iter__(self) -> Iterator[Request]:
+        """What waits: the most urgent first, and the oldest of these."""
+        for level in self.levels:
+            yield from level
+
+    @property
+    def head(self) -> Request | None:
+        """What is next."""
+        return next(iter(self), None)
+
+    @property
+    def requests(self) -> int:
+        """How many wait."""
+        return sum(map(len, self.levels))
+
+
+class WaitingQueue:
+    """Requests by shape, level and arrival."""
+
+    def __init__(self, policy: BatchingPolicy) -> None:
+        self._policy = policy
+        self._groups: dict[Hashable, Group] = {}
+        self.requests = 0
+        self.rows = 0
+
+    def __iter__(self) -> Iterator[Request]:
+        for group in self._groups.values():
+            yield from group
+
+    def group(self, shape: Hashable) -> Group:
+        """The group of a shape, which may be new."""
+        if (group := self._groups.get(shape)) is None:
+            if len(self._groups) >= _MOST_GROUPS:
+                self._forget()
+            group = self._groups[shape] = Group(self._policy)
+        return group
+
+    def put(self, request: Request) -> None:
+        """Add a request as the last of its level."""
+        request.group.levels[request.level - 1].append(request)
+        self.requests += 1
+        self.rows += request.rows
+
+    def take(self, request: Request, rows: int) -> None:
+        """Give some rows of a request to a call; with the last of them it waits no more."""
+        request.taken += rows
+        self.rows -= rows
+        if not request.waits:
+            self._leave(request)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request, if it still waits."""
+        if request.waits:
+            self.take(request, request.rows - request.taken)
+
+    def next(self) -> Group | None:
+        """The group of the oldest among the most urgent requests; None if nothing waits."""
+        heads = [head for group in self._groups.values() if (head := group.head)] if self.requests else []
+        return min(heads, key=lambda head: (head.level, head.number)).group if heads else None
+
+    def _leave(self, request: Request) -> None:
+        level = request.group.levels[request.level - 1]
+        if level[0] is request:
+            level.popleft()
+        else:
+            level.remove(request)
+        self.requests -= 1
+
+    def _forget(self) -> None:
+        """Drop the shape that was new longest ago, of those that none waits of."""
+        for shape, group in self._groups.items():
+            if group.head is None:
+                del self._groups[shape]
+                return

@@ -1,0 +1,75 @@
+"""What a batcher counts."""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class ReleaseReason(StrEnum):
+    """Why a call was made when it was, and not with more rows later."""
+
+    FULL = "full"
+    """As many rows as a call takes."""
+    PREFERRED = "preferred"
+    """A preferred number of rows."""
+    IDLE = "idle"
+    """A slot of the engine was free, and waiting for more rows did not pay."""
+    DELAY = "delay"
+    """The oldest request had waited for the longest queue delay."""
+    DEADLINE = "deadline"
+    """A request would have been late in a larger or later call."""
+    RETRY = "retry"
+    """Part of a call that failed."""
+
+
+class FailureReason(StrEnum):
+    """Why a request got no answer."""
+
+    REJECTED = "rejected"
+    """The queue was full, or the batcher closed."""
+    DEADLINE = "deadline"
+    """Its deadline passed, or would have, before the engine could run it."""
+    CANCELLED = "cancelled"
+    """Whoever asked went away."""
+    ENGINE = "engine"
+    """The engine failed on it."""
+
+
+@dataclass
+class Durations:
+    """How many there were, and how long they took together."""
+
+    count: int = 0
+    ns: int = 0
+
+    def add(self, seconds: float) -> None:
+        """One more."""
+        self.count += 1
+        self.ns += round(seconds * 1e9)
+
+
+@dataclass
+class BatchingStatistics:
+    """Sums since the batcher was made, as the statistics extension of the Open Inference Protocol has them.
+
+    ``success``, ``fail``, ``queue`` and ``compute_infer`` count requests, and the last two only those that succeeded:
+    from arrival until the first of its rows is handed to the engine, and the calls that its rows were in.
+    """
+
+    success: Durations = field(default_factory=Durations)
+    fail: Durations = field(default_factory=Durations)
+    queue: Durations = field(default_factory=Durations)
+    compute_infer: Durations = field(default_factory=Durations)
+    inferences: int = 0
+    """Rows of the requests that succeeded."""
+    batches: defaultdict[int, Durations] = field(default_factory=lambda: defaultdict(Durations))
+    """The engine's calls that succeeded, by their rows."""
+    releases: Counter[ReleaseReason] = field(default_factory=Counter)
+    """All calls, by why they were made."""
+    failures: Counter[FailureReason] = field(default_factory=Counter)
+    """Requests, by why they failed."""
+
+    @property
+    def executions(self) -> int:
+        """The engine's calls that succeeded."""
+        return sum(batches.count for batches in self.batches.values())

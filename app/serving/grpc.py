@@ -1,0 +1,171 @@
+"""An endpoint over gRPC: the methods of ``inference.GRPCInferenceService``.
+
+https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/open_inference_grpc.proto
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+
+from google.protobuf.message import Message
+from grpc import StatusCode
+from tritonclient.grpc import service_pb2 as pb
+
+from app.serving.endpoint import Endpoint
+from app.serving.protocol.grpc import read_infer, write_infer, write_stream_error, write_stream_infer
+from app.serving.protocol.grpc_management import (
+    read_index,
+    read_load,
+    read_unload,
+    write_index,
+    write_model_config,
+    write_model_metadata,
+    write_model_ready,
+    write_server_live,
+    write_server_metadata,
+    write_server_ready,
+    write_statistics,
+)
+from app.serving.protocol.infer import InferResponse
+from app.serving.protocol.management import ModelReady, ServerLive, ServerReady, Statistics
+from app.serving.protocol.model_config import model_config
+from app.serving.refusal import refusal
+
+SERVICER = "tritonclient.grpc.service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server"
+"""What registers the service with a server, as an import path."""
+
+
+class Context(Protocol):
+    """Of a call, as far as it is needed here."""
+
+    def set_code(self, code: StatusCode) -> None:
+        """How the call ends."""
+
+    def set_details(self, details: str) -> None:
+        """Why."""
+
+
+Given = TypeVar("Given")
+Answer = TypeVar("Answer", bound=Message)
+
+
+def _answers(
+    kind: type[Answer],
+) -> Callable[[Callable[[Any, Given], Awaitable[Answer]]], Callable[[Any, Given, Context], Awaitable[Answer]]]:
+    """Tell an error as the status of the call, and answer an empty message."""
+
+    def decorate(
+        method: Callable[[Any, Given], Awaitable[Answer]],
+    ) -> Callable[[Any, Given, Context], Awaitable[Answer]]:
+        async def call(service: Any, request: Given, grpc_context: Context) -> Answer:
+            try:
+                return await method(service, request)
+            except Exception as error:
+                told = refusal(error)
+                grpc_context.set_code(told.grpc)
+                grpc_context.set_details(told.message)
+                empty: Answer = kind()
+                return empty
+
+        call.__doc__ = method.__doc__  # not all of 'wraps': Serve looks in the signature for 'grpc_context'
+        return call
+
+    return decorate
+
+
+class GrpcMethods:
+    """The service. Its methods have the protocol's names, and take its messages."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    @_answers(pb.ServerLiveResponse)
+    async def ServerLive(self, _: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
+        """The server runs."""
+        return write_server_live(ServerLive(live=True))
+
+    @_answers(pb.ServerReadyResponse)
+    async def ServerReady(self, _: pb.ServerReadyRequest) -> pb.ServerReadyResponse:
+        """Every model is loaded: a server with one that is not gets no requests."""
+        return write_server_ready(ServerReady(ready=True))
+
+    @_answers(pb.ServerMetadataResponse)
+    async def ServerMetadata(self, _: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
+        """Name and version of the server."""
+        return write_server_metadata(self._endpoint.metadata)
+
+    @_answers(pb.ModelReadyResponse)
+    async def ModelReady(self, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
+        """Whether a model is loaded."""
+        return write_model_ready(
+            ModelReady(name=request.name, ready=self._endpoint.serves(request.name, request.version or None))
+        )
+
+    @_answers(pb.ModelMetadataResponse)
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
+        """What a model takes and gives."""
+        return write_model_metadata(self._endpoint.find(request.name, request.version or None).metadata)
+
+    @_answers(pb.ModelConfigResponse)
+    async def ModelConfig(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
+        """How a model is configured, in Triton's words."""
+        served = self._endpoint.find(request.name, request.version or None)
+        return write_model_config(model_config(served.model.manifest))
+
+    @_answers(pb.ModelStatisticsResponse)
+    async def ModelStatistics(self, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
+        """What a model, or every model, has done since it was loaded."""
+        models = [self._endpoint.find(request.name, request.version or None)] if request.name else self._endpoint.models
+        return write_statistics(Statistics(model_stats=[each.statistics for each in models]))
+
+    @_answers(pb.RepositoryIndexResponse)
+    async def RepositoryIndex(self, request: pb.RepositoryIndexRequest) -> pb.RepositoryIndexResponse:
+        """Every model that is served."""
+        read_index(request)
+        return write_index(self._endpoint.index)
+
+    @_answers(pb.RepositoryModelLoadResponse)
+    async def RepositoryModelLoad(self, request: pb.RepositoryModelLoadRequest) -> pb.RepositoryModelLoadResponse:
+        """See Endpoint.load."""
+        read_load(request)
+        self._endpoint.load(request.model_name)
+        return pb.RepositoryModelLoadResponse()
+
+    @_answers(pb.RepositoryModelUnloadResponse)
+    async def RepositoryModelUnload(self, request: pb.RepositoryModelUnloadRequest) -> pb.RepositoryModelUnloadResponse:
+        """See Endpoint.unload."""
+        read_unload(request)
+        self._endpoint.unload(request.model_name)
+        return pb.RepositoryModelUnloadResponse()
+
+    @_answers(pb.ModelInferResponse)
+    async def ModelInfer(self, request: pb.ModelInferRequest) -> pb.ModelInferResponse:
+        """Tensors in, tensors out."""
+        return write_infer(await self._infer(request))
+
+    async def ModelStreamInfer(
+        self, request_stream: AsyncIterator[pb.ModelInferRequest], grpc_context: Context
+    ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
+        """The same for a stream of requests, answered in their order; one that is refused does not end the stream."""
+        async for request in request_stream:
+            try:
+                yield write_stream_infer(await self._infer(request))
+            except Exception as error:
+                yield write_stream_error(refusal(error).message, request.id)
+
+    async def _infer(self, message: pb.ModelInferRequest) -> InferResponse:
+        served = self._endpoint.find(message.model_name, message.model_version or None)
+        return await served.infer(read_infer(message, served.model.processor.inputs))
+
+
+def _not_spoken(name: str, answer: type[Message]) -> Callable[[Any, Any, Context], Awaitable[Message]]:
+    async def call(service: Any, request: Any, grpc_context: Context) -> Message:
+        grpc_context.set_code(StatusCode.UNIMPLEMENTED)
+        grpc_context.set_details(f"{name} is not spoken here")
+        return answer()
+
+    return call
+
+
+for _method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
+    if not hasattr(GrpcMethods, _method.name):  # shared memory, tracing, log settings
+        setattr(GrpcMethods, _method.name, _not_spoken(_method.name, getattr(pb, _method.output_type.name)))

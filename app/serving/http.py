@@ -1,0 +1,192 @@
+"""An endpoint over HTTP: the Open Inference Protocol, natural input for people, and a page that describes both.
+
+https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_rest.md
+"""
+
+import asyncio
+import math
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from app.errors import OverloadError, RayloomError, RequestError, RequestTooLargeError
+from app.serving.endpoint import Endpoint
+from app.serving.protocol.bodies import ErrorBody, parse_body
+from app.serving.protocol.limits import LIMITS
+from app.serving.protocol.management import (
+    IndexRequest,
+    LoadRequest,
+    ModelIndex,
+    ModelMetadata,
+    ServerMetadata,
+    Statistics,
+    UnloadRequest,
+)
+from app.serving.protocol.model_config import config_json, model_config
+from app.serving.protocol.natural import PredictRequest, PredictResponse
+from app.serving.protocol.rest import read_infer, write_infer
+from app.serving.refusal import refusal
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+_INFER = re.compile("/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
+_RECEIVE_TIMEOUT_S = 30.0
+"""For a body. Who sends more slowly would keep a place that others wait for."""
+
+
+class HttpApi:
+    """The ASGI application. Inference, which is asked most, passes by the framework that the other routes have."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._others = _routes(endpoint)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        path = _INFER.fullmatch(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if path is None:
+            await self._others(scope, receive, send)
+        else:
+            await self._infer(path[1], path[2], scope, receive, send)
+
+    async def _infer(self, name: str, version: str | None, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
+            body = await _read_body(receive)
+            served = self._endpoint.find(name, version)
+            request = read_infer(body, headers, name, version, served.model.processor.inputs, LIMITS)
+            response = await served.infer(request)
+            content, response_headers = write_infer(response, request, headers.get("accept-encoding", ""))
+        except Exception as error:
+            await _refused(error)(scope, receive, send)
+            return
+        raw = [(key.encode("latin-1"), value.encode("latin-1")) for key, value in response_headers.items()]
+        raw.append((b"content-length", b"%d" % len(content)))
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        await send({"type": "http.response.body", "body": content})
+
+
+async def _read_body(receive: Receive, most_bytes: int = LIMITS.body_bytes) -> bytes:
+    """The body.
+
+    Raises:
+        RequestTooLargeError: it is larger, as soon as that is known.
+        RequestError: the client went away in the middle of it.
+        TimeoutError: it does not come in time.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_RECEIVE_TIMEOUT_S):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise RequestError("the connection was closed before the body ended: send all of it")
+                part: bytes = message.get("body", b"")
+                if len(body) + len(part) > most_bytes:
+                    raise RequestTooLargeError(f"the body is larger than {most_bytes} bytes: send less in a request")
+                if not message.get("more_body"):
+                    return bytes(body + part) if body else part
+                body += part
+    except TimeoutError:
+        raise TimeoutError(f"the body did not come within {_RECEIVE_TIMEOUT_S:g} s: send it faster") from None
+
+
+def _refused(error: Exception) -> JSONResponse:
+    told = refusal(error)
+    headers = {"retry-after": str(math.ceil(error.retry_after_s))} if isinstance(error, OverloadError) else None
+    return JSONResponse(ErrorBody(error=told.message).model_dump(), told.http, headers)
+
+
+def _routes(endpoint: Endpoint) -> FastAPI:
+    """Everything but inference."""
+    api = FastAPI(
+        title="Rayloom", version=endpoint.metadata.version, description="Open Inference Protocol v2, all but infer"
+    )
+
+    @api.exception_handler(RayloomError)
+    @api.exception_handler(TimeoutError)
+    @api.exception_handler(Exception)
+    async def _tell(_: Request, error: Exception) -> JSONResponse:
+        return _refused(error)
+
+    @api.exception_handler(HTTPException)
+    async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
+        unknown = f"no {request.method} {request.scope['path']} here: see /docs"
+        detail = unknown if error.detail == "Not Found" else error.detail
+        return JSONResponse({"error": detail}, error.status_code, error.headers)
+
+    @api.get("/v2/health/live")
+    @api.get("/v2/health/ready")
+    async def health() -> Response:
+        """The server runs, and every model is loaded."""
+        return Response()
+
+    @api.get("/v2")
+    async def server_metadata() -> ServerMetadata:
+        """Name and version of the server."""
+        return endpoint.metadata
+
+    @api.post("/v2/repository/index")
+    async def repository_index(request: Request) -> list[ModelIndex]:
+        """Every model that is served, and its version."""
+        parse_body(IndexRequest, await _read_body(request.receive))
+        return endpoint.index
+
+    @api.post("/v2/repository/models/{name}/load")
+    async def load(name: str, request: Request) -> Response:
+        """Nothing to do, if the model is served."""
+        parse_body(LoadRequest, await _read_body(request.receive))
+        endpoint.load(name)
+        return Response()
+
+    @api.post("/v2/repository/models/{name}/unload")
+    async def unload(name: str, request: Request) -> Response:
+        """Refused: models are deployed for all replicas at once."""
+        parse_body(UnloadRequest, await _read_body(request.receive))
+        endpoint.unload(name)
+        return Response()
+
+    @api.get("/v2/models/stats")
+    async def all_statistics() -> Statistics:
+        """What every model has done since it was loaded."""
+        return Statistics(model_stats=[each.statistics for each in endpoint.models])
+
+    @api.get("/v2/models/{name}/stats")
+    @api.get("/v2/models/{name}/versions/{version}/stats")
+    async def statistics(name: str, version: str | None = None) -> Statistics:
+        """What a model has done since it was loaded."""
+        return Statistics(model_stats=[endpoint.find(name, version).statistics])
+
+    @api.get("/v2/models/{name}/config")
+    @api.get("/v2/models/{name}/versions/{version}/config")
+    async def config(name: str, version: str | None = None) -> dict[str, Any]:
+        """How a model is configured, in Triton's words."""
+        return config_json(model_config(endpoint.find(name, version).model.manifest))
+
+    @api.get("/v2/models/{name}/ready")
+    @api.get("/v2/models/{name}/versions/{version}/ready")
+    async def model_ready(name: str, version: str | None = None) -> Response:
+        """The model is loaded."""
+        endpoint.find(name, version)
+        return Response()
+
+    @api.get("/v2/models/{name}")
+    @api.get("/v2/models/{name}/versions/{version}")
+    async def model_metadata(name: str, version: str | None = None) -> ModelMetadata:
+        """What a model takes and gives."""
+        return endpoint.find(name, version).metadata
+
+    @api.post("/v1/models/{name}/predict")
+    async def predict(name: str, request: Request) -> PredictResponse:
+        """Texts or base64 images in, labels with scores out."""
+        body = await _read_body(request.receive, LIMITS.json_bytes)
+        return await endpoint.find(name).predict(parse_body(PredictRequest, body))
+
+    return api

@@ -1,0 +1,46 @@
+"""How the endpoint tells an error, over HTTP and over gRPC."""
+
+import logging
+from dataclasses import dataclass
+
+from grpc import StatusCode
+
+from app.errors import (
+    DataError,
+    DeadlineError,
+    NotServedError,
+    OverloadError,
+    RequestError,
+    RequestTooLargeError,
+)
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What a client is told."""
+
+    http: int
+    grpc: StatusCode
+    message: str
+
+
+_STATUS: dict[type[Exception], tuple[int, StatusCode]] = {
+    RequestTooLargeError: (413, StatusCode.RESOURCE_EXHAUSTED),
+    RequestError: (400, StatusCode.INVALID_ARGUMENT),
+    DataError: (400, StatusCode.INVALID_ARGUMENT),
+    NotServedError: (404, StatusCode.NOT_FOUND),
+    OverloadError: (503, StatusCode.UNAVAILABLE),
+    DeadlineError: (504, StatusCode.DEADLINE_EXCEEDED),
+    TimeoutError: (408, StatusCode.DEADLINE_EXCEEDED),
+}
+
+
+def refusal(error: Exception) -> Refusal:
+    """What to tell of an error. What nobody foresaw is logged, and nothing of it told."""
+    for kind, (http, grpc) in _STATUS.items():
+        if isinstance(error, kind):
+            return Refusal(http, grpc, str(error))
+    LOG.error("a request failed", exc_info=error)
+    return Refusal(500, StatusCode.INTERNAL, "internal error: see the replica's log in the Ray dashboard")

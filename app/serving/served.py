@@ -1,0 +1,149 @@
+"""A version behind an endpoint: what is asked of it is joined, run and answered."""
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from app.errors import OverloadError, RequestError
+from app.serving.batching.batcher import Batcher
+from app.serving.batching.policy import BatchingPolicy
+from app.serving.batching.statistics import Durations
+from app.serving.model import LoadedModel
+from app.serving.protocol.answer import answer, check_outputs
+from app.serving.protocol.infer import InferRequest, InferResponse
+from app.serving.protocol.management import (
+    BatchStatistics,
+    Duration,
+    InferenceStatistics,
+    ModelMetadata,
+    ModelStatistics,
+    TensorMetadata,
+)
+from app.serving.protocol.natural import PredictRequest, PredictResponse
+from app.tensors import OUTPUT, Tensors, check_tensors
+
+MAX_ROWS = 1024
+"""Of a request, which takes several calls of the engine if a call takes fewer."""
+
+
+class ServedModel:
+    """A loaded model whose waiting requests share calls of its engine."""
+
+    def __init__(self, model: LoadedModel, policy: BatchingPolicy) -> None:
+        self.model = model
+        self._policy = policy
+        self._batcher = Batcher(model.engine.infer, policy)
+        # Of its own: where health checks run, many texts that are being encoded would keep these waiting.
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
+        self._encoding = 0
+        self._unused = asyncio.Event()
+        self._unused.set()
+        self._last_inference_ms = 0
+
+    async def infer(self, request: InferRequest) -> InferResponse:
+        """Answer a request of the protocol; the errors are those of ``run``."""
+        check_outputs(request, self.model.engine.signature.outputs)
+        timeout_us = request.parameters.timeout_us
+        outputs = await self.run(
+            request.inputs,
+            priority=request.parameters.priority,
+            timeout_s=None if timeout_us is None else timeout_us / 1e6,
+        )
+        return answer(request, self.model.version, outputs, {OUTPUT: self.model.labels})
+
+    async def predict(self, request: PredictRequest) -> PredictResponse:
+        """Answer with labels; the errors are those of ``run``, and DataError of what cannot be read."""
+        arrived_s, most = time.monotonic(), self._policy.default_timeout_s
+        _check_rows("inputs", 1 if isinstance(request.inputs, str) else len(request.inputs))
+        tensors = await self._encode(request.inputs)
+        outputs = await self.run(tensors, timeout_s=None if most is None else most - (time.monotonic() - arrived_s))
+        return PredictResponse(
+            model_name=self.model.manifest.name,
+            model_version=self.model.version,
+            predictions=self.model.decode(outputs[OUTPUT]),
+        )
+
+    async def _encode(self, inputs: str | list[str]) -> Tensors:
+        """Tensors of natural inputs. Raises OverloadError if as many requests are being read as may wait."""
+        if self._encoding >= self._policy.queue_limit:
+            raise OverloadError(f"{self._encoding} requests are being read already: try again later", 1.0)
+        self._encoding += 1
+        self._unused.clear()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._encoder, self.model.encode, inputs)
+        finally:
+            self._encoding -= 1
+            if not self._encoding:
+                self._unused.set()
+
+    async def run(self, tensors: Tensors, *, priority: int = 0, timeout_s: float | None = None) -> Tensors:
+        """Run one request among others.
+
+        Raises:
+            RequestError: a tensor is not what the model takes, or the model has no finite answer to it.
+            OverloadError: as many requests wait as the queue holds.
+            DeadlineError: the answer would be too late.
+            EngineError: the engine failed.
+        """
+        specs = self.model.processor.inputs
+        check_tensors(tensors, specs)
+        _check_rows(f"input {specs[0].name!r}", len(tensors[specs[0].name]))
+        outputs = await self._batcher.infer(tensors, priority=priority, timeout_s=timeout_s)
+        self._last_inference_ms = round(time.time() * 1e3)
+        for name, output in outputs.items():
+            if not np.isfinite(output).all():
+                raise RequestError(
+                    f"output {name!r} is not finite for these inputs: give finite numbers, and full rows"
+                )
+        return outputs
+
+    @property
+    def metadata(self) -> ModelMetadata:
+        """What the model takes and gives."""
+        return ModelMetadata(
+            name=self.model.manifest.name,
+            versions=[self.model.version],
+            platform=self.model.platform,
+            inputs=[TensorMetadata.of(spec) for spec in self.model.processor.inputs],
+            outputs=[TensorMetadata.of(spec) for spec in self.model.engine.signature.outputs],
+        )
+
+    @property
+    def statistics(self) -> ModelStatistics:
+        """What it has done since it was loaded."""
+        counted = self._batcher.statistics
+        return ModelStatistics(
+            name=self.model.manifest.name,
+            version=self.model.version,
+            last_inference=self._last_inference_ms,
+            inference_count=counted.inferences,
+            execution_count=counted.executions,
+            inference_stats=InferenceStatistics(
+                success=_duration(counted.success),
+                fail=_duration(counted.fail),
+                queue=_duration(counted.queue),
+                compute_infer=_duration(counted.compute_infer),
+            ),
+            batch_stats=[
+                BatchStatistics(batch_size=rows, compute_infer=_duration(calls))
+                for rows, calls in sorted(counted.batches.items())
+            ],
+        )
+
+    async def close(self) -> None:
+        """Answer what was asked, then give the engine's memory back."""
+        await self._unused.wait()  # who has encoded goes on to the batcher before this does
+        await self._batcher.close()
+        self._encoder.shutdown()
+        await asyncio.to_thread(self.model.engine.close)
+
+
+def _check_rows(what: str, rows: int) -> None:
+    if rows > MAX_ROWS:
+        raise RequestError(f"{what} has {rows} rows: at most {MAX_ROWS} in one request")
+
+
+def _duration(durations: Durations) -> Duration:
+    return Duration(count=durations.count, ns=durations.ns)

@@ -1,0 +1,152 @@
+"""What clients of the endpoint notice when parts of it die, change or are asked too much."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+
+from tests.helpers import submit, wait_until
+from tests.launch import Cluster
+from tests.load import Load, load
+from tests.tables import Faults
+
+pytestmark = pytest.mark.faults
+
+DIGITS = ["recipes/digits.yaml", "name=held", "tune=null", "train.epochs=3", "serve.replicas=2"]
+BODY = {
+    "inputs": [
+        {
+            "name": "pixel_values",
+            "shape": [1, 1, 8, 8],
+            "datatype": "FP32",
+            "data": np.linspace(-1, 1, 64).tolist(),
+        }
+    ]
+}
+KILLS = 5
+
+
+@pytest.fixture(scope="module")
+def deployed(cluster: dict[str, str]) -> dict[str, Any]:
+    """Two replicas."""
+    return submit(cluster, "lifecycle", *DIGITS)
+
+
+@pytest.fixture
+def url(deployed: dict[str, Any]) -> str:
+    return f"{deployed['artifacts']['http']}/v2/models/held/infer"
+
+
+@pytest.fixture
+def replicas(cluster: dict[str, str], deployed: dict[str, Any]) -> Iterator[Cluster]:
+    """The cluster, with both replicas in it before and after."""
+    there = Cluster(cluster)
+    wait_until(lambda: len(running(there)) == 2)
+    yield there
+    wait_until(lambda: len(running(there)) == 2)
+
+
+def running(cluster: Cluster) -> list[psutil.Process]:
+    return cluster.processes("ServeReplica:rayloom:ModelServer")
+
+
+def told(sent: Load) -> str:
+    """What became of the requests, but for those that were answered."""
+    failed = ", ".join(f"{count} {status}" for status, count in sent.statuses.items() if status != 200)
+    return f"{len(sent.failed)} of {len(sent.answers)} failed{f' ({failed})' if failed else ''}"
+
+
+def kill(process: psutil.Process) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+
+
+def test_a_killed_replica_costs_what_it_was_answering(replicas: Cluster, url: str, faults: Faults) -> None:
+    injected = f"SIGKILL of 1 of 2 replicas, {KILLS} times, at 40 requests/s"
+    with faults("S1", injected, "those in flight fail; 2 again in 15 s") as fault:
+        back_s = []
+        with load(url, BODY, 40) as sent:
+            for _ in range(KILLS):
+                time.sleep(2)
+                kill(running(replicas)[0])
+                killed_s = time.monotonic()
+                wait_until(lambda: len(running(replicas)) == 1)
+                wait_until(lambda: len(running(replicas)) == 2)
+                back_s.append(time.monotonic() - killed_s)
+            time.sleep(2)
+        fault.saw(f"{told(sent)}; 2 again after {max(back_s):.1f} s")
+        assert len(sent.failed) <= 2 * KILLS
+        assert max(back_s) <= 15
+
+
+@pytest.mark.parametrize(
+    ("word", "bound_s"),
+    [("ServeController", 0.0), ("HAProxyManager", 5.0), ("/haproxy", 5.0)],
+    ids=lambda each: str(each),
+)
+def test_requests_are_answered_while_what_steers_them_is_started_again(
+    replicas: Cluster, url: str, faults: Faults, word: str, bound_s: float
+) -> None:
+    with faults(
+        "S3", f"SIGKILL of {word.strip('/')} at 40 requests/s", f"no answer for {bound_s:g} s at most"
+    ) as fault:
+        with load(url, BODY, 40) as sent:
+            time.sleep(2)
+            found = replicas.processes(word)
+            for process in found:
+                kill(process)
+            killed_s = time.monotonic()
+            time.sleep(10 + bound_s)
+        away_s = max((each.sent_s - killed_s for each in sent.failed), default=0.0)
+        fault.saw(f"{told(sent)}, up to {away_s:.1f} s after")
+        assert found
+        assert not sent.failed if bound_s == 0 else away_s <= bound_s
+
+
+def test_a_version_that_is_damaged_never_answers_and_the_old_one_does(
+    replicas: Cluster, cluster: dict[str, str], url: str, deployed: dict[str, Any], faults: Faults
+) -> None:
+    first = deployed["artifacts"]["model"].rpartition("/")[2]
+    second = submit(cluster, "compile", *DIGITS)["artifacts"]["model"].rpartition("/")[2]
+    model = Path(cluster["RAYLOOM_STORAGE"]) / "models/held" / second / "model.onnx"
+    whole = model.read_bytes()
+    model.write_bytes(whole[:-100])
+    with faults("S4", "deploy of a version whose file is cut, at 40 requests/s", "0 errors; the old one") as fault:
+        with load(url, BODY, 40) as sent:
+            assert submit(cluster, "deploy", *DIGITS, f"serve.version={second}", succeeds=False)["status"] == "failed"
+        fault.saw(told(sent))
+        assert not sent.failed
+        assert {each.version for each in sent.answers} == {first}
+    model.write_bytes(whole)
+    with faults("S5", "deploy of another version, and back, at 40 requests/s", "0 errors") as fault:
+        with load(url, BODY, 40) as sent:
+            for version in (second, first):
+                submit(cluster, "deploy", *DIGITS, f"serve.version={version}")
+        fault.saw(told(sent))
+        assert not sent.failed
+        assert {each.version for each in sent.answers} == {first, second}
+
+
+def test_more_than_can_be_answered_is_refused_at_once(
+    replicas: Cluster, cluster: dict[str, str], url: str, faults: Faults
+) -> None:
+    wide = {"inputs": [{**BODY["inputs"][0], "shape": [1024, 1, 8, 8], "data": np.zeros(1024 * 64).tolist()}]}
+    submit(cluster, "deploy", *DIGITS, "serve.queue_limit=2")
+    before = sum(process.memory_info().rss for process in running(replicas))
+    with faults("S7", "as many rows as 2 replicas cannot answer, for 10 s", "200, or 503 with Retry-After") as fault:
+        with load(url, wide, 40) as sent:
+            time.sleep(10)
+        grown = sum(process.memory_info().rss for process in running(replicas)) - before
+        fault.saw(f"{told(sent)}; memory {grown / 2**20:+.0f} MiB")
+        assert set(sent.statuses) == {200, 503}
+        assert all(each.retry_after for each in sent.failed)
+        assert grown <= 64 * 2**20
+    answer = httpx.post(url, json=BODY)
+    assert answer.status_code == 200
+    submit(cluster, "deploy", *DIGITS)

@@ -1,0 +1,65 @@
+"""An endpoint behind real servers on loopback, in a thread of this process."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+import uvicorn
+from tritonclient.grpc.service_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
+
+from app.serving.endpoint import Endpoint
+from app.serving.grpc import GrpcMethods
+from app.serving.http import HttpApi
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where an endpoint answers."""
+
+    endpoint: Endpoint
+    http: str
+    """``host:port``, as for gRPC."""
+    grpc: str
+    loop: asyncio.AbstractEventLoop
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """On the endpoint's own loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+
+
+@contextmanager
+def serving() -> Iterator[Server]:
+    """Servers for an endpoint that has no models yet."""
+    loop, endpoint = asyncio.new_event_loop(), Endpoint()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(HttpApi(endpoint), log_config=None, lifespan="off"))
+
+    async def start() -> tuple[asyncio.Task[None], grpc.aio.Server, int]:
+        rpc = grpc.aio.server(options=[("grpc.max_receive_message_length", 64 * 2**20)])
+        add_GRPCInferenceServiceServicer_to_server(GrpcMethods(endpoint), rpc)
+        port = rpc.add_insecure_port("127.0.0.1:0")
+        await rpc.start()
+        return asyncio.create_task(server.serve([listener])), rpc, port
+
+    http, rpc, port = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
+    try:
+        yield Server(endpoint, f"127.0.0.1:{listener.getsockname()[1]}", f"127.0.0.1:{port}", loop)
+    finally:
+
+        async def stop() -> None:
+            server.should_exit = True
+            await http
+            await rpc.stop(None)
+
+        asyncio.run_coroutine_threadsafe(stop(), loop).result(60)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()

@@ -1,0 +1,233 @@
+"""An endpoint as clients meet it: HTTP and gRPC, asked by Triton's own clients, and versions that change under load."""
+
+import threading
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+from tritonclient.utils import InferenceServerException
+from upath import UPath
+
+from app.data.classification import save_labels
+from app.engines.architecture import architecture_of
+from app.errors import EngineError
+from app.repository.repository import Repository
+from app.serving.batching.policy import BatchingPolicy
+from app.serving.config import EndpointConfig, ServedModelConfig
+from app.tensors import OUTPUT, Tensor, Tensors
+from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, exported, rows
+from tests.helpers import wait_until
+from tests.publishing import CARD
+from tests.serving import Server, serving
+
+LABELS = ["bad", "neither", "good"]
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> UPath:
+    """With versions 1 and 2 of the model 'toy', which are alike, and 3, whose file is no model."""
+    folder = tmp_path_factory.mktemp("serving")
+    files = folder / "files"
+    files.mkdir()
+    PROCESSOR.save(UPath(files))
+    save_labels(LABELS, UPath(files))
+    key = {"engine": "onnxruntime", "engine_version": "of another day", "architecture": architecture_of("cpu", "fp32")}
+    card = CARD.model_copy(
+        update={
+            "engine_key": CARD.engine_key.model_copy(update=key),
+            "inputs": tuple(map(Tensor.of, SIGNATURE.inputs)),
+            "outputs": tuple(map(Tensor.of, SIGNATURE.outputs)),
+        }
+    )
+    for content in (exported(), exported(), b"no model"):
+        (files / "model.onnx").write_bytes(content)
+        Repository(UPath(folder / "storage")).publish("toy", UPath(files), card)
+    return UPath(folder / "storage")
+
+
+def config(storage: UPath, version: int = 1, **knobs: Any) -> EndpointConfig:
+    policy = BatchingPolicy(**{"max_batch_size": 8, "queue_limit": 64, **knobs})
+    model = ServedModelConfig(storage=str(storage), version=version, threads=1, policy=policy)
+    return EndpointConfig.model_validate_json(EndpointConfig(models={"toy": model}).model_dump_json())  # as Ray does
+
+
+@pytest.fixture(scope="module")
+def server(storage: UPath) -> Iterator[Server]:
+    with serving() as started:
+        started.run(started.endpoint.update(config(storage)))
+        yield started
+
+
+def body(tensors: Tensors, **parameters: object) -> dict[str, object]:
+    """Of ``infer``, in JSON."""
+    inputs = [
+        {"name": name, "shape": list(tensor.shape), "datatype": "INT64", "data": tensor.ravel().tolist()}
+        for name, tensor in tensors.items()
+    ]
+    return {"inputs": inputs, "parameters": parameters}
+
+
+def asked(library: ModuleType, tensors: Tensors, **options: bool) -> list[Any]:
+    """The inputs of one of Triton's clients."""
+    inputs = [library.InferInput(name, list(tensor.shape), "INT64") for name, tensor in tensors.items()]
+    for each in inputs:
+        each.set_data_from_numpy(tensors[each.name()], **options)
+    return inputs
+
+
+def expected(tensors: Tensors, server: Server) -> np.ndarray:
+    return server.endpoint.find("toy").model.engine.infer(tensors)[OUTPUT]
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_tritons_http_client_works_unchanged(server: Server, binary: bool) -> None:
+    client, tensors = tritonclient.http.InferenceServerClient(server.http), rows(3)
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("toy")
+    assert {"binary_tensor_data", "statistics"} <= set(client.get_server_metadata()["extensions"])
+    assert client.get_model_metadata("toy")["inputs"][0] == {
+        "name": "input_ids",
+        "datatype": "INT64",
+        "shape": [-1, -1],
+    }
+    assert client.get_model_config("toy")["max_batch_size"] == 32
+    assert client.get_model_repository_index() == [{"name": "toy", "version": "1", "state": "READY", "reason": ""}]
+    inputs = asked(tritonclient.http, tensors, binary_data=binary)
+    wanted = [tritonclient.http.InferRequestedOutput(OUTPUT, binary_data=binary)]
+    before = client.get_inference_statistics("toy")["model_stats"][0]["inference_count"]
+    answer = client.infer("toy", inputs, request_id="7", outputs=wanted, request_compression_algorithm="gzip")
+    assert answer.get_response()["id"] == "7"
+    assert np.allclose(answer.as_numpy(OUTPUT), expected(tensors, server), atol=1e-5)
+    assert client.get_inference_statistics("toy")["model_stats"][0]["inference_count"] == before + 3
+    classes = client.infer("toy", inputs, outputs=[tritonclient.http.InferRequestedOutput(OUTPUT, class_count=1)])
+    best = [LABELS[index] for index in expected(tensors, server).argmax(1)]
+    assert [each.decode().rpartition(":")[2] for each in classes.as_numpy(OUTPUT).ravel()] == best
+    with pytest.raises(InferenceServerException, match="is not deployed"):
+        client.get_model_metadata("other")
+
+
+def test_tritons_grpc_client_works_unchanged(server: Server) -> None:
+    client, tensors = tritonclient.grpc.InferenceServerClient(server.grpc), rows(3)
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("toy")
+    assert not client.is_model_ready("other")
+    assert client.get_model_metadata("toy").platform == "onnxruntime_onnx"
+    assert client.get_model_config("toy").config.max_batch_size == 32
+    assert [each.name for each in client.get_model_repository_index().models] == ["toy"]
+    inputs = asked(tritonclient.grpc, tensors)
+    assert np.allclose(client.infer("toy", inputs).as_numpy(OUTPUT), expected(tensors, server), atol=1e-5)
+    assert client.get_inference_statistics("toy").model_stats[0].inference_count >= 3
+    client.load_model("toy")
+    for ask, status in (
+        (lambda: client.infer("other", inputs), "NOT_FOUND"),
+        (lambda: client.infer("toy", inputs[:1]), "INVALID_ARGUMENT"),
+        (lambda: client.unload_model("toy"), "INVALID_ARGUMENT"),
+        (lambda: client.load_model("other"), "NOT_FOUND"),
+    ):
+        with pytest.raises(InferenceServerException) as refused:
+            ask()
+        assert refused.value.status() == f"StatusCode.{status}"
+
+
+def test_a_stream_of_grpc_requests_is_answered_in_order_and_outlives_a_bad_one(server: Server) -> None:
+    client, told, done = tritonclient.grpc.InferenceServerClient(server.grpc), [], threading.Semaphore(0)
+
+    def note(result: object, error: object) -> None:
+        told.append(error or result)
+        done.release()
+
+    client.start_stream(note)
+    for count, model in ((1, "toy"), (2, "other"), (3, "toy")):
+        client.async_stream_infer(model, asked(tritonclient.grpc, rows(count)))
+    for _ in range(3):
+        assert done.acquire(timeout=30)
+    client.stop_stream()
+    assert [len(each.as_numpy(OUTPUT)) for each in (told[0], told[2])] == [1, 3]
+    assert "'other' is not deployed" in str(told[1])
+
+
+def test_a_version_that_changes_under_load_loses_no_request(server: Server, storage: UPath) -> None:
+    answers: list[tuple[int, str]] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        with httpx.Client(base_url=f"http://{server.http}") as client:
+            while not stop.is_set():
+                answer = client.post("/v1/models/toy/predict", json={"inputs": TEXTS[:2]})
+                answers.append((answer.status_code, answer.json().get("model_version", answer.text)))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for version in (2, 1, 2, 1):
+        server.run(server.endpoint.update(config(storage, version)))
+        before = len(answers)
+        wait_until(lambda: (200, str(version)) in answers[before:])  # noqa: B023 # it is over before they change
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert {status for status, _ in answers} == {200}
+    assert {version for _, version in answers} == {"1", "2"}
+
+
+def test_a_version_that_cannot_be_loaded_leaves_the_old_one(server: Server, storage: UPath) -> None:
+    before = server.endpoint.config
+    with pytest.raises(EngineError):
+        server.run(server.endpoint.update(config(storage, 3)))
+    assert server.endpoint.config == before
+    answer = httpx.post(f"http://{server.http}/v1/models/toy/predict", json={"inputs": "good"})
+    assert (answer.status_code, answer.json()["model_version"]) == (200, "1")
+    server.run(server.endpoint.check())
+
+
+def test_overload_is_refused_at_once_and_says_when_to_come_back(storage: UPath) -> None:
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        answers.append(httpx.post(f"http://{server.http}/v2/models/toy/infer", json=body(rows(64, 32)), timeout=60))
+
+    with serving() as server:
+        server.run(server.endpoint.update(config(storage, max_batch_size=1, queue_limit=1)))
+        threads = [threading.Thread(target=ask) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert {each.status_code for each in answers} == {200, 503}
+    refused = [each for each in answers if each.status_code == 503]
+    assert all(int(each.headers["retry-after"]) >= 1 for each in refused)
+    assert all("wait already" in each.json()["error"] for each in refused)
+
+
+def test_a_request_that_cannot_be_answered_in_time_is_told_so(server: Server) -> None:
+    answer = httpx.post(f"http://{server.http}/v2/models/toy/infer", json=body(rows(1), timeout=1))
+    assert answer.status_code == 504
+    assert "cannot be answered within" in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "status", "words"),
+    [
+        ("/v1/models/toy/predict", {"inputs": ["a"] * 1025}, 400, "inputs has 1025 rows: at most 1024"),
+        ("/v2/models/%2e%2e%2f/infer", {}, 404, "/v2/models/..//infer"),
+        ("/v2/nothing?\xff", {}, 404, "no POST /v2/nothing here"),
+        ("/v2/repository/models/toy/unload", {}, 400, "until jobs.deploy changes that"),
+    ],
+)
+def test_odd_requests_are_refused(server: Server, path: str, content: object, status: int, words: str) -> None:
+    answer = httpx.post(f"http://{server.http}{path}", json=content)
+    assert answer.status_code == status
+    assert words in answer.json()["error"]
+
+
+def test_what_grpc_does_not_speak_is_said_so(server: Server) -> None:
+    with pytest.raises(InferenceServerException, match="SystemSharedMemoryStatus is not spoken here") as refused:
+        tritonclient.grpc.InferenceServerClient(server.grpc).get_system_shared_memory_status()
+    assert refused.value.status() == "StatusCode.UNIMPLEMENTED"

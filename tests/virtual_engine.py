@@ -1,0 +1,125 @@
+"""An engine whose calls take time that nobody waits for: the event loop puts its clock forward instead."""
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from app.serving.batching.batcher import Batcher
+from app.serving.batching.policy import BatchingPolicy
+from app.serving.batching.threads import Done, Infer, Outcome, call
+from app.tensors import Tensors
+
+Result = TypeVar("Result")
+
+
+class _Selector(selectors.DefaultSelector):
+    """Does not wait, but puts the clock forward by as much."""
+
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        events = super().select(0)
+        if not events:
+            assert timeout is not None, "everything waits, and no timer will wake it"
+            self.now_s += timeout
+        return events
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Its clock starts at 0 s."""
+
+    def __init__(self) -> None:
+        self._virtual = _Selector()
+        super().__init__(self._virtual)
+
+    def time(self) -> float:
+        return self._virtual.now_s
+
+
+def run(main: Coroutine[Any, Any, Result]) -> Result:
+    """Run to the end in virtual time."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
+
+
+def row(value: float, rows: int = 1, length: int = 1) -> Tensors:
+    """A request whose rows are all of one value."""
+    return {"x": np.full((rows, length), float(value))}
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What became of a request, and when."""
+
+    at_s: float
+    values: list[float] | None = None
+    error: Exception | None = None
+
+
+class VirtualEngine:
+    """Answers twice what it is given, and notes each call. It fails on a call with a negative value in it.
+
+    Calls of n rows take ``row_s * n + call_s`` seconds.
+    """
+
+    def __init__(self, call_s: float, row_s: float = 0.0) -> None:
+        self.call_s = call_s
+        self.row_s = row_s
+        self.started_s: list[float] = []
+        self.calls: list[list[float]] = []
+        """The values of each."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """The rows of each call."""
+        return [len(values) for values in self.calls]
+
+    def infer(self, tensors: Tensors) -> Tensors:
+        """As the batcher wants it."""
+        x = tensors["x"]
+        self.started_s.append(round(asyncio.get_running_loop().time(), 6))
+        self.calls.append([float(value) for value in x[:, 0]])
+        if (x < 0).any():
+            raise FloatingPointError(f"{x.min()} is negative")
+        return {"twice": 2 * x}
+
+    def batcher(self, slots: int = 1, **knobs: Any) -> Batcher:
+        """One in front of this engine, for the running loop."""
+        clock = asyncio.get_running_loop().time
+        return Batcher(self.infer, BatchingPolicy(**knobs), slots, threads=self._slots, clock=clock)
+
+    def _slots(self, infer: Infer, slots: int) -> "_VirtualSlots":
+        return _VirtualSlots(infer, lambda rows: self.row_s * rows + self.call_s)
+
+
+class _VirtualSlots:
+    def __init__(self, infer: Infer, seconds: Callable[[int], float]) -> None:
+        self._infer = infer
+        self._seconds = seconds
+
+    def start(self, parts: Sequence[Tensors], done: Done) -> None:
+        answer: Tensors | Exception
+        try:
+            answer = call(self._infer, parts)
+        except Exception as error:
+            answer = error
+        seconds = self._seconds(sum(len(part["x"]) for part in parts))
+        asyncio.get_running_loop().call_later(seconds, done, Outcome(answer, seconds))
+
+    def close(self) -> None:
+        pass
+
+
+async def ask(batcher: Batcher, at_s: float, tensors: Tensors, **options: Any) -> Answered:
+    """Send a request at some time, and say what became of it."""
+    loop = asyncio.get_running_loop()
+    await asyncio.sleep(at_s - loop.time())
+    try:
+        outputs = await batcher.infer(tensors, **options)
+    except Exception as error:
+        return Answered(round(loop.time(), 6), error=error)
+    return Answered(round(loop.time(), 6), [float(value) for value in outputs["twice"][:, 0]])
