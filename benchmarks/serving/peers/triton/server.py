@@ -1,0 +1,68 @@
+"""NVIDIA Triton with an ONNX file: the server that the wheel ``nvidia-pytriton`` carries, on a model repository.
+
+The wheel has no ONNX Runtime backend; ``model.py`` beside this file calls ONNX Runtime from the Python backend.
+"""
+
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import onnxruntime as ort
+
+CONFIG = """name: "model"
+backend: "python"
+max_batch_size: {size}
+input [{inputs}]
+output [{outputs}]
+instance_group [{{ kind: KIND_CPU count: 1 }}]
+"""
+BATCHING = "dynamic_batching {{ max_queue_delay_microseconds: {wait_us} }}\n"
+TYPES = {"tensor(float)": "TYPE_FP32", "tensor(int64)": "TYPE_INT64"}
+
+
+def tensors(specs):
+    """Triton leaves the first axis out; a size that varies is -1."""
+    sizes = {each.name: [size if isinstance(size, int) else -1 for size in each.shape[1:]] for each in specs}
+    return ", ".join(
+        f'{{ name: "{each.name}" data_type: {TYPES[each.type]} dims: {sizes[each.name]} }}' for each in specs
+    )
+
+
+def write_repository(folder):
+    session = ort.InferenceSession(os.environ["MODEL_FILE"], providers=["CPUExecutionProvider"])
+    size = int(os.environ["MAX_BATCH_SIZE"])
+    config = CONFIG.format(size=size, inputs=tensors(session.get_inputs()), outputs=tensors(session.get_outputs()))
+    if size > 1:
+        config += BATCHING.format(wait_us=os.environ["MAX_WAIT_US"])
+    (folder / "model/1").mkdir(parents=True)
+    (folder / "model/config.pbtxt").write_text(config)
+    shutil.copy(Path(__file__).with_name("model.py"), folder / "model/1/model.py")
+
+
+def main():
+    (package,) = importlib.util.find_spec("pytriton").submodule_search_locations
+    triton, repository = Path(package) / "tritonserver", Path(tempfile.mkdtemp(dir=os.getcwd()))
+    write_repository(repository)
+    stub = f"python_backend_stubs/{sys.version_info.major}.{sys.version_info.minor}/triton_python_backend_stub"
+    shutil.copy(triton / stub, repository / "model")  # of this Python, beside the model that runs in it
+    os.environ["LD_LIBRARY_PATH"] = f"{triton / 'external_libs'}:{os.environ.get('LD_LIBRARY_PATH', '')}"
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    os.execv(
+        triton / "bin/tritonserver",
+        [
+            "tritonserver",
+            f"--model-repository={repository}",
+            f"--backend-directory={triton / 'backends'}",
+            "--http-address=127.0.0.1",
+            f"--http-port={os.environ['PORT']}",
+            "--allow-grpc=false",
+            "--allow-metrics=false",
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()

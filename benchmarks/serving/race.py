@@ -1,0 +1,119 @@
+"""Servers in turn: one runs at a time, so that none takes a core from another."""
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.rounds import turns
+from benchmarks.serving.contenders import Contender
+from benchmarks.serving.workloads import Workload
+from benchmarks.serving.wrk import Load, drive
+from benchmarks.spread import Spread
+
+CONNECTIONS = (1, 16, 64)
+_WARM_UP_S = 1.0
+
+Loads = Mapping[int, Load]
+"""By the number of connections."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One contender's rounds."""
+
+    setting: str
+    sent: str
+    rounds: Sequence[Loads]
+
+    def rate(self, connections: int) -> Spread:
+        """Good answers a second."""
+        return Spread(tuple(each[connections].rate for each in self.rounds))
+
+    def p50_ms(self, connections: int) -> Spread:
+        """Of a request."""
+        return Spread(tuple(each[connections].p50_ms for each in self.rounds))
+
+    def p99_ms(self, connections: int) -> Spread:
+        """Of a request."""
+        return Spread(tuple(each[connections].p99_ms for each in self.rounds))
+
+    def errors(self, connections: int) -> int:
+        """Of all rounds."""
+        return sum(each[connections].errors for each in self.rounds)
+
+
+@dataclass(frozen=True)
+class Race:
+    """All rounds of one workload."""
+
+    results: Mapping[str, Result]
+    """By the contender's name."""
+
+    loops: Mapping[str, Spread]
+    """Rows a second of bare engines, by name."""
+
+    absent: Mapping[str, str]
+    """Contenders that did not run, and why."""
+
+    def fastest(self, names: Sequence[str], connections: int) -> str | None:
+        """Which of them gave the most good answers; None if none of them ran."""
+        ran = [name for name in names if name in self.results]
+        return max(ran, key=lambda name: self.results[name].rate(connections).median, default=None)
+
+
+def race(
+    contenders: Sequence[Contender],
+    workload: Workload,
+    loops: Mapping[str, Callable[[], float]],
+    num_rounds: int,
+    seconds: float,
+) -> Race:
+    """Time every contender ``num_rounds`` times; each round begins with the bare engines, then with another contender.
+
+    Args:
+        seconds: of load at each number of connections.
+    """
+    by_name = {each.name: each for each in contenders}
+    done: dict[str, list[Loads]] = {name: [] for name in by_name}
+    rates: dict[str, list[float]] = {name: [] for name in loops}
+    absent: dict[str, str] = {}
+    for number, order in enumerate(turns(list(by_name), num_rounds), start=1):
+        for name, measure in loops.items():
+            rates[name].append(measure())
+            print(f"round {number}: {name}: {rates[name][-1]:.0f} rows/s", flush=True)
+        for name in order:
+            if name in absent:
+                continue
+            try:
+                done[name].append(take_turn(by_name[name], workload, seconds))
+                print(f"round {number}: {name}: {_line(done[name][-1])}", flush=True)
+            except RuntimeError as error:
+                absent[name] = str(error)
+                print(f"round {number}: {name}: left out: {error}", flush=True)
+    return Race(
+        {
+            name: Result(each.setting, str(each.wire), done[name])
+            for name, each in by_name.items()
+            if name not in absent
+        },
+        {name: Spread(tuple(values)) for name, values in rates.items()},
+        absent,
+    )
+
+
+def take_turn(contender: Contender, workload: Workload, seconds: float) -> Loads:
+    """Start it, check its answers, warm it up and load it. Raises RuntimeError, and ServerError as one of them."""
+    requests = workload.requests(contender.wire)
+    with tempfile.TemporaryDirectory(prefix="rb-", dir="/tmp") as folder, contender.serve(Path(folder)) as url:
+        workload.check(url, contender.wire, contender.tolerance)
+        drive(url, requests, max(CONNECTIONS), _WARM_UP_S)
+        return {connections: drive(url, requests, connections, seconds) for connections in CONNECTIONS}
+
+
+def _line(loads: Loads) -> str:
+    return "; ".join(
+        f"{connections} connections {load.rate:.0f}/s, p50 {load.p50_ms:.2f} ms, p99 {load.p99_ms:.2f} ms"
+        + (f", {load.errors} errors" if load.errors else "")
+        for connections, load in loads.items()
+    )

@@ -1,0 +1,96 @@
+"""RESULTS.md: what was reached, beside the goals."""
+
+from pathlib import Path
+
+from benchmarks.machine import machine, today, versions
+from benchmarks.markdown import table
+from benchmarks.serving.findings import Findings, Raced
+from benchmarks.serving.goals import goals
+from benchmarks.serving.race import CONNECTIONS, Result
+from benchmarks.spread import Spread
+
+_PACKAGES = ("rayloom", "ray", "onnxruntime", "openvino", "torch")
+
+_HOW = """
+## How
+
+One server runs at a time; in a round they take turns, and each round begins with another. Each is started anew, asked
+for every row by several clients at once, its answers are compared with those of ONNX Runtime run directly, then it is
+warmed up and loaded by wrk: one thread, so many connections, each of which sends its next request once the last one is
+answered; it takes turns through the rows. Percentiles are wrk's, in steps of a microsecond, in which a pause that held
+up a connection counts as often as requests would have been sent meanwhile. Errors are answers with status 400 or more,
+broken connections and waits over 10 s. One replica each, one thread for each engine. A bare loop calls the engine in a
+process of its own, with the batch size that gives most."""
+
+
+def report(found: Findings, picture: Path) -> str:
+    """The whole of RESULTS.md.
+
+    Args:
+        picture: of the sweep, beside the report.
+    """
+    sections = [_title(found), _goals(found), *map(_race, found.races.values()), _sweep(found, picture), _HOW]
+    return "\n\n".join(section.strip() for section in sections if section) + "\n"
+
+
+def _title(found: Findings) -> str:
+    return f"""
+# Serving: results
+
+`make bench-serving`, {today()}, {found.minutes:.0f} minutes, {found.num_rounds} rounds, {found.seconds:g} s of load at
+each number of connections. {machine()}, shared between the server and wrk, which makes the load.
+{versions(_PACKAGES)}; {", ".join(found.versions)}.
+Load average over 1, 5 and 15 minutes: {found.load_before} before, {found.load_after} after. Anything above
+0.5 before means that other work took part of the cores, and that single numbers are worth little."""
+
+
+def _goals(found: Findings) -> str:
+    rows = [(each.what, each.goal, each.reached, each.verdict) for each in goals(found)]
+    return (
+        table(("what", "goal", "reached", ""), rows)
+        + "\n\nOf each round the ratio, of the rounds the median, with the least and the most. The best peer is the "
+        "one with the most good answers a second at that number of connections."
+    )
+
+
+def _race(raced: Raced) -> str:
+    race = raced.race
+    header = ("server", "connections", "good answers/s", "p50, ms", "p99, ms", "errors")
+    rows = [
+        (
+            name,
+            str(connections),
+            _whole(result.rate(connections)),
+            str(result.p50_ms(connections)),
+            str(result.p99_ms(connections)),
+            str(result.errors(connections)),
+        )
+        for name, result in race.results.items()
+        for connections in CONNECTIONS
+    ]
+    loops = [(name, "", _whole(rate), "", "", "") for name, rate in race.loops.items()]
+    settings = "".join(f"\n- **{name}**: {_setting(result)}" for name, result in race.results.items())
+    absent = "".join(f"\n- **{name}** was left out: {why}" for name, why in race.absent.items())
+    return f"## {raced.title}\n\n{table(header, [*rows, *loops])}\n{settings}{absent}"
+
+
+def _setting(result: Result) -> str:
+    return f"{result.setting}; sent {result.sent}"
+
+
+def _whole(rate: Spread) -> str:
+    return f"{rate.median:.0f} ({min(rate.values):.0f} to {max(rate.values):.0f})"
+
+
+def _sweep(found: Findings, picture: Path) -> str:
+    if not found.sweep:
+        return ""
+    best = max(found.sweep, key=lambda setting: found.sweep[setting].rate)
+    return f"""
+## Preferred size, largest size, delay
+
+![Good answers a second by the settings of batching]({picture.name})
+
+The encoder's variant that compile chose, with 64 connections; below each rate the median of one connection alone.
+The highest rate: {best.max_size} rows at most, {best.preferred or "no size"} preferred, a delay of {best.delay_us} µs.
+{sum(each.errors for each in found.sweep.values())} errors in all settings together."""
