@@ -7,15 +7,16 @@ from pathlib import Path
 
 from benchmarks.serving.contenders import Contender
 from benchmarks.serving.loops import best_rate
-from benchmarks.serving.models import Models
-from benchmarks.serving.peers import ALONE, EAGER, SERVERS, Batching, Peer
+from benchmarks.serving.models import Models, ServedModel
+from benchmarks.serving.peers import ALONE, BENTOML, EAGER, SERVERS, Batching, Peer
 from benchmarks.serving.rayloom import Rayloom
 from benchmarks.serving.workloads import Workload, workload
 
 RAYLOOM, BATCHING_OFF, CHOSEN = "Rayloom", "Rayloom, batching off", "Rayloom, compile's choice"
 SAME_FILE_LOOP, CHOSEN_LOOP = "bare loop, the same file", "bare loop, compile's choice"
 
-_JOINED = Batching(max_size=16, wait_us=1000)
+_BATCHES = {BENTOML: Batching(max_size=16)}
+_BATCH = Batching(max_size=16, wait_us=1000)
 _OFF = ("serve.batching={max_batch_size: 1, timeout_us: 0}",)
 
 
@@ -46,7 +47,7 @@ def tiny_cnn(models: Models, environments: Path) -> Case:
     return Case(
         "cnn",
         "Tiny CNN",
-        [Peer(server, models.cnn, batching, environments) for server in SERVERS for batching in (ALONE, _JOINED)],
+        _peers(models.cnn, environments),
         [Rayloom(RAYLOOM, models.cnn)],
         workload(models.cnn.onnx, models.pictures),
         {SAME_FILE_LOOP: partial(best_rate, models.cnn, models.pictures)},
@@ -59,7 +60,7 @@ def encoder(models: Models, environments: Path) -> Case:
     return Case(
         "encoder",
         "Sentence encoder, 32 tokens",
-        [Peer(server, models.encoder, batching, environments) for server in SERVERS for batching in (ALONE, _JOINED)],
+        _peers(models.encoder, environments),
         [
             Rayloom(RAYLOOM, models.encoder),
             Rayloom(BATCHING_OFF, models.encoder, _OFF),
@@ -83,6 +84,15 @@ def texts(models: Models, environments: Path) -> Case:
         workload(models.encoder.onnx, models.texts),
         {},
     )
+
+
+def _peers(model: ServedModel, environments: Path) -> list[Peer]:
+    """Each server without batching and with it: which is faster depends on the model and on the load."""
+    return [
+        Peer(server, model, batching, environments)
+        for server in SERVERS
+        for batching in (ALONE, _BATCHES.get(server, _BATCH))
+    ]
 
 
 CASES: Mapping[str, Callable[[Models, Path], Case]] = {"cnn": tiny_cnn, "encoder": encoder, "texts": texts}

@@ -27,7 +27,7 @@ LENGTH = 32
 """Tokens of each row of the encoder's race."""
 
 _NUM_ROWS = 32
-_SIZES = "[1, 2, 4, 8, 16, 32]"
+_SIZES = "compile.batch_sizes=[1, 2, 4, 8, 16, 32]"
 _SAME_FILE = ("compile.precisions=[fp32]", "compile.engines=[onnxruntime]")
 
 
@@ -107,12 +107,11 @@ class Workshop:
         return UPath(json.loads(note.read_text(encoding="utf-8")))
 
     def _published(self, source: str, name: str, subject: Subject, *overrides: str) -> ServedModel:
-        """The version in production; the first is compiled for throughput on one thread."""
+        """The version in production; the first is compiled, on one thread."""
         storage = UPath(self._folder / "storage")
         repository = Repository(storage)
-        if not repository.versions(name):
-            objective = ("compile.objective.goal=max_throughput", f"compile.batch_sizes={_SIZES}")
-            recipe = load_recipe(str(subject.weights / RECIPE_FILE), [f"name={name}", *objective, *overrides])
+        if name not in repository.names():
+            recipe = load_recipe(str(subject.weights / RECIPE_FILE), [f"name={name}", _SIZES, *overrides])
             compiled = self._folder / "compiled" / name
             compiled.mkdir(parents=True)
             compilation = Compilation(subject, recipe.compile, wanted_variants(recipe.compile), compiled, print)

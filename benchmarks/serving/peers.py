@@ -67,19 +67,27 @@ class Server:
     """Whose version is reported."""
 
     wire: Wire
+    note: str
+    """How it is set beside its batching, for the report."""
+
     environment: Callable[[Path], Mapping[str, str]] = _nothing
     """Variables that it needs beside those that every server is given; it may write into the folder."""
 
 
-LITSERVE = Server("LitServe", "litserve", "litserve", NamedLists("/predict"))
-BENTOML = Server("BentoML", "bentoml", "bentoml", StackedList("/predict"))
-MLSERVER = Server("MLServer", "mlserver", "mlserver", JsonTensors(_MODEL))
-TRITON = Server("NVIDIA Triton", "triton", "nvidia-pytriton", BinaryTensors(_MODEL))
-RAY_SERVE = Server("Ray Serve", "ray_serve", "ray", NamedLists("/"), _ray)
-RAY_SERVE_FAST = Server("Ray Serve, fast ingress", "ray_serve", "ray", NamedLists("/"), _ray_with_fast_ingress)
+LITSERVE = Server("LitServe", "litserve", "litserve", NamedLists("/predict"), "fast_queue")
+BENTOML = Server("BentoML", "bentoml", "bentoml", StackedList("/predict"), "one worker")
+MLSERVER = Server("MLServer", "mlserver", "mlserver", JsonTensors(_MODEL), "parallel_workers 0")
+TRITON = Server("NVIDIA Triton", "triton", "nvidia-pytriton", BinaryTensors(_MODEL), "Python backend")
+_RAY_LIMIT = "max_ongoing_requests 256"
+RAY_SERVE = Server("Ray Serve", "ray_serve", "ray", NamedLists("/"), _RAY_LIMIT, _ray)
+RAY_SERVE_FAST = Server(
+    "Ray Serve, fast ingress", "ray_serve", "ray", NamedLists("/"), _RAY_LIMIT, _ray_with_fast_ingress
+)
 SERVERS = (LITSERVE, BENTOML, MLSERVER, TRITON, RAY_SERVE, RAY_SERVE_FAST)
 
-EAGER = Server("PyTorch eager, FastAPI", "fastapi_torch", "fastapi", NamedLists("/predict"), _this_checkout)
+EAGER = Server(
+    "PyTorch eager, FastAPI", "fastapi_torch", "fastapi", NamedLists("/predict"), "one thread", _this_checkout
+)
 
 
 @dataclass(frozen=True)
@@ -87,13 +95,14 @@ class Batching:
     """How a server joins requests, in the terms that all of them share."""
 
     max_size: int = 1
-    wait_us: int = 0
-    """That the first request of a batch waits for more."""
+    wait_us: int | None = None
+    """That the first request of a batch waits for more; None if the server sees to it itself."""
 
     def __str__(self) -> str:
         if self.max_size == 1:
             return "one request at a time"
-        return f"batches of {self.max_size} at most, waits {self.wait_us} µs"
+        waits = "waits as it sees fit" if self.wait_us is None else f"waits {self.wait_us} µs"
+        return f"batches of {self.max_size} at most, {waits}"
 
 
 ALONE = Batching()
@@ -116,8 +125,8 @@ class Peer:
 
     @property
     def setting(self) -> str:
-        """Its batching."""
-        return str(self.batching)
+        """Its batching, and what else was set."""
+        return f"{self.batching}; {self.server.note}"
 
     @property
     def wire(self) -> Wire:
@@ -140,7 +149,7 @@ class Peer:
             "MODEL_FILE": str(self.model.onnx),
             "WEIGHTS": str(self.model.weights),
             "MAX_BATCH_SIZE": str(self.batching.max_size),
-            "MAX_WAIT_US": str(self.batching.wait_us),
+            "MAX_WAIT_US": str(self.batching.wait_us or 0),
             "OMP_NUM_THREADS": "1",
             "PATH": os.pathsep.join([str(python.parent), os.environ.get("PATH", os.defpath)]),
             **self.server.environment(folder),

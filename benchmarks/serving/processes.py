@@ -51,7 +51,7 @@ def running(
             if process.poll() is not None or time.monotonic() > deadline:
                 said = log.read_text(encoding="utf-8", errors="replace")[-4000:]
                 how = "does not answer" if process.poll() is None else f"ended with {process.returncode}"
-                raise ServerError(f"{' '.join(command)} {how}: {said}")
+                raise ServerError(f"{' '.join(command)} {how}:\n{said}")
             time.sleep(_PERIOD_S)
         yield
     finally:

@@ -70,8 +70,14 @@ def _race(raced: Raced) -> str:
     ]
     loops = [(name, "", _whole(rate), "", "", "") for name, rate in race.loops.items()]
     settings = "".join(f"\n- **{name}**: {_setting(result)}" for name, result in race.results.items())
-    absent = "".join(f"\n- **{name}** was left out: {why}" for name, why in race.absent.items())
+    absent = "".join(f"\n- **{name}** was left out: {_briefly(why)}" for name, why in race.absent.items())
     return f"## {raced.title}\n\n{table(header, [*rows, *loops])}\n{settings}{absent}"
+
+
+def _briefly(why: str) -> str:
+    """The first line of a reason, and the last one of the log that follows."""
+    first, *others = why.strip().splitlines()
+    return f"{first} … {others[-1]}" if others else first
 
 
 def _setting(result: Result) -> str:

@@ -155,7 +155,10 @@ def test_wrk_takes_turns_through_the_requests(doubling: str) -> None:
 
 def test_a_server_that_ends_is_told_with_its_log(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit('no such model')"]
-    with pytest.raises(ServerError, match="ended with 1: no such model"), running(command, {}, tmp_path, lambda: False):
+    with (
+        pytest.raises(ServerError, match="ended with 1:\nno such model"),
+        running(command, {}, tmp_path, lambda: False),
+    ):
         pass
 
 

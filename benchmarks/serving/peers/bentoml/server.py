@@ -7,6 +7,7 @@ import numpy as np
 import onnxruntime as ort
 
 MAX_BATCH_SIZE = int(os.environ["MAX_BATCH_SIZE"])
+BATCHING = {"batchable": True, "max_batch_size": MAX_BATCH_SIZE} if MAX_BATCH_SIZE > 1 else {}
 
 
 @bentoml.service(workers=1)
@@ -18,7 +19,7 @@ class Onnx:
         kinds = {"tensor(float)": np.float32, "tensor(int64)": np.int64}
         self.dtypes = {each.name: kinds[each.type] for each in self.session.get_inputs()}
 
-    @bentoml.api(batchable=MAX_BATCH_SIZE > 1, max_batch_size=MAX_BATCH_SIZE)
+    @bentoml.api(**BATCHING)
     def predict(self, inputs: np.ndarray) -> np.ndarray:
         """A batchable API takes one argument: several inputs are stacked along a second axis."""
         parts = [inputs] if len(self.dtypes) == 1 else np.moveaxis(inputs, 1, 0)

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import shutil
 import sys
-import tempfile
+import sysconfig
 from pathlib import Path
 
 import onnxruntime as ort
@@ -42,20 +42,30 @@ def write_repository(folder):
     shutil.copy(Path(__file__).with_name("model.py"), folder / "model/1/model.py")
 
 
+def write_backend(triton, folder):
+    """Complete the Python backend with the stub of this Python: the wheel has one for each."""
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    shutil.copytree(triton / "backends/python", folder / "python")
+    shutil.copy(triton / f"python_backend_stubs/{python}/triton_python_backend_stub", folder / "python")
+
+
 def main():
     (package,) = importlib.util.find_spec("pytriton").submodule_search_locations
-    triton, repository = Path(package) / "tritonserver", Path(tempfile.mkdtemp(dir=os.getcwd()))
+    triton, repository, backends = (
+        Path(package) / "tritonserver",
+        Path("models").absolute(),
+        Path("backends").absolute(),
+    )
     write_repository(repository)
-    stub = f"python_backend_stubs/{sys.version_info.major}.{sys.version_info.minor}/triton_python_backend_stub"
-    shutil.copy(triton / stub, repository / "model")  # of this Python, beside the model that runs in it
-    os.environ["LD_LIBRARY_PATH"] = f"{triton / 'external_libs'}:{os.environ.get('LD_LIBRARY_PATH', '')}"
-    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    write_backend(triton, backends)
+    libraries = [Path(package).with_name("nvidia_pytriton.libs"), sysconfig.get_config_var("LIBDIR")]
+    os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(map(str, libraries))
     os.execv(
         triton / "bin/tritonserver",
         [
             "tritonserver",
             f"--model-repository={repository}",
-            f"--backend-directory={triton / 'backends'}",
+            f"--backend-directory={backends}",
             "--http-address=127.0.0.1",
             f"--http-port={os.environ['PORT']}",
             "--allow-grpc=false",
