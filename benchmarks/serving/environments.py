@@ -28,7 +28,7 @@ def interpreter(peer: str, folder: Path) -> Path:
         print(f"{peer}: installing into {environment}", flush=True)
         venv.create(environment, with_pip=True, clear=True)
         # The file names all that is needed: what it does not name, such as a framework for GPUs, is not installed.
-        command = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--requirement", requirements]
+        command = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--requirement", str(requirements)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{peer} cannot be installed: {done.stderr.strip()}")
@@ -38,5 +38,5 @@ def interpreter(peer: str, folder: Path) -> Path:
 
 def version_of(package: str, python: Path) -> str:
     """The version of a package in an environment."""
-    command = [python, "-c", _VERSION, package]
+    command = [str(python), "-c", _VERSION, package]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -44,7 +44,7 @@ class ServedModel:
     @property
     def onnx(self) -> Path:
         """The version's file."""
-        return Path(Repository(self.storage).folder(self.name, self.manifest.version) / MODEL_FILE)
+        return Path(str(Repository(self.storage).folder(self.name, self.manifest.version) / MODEL_FILE))
 
     @property
     def engine(self) -> str:

@@ -103,12 +103,21 @@ def race(
 
 
 def take_turn(contender: Contender, workload: Workload, seconds: float) -> Loads:
-    """Start it, check its answers, warm it up and load it. Raises RuntimeError, and ServerError as one of them."""
+    """Start it, warm it up and load it. Raises RuntimeError: it does not run, or answers wrong."""
     requests = workload.requests(contender.wire)
     with tempfile.TemporaryDirectory(prefix="rb-", dir="/tmp") as folder, contender.serve(Path(folder)) as url:
-        workload.check(url, contender.wire, contender.tolerance)
+
+        def check() -> None:
+            """Once it has answered all this, it has also answered what wrk left behind when its time was over."""
+            workload.check(url, contender.wire, contender.tolerance)
+
+        check()
         drive(url, requests, max(CONNECTIONS), _WARM_UP_S)
-        return {connections: drive(url, requests, connections, seconds) for connections in CONNECTIONS}
+        loads = {}
+        for connections in CONNECTIONS:
+            check()
+            loads[connections] = drive(url, requests, connections, seconds)
+        return loads
 
 
 def _line(loads: Loads) -> str:

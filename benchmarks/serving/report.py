@@ -14,13 +14,13 @@ _PACKAGES = ("rayloom", "ray", "onnxruntime", "openvino", "torch")
 _HOW = """
 ## How
 
-One server runs at a time; in a round they take turns, and each round begins with another. Each is started anew, asked
-for every row by several clients at once, its answers are compared with those of ONNX Runtime run directly, then it is
-warmed up and loaded by wrk: one thread, so many connections, each of which sends its next request once the last one is
-answered; it takes turns through the rows. Percentiles are wrk's, in steps of a microsecond, in which a pause that held
-up a connection counts as often as requests would have been sent meanwhile. Errors are answers with status 400 or more,
-broken connections and waits over 10 s. One replica each, one thread for each engine. A bare loop calls the engine in a
-process of its own, with the batch size that gives most."""
+One server runs at a time; in a round they take turns, and each round begins with another. Each is started anew and
+warmed up, then loaded by wrk: one thread, so many connections, each of which sends its next request once the last one
+is answered; it takes turns through rows that differ. Before each load the server is asked for every row, several at
+once, and its answers are compared with those of ONNX Runtime run directly. Percentiles are wrk's, in steps of a
+microsecond, in which a pause that held up a connection counts as often as requests would have been sent meanwhile.
+Errors are answers with status 400 or more, broken connections and waits over 10 s. One replica each, one thread for
+each engine. A bare loop calls the engine in a process of its own, with the batch size that gives most."""
 
 
 def report(found: Findings, picture: Path) -> str:
