@@ -16,7 +16,7 @@ from benchmarks.serving.peers import EAGER, SERVERS, version_in
 from benchmarks.serving.plot import heat_map
 from benchmarks.serving.race import race
 from benchmarks.serving.report import report
-from benchmarks.serving.sweep import Outcome, Setting, sweep
+from benchmarks.serving.sweep import Swept, sweep
 from benchmarks.serving.workloads import workload
 from benchmarks.serving.wrk import WrkMissingError, require_wrk
 
@@ -40,13 +40,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             for name in arguments.cases
             if name != _SWEEP
         }
-        swept = _sweep(models, arguments.seconds) if _SWEEP in arguments.cases else {}
+        swept = _sweep(models, arguments.seconds) if _SWEEP in arguments.cases else None
     minutes = (time.monotonic() - began) / 60
     settings = (arguments.rounds, arguments.seconds)
     found = Findings(races, swept, versions, *settings, load_before, load_average(), minutes)
     text = report(found, picture := arguments.output.with_name("sweep.svg"))
-    if swept:
-        picture.write_text(heat_map(swept), encoding="utf-8")
+    if swept and swept.outcomes:
+        picture.write_text(heat_map(swept.outcomes), encoding="utf-8")
     arguments.output.write_text(text, encoding="utf-8")
     print(text)
 
@@ -56,7 +56,7 @@ def _race(case: Case, only: Sequence[str], num_rounds: int, seconds: float) -> R
     return Raced(case.title, case.peer_names, race(contenders, case.workload, case.loops, num_rounds, seconds))
 
 
-def _sweep(models: Models, seconds: float) -> dict[Setting, Outcome]:
+def _sweep(models: Models, seconds: float) -> Swept:
     return sweep(models.chosen, workload(models.encoder.onnx, models.short_texts), seconds)
 
 
@@ -67,7 +67,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="+", default=(), metavar="NAME", help="servers, as the report names them; default: all"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each server")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each server")
     parser.add_argument("--seconds", type=float, default=5.0, help="of load at each number of connections")
     parser.add_argument("--models", type=Path, help="folder of compiled models, kept for the next time")
     parser.add_argument("--peers", type=Path, default=DEFAULT_FOLDER, help="folder of the peers' environments")

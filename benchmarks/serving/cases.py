@@ -24,7 +24,6 @@ _OFF = ("serve.batching={max_batch_size: 1, timeout_us: 0}",)
 class Case:
     """One race."""
 
-    name: str
     title: str
     peers: Sequence[Peer]
     others: Sequence[Contender]
@@ -45,7 +44,6 @@ class Case:
 def tiny_cnn(models: Models, environments: Path) -> Case:
     """Of a model that takes no time, the server's own cost is measured."""
     return Case(
-        "cnn",
         "Tiny CNN",
         _peers(models.cnn, environments),
         [Rayloom(RAYLOOM, models.cnn)],
@@ -58,7 +56,6 @@ def encoder(models: Models, environments: Path) -> Case:
     """Of a model that takes milliseconds, how much of the engine a server lets through, and what compile adds."""
     rows = models.short_texts
     return Case(
-        "encoder",
         "Sentence encoder, 32 tokens",
         _peers(models.encoder, environments),
         [
@@ -77,7 +74,6 @@ def encoder(models: Models, environments: Path) -> Case:
 def texts(models: Models, environments: Path) -> Case:
     """The whole stack beside what a person writes first, on texts of every length."""
     return Case(
-        "texts",
         "Sentence encoder, texts of every length",
         [Peer(EAGER, models.encoder, ALONE, environments)],
         [Rayloom(CHOSEN, models.chosen)],

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.serving.race import Race
-from benchmarks.serving.sweep import Outcome, Setting
+from benchmarks.serving.sweep import Swept
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,9 @@ class Findings:
     races: Mapping[str, Raced]
     """By the case's name."""
 
-    sweep: Mapping[Setting, Outcome]
+    sweep: Swept | None
+    """None: it was not asked for."""
+
     versions: Sequence[str]
     """Of peers."""
 

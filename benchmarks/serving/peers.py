@@ -151,6 +151,7 @@ class Peer:
             "MAX_BATCH_SIZE": str(self.batching.max_size),
             "MAX_WAIT_US": str(self.batching.wait_us or 0),
             "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": "",  # its environment is its own
             "PATH": os.pathsep.join([str(python.parent), os.environ.get("PATH", os.defpath)]),
             **self.server.environment(folder),
         }

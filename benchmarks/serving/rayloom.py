@@ -43,7 +43,8 @@ class Cluster:
             ServerError: the job fails.
         """
         fixed = (f"name={model.name}", f"storage={model.storage}", "serve.replicas=1", f"serve.threads={THREADS}")
-        said = self._run("submit", "deploy", model.recipe, *fixed, *settings)
+        recipe = (_ROOT / model.recipe).relative_to(_ROOT)  # a job gets a copy of the checkout
+        said = self._run("submit", "deploy", str(recipe), *fixed, *settings)
         result = next(line for line in said.splitlines() if line.startswith("RESULT "))
         return str(json.loads(result.removeprefix("RESULT "))["artifacts"]["http"])
 
@@ -55,6 +56,16 @@ class Cluster:
         if done.returncode:
             raise ServerError(f"rayloom {' '.join(arguments)} ended with {done.returncode}: {done.stdout}{done.stderr}")
         return done.stdout
+
+
+def wire_of(model: ServedModel) -> Wire:
+    """What Rayloom reads fastest."""
+    return BinaryTensors(model.name)
+
+
+def tolerance_of(model: ServedModel) -> Tolerance:
+    """Narrow for the same file in float32, wider for a variant."""
+    return EXACT if model.manifest.engine_key.precision == "fp32" else NARROWED
 
 
 @dataclass(frozen=True)
@@ -79,12 +90,12 @@ class Rayloom:
     @property
     def wire(self) -> Wire:
         """Binary tensors."""
-        return BinaryTensors(self.model.name)
+        return wire_of(self.model)
 
     @property
     def tolerance(self) -> Tolerance:
-        """Narrow for the same file, wider for a variant."""
-        return EXACT if self.model.manifest.engine_key.precision == "fp32" else NARROWED
+        """Of the variant."""
+        return tolerance_of(self.model)
 
     @contextlib.contextmanager
     def serve(self, folder: Path) -> Iterator[str]:

@@ -7,6 +7,7 @@ from benchmarks.markdown import table
 from benchmarks.serving.findings import Findings, Raced
 from benchmarks.serving.goals import goals
 from benchmarks.serving.race import CONNECTIONS, Result
+from benchmarks.serving.sweep import Swept
 from benchmarks.spread import Spread
 
 _PACKAGES = ("rayloom", "ray", "onnxruntime", "openvino", "torch")
@@ -29,8 +30,9 @@ def report(found: Findings, picture: Path) -> str:
     Args:
         picture: of the sweep, beside the report.
     """
-    sections = [_title(found), _goals(found), *map(_race, found.races.values()), _sweep(found, picture), _HOW]
-    return "\n\n".join(section.strip() for section in sections if section) + "\n"
+    swept = [_sweep(found.sweep, picture)] if found.sweep else []
+    sections = [_title(found), _goals(found), *map(_race, found.races.values()), *swept, _HOW]
+    return "\n\n".join(section.strip() for section in sections) + "\n"
 
 
 def _title(found: Findings) -> str:
@@ -88,15 +90,17 @@ def _whole(rate: Spread) -> str:
     return f"{rate.median:.0f} ({min(rate.values):.0f} to {max(rate.values):.0f})"
 
 
-def _sweep(found: Findings, picture: Path) -> str:
-    if not found.sweep:
-        return ""
-    best = max(found.sweep, key=lambda setting: found.sweep[setting].rate)
+def _sweep(swept: Swept, picture: Path) -> str:
+    heading = "## Preferred size, largest size, delay"
+    absent = "".join(f"\n- `{each.override}` was left out: {_briefly(why)}" for each, why in swept.absent.items())
+    if not swept.outcomes:
+        return f"{heading}\n{absent}"
+    best = swept.best
     return f"""
-## Preferred size, largest size, delay
+{heading}
 
 ![Good answers a second by the settings of batching]({picture.name})
 
 The encoder's variant that compile chose, with 64 connections; below each rate the median of one connection alone.
 The highest rate: {best.max_size} rows at most, {best.preferred or "no size"} preferred, a delay of {best.delay_us} µs.
-{sum(each.errors for each in found.sweep.values())} errors in all settings together."""
+{sum(each.errors for each in swept.outcomes.values())} errors in all settings together.{absent}"""

@@ -1,13 +1,13 @@
 """How batching is best set: Rayloom's endpoint over preferred size, largest size and delay."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 from benchmarks.serving.models import ServedModel
-from benchmarks.serving.rayloom import Cluster, Rayloom
+from benchmarks.serving.rayloom import Cluster, tolerance_of, wire_of
 from benchmarks.serving.workloads import Workload
 from benchmarks.serving.wrk import drive
 
@@ -58,21 +58,45 @@ class Outcome:
     errors: int
 
 
-def sweep(
-    model: ServedModel, workload: Workload, seconds: float, settings: Sequence[Setting] = SETTINGS
-) -> dict[Setting, Outcome]:
-    """Deploy a model with each setting in turn, on one cluster; check its answers and load it. Raises RuntimeError."""
-    found = {}
-    rayloom = Rayloom("", model)
-    requests = workload.requests(rayloom.wire)
+@dataclass(frozen=True)
+class Swept:
+    """All settings."""
+
+    outcomes: Mapping[Setting, Outcome]
+    absent: Mapping[Setting, str]
+    """Settings that were not served, and why."""
+
+    @property
+    def best(self) -> Setting:
+        """The one that answered most."""
+        return max(self.outcomes, key=lambda setting: self.outcomes[setting].rate)
+
+
+def sweep(model: ServedModel, workload: Workload, seconds: float, settings: Sequence[Setting] = SETTINGS) -> Swept:
+    """Deploy a model with each setting in turn, on one cluster; check its answers and load it.
+
+    Raises:
+        ServerError: the cluster does not start.
+    """
+    outcomes, absent = {}, {}
     with tempfile.TemporaryDirectory(prefix="rb-", dir="/tmp") as folder:
         cluster = Cluster(Path(folder))
         with cluster.up():
             for setting in settings:
-                url = cluster.deploy(model, setting.override)
-                workload.check(url, rayloom.wire, rayloom.tolerance)
-                alone = drive(url, requests, 1, seconds)
-                many = drive(url, requests, CONNECTIONS, seconds)
-                found[setting] = Outcome(many.rate, many.p99_ms, alone.p50_ms, alone.errors + many.errors)
-                print(f"{setting}: {found[setting]}", flush=True)
-    return found
+                try:
+                    outcomes[setting] = _outcome(cluster.deploy(model, setting.override), model, workload, seconds)
+                    print(f"{setting.override}: {outcomes[setting]}", flush=True)
+                except RuntimeError as error:
+                    absent[setting] = str(error)
+                    print(f"{setting.override}: left out: {error}", flush=True)
+    return Swept(outcomes, absent)
+
+
+def _outcome(url: str, model: ServedModel, workload: Workload, seconds: float) -> Outcome:
+    wire = wire_of(model)
+    requests = workload.requests(wire)
+    workload.check(url, wire, tolerance_of(model))
+    alone = drive(url, requests, 1, seconds)
+    many = drive(url, requests, CONNECTIONS, seconds)
+    workload.check(url, wire, tolerance_of(model))  # also lets it answer what wrk left behind
+    return Outcome(many.rate, many.p99_ms, alone.p50_ms, alone.errors + many.errors)

@@ -9,6 +9,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
+from app.serving.protocol.datatypes import DATATYPES
 from app.tensors import OUTPUT, Tensors
 
 Answer = NDArray[np.float32]
@@ -16,7 +17,6 @@ Answer = NDArray[np.float32]
 
 _JSON = {"Content-Type": "application/json"}
 _HEADER_LENGTH = "Inference-Header-Content-Length"
-_DATATYPES = {np.dtype(np.float32): "FP32", np.dtype(np.int64): "INT64"}
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _path(model: str) -> str:
 
 
 def _described(name: str, tensor: NDArray[Any]) -> dict[str, Any]:
-    return {"name": name, "shape": list(tensor.shape), "datatype": _DATATYPES[tensor.dtype]}
+    return {"name": name, "shape": list(tensor.shape), "datatype": DATATYPES[tensor.dtype]}
 
 
 def _dumps(content: object) -> bytes:

@@ -63,8 +63,11 @@ class Workload:
 
 
 def ask(client: httpx.Client, wire: Wire, request: Request) -> Answer:
-    """One answer. Raises ServerError if it is an error, or of another form."""
-    response = client.post(request.path, content=request.body, headers=dict(request.headers))
+    """One answer. Raises ServerError if there is none, or it is an error or of another form."""
+    try:
+        response = client.post(request.path, content=request.body, headers=dict(request.headers))
+    except httpx.HTTPError as error:
+        raise ServerError(f"{request.path} does not answer: {error!r}") from error
     if response.is_error:
         raise ServerError(f"{request.path} answered {response.status_code}: {response.text[:500]}")
     try:

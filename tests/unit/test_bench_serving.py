@@ -26,7 +26,7 @@ from benchmarks.serving.plot import heat_map
 from benchmarks.serving.processes import ServerError, running
 from benchmarks.serving.race import CONNECTIONS, Race, Result, race
 from benchmarks.serving.report import report
-from benchmarks.serving.sweep import SETTINGS, Outcome
+from benchmarks.serving.sweep import SETTINGS, Outcome, Swept
 from benchmarks.serving.wire import BinaryTensors, JsonTensors, NamedLists, Request, StackedList, Wire
 from benchmarks.serving.workloads import EXACT, NARROWED, Tolerance, Workload
 from benchmarks.serving.wrk import Load, drive, parse
@@ -140,6 +140,8 @@ def test_a_server_is_checked_on_every_row(doubling: str) -> None:
     _asking(*range(12)).check(doubling, NamedLists("/"), EXACT)
     with pytest.raises(ServerError, match="answered 500"):
         _asking(*range(14)).check(doubling, NamedLists("/"), EXACT)
+    with pytest.raises(ServerError, match="does not answer"):
+        _asking(1).check("http://127.0.0.1:9", NamedLists("/"), EXACT)
     wrong = dataclasses.replace(_asking(1, 2), expected=_asking(1, 3).expected)
     with pytest.raises(ServerError, match="row 1 is answered wrong: a number is 2 off"):
         wrong.check(doubling, NamedLists("/"), EXACT)
@@ -239,7 +241,8 @@ def test_the_report_has_every_goal_and_every_server() -> None:
     assert "| a | 64 | 250 (250 to 250) | 256.000 (256.000 to 256.000) |" in text
     assert "- **a**: as it comes; sent lists" in text
     assert f"| {SAME_FILE_LOOP} |  | 200 (200 to 200) |" in text
-    assert "![" in text
+    assert "3 errors in all settings together" in text
+    assert f"- `{SETTINGS[1].override}` was left out: refused: … such key" in text
 
 
 def test_the_sweep_is_drawn_with_a_field_for_each_setting() -> None:
@@ -262,7 +265,7 @@ def _found(
     results = {name: Result("as it comes", "lists", [_loads(each)] * 2) for name, each in rates.items()}
     ran = Race(results, {SAME_FILE_LOOP: Spread((200.0, 200.0))}, absent or {})
     raced = Raced(case, [name for name in rates if not name.startswith("Rayloom")], ran)
-    swept = {SETTINGS[0]: Outcome(100.0, 9.0, 1.5, 0)}
+    swept = Swept({SETTINGS[0]: Outcome(100.0, 9.0, 1.5, 3)}, {SETTINGS[1]: "refused:\nno\nsuch key"})
     return Findings({case: raced}, swept, ["a 1.0"], 2, 1.0, "0.1", "0.2", 1.0)
 
 
