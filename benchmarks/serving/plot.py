@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from benchmarks.serving.sweep import Outcome, Setting
 
 _WIDTH, _HEIGHT = 92, 40
-_LEFT, _TOP = 60, 64
+_LEFT, _TOP = 84, 64
 _GAP = 36
 
 
@@ -40,12 +40,12 @@ def _panel(
     yield f'<text x="{middle}" y="24" font-size="15">{title}</text>'
     bottom = _TOP + _HEIGHT * len(sizes)
     yield f'<text x="{middle}" y="{bottom + 36}">delay, µs</text>'
-    yield f'<text x="{left + 28}" y="{_TOP - 12}">largest size</text>'
+    yield f'<text x="{left + 42}" y="{_TOP - 12}">largest size</text>'
     for column, delay in enumerate(delays):
         yield f'<text x="{_x(left, column)}" y="{bottom + 18}">{delay}</text>'
     for row, size in enumerate(sizes):
         y = _TOP + _HEIGHT * row
-        yield f'<text x="{left + 36}" y="{y + 24}">{size}</text>'
+        yield f'<text x="{left + 62}" y="{y + 24}">{size}</text>'
         for column, delay in enumerate(delays):
             if (outcome := found.get(Setting(size, delay, preferred))) is not None:
                 yield from _field(_x(left, column), y, outcome, outcome.rate / most)
