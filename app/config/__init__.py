@@ -1,6 +1,7 @@
 """The recipe as typed values. Imported by every other part of Rayloom; imports none of them."""
 
 from app.config.alerts import AlertConfig, EmailConfig, NotifyConfig, WebhookConfig
+from app.config.cascade import CascadeConfig
 from app.config.compile import (
     PLAN_ENGINES,
     CalibrationConfig,
@@ -41,6 +42,7 @@ __all__ = [
     "BatchingConfig",
     "CalibrationConfig",
     "CalibrationMethod",
+    "CascadeConfig",
     "CheckpointConfig",
     "CleanConfig",
     "ColumnsConfig",

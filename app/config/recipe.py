@@ -5,16 +5,17 @@ from typing import Annotated, Any, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from app.config.alerts import AlertConfig, NotifyConfig
+from app.config.cascade import CascadeConfig
 from app.config.compile import CompileConfig
 from app.config.data import DataConfig
-from app.config.section import IMPORT_STRING, Section
+from app.config.section import IMPORT_STRING, NAME, Section
 from app.config.train import TrainConfig
 from app.config.tune import TuneConfig
 
 ImportString = Annotated[str, Field(pattern=rf"^{IMPORT_STRING}$")]
 LANGUAGE_MODELING = "language-modeling"
 _BYTE_TOKENS = 257  # one for each byte and one for the end of a document
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
+Name = Annotated[str, Field(pattern=rf"^{NAME}$")]
 
 
 class ModelConfig(Section):
@@ -52,6 +53,15 @@ class ServeConfig(Section):
         default=0.0, description="CPUs reserved in Ray; 0 leaves a laptop's cores to the next training"
     )
     threads: PositiveInt | None = Field(default=None, description="threads of a replica's engine")
+    cascade: CascadeConfig | None = Field(default=None, description="several versions in place of one")
+
+    @model_validator(mode="after")
+    def _one_says_what_is_served(self) -> Self:
+        if self.version is not None and self.cascade is not None:
+            raise ValueError(
+                f"version is {self.version}, and cascade names {', '.join(self.cascade.stages)}: leave one of them out"
+            )
+        return self
 
 
 class Recipe(Section):
