@@ -64,7 +64,7 @@ def test_rows_go_early_as_far_as_nothing_is_lost() -> None:
     assert rule.expected_shares == (0.6, 0.4)
     assert rule.expected_accuracy == 1.0
     assert rule.expected_compute == pytest.approx(1 / 10 + 0.4)
-    assert (rule.samples, rule.floor, rule.run) == (1000, 0.99, [0, 1])
+    assert (rule.samples, rule.floor, rule.used) == (1000, 0.99, [0, 1])
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_rule_that_saves_nothing_sends_every_row_to_the_last_stage(costs: list
     wrong = slice(0, 1000) if costs[0] == 1.0 else slice(100, None)
     stages = [logits_of(rows_right(1000, wrong)), logits_of(rows_right(1000))]
     rule = calibrate(stages, first_label(1000), costs, floor=0.99)
-    assert (rule.thresholds, rule.run, rule.expected_shares) == ((None,), [1], (0.0, 1.0))
+    assert (rule.thresholds, rule.used, rule.expected_shares) == ((None,), [1], (0.0, 1.0))
     assert (rule.expected_accuracy, rule.expected_compute) == (1.0, 1.0)
     assert "no threshold saves anything" in str(rule)
 
@@ -127,7 +127,7 @@ def test_on_new_rows_the_floor_is_seldom_missed(noises: tuple[float, ...]) -> No
 
 def _accuracy(rule: CascadeRule | None, stages: list[Logits]) -> float:
     right = stages[-1][:, 0] > 0
-    for stage in reversed(rule.run[:-1] if rule else []):
+    for stage in reversed(rule.used[:-1] if rule else []):
         right = np.where(rule.sure(stage, stages[stage]), stages[stage][:, 0] > 0, right)  # type: ignore[union-attr]
     return float(right.mean())
 
@@ -172,7 +172,7 @@ def test_a_rule_is_the_same_after_a_trip_through_json() -> None:
     stages = noisy(np.random.default_rng(0), 2000, (1.2, 0.7, 0.3))
     rule = calibrate(stages, first_label(2000), [1.0, 4.0, 20.0], 0.99)
     assert CascadeRule.model_validate_json(rule.model_dump_json()) == rule
-    assert all(f"stage {stage} answers" in str(rule) for stage in rule.run)
+    assert all(f"stage {stage} answers" in str(rule) for stage in rule.used)
 
 
 def rule_of(*thresholds: float | None) -> CascadeRule:
@@ -218,7 +218,7 @@ def test_each_answer_is_that_of_the_stage_that_is_said_to_have_given_it(seed: in
     assert np.array_equal(outputs[OUTPUT], np.stack(logits)[stages, rows])
     assert np.array_equal(outputs["twice"], 2 * rows)
     assert tuple(np.bincount(stages, minlength=3) / 3000) == rule.expected_shares
-    for stage in rule.run:  # each is asked for the rows that no earlier one was sure of, in their order
+    for stage in rule.used:  # each is asked for the rows that no earlier one was sure of, in their order
         assert tables[stage].asked == [rows[stages >= stage].tolist()]
 
 

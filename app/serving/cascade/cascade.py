@@ -42,7 +42,7 @@ class Cascade:
         outputs: dict[str, NDArray[Any]] = {}
         stages = np.empty(len(next(iter(tensors.values()))), np.int8)
         rows = np.arange(len(stages))
-        for stage in self._rule.run:
+        for stage in self._rule.used:
             answers = await self._stages[stage].infer(_taken(tensors, rows))
             sure = self._rule.sure(stage, answers[OUTPUT])
             if not outputs and sure.all():

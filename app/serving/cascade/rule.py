@@ -62,7 +62,7 @@ class CascadeRule(BaseModel):
         return len(self.thresholds) + 1
 
     @property
-    def run(self) -> list[int]:
+    def used(self) -> list[int]:
         """The stages that run, by their place: the last one always does."""
         return [stage for stage, threshold in enumerate((*self.thresholds, 0.0)) if threshold is not None]
 
@@ -80,7 +80,7 @@ class CascadeRule(BaseModel):
         return max_probability(logits) >= threshold  # false of what is no number
 
     def __str__(self) -> str:
-        if len(self.run) == 1:
+        if len(self.used) == 1:
             return (
                 f"no threshold saves anything: on {self.samples:,} rows none is shown to hold a floor of "
                 f"{self.floor:g} and costs less; every row goes to the last stage"
@@ -88,7 +88,7 @@ class CascadeRule(BaseModel):
         stages = [
             f"stage {stage} answers {self.expected_shares[stage]:.1%}"
             + ("" if stage == len(self.thresholds) else f", at a probability of {self.thresholds[stage]:.4f} or more")
-            for stage in self.run
+            for stage in self.used
         ]
         return (
             f"{'; '.join(stages)}; on {self.samples:,} rows {self.expected_accuracy:.4f} of the last stage's accuracy "
