@@ -19,10 +19,12 @@ from app.config import Recipe, ServeConfig
 from app.errors import ClusterError
 from app.repository.repository import Repository
 from app.runs import Outcome, Run
-from app.serving.config import EndpointConfig, ServedModelConfig
+from app.serving.config import EndpointConfig, Scaling
 from app.serving.grpc import SERVICER
+from app.serving.plan import deployed_model, promote_named
 from jobs._cluster import connect, require
 from jobs._runner import main
+from serve_deployments.autoscaling import autoscaling_of
 from serve_deployments.model_server import ModelServer
 
 APPLICATION = "rayloom"
@@ -34,34 +36,31 @@ _SPARE_REQUESTS = 64
 
 
 class DeployMetrics(BaseModel):
-    """How long it took until the endpoint answered, and by how many replicas it is served."""
+    """How long it took until the endpoint answered, and how many replicas it is served by then."""
 
     ready_s: float
     replicas: int
 
 
 def deploy(run: Run) -> Outcome:
-    """Put the production version, or the one that the recipe makes so, behind the endpoint."""
-    recipe, repository = run.recipe, Repository(run.storage)
-    version = recipe.serve.version or repository.production(recipe.name)
-    serving = repository.verify(recipe.name, version).served(recipe.serve)
+    """Put the production version behind the endpoint, or the one that the recipe makes so, and what is tried beside."""
+    recipe = run.recipe
+    model = deployed_model(recipe, run.storage)
     connect()
-    # While a version replaces another, the replicas of both are there.
-    require({"CPU": 2 * serving.replicas * recipe.serve.cpus_per_replica}, "serve.replicas, while they change over,")
+    before = _deployed()
+    after = EndpointConfig(models={**before.models, recipe.name: model})
+    _require_room(after.scaling)
     address = _start_serve(recipe.serve)
 
     run.open()
     began = time.monotonic()
-    before = _deployed()
-    wanted = ServedModelConfig.of(str(run.storage), version, serving, recipe.serve)
-    after = EndpointConfig(models={**before.models, recipe.name: wanted})
-    _change_over(recipe, before, after, serving.replicas)
-    if recipe.serve.version is not None:  # else it is in production, or somebody has changed that meanwhile
-        repository.promote(recipe.name, version)
+    _change_over(recipe, before, after)
+    promote_named(recipe, Repository(run.storage))
     ready_s = round(time.monotonic() - began, 3)
+    version = model.production.version
     print(f"{recipe.name}, version {version}, answers at {address.http}, and over gRPC at {address.grpc}", flush=True)
     return Outcome(
-        DeployMetrics(ready_s=ready_s, replicas=serving.replicas),
+        DeployMetrics(ready_s=ready_s, replicas=_running()),
         {"http": address.http, "grpc": address.grpc, "model": f"{recipe.name}/{version}"},
     )
 
@@ -136,10 +135,24 @@ def _require_free(host: str, port: int, key: str) -> None:
             ) from error
 
 
+def _require_room(scaling: Scaling) -> None:
+    """Refuse more than the local cluster can hold: all replicas, and one more, so that each can take another's place.
+
+    Raises:
+        ClusterError: it is more.
+    """
+    require({"CPU": (scaling.most + 1) * scaling.cpus}, "serve.replicas, while they change over,")
+
+
+def _running() -> int:
+    """How many replicas answer."""
+    application = serve.status().applications.get(APPLICATION)
+    return application.deployments[DEPLOYMENT].replica_states.get(ReplicaState.RUNNING, 0) if application else 0
+
+
 def _deployed() -> EndpointConfig:
     """What the endpoint serves now: nothing, if no replica runs."""
-    application = serve.status().applications.get(APPLICATION)
-    if not (application and application.deployments[DEPLOYMENT].replica_states.get(ReplicaState.RUNNING)):
+    if not _running():
         return EndpointConfig()
     # With the fast ingress, a handle needs an event loop, which its listeners go on using.
     loop = asyncio.new_event_loop()
@@ -152,7 +165,7 @@ async def _ask_for_config() -> EndpointConfig:
     return config
 
 
-def _change_over(recipe: Recipe, before: EndpointConfig, after: EndpointConfig, replicas: int) -> None:
+def _change_over(recipe: Recipe, before: EndpointConfig, after: EndpointConfig) -> None:
     """Deploy, and wait until every replica has loaded every model.
 
     Raises:
@@ -160,28 +173,33 @@ def _change_over(recipe: Recipe, before: EndpointConfig, after: EndpointConfig, 
             and not replace a replica that dies.
     """
     try:
-        _run_application(recipe, after, replicas)
+        _run_application(after)
     except RuntimeError as error:
         message: str = serve.status().applications[APPLICATION].deployments[DEPLOYMENT].message
         cause = message.strip().rpartition("\n")[2]
         if before.models:
-            _run_application(recipe, before, replicas)
+            _run_application(before)
         raise ClusterError(
             f"the endpoint could not load {recipe.name}, and goes on with what it served before: {cause}"
         ) from error
 
 
-def _run_application(recipe: Recipe, config: EndpointConfig, replicas: int) -> None:
+def _run_application(config: EndpointConfig) -> None:
     """Raises RuntimeError if a replica cannot load a model."""
-    policies = [model.policy for model in config.models.values()]
+    policies = [version.policy for model in config.models.values() for version in model.versions]
+    scaling = config.scaling
     server = ModelServer.options(  # type: ignore[attr-defined] # from the decorator
-        num_replicas=replicas,
         # Each model's queue refuses with an answer of its own; Serve's limits only guard them. Requests wait to be
         # read, wait for the engine, and run.
         max_ongoing_requests=_SPARE_REQUESTS + sum(2 * each.queue_limit + each.max_batch_size for each in policies),
         max_queued_requests=_SPARE_REQUESTS,
         user_config=config.model_dump(mode="json"),
-        ray_actor_options={"num_cpus": recipe.serve.cpus_per_replica},
+        ray_actor_options={"num_cpus": scaling.cpus},
+        **(
+            {"num_replicas": scaling.most}
+            if scaling.least == scaling.most
+            else {"autoscaling_config": autoscaling_of(config)}
+        ),
     )
     serve.run(server.bind(), name=APPLICATION, route_prefix="/")
 

@@ -8,6 +8,7 @@ from app.serving.config import EndpointConfig
 from app.serving.endpoint import Endpoint
 from app.serving.grpc import GrpcMethods
 from app.serving.http import HttpApi
+from serve_deployments.autoscaling import LATENCY
 
 
 @serve.deployment(
@@ -35,6 +36,10 @@ class ModelServer(GrpcMethods):
     async def check_health(self) -> None:
         """Whether this event loop and every engine answer: where Serve itself looks, neither needs to."""
         await self._endpoint.check()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What ``serve_deployments.autoscaling`` is told of this replica, beside how many requests are in it."""
+        return {LATENCY: self._endpoint.latency_to_target}
 
     async def config(self) -> EndpointConfig:
         """What this replica serves; asked through a handle when another model is deployed."""

@@ -1,7 +1,9 @@
-"""An endpoint behind real servers on loopback, in a thread of this process."""
+"""An endpoint behind real servers on loopback, in a thread of this process, and versions for it to serve."""
 
 import asyncio
+import random
 import socket
+import tempfile
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -11,12 +13,53 @@ from typing import Any, TypeVar
 import grpc
 import uvicorn
 from tritonclient.grpc.service_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
+from upath import UPath
 
+from app.data.classification import save_labels
+from app.engines.architecture import architecture_of
+from app.repository.repository import Repository
+from app.serving.batching.policy import BatchingPolicy
+from app.serving.config import DeployedModel, EndpointConfig, VersionConfig
 from app.serving.endpoint import Endpoint
 from app.serving.grpc import GrpcMethods
 from app.serving.http import HttpApi
+from app.tensors import Tensor
+from tests.engine_contract import PROCESSOR, SIGNATURE
+from tests.publishing import CARD
 
 Result = TypeVar("Result")
+LABELS = ["bad", "neither", "good"]
+
+
+def publish(storage: UPath, *models: bytes) -> UPath:
+    """Add these ONNX files to a storage as versions of the model 'toy'."""
+    key = {"engine": "onnxruntime", "engine_version": "of another day", "architecture": architecture_of("cpu", "fp32")}
+    card = CARD.model_copy(
+        update={
+            "engine_key": CARD.engine_key.model_copy(update=key),
+            "inputs": tuple(map(Tensor.of, SIGNATURE.inputs)),
+            "outputs": tuple(map(Tensor.of, SIGNATURE.outputs)),
+        }
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        files = UPath(folder)
+        PROCESSOR.save(files)
+        save_labels(LABELS, files)
+        for content in models:
+            (files / "model.onnx").write_bytes(content)
+            Repository(storage).publish("toy", files, card)
+    return storage
+
+
+def version_config(storage: UPath, version: int, **knobs: Any) -> VersionConfig:
+    """A version of 'toy', batched by a policy with these knobs."""
+    policy = BatchingPolicy(**{"max_batch_size": 8, "queue_limit": 64, **knobs})
+    return VersionConfig(storage=str(storage), name="toy", version=version, threads=1, policy=policy)
+
+
+def endpoint_config(toy: DeployedModel) -> EndpointConfig:
+    """One that serves the model 'toy', as it comes out of Ray."""
+    return EndpointConfig.model_validate_json(EndpointConfig(models={"toy": toy}).model_dump_json())
 
 
 @dataclass(frozen=True)
@@ -35,9 +78,9 @@ class Server:
 
 
 @contextmanager
-def serving() -> Iterator[Server]:
+def serving(chance: random.Random | None = None) -> Iterator[Server]:
     """Servers for an endpoint that has no models yet."""
-    loop, endpoint = asyncio.new_event_loop(), Endpoint()
+    loop, endpoint = asyncio.new_event_loop(), Endpoint(chance)
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     listener = socket.create_server(("127.0.0.1", 0))

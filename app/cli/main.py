@@ -167,9 +167,10 @@ def _describe_models(cluster: ClusterState) -> None:
     except ClusterError as error:
         print(f"models     {error}")
         return
-    print(f"models     {', '.join(f'{each.name} version {each.version}' for each in served) or 'none deployed'}")
-    for each in served:
-        print(f'try        curl {cluster.endpoint}/v1/models/{each.name}/predict -d \'{{"inputs": "..."}}\'')
+    titles = [f"{each.name} version {each.version}{f' ({each.reason})' if each.reason else ''}" for each in served]
+    print(f"models     {', '.join(titles) or 'none deployed'}")
+    for name in dict.fromkeys(each.name for each in served):
+        print(f'try        curl {cluster.endpoint}/v1/models/{name}/predict -d \'{{"inputs": "..."}}\'')
 
 
 def _describe_ports(cluster: ClusterState) -> None:

@@ -50,12 +50,11 @@ def promote(
     alias: Annotated[Alias, typer.Option(help="What the version becomes.")] = "production",
     storage: Storage = None,
 ) -> None:
-    """Make a version the one in production, or the canary."""
+    """Make a version the one in production, the canary or the shadow."""
     with _repository(storage) as repository:
         aliases = repository.promote(name, version, alias)
     print(f"{name}, version {version}, is {' and '.join(aliases.of(version))} now")
-    if alias == "production":
-        _tell_what_is_served(name, version)
+    _tell_what_is_served(name, version, alias)
 
 
 @models.command()
@@ -65,17 +64,17 @@ def rollback(name: str, storage: Storage = None) -> None:
         repository.rollback(name)
         version = repository.production(name)
     print(f"{name}, version {version}, is in production again")
-    _tell_what_is_served(name, version)
+    _tell_what_is_served(name, version, "production")
 
 
 @models.command()
 def delete(name: str, version: Version, storage: Storage = None) -> None:
     """Remove a version for good, unless an alias names it or the local endpoint serves it."""
     cluster = read_state()
-    if cluster and _served(name) == str(version):
+    if cluster and str(version) in _served(name):
         raise StorageError(
             f"model {name!r}, version {version}, is served at {cluster.endpoint}: deploy another version first, with "
-            "'rayloom submit deploy RECIPE serve.version=N'"
+            "'rayloom submit deploy RECIPE serve.version=N', or without the canary or shadow that it is"
         )
     with _repository(storage) as repository:
         repository.delete(name, version)
@@ -139,22 +138,25 @@ def _noted(damages: list[str]) -> Iterator[None]:
         damages.append(str(error))
 
 
-def _served(name: str) -> str | None:
-    """The version of a model that the local endpoint has loaded, if there is one. Raises ClusterError if it is mute."""
+def _served(name: str) -> list[str]:
+    """The versions of a model that the local endpoint has loaded, production first. Raises ClusterError if mute."""
     cluster = read_state()
     served = served_models(cluster) if cluster else []
-    return next((each.version for each in served if each.name == name), None)
+    return [each.version for each in served if each.name == name]
 
 
-def _tell_what_is_served(name: str, version: int) -> None:
+def _tell_what_is_served(name: str, version: int, alias: Alias) -> None:
     """Say whether anything is left to be done until a version answers: the endpoint goes on with what it has loaded."""
+    if alias != "production":
+        print(f"'rayloom submit deploy RECIPE', with serve.{alias} in the recipe, makes the endpoint try it")
+        return
     try:
         served = _served(name)
     except ClusterError as error:
         print(error)
         return
-    if served == str(version):
+    if served[:1] == [str(version)]:
         print("the endpoint serves it already")
     else:
-        now = f"the endpoint goes on with version {served}" if served else "no local endpoint serves this model"
+        now = f"the endpoint goes on with version {served[0]}" if served else "no local endpoint serves this model"
         print(f"{now}: 'rayloom submit deploy RECIPE' makes it serve what is in production")

@@ -23,6 +23,7 @@ from app.config.recipe import (
     Recipe,
     ServeConfig,
 )
+from app.config.rollout import CanaryConfig, Percent, ScalingConfig, ShadowConfig
 from app.config.train import (
     CheckpointConfig,
     EarlyStoppingConfig,
@@ -41,6 +42,7 @@ __all__ = [
     "BatchingConfig",
     "CalibrationConfig",
     "CalibrationMethod",
+    "CanaryConfig",
     "CheckpointConfig",
     "CleanConfig",
     "ColumnsConfig",
@@ -61,13 +63,16 @@ __all__ = [
     "Objective",
     "ObjectiveConfig",
     "OptimizerConfig",
+    "Percent",
     "PlanConfig",
     "Precision",
     "ProfileConfig",
     "Recipe",
+    "ScalingConfig",
     "ScheduleConfig",
     "ServeConfig",
     "Setting",
+    "ShadowConfig",
     "StopConfig",
     "TokenizerConfig",
     "TrainConfig",

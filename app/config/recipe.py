@@ -1,13 +1,15 @@
 """The recipe: one task from its data to its endpoint, as a frozen tree of pydantic models."""
 
-from typing import Annotated, Any, Self
+from itertools import combinations
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from app.config.alerts import AlertConfig, NotifyConfig
 from app.config.compile import CompileConfig
 from app.config.data import DataConfig
-from app.config.section import IMPORT_STRING, Section
+from app.config.rollout import CanaryConfig, ScalingConfig, ShadowConfig
+from app.config.section import IMPORT_STRING, NumberOrRange, Section
 from app.config.train import TrainConfig
 from app.config.tune import TuneConfig
 
@@ -64,13 +66,49 @@ class ServeConfig(Section):
     request_timeout_s: PositiveFloat | None = Field(
         default=None, description="seconds until an answer; a request that asks for less gets less"
     )
-    replicas: PositiveInt | None = Field(
-        default=None, description="each serves every model; the last deployed recipe decides"
+    canary: CanaryConfig | None = Field(default=None, description="default: production answers every request")
+    shadow: ShadowConfig | None = Field(default=None, description="default: requests are not copied")
+    replicas: NumberOrRange | None = Field(
+        default=None, description="or [least, most], by load; each holds every model, so the largest wish counts"
     )
+    scaling: ScalingConfig = ScalingConfig()
     cpus_per_replica: Annotated[float, Field(ge=0.0)] = Field(
-        default=0.0, description="CPUs reserved in Ray; 0 leaves a laptop's cores to the next training"
+        default=0.0,
+        description="CPUs that each replica reserves in Ray for this model; 0 leaves a laptop's cores to a training",
     )
     threads: PositiveInt | None = Field(default=None, description="threads of a replica's engine")
+
+    @property
+    def replica_range(self) -> tuple[int, int] | None:
+        """Least and most replicas, if the recipe says how many."""
+        return (self.replicas, self.replicas) if isinstance(self.replicas, int) else self.replicas
+
+    @property
+    def tried(self) -> dict[Literal["canary", "shadow"], CanaryConfig | ShadowConfig]:
+        """What is tried beside the version in production."""
+        tried: dict[Literal["canary", "shadow"], CanaryConfig | ShadowConfig] = {}
+        if self.canary:
+            tried["canary"] = self.canary
+        if self.shadow:
+            tried["shadow"] = self.shadow
+        return tried
+
+    @model_validator(mode="after")
+    def _versions_differ(self) -> Self:
+        named = {"version": self.version, **{f"{role}.version": each.version for role, each in self.tried.items()}}
+        for one, other in combinations(named, 2):
+            if named[one] is not None and named[one] == named[other]:
+                raise ValueError(f"{one} and {other} are both {named[one]}: name different versions")
+        return self
+
+    @model_validator(mode="after")
+    def _a_target_has_a_range(self) -> Self:
+        if self.scaling.latency_target_ms is not None and not isinstance(self.replicas, tuple):
+            raise ValueError(
+                f"scaling.latency_target_ms is {self.scaling.latency_target_ms:g}, and replicas do not vary: make them "
+                "[least, most]"
+            )
+        return self
 
 
 class Recipe(Section):

@@ -2,10 +2,21 @@
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 IMPORT_STRING = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+def _read_range(given: object) -> object:
+    """One number, or two that ascend."""
+    numbers = given if isinstance(given, list | tuple) else [given]
+    if not all(type(each) is int and each > 0 for each in numbers) or len(numbers) > 2 or sorted(numbers) != [*numbers]:
+        raise ValueError(f"expected a number, or [least, most], got {given!r}")
+    return tuple(numbers) if isinstance(given, list) else given
+
+
+NumberOrRange = Annotated[int | tuple[int, int], BeforeValidator(_read_range)]
 
 
 class Section(BaseModel):

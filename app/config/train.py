@@ -3,12 +3,12 @@
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from app.config.layout import Layout, lay_out
 from app.config.plan import Device, Plan, PlanConfig, Precision
 from app.config.plan_rules import ModelTraits, Setting, refusal
-from app.config.section import Fraction, Section
+from app.config.section import Fraction, NumberOrRange, Section
 
 
 class OptimizerConfig(Section):
@@ -46,17 +46,6 @@ class EarlyStoppingConfig(Section):
     def cost(self, value: float) -> float:
         """``value`` of the metric such that less is better; what is not a number is worst."""
         return math.inf if math.isnan(value) else value if self.mode == "min" else -value
-
-
-def _read_workers(given: object) -> object:
-    """One number, or two that ascend."""
-    numbers = given if isinstance(given, list | tuple) else [given]
-    if not all(type(each) is int and each > 0 for each in numbers) or len(numbers) > 2 or sorted(numbers) != [*numbers]:
-        raise ValueError(f"expected a number of processes, or [least, most], got {given!r}")
-    return tuple(numbers) if isinstance(given, list) else given
-
-
-Workers = Annotated[int | tuple[int, int], BeforeValidator(_read_workers)]
 
 
 class ProfileConfig(Section):
@@ -102,7 +91,9 @@ class TrainConfig(Section):
     )
     max_steps: PositiveInt | None = Field(default=None, description="stop after so many optimizer steps")
     seed: int = 0
-    workers: Workers = Field(default=1, description="processes; or [least, most]: as many as the cluster has room for")
+    workers: NumberOrRange = Field(
+        default=1, description="processes; or [least, most]: as many as the cluster has room for"
+    )
     cpus_per_worker: Annotated[float, Field(gt=0.0)] = 1.0
     device: Device = Field(default="cpu", description="gpu: one GPU a worker")
     plan: Plan = Field(default=PlanConfig(), validate_default=True)

@@ -81,12 +81,12 @@ class ServingDefaults(BaseModel):
         return self
 
     def overridden(self, config: ServeConfig) -> "ServingDefaults":
-        """What a recipe says, and where it says nothing what is said here.
+        """What a recipe says, and where it says nothing what is said here; of a range of replicas the most.
 
         Other replicas share the cores that these were measured on, unless the recipe says their threads too.
         """
         batching = config.batching
-        replicas = config.replicas or self.replicas
+        _, replicas = config.replica_range or (self.replicas, self.replicas)
         most = batching.max_batch_size or self.max_batch_size
         preferred = batching.preferred_batch_sizes
         if preferred is None:

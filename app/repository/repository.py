@@ -70,6 +70,16 @@ class Repository:
             )
         return version
 
+    def tried(self, name: str, alias: Alias) -> int:
+        """The version that is the canary or the shadow. Raises StorageError if there is none."""
+        version: int | None = getattr(self.aliases(name), alias)
+        if version is None:
+            raise StorageError(
+                f"model {name!r} has no {alias}: run 'rayloom models promote {name} VERSION --alias {alias}', or name "
+                f"one with serve.{alias}.version (published are {self.versions(name)})"
+            )
+        return version
+
     def current(self, name: str) -> int:
         """The version in production, else the newest. Raises StorageError if there is none."""
         return self.aliases(name).production or self.versions(name)[-1]

@@ -1,26 +1,32 @@
 """What an endpoint serves, and how."""
 
-from typing import Self
+from collections.abc import Sequence
+from typing import Annotated, Self
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-from app.config import ServeConfig
+from app.config import Percent, ServeConfig
 from app.repository.manifest import ServingDefaults
 from app.serving.batching.policy import BatchingPolicy
 
 
-class ServedModelConfig(BaseModel):
-    """One model of an endpoint."""
+class _Config(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class VersionConfig(_Config):
+    """A published version in memory, and how requests to it are joined. Those that are equal share an engine."""
 
     storage: str
-    version: int
-    threads: int
+    name: str
+    version: PositiveInt
+    threads: PositiveInt
     """Of its engine."""
 
     policy: BatchingPolicy
 
     @classmethod
-    def of(cls, storage: str, version: int, serving: ServingDefaults, config: ServeConfig) -> Self:
+    def of(cls, storage: str, name: str, version: int, serving: ServingDefaults, config: ServeConfig) -> Self:
         """A version, served as compile measured and the recipe says."""
         batching = config.batching
         policy = BatchingPolicy(
@@ -32,10 +38,71 @@ class ServedModelConfig(BaseModel):
             queue_limit=config.queue_limit,
             default_timeout_s=config.request_timeout_s,
         )
-        return cls(storage=storage, version=version, threads=serving.threads, policy=policy)
+        return cls(storage=storage, name=name, version=version, threads=serving.threads, policy=policy)
 
 
-class EndpointConfig(BaseModel):
-    """Every model of an endpoint, by name."""
+class Share(_Config):
+    """A version beside the one in production, and how many of the requests that name no version it gets."""
 
-    models: dict[str, ServedModelConfig] = {}
+    version: VersionConfig
+    percent: Percent
+
+
+class Scaling(_Config):
+    """What a model asks of the replicas, each of which holds every model."""
+
+    least: PositiveInt = 1
+    most: PositiveInt = 1
+    cpus: Annotated[float, Field(ge=0.0)] = 0.0
+    """That a replica reserves for it."""
+
+    latency_target_s: float | None = None
+    """Of 95 in 100 of its requests. None: only how many requests there are decides."""
+
+    upscale_delay_s: float = 0.0
+    downscale_delay_s: float = 0.0
+
+    @classmethod
+    def together(cls, wishes: Sequence[Self]) -> Self:
+        """What every model is content with: the most replicas that one asks for, each with the CPUs of all.
+
+        Of delays those of models that scale: the shortest until there are more, the longest until there are fewer.
+        """
+        scaling = [each for each in wishes if each.least < each.most]
+        return cls(
+            least=max((each.least for each in wishes), default=1),
+            most=max((each.most for each in wishes), default=1),
+            cpus=sum(each.cpus for each in wishes),
+            latency_target_s=min((each.latency_target_s for each in scaling if each.latency_target_s), default=None),
+            upscale_delay_s=min((each.upscale_delay_s for each in scaling), default=0.0),
+            downscale_delay_s=max((each.downscale_delay_s for each in scaling), default=0.0),
+        )
+
+
+class DeployedModel(_Config):
+    """The versions that answer under one name."""
+
+    production: VersionConfig
+    canary: Share | None = None
+    """Answers some requests in place of production."""
+
+    shadow: Share | None = None
+    """Gets copies of some requests, and answers none of them."""
+
+    scaling: Scaling = Scaling()
+
+    @property
+    def versions(self) -> tuple[VersionConfig, ...]:
+        """All that are held in memory, production first."""
+        return (self.production, *(share.version for share in (self.canary, self.shadow) if share))
+
+
+class EndpointConfig(_Config):
+    """Every model of an endpoint, by the name that it is asked by."""
+
+    models: dict[str, DeployedModel] = {}
+
+    @property
+    def scaling(self) -> Scaling:
+        """Of the replicas, for all models together."""
+        return Scaling.together([model.scaling for model in self.models.values()])

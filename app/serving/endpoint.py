@@ -1,25 +1,34 @@
 """The models that one process answers for."""
 
 import asyncio
+import random
+from collections.abc import Mapping
 from importlib.metadata import version as version_of
 
 from app.errors import EngineError, NotServedError, RequestError
-from app.serving.config import EndpointConfig, ServedModelConfig
+from app.serving.config import DeployedModel, EndpointConfig, Share, VersionConfig
 from app.serving.model import load_model
-from app.serving.protocol.management import ModelIndex, ServerMetadata
+from app.serving.protocol.management import ModelIndex, ModelMetadata, ModelStatistics, ServerMetadata
 from app.serving.protocol.wording import shown
+from app.serving.rollout import Answering, Beside, Rollout
 from app.serving.served import ServedModel
 from app.storage import open_storage
 
 _METADATA = ServerMetadata(version=version_of("rayloom"))
+_TARGETED_SHARE = 0.95
+
+Loaded = Mapping[VersionConfig, ServedModel]
 
 
 class Endpoint:
     """Models by name. What is served changes at once, and whatever was asked before is answered by what was there."""
 
-    def __init__(self) -> None:
-        self._models: dict[str, ServedModel] = {}
+    def __init__(self, chance: random.Random | None = None) -> None:
+        """Serve nothing yet; ``chance`` decides which requests a canary and a shadow get."""
+        self._chance = chance or random.Random()
         self._config = EndpointConfig()
+        self._loaded: Loaded = {}
+        self._models: dict[str, Rollout] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._updating = asyncio.Lock()
 
@@ -32,45 +41,60 @@ class Endpoint:
         """Load what is new, then let go of what is gone.
 
         Raises:
-            RayloomError: a model cannot be loaded; then everything stays as it was.
+            RayloomError: a version cannot be loaded; then everything stays as it was.
         """
         async with self._updating:
-            models: dict[str, ServedModel] = {}
+            loaded: dict[VersionConfig, ServedModel] = {}
             try:
-                for name, wanted in config.models.items():
-                    kept = wanted == self._config.models.get(name)
-                    models[name] = self._models[name] if kept else await _load(name, wanted)
+                for version in (each for model in config.models.values() for each in model.versions):
+                    if version not in loaded:
+                        loaded[version] = self._loaded.get(version) or await _load(version)
             except BaseException:
-                self._close(models, besides=self._models)
+                self._close(loaded, besides=self._loaded)
                 raise
-            gone, self._models, self._config = self._models, models, config
-            self._close(gone, besides=models)
+            gone, self._loaded, self._config = self._loaded, loaded, config
+            self._models = {name: self._rollout(name, model) for name, model in config.models.items()}
+            self._close(gone, besides=loaded)
 
     @property
     def metadata(self) -> ServerMetadata:
         """What this is."""
         return _METADATA
 
-    def find(self, name: str, version: str | None = None) -> ServedModel:
-        """The model of a request.
+    def route(self, name: str, version: str | None = None) -> Answering:
+        """What answers a request, all of it: chosen once, and by chance if a canary is served.
 
         Raises:
-            NotServedError: it is not served here, or not in that version.
+            NotServedError: the model is not served here, or not in that version.
         """
-        served = self._models.get(name)
-        if served is None:
-            known = ", ".join(sorted(self._models)) or "none"
-            raise NotServedError(f"model {shown(name)} is not deployed: deployed are {known}")
-        if version not in (None, served.model.version):
-            raise NotServedError(
-                f"model {shown(name)} has no version {shown(version)} here: version {served.model.version} is served"
-            )
-        return served
+        return self._model(name).route(version)
+
+    def find(self, name: str, version: str | None = None) -> ServedModel:
+        """A version, or the one in production. Raises NotServedError if it is not served here."""
+        return self._model(name).find(version)
 
     def serves(self, name: str, version: str | None = None) -> bool:
         """Whether ``find`` finds it."""
-        served = self._models.get(name)
-        return served is not None and version in (None, served.model.version)
+        try:
+            self.find(name, version)
+        except NotServedError:
+            return False
+        return True
+
+    def model_metadata(self, name: str, version: str | None = None) -> ModelMetadata:
+        """What a version takes and gives, with all that are served. Raises NotServedError if it is not served here."""
+        return self._model(name).metadata(version)
+
+    def statistics(self, name: str | None = None, version: str | None = None) -> list[ModelStatistics]:
+        """What every version of every model has done, or of one model, or one version.
+
+        Raises:
+            NotServedError: it is not served here.
+        """
+        if name is None:
+            return [served.statistics for served in self.models]
+        versions = self._model(name).versions if version is None else [self.find(name, version)]
+        return [served.statistics for served in versions]
 
     def load(self, name: str) -> None:
         """Do nothing: what can be loaded by a client is loaded.
@@ -94,41 +118,71 @@ class Endpoint:
 
     @property
     def models(self) -> list[ServedModel]:
-        """All that is served, by name."""
-        return [self._models[name] for name in sorted(self._models)]
+        """Every version that is served, by name; of each model the one in production first."""
+        return [served for model in self._rollouts for served in model.versions]
 
     @property
     def index(self) -> list[ModelIndex]:
-        """All that is served, as the repository extension lists it."""
-        return [
-            ModelIndex(name=each.model.manifest.name, version=each.model.version, state="READY") for each in self.models
-        ]
+        """The same, as the repository extension lists it."""
+        return [version for model in self._rollouts for version in model.index]
+
+    @property
+    def latency_to_target(self) -> float:
+        """How long 95 in 100 requests of late took at most, as a share of their target: of the worst model; 0 if idle.
+
+        Models without a target are left out, and so are shadows, for which nobody waits.
+        """
+        return max((self._to_target(name, model) for name, model in self._config.models.items()), default=0.0)
 
     async def check(self) -> None:
-        """Ask every engine for an answer.
+        """Ask every engine for an answer, but for those of shadows: no client needs them.
 
         Raises:
             EngineError: one fails, or answers numbers that are not finite.
         """
-        for served in self.models:
+        for served in {id(served): served for model in self._rollouts for served in model.answering}.values():
             try:
                 await asyncio.to_thread(served.model.check)
             except EngineError:
-                if served in self._models.values():  # else it was let go of meanwhile
+                if served in self._loaded.values():  # else it was let go of meanwhile
                     raise
 
-    def _close(self, models: dict[str, ServedModel], besides: dict[str, ServedModel]) -> None:
+    @property
+    def _rollouts(self) -> list[Rollout]:
+        return [self._models[name] for name in sorted(self._models)]
+
+    def _model(self, name: str) -> Rollout:
+        model = self._models.get(name)
+        if model is None:
+            known = ", ".join(sorted(self._models)) or "none"
+            raise NotServedError(f"model {shown(name)} is not deployed: deployed are {known}")
+        return model
+
+    def _rollout(self, name: str, model: DeployedModel) -> Rollout:
+        def beside(share: Share | None) -> Beside | None:
+            return Beside(self._loaded[share.version], share.percent) if share else None
+
+        production = self._loaded[model.production]
+        return Rollout(name, production, beside(model.canary), beside(model.shadow), self._chance)
+
+    def _to_target(self, name: str, model: DeployedModel) -> float:
+        target_s = model.scaling.latency_target_s
+        if target_s is None:
+            return 0.0
+        latencies = [served.latencies.percentile_s(_TARGETED_SHARE) for served in self._models[name].answering]
+        return max(latency_s or 0.0 for latency_s in latencies) / target_s
+
+    def _close(self, models: Loaded, besides: Loaded) -> None:
         """Let go of models in the background, but for those that go on."""
-        kept = {id(each) for each in besides.values()}
-        for served in models.values():
-            if id(served) not in kept:
+        for version, served in models.items():
+            if version not in besides:
                 task = asyncio.create_task(served.close())
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)
 
 
-async def _load(name: str, wanted: ServedModelConfig) -> ServedModel:
+async def _load(wanted: VersionConfig) -> ServedModel:
     storage = open_storage(wanted.storage)
     most = wanted.policy.max_batch_size
-    model = await asyncio.to_thread(load_model, storage, name, wanted.version, wanted.threads, most)
+    model = await asyncio.to_thread(load_model, storage, wanted.name, wanted.version, wanted.threads, most)
     return ServedModel(model, wanted.policy)

@@ -103,7 +103,7 @@ class GrpcMethods:
     @_answers(pb.ModelMetadataResponse)
     async def ModelMetadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
         """What a model takes and gives."""
-        return write_model_metadata(self._endpoint.find(request.name, request.version or None).metadata)
+        return write_model_metadata(self._endpoint.model_metadata(request.name, request.version or None))
 
     @_answers(pb.ModelConfigResponse)
     async def ModelConfig(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
@@ -114,8 +114,8 @@ class GrpcMethods:
     @_answers(pb.ModelStatisticsResponse)
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
         """What a model, or every model, has done since it was loaded."""
-        models = [self._endpoint.find(request.name, request.version or None)] if request.name else self._endpoint.models
-        return write_statistics(Statistics(model_stats=[each.statistics for each in models]))
+        statistics = self._endpoint.statistics(request.name or None, request.version or None)
+        return write_statistics(Statistics(model_stats=statistics))
 
     @_answers(pb.RepositoryIndexResponse)
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest) -> pb.RepositoryIndexResponse:
@@ -153,8 +153,8 @@ class GrpcMethods:
                 yield write_stream_error(refusal(error).message, request.id)
 
     async def _infer(self, message: pb.ModelInferRequest) -> InferResponse:
-        served = self._endpoint.find(message.model_name, message.model_version or None)
-        return await served.infer(read_infer(message, served.model.processor.inputs))
+        chosen = self._endpoint.route(message.model_name, message.model_version or None)
+        return await chosen.infer(read_infer(message, chosen.inputs))
 
 
 def _not_spoken(name: str, answer: type[Message]) -> Callable[[Any, Any, Context], Awaitable[Message]]:

@@ -60,9 +60,9 @@ class HttpApi:
         try:
             headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
             body = await _read_body(receive)
-            served = self._endpoint.find(name, version)
-            request = read_infer(body, headers, name, version, served.model.processor.inputs, LIMITS)
-            response = await served.infer(request)
+            chosen = self._endpoint.route(name, version)
+            request = read_infer(body, headers, name, version, chosen.inputs, LIMITS)
+            response = await chosen.infer(request)
             content, response_headers = write_infer(response, request, headers.get("accept-encoding", ""))
         except Exception as error:
             await _refused(error)(scope, receive, send)
@@ -161,8 +161,8 @@ def _routes(endpoint: Endpoint) -> FastAPI:
     @api.get("/v2/models/{name}/stats")
     @api.get("/v2/models/{name}/versions/{version}/stats")
     async def statistics(name: str, version: str | None = None) -> Statistics:
-        """What a model has done since it was loaded."""
-        return Statistics(model_stats=[endpoint.find(name, version).statistics])
+        """What every version of a model, or one, has done since it was loaded."""
+        return Statistics(model_stats=endpoint.statistics(name, version))
 
     @api.get("/v2/models/{name}/config")
     @api.get("/v2/models/{name}/versions/{version}/config")
@@ -181,12 +181,12 @@ def _routes(endpoint: Endpoint) -> FastAPI:
     @api.get("/v2/models/{name}/versions/{version}")
     async def model_metadata(name: str, version: str | None = None) -> ModelMetadata:
         """What a model takes and gives."""
-        return endpoint.find(name, version).metadata
+        return endpoint.model_metadata(name, version)
 
     @api.post("/v1/models/{name}/predict")
     async def predict(name: str, request: Request) -> PredictResponse:
         """Texts or base64 images in, labels with scores out."""
         body = await _read_body(request.receive, LIMITS.json_bytes)
-        return await endpoint.find(name).predict(parse_body(PredictRequest, body))
+        return await endpoint.route(name).predict(parse_body(PredictRequest, body))
 
     return api

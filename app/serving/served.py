@@ -6,10 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from app.errors import OverloadError, RequestError
+from app.errors import DeadlineError, OverloadError, RequestError
 from app.serving.batching.batcher import Batcher
 from app.serving.batching.policy import BatchingPolicy
 from app.serving.batching.statistics import Durations
+from app.serving.latencies import RecentLatencies
 from app.serving.model import LoadedModel
 from app.serving.protocol.answer import answer, check_outputs
 from app.serving.protocol.infer import InferRequest, InferResponse
@@ -22,7 +23,7 @@ from app.serving.protocol.management import (
     TensorMetadata,
 )
 from app.serving.protocol.natural import PredictRequest, PredictResponse
-from app.tensors import OUTPUT, Tensors, check_tensors
+from app.tensors import OUTPUT, Tensors, TensorSpec, check_tensors
 
 MAX_ROWS = 1024
 """Of a request, which takes several calls of the engine if a call takes fewer."""
@@ -41,6 +42,14 @@ class ServedModel:
         self._unused = asyncio.Event()
         self._unused.set()
         self._last_inference_ms = 0
+        self._unanswerable = Durations()
+        self.latencies = RecentLatencies()
+        """Of requests that were answered, or would have been too late."""
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """What a request may hold."""
+        return self.model.processor.inputs
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Answer a request of the protocol; the errors are those of ``run``."""
@@ -58,7 +67,8 @@ class ServedModel:
         arrived_s, most = time.monotonic(), self._policy.default_timeout_s
         _check_rows("inputs", 1 if isinstance(request.inputs, str) else len(request.inputs))
         tensors = await self._encode(request.inputs)
-        outputs = await self.run(tensors, timeout_s=None if most is None else most - (time.monotonic() - arrived_s))
+        left_s = None if most is None else most - (time.monotonic() - arrived_s)
+        outputs = await self.run(tensors, timeout_s=left_s, arrived_s=arrived_s)
         return PredictResponse(
             model_name=self.model.manifest.name,
             model_version=self.model.version,
@@ -78,8 +88,20 @@ class ServedModel:
             if not self._encoding:
                 self._unused.set()
 
-    async def run(self, tensors: Tensors, *, priority: int = 0, timeout_s: float | None = None) -> Tensors:
+    async def run(
+        self,
+        tensors: Tensors,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        arrived_s: float | None = None,
+    ) -> Tensors:
         """Run one request among others.
+
+        Args:
+            priority: 1 is the most urgent; 0 means the default.
+            timeout_s: until the answer, from now on.
+            arrived_s: when the request came, of ``time.monotonic``; default: now.
 
         Raises:
             RequestError: a tensor is not what the model takes, or the model has no finite answer to it.
@@ -87,16 +109,20 @@ class ServedModel:
             DeadlineError: the answer would be too late.
             EngineError: the engine failed.
         """
-        specs = self.model.processor.inputs
-        check_tensors(tensors, specs)
-        _check_rows(f"input {specs[0].name!r}", len(tensors[specs[0].name]))
-        outputs = await self._batcher.infer(tensors, priority=priority, timeout_s=timeout_s)
-        self._last_inference_ms = round(time.time() * 1e3)
-        for name, output in outputs.items():
-            if not np.isfinite(output).all():
-                raise RequestError(
-                    f"output {name!r} is not finite for these inputs: give finite numbers, and full rows"
-                )
+        began_s = time.monotonic() if arrived_s is None else arrived_s
+        try:
+            check_tensors(tensors, self.inputs)
+            _check_rows(f"input {self.inputs[0].name!r}", len(tensors[self.inputs[0].name]))
+            outputs = await self._batcher.infer(tensors, priority=priority, timeout_s=timeout_s)
+            self._last_inference_ms = round(time.time() * 1e3)
+            _check_finite(outputs)
+        except RequestError:
+            self._unanswerable.add(time.monotonic() - began_s)
+            raise
+        except DeadlineError:
+            self.latencies.add(time.monotonic() - began_s)
+            raise
+        self.latencies.add(time.monotonic() - began_s)
         return outputs
 
     @property
@@ -106,14 +132,14 @@ class ServedModel:
             name=self.model.manifest.name,
             versions=[self.model.version],
             platform=self.model.platform,
-            inputs=[TensorMetadata.of(spec) for spec in self.model.processor.inputs],
+            inputs=[TensorMetadata.of(spec) for spec in self.inputs],
             outputs=[TensorMetadata.of(spec) for spec in self.model.engine.signature.outputs],
         )
 
     @property
     def statistics(self) -> ModelStatistics:
-        """What it has done since it was loaded."""
-        counted = self._batcher.statistics
+        """What it has done since it was loaded. Calls whose answer is not finite have succeeded, their requests not."""
+        counted, unanswerable = self._batcher.statistics, self._unanswerable
         return ModelStatistics(
             name=self.model.manifest.name,
             version=self.model.version,
@@ -122,7 +148,7 @@ class ServedModel:
             execution_count=counted.executions,
             inference_stats=InferenceStatistics(
                 success=_duration(counted.success),
-                fail=_duration(counted.fail),
+                fail=Duration(count=counted.fail.count + unanswerable.count, ns=counted.fail.ns + unanswerable.ns),
                 queue=_duration(counted.queue),
                 compute_infer=_duration(counted.compute_infer),
             ),
@@ -143,6 +169,12 @@ class ServedModel:
 def _check_rows(what: str, rows: int) -> None:
     if rows > MAX_ROWS:
         raise RequestError(f"{what} has {rows} rows: at most {MAX_ROWS} in one request")
+
+
+def _check_finite(outputs: Tensors) -> None:
+    for name, output in outputs.items():
+        if not np.isfinite(output).all():
+            raise RequestError(f"output {name!r} is not finite for these inputs: give finite numbers, and full rows")
 
 
 def _duration(durations: Durations) -> Duration:

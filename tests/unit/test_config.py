@@ -39,6 +39,8 @@ def test_what_show_prints_is_the_same_recipe(tmp_path: Path) -> None:
         ("train.early_stopping=null", lambda recipe: recipe.train.early_stopping is None),
         ("train.profile.active=2", lambda recipe: (recipe.train.profile.wait, recipe.train.profile.active) == (5, 2)),
         ("model.args.width=64", lambda recipe: recipe.model.args["width"] == 64),
+        ("serve.replicas=[1, 4]", lambda recipe: recipe.serve.replica_range == (1, 4)),
+        ("serve.replicas=2", lambda recipe: recipe.serve.replica_range == (2, 2)),
     ],
 )
 def test_overrides_set_one_value(override: str, read: Callable[[Recipe], bool]) -> None:
@@ -70,6 +72,13 @@ def test_overrides_set_one_value(override: str, read: Callable[[Recipe], bool]) 
         ("data.tokenizer={kind: bytes}", ["data.tokenizer.kind", "does not read"]),
         ("task=image-clasification", ["language-modeling", "import string"]),
         ("train.epochs", ["'train.epochs'", "key=value"]),
+        ("serve.canary={percent: 0}", ["serve.canary.percent", "0", "greater than 0"]),
+        ("serve.shadow={percent: 101}", ["serve.shadow.percent", "101", "less than or equal to 100"]),
+        ("serve.canary={version: 2}", ["serve.canary.percent is missing"]),
+        ("serve={version: 2, canary: {percent: 9, version: 2}}", ["serve", "version and canary.version are both 2"]),
+        ("serve.replicas=[4, 1]", ["serve.replicas", "[least, most]", "[4, 1]"]),
+        ("serve.replicas=0", ["serve.replicas", "[least, most]", "0"]),
+        ("serve={replicas: 2, scaling: {latency_target_ms: 50}}", ["scaling.latency_target_ms is 50", "[least, most]"]),
     ],
 )
 def test_what_cannot_work_is_refused_with_key_value_and_way_out(override: str, words: list[str]) -> None:

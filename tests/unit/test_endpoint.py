@@ -13,47 +13,22 @@ import tritonclient.http
 from tritonclient.utils import InferenceServerException
 from upath import UPath
 
-from app.data.classification import save_labels
-from app.engines.architecture import architecture_of
 from app.errors import EngineError
-from app.repository.repository import Repository
-from app.serving.batching.policy import BatchingPolicy
-from app.serving.config import EndpointConfig, ServedModelConfig
-from app.tensors import OUTPUT, Tensor, Tensors
-from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, exported, rows
+from app.serving.config import DeployedModel, EndpointConfig
+from app.tensors import OUTPUT, Tensors
+from tests.engine_contract import TEXTS, exported, rows
 from tests.helpers import wait_until
-from tests.publishing import CARD
-from tests.serving import Server, serving
-
-LABELS = ["bad", "neither", "good"]
+from tests.serving import LABELS, Server, endpoint_config, publish, serving, version_config
 
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> UPath:
     """With versions 1 and 2 of the model 'toy', which are alike, and 3, whose file is no model."""
-    folder = tmp_path_factory.mktemp("serving")
-    files = folder / "files"
-    files.mkdir()
-    PROCESSOR.save(UPath(files))
-    save_labels(LABELS, UPath(files))
-    key = {"engine": "onnxruntime", "engine_version": "of another day", "architecture": architecture_of("cpu", "fp32")}
-    card = CARD.model_copy(
-        update={
-            "engine_key": CARD.engine_key.model_copy(update=key),
-            "inputs": tuple(map(Tensor.of, SIGNATURE.inputs)),
-            "outputs": tuple(map(Tensor.of, SIGNATURE.outputs)),
-        }
-    )
-    for content in (exported(), exported(), b"no model"):
-        (files / "model.onnx").write_bytes(content)
-        Repository(UPath(folder / "storage")).publish("toy", UPath(files), card)
-    return UPath(folder / "storage")
+    return publish(UPath(tmp_path_factory.mktemp("serving")), exported(), exported(), b"no model")
 
 
 def config(storage: UPath, version: int = 1, **knobs: Any) -> EndpointConfig:
-    policy = BatchingPolicy(**{"max_batch_size": 8, "queue_limit": 64, **knobs})
-    model = ServedModelConfig(storage=str(storage), version=version, threads=1, policy=policy)
-    return EndpointConfig.model_validate_json(EndpointConfig(models={"toy": model}).model_dump_json())  # as Ray does
+    return endpoint_config(DeployedModel(production=version_config(storage, version, **knobs)))
 
 
 @pytest.fixture(scope="module")

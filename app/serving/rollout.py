@@ -1,0 +1,107 @@
+"""The versions that answer under one name, and which of them a request gets."""
+
+import random
+from dataclasses import dataclass
+from typing import Protocol
+
+from app.errors import NotServedError
+from app.serving.protocol.infer import InferRequest, InferResponse
+from app.serving.protocol.management import ModelIndex, ModelMetadata
+from app.serving.protocol.natural import PredictRequest, PredictResponse
+from app.serving.protocol.wording import shown
+from app.serving.served import ServedModel
+from app.serving.shadow import Shadow, Shadowed
+from app.tensors import TensorSpec
+
+
+class Answering(Protocol):
+    """What one request is handed to, and answered by alone."""
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """What a request may hold."""
+
+    async def infer(self, request: InferRequest) -> InferResponse:
+        """Answer a request of the protocol."""
+
+    async def predict(self, request: PredictRequest) -> PredictResponse:
+        """Answer with labels."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A version beside the one in production."""
+
+    served: ServedModel
+    percent: float
+    """Of the requests that name no version."""
+
+
+class Rollout:
+    """A version in production, and those that are tried beside it."""
+
+    def __init__(
+        self, name: str, production: ServedModel, canary: Beside | None, shadow: Beside | None, chance: random.Random
+    ) -> None:
+        self._name = name
+        self._production = production
+        self._canary = canary
+        self._shadow = shadow
+        self._copies = Shadow(shadow.served) if shadow else None
+        self._chance = chance
+
+    def route(self, version: str | None) -> Answering:
+        """What answers a request: the version that it names, else production or, by chance, the canary.
+
+        Raises:
+            NotServedError: that version is not served.
+        """
+        if version is not None:
+            return self.find(version)
+        canary = self._canary
+        served = canary.served if canary and self._draws(canary) else self._production
+        if self._copies and self._shadow and self._draws(self._shadow):
+            return Shadowed(served, self._copies)
+        return served
+
+    def find(self, version: str | None) -> ServedModel:
+        """A version, else production. Raises NotServedError if it is not served."""
+        if version is None:
+            return self._production
+        for served in self.versions:
+            if served.model.version == version:
+                return served
+        known = ", ".join(served.model.version for served in self.versions)
+        raise NotServedError(f"model {shown(self._name)} has no version {shown(version)} here: served are {known}")
+
+    @property
+    def versions(self) -> list[ServedModel]:
+        """All of them, production first."""
+        return [self._production, *(beside.served for _, beside in self._beside)]
+
+    @property
+    def answering(self) -> list[ServedModel]:
+        """Those that clients need."""
+        return [self._production, *([self._canary.served] if self._canary else [])]
+
+    def metadata(self, version: str | None) -> ModelMetadata:
+        """What a version takes and gives, and which others there are. Raises NotServedError if it is not served."""
+        versions = [served.model.version for served in self.versions]
+        return self.find(version).metadata.model_copy(update={"versions": versions})
+
+    @property
+    def index(self) -> list[ModelIndex]:
+        """All versions as the repository extension lists them, production first."""
+        roles = ["", *(f"{role}, {beside.percent:g} %" for role, beside in self._beside)]
+        return [
+            ModelIndex(name=self._name, version=served.model.version, state="READY", reason=role)
+            for served, role in zip(self.versions, roles, strict=True)
+        ]
+
+    @property
+    def _beside(self) -> list[tuple[str, Beside]]:
+        named = (("canary", self._canary), ("shadow", self._shadow))
+        return [(role, beside) for role, beside in named if beside]
+
+    def _draws(self, beside: Beside) -> bool:
+        return self._chance.random() * 100 < beside.percent

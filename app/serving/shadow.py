@@ -1,0 +1,66 @@
+"""Shadow traffic: copies of requests to a version whose answers nobody sees."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+from app.errors import DeadlineError, OverloadError
+from app.serving.protocol.infer import InferRequest, InferResponse
+from app.serving.protocol.natural import PredictRequest, PredictResponse
+from app.serving.served import ServedModel
+from app.tensors import TensorSpec
+
+LOG = logging.getLogger(__name__)
+
+
+class Shadow:
+    """A version that is sent copies. Its own queue is their only bound: a copy that finds it full is dropped."""
+
+    def __init__(self, served: ServedModel) -> None:
+        self.served = served
+        self._copies: set[asyncio.Task[object]] = set()
+        self._told: set[type[BaseException]] = set()
+
+    def send(self, copy: Coroutine[Any, Any, object]) -> None:
+        """Let a copy run in the background. What it raises is in the version's statistics, and goes no further."""
+        task: asyncio.Task[object] = asyncio.create_task(copy)
+        self._copies.add(task)  # the loop alone would let go of it
+        task.add_done_callback(self._done)
+
+    def _done(self, copy: asyncio.Task[object]) -> None:
+        self._copies.discard(copy)
+        error = None if copy.cancelled() else copy.exception()
+        if error is None or isinstance(error, OverloadError | DeadlineError) or type(error) in self._told:
+            return
+        self._told.add(type(error))  # once for each kind: it may be so of every copy
+        manifest = self.served.model.manifest
+        LOG.warning("the shadow of model %r, version %s, failed", manifest.name, manifest.version, exc_info=error)
+
+
+class Shadowed:
+    """A version that answers, with a shadow that is sent what it has answered.
+
+    So a copy never runs before its request, and what cannot be answered at all is not held against the shadow.
+    """
+
+    def __init__(self, served: ServedModel, shadow: Shadow) -> None:
+        self._served = served
+        self._shadow = shadow
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """What a request may hold."""
+        return self._served.inputs
+
+    async def infer(self, request: InferRequest) -> InferResponse:
+        """Answer a request of the protocol."""
+        response = await self._served.infer(request)
+        self._shadow.send(self._shadow.served.infer(request))
+        return response
+
+    async def predict(self, request: PredictRequest) -> PredictResponse:
+        """Answer with labels."""
+        response = await self._served.predict(request)
+        self._shadow.send(self._shadow.served.predict(request))
+        return response

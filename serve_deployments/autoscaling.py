@@ -1,0 +1,57 @@
+"""How Serve's autoscaler decides how many replicas the model server has."""
+
+from typing import Any
+
+from ray import cloudpickle
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+
+from app.serving import scaling
+from app.serving.config import EndpointConfig
+from app.serving.scaling import target_ongoing_requests, wanted_replicas
+
+LATENCY = "latency_to_target"
+"""What each replica reports of itself."""
+
+_REPORT_INTERVAL_S, _LOOK_BACK_S = 2.0, 10.0
+_SETTLED_S = 30.0
+"""Until then after a replica was added, latencies are still those of before."""
+
+
+def autoscaling_of(config: EndpointConfig) -> AutoscalingConfig:
+    """What scales the replicas of an endpoint as its models ask for.
+
+    Requests come straight from HAProxy, so no handle counts them; replicas with direct ingress report them themselves.
+    """
+    wanted = config.scaling
+    return AutoscalingConfig(
+        min_replicas=wanted.least,
+        max_replicas=wanted.most,
+        target_ongoing_requests=target_ongoing_requests(
+            version.policy for model in config.models.values() for version in model.versions
+        ),
+        upscale_delay_s=wanted.upscale_delay_s,
+        downscale_delay_s=wanted.downscale_delay_s,
+        metrics_interval_s=_REPORT_INTERVAL_S,
+        look_back_period_s=_LOOK_BACK_S,
+        policy=_policy(),
+    )
+
+
+def decide(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+    """Serve's policy function; its bounds and delays are applied to what it returns."""
+    latencies = (context.aggregated_metrics or {}).get(LATENCY, {})
+    latency_to_target = max(latencies.values(), default=0.0)
+    grown_s = context.last_scale_up_time
+    if grown_s is not None and context.current_time - grown_s < _SETTLED_S:
+        latency_to_target = min(latency_to_target, 1.0)
+    if not context.current_num_replicas:
+        return context.target_num_replicas, {}
+    target = context.config.get_target_ongoing_requests()
+    wanted = wanted_replicas(context.current_num_replicas, context.total_num_requests, target, latency_to_target)
+    return wanted, {}
+
+
+def _policy() -> AutoscalingPolicy:
+    # Pickled whole, as Serve pickles the function: its controller may run older code, or have none of ours.
+    cloudpickle.register_pickle_by_value(scaling)
+    return AutoscalingPolicy(policy_function=decide)

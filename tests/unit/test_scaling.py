@@ -1,0 +1,76 @@
+"""How many replicas are wanted."""
+
+from types import SimpleNamespace
+
+import pytest
+from ray.serve.config import AutoscalingConfig
+
+from app.serving.batching.policy import BatchingPolicy
+from app.serving.config import Scaling
+from app.serving.latencies import RecentLatencies
+from app.serving.scaling import target_ongoing_requests, wanted_replicas
+from serve_deployments.autoscaling import LATENCY, decide
+
+
+@pytest.mark.parametrize(
+    ("replicas", "ongoing", "latency_to_target", "wanted"),
+    [
+        (1, 8, 0.0, 1),
+        (1, 24, 0.0, 3),
+        (4, 8, 0.0, 1),
+        (4, 0, 0.0, 0),  # Serve keeps the least
+        (2, 8, 1.3, 2.6),  # slower than the target: more, though there is room for the load
+        (2, 40, 1.3, 5),  # the load asks for still more
+        (2, 8, 30.0, 4),  # twice as many at once, at most
+        (2, 8, 0.8, 2),  # one fewer might miss the target
+        (2, 24, 0.8, 3),
+        (2, 8, 0.4, 1),
+    ],
+)
+def test_load_and_latency_each_ask_for_replicas_and_the_most_are_wanted(
+    replicas: int, ongoing: float, latency_to_target: float, wanted: float
+) -> None:
+    assert wanted_replicas(replicas, ongoing, 8.0, latency_to_target) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(("grown_s", "wanted"), [(None, 3.0), (970.0, 3.0), (971.0, 2.0)])
+def test_latency_asks_for_no_more_until_the_last_replica_has_had_its_effect(
+    grown_s: float | None, wanted: float
+) -> None:
+    context = SimpleNamespace(
+        aggregated_metrics={LATENCY: {"one": 0.2, "other": 1.5}},
+        last_scale_up_time=grown_s,
+        current_time=1000.0,
+        current_num_replicas=2,
+        target_num_replicas=2,
+        total_num_requests=4.0,
+        config=AutoscalingConfig(target_ongoing_requests=8),
+    )
+    assert decide(context)[0] == wanted
+
+
+def test_a_full_call_of_the_smallest_engine_is_what_a_replica_should_hold() -> None:
+    assert target_ongoing_requests([BatchingPolicy(max_batch_size=32), BatchingPolicy(max_batch_size=4)]) == 4
+    assert target_ongoing_requests([]) == 1
+
+
+def test_models_that_share_replicas_get_what_each_asked_for() -> None:
+    fixed = Scaling(least=2, most=2, cpus=0.5, upscale_delay_s=1, downscale_delay_s=900)
+    one = Scaling(least=1, most=4, cpus=0.25, latency_target_s=0.2, upscale_delay_s=5, downscale_delay_s=60)
+    other = Scaling(least=1, most=3, latency_target_s=0.1, upscale_delay_s=20, downscale_delay_s=300)
+    together = Scaling(least=2, most=4, cpus=0.75, latency_target_s=0.1, upscale_delay_s=5, downscale_delay_s=300)
+    assert Scaling.together([fixed, one, other]) == together
+    assert Scaling.together([]) == Scaling()
+
+
+def test_latencies_are_forgotten_after_a_while() -> None:
+    now_s = 0.0
+    latencies = RecentLatencies(lambda: now_s)
+    assert latencies.percentile_s(0.95) is None
+    for milliseconds in range(1, 101):
+        latencies.add(milliseconds / 1e3)
+    assert latencies.percentile_s(0.95) == pytest.approx(0.095, abs=0.001)
+    now_s = 9.0
+    latencies.add(1.0)
+    now_s = 11.0
+    assert latencies.percentile_s(0.5) == 1.0
