@@ -23,7 +23,7 @@ from app.config.recipe import (
     Recipe,
     ServeConfig,
 )
-from app.config.rollout import CanaryConfig, Percent, ScalingConfig, ShadowConfig
+from app.config.rollout import CanaryConfig, Percent, Role, ScalingConfig, ShadowConfig
 from app.config.train import (
     CheckpointConfig,
     EarlyStoppingConfig,
@@ -68,6 +68,7 @@ __all__ = [
     "Precision",
     "ProfileConfig",
     "Recipe",
+    "Role",
     "ScalingConfig",
     "ScheduleConfig",
     "ServeConfig",

@@ -1,14 +1,14 @@
 """The recipe: one task from its data to its endpoint, as a frozen tree of pydantic models."""
 
 from itertools import combinations
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from app.config.alerts import AlertConfig, NotifyConfig
 from app.config.compile import CompileConfig
 from app.config.data import DataConfig
-from app.config.rollout import CanaryConfig, ScalingConfig, ShadowConfig
+from app.config.rollout import CanaryConfig, Role, ScalingConfig, ShadowConfig
 from app.config.section import IMPORT_STRING, NumberOrRange, Section
 from app.config.train import TrainConfig
 from app.config.tune import TuneConfig
@@ -84,9 +84,9 @@ class ServeConfig(Section):
         return (self.replicas, self.replicas) if isinstance(self.replicas, int) else self.replicas
 
     @property
-    def tried(self) -> dict[Literal["canary", "shadow"], CanaryConfig | ShadowConfig]:
+    def tried(self) -> dict[Role, CanaryConfig | ShadowConfig]:
         """What is tried beside the version in production."""
-        tried: dict[Literal["canary", "shadow"], CanaryConfig | ShadowConfig] = {}
+        tried: dict[Role, CanaryConfig | ShadowConfig] = {}
         if self.canary:
             tried["canary"] = self.canary
         if self.shadow:

@@ -1,11 +1,12 @@
 """The recipe's ``serve.canary``, ``serve.shadow`` and ``serve.scaling``: versions beside production, and replicas."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from app.config.section import Section
 
+Role = Literal["canary", "shadow"]
 Percent = Annotated[float, Field(gt=0.0, le=100.0)]
 
 

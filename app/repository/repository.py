@@ -6,6 +6,7 @@ from contextlib import suppress
 from pydantic import ValidationError
 from upath import UPath
 
+from app.config import Role
 from app.errors import StorageError
 from app.repository.aliases import ALIASES_FILE, Alias, Aliases
 from app.repository.conditional import alone, change, read
@@ -70,7 +71,7 @@ class Repository:
             )
         return version
 
-    def tried(self, name: str, alias: Alias) -> int:
+    def tried(self, name: str, alias: Role) -> int:
         """The version that is the canary or the shadow. Raises StorageError if there is none."""
         version: int | None = getattr(self.aliases(name), alias)
         if version is None:

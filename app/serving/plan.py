@@ -1,24 +1,16 @@
 """From a recipe and what is published to what an endpoint serves under the recipe's name."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import combinations
 
 from upath import UPath
 
-from app.config import Recipe
+from app.config import Recipe, Role, ServeConfig
 from app.errors import RecipeError
 from app.repository.aliases import Alias
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
 from app.serving.config import DeployedModel, Scaling, Share, VersionConfig
-
-
-@dataclass(frozen=True)
-class _Named:
-    """A version, by what it is to be."""
-
-    alias: Alias
-    manifest: Manifest
 
 
 def deployed_model(recipe: Recipe, storage: UPath) -> DeployedModel:
@@ -30,25 +22,24 @@ def deployed_model(recipe: Recipe, storage: UPath) -> DeployedModel:
             served as the recipe says.
     """
     serve, repository = recipe.serve, Repository(storage)
-    named = [_Named("production", repository.verify(recipe.name, serve.version or repository.production(recipe.name)))]
+    production = repository.verify(recipe.name, serve.version or repository.production(recipe.name))
+    manifests: dict[Alias, Manifest] = {"production": production}
     for alias, wanted in serve.tried.items():
-        version = wanted.version or repository.tried(recipe.name, alias)
-        named.append(_Named(alias, repository.verify(recipe.name, version)))
-    _require_interchangeable(named)
+        manifests[alias] = repository.verify(recipe.name, wanted.version or repository.tried(recipe.name, alias))
+    _require_interchangeable(manifests)
 
     def config_of(manifest: Manifest) -> VersionConfig:
         return VersionConfig.of(str(storage), recipe.name, manifest.version, manifest.served(serve), serve)
 
-    production, *tried = named
-    shares = {
-        each.alias: Share(version=config_of(each.manifest), percent=wanted.percent)
-        for each, wanted in zip(tried, serve.tried.values(), strict=True)
-    }
+    def share_of(alias: Role) -> Share | None:
+        wanted = serve.tried.get(alias)
+        return Share(version=config_of(manifests[alias]), percent=wanted.percent) if wanted else None
+
     return DeployedModel(
-        production=config_of(production.manifest),
-        canary=shares.get("canary"),
-        shadow=shares.get("shadow"),
-        scaling=_scaling(recipe, production.manifest),
+        production=config_of(production),
+        canary=share_of("canary"),
+        shadow=share_of("shadow"),
+        scaling=_scaling(serve, production),
     )
 
 
@@ -61,32 +52,31 @@ def promote_named(recipe: Recipe, repository: Repository) -> None:
             repository.promote(recipe.name, wanted.version, alias)
 
 
-def _require_interchangeable(named: list[_Named]) -> None:
-    """Refuse what would answer a request otherwise than the version in production. Raises RecipeError."""
-    for one, other in combinations(named, 2):
-        if one.manifest.version == other.manifest.version:
+def _require_interchangeable(manifests: Mapping[Alias, Manifest]) -> None:
+    """Refuse what cannot answer a request in place of the version in production. Raises RecipeError."""
+    for one, other in combinations(manifests, 2):
+        if manifests[one].version == manifests[other].version:
             raise RecipeError(
-                f"serve.{other.alias} is version {other.manifest.version}, and so is {one.alias}: promote another "
-                f"version to {other.alias}, or leave serve.{other.alias} out"
+                f"serve.{other} is version {manifests[other].version}, and so is {one}: promote another version to "
+                f"{other}, or leave serve.{other} out"
             )
-    for each in named[1:]:
-        if difference := each.manifest.signature.difference(named[0].manifest.signature):
+    for alias, manifest in manifests.items():
+        if difference := manifest.signature.difference(manifests["production"].signature):
             raise RecipeError(
-                f"serve.{each.alias}: version {each.manifest.version} {difference}, as production does: such a version "
-                "needs a name of its own"
+                f"serve.{alias}: version {manifest.version} {difference}, as production does: such a version needs a "
+                "name of its own"
             )
 
 
-def _scaling(recipe: Recipe, manifest: Manifest) -> Scaling:
-    serve = recipe.serve
-    measured = manifest.served(serve).replicas
+def _scaling(serve: ServeConfig, production: Manifest) -> Scaling:
+    measured = production.served(serve).replicas
     least, most = serve.replica_range or (measured, measured)
     target_ms = serve.scaling.latency_target_ms
     return Scaling(
         least=least,
         most=most,
         cpus=serve.cpus_per_replica,
-        latency_target_s=target_ms and target_ms / 1e3,
+        latency_target_s=target_ms / 1e3 if target_ms else None,
         upscale_delay_s=serve.scaling.upscale_delay_s,
         downscale_delay_s=serve.scaling.downscale_delay_s,
     )
