@@ -10,7 +10,7 @@ import pytest
 from upath import UPath
 
 from tests.helpers import ROOT, run
-from tests.launch import INTERRUPTED, STEPS, Cluster, Launch, Trained
+from tests.launch import Cluster, Launch, Trained
 from tests.receiver import HttpReceiver
 from tests.tables import Faults, Record, Tables, rendered
 
@@ -96,13 +96,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """What the run that other tests interrupt comes to when nothing happens."""
-    launch = Launch(tmp_path_factory.mktemp("uninterrupted"))
-    storage = f"storage={tmp_path_factory.mktemp('storage')}"
-    run = launch.torchrun("-m", "app.training", "recipes/digits.yaml", *INTERRUPTED, storage)
-    trained = Trained.of(run.result())
-    launch.check()
-    assert [each["step"] for each in trained.records if "loss" in each] == list(range(1, STEPS + 1))
-    return trained
+    return Trained.uninterrupted(tmp_path_factory.mktemp("uninterrupted"))
 
 
 @pytest.fixture(scope="session")

@@ -89,9 +89,10 @@ class Launch:
         self._started.append(Launched(self._folder, command, environment))
         return self._started[-1]
 
-    def torchrun(self, *arguments: str, processes: int = 2) -> Launched:
+    def torchrun(self, *arguments: str, processes: int = 2, threads: int = 1) -> Launched:
         """Such as ``-m app.training recipes/digits.yaml``; told to end, it soon kills a rank that does not."""
-        return self("torchrun", f"--nproc-per-node={processes}", "--shutdown-timeout=5", *arguments)
+        command = ["torchrun", f"--nproc-per-node={processes}", "--shutdown-timeout=5", *arguments]
+        return self(*command, OMP_NUM_THREADS=str(threads))
 
     def check(self) -> None:
         """No process may run on, and no file may be half written."""
@@ -176,6 +177,19 @@ class Trained:
     """sha256 of the best epoch's ``model.safetensors``."""
     state: dict[str, str]
     """Of the last checkpoint."""
+
+    @classmethod
+    def uninterrupted(cls, folder: Path, threads: int = 1) -> Self:
+        """Of the run that other tests interrupt, when nothing happens to it.
+
+        ``threads`` of each worker, as many as those that it is compared with have: sums are split among them.
+        """
+        launch = Launch(folder)
+        arguments = ["-m", "app.training", "recipes/digits.yaml", *INTERRUPTED, f"storage={folder / 'storage'}"]
+        trained = cls.of(launch.torchrun(*arguments, threads=threads).result())
+        launch.check()
+        assert [each["step"] for each in trained.records if "loss" in each] == list(range(1, STEPS + 1))
+        return trained
 
     @classmethod
     def of(cls, result: dict[str, Any]) -> Self:

@@ -58,6 +58,12 @@ def cpus(ray: Cluster) -> int:
 
 
 @pytest.fixture
+def uninterrupted(cpus: int, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """With as many threads as Ray gives a worker that has so many CPUs."""
+    return Trained.uninterrupted(tmp_path_factory.mktemp("uninterrupted"), threads=cpus)
+
+
+@pytest.fixture
 def join(ray: Cluster, cpus: int) -> Iterator[Callable[[], Node]]:
     nodes: list[Node] = []
 
