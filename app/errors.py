@@ -12,6 +12,7 @@ RayloomError
 ├── EngineError            a compiled model cannot be loaded
 ├── RequestError           a request to the endpoint is malformed
 │   └── RequestTooLargeError  it is larger than the server takes
+├── UnauthorizedError      a request does not show the endpoint's token
 ├── NotServedError         a request names a model that is not served
 ├── OverloadError          more requests wait than the endpoint takes
 ├── DeadlineError          a request cannot be answered in time
@@ -69,6 +70,10 @@ class RequestError(RayloomError):
 
 class RequestTooLargeError(RequestError):
     """A request to the endpoint is larger than the server takes; answered with status 413."""
+
+
+class UnauthorizedError(RayloomError):
+    """A request to the endpoint does not show its token; answered with status 401."""
 
 
 class NotServedError(RayloomError):

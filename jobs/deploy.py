@@ -19,11 +19,13 @@ from app.config import Recipe, ServeConfig
 from app.errors import ClusterError
 from app.repository.repository import Repository
 from app.runs import Outcome, Run
+from app.serving.auth import access_of, token_file_of
 from app.serving.config import EndpointConfig, Scaling
 from app.serving.grpc import SERVICER
 from app.serving.plan import deployed_model, promote_named
 from jobs._cluster import connect, require
 from jobs._runner import main
+from jobs._tls import tls_options
 from serve_deployments.autoscaling import autoscaling_of
 from serve_deployments.model_server import ModelServer
 
@@ -48,9 +50,10 @@ def deploy(run: Run) -> Outcome:
     model = deployed_model(recipe, run.storage)
     connect()
     before = _deployed()
-    after = EndpointConfig(models={**before.models, recipe.name: model})
+    access = access_of(recipe.serve, before.access)
+    after = EndpointConfig(models={**before.models, recipe.name: model}, access=access)
     _require_room(after.scaling)
-    address = _start_serve(recipe.serve)
+    address = _start_serve(recipe.serve, tls_options(recipe.serve.tls))
 
     run.open()
     began = time.monotonic()
@@ -59,6 +62,8 @@ def deploy(run: Run) -> Outcome:
     ready_s = round(time.monotonic() - began, 3)
     version = model.production.version
     print(f"{recipe.name}, version {version}, answers at {address.http}, and over gRPC at {address.grpc}", flush=True)
+    if file := token_file_of(recipe.serve):
+        print(f"it asks for the token in {file}", flush=True)
     return Outcome(
         DeployMetrics(ready_s=ready_s, replicas=_running()),
         {"http": address.http, "grpc": address.grpc, "model": f"{recipe.name}/{version}"},
@@ -72,11 +77,12 @@ class Address:
     host: str
     port: int
     grpc_port: int
+    scheme: str
 
     @property
     def http(self) -> str:
         """As a URL."""
-        return f"http://{self.host}:{self.port}"
+        return f"{self.scheme}://{self.host}:{self.port}"
 
     @property
     def grpc(self) -> str:
@@ -84,7 +90,7 @@ class Address:
         return f"{self.host}:{self.grpc_port}"
 
 
-def _start_serve(config: ServeConfig) -> Address:
+def _start_serve(config: ServeConfig, tls: dict[str, str]) -> Address:
     """Start Ray Serve, unless it runs, and return where it listens.
 
     Raises:
@@ -94,6 +100,7 @@ def _start_serve(config: ServeConfig) -> Address:
         config.host,
         config.port or int(os.environ.get("RAYLOOM_SERVE_PORT", DEFAULT_PORT)),
         config.grpc_port or int(os.environ.get("RAYLOOM_GRPC_PORT", DEFAULT_GRPC_PORT)),
+        "https" if tls else "http",
     )
     if wanted.port == wanted.grpc_port:
         raise ClusterError(f"serve.port and serve.grpc_port are both {wanted.port}: give two ports, or leave one out")
@@ -102,14 +109,14 @@ def _start_serve(config: ServeConfig) -> Address:
         _require_free(wanted.host, wanted.port, "serve.port")
         _require_free(wanted.host, wanted.grpc_port, "serve.grpc_port")
         serve.start(
-            http_options=serve.HTTPOptions(host=wanted.host, port=wanted.port),
+            http_options=serve.HTTPOptions(host=wanted.host, port=wanted.port, **tls),
             grpc_options=gRPCOptions(port=wanted.grpc_port, grpc_servicer_functions=[SERVICER]),
         )
     elif running != wanted:
         raise ClusterError(
-            f"serve.port is {wanted.port} and serve.grpc_port {wanted.grpc_port}, on {wanted.host}, and this cluster's "
-            f"endpoint listens on {running.port} and {running.grpc_port}, on {running.host}, already: leave serve.host "
-            "and the ports out, or restart the cluster"
+            f"serve.port is {wanted.port} and serve.grpc_port {wanted.grpc_port}, on {wanted.host} by {wanted.scheme}, "
+            f"and this cluster's endpoint listens on {running.port} and {running.grpc_port}, on {running.host} by "
+            f"{running.scheme}, already: leave serve.host, serve.tls and the ports as they are, or restart the cluster"
         )
     return wanted
 
@@ -121,7 +128,8 @@ def _listens_on() -> Address | None:
     except RayServeException:
         return None
     grpc_port = ray.get(client._controller.get_grpc_config.remote()).port
-    return Address(client.http_config.host, client.http_config.port, grpc_port)
+    http = client.http_config
+    return Address(http.host, http.port, grpc_port, "https" if http.ssl_certfile else "http")
 
 
 def _require_free(host: str, port: int, key: str) -> None:

@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
 
-import httpx
 import typer
 from upath import UPath
 
-from app.cli.endpoint import served_models
+from app.cli.endpoint import TOKEN_FILE_VARIABLE, EndpointClient, local_endpoint
 from app.cli.models import models
 from app.cli.options import Storage, chosen_storage
 from app.cluster import local, ports
@@ -21,7 +20,7 @@ from app.cluster.submit import submit as submit_job
 from app.config import Recipe, dump_recipe, load_recipe
 from app.errors import ClusterError, RayloomError, RequestError, StorageError
 from app.runs import CONFIG_FILE, runs_folder
-from app.serving.protocol.natural import PredictRequest, PredictResponse
+from app.serving.protocol.natural import PredictRequest
 from app.storage import absolute_location
 from app.telemetry.alerts import Action
 from app.training.coordination.control import request
@@ -114,10 +113,15 @@ def predict(
     inputs: Annotated[list[str], typer.Argument(help="Texts; or paths of images, with --image.")],
     image: Annotated[bool, typer.Option("--image", help="The inputs are paths of images.")] = False,
     endpoint: Annotated[str | None, typer.Option(help="Default: the local cluster's.")] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(envvar=TOKEN_FILE_VARIABLE, help="Default, of the local cluster: that which was made."),
+    ] = None,
 ) -> None:
     """Ask a deployed model: the label of each input, and its probability."""
     given = [_read_image(path) for path in inputs] if image else inputs
-    answer = _predict(endpoint or running_cluster().endpoint, model, PredictRequest(inputs=given))
+    client = EndpointClient(endpoint, token_file) if endpoint else local_endpoint(running_cluster(), token_file)
+    answer = client.predict(model, PredictRequest(inputs=given))
     for text, prediction in zip(inputs, answer.predictions, strict=True):
         print(f"{prediction.label}  {prediction.scores[prediction.label]:.3f}  {text}")
 
@@ -163,14 +167,15 @@ def _describe_supervisor(cluster: ClusterState) -> None:
 def _describe_models(cluster: ClusterState) -> None:
     """Which models answer, and a line to paste for each."""
     try:
-        served = served_models(cluster)
+        endpoint = local_endpoint(cluster)
+        served = endpoint.models()
     except ClusterError as error:
         print(f"models     {error}")
         return
     titles = [f"{each.name} version {each.version}{f' ({each.reason})' if each.reason else ''}" for each in served]
     print(f"models     {', '.join(titles) or 'none deployed'}")
     for name in dict.fromkeys(each.name for each in served):
-        print(f'try        curl {cluster.endpoint}/v1/models/{name}/predict -d \'{{"inputs": "..."}}\'')
+        print(f"try        {endpoint.curl(name)}")
 
 
 def _describe_ports(cluster: ClusterState) -> None:
@@ -196,16 +201,3 @@ def _read_image(path: str) -> str:
         raise RequestError(
             f"image {path!r} cannot be read ({error.strerror}): give the path of a PNG or JPEG file"
         ) from error
-
-
-def _predict(endpoint: str, model: str, request: PredictRequest) -> PredictResponse:
-    """Ask the endpoint. Raises ClusterError if nothing answers, RequestError if it refuses."""
-    try:
-        answer = httpx.post(f"{endpoint}/v1/models/{model}/predict", content=request.model_dump_json(), timeout=60.0)
-    except httpx.HTTPError as error:
-        raise ClusterError(
-            f"nothing answers at {endpoint} ({error}): deploy a model with 'rayloom submit deploy RECIPE'"
-        ) from error
-    if answer.is_error:
-        raise RequestError(f"{endpoint} answered {answer.status_code}: {answer.text}")
-    return PredictResponse.model_validate_json(answer.content)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from upath import UPath
 
-from app.cli.endpoint import served_models
+from app.cli.endpoint import local_endpoint
 from app.cli.options import Storage, chosen_storage
 from app.cli.versions import description_of, table_of
 from app.cluster.state import read_state
@@ -141,7 +141,7 @@ def _noted(damages: list[str]) -> Iterator[None]:
 def _served(name: str) -> list[str]:
     """The versions of a model that the local endpoint has loaded, production first. Raises ClusterError if mute."""
     cluster = read_state()
-    served = served_models(cluster) if cluster else []
+    served = local_endpoint(cluster).models() if cluster else []
     return [each.version for each in served if each.name == name]
 
 

@@ -176,7 +176,7 @@ def _haproxy(cluster: ClusterState, metrics: int, stats: int, fallback_http: int
     folder = cluster.runtime / "haproxy"
     return {
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_ENABLE_HA_PROXY": os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "1"),  # 0: slower, and can TLS
         # How soon it is seen that HAProxy has died: by Ray's own 10 and 30 s requests are refused for half a minute.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",

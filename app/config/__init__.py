@@ -22,6 +22,7 @@ from app.config.recipe import (
     ModelConfig,
     Recipe,
     ServeConfig,
+    TlsConfig,
 )
 from app.config.rollout import CanaryConfig, Percent, Role, ScalingConfig, ShadowConfig
 from app.config.train import (
@@ -75,6 +76,7 @@ __all__ = [
     "Setting",
     "ShadowConfig",
     "StopConfig",
+    "TlsConfig",
     "TokenizerConfig",
     "TrainConfig",
     "TuneConfig",

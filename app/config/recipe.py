@@ -1,9 +1,10 @@
 """The recipe: one task from its data to its endpoint, as a frozen tree of pydantic models."""
 
 from itertools import combinations
-from typing import Annotated, Any, Self
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from app.config.alerts import AlertConfig, NotifyConfig
 from app.config.compile import CompileConfig
@@ -48,6 +49,23 @@ class BatchingConfig(Section):
         return self
 
 
+def _absolute(path: str) -> str:
+    if not Path(path).is_absolute():
+        raise ValueError(f"{path!r} is a relative path, and a job runs in a copy of the folder: give an absolute one")
+    return path
+
+
+LocalFile = Annotated[str, AfterValidator(_absolute)]
+"""A file on the machines of the cluster, not in storage."""
+
+
+class TlsConfig(Section):
+    """HTTPS, where Serve's ingress can do that: with RAY_SERVE_ENABLE_HA_PROXY=0."""
+
+    certificate: LocalFile = Field(description="absolute path of a PEM file, the chain behind it included")
+    key: LocalFile = Field(description="absolute path of its private key, in PEM without a password")
+
+
 class ServeConfig(Section):
     """The endpoint. Replicas and threads that are left out are as jobs.compile measured them."""
 
@@ -61,6 +79,13 @@ class ServeConfig(Section):
     grpc_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
         default=None, description="default: the port that the local cluster chose, else 8001"
     )
+    auth: Literal["auto", "token", "none"] = Field(
+        default="auto", description="auto: a token is asked for where other machines reach the host"
+    )
+    token_file: LocalFile | None = Field(
+        default=None, description="absolute path, mode 600; default: endpoint_token in ~/.rayloom, made if missing"
+    )
+    tls: TlsConfig | None = None
     batching: BatchingConfig = BatchingConfig()
     queue_limit: PositiveInt = Field(default=256, description="requests that wait in a replica; one more is refused")
     request_timeout_s: PositiveFloat | None = Field(
@@ -108,6 +133,12 @@ class ServeConfig(Section):
                 f"scaling.latency_target_ms is {self.scaling.latency_target_ms:g}, and replicas do not vary: make them "
                 "[least, most]"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _token_is_asked_for(self) -> Self:
+        if self.token_file and self.auth == "none":
+            raise ValueError("token_file is given, and auth is none: leave one of them out")
         return self
 
 

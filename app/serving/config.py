@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from app.config import Percent, ServeConfig
 from app.repository.manifest import ServingDefaults
+from app.serving.auth import Access
 from app.serving.batching.policy import BatchingPolicy
 
 
@@ -98,9 +99,10 @@ class DeployedModel(_Config):
 
 
 class EndpointConfig(_Config):
-    """Every model of an endpoint, by the name that it is asked by."""
+    """Every model of an endpoint, by the name that it is asked by, and who may ask."""
 
     models: dict[str, DeployedModel] = {}
+    access: Access = Access()
 
     @property
     def scaling(self) -> Scaling:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from importlib.metadata import version as version_of
 
 from app.errors import EngineError, NotServedError, RequestError
+from app.serving.auth import Access
 from app.serving.config import DeployedModel, EndpointConfig, Share, VersionConfig
 from app.serving.model import load_model
 from app.serving.protocol.management import ModelIndex, ModelMetadata, ModelStatistics, ServerMetadata
@@ -36,6 +37,11 @@ class Endpoint:
     def config(self) -> EndpointConfig:
         """What is served."""
         return self._config
+
+    @property
+    def access(self) -> Access:
+        """Who is answered."""
+        return self._config.access
 
     async def update(self, config: EndpointConfig) -> None:
         """Load what is new, then let go of what is gone.

@@ -3,13 +3,15 @@
 https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/open_inference_grpc.proto
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
 from google.protobuf.message import Message
 from grpc import StatusCode
 from tritonclient.grpc import service_pb2 as pb
 
+from app.errors import UnauthorizedError
+from app.serving.auth import OPEN_CALLS
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.grpc import read_infer, write_infer, write_stream_error, write_stream_infer
 from app.serving.protocol.grpc_management import (
@@ -43,6 +45,12 @@ class Context(Protocol):
     def set_details(self, details: str) -> None:
         """Why."""
 
+    def invocation_metadata(self) -> Iterable[tuple[str, str]]:
+        """What came with the call."""
+
+    def peer(self) -> str:
+        """Where the call comes from."""
+
 
 Given = TypeVar("Given")
 Answer = TypeVar("Answer", bound=Message)
@@ -51,18 +59,18 @@ Answer = TypeVar("Answer", bound=Message)
 def _answers(
     kind: type[Answer],
 ) -> Callable[[Callable[[Any, Given], Awaitable[Answer]]], Callable[[Any, Given, Context], Awaitable[Answer]]]:
-    """Tell an error as the status of the call, and answer an empty message."""
+    """Ask who calls, then answer; an error is the status of the call, and its answer an empty message."""
 
     def decorate(
         method: Callable[[Any, Given], Awaitable[Answer]],
     ) -> Callable[[Any, Given, Context], Awaitable[Answer]]:
         async def call(service: Any, request: Given, grpc_context: Context) -> Answer:
             try:
+                if method.__name__ not in OPEN_CALLS:
+                    service.check_caller(grpc_context)
                 return await method(service, request)
             except Exception as error:
-                told = refusal(error)
-                grpc_context.set_code(told.grpc)
-                grpc_context.set_details(told.message)
+                _end(grpc_context, error)
                 empty: Answer = kind()
                 return empty
 
@@ -72,11 +80,24 @@ def _answers(
     return decorate
 
 
+def _end(grpc_context: Context, error: Exception) -> None:
+    """Let the call end with an error."""
+    told = refusal(error)
+    grpc_context.set_code(told.grpc)
+    grpc_context.set_details(told.message)
+
+
 class GrpcMethods:
     """The service. Its methods have the protocol's names, and take its messages."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
+
+    def check_caller(self, grpc_context: Context) -> None:
+        """Raises UnauthorizedError: the endpoint does not answer whoever calls."""
+        access = self._endpoint.access
+        access.check_peer(grpc_context.peer())
+        access.check(dict(grpc_context.invocation_metadata()).get("authorization"))
 
     @_answers(pb.ServerLiveResponse)
     async def ServerLive(self, _: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
@@ -146,6 +167,11 @@ class GrpcMethods:
         self, request_stream: AsyncIterator[pb.ModelInferRequest], grpc_context: Context
     ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
         """The same for a stream of requests, answered in their order; one that is refused does not end the stream."""
+        try:
+            self.check_caller(grpc_context)
+        except UnauthorizedError as error:
+            _end(grpc_context, error)
+            return
         async for request in request_stream:
             try:
                 yield write_stream_infer(await self._infer(request))

@@ -9,11 +9,13 @@ import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response, Security
 from fastapi.responses import JSONResponse
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
-from app.errors import OverloadError, RayloomError, RequestError, RequestTooLargeError
+from app.errors import OverloadError, RayloomError, RequestError, RequestTooLargeError, UnauthorizedError
+from app.serving.auth import OPEN_PATHS
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.bodies import ErrorBody, parse_body
 from app.serving.protocol.limits import LIMITS
@@ -50,6 +52,12 @@ class HttpApi:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            try:
+                self._endpoint.access.check(_authorization(scope))
+            except UnauthorizedError as error:
+                await _refused(error)(scope, receive, send)
+                return
         path = _INFER.fullmatch(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if path is None:
             await self._others(scope, receive, send)
@@ -98,16 +106,26 @@ async def _read_body(receive: Receive, most_bytes: int = LIMITS.body_bytes) -> b
         raise TimeoutError(f"the body did not come within {_RECEIVE_TIMEOUT_S:g} s: send it faster") from None
 
 
+def _authorization(scope: Scope) -> str | None:
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == b"authorization"), None)
+
+
 def _refused(error: Exception) -> JSONResponse:
-    told = refusal(error)
-    headers = {"retry-after": str(math.ceil(error.retry_after_s))} if isinstance(error, OverloadError) else None
+    told, headers = refusal(error), {}
+    if isinstance(error, OverloadError):
+        headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    if isinstance(error, UnauthorizedError):
+        headers["www-authenticate"] = "Bearer"
     return JSONResponse(ErrorBody(error=told.message).model_dump(), told.http, headers)
 
 
 def _routes(endpoint: Endpoint) -> FastAPI:
     """Everything but inference."""
     api = FastAPI(
-        title="Rayloom", version=endpoint.metadata.version, description="Open Inference Protocol v2, all but infer"
+        title="Rayloom",
+        version=endpoint.metadata.version,
+        description="Open Inference Protocol v2, all but infer",
+        dependencies=[Security(HTTPBearer(auto_error=False))],  # for /docs to send the token, which HttpApi checks
     )
 
     @api.exception_handler(RayloomError)

@@ -12,6 +12,7 @@ from app.errors import (
     OverloadError,
     RequestError,
     RequestTooLargeError,
+    UnauthorizedError,
 )
 
 LOG = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ _STATUS: dict[type[Exception], tuple[int, StatusCode]] = {
     RequestTooLargeError: (413, StatusCode.RESOURCE_EXHAUSTED),
     RequestError: (400, StatusCode.INVALID_ARGUMENT),
     DataError: (400, StatusCode.INVALID_ARGUMENT),
+    UnauthorizedError: (401, StatusCode.UNAUTHENTICATED),
     NotServedError: (404, StatusCode.NOT_FOUND),
     OverloadError: (503, StatusCode.UNAVAILABLE),
     DeadlineError: (504, StatusCode.DEADLINE_EXCEEDED),

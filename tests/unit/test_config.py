@@ -79,6 +79,9 @@ def test_overrides_set_one_value(override: str, read: Callable[[Recipe], bool]) 
         ("serve.replicas=[4, 1]", ["serve.replicas", "[least, most]", "[4, 1]"]),
         ("serve.replicas=0", ["serve.replicas", "[least, most]", "0"]),
         ("serve={replicas: 2, scaling: {latency_target_ms: 50}}", ["scaling.latency_target_ms is 50", "[least, most]"]),
+        ("serve.token_file=token", ["serve.token_file", "'token'", "absolute"]),
+        ("serve={auth: none, token_file: /token}", ["token_file", "auth is none"]),
+        ("serve.tls={certificate: /c.pem}", ["serve.tls.key"]),
     ],
 )
 def test_what_cannot_work_is_refused_with_key_value_and_way_out(override: str, words: list[str]) -> None:
