@@ -10,13 +10,14 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from fastapi import FastAPI, Request, Response, Security
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
 from app.errors import OverloadError, RayloomError, RequestError, RequestTooLargeError, UnauthorizedError
 from app.serving.auth import OPEN_PATHS
 from app.serving.endpoint import Endpoint
+from app.serving.page import PAGE, PAGE_HEADERS
 from app.serving.protocol.bodies import ErrorBody, parse_body
 from app.serving.protocol.limits import LIMITS
 from app.serving.protocol.management import (
@@ -29,7 +30,7 @@ from app.serving.protocol.management import (
     UnloadRequest,
 )
 from app.serving.protocol.model_config import config_json, model_config
-from app.serving.protocol.natural import PredictRequest, PredictResponse
+from app.serving.protocol.natural import NaturalModel, PredictRequest, PredictResponse
 from app.serving.protocol.rest import read_infer, write_infer
 from app.serving.refusal import refusal
 
@@ -140,6 +141,11 @@ def _routes(endpoint: Endpoint) -> FastAPI:
         detail = unknown if error.detail == "Not Found" else error.detail
         return JSONResponse({"error": detail}, error.status_code, error.headers)
 
+    @api.get("/", include_in_schema=False)
+    async def page() -> Response:
+        """The models, and one to try."""
+        return HTMLResponse(PAGE, headers=PAGE_HEADERS)
+
     @api.get("/v2/health/live")
     @api.get("/v2/health/ready")
     async def health() -> Response:
@@ -200,6 +206,11 @@ def _routes(endpoint: Endpoint) -> FastAPI:
     async def model_metadata(name: str, version: str | None = None) -> ModelMetadata:
         """What a model takes and gives."""
         return endpoint.model_metadata(name, version)
+
+    @api.get("/v1/models")
+    async def models() -> list[NaturalModel]:
+        """What people can ask: every model, what it takes, and its labels."""
+        return [each.natural for each in endpoint.models]
 
     @api.post("/v1/models/{name}/predict")
     async def predict(name: str, request: Request) -> PredictResponse:

@@ -22,7 +22,7 @@ from app.serving.protocol.management import (
     ModelStatistics,
     TensorMetadata,
 )
-from app.serving.protocol.natural import PredictRequest, PredictResponse
+from app.serving.protocol.natural import NaturalModel, PredictRequest, PredictResponse
 from app.tensors import OUTPUT, Tensors, TensorSpec, check_tensors
 
 MAX_ROWS = 1024
@@ -124,6 +124,16 @@ class ServedModel:
             raise
         self.latencies.add(time.monotonic() - began_s)
         return outputs
+
+    @property
+    def natural(self) -> NaturalModel:
+        """What a person can ask it."""
+        return NaturalModel(
+            name=self.model.manifest.name,
+            version=self.model.version,
+            input=self.model.processor.modality,
+            labels=self.model.labels,
+        )
 
     @property
     def metadata(self) -> ModelMetadata:

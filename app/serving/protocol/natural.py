@@ -1,6 +1,17 @@
 """Natural input and its answer, in JSON, for people."""
 
+from typing import Literal
+
 from pydantic import BaseModel
+
+
+class NaturalModel(BaseModel):
+    """What a person can ask: a model, what it takes, and the labels that it answers."""
+
+    name: str
+    version: str
+    input: Literal["text", "image"]
+    labels: list[str]
 
 
 class PredictRequest(BaseModel):
