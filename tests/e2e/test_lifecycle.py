@@ -2,6 +2,7 @@
 
 import base64
 import concurrent.futures
+import hashlib
 import json
 import socket
 import subprocess
@@ -238,6 +239,38 @@ def test_the_version_that_is_served_can_be_traced_and_not_deleted(
     assert models("export", "digits", version, str(tmp_path)).returncode == 0
     config = text_format.Parse((tmp_path / "digits/config.pbtxt").read_text(encoding="utf-8"), ModelConfig())
     assert [list(tensor.dims) for tensor in config.input] == [[1, 8, 8]]
+
+
+def test_an_endpoint_asks_for_a_token_that_ray_never_sees(
+    cluster: dict[str, str], endpoint: httpx.Client, deployed: dict[str, Any]
+) -> None:
+    result = submit(cluster, "deploy", *DIGITS, "serve.auth=token")
+    token = (Path(cluster["RAYLOOM_HOME"]) / "endpoint_token").read_text(encoding="utf-8")
+    shown = {"authorization": f"Bearer {token}"}
+    assert [endpoint.get(path).status_code for path in ("/v2", "/v2/health/ready", "/")] == [401, 200, 200]
+    assert endpoint.get("/v2", headers=shown).status_code == 200
+    client = tritonclient.grpc.InferenceServerClient(result["artifacts"]["grpc"])
+    assert client.is_server_ready()
+    with pytest.raises(InferenceServerException, match="asks for a token") as refused:
+        client.get_model_metadata("digits")
+    assert refused.value.status() == "StatusCode.UNAUTHENTICATED"
+    assert client.get_model_metadata("digits", headers=shown).name == "digits"
+    status = run("rayloom", "status", environment=cluster).stdout
+    assert '-H "Authorization: Bearer $(cat ' in status
+    told = run("rayloom", "predict", "digits", "nothing", environment=cluster)
+    assert "not base64" in told.stderr  # so it was let in
+    access = {"Authorization": f"Bearer {Path(cluster['RAY_AUTH_TOKEN_PATH']).read_text(encoding='utf-8')}"}
+    serve = httpx.get(f"{cluster['RAY_API_SERVER_ADDRESS']}/api/serve/applications/", headers=access).text
+    assert hashlib.sha256(token.encode()).hexdigest() in serve
+    state = json.loads((Path(cluster["RAYLOOM_HOME"]) / "cluster/cluster.json").read_text(encoding="utf-8"))
+    files = [each for each in Path(state["runtime"]).rglob("*") if each.suffix in (".log", ".out", ".err")]
+    assert files
+    logs = [each.read_text(encoding="utf-8", errors="replace") for each in files]
+    assert not any(token in each for each in [serve, json.dumps(result), status, *logs])
+    submit(cluster, "deploy", *DIGITS)
+    assert endpoint.get("/v2").status_code == 401  # what asked for a token goes on to
+    submit(cluster, "deploy", *DIGITS, "serve.auth=none")
+    assert endpoint.get("/v2").status_code == 200
 
 
 def test_a_gate_that_does_not_hold_publishes_nothing(cluster: dict[str, str], deployed: dict[str, Any]) -> None:

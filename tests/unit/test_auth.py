@@ -1,0 +1,188 @@
+"""Who the endpoint answers: over HTTP and gRPC, with the token and without it, from here and from elsewhere."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+import tritonclient.grpc
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
+
+from app.config import ServeConfig
+from app.errors import ClusterError, UnauthorizedError
+from app.serving import auth
+from app.serving.auth import Access, access_of, is_loopback
+from app.serving.config import EndpointConfig
+from app.serving.token_file import make_token, read_token
+from tests.serving import Server, serving
+
+TOKEN = "a" * 30 + "-._~+/=="
+GIVEN = {"authorization": f"Bearer {TOKEN}"}
+WRONG = [None, "", "Bearer", TOKEN, f"Bearer {TOKEN}a", f"Basic {TOKEN}", "Bearer \xe9"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """One that asks for the token."""
+    with serving() as started:
+        started.run(started.endpoint.update(EndpointConfig(access=Access.by_token(TOKEN))))
+        yield started
+
+
+@pytest.fixture
+def calls(server: Server) -> Iterator[GRPCInferenceServiceStub]:
+    with grpc.insecure_channel(server.grpc) as channel:
+        yield GRPCInferenceServiceStub(channel)
+
+
+@pytest.mark.parametrize("given", WRONG)
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v2"),
+        ("POST", "/v2/repository/index"),
+        ("GET", "/v1/models"),
+        ("POST", "/v1/models/m/predict"),
+        ("POST", "/v2/models/m/infer"),
+        ("GET", "/v2/health/live/"),
+        ("GET", "/nothing"),
+    ],
+)
+def test_without_the_token_http_is_told_what_to_send(server: Server, method: str, path: str, given: str | None) -> None:
+    headers = {} if given is None else {"authorization": given.encode("latin-1")}
+    answer = httpx.request(method, f"http://{server.http}{path}", headers=headers)
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert "send 'Authorization: Bearer TOKEN'" in answer.json()["error"]
+    assert TOKEN not in answer.text
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
+def test_with_the_token_http_answers(server: Server, scheme: str) -> None:
+    client = httpx.Client(base_url=f"http://{server.http}", headers={"Authorization": f"{scheme} {TOKEN}"})
+    assert client.get("/v2").json()["name"] == "rayloom"
+    assert client.post("/v2/models/m/infer").status_code == 404
+    assert client.get("/v1/models").json() == []
+
+
+@pytest.mark.parametrize("path", ["/v2/health/live", "/v2/health/ready", "/", "/docs", "/openapi.json"])
+def test_health_and_pages_without_data_are_open(server: Server, path: str) -> None:
+    assert httpx.get(f"http://{server.http}{path}").status_code == 200
+
+
+def test_the_described_api_asks_for_the_token(server: Server) -> None:
+    described = httpx.get(f"http://{server.http}/openapi.json").json()
+    assert described["components"]["securitySchemes"]["HTTPBearer"]["scheme"] == "bearer"
+
+
+@pytest.mark.parametrize("given", [None, *filter(str.isascii, filter(None, WRONG))])
+def test_without_the_token_grpc_is_told_what_to_send(calls: GRPCInferenceServiceStub, given: str | None) -> None:
+    metadata = [] if given is None else [("authorization", given)]
+    for call in (
+        lambda: calls.ServerMetadata(pb.ServerMetadataRequest(), metadata=metadata),
+        lambda: calls.RepositoryIndex(pb.RepositoryIndexRequest(), metadata=metadata),
+        lambda: calls.ModelInfer(pb.ModelInferRequest(model_name="m"), metadata=metadata),
+        lambda: list(calls.ModelStreamInfer(iter([pb.ModelInferRequest(model_name="m")]), metadata=metadata)),
+    ):
+        with pytest.raises(grpc.RpcError) as refused:
+            call()
+        assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        assert "send 'Authorization: Bearer TOKEN'" in refused.value.details()
+        assert TOKEN not in refused.value.details()
+
+
+def test_with_the_token_tritons_grpc_client_is_answered(server: Server) -> None:
+    client = tritonclient.grpc.InferenceServerClient(server.grpc)
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.get_server_metadata(headers=GIVEN).name == "rayloom"
+    assert not client.is_model_ready("m", headers=GIVEN)
+
+
+def test_a_stream_with_the_token_is_answered(calls: GRPCInferenceServiceStub) -> None:
+    asked = iter([pb.ModelInferRequest(model_name="m")])
+    (answer,) = calls.ModelStreamInfer(asked, metadata=list(GIVEN.items()))
+    assert "'m' is not deployed" in answer.error_message
+
+
+def test_what_ray_is_told_holds_no_token() -> None:
+    told = EndpointConfig(access=Access.by_token(TOKEN))
+    assert TOKEN not in told.model_dump_json()
+    EndpointConfig.model_validate_json(told.model_dump_json()).access.check(f"Bearer {TOKEN}")
+
+
+@pytest.mark.parametrize(
+    ("peer", "is_local"),
+    [
+        ("ipv4:127.0.0.1:40000", True),
+        ("ipv6:%5B::1%5D:40000", True),
+        ("ipv6:[::ffff:127.0.0.1]:40000", True),
+        ("unix:/tmp/socket", True),
+        ("ipv4:10.0.0.7:40000", False),
+        ("ipv6:%5Bfe80::1%5D:40000", False),
+        ("", False),
+    ],
+)
+def test_without_a_token_a_call_comes_from_this_machine(peer: str, is_local: bool) -> None:
+    Access().check_peer(peer)
+    local = Access(only_local=True)
+    if is_local:
+        local.check_peer(peer)
+    else:
+        with pytest.raises(UnauthorizedError, match=r"its own machine only: deploy with serve\.host"):
+            local.check_peer(peer)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False), ("example", False)],
+)
+def test_loopback_is_this_machine_only(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+def test_a_token_is_asked_for_where_others_reach_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tmp_path / "home/endpoint_token"
+    monkeypatch.setattr(auth, "TOKEN_FILE", made)
+    assert access_of(ServeConfig(), Access()) == Access(only_local=True)
+    assert not made.exists()
+    elsewhere = access_of(ServeConfig(host="0.0.0.0"), Access())
+    assert elsewhere == Access.by_token(read_token(made))
+    assert access_of(ServeConfig(auth="token"), Access()) == elsewhere
+    assert access_of(ServeConfig(), elsewhere) == elsewhere  # the recipe of another model does not open it
+    assert access_of(ServeConfig(host="0.0.0.0", auth="none"), elsewhere) == Access()
+    own = tmp_path / "own"
+    own.write_text(f"{TOKEN}\n", encoding="utf-8")
+    own.chmod(0o600)
+    assert access_of(ServeConfig(token_file=str(own)), Access()) == Access.by_token(TOKEN)
+
+
+def test_a_token_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> None:
+    file = tmp_path / "home" / "token"
+    token = make_token(file)
+    assert make_token(file) == token
+    assert len(token) == 64
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert os.listdir(file.parent) == ["token"]
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "words"),
+    [
+        (TOKEN.encode(), 0o640, "has mode 640, so others can read it: expected 600"),
+        (b"short", 0o600, "holds no token: expected 32 or more"),
+        (b"\xff" * 40, 0o600, "it is no text"),
+        (None, 0o600, "No such file or directory"),
+    ],
+)
+def test_a_file_that_keeps_no_token_is_refused(tmp_path: Path, content: bytes | None, mode: int, words: str) -> None:
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_bytes(content)
+        file.chmod(mode)
+    with pytest.raises(ClusterError, match=words) as refused:
+        read_token(file)
+    assert TOKEN not in str(refused.value)
