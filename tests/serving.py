@@ -16,7 +16,9 @@ from tritonclient.grpc.service_pb2_grpc import add_GRPCInferenceServiceServicer_
 from upath import UPath
 
 from app.data.classification import save_labels
+from app.data.processor import Processor
 from app.engines.architecture import architecture_of
+from app.engines.base import Signature
 from app.repository.repository import Repository
 from app.serving.batching.policy import BatchingPolicy
 from app.serving.config import DeployedModel, EndpointConfig, VersionConfig
@@ -33,28 +35,36 @@ LABELS = ["bad", "neither", "good"]
 
 def publish(storage: UPath, *models: bytes) -> UPath:
     """Add these ONNX files to a storage as versions of the model 'toy'."""
+    for model in models:
+        publish_version(storage, "toy", model, SIGNATURE, PROCESSOR, LABELS)
+    return storage
+
+
+def publish_version(
+    storage: UPath, name: str, model: bytes, signature: Signature, processor: Processor, labels: list[str]
+) -> None:
+    """One more version of a model that ONNX Runtime serves."""
     key = {"engine": "onnxruntime", "engine_version": "of another day", "architecture": architecture_of("cpu", "fp32")}
     card = CARD.model_copy(
         update={
+            "task": f"{processor.modality}-classification",
             "engine_key": CARD.engine_key.model_copy(update=key),
-            "inputs": tuple(map(Tensor.of, SIGNATURE.inputs)),
-            "outputs": tuple(map(Tensor.of, SIGNATURE.outputs)),
+            "inputs": tuple(map(Tensor.of, signature.inputs)),
+            "outputs": tuple(map(Tensor.of, signature.outputs)),
         }
     )
     with tempfile.TemporaryDirectory() as folder:
         files = UPath(folder)
-        PROCESSOR.save(files)
-        save_labels(LABELS, files)
-        for content in models:
-            (files / "model.onnx").write_bytes(content)
-            Repository(storage).publish("toy", files, card)
-    return storage
+        processor.save(files)
+        save_labels(labels, files)
+        (files / "model.onnx").write_bytes(model)
+        Repository(storage).publish(name, files, card)
 
 
-def version_config(storage: UPath, version: int, **knobs: Any) -> VersionConfig:
-    """A version of 'toy', batched by a policy with these knobs."""
+def version_config(storage: UPath, version: int, name: str = "toy", **knobs: Any) -> VersionConfig:
+    """A version, batched by a policy with these knobs."""
     policy = BatchingPolicy(**{"max_batch_size": 8, "queue_limit": 64, **knobs})
-    return VersionConfig(storage=str(storage), name="toy", version=version, threads=1, policy=policy)
+    return VersionConfig(storage=str(storage), name=name, version=version, threads=1, policy=policy)
 
 
 def endpoint_config(toy: DeployedModel) -> EndpointConfig:
