@@ -96,7 +96,7 @@ def is_loopback(host: str) -> bool:
         address = ipaddress.ip_address(host)
     except ValueError:
         return host == "localhost"
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+    return bool((getattr(address, "ipv4_mapped", None) or address).is_loopback)
 
 
 def _digest(token: str) -> str:

@@ -112,7 +112,8 @@ def _authorization(scope: Scope) -> str | None:
 
 
 def _refused(error: Exception) -> JSONResponse:
-    told, headers = refusal(error), {}
+    told = refusal(error)
+    headers: dict[str, str] = {}
     if isinstance(error, OverloadError):
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
     if isinstance(error, UnauthorizedError):
