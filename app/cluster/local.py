@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from app.cluster import ports, state
+from app.cluster import haproxy, ports, state
 from app.cluster.ports import LOOPBACK
 from app.cluster.state import MARK, ClusterState
 from app.errors import ClusterError
@@ -106,7 +106,7 @@ def _signal(send: Callable[[], None]) -> None:
 
 def _start_head(cluster: ClusterState) -> None:
     taken = (cluster.gcs_port, cluster.dashboard_port, cluster.serve_port, cluster.grpc_port)
-    client, *haproxy = ports.unused(5, besides=taken)
+    client, *ingress = ports.unused(5, besides=taken)
     command = [
         *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--disable-usage-stats"),
         f"--port={cluster.gcs_port}",
@@ -124,7 +124,7 @@ def _start_head(cluster: ClusterState) -> None:
     with log.open("w", encoding="utf-8") as output:
         done = subprocess.run(
             command,
-            env=_environment(cluster) | _haproxy(cluster, *haproxy),
+            env=_environment(cluster) | haproxy.prepare(cluster.runtime / "haproxy", *ingress),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -168,29 +168,6 @@ def _environment(cluster: ClusterState) -> dict[str, str]:
         "RAYLOOM_SERVE_PORT": str(cluster.serve_port),
         "RAYLOOM_GRPC_PORT": str(cluster.grpc_port),
         "RAY_JOB_STOP_WAIT_TIME_S": "120",  # a training job that is stopped keeps its state first; Ray would wait 3 s
-    }
-
-
-def _haproxy(cluster: ClusterState, metrics: int, stats: int, fallback_http: int, fallback_grpc: int) -> dict[str, str]:
-    """Serve's fast ingress: HAProxy in front, requests straight to the replicas; with the ports of its own."""
-    folder = cluster.runtime / "haproxy"
-    return {
-        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        "RAY_SERVE_ENABLE_HA_PROXY": os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "1"),  # 0: slower, and can TLS
-        # How soon it is seen that HAProxy has died: by Ray's own 10 and 30 s requests are refused for half a minute.
-        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
-        "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(64 * 2**20),  # as a body over HTTP
-        # How long a replica that is replaced still answers: long enough for HAProxy beside it to have heard of it.
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_http),
-        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(fallback_grpc),
     }
 
 

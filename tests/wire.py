@@ -1,0 +1,48 @@
+"""HTTP as bytes on a socket, right or wrong."""
+
+import http.client
+import select
+import socket
+import time
+from dataclasses import dataclass
+
+_PATIENCE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a server said; status 0 and nothing else if it closed the connection without a word of HTTP."""
+
+    status: int
+    body: bytes = b""
+
+
+def message(method: str, path: str, content: bytes = b"", *lines: str) -> bytes:
+    """A request that ends its connection, with header lines as they are; its length is right unless one says it."""
+    names = {line.partition(":")[0].lower() for line in lines}
+    if not names & {"content-length", "transfer-encoding"}:
+        lines = (*lines, f"Content-Length: {len(content)}")
+    head = [f"{method} {path} HTTP/1.1", "Host: x", "Connection: close", *lines, "", ""]
+    return "\r\n".join(head).encode("latin-1") + content
+
+
+def exchange(address: str, *parts: bytes, pause_s: float = 0.0, whole: bool = True) -> Reply:
+    """Send the parts, until the server answers, and return its answer; not ``whole``: then send no more."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), _PATIENCE_S) as connection:
+        try:
+            for part in parts:
+                if select.select([connection], [], [], 0)[0]:
+                    break
+                connection.sendall(part)
+                time.sleep(pause_s)
+            if not whole:
+                connection.shutdown(socket.SHUT_WR)
+        except ConnectionError:
+            pass  # it has said all it wants to
+        response = http.client.HTTPResponse(connection)
+        try:
+            response.begin()
+            return Reply(response.status, response.read())
+        except (http.client.HTTPException, ConnectionError):
+            return Reply(0)
