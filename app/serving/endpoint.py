@@ -141,14 +141,14 @@ class Endpoint:
         return max((self._to_target(name, model) for name, model in self._config.models.items()), default=0.0)
 
     async def check(self) -> None:
-        """Ask every engine for an answer, but for those of shadows: no client needs them.
+        """See whether every engine answers, but for those of shadows: no client needs them.
 
         Raises:
-            EngineError: one fails, or answers numbers that are not finite.
+            EngineError: one does not.
         """
         for served in {id(served): served for model in self._rollouts for served in model.answering}.values():
             try:
-                await asyncio.to_thread(served.model.check)
+                await served.check()
             except EngineError:
                 if served in self._loaded.values():  # else it was let go of meanwhile
                     raise

@@ -6,11 +6,12 @@ https://github.com/kserve/open-inference-protocol/blob/main/specification/protoc
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
-from google.protobuf.message import Message
+import grpc
+from google.protobuf.message import DecodeError, Message
 from grpc import StatusCode
 from tritonclient.grpc import service_pb2 as pb
 
-from app.errors import UnauthorizedError
+from app.errors import RequestError, UnauthorizedError
 from app.serving.auth import OPEN_CALLS
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.grpc import read_infer, write_infer, write_stream_error, write_stream_infer
@@ -32,8 +33,10 @@ from app.serving.protocol.management import ModelReady, ServerLive, ServerReady,
 from app.serving.protocol.model_config import model_config
 from app.serving.refusal import refusal
 
-SERVICER = "tritonclient.grpc.service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server"
+SERVICER = "app.serving.grpc.add_to_server"
 """What registers the service with a server, as an import path."""
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 
 
 class Context(Protocol):
@@ -52,23 +55,23 @@ class Context(Protocol):
         """Where the call comes from."""
 
 
-Given = TypeVar("Given")
+Given = TypeVar("Given", bound=Message)
 Answer = TypeVar("Answer", bound=Message)
 
 
 def _answers(
     kind: type[Answer],
-) -> Callable[[Callable[[Any, Given], Awaitable[Answer]]], Callable[[Any, Given, Context], Awaitable[Answer]]]:
+) -> Callable[[Callable[[Any, Given], Awaitable[Answer]]], Callable[[Any, Given | None, Context], Awaitable[Answer]]]:
     """Ask who calls, then answer; an error is the status of the call, and its answer an empty message."""
 
     def decorate(
         method: Callable[[Any, Given], Awaitable[Answer]],
-    ) -> Callable[[Any, Given, Context], Awaitable[Answer]]:
-        async def call(service: Any, request: Given, grpc_context: Context) -> Answer:
+    ) -> Callable[[Any, Given | None, Context], Awaitable[Answer]]:
+        async def call(service: Any, request: Given | None, grpc_context: Context) -> Answer:
             try:
                 if method.__name__ not in OPEN_CALLS:
                     service.check_caller(grpc_context)
-                return await method(service, request)
+                return await method(service, _understood(request))
             except Exception as error:
                 _end(grpc_context, error)
                 empty: Answer = kind()
@@ -85,6 +88,12 @@ def _end(grpc_context: Context, error: Exception) -> None:
     told = refusal(error)
     grpc_context.set_code(told.grpc)
     grpc_context.set_details(told.message)
+
+
+def _understood(request: Given | None) -> Given:
+    if request is None:
+        raise RequestError("the message cannot be parsed: send one of inference.GRPCInferenceService")
+    return request
 
 
 class GrpcMethods:
@@ -164,7 +173,7 @@ class GrpcMethods:
         return write_infer(await self._infer(request))
 
     async def ModelStreamInfer(
-        self, request_stream: AsyncIterator[pb.ModelInferRequest], grpc_context: Context
+        self, request_stream: AsyncIterator[pb.ModelInferRequest | None], grpc_context: Context
     ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
         """The same for a stream of requests, answered in their order; one that is refused does not end the stream."""
         try:
@@ -174,9 +183,9 @@ class GrpcMethods:
             return
         async for request in request_stream:
             try:
-                yield write_stream_infer(await self._infer(request))
+                yield write_stream_infer(await self._infer(_understood(request)))
             except Exception as error:
-                yield write_stream_error(refusal(error).message, request.id)
+                yield write_stream_error(refusal(error).message, request and request.id)
 
     async def _infer(self, message: pb.ModelInferRequest) -> InferResponse:
         chosen = self._endpoint.route(message.model_name, message.model_version or None)
@@ -192,6 +201,36 @@ def _not_spoken(name: str, answer: type[Message]) -> Callable[[Any, Any, Context
     return call
 
 
-for _method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
+for _method in _SERVICE.methods:
     if not hasattr(GrpcMethods, _method.name):  # shared memory, tracing, log settings
         setattr(GrpcMethods, _method.name, _not_spoken(_method.name, getattr(pb, _method.output_type.name)))
+
+
+def add_to_server(service: Any, server: grpc.aio.Server) -> None:
+    """Register the service, as the generated code does.
+
+    But a message that cannot be parsed comes to its method as None: gRPC itself would write a traceback to the log, and
+    answer UNKNOWN.
+    """
+    handlers = {
+        method.name: (
+            grpc.stream_stream_rpc_method_handler if method.client_streaming else grpc.unary_unary_rpc_method_handler
+        )(
+            getattr(service, method.name),
+            request_deserializer=_parser(getattr(pb, method.input_type.name)),
+            response_serializer=getattr(pb, method.output_type.name).SerializeToString,
+        )
+        for method in _SERVICE.methods
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers),))
+
+
+def _parser(kind: type[Answer]) -> Callable[[bytes], Answer | None]:
+    def parse(message: bytes) -> Answer | None:
+        try:
+            parsed: Answer = kind.FromString(message)
+            return parsed
+        except DecodeError:
+            return None
+
+    return parse

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from app.errors import DeadlineError, OverloadError, RequestError
+from app.errors import DeadlineError, EngineError, OverloadError, RequestError
 from app.serving.batching.batcher import Batcher
 from app.serving.batching.policy import BatchingPolicy
 from app.serving.batching.statistics import Durations
@@ -27,6 +27,10 @@ from app.tensors import OUTPUT, Tensors, TensorSpec, check_tensors
 
 MAX_ROWS = 1024
 """Of a request, which takes several calls of the engine if a call takes fewer."""
+_TRUSTED_S = 5.0
+"""For how long an engine that has answered need not be asked again."""
+_STUCK_S = 60.0
+"""An engine that is at work on one call for so long will not come back."""
 
 
 class ServedModel:
@@ -42,6 +46,7 @@ class ServedModel:
         self._unused = asyncio.Event()
         self._unused.set()
         self._last_inference_ms = 0
+        self._answered_s = time.monotonic()  # when it was loaded
         self._unanswerable = Durations()
         self.latencies = RecentLatencies()
         """Of requests that were answered, or would have been too late."""
@@ -107,14 +112,13 @@ class ServedModel:
             RequestError: a tensor is not what the model takes, or the model has no finite answer to it.
             OverloadError: as many requests wait as the queue holds.
             DeadlineError: the answer would be too late.
-            EngineError: the engine failed.
+            EngineError: the engine failed, and does not answer a blank request either.
         """
         began_s = time.monotonic() if arrived_s is None else arrived_s
         try:
             check_tensors(tensors, self.inputs)
             _check_rows(f"input {self.inputs[0].name!r}", len(tensors[self.inputs[0].name]))
-            outputs = await self._batcher.infer(tensors, priority=priority, timeout_s=timeout_s)
-            self._last_inference_ms = round(time.time() * 1e3)
+            outputs = await self._call(tensors, priority, timeout_s)
             _check_finite(outputs)
         except RequestError:
             self._unanswerable.add(time.monotonic() - began_s)
@@ -124,6 +128,37 @@ class ServedModel:
             raise
         self.latencies.add(time.monotonic() - began_s)
         return outputs
+
+    @property
+    def waiting(self) -> int:
+        """Requests that the engine has not begun with."""
+        return self._batcher.waiting
+
+    async def check(self) -> None:
+        """See whether the engine answers. One that is at work is left to it, however long others wait behind that.
+
+        Raises:
+            EngineError: it fails, answers numbers that are not finite, or does not come back from a call.
+        """
+        if (running_s := self._batcher.running_s) > _STUCK_S:
+            raise EngineError(f"the engine has been at work on one call for {running_s:.0f} s: the replica is replaced")
+        if not running_s and time.monotonic() - self._answered_s > _TRUSTED_S:
+            await self._ask_engine()
+
+    async def _call(self, tensors: Tensors, priority: int, timeout_s: float | None) -> Tensors:
+        """The engine's answer; its failure is the request's fault if it answers another one."""
+        try:
+            outputs = await self._batcher.infer(tensors, priority=priority, timeout_s=timeout_s)
+        except EngineError as error:
+            await self._ask_engine()
+            raise RequestError(f"the model cannot run these inputs: {error}") from error
+        self._last_inference_ms, self._answered_s = round(time.time() * 1e3), time.monotonic()
+        return outputs
+
+    async def _ask_engine(self) -> None:
+        """Raises EngineError."""
+        await asyncio.to_thread(self.model.check)
+        self._answered_s = time.monotonic()
 
     @property
     def natural(self) -> NaturalModel:

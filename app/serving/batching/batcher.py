@@ -75,6 +75,11 @@ class Batcher:
         return self._queue.requests
 
     @property
+    def running_s(self) -> float:
+        """How long the engine has been at work on what it does; 0 if it is free."""
+        return max((self._clock() - started_s for started_s in self._running.values()), default=0.0)
+
+    @property
     def backlog_s(self) -> float:
         """How long the engine needs for what runs and what waits, as recent calls went; 0 if none has ended yet."""
         now_s, most = self._clock(), self._policy.max_batch_size
