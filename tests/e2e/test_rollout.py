@@ -5,11 +5,11 @@ from collections import Counter
 import httpx
 from upath import UPath
 
-from tests.engine_contract import TEXTS, exported
+from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, exported
 from tests.helpers import run, submit
-from tests.serving import publish
+from tests.toy import LABELS, publish_version
 
-DEPLOY = ["deploy", "recipes/reviews.yaml", "name=toy", "serve.threads=1"]
+DEPLOY = ["deploy", "recipes/reviews.yaml", "name=tried", "serve.threads=1"]
 
 
 def test_a_canary_is_served_promoted_and_then_answers_everything(cluster: dict[str, str]) -> None:
@@ -18,22 +18,23 @@ def test_a_canary_is_served_promoted_and_then_answers_everything(cluster: dict[s
         return done.returncode, done.stdout + done.stderr
 
     def versions(endpoint: str) -> Counter[str]:
-        asked = f"{endpoint}/v1/models/toy/predict"
+        asked = f"{endpoint}/v1/models/tried/predict"
         return Counter(httpx.post(asked, json={"inputs": TEXTS[:2]}).json()["model_version"] for _ in range(40))
 
-    publish(UPath(cluster["RAYLOOM_STORAGE"]), exported(), exported())
+    for _ in range(2):
+        publish_version(UPath(cluster["RAYLOOM_STORAGE"]), "tried", exported(), SIGNATURE, PROCESSOR, LABELS)
     tried = submit(
         cluster, *DEPLOY, "serve.version=1", "serve.canary={percent: 50, version: 2}", "serve.replicas=[1, 2]"
     )
-    assert (tried["metrics"]["replicas"], tried["artifacts"]["model"]) == (1, "toy/1")
+    assert (tried["metrics"]["replicas"], tried["artifacts"]["model"]) == (1, "tried/1")
     endpoint = tried["artifacts"]["http"]
     assert set(versions(endpoint)) == {"1", "2"}
-    assert "toy version 2 (canary, 50 %)" in run("rayloom", "status", environment=cluster).stdout
-    code, told = models("delete", "toy", "2")
+    assert "tried version 2 (canary, 50 %)" in run("rayloom", "status", environment=cluster).stdout
+    code, told = models("delete", "tried", "2")
     assert (code, "version 2, is served at" in told) == (2, True), told
-    code, told = models("promote", "toy", "2")
+    code, told = models("promote", "tried", "2")
     assert (code, "the endpoint goes on with version 1" in told) == (0, True), told
     submit(cluster, *DEPLOY)
     assert versions(endpoint) == {"2": 40}
-    code, told = models("delete", "toy", "1")
+    code, told = models("delete", "tried", "1")
     assert (code, "version 1, is previous" in told) == (2, True), told

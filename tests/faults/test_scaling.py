@@ -15,8 +15,8 @@ from tests.engine_contract import TEXTS, exported
 from tests.helpers import submit, wait_until
 from tests.launch import Cluster
 from tests.load import load
-from tests.serving import publish
 from tests.tables import Faults
+from tests.toy import publish
 
 pytestmark = pytest.mark.faults
 
@@ -49,9 +49,9 @@ def test_replicas_that_are_added_and_stopped_lose_nothing(
 
         return httpx.post(url, content=body(), timeout=60).status_code
 
-    publish(UPath(cluster["RAYLOOM_STORAGE"]), exported())
+    (version,) = publish(UPath(cluster["RAYLOOM_STORAGE"]), exported())
     ranged = ["serve.replicas=[1, 2]", "serve.scaling={upscale_delay_s: 1, downscale_delay_s: 2}"]
-    recipe = ["recipes/reviews.yaml", "name=toy", "serve.version=1", "serve.threads=1", *ranged]
+    recipe = ["recipes/reviews.yaml", "name=toy", f"serve.version={version}", "serve.threads=1", *ranged]
     deployed = submit(cluster, "deploy", *recipe, "serve.batching.max_batch_size=8")
     assert deployed["metrics"]["replicas"] == 1
     url = f"{deployed['artifacts']['http']}/v1/models/toy/predict"

@@ -2,8 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from types import ModuleType
-from typing import Any
 
 import httpx
 import numpy as np
@@ -14,21 +12,19 @@ from tritonclient.utils import InferenceServerException
 from upath import UPath
 
 from app.errors import EngineError
-from app.serving.config import DeployedModel, EndpointConfig
 from app.tensors import OUTPUT, Tensors
 from tests.engine_contract import TEXTS, exported, rows
 from tests.helpers import wait_until
-from tests.serving import LABELS, Server, endpoint_config, publish, serving, version_config
+from tests.serving import Server, serving
+from tests.toy import LABELS, asked, body, config, publish
 
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> UPath:
     """With versions 1 and 2 of the model 'toy', which are alike, and 3, whose file is no model."""
-    return publish(UPath(tmp_path_factory.mktemp("serving")), exported(), exported(), b"no model")
-
-
-def config(storage: UPath, version: int = 1, **knobs: Any) -> EndpointConfig:
-    return endpoint_config(DeployedModel(production=version_config(storage, version, **knobs)))
+    folder = UPath(tmp_path_factory.mktemp("serving"))
+    publish(folder, exported(), exported(), b"no model")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -36,23 +32,6 @@ def server(storage: UPath) -> Iterator[Server]:
     with serving() as started:
         started.run(started.endpoint.update(config(storage)))
         yield started
-
-
-def body(tensors: Tensors, **parameters: object) -> dict[str, object]:
-    """Of ``infer``, in JSON."""
-    inputs = [
-        {"name": name, "shape": list(tensor.shape), "datatype": "INT64", "data": tensor.ravel().tolist()}
-        for name, tensor in tensors.items()
-    ]
-    return {"inputs": inputs, "parameters": parameters}
-
-
-def asked(library: ModuleType, tensors: Tensors, **options: bool) -> list[Any]:
-    """The inputs of one of Triton's clients."""
-    inputs = [library.InferInput(name, list(tensor.shape), "INT64") for name, tensor in tensors.items()]
-    for each in inputs:
-        each.set_data_from_numpy(tensors[each.name()], **options)
-    return inputs
 
 
 def expected(tensors: Tensors, server: Server) -> np.ndarray:

@@ -25,7 +25,8 @@ from app.serving.config import DeployedModel, EndpointConfig
 from app.serving.page import PAGE
 from app.tensors import OUTPUT, TensorSpec
 from tests.engine_contract import PROCESSOR, SIGNATURE, exported
-from tests.serving import Server, publish_version, serving, version_config
+from tests.serving import Server, serving
+from tests.toy import publish_version, version_config
 
 TOKEN = "t" * 32
 LABELS = ["bad", "neither", "<img src=x onerror=document.body.remove()>"]

@@ -1,10 +1,8 @@
 """Whatever is sent, it is read or refused."""
 
-import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -25,17 +23,11 @@ from app.serving.protocol.natural import PredictRequest
 from app.serving.protocol.rest import JSON_LENGTH
 from app.serving.protocol.tensors import to_buffer
 from app.tensors import Tensors, TensorSpec
+from tests.fuzzing import LENGTHS, NASTY, damage, put_something
 from tests.protocol import EXAMPLES
 
 TRIES = 400
 SPEC = TensorSpec("x", np.dtype(np.float32), (-1, -1))
-NASTY: list[Any] = [
-    None, True, -1, 0, 1, 2**31, 2**62, 2**63, 2**64, -(2**63), 10**400, 0.5, 1e39, 1e308, float("nan"), float("inf"),
-    "", "x", "é" * 100, "FP32", "BYTES", "BOOL", "\ud800", [], {}, [[]], [[[1]]], [1, [2]], [None], [2**62, 2**62],
-    [0, 2**62], [1] * 100, [-1], ["1"], [{}], {"binary_data_size": 2**62}, {"binary_data_size": -1},
-    {"shared_memory_region": "r"}, {"sequence_id": []},
-]  # fmt: skip
-LENGTHS = ["", "0", "-1", "1", "99999999999999999999", "1e3", "²", " 7", "0x10", "+5", "5" * 5000]
 
 
 def bodies() -> Iterator[tuple[dict[str, Any], list[bytes]]]:
@@ -63,43 +55,6 @@ def request(*inputs: dict[str, Any]) -> dict[str, Any]:
         "outputs": outputs,
         "parameters": {"timeout": 9, "binary_data_output": True},
     }
-
-
-def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every place in a JSON value that something can be put in."""
-    keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    for key in list(keys):
-        yield value, key
-        yield from places(value[key])
-
-
-def put_something(body: dict[str, Any], rng: random.Random) -> bytes:
-    changed = json.loads(json.dumps(body))
-    for _ in range(rng.randint(0, 2)):
-        holder, key = rng.choice(list(places(changed)))
-        if rng.random() < 0.2:
-            del holder[key]
-            break
-        holder[key] = deepcopy(rng.choice(NASTY))
-    return json.dumps(changed, ensure_ascii=rng.random() < 0.5).encode(errors="surrogatepass")
-
-
-def damage(data: bytes, rng: random.Random) -> bytes:
-    """Cut, flip, repeat, replace or leave some bytes."""
-    start, end = sorted(rng.randrange(len(data) + 1) for _ in range(2)) if data else (0, 0)
-    match rng.randrange(6):
-        case 0:
-            return data[:start]
-        case 1:
-            return data[:start] + data[end:]
-        case 2:
-            return data[:end] + data[start:]
-        case 3:
-            return data[:start] + rng.randbytes(end - start) + data[end:]
-        case 4 if data:
-            return data[: start or 1][:-1] + bytes([rng.randrange(256)]) + data[start or 1 :]
-        case _:
-            return data
 
 
 def outcome(read: Callable[[], Any]) -> Any:

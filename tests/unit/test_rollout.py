@@ -19,7 +19,8 @@ from app.serving.config import DeployedModel, Scaling, Share
 from app.tensors import OUTPUT
 from tests.engine_contract import PROCESSOR, TEXTS, exported, rows
 from tests.helpers import wait_until
-from tests.serving import Server, endpoint_config, publish, serving, version_config
+from tests.serving import Server, serving
+from tests.toy import endpoint_config, publish, version_config
 
 SEED, REQUESTS = 3, 40
 
@@ -39,7 +40,9 @@ def changed(factor: float) -> bytes:
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> UPath:
     """With versions 1 and 2, which answer differently, 3, which has no finite answer to a text, and 4, no model."""
-    return publish(UPath(tmp_path_factory.mktemp("rollout")), exported(), changed(-3.0), changed(np.nan), b"no model")
+    folder = UPath(tmp_path_factory.mktemp("rollout"))
+    publish(folder, exported(), changed(-3.0), changed(np.nan), b"no model")
+    return folder
 
 
 @pytest.fixture

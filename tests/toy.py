@@ -1,0 +1,144 @@
+"""A small text model as jobs.compile would publish it, and files of it that answer otherwise."""
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import numpy as np
+import onnx
+import torch
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+from upath import UPath
+
+from app.data.classification import save_labels
+from app.data.processor import Processor
+from app.engines.architecture import architecture_of
+from app.engines.base import Signature
+from app.repository.repository import Repository
+from app.serving.batching.policy import BatchingPolicy
+from app.serving.config import DeployedModel, EndpointConfig, VersionConfig
+from app.tensors import OUTPUT, Tensor, Tensors
+from tests.engine_contract import PROCESSOR, SIGNATURE, encoder, exported
+from tests.helpers import submit
+from tests.publishing import CARD
+
+LABELS = ["bad", "neither", "good"]
+
+
+def publish(storage: UPath, *models: bytes, key: Mapping[str, str] | None = None) -> list[int]:
+    """Publish each as the next version of the model 'toy', and return their numbers.
+
+    ``key`` has fields of the engine key, in place of those that are right here.
+    """
+    return [publish_version(storage, "toy", model, SIGNATURE, PROCESSOR, LABELS, key) for model in models]
+
+
+def publish_version(
+    storage: UPath,
+    name: str,
+    model: bytes,
+    signature: Signature,
+    processor: Processor,
+    labels: list[str],
+    key: Mapping[str, str] | None = None,
+) -> int:
+    """One more version of a model that ONNX Runtime serves."""
+    here = {"engine": "onnxruntime", "engine_version": "of another day", "architecture": architecture_of("cpu", "fp32")}
+    card = CARD.model_copy(
+        update={
+            "task": f"{processor.modality}-classification",
+            "engine_key": CARD.engine_key.model_copy(update={**here, **(key or {})}),
+            "inputs": tuple(map(Tensor.of, signature.inputs)),
+            "outputs": tuple(map(Tensor.of, signature.outputs)),
+        }
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        files = UPath(folder)
+        processor.save(files)
+        save_labels(labels, files)
+        (files / card.engine_key.file).write_bytes(model)
+        return Repository(storage).publish(name, files, card).version
+
+
+def version_config(storage: UPath, version: int, name: str = "toy", **knobs: Any) -> VersionConfig:
+    """A version, batched by a policy with these knobs."""
+    policy = BatchingPolicy(**{"max_batch_size": 8, "queue_limit": 64, **knobs})
+    return VersionConfig(storage=str(storage), name=name, version=version, threads=1, policy=policy)
+
+
+def endpoint_config(toy: DeployedModel) -> EndpointConfig:
+    """One that serves the model 'toy', as it comes out of Ray."""
+    return EndpointConfig.model_validate_json(EndpointConfig(models={"toy": toy}).model_dump_json())
+
+
+def config(storage: UPath, version: int = 1, **knobs: Any) -> EndpointConfig:
+    """What serves this version of it alone."""
+    return endpoint_config(DeployedModel(production=version_config(storage, version, **knobs)))
+
+
+def answering(number: int) -> bytes:
+    """The model's file, but that each logit is so much more."""
+    model = onnx.load_model_from_string(exported())
+    (last,) = (node for node in model.graph.node if OUTPUT in node.output)
+    last.output[list(last.output).index(OUTPUT)] = "before"
+    model.graph.initializer.append(numpy_helper.from_array(np.float32(number), "number"))
+    model.graph.node.append(helper.make_node("Add", ["before", "number"], [OUTPUT]))
+    return bytes(model.SerializeToString())
+
+
+def expected(tensors: Tensors, number: int = 0) -> NDArray[np.float32]:
+    """The logits of ``answering(number)``; 0 is the model itself."""
+
+    with torch.no_grad():
+        logits: NDArray[np.float32] = encoder()(
+            **{name: torch.from_numpy(each) for name, each in tensors.items()}
+        ).numpy()
+    return logits + np.float32(number)
+
+
+def body(tensors: Tensors, **parameters: object) -> dict[str, Any]:
+    """Of ``infer``, in JSON."""
+    inputs = [
+        {"name": name, "shape": list(tensor.shape), "datatype": "INT64", "data": tensor.ravel().tolist()}
+        for name, tensor in tensors.items()
+    ]
+    return {"inputs": inputs, "parameters": parameters}
+
+
+def asked(library: ModuleType, tensors: Tensors, **options: bool) -> list[Any]:
+    """The inputs of one of Triton's clients."""
+    inputs = [library.InferInput(name, list(tensor.shape), "INT64") for name, tensor in tensors.items()]
+    for each in inputs:
+        each.set_data_from_numpy(tensors[each.name()], **options)
+    return inputs
+
+
+def is_right(answer: Mapping[str, Any], logits: NDArray[np.float32]) -> bool:
+    """Whether the JSON of an answer has these logits."""
+    (output,) = answer["outputs"]
+    return output["shape"] == list(logits.shape) and bool(np.allclose(output["data"], logits.ravel(), atol=1e-4))
+
+
+@contextmanager
+def deployed(cluster: dict[str, str], version: int, *overrides: str) -> Iterator[dict[str, Any]]:
+    """Serve a version in a cluster that serves nothing else, until the end; the artifacts of the job."""
+    yield deploy(cluster, version, *overrides)
+    token = Path(cluster["RAY_AUTH_TOKEN_PATH"]).read_text(encoding="utf-8").strip()
+    answer = httpx.delete(
+        f"{cluster['RAY_API_SERVER_ADDRESS']}/api/serve/applications/",
+        headers={"Authorization": f"Bearer {token}"},
+        timeout=60,
+    )
+    assert answer.status_code == 200, answer.text
+
+
+def deploy(cluster: dict[str, str], version: int, *overrides: str) -> dict[str, Any]:
+    """Serve a version from the storage of a running cluster; the artifacts of the job."""
+    result = submit(cluster, "deploy", "recipes/reviews.yaml", "name=toy", f"serve.version={version}", *overrides)
+    artifacts: dict[str, Any] = result["artifacts"]
+    return artifacts

@@ -1,0 +1,284 @@
+"""What clients of an endpoint notice when its engine is slow, its files are damaged, or other clients misbehave."""
+
+import concurrent.futures
+import dataclasses
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc
+from upath import UPath
+
+from app.engines.base import Engine, Signature
+from app.errors import EngineError, RayloomError, StorageError
+from app.serving import endpoint, engine, served
+from app.serving.config import EndpointConfig
+from app.serving.model import LoadedModel
+from app.tensors import OUTPUT, Tensors
+from tests.engine_contract import exported, rows
+from tests.helpers import wait_until
+from tests.serving import Server, serving
+from tests.tables import Faults
+from tests.toy import asked, body, config, expected, is_right, publish
+
+pytestmark = pytest.mark.faults
+
+POISON = 2
+"""A text that begins with this token the engine cannot run, or runs to no number, as the test says."""
+
+
+class Troubled:
+    """An engine that waits in every call until ``go`` is set, and that ``POISON`` is poison to."""
+
+    name, version = "troubled", "1"
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.go, self.raises = threading.Event(), False
+        self.calls: list[int] = []
+        """The rows of each call that was begun."""
+        self.go.set()
+
+    @property
+    def signature(self) -> Signature:
+        return self._engine.signature
+
+    def infer(self, inputs: Tensors) -> Tensors:
+        poisoned = inputs["input_ids"][:, 0] == POISON
+        self.calls.append(len(poisoned))
+        self.go.wait()
+        if self.raises and poisoned.any():
+            raise EngineError("the engine failed on a batch: it was poisoned")
+        outputs = dict(self._engine.infer(inputs))
+        outputs[OUTPUT][poisoned] = np.nan
+        return outputs
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> UPath:
+    folder = UPath(tmp_path_factory.mktemp("serving"))
+    publish(folder, exported())
+    return folder
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with serving() as started:
+        yield started
+
+
+@pytest.fixture
+def troubled(server: Server, storage: UPath, monkeypatch: pytest.MonkeyPatch) -> Iterator[Troubled]:
+    """The engine of the model that the server serves."""
+    engines: list[Troubled] = []
+
+    def load(*arguments: Any) -> LoadedModel:
+        model = real(*arguments)
+        engines.append(Troubled(model.engine))
+        return dataclasses.replace(model, engine=engines[-1])
+
+    real: Callable[..., LoadedModel] = endpoint.load_model
+    monkeypatch.setattr(endpoint, "load_model", load)
+    server.run(server.endpoint.update(config(storage)))
+    yield engines[0]
+    engines[0].go.set()
+
+
+def ask(server: Server, tensors: Tensors, **parameters: object) -> httpx.Response:
+    return httpx.post(f"http://{server.http}/v2/models/toy/infer", json=body(tensors, **parameters), timeout=60)
+
+
+def answers(server: Server) -> bool:
+    """Whether it does, and rightly."""
+    answer = ask(server, rows(1))
+    return answer.status_code == 200 and is_right(answer.json(), expected(rows(1)))
+
+
+def failures(server: Server) -> int:
+    return server.endpoint.find("toy").statistics.inference_stats.fail.count
+
+
+def test_what_a_slow_engine_answers_too_late_is_refused_in_time(
+    server: Server, troubled: Troubled, faults: Faults
+) -> None:
+    with faults("S2", "an engine that takes 2 s longer; a request that allows 0.5 s", "504 in 1 s") as fault:
+        troubled.go.clear()
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            first = pool.submit(ask, server, rows(1))
+            wait_until(lambda: bool(troubled.calls))
+            began_s = time.monotonic()
+            late = ask(server, rows(2), timeout=500_000)
+            seconds = time.monotonic() - began_s
+            server.run(server.endpoint.check())  # at work is not ill
+            time.sleep(2 - seconds)  # the fault itself
+            troubled.go.set()
+            assert first.result().status_code == 200
+        fault.saw(f"{late.status_code} after {seconds:.2f} s")
+        assert late.status_code == 504
+        assert seconds <= 1
+        assert answers(server)
+        assert 2 not in troubled.calls
+
+
+def test_an_engine_that_does_not_come_back_fails_the_health_check(
+    server: Server, troubled: Troubled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "_STUCK_S", 0.1)
+    troubled.go.clear()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        first = pool.submit(ask, server, rows(1))
+        wait_until(lambda: bool(troubled.calls))
+
+        def is_ill() -> bool:
+            try:
+                server.run(server.endpoint.check())
+            except EngineError as error:
+                return "at work on one call" in str(error)
+            return False
+
+        wait_until(is_ill)
+        troubled.go.set()
+        assert first.result().status_code == 200
+    server.run(server.endpoint.check())
+
+
+@pytest.mark.parametrize("raises", [True, False], ids=["raises", "no number"])
+def test_one_bad_item_in_a_batch_of_eight_is_refused_alone(
+    server: Server, troubled: Troubled, faults: Faults, raises: bool
+) -> None:
+    texts = [rows(1, 16) | {"input_ids": rows(8)["input_ids"][[index]]} for index in range(8)]
+    texts[3]["input_ids"][0, 0] = POISON
+    troubled.raises = raises
+    injected = f"1 of 8 requests of a batch that the engine {'fails on' if raises else 'answers NaN'}"
+    with faults("S8", injected, "400 to it, 200 to seven") as fault:
+        troubled.go.clear()
+        with concurrent.futures.ThreadPoolExecutor(9) as pool:
+            first = pool.submit(ask, server, rows(1))
+            wait_until(lambda: bool(troubled.calls))
+            sent = [pool.submit(ask, server, text) for text in texts]
+            wait_until(lambda: server.endpoint.find("toy").waiting == 8)
+            troubled.go.set()
+            got = [each.result() for each in sent]
+            assert first.result().status_code == 200
+        fault.saw(", ".join(str(each.status_code) for each in got))
+        assert troubled.calls[1] == 8, "they shared a call"
+        assert [each.status_code for each in got] == [400 if index == 3 else 200 for index in range(8)]
+        assert "error" in got[3].json()
+        assert all(is_right(got[index].json(), expected(texts[index])) for index in range(8) if index != 3)
+
+
+def test_who_cancels_over_grpc_is_not_run_and_frees_the_queue(
+    server: Server, troubled: Troubled, faults: Faults
+) -> None:
+    with faults("S9", "7 of 8 clients cancel over gRPC while they wait", "none of them run; queue 0 in 1 s") as fault:
+        troubled.go.clear()
+        client, told = tritonclient.grpc.InferenceServerClient(server.grpc), threading.Semaphore(0)
+        sent = []
+        for count in (1, *[2] * 7):
+            sent.append(
+                client.async_infer("toy", asked(tritonclient.grpc, rows(count)), lambda result, error: told.release())
+            )
+            wait_until(lambda: bool(troubled.calls))
+        wait_until(lambda: server.endpoint.find("toy").waiting == 7)
+        for each in sent[1:]:
+            each.cancel()
+        cancelled_s = time.monotonic()
+        wait_until(lambda: not server.endpoint.find("toy").waiting)
+        fault.saw(f"queue 0 after {time.monotonic() - cancelled_s:.2f} s")
+        assert time.monotonic() - cancelled_s <= 1
+        troubled.go.set()
+        assert all(told.acquire(timeout=30) for _ in sent)
+        fault.saw(f"{len(troubled.calls) - 1} of 7 run")
+        assert troubled.calls == [1]
+        assert failures(server) == 7
+        client.close()
+
+
+def truncated(content: bytes) -> bytes:
+    return content[:-100]
+
+
+def emptied(content: bytes) -> bytes:
+    return b""
+
+
+def random_bytes(content: bytes) -> bytes:
+    return random.Random(0).randbytes(len(content))
+
+
+def flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+def foreign(content: bytes) -> bytes:
+    return b"ftrt" + content[4:]
+
+
+@pytest.mark.parametrize("damage", [truncated, emptied, random_bytes, foreign, flipped], ids=lambda each: each.__name__)
+def test_a_file_that_was_changed_is_refused_before_an_engine_sees_it(
+    server: Server,
+    damage: Callable[[bytes], bytes],
+    tmp_path: Path,
+    faults: Faults,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with faults(
+        "S6", f"engine file {damage.__name__.replace('_', ' ')}", "refused unread in 5 s; the old one"
+    ) as fault:
+        storage = UPath(tmp_path)
+        publish(storage, exported(), exported())
+        server.run(server.endpoint.update(config(storage)))
+        file = tmp_path / "models/toy/2/model.onnx"
+        file.write_bytes(damage(file.read_bytes()))
+        monkeypatch.setattr(engine, "open_engine", lambda *_: pytest.fail("an engine has read it"))
+        fault.saw(refused(server, config(storage, 2), StorageError, "model.onnx"))
+        assert answers(server)
+
+
+@pytest.mark.parametrize("damage", [truncated, emptied, random_bytes, foreign], ids=lambda each: each.__name__)
+def test_a_file_that_was_published_as_it_is_and_is_no_model_is_refused(
+    server: Server, damage: Callable[[bytes], bytes], tmp_path: Path, faults: Faults
+) -> None:
+    injected = f"engine file {damage.__name__.replace('_', ' ')}, and its sha256 with it"
+    with faults("S6", injected, "refused in 5 s; not ready") as fault:
+        publish(UPath(tmp_path), damage(exported()))
+        fault.saw(refused(server, config(UPath(tmp_path)), EngineError, "toy"))
+        assert httpx.get(f"http://{server.http}/v2/models/toy/ready").status_code == 404
+        assert httpx.get(f"http://{server.http}/v2/health/live").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        {"precision": "int8", "architecture": "of another machine"},
+        {"engine": "tensorrt", "device": "gpu", "architecture": "sm_90", "precision": "fp16"},
+    ],
+    ids=lambda key: key["architecture"],
+)
+def test_what_was_built_for_another_machine_is_refused(
+    server: Server, key: dict[str, str], tmp_path: Path, faults: Faults
+) -> None:
+    with faults("S6", f"engine built for {key['architecture']}", "refused in 5 s; not ready") as fault:
+        publish(UPath(tmp_path), exported(), key=key)
+        fault.saw(refused(server, config(UPath(tmp_path)), EngineError, key["architecture"]))
+        assert httpx.get(f"http://{server.http}/v2/models/toy/ready").status_code == 404
+
+
+def refused(server: Server, wanted: EndpointConfig, kind: type[RayloomError], words: str) -> str:
+    """Try to serve it, and say what came of that."""
+    began_s = time.monotonic()
+    with pytest.raises(kind, match=words):
+        server.run(server.endpoint.update(wanted))
+    seconds = time.monotonic() - began_s
+    assert seconds <= 5
+    return f"refused after {seconds:.1f} s"
