@@ -1,15 +1,28 @@
 """Requests at a steady rate, whatever becomes of them."""
 
 import asyncio
+import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request, and what becomes of it if all is well."""
+
+    url: str
+    content: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+    status: int = 200
+    is_right: Callable[[dict[str, Any]], bool] = lambda answer: True
+    """Of the answer's JSON, if its status is 200."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +33,14 @@ class Answered:
     seconds: float
     status: int | str
     """Or the name of what went wrong with the connection."""
+    expected: int
     version: str | None
     retry_after: str | None
+    is_right: bool
+
+    def in_flight(self, at_s: float, within_s: float = 1.0) -> bool:
+        """Whether it was under way at that time, or began or ended not long before or after."""
+        return self.sent_s - within_s <= at_s <= self.sent_s + self.seconds + within_s
 
 
 @dataclass
@@ -37,8 +56,8 @@ class Load:
 
     @property
     def failed(self) -> list[Answered]:
-        """Those that were not answered with 200."""
-        return [each for each in self.answers if each.status != httpx.codes.OK]
+        """Those that were answered otherwise than is right."""
+        return [each for each in self.answers if each.status != each.expected or not each.is_right]
 
     def percentile_s(self, share: float) -> float:
         """Of the time that requests took that were answered with 200."""
@@ -46,29 +65,25 @@ class Load:
         return seconds[int(share * (len(seconds) - 1))]
 
 
-@contextmanager
-def load(url: str, body: dict[str, Any], per_second: float) -> Iterator[Load]:
+def load(url: str, body: dict[str, Any], per_second: float) -> AbstractContextManager[Load]:
     """Send ``body`` at a rate, without waiting for answers; at the end, wait for all of them."""
+    ask = Ask(url, json.dumps(body).encode())
+    return load_of(lambda: ask, per_second)
+
+
+@contextmanager
+def load_of(next_ask: Callable[[], Ask], per_second: float) -> Iterator[Load]:
+    """The same of requests that differ."""
     sent, stop = Load(), threading.Event()
 
-    async def ask(client: httpx.AsyncClient) -> None:
-        began, version, retry_after = time.monotonic(), None, None
-        try:
-            answer = await client.post(url, json=body)
-            status: int | str = answer.status_code
-            retry_after = answer.headers.get("retry-after")
-            if status == httpx.codes.OK:
-                version = answer.json()["model_version"]
-        except httpx.HTTPError as error:
-            status = type(error).__name__
-        sent.answers.append(Answered(began, time.monotonic() - began, status, version, retry_after))
-
     async def run() -> None:
-        async with httpx.AsyncClient(timeout=30, limits=httpx.Limits(max_connections=None)) as client:
+        async with _client() as client:
             tasks: set[asyncio.Task[None]] = set()
             due_s = time.monotonic()
             while not stop.is_set():
-                tasks.add(asyncio.create_task(ask(client)))
+                task = asyncio.create_task(_ask(client, next_ask(), sent))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
                 due_s += 1 / per_second
                 await asyncio.sleep(max(0.0, due_s - time.monotonic()))
             await asyncio.gather(*tasks)
@@ -80,3 +95,39 @@ def load(url: str, body: dict[str, Any], per_second: float) -> Iterator[Load]:
     finally:
         stop.set()
         thread.join()
+
+
+def capacity(next_ask: Callable[[], Ask], clients: int, seconds: float) -> float:
+    """Answers a second that so many clients get, each of which asks again when it has its answer."""
+    sent = Load()
+
+    async def ask_on(client: httpx.AsyncClient, until_s: float) -> None:
+        while time.monotonic() < until_s:
+            await _ask(client, next_ask(), sent)
+
+    async def run() -> None:
+        async with _client() as client:
+            until_s = time.monotonic() + seconds
+            await asyncio.gather(*(ask_on(client, until_s) for _ in range(clients)))
+
+    asyncio.run(run())
+    return len(sent.answers) / seconds
+
+
+def _client() -> httpx.AsyncClient:
+    return httpx.AsyncClient(timeout=30, limits=httpx.Limits(max_connections=None))
+
+
+async def _ask(client: httpx.AsyncClient, ask: Ask, sent: Load) -> None:
+    began_s, version, retry_after, is_right = time.monotonic(), None, None, True
+    try:
+        answer = await client.post(ask.url, content=ask.content, headers=ask.headers)
+        status: int | str = answer.status_code
+        retry_after = answer.headers.get("retry-after")
+        if status == httpx.codes.OK:
+            told = answer.json()
+            version, is_right = told["model_version"], ask.is_right(told)
+    except httpx.HTTPError as error:
+        status = type(error).__name__
+    seconds = time.monotonic() - began_s
+    sent.answers.append(Answered(began_s, seconds, status, ask.status, version, retry_after, is_right))
