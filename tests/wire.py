@@ -38,7 +38,7 @@ def exchange(address: str, *parts: bytes, pause_s: float = 0.0, whole: bool = Tr
                 time.sleep(pause_s)
             if not whole:
                 connection.shutdown(socket.SHUT_WR)
-        except ConnectionError:
+        except OSError:
             pass  # it has said all it wants to
         response = http.client.HTTPResponse(connection)
         try:
