@@ -20,6 +20,7 @@ from app.errors import ClusterError
 from app.repository.repository import Repository
 from app.runs import Outcome, Run
 from app.serving.auth import access_of, token_file_of
+from app.serving.cascade.rule import CascadeRule
 from app.serving.config import EndpointConfig, Scaling
 from app.serving.grpc import SERVICER
 from app.serving.plan import deployed_model, promote_named
@@ -42,12 +43,16 @@ class DeployMetrics(BaseModel):
 
     ready_s: float
     replicas: int
+    cascade: CascadeRule | None = None
+    """What was calibrated, if the recipe asks for a cascade."""
 
 
 def deploy(run: Run) -> Outcome:
     """Put the production version behind the endpoint, or the one that the recipe makes so, and what is tried beside."""
     recipe = run.recipe
     model = deployed_model(recipe, run.storage)
+    if model.cascade:
+        print(model.cascade.summary(model.production), flush=True)
     connect()
     before = _deployed()
     access = access_of(recipe.serve, before.access)
@@ -65,7 +70,7 @@ def deploy(run: Run) -> Outcome:
     if file := token_file_of(recipe.serve):
         print(f"it asks for the token in {file}", flush=True)
     return Outcome(
-        DeployMetrics(ready_s=ready_s, replicas=_running()),
+        DeployMetrics(ready_s=ready_s, replicas=_running(), cascade=model.cascade.rule if model.cascade else None),
         {"http": address.http, "grpc": address.grpc, "model": f"{recipe.name}/{version}"},
     )
 

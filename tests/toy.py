@@ -46,6 +46,7 @@ def publish_version(
     processor: Processor,
     labels: list[str],
     key: Mapping[str, str] | None = None,
+    train_run: str = "t",
 ) -> int:
     """One more version of a model that ONNX Runtime serves."""
     here = {"engine": "onnxruntime", "engine_version": "of another day", "architecture": architecture_of("cpu", "fp32")}
@@ -53,6 +54,7 @@ def publish_version(
         update={
             "task": f"{processor.modality}-classification",
             "engine_key": CARD.engine_key.model_copy(update={**here, **(key or {})}),
+            "lineage": CARD.lineage.model_copy(update={"train_run": train_run}),
             "inputs": tuple(map(Tensor.of, signature.inputs)),
             "outputs": tuple(map(Tensor.of, signature.outputs)),
         }

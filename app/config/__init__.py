@@ -1,6 +1,7 @@
 """The recipe as typed values. Imported by every other part of Rayloom; imports none of them."""
 
 from app.config.alerts import AlertConfig, EmailConfig, NotifyConfig, WebhookConfig
+from app.config.cascade import CascadeConfig
 from app.config.compile import (
     PLAN_ENGINES,
     CalibrationConfig,
@@ -44,6 +45,7 @@ __all__ = [
     "CalibrationConfig",
     "CalibrationMethod",
     "CanaryConfig",
+    "CascadeConfig",
     "CheckpointConfig",
     "CleanConfig",
     "ColumnsConfig",

@@ -18,6 +18,7 @@ from app.suggestions import did_you_mean
 _PATTERNS = {
     "task": "text-classification, image-classification, language-modeling, or an import string, package.module:name",
     "model.factory": "an import string, package.module:name",
+    "serve.cascade.before": "a model, NAME or NAME/VERSION",
 }
 
 
@@ -78,7 +79,7 @@ def _explain(problem: ErrorDetails) -> str:
         case "literal_error":
             expected = problem["ctx"]["expected"]
         case "string_pattern_mismatch":
-            expected = _PATTERNS.get(key, f"a text that matches {problem['ctx']['pattern']}")
+            expected = _PATTERNS.get(_without_indices(key), f"a text that matches {problem['ctx']['pattern']}")
         case "model_type":
             expected = "a section of keys"
         case _:
@@ -88,10 +89,15 @@ def _explain(problem: ErrorDetails) -> str:
 
 def _suggestion(key: str) -> str:
     """What to write instead: the nearest key beside it, the same key elsewhere, or all that are known."""
-    section, _, leaf = re.sub(r"\.\d+", "", key).rpartition(".")  # a key in an item of a list
+    section, _, leaf = _without_indices(key).rpartition(".")
     known = [each.rpartition(".")[2] for each in _keys(Recipe) if each.rpartition(".")[0] == section]
     elsewhere = [each for each in _keys(Recipe) if each.rpartition(".")[2] == leaf]
     return f"did you mean {elsewhere[0]!r}?" if elsewhere else did_you_mean(leaf, known)
+
+
+def _without_indices(key: str) -> str:
+    """The key of a list, for one of its items."""
+    return re.sub(r"\.\d+", "", key)
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -7,17 +7,18 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from app.config.alerts import AlertConfig, NotifyConfig
+from app.config.cascade import CascadeConfig
 from app.config.compile import CompileConfig
 from app.config.data import DataConfig
 from app.config.rollout import CanaryConfig, Role, ScalingConfig, ShadowConfig
-from app.config.section import IMPORT_STRING, NumberOrRange, Section
+from app.config.section import IMPORT_STRING, NAME, NumberOrRange, Section
 from app.config.train import TrainConfig
 from app.config.tune import TuneConfig
 
 ImportString = Annotated[str, Field(pattern=rf"^{IMPORT_STRING}$")]
 LANGUAGE_MODELING = "language-modeling"
 _BYTE_TOKENS = 257  # one for each byte and one for the end of a document
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
+Name = Annotated[str, Field(pattern=rf"^{NAME}$")]
 
 
 class ModelConfig(Section):
@@ -102,6 +103,7 @@ class ServeConfig(Section):
         description="CPUs that each replica reserves in Ray for this model; 0 leaves a laptop's cores to a training",
     )
     threads: PositiveInt | None = Field(default=None, description="threads of a replica's engine")
+    cascade: CascadeConfig | None = Field(default=None, description="cheaper models that answer what they are sure of")
 
     @property
     def replica_range(self) -> tuple[int, int] | None:

@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 IMPORT_STRING = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+NAME = r"[a-z0-9][a-z0-9_-]{0,62}"
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 

@@ -9,6 +9,7 @@ from app.config import Percent, ServeConfig
 from app.repository.manifest import ServingDefaults
 from app.serving.auth import Access
 from app.serving.batching.policy import BatchingPolicy
+from app.serving.cascade.rule import CascadeRule
 
 
 class _Config(BaseModel):
@@ -25,6 +26,11 @@ class VersionConfig(_Config):
     """Of its engine."""
 
     policy: BatchingPolicy
+
+    @property
+    def title(self) -> str:
+        """As people write it: NAME/VERSION."""
+        return f"{self.name}/{self.version}"
 
     @classmethod
     def of(cls, storage: str, name: str, version: int, serving: ServingDefaults, config: ServeConfig) -> Self:
@@ -47,6 +53,17 @@ class Share(_Config):
 
     version: VersionConfig
     percent: Percent
+
+
+class Cascade(_Config):
+    """Versions that are asked before the one in production, each for the rows that none before it was sure of."""
+
+    before: tuple[VersionConfig, ...]
+    rule: CascadeRule
+
+    def summary(self, production: VersionConfig) -> str:
+        """What to expect, in lines for people."""
+        return self.rule.summary([each.title for each in (*self.before, production)])
 
 
 class Scaling(_Config):
@@ -90,12 +107,16 @@ class DeployedModel(_Config):
     shadow: Share | None = None
     """Gets copies of some requests, and answers none of them."""
 
+    cascade: Cascade | None = None
+    """Answers in place of production, except where a request names its version."""
+
     scaling: Scaling = Scaling()
 
     @property
     def versions(self) -> tuple[VersionConfig, ...]:
         """All that are held in memory, production first."""
-        return (self.production, *(share.version for share in (self.canary, self.shadow) if share))
+        tried = (share.version for share in (self.canary, self.shadow) if share)
+        return (self.production, *tried, *(self.cascade.before if self.cascade else ()))
 
 
 class EndpointConfig(_Config):

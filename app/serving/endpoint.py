@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from importlib.metadata import version as version_of
 
 from app.errors import EngineError, NotServedError, RequestError
+from app.serving.answering import Answering
 from app.serving.auth import Access
+from app.serving.cascade.served import ServedCascade
 from app.serving.config import DeployedModel, EndpointConfig, Share, VersionConfig
 from app.serving.model import load_model
 from app.serving.protocol.management import ModelIndex, ModelMetadata, ModelStatistics, ServerMetadata
 from app.serving.protocol.wording import shown
-from app.serving.rollout import Answering, Beside, Rollout
+from app.serving.rollout import Beside, Rollout
 from app.serving.served import ServedModel
 from app.storage import open_storage
 
@@ -97,10 +99,10 @@ class Endpoint:
         Raises:
             NotServedError: it is not served here.
         """
-        if name is None:
-            return [served.statistics for served in self.models]
-        versions = self._model(name).versions if version is None else [self.find(name, version)]
-        return [served.statistics for served in versions]
+        if name is not None and version is not None:
+            return [self.find(name, version).statistics]
+        rollouts = self._rollouts if name is None else [self._model(name)]
+        return [statistics for rollout in rollouts for statistics in rollout.statistics]
 
     def load(self, name: str) -> None:
         """Do nothing: what can be loaded by a client is loaded.
@@ -168,14 +170,17 @@ class Endpoint:
         def beside(share: Share | None) -> Beside | None:
             return Beside(self._loaded[share.version], share.percent) if share else None
 
-        production = self._loaded[model.production]
-        return Rollout(name, production, beside(model.canary), beside(model.shadow), self._chance)
+        production, cascade = self._loaded[model.production], None
+        if model.cascade:
+            before = [self._loaded[version] for version in model.cascade.before]
+            cascade = ServedCascade([*before, production], model.cascade.rule)
+        return Rollout(name, production, beside(model.canary), beside(model.shadow), cascade, self._chance)
 
     def _to_target(self, name: str, model: DeployedModel) -> float:
         target_s = model.scaling.latency_target_s
         if target_s is None:
             return 0.0
-        latencies = [served.latencies.percentile_s(_TARGETED_SHARE) for served in self._models[name].answering]
+        latencies = [each.percentile_s(_TARGETED_SHARE) for each in self._models[name].latencies]
         return max(latency_s or 0.0 for latency_s in latencies) / target_s
 
     def _close(self, models: Loaded, besides: Loaded) -> None:

@@ -213,7 +213,7 @@ def _routes(endpoint: Endpoint) -> FastAPI:
         """What people can ask: every model, what it takes, and its labels."""
         return [each.natural for each in endpoint.models]
 
-    @api.post("/v1/models/{name}/predict")
+    @api.post("/v1/models/{name}/predict", response_model_exclude_none=True)
     async def predict(name: str, request: Request) -> PredictResponse:
         """Texts or base64 images in, labels with scores out."""
         body = await _read_body(request.receive, LIMITS.json_bytes)

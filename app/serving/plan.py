@@ -10,6 +10,7 @@ from app.errors import RecipeError
 from app.repository.aliases import Alias
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
+from app.serving.cascade.versions import planned_cascade
 from app.serving.config import DeployedModel, Scaling, Share, VersionConfig
 
 
@@ -20,6 +21,7 @@ def deployed_model(recipe: Recipe, storage: UPath) -> DeployedModel:
         StorageError: a version is not there or was changed, or none has an alias that the recipe asks for.
         RecipeError: two of them are one version, or one takes or gives other tensors than production, or cannot be
             served as the recipe says.
+        EngineError, DataError: of a cascade's calibration, as ``planned_cascade`` says.
     """
     serve, repository = recipe.serve, Repository(storage)
     production = repository.verify(recipe.name, serve.version or repository.production(recipe.name))
@@ -35,10 +37,12 @@ def deployed_model(recipe: Recipe, storage: UPath) -> DeployedModel:
         wanted = serve.tried.get(alias)
         return Share(version=config_of(manifests[alias]), percent=wanted.percent) if wanted else None
 
+    in_production = config_of(production)
     return DeployedModel(
-        production=config_of(production),
+        production=in_production,
         canary=share_of("canary"),
         shadow=share_of("shadow"),
+        cascade=planned_cascade(serve.cascade, in_production, serve, storage) if serve.cascade else None,
         scaling=_scaling(serve, production),
     )
 

@@ -2,30 +2,15 @@
 
 import random
 from dataclasses import dataclass
-from typing import Protocol
 
 from app.errors import NotServedError
-from app.serving.protocol.infer import InferRequest, InferResponse
-from app.serving.protocol.management import ModelIndex, ModelMetadata
-from app.serving.protocol.natural import PredictRequest, PredictResponse
+from app.serving.answering import Answering
+from app.serving.cascade.served import ServedCascade
+from app.serving.latencies import RecentLatencies
+from app.serving.protocol.management import ModelIndex, ModelMetadata, ModelStatistics
 from app.serving.protocol.wording import shown
 from app.serving.served import ServedModel
 from app.serving.shadow import Shadow, Shadowed
-from app.tensors import TensorSpec
-
-
-class Answering(Protocol):
-    """What one request is handed to, and answered by alone."""
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        """What a request may hold."""
-
-    async def infer(self, request: InferRequest) -> InferResponse:
-        """Answer a request of the protocol."""
-
-    async def predict(self, request: PredictRequest) -> PredictResponse:
-        """Answer with labels."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +26,25 @@ class Rollout:
     """A version in production, and those that are tried beside it."""
 
     def __init__(
-        self, name: str, production: ServedModel, canary: Beside | None, shadow: Beside | None, chance: random.Random
+        self,
+        name: str,
+        production: ServedModel,
+        canary: Beside | None,
+        shadow: Beside | None,
+        cascade: ServedCascade | None,
+        chance: random.Random,
     ) -> None:
+        """Route requests; a cascade answers in place of production, its last stage."""
         self._name = name
         self._production = production
+        self._cascade = cascade
         self._canary = canary
         self._shadow = shadow
         self._copies = Shadow(shadow.served) if shadow else None
         self._chance = chance
 
     def route(self, version: str | None) -> Answering:
-        """What answers a request: the version that it names, else production or, by chance, the canary.
+        """What answers a request: the version that it names, else production, its cascade or, by chance, the canary.
 
         Raises:
             NotServedError: that version is not served.
@@ -59,10 +52,12 @@ class Rollout:
         if version is not None:
             return self.find(version)
         canary = self._canary
-        served = canary.served if canary and self._draws(canary) else self._production
+        chosen: Answering = self._cascade or self._production
+        if canary and self._draws(canary):
+            chosen = canary.served
         if self._copies and self._shadow and self._draws(self._shadow):
-            return Shadowed(served, self._copies)
-        return served
+            return Shadowed(chosen, self._copies)
+        return chosen
 
     def find(self, version: str | None) -> ServedModel:
         """A version, else production. Raises NotServedError if it is not served."""
@@ -81,8 +76,21 @@ class Rollout:
 
     @property
     def answering(self) -> list[ServedModel]:
-        """Those that clients need."""
-        return [self._production, *([self._canary.served] if self._canary else [])]
+        """Those that clients need, with the earlier stages of a cascade."""
+        canary = [self._canary.served] if self._canary else []
+        return [self._production, *canary, *(self._cascade.earlier if self._cascade else [])]
+
+    @property
+    def latencies(self) -> list[RecentLatencies]:
+        """Of all for which clients wait."""
+        cascade = [self._cascade.latencies] if self._cascade else []
+        return [*cascade, *(served.latencies for served in self.answering)]
+
+    @property
+    def statistics(self) -> list[ModelStatistics]:
+        """Of all versions, production first, and of the earlier stages of a cascade."""
+        versions = [served.statistics for served in self.versions]
+        return [*versions, *(self._cascade.earlier_statistics if self._cascade else [])]
 
     def metadata(self, version: str | None) -> ModelMetadata:
         """What a version takes and gives, and which others there are. Raises NotServedError if it is not served."""

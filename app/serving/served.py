@@ -2,7 +2,9 @@
 
 import asyncio
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -38,11 +40,12 @@ class ServedModel:
 
     def __init__(self, model: LoadedModel, policy: BatchingPolicy) -> None:
         self.model = model
-        self._policy = policy
+        self.policy = policy
         self._batcher = Batcher(model.engine.infer, policy)
         # Of its own: where health checks run, many texts that are being encoded would keep these waiting.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
         self._encoding = 0
+        self._users = 0
         self._unused = asyncio.Event()
         self._unused.set()
         self._last_inference_ms = 0
@@ -69,11 +72,7 @@ class ServedModel:
 
     async def predict(self, request: PredictRequest) -> PredictResponse:
         """Answer with labels; the errors are those of ``run``, and DataError of what cannot be read."""
-        arrived_s, most = time.monotonic(), self._policy.default_timeout_s
-        _check_rows("inputs", 1 if isinstance(request.inputs, str) else len(request.inputs))
-        tensors = await self._encode(request.inputs)
-        left_s = None if most is None else most - (time.monotonic() - arrived_s)
-        outputs = await self.run(tensors, timeout_s=left_s, arrived_s=arrived_s)
+        outputs = await self.run_natural(request.inputs, timeout_s=self.policy.default_timeout_s)
         return PredictResponse(
             model_name=self.model.manifest.name,
             model_version=self.model.version,
@@ -82,16 +81,38 @@ class ServedModel:
 
     async def _encode(self, inputs: str | list[str]) -> Tensors:
         """Tensors of natural inputs. Raises OverloadError if as many requests are being read as may wait."""
-        if self._encoding >= self._policy.queue_limit:
+        if self._encoding >= self.policy.queue_limit:
             raise OverloadError(f"{self._encoding} requests are being read already: try again later", 1.0)
         self._encoding += 1
-        self._unused.clear()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._encoder, self.model.encode, inputs)
+            with self.kept_open():
+                return await asyncio.get_running_loop().run_in_executor(self._encoder, self.model.encode, inputs)
         finally:
             self._encoding -= 1
-            if not self._encoding:
+
+    @contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """Close only afterwards, and after what has been asked by then."""
+        self._users += 1
+        self._unused.clear()
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
                 self._unused.set()
+
+    async def run_natural(self, inputs: str | list[str], *, timeout_s: float | None) -> Tensors:
+        """Read texts or base64 images and run them; the errors are those of ``predict``.
+
+        Args:
+            timeout_s: until the answer, from now on.
+        """
+        arrived_s = time.monotonic()
+        _check_rows("inputs", 1 if isinstance(inputs, str) else len(inputs))
+        tensors = await self._encode(inputs)
+        left_s = None if timeout_s is None else timeout_s - (time.monotonic() - arrived_s)
+        return await self.run(tensors, timeout_s=left_s, arrived_s=arrived_s)
 
     async def run(
         self,
@@ -205,7 +226,7 @@ class ServedModel:
 
     async def close(self) -> None:
         """Answer what was asked, then give the engine's memory back."""
-        await self._unused.wait()  # who has encoded goes on to the batcher before this does
+        await self._unused.wait()  # who has encoded, for one, goes on to the batcher before this does
         await self._batcher.close()
         self._encoder.shutdown()
         await asyncio.to_thread(self.model.engine.close)

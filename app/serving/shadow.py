@@ -6,6 +6,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from app.errors import DeadlineError, OverloadError
+from app.serving.answering import Answering
 from app.serving.protocol.infer import InferRequest, InferResponse
 from app.serving.protocol.natural import PredictRequest, PredictResponse
 from app.serving.served import ServedModel
@@ -39,28 +40,28 @@ class Shadow:
 
 
 class Shadowed:
-    """A version that answers, with a shadow that is sent what it has answered.
+    """What answers, with a shadow that is sent what it has answered.
 
     So a copy never runs before its request, and what cannot be answered at all is not held against the shadow.
     """
 
-    def __init__(self, served: ServedModel, shadow: Shadow) -> None:
-        self._served = served
+    def __init__(self, answering: Answering, shadow: Shadow) -> None:
+        self._answering = answering
         self._shadow = shadow
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """What a request may hold."""
-        return self._served.inputs
+        return self._answering.inputs
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Answer a request of the protocol."""
-        response = await self._served.infer(request)
+        response = await self._answering.infer(request)
         self._shadow.send(self._shadow.served.infer(request))
         return response
 
     async def predict(self, request: PredictRequest) -> PredictResponse:
         """Answer with labels."""
-        response = await self._served.predict(request)
+        response = await self._answering.predict(request)
         self._shadow.send(self._shadow.served.predict(request))
         return response

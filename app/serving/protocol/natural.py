@@ -25,6 +25,8 @@ class Prediction(BaseModel):
 
     label: str
     scores: dict[str, float]
+    stage: int | None = None
+    """Of a cascade, which answered; None of a single model."""
 
 
 class PredictResponse(BaseModel):

@@ -1,0 +1,118 @@
+"""A cascade behind an endpoint: models with queues of their own, under the name of the last of them."""
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.errors import DeadlineError, RequestError
+from app.serving.batching.rows import rows_of
+from app.serving.cascade.routing import Ask, route, taken
+from app.serving.cascade.rule import CascadeRule
+from app.serving.cascade.stages import read_alike
+from app.serving.latencies import RecentLatencies
+from app.serving.protocol.answer import answer, check_outputs
+from app.serving.protocol.infer import InferRequest, InferResponse
+from app.serving.protocol.management import ModelStatistics
+from app.serving.protocol.natural import PredictRequest, PredictResponse
+from app.serving.served import ServedModel
+from app.tensors import OUTPUT, Tensors, TensorSpec
+
+STAGE = "stage"
+"""The parameter of a response that says which stage answered each row: ``"0,0,1"`` of three."""
+
+
+class ServedCascade:
+    """Stages that answer in place of the last one, the large model, under its name and version."""
+
+    def __init__(self, stages: Sequence[ServedModel], rule: CascadeRule) -> None:
+        """Ask these stages, which whoever made them closes."""
+        *_, self._large = self._stages = list(stages)
+        self._rule = rule
+        self._read_alike = read_alike([stage.model for stage in stages])
+        self.latencies = RecentLatencies()
+        """As those of a model."""
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """What a request may hold."""
+        return self._large.inputs
+
+    async def infer(self, request: InferRequest) -> InferResponse:
+        """Answer a request of the protocol.
+
+        Raises:
+            RequestError: the stages make different tensors of the same input, so that none fits all.
+            RayloomError: what a stage raises, as ``ServedModel.infer``.
+        """
+        large = self._large.model
+        if not self._read_alike:
+            raise RequestError(
+                f"model {large.manifest.name!r} is a cascade whose stages each read their input in a way of their own, "
+                f"so that no tensors fit all of them: ask /v1/models/{large.manifest.name}/predict, or name version "
+                f"{large.version}, the last stage"
+            )
+        check_outputs(request, large.engine.signature.outputs)
+        timeout_us, priority = request.parameters.timeout_us, request.parameters.priority
+        deadline_s = self._deadline_s(None if timeout_us is None else timeout_us / 1e6)
+
+        async def ask(stage: int, rows: NDArray[np.intp]) -> Tensors:
+            left_s = deadline_s - time.monotonic()
+            return await self._stages[stage].run(taken(request.inputs, rows), priority=priority, timeout_s=left_s)
+
+        outputs, stages = await self._route(rows_of(request.inputs), ask)
+        return answer(
+            request, large.version, outputs, {OUTPUT: large.labels}, parameters={STAGE: ",".join(map(str, stages))}
+        )
+
+    async def predict(self, request: PredictRequest) -> PredictResponse:
+        """Answer with labels; each stage reads its rows itself. The errors are those of ``ServedModel.predict``."""
+        inputs = [request.inputs] if isinstance(request.inputs, str) else request.inputs
+        large, deadline_s = self._large.model, self._deadline_s(None)
+
+        async def ask(stage: int, rows: NDArray[np.intp]) -> Tensors:
+            left_s = deadline_s - time.monotonic()
+            return await self._stages[stage].run_natural([inputs[row] for row in rows], timeout_s=left_s)
+
+        outputs, stages = await self._route(len(inputs), ask)
+        return PredictResponse(
+            model_name=large.manifest.name,
+            model_version=large.version,
+            predictions=[
+                prediction.model_copy(update={STAGE: stage})
+                for prediction, stage in zip(large.decode(outputs[OUTPUT]), stages.tolist(), strict=True)
+            ],
+        )
+
+    @property
+    def earlier(self) -> list[ServedModel]:
+        """All stages but the last."""
+        return self._stages[:-1]
+
+    @property
+    def earlier_statistics(self) -> list[ModelStatistics]:
+        """What the earlier stages have done since they were loaded, under names of the form CASCADE/STAGE."""
+        name = self._large.model.manifest.name
+        return [
+            stage.statistics.model_copy(update={"name": f"{name}/{stage.model.manifest.name}"})
+            for stage in self.earlier
+        ]
+
+    def _deadline_s(self, timeout_s: float | None) -> float:
+        return self._large.policy.deadline_s(time.monotonic(), timeout_s)
+
+    async def _route(self, num_rows: int, ask: Ask) -> tuple[Tensors, NDArray[np.intp]]:
+        """Route rows through the stages; none of these is closed meanwhile."""
+        began_s = time.monotonic()
+        with ExitStack() as kept_open:
+            for stage in self._stages:
+                kept_open.enter_context(stage.kept_open())
+            try:
+                answers = await route(self._rule, num_rows, ask)
+            except DeadlineError:
+                self.latencies.add(time.monotonic() - began_s)
+                raise
+        self.latencies.add(time.monotonic() - began_s)
+        return answers

@@ -1,0 +1,107 @@
+"""From published versions to the cascade that an endpoint serves."""
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import numpy as np
+from numpy.typing import NDArray
+from upath import UPath
+
+from app.checksums import verify_checksums
+from app.config import CascadeConfig, ServeConfig
+from app.data.classification import ClassificationData
+from app.data.examples import Split
+from app.errors import RecipeError
+from app.repository.manifest import Manifest
+from app.repository.repository import Repository
+from app.serving.batch import infer_together
+from app.serving.cascade.calibration import calibrate
+from app.serving.cascade.rule import CascadeRule
+from app.serving.cascade.stages import require_alike
+from app.serving.config import Cascade, VersionConfig
+from app.serving.model import LoadedModel, load_model
+from app.tasks import find_processor
+from app.tensors import OUTPUT, Tensors
+from app.training.run_folder import DATA
+
+_TIMED_ROWS, _ROUNDS = 512, 3
+
+
+def planned_cascade(wanted: CascadeConfig, production: VersionConfig, serve: ServeConfig, storage: UPath) -> Cascade:
+    """The stages that a recipe asks for before its own version, and their rule, calibrated here and now.
+
+    Raises:
+        StorageError: a version is not there or was changed, or the data of its training is not.
+        RecipeError: two stages are one version, or one cannot answer in place of the last.
+        EngineError: a version cannot run on this machine.
+        DataError: there are too few validation rows.
+    """
+    before = tuple(_version(reference, serve, storage) for reference in wanted.before)
+    titles = [each.title for each in (*before, production)]
+    if repeated := [title for title in titles if titles.count(title) > 1]:
+        raise RecipeError(
+            f"serve.cascade.before makes the stages {', '.join(titles)}, of which {repeated[0]} is one version: name "
+            "each once, and not the one in production itself"
+        )
+    with ExitStack() as opened:
+        models = []
+        for each in (*before, production):
+            models.append(load_model(storage, each.name, each.version, each.threads))
+            opened.callback(models[-1].engine.close)
+        require_alike(models)
+        rule = calibrate_versions(models, load_validation(models[-1].manifest), wanted.accuracy_floor)
+    return Cascade(before=before, rule=rule)
+
+
+def load_validation(manifest: Manifest) -> Split:
+    """The validation split of the run that trained a version.
+
+    Raises:
+        StorageError: the run's data is not there any more, or was changed.
+    """
+    folder = UPath(manifest.lineage.train_run) / DATA
+    verify_checksums(folder)
+    return ClassificationData.load(folder, find_processor(manifest.task)).validation.split
+
+
+def calibrate_versions(models: Sequence[LoadedModel], validation: Split, accuracy_floor: float) -> CascadeRule:
+    """The rule of a cascade of versions that are alike; what a row costs is timed here, in batches of compile's size.
+
+    Args:
+        models: the stages in their order, with as many threads as they will have.
+        validation: what none of them was trained on.
+        accuracy_floor: as a share of the last stage's accuracy, above 0 and below 1.
+
+    Raises:
+        DataError: there are too few rows.
+    """
+    rows = [[model.processor.encode([given]) for given in validation.inputs] for model in models]
+    logits = [_logits(*each) for each in zip(models, rows, strict=True)]
+    return calibrate(logits, np.array(validation.classes), _seconds_per_row(models, rows), accuracy_floor)
+
+
+def _version(reference: str, serve: ServeConfig, storage: UPath) -> VersionConfig:
+    """What the recipe calls NAME, its version in production, or NAME/VERSION."""
+    repository = Repository(storage)
+    name, _, number = reference.partition("/")
+    manifest = repository.manifest(name, int(number) if number else repository.production(name))
+    return VersionConfig.of(str(storage), name, manifest.version, manifest.served(serve), serve)
+
+
+def _logits(model: LoadedModel, rows: Sequence[Tensors]) -> NDArray[np.float32]:
+    answers = infer_together(model.engine, rows, model.manifest.serving.max_batch_size)
+    return np.concatenate([answer[OUTPUT] for answer in answers])
+
+
+def _seconds_per_row(models: Sequence[LoadedModel], rows: Sequence[Sequence[Tensors]]) -> list[float]:
+    """Of each stage the median of a few rounds, in which they take turns."""
+    some = [each[:: max(1, len(each) // _TIMED_ROWS)] for each in rows]
+    rounds = [[_seconds(*each) for each in zip(models, some, strict=True)] for _ in range(_ROUNDS)]
+    return (np.median(rounds, axis=0) / len(some[0])).tolist()  # type: ignore[no-any-return]
+
+
+def _seconds(model: LoadedModel, rows: Sequence[Tensors]) -> float:
+    began = time.perf_counter()
+    _logits(model, rows)
+    return time.perf_counter() - began

@@ -1,0 +1,20 @@
+"""A cascade as a person deploys it: calibrated by the job, and served under the large model's name."""
+
+import httpx
+from upath import UPath
+
+from tests.cascades import publish_stages
+from tests.engine_contract import TEXTS
+from tests.helpers import submit
+
+
+def test_a_cascade_is_calibrated_deployed_and_says_who_answered(cluster: dict[str, str]) -> None:
+    publish_stages(UPath(cluster["RAYLOOM_STORAGE"]))
+    cascade = "serve.cascade={before: [tiny], accuracy_floor: 0.8}"
+    deployed = submit(cluster, "deploy", "recipes/reviews.yaml", "name=toy", "serve.threads=1", cascade)
+    rule = deployed["metrics"]["cascade"]
+    assert (rule["rows"], rule["accuracy_floor"], rule["confidence"]) == (32, 0.8, 0.95)
+    asked = f"{deployed['artifacts']['http']}/v1/models/toy/predict"
+    answer = httpx.post(asked, json={"inputs": TEXTS[:4]}).json()
+    assert f"toy/{answer['model_version']}" == deployed["artifacts"]["model"]
+    assert {each["stage"] for each in answer["predictions"]} <= {0, 1}
