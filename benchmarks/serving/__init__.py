@@ -1,0 +1,1 @@
+"""Rayloom's endpoint beside other model servers."""
