@@ -4,11 +4,13 @@ import hashlib
 import os
 import signal
 import time
+from itertools import count
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from app.models.gpt import GPT
 from app.models.image import SmallCnn
 
 
@@ -63,6 +65,20 @@ class HangingCnn(DropoutCnn):
         if torch.distributed.get_rank() == self.rank and self.calls == self.call and not self.once.exists():
             self.once.write_text(str(os.getpid()), encoding="utf-8")
             time.sleep(1e6)
+
+
+def hanging_gpt(vocab_size: int, max_length: int, rank: int, call: int, once: str) -> GPT:
+    """A GPT that never comes to its last layer on ``rank``, in one forward pass; as ``HangingCnn`` otherwise."""
+    model, calls = GPT(vocab_size, max_length, layers=2, width=32, heads=2), count(1)
+
+    def trouble(norm: nn.Module, inputs: tuple[Tensor]) -> None:
+        here = norm.training and torch.distributed.get_rank() == rank
+        if here and next(calls) == call and not Path(once).exists():
+            Path(once).write_text(str(os.getpid()), encoding="utf-8")
+            time.sleep(1e6)
+
+    model.norm.register_forward_pre_hook(trouble)
+    return model
 
 
 class SkippingCnn(DropoutCnn):

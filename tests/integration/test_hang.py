@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import records_of, run, wait_until
+from tests.helpers import records_of, run, wait_until, write_sums
 from tests.launch import Launch, newest_step
 from tests.tables import Faults
 
 pytestmark = pytest.mark.faults
 TIMEOUT_S = 10.0
-RUN = ["-m", "app.training", "recipes/digits.yaml", "train.epochs=9", "train.early_stopping=null",
-       f"train.hang_timeout_s={TIMEOUT_S}"]  # fmt: skip
+KEYS = ["train.epochs=9", "train.early_stopping=null", f"train.hang_timeout_s={TIMEOUT_S}"]
+RUN = ["-m", "app.training", "recipes/digits.yaml", *KEYS]
 
 
 def failure_of(storage: Path) -> str:
@@ -24,18 +24,19 @@ def failure_of(storage: Path) -> str:
     return note.read_text(encoding="utf-8")
 
 
-def test_a_rank_that_sleeps_is_named_and_so_is_what_all_wait_in_after_one_has_skipped_an_exchange(
+def test_a_stage_that_sleeps_is_named_and_so_is_what_all_wait_in_after_one_has_skipped_an_exchange(
     launch: Launch, tmp_path: Path, faults: Faults
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
     with faults(
-        "T10", "torchrun: a rank sleeps in its step", f"error in {TIMEOUT_S + 10:g} s, names the rank"
+        "T10", "torchrun: a pipeline's stage sleeps in its step", f"error in {TIMEOUT_S + 10:g} s, names the rank"
     ) as fault:
         once = tmp_path / "once"
         run = launch.torchrun(
-            *RUN,
-            "model.factory=tests.faults.models:HangingCnn",
-            f"model.args={{width: 32, rank: 1, call: 30, once: {once}}}",
+            *("-m", "app.training", "recipes/stdlib_gpt.yaml", *KEYS),
+            *(f"data.source={write_sums(tmp_path / 'corpus')}", "data.tokenizer={kind: bytes}"),
+            *("data.block_length=32", "train.plan={pipeline: 2}", "model.factory=tests.faults.models:hanging_gpt"),
+            f"model.args={{rank: 1, call: 30, once: {once}}}",
         )
         wait_until(lambda: once.exists() or run.process.poll() is not None, timeout_s=300)
         skipping = launch.torchrun(
@@ -47,11 +48,11 @@ def test_a_rank_that_sleeps_is_named_and_so_is_what_all_wait_in_after_one_has_sk
         assert run.ends() != 0, run.output
         seconds = time.time() - once.stat().st_mtime
         fault.saw(f"{failure_of(tmp_path / 'storage')}; ended after {seconds:.1f} s")
-        expected = f"no progress for {TIMEOUT_S:g} s: rank 1 does not come out of the forward pass; the others wait"
+        expected = f"no progress for {TIMEOUT_S:g} s: rank 1 does not come out of the pipeline's step; the others wait"
         assert failure_of(tmp_path / "storage") == expected
         assert "in trouble" in run.output, "its stack is shown"
         assert seconds <= TIMEOUT_S + 10
-        assert newest_step(tmp_path / "storage") == 22
+        assert newest_step(tmp_path / "storage") > 0
     with faults("T10", "torchrun: a rank skips an all-reduce", f"error in {TIMEOUT_S + 10:g} s, says where") as fault:
         assert skipping.ends() != 0
         (folder,) = elsewhere.glob("runs/train/*")

@@ -1,5 +1,8 @@
-"""The watchdog of one worker beside another's: which waiting is a hang."""
+"""The watchdog of one worker beside another's: which waiting is a hang, and whose fault it is."""
 
+import pytest
+
+from app.training.coordination.watchdog import Beat, blame
 from tests.helpers import run
 
 TWO_WORKERS = """
@@ -31,3 +34,24 @@ def test_slow_storage_of_one_worker_is_no_hang_of_those_that_wait_and_becomes_on
         ended.stderr
     )
     assert ended.returncode == 70
+
+
+def beats(counts: list[int], waits: list[bool]) -> list[Beat]:
+    return [
+        Beat(rank=rank, count=count, doing=f"work {count}", waits=each, idle_s=9.0, written=0.0)
+        for rank, (count, each) in enumerate(zip(counts, waits, strict=True))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("counts", "waits", "said"),
+    [
+        ([5, 4, 5], [False, True, False], "rank 1 does not come out of work 4; the others wait"),
+        ([5, 4, 4], [True, True, False], "rank 2 does not come out of work 4; the others wait"),
+        ([4, 4, 4], [False, True, False], "ranks 0, 2 do not come out of work 4; the others wait"),
+        ([4, 4, 4], [True, True, True], "all ranks wait for each other in work 4: one may have skipped an exchange"),
+        ([4, 4, 4], [False, False, False], "no rank comes out of work 4"),
+    ],
+)
+def test_who_is_behind_and_waits_for_nobody_is_named(counts: list[int], waits: list[bool], said: str) -> None:
+    assert blame(beats(counts, waits)).startswith(said)

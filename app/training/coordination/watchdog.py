@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from pydantic import BaseModel
@@ -19,6 +19,8 @@ HANG_EXIT_CODE = 70
 _STORE_TIMEOUT_S = 3.0
 _NO_STORE = "rank 0, or the torchrun that started it, does not answer: stopped, or gone"
 """One of them keeps the store through which the workers tell each other where they are."""
+_EXCHANGES = ("torch.distributed.distributed_c10d", "deepspeed.comm", "deepspeed.runtime.zero.partition_parameters")
+"""Modules whose functions wait for other workers; in the last one ZeRO 3 waits for parameters."""
 
 
 class Beat(BaseModel):
@@ -28,6 +30,8 @@ class Beat(BaseModel):
     count: int
     """Pieces of work begun; of workers that wait for each other, the lowest holds up the rest."""
     doing: str
+    waits: bool
+    """Whether it is in an exchange with other workers, and so waits for them."""
     idle_s: float
     """Seconds since then."""
     written: float
@@ -38,10 +42,14 @@ class Watchdog:
     """Each worker tells the others what it does; each notices for itself when that does not change."""
 
     def __init__(self, worker: Worker, timeout_s: float, give_up: Callable[[str], None]) -> None:
-        """``give_up`` is called with the reason, from a thread, before the process is ended."""
+        """Made by the thread that trains.
+
+        ``give_up`` is called with the reason, from another thread, before the process is ended.
+        """
         self._worker, self._timeout_s, self._give_up = worker, timeout_s, give_up
         self._interval_s = min(1.0, timeout_s / 5)
         self._count, self._doing, self._moved = 0, "starting", time.monotonic()
+        self._trainer = threading.get_ident()
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._stopped = threading.Event()
         # A connection of its own: one that waits for the other workers would block this thread too.
@@ -90,6 +98,7 @@ class Watchdog:
                 rank=self._worker.rank,
                 count=self._count,
                 doing=self._doing,
+                waits=_is_in_exchange(self._trainer),
                 idle_s=self._idle_s,
                 written=time.time(),
             )
@@ -99,14 +108,14 @@ class Watchdog:
                 return  # the first worker keeps the store: if it is gone, reading says so
 
     def _ask(self) -> str | None:
-        """``_blame``, in a thread of its own: a store whose keeper is frozen never answers."""
+        """``_look``, in a thread of its own: a store whose keeper is frozen never answers."""
         answers: list[str | None] = []
-        asking = threading.Thread(target=lambda: answers.append(self._blame()), daemon=True)
+        asking = threading.Thread(target=lambda: answers.append(self._look()), daemon=True)
         asking.start()
         asking.join(_STORE_TIMEOUT_S)
         return answers[0] if answers else _NO_STORE
 
-    def _blame(self) -> str | None:
+    def _look(self) -> str | None:
         """Which workers hold up the others, and where they are; None if one goes on, and the others wait for it."""
         if self._store is None:
             return f"rank 0 is in {self._doing}"
@@ -118,12 +127,7 @@ class Watchdog:
         if silent:
             return f"{_ranks(silent)} not answer: stopped, or gone"
         heard = [beat for beat in beats if beat is not None]
-        if any(beat.idle_s <= self._timeout_s for beat in heard):
-            return None
-        behind = [beat for beat in heard if beat.count == min(each.count for each in heard)]
-        if len(behind) == self._worker.size:
-            return f"all ranks wait for each other in {behind[0].doing}: one may have skipped an exchange"
-        return f"{_ranks([beat.rank for beat in behind])} not come out of {behind[0].doing}; the others wait"
+        return None if any(beat.idle_s <= self._timeout_s for beat in heard) else blame(heard)
 
     def _beat_of(self, rank: int) -> Beat | None:
         assert self._store is not None
@@ -140,6 +144,30 @@ class Watchdog:
             self._give_up(reason)
         finally:
             os._exit(HANG_EXIT_CODE)
+
+
+def blame(beats: Sequence[Beat]) -> str:
+    """Who holds up the others, of all workers of a run in which none makes progress.
+
+    Those that have begun the least; of several such, those that do not wait for others themselves.
+    """
+    behind = [beat for beat in beats if beat.count == min(each.count for each in beats)]
+    stuck = [beat for beat in behind if not beat.waits] or behind
+    doing = behind[0].doing
+    if len(stuck) < len(beats):
+        return f"{_ranks([beat.rank for beat in stuck])} not come out of {doing}; the others wait"
+    if stuck[0].waits:
+        return f"all ranks wait for each other in {doing}: one may have skipped an exchange"
+    return f"no rank comes out of {doing}: one hangs in it, or has skipped an exchange; the stacks say where each is"
+
+
+def _is_in_exchange(thread: int) -> bool:
+    """Whether what a thread does now is an exchange with other workers, by the Python function that it is in.
+
+    Where exchanges are of a GPU that function has returned, and whoever waits does so for the GPU.
+    """
+    frame = sys._current_frames().get(thread)
+    return frame is not None and str(frame.f_globals.get("__name__")).startswith(_EXCHANGES)
 
 
 def _key(rank: int) -> str:
