@@ -21,6 +21,7 @@ def test_a_gpu_draws_the_same_curve_as_a_cpu() -> None:
         ["train.precision=bf16", "train.plan.zero_stage=3"],
         ["train.precision=fp16", "train.plan.zero_stage=2"],
         ["train.precision=bf16", "train.plan={zero_stage: 2, offload: cpu}"],
+        ["train.plan={zero_stage: 0, powersgd: {rank: 4}}"],
         ["train.precision=bf16", "train.torch_compile=true"],
     ],
     ids=lambda overrides: " ".join(overrides),

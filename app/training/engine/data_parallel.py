@@ -99,8 +99,13 @@ def _clip(engine: Any) -> None:
 
 
 def _reduced_in_low_rank(model: nn.Module, rank: int) -> DistributedDataParallel:
-    """``model`` with torch's own reduction through PowerSGD (Vogels et al. 2019, arXiv:1905.13727)."""
-    reduced = DistributedDataParallel(model)
+    """``model`` with torch's own reduction through PowerSGD (Vogels et al. 2019, arXiv:1905.13727).
+
+    It is moved to its device first: NCCL reduces what lies on a GPU, and DeepSpeed moves a model later.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    reduced = DistributedDataParallel(model.to(get_accelerator().current_device_name()))
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
     reduced.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return reduced
