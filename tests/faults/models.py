@@ -166,6 +166,13 @@ class InfiniteCnn(PoisonedCnn):
         return logits.masked_fill(first, -torch.inf) if poisoned else logits
 
 
+class LoudCnn(DropoutCnn):
+    """One whose logits are so large that in fp16 its gradient overflows until the loss scale has fallen."""
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return 256.0 * super().forward(pixel_values)
+
+
 class LedgerCnn(DropoutCnn):
     """One that notes in ``folder`` which pictures it was trained on: a file a process, a line a picture."""
 

@@ -1,9 +1,11 @@
 """Training on a GPU. Not run in CI, which has none: 'make test-gpu' on a machine with one."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from tests.helpers import SGD, folder_of, losses, steps_of, train_alone
+from tests.helpers import SGD, folder_of, losses, steps_of, train_alone, write_sums
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and this machine has none")
 
@@ -32,3 +34,38 @@ def test_plans_learn_the_digits(overrides: list[str]) -> None:
     step = steps_of(folder_of(result))[0]
     assert 0.0 <= step["memory"]["fragmentation"] < 1.0
     assert ("loss_scale" in step) is ("train.precision=fp16" in overrides)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "keys"),
+    [
+        (1, "{quantized_weights: true}"),
+        pytest.param(
+            2,
+            "{quantized_weights: true, quantized_gradients: true, hpz_partition_size: 2}",
+            marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+        ),
+    ],
+)
+def test_zero_plus_plus_learns_the_sums(gpus: int, keys: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))  # qgZ takes all it sees for the run's
+    result = train_alone(
+        *("train.device=gpu", "train.precision=bf16", f"train.plan={{zero_stage: 3, zero_plus_plus: {keys}}}"),
+        "train.deepspeed={zero_optimization: {stage3_param_persistence_threshold: 1000}}",  # or all would stay whole
+        *(f"data.source={write_sums(tmp_path / 'corpus')}", "data.tokenizer={kind: bytes}", "data.block_length=32"),
+        *("train.epochs=4", "train.early_stopping=null"),
+        processes=gpus,
+        recipe="recipes/stdlib_gpt.yaml",
+    )
+    assert losses(result)[-1] < 0.7 * losses(result)[0]
+
+
+def test_a_run_in_fp16_goes_on_with_its_loss_scale() -> None:
+    run = ["train.device=gpu", "train.precision=fp16", "train.max_steps=20", "train.checkpoint.every_steps=1",
+           "model.factory=tests.faults.models:LoudCnn"]  # fmt: skip
+    whole = steps_of(folder_of(train_alone(*run)))
+    stopped = train_alone(*run, "name=parts", "alerts=[{when: step above 9, do: [stop]}]")
+    assert stopped["status"] == "stopped"
+    parts = steps_of(folder_of(train_alone(*run, "name=parts", "train.resume=latest")))
+    next_step = stopped["metrics"]["steps"]
+    assert parts[next_step]["loss_scale"] == whole[next_step]["loss_scale"] < whole[0]["loss_scale"]

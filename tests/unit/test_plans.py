@@ -94,6 +94,14 @@ def test_deepspeed_gets_the_plan_every_default_that_moved_and_what_the_recipe_ad
     assert made["dump_state"]
 
 
+def test_zero_plus_plus_reaches_deepspeed() -> None:
+    keys = "{hpz_partition_size: 2, quantized_weights: true, quantized_gradients: true}"
+    config = load_recipe(GPT, ["train.device=gpu", f"train.plan={{zero_stage: 3, zero_plus_plus: {keys}}}"]).train
+    made = deepspeed_config(config, config.layout(2), ModelKind.STAGED)["zero_optimization"]
+    assert made["zero_hpz_partition_size"] == 2
+    assert made["zero_quantized_weights"] is made["zero_quantized_gradients"] is True
+
+
 def test_deepspeeds_own_keys_refine_what_the_recipe_asks_for() -> None:
     given = "train.deepspeed={zero_optimization: {offload_optimizer: {ratio: 0.5}}}"
     config = load_recipe(GPT, ["train.plan={zero_stage: 3, offload: cpu}", given]).train
