@@ -97,14 +97,15 @@ def resume(run_id: str, overrides: Overrides = None, storage: Storage = None) ->
 def export(
     run_id: str,
     output: Annotated[str | None, typer.Argument(help="Default: a folder here, named as the run.")] = None,
+    step: Annotated[int | None, typer.Option(help="Of which checkpoint. Default: the newest.")] = None,
     storage: Storage = None,
 ) -> None:
-    """Write a training run's newest checkpoint as one model.safetensors, also of a run that was paused or failed."""
-    from app.training.run import export_newest  # which brings torch
+    """Write a training run's checkpoint as one model.safetensors, also of a run that was paused or failed."""
+    from app.training.run import export_checkpoint  # which brings torch
 
     folder = UPath(absolute_location(output or run_id))
-    newest = export_newest(_train_run(run_id, storage), folder)
-    print(f"the weights after step {newest.step:,} of {run_id} are in {folder}")
+    chosen = export_checkpoint(_train_run(run_id, storage), folder, step)
+    print(f"the weights after step {chosen.step:,} of {run_id} are in {folder}")
 
 
 @app.command()

@@ -81,21 +81,23 @@ def finish_run(run: Run, data: PreparedData, ending: Ending) -> Outcome:
     return Outcome(reached, {"checkpoint": str(checkpoint), "weights": str(weights)})
 
 
-def export_newest(run_folder: UPath, output: UPath) -> Checkpoint:
-    """Write the weights folder of a run's newest intact checkpoint, however the run ended, or while it goes on.
+def export_checkpoint(run_folder: UPath, output: UPath, step: int | None = None) -> Checkpoint:
+    """Write the weights folder of a run's checkpoint of ``step``, however the run ended, or while it goes on.
+
+    ``step`` None: of the newest intact one.
 
     Raises:
-        StorageError: the run has no checkpoint, or none that is intact, or ``output`` is there.
+        StorageError: the run has no such checkpoint, or none that is intact, or ``output`` is there.
     """
     if output.exists():
         raise StorageError(f"{str(output)!r} is there: give a folder that is not")
     store = CheckpointStore(run_folder / CHECKPOINTS)
-    newest = store.newest_intact()
-    if newest is None:
+    chosen = store.newest_intact() if step is None else store.intact_of(step)
+    if chosen is None:
         raise StorageError(f"run {run_folder.name} has no checkpoint: let it train until it has one")
     recipe = load_recipe(str(run_folder / CONFIG_FILE))
-    publish_weights(store.folder_of(newest), load_prepared(recipe, run_folder / DATA), recipe, output)
-    return newest
+    publish_weights(store.folder_of(chosen), load_prepared(recipe, run_folder / DATA), recipe, output)
+    return chosen
 
 
 def _best_intact(store: CheckpointStore, records: list[EpochRecord], config: TrainConfig) -> tuple[EpochRecord, UPath]:

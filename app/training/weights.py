@@ -3,6 +3,7 @@
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 from torch import nn
@@ -14,6 +15,7 @@ from app.data.classification import load_labels
 from app.data.prepared import PreparedData
 from app.data.processor import Processor
 from app.models.factory import build_model
+from app.models.kind import ModelKind, kind_of
 from app.storage import local_copy
 from app.tasks import find_processor
 from app.training.checkpoints.reader import export_weights
@@ -33,11 +35,19 @@ class TrainedModel:
 
 
 def publish_weights(checkpoint: UPath, data: PreparedData, recipe: Recipe, folder: UPath) -> None:
-    """Write the weights folder from a checkpoint of any plan; its checksums are written last."""
+    """Write the weights folder from a checkpoint of any plan; its checksums are written last.
+
+    That of a Hugging Face model has its ``config.json`` too, so that ``from_pretrained`` reads the folder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    model = build_model(recipe.model, data.facts)
     with tempfile.TemporaryDirectory(prefix="rayloom-weights-") as temporary:
         export_weights(checkpoint, Path(temporary) / WEIGHTS_FILE)
-        UPath(temporary, WEIGHTS_FILE).copy(folder / WEIGHTS_FILE)
+        if kind_of(model) is ModelKind.HUGGING_FACE:
+            configuration: Any = model.config
+            configuration.save_pretrained(temporary)
+        for file in UPath(temporary).iterdir():
+            file.copy(folder / file.name)
     (folder / RECIPE_FILE).write_text(dump_recipe(recipe), encoding="utf-8")
     data.save_codec(folder)
     write_checksums(folder)

@@ -10,6 +10,7 @@ import torch
 from upath import UPath
 
 from app.training.checkpoints.names import WEIGHT, parameter
+from app.training.run import export_checkpoint
 from app.training.weights import load_weights
 from tests.faults.torn_writes import require_survival
 from tests.helpers import flip, records_of, run, steps_of, wait_until
@@ -30,6 +31,13 @@ def test_a_kill_while_checkpoints_are_written_leaves_none_that_is_bad(
         fault.saw(f"{len(kills)} kills, {sum(bool(each.torn) for each in kills)} while writing, 0 bad")
 
 
+def assert_holds(weights: Path, checkpoint: Path) -> None:
+    """The exported weights are those of the checkpoint."""
+    saved = tensors_of(checkpoint)
+    for name, each in load_weights(UPath(weights)).model.named_parameters():
+        assert torch.equal(each.flatten(), saved[parameter(name, WEIGHT)].flatten())
+
+
 def test_a_full_disk_ends_the_run_with_what_is_missing_and_it_goes_on_once_there_is_room(
     launch: Launch, tmp_path: Path, faults: Faults
 ) -> None:
@@ -48,11 +56,12 @@ def test_a_full_disk_ends_the_run_with_what_is_missing_and_it_goes_on_once_there
         assert len(list(folder.glob("checkpoints/step_*"))) == kept / 4, "the torn one is gone"
         fault.saw(error.partition(": ")[2])
 
-    exported = run("rayloom", "export", folder.name, str(tmp_path / "exported"), "--storage", str(storage))
-    assert exported.stdout == f"the weights after step {kept} of {folder.name} are in {tmp_path / 'exported'}\n"
-    saved = tensors_of(newest_checkpoint(folder))
-    for name, each in load_weights(UPath(tmp_path / "exported")).model.named_parameters():
-        assert torch.equal(each.flatten(), saved[parameter(name, WEIGHT)].flatten())
+    exported = tmp_path / "exported"
+    told = run("rayloom", "export", folder.name, str(exported), "--step", "4", "--storage", str(storage))
+    assert told.stdout == f"the weights after step 4 of {folder.name} are in {exported}\n"
+    assert_holds(exported, folder / "checkpoints/step_00000004")
+    assert export_checkpoint(UPath(folder), UPath(tmp_path / "newest")).step == kept
+    assert_holds(tmp_path / "newest", newest_checkpoint(folder))
 
     with faults("T7", "torchrun: one bit flipped in each checkpoint", "each is named; no new start") as fault:
         damaged = tmp_path / "damaged"

@@ -151,6 +151,17 @@ def test_nothing_but_damaged_checkpoints_is_an_error_and_no_new_start(store: Che
 
 
 @pytest.mark.faults
+def test_the_checkpoint_of_a_step_is_found_or_those_that_are_there_are_named(store: CheckpointStore) -> None:
+    assert store.intact_of(20) == Checkpoint(20)
+    again = write(store, 20)
+    assert store.intact_of(20) == again
+    truncate(store.folder_of(again) / "__0_0.distcp")
+    assert store.intact_of(20) == Checkpoint(20)
+    truncate(store.folder_of(Checkpoint(20)) / "__0_0.distcp")
+    with pytest.raises(StorageError, match="no intact checkpoint of step 20, but of step 10, 30:"):
+        store.intact_of(20)
+
+
 def test_a_run_goes_on_however_often_the_same_step_is_damaged(store: CheckpointStore) -> None:
     for _ in range(3):
         flip(store.folder_of(store.committed()[-1]) / "state.json")

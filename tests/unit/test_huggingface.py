@@ -6,10 +6,19 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from torch.distributed.checkpoint import FileSystemWriter, save
+from transformers import AutoModelForCausalLM
+from upath import UPath
 
-from app.config import ModelConfig
+from app.config import ModelConfig, load_recipe
 from app.errors import RecipeError
 from app.models.factory import build_model, logits_of
+from app.tasks import prepare
+from app.training.checkpoints.names import WEIGHT, parameter
+from app.training.checkpoints.state import Position, TrainState
+from app.training.checkpoints.writer import STATE_FILE
+from app.training.weights import publish_weights
+from tests.helpers import write_sums
 
 FACTS = {"vocab_size": 60, "max_length": 16, "num_labels": 3, "unknown_id": 1}
 LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -38,6 +47,25 @@ def test_a_causal_model_answers_the_next_token(args: dict[str, Any], tmp_path: P
     torch.nn.init.zeros_(other.get_input_embeddings().weight)
     safetensors.torch.load_model(other, str(tmp_path / "model.safetensors"))
     assert torch.equal(logits_of(other(input_ids=ids)), logits)
+
+
+def test_transformers_reads_the_weights_that_training_keeps(tmp_path: Path) -> None:
+    corpus = [f"data.source={write_sums(tmp_path / 'corpus')}", "data.tokenizer={kind: bytes}", "data.block_length=16"]
+    keys = ["model.factory=app.models.huggingface:causal_lm", f"model.args={GPT2 | {'model_type': 'gpt2'}}"]
+    recipe = load_recipe("recipes/stdlib_gpt.yaml", [*corpus, *keys])
+    data, checkpoint, weights = prepare(recipe), tmp_path / "checkpoint", tmp_path / "weights"
+    model = build_model(recipe.model, data.facts).eval()
+    content = {parameter(name, WEIGHT): each for name, each in model.named_parameters()}
+    save(content, storage_writer=FileSystemWriter(checkpoint), no_dist=True)
+    state = TrainState(
+        position=Position(), records=[], workers=1, tensor=1, pipeline=1, optimizer_steps=0, schedule_steps=0,
+        loss_scale=None, precision="fp32", shapes={},
+    )  # fmt: skip
+    (checkpoint / STATE_FILE).write_text(state.model_dump_json(), encoding="utf-8")
+    publish_weights(UPath(checkpoint), data, recipe, UPath(weights))
+    ids = torch.randint(0, 256, (2, 16))
+    read = AutoModelForCausalLM.from_pretrained(weights)
+    assert torch.equal(read(input_ids=ids).logits, logits_of(model(input_ids=ids)))
 
 
 @pytest.mark.parametrize("args", [BERT, LLAMA | {"model_type": "llama"}])

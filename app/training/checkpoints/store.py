@@ -87,6 +87,23 @@ class CheckpointStore:
             )
         return None
 
+    def intact_of(self, step: int) -> Checkpoint:
+        """The newest of ``step`` that is intact.
+
+        Raises:
+            StorageError: there is none; it names the steps that have one.
+            OSError: storage cannot be read just now, which says nothing of the checkpoints.
+        """
+        committed = self.committed()
+        found = next((each for each in reversed(committed) if each.step == step and self.is_intact(each)), None)
+        if found is None:
+            others = ", ".join(dict.fromkeys(str(each.step) for each in committed if each.step != step))
+            raise StorageError(
+                f"{str(self.folder)!r} has no intact checkpoint of step {step}, "
+                + (f"but of step {others}: choose one of them" if others else "nor one of any other")
+            )
+        return found
+
     def sweep(self, after: Checkpoint | None) -> None:
         """Clear up after an interrupted run: remove what was never finished, put damaged ones after ``after`` aside.
 
