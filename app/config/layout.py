@@ -50,15 +50,14 @@ def lay_out(plan: PlanConfig, global_batch_size: int, workers: int) -> Layout:
     """
     data = workers // plan.model_parallel
     share = global_batch_size // data
-    micro_batch = plan.micro_batch or _largest_divisor(share)
+    divisors = [size for size in range(1, share + 1) if share % size == 0]
+    micro_batch = plan.micro_batch or max(size for size in divisors if size <= _LARGEST_MICRO_BATCH)
     if share % micro_batch:
+        nearest = min(divisors, key=lambda size: abs(size - micro_batch))
         raise ValueError(
             f"global_batch_size {global_batch_size} over {data} data-parallel ranks is {share} samples each, not "
-            f"divisible by plan.micro_batch {micro_batch}: "
-            "global_batch_size = micro_batch x gradient accumulation x data-parallel ranks"
+            f"divisible by plan.micro_batch {micro_batch} "
+            "(global_batch_size = micro_batch x gradient accumulation x data-parallel ranks); "
+            f"the nearest plan that can run has micro_batch: {nearest}"
         )
     return Layout(plan.tensor, plan.pipeline, data, micro_batch, share // micro_batch)
-
-
-def _largest_divisor(share: int) -> int:
-    return max(size for size in range(1, min(share, _LARGEST_MICRO_BATCH) + 1) if share % size == 0)

@@ -40,9 +40,10 @@ Rule = Callable[[PlanConfig, Setting], str | None]
 
 
 def refusal(plan: PlanConfig, setting: Setting) -> str | None:
-    """Why the plan cannot run, with what was given, and the nearest that can; None if it can run."""
+    """Why the plan cannot run, with what was given, and the nearest that can, if one can; None if it can run."""
     rule = _broken_rule(plan, setting)
-    return rule and f"{rule}; {_nearest_plan(plan, setting)}"
+    nearest = rule and _nearest_plan(plan, setting)
+    return f"{rule}; {nearest}" if nearest else rule
 
 
 def _broken_rule(plan: PlanConfig, setting: Setting) -> str | None:
@@ -50,12 +51,12 @@ def _broken_rule(plan: PlanConfig, setting: Setting) -> str | None:
     return next((said for rule in _RULES if (said := rule(plan, setting))), None)
 
 
-def _nearest_plan(plan: PlanConfig, setting: Setting) -> str:
-    """The plan that can run and differs least from ``plan``, as the keys to set."""
+def _nearest_plan(plan: PlanConfig, setting: Setting) -> str | None:
+    """The plan that can run and differs least from ``plan``, as the keys to set; None if none can."""
     fitting = [each for each in _neighbours(plan, setting) if not _broken_rule(each, setting)]
     best = min(fitting, key=lambda each: _distance(plan, each), default=None)
     if best is None:
-        return "no plan can run with this: change the other keys"
+        return None
     values = ", ".join(f"{name}: {_show(getattr(best, name))}" for name in _changed(plan, best))
     return f"the nearest plan that can run has {values}"
 
@@ -147,7 +148,7 @@ def _offload_takes_adamw(plan: PlanConfig, setting: Setting) -> str | None:
 
 def _fp16_takes_a_gpu(_: PlanConfig, setting: Setting) -> str | None:
     if setting.precision == "fp16" and setting.device == "cpu":
-        return "precision fp16 takes device gpu: set precision bf16 or fp32"
+        return "precision fp16 takes device gpu, got cpu, under every plan: set precision to bf16 or fp32"
     return None
 
 

@@ -21,7 +21,7 @@ GPT = ROOT / "recipes/stdlib_gpt.yaml"
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["train.precision=fp16"], ["fp16 takes device gpu", "precision bf16"]),
+        (["train.precision=fp16"], ["fp16 takes device gpu, got cpu, under every plan: set precision to bf16 or fp32"]),
         (["train.plan.pipeline=2", "train.plan.zero_stage=3"], ["pipeline 2", "zero_stage 1, got 3", "pipeline: 1"]),
         (["train.plan.pipeline=2", "train.plan.zero_stage=0"], ["a norm of its own", "got 0"]),
         (["train.plan.tensor=2", "train.plan.zero_stage=3"], ["tensor 2", "zero_stage 0 or 1", "got 3"]),
@@ -43,6 +43,15 @@ def test_a_plan_that_cannot_run_is_refused_with_the_nearest_that_can(overrides: 
         load_recipe(GPT, overrides)
     assert str(refused.value).startswith(f"{GPT}: train.plan: ")
     assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+@pytest.mark.parametrize(("micro_batch", "nearest"), [(5, 4), (7, 8), (100, 16)])
+def test_a_micro_batch_that_does_not_divide_is_refused_with_the_nearest_that_does(
+    micro_batch: int, nearest: int
+) -> None:
+    words = rf"is 16 samples each, not divisible by plan.micro_batch {micro_batch} .*has micro_batch: {nearest}$"
+    with pytest.raises(RecipeError, match=words):
+        load_recipe(GPT, [f"train.plan.micro_batch={micro_batch}"])
 
 
 def test_the_model_has_a_say() -> None:
