@@ -34,6 +34,8 @@ class Setting:
     optimizer: str
     model: ModelTraits | None = None
     """None: not known yet, its rules are left out."""
+    inputs: tuple[str, ...] = ()
+    """The tensors that a batch has for the model, by name; none: not known yet."""
 
 
 Rule = Callable[[PlanConfig, Setting], str | None]
@@ -181,6 +183,16 @@ def _model_is_staged(plan: PlanConfig, setting: Setting) -> str | None:
     return None
 
 
+def _cut_model_takes_one_input(plan: PlanConfig, setting: Setting) -> str | None:
+    model = setting.model
+    if model is None or model.layers is None or plan.model_parallel == 1 or len(setting.inputs) < 2:
+        return None
+    return (
+        f"tensor {plan.tensor} x pipeline {plan.pipeline} takes one input for staged model {model.name}, got "
+        f"{', '.join(setting.inputs)} of the task"
+    )
+
+
 def _tensor_divides(plan: PlanConfig, setting: Setting) -> str | None:
     model = setting.model
     if model is None or plan.tensor == 1:
@@ -212,6 +224,7 @@ _RULES: tuple[Rule, ...] = (
     _zero_plus_plus_takes_gpus,
     _powersgd_takes_plain_data_parallel,
     _model_is_staged,
+    _cut_model_takes_one_input,
     _tensor_divides,
     _activations_can_be_recomputed,
 )

@@ -1,6 +1,7 @@
 """The training run as the recipe says it."""
 
 import math
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
@@ -134,9 +135,9 @@ class TrainConfig(Section):
         """How the plan lies on ``workers`` processes. Raises ValueError if the global batch cannot be shared out."""
         return lay_out(self.plan, self.global_batch_size, workers)
 
-    def setting(self, model: ModelTraits | None) -> Setting:
-        """What the plan has to fit."""
-        return Setting(self.workers_range, self.precision, self.device, self.optimizer.name, model)
+    def setting(self, model: ModelTraits | None, inputs: Iterable[str] = ()) -> Setting:
+        """What the plan has to fit; ``inputs`` are the names of what a batch has for the model."""
+        return Setting(self.workers_range, self.precision, self.device, self.optimizer.name, model, tuple(inputs))
 
     @field_validator("plan")
     @classmethod

@@ -39,8 +39,8 @@ def prepare_run(run: Run) -> PreparedData:
     print(f"data {recipe.data.source}: {data.summary}", flush=True)
     model = build_model(recipe.model, data.facts)
     print(f"model {recipe.model.factory}: {sum(each.numel() for each in model.parameters()):,} parameters", flush=True)
-    _check_plan(run, model)
     count_steps(recipe.train, len(data.train))
+    _check_plan(recipe.train, model, data)
     if recipe.train.linear_baseline:
         _texts_of(data)
     return data
@@ -127,10 +127,9 @@ def _is_saved(run: Run) -> bool:
     return (run.folder / DATA / CHECKSUMS_FILE).exists()
 
 
-def _check_plan(run: Run, model: nn.Module) -> None:
-    """Refuse a plan that the model cannot run, and DeepSpeed keys that contradict it."""
-    config = run.recipe.train
-    if reason := refusal(config.plan, config.setting(traits_of(model))):
+def _check_plan(config: TrainConfig, model: nn.Module, data: PreparedData) -> None:
+    """Refuse a plan that the model or the data cannot run, and DeepSpeed keys that contradict it."""
+    if reason := refusal(config.plan, config.setting(traits_of(model), data.train.batch([0]).inputs)):
         raise RecipeError(f"train.plan: {reason}")
     if config.plan.offload == "nvme":
         require_asynchronous_io()

@@ -1,5 +1,7 @@
 """Plans that cannot run are refused before a worker starts, with the rule and the nearest plan that can."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -11,7 +13,9 @@ from app.errors import RecipeError
 from app.models.factory import build_model
 from app.models.kind import ModelKind
 from app.models.traits import traits_of
+from app.runs import Run
 from app.training.engine.deepspeed_config import deepspeed_config
+from app.training.run import prepare_run
 from tests.helpers import ROOT
 from tests.parity.plans import FACTS, MODELS
 
@@ -80,6 +84,18 @@ def test_a_model_that_is_not_staged_takes_no_pipeline() -> None:
     assert "is not staged" in str(refusal(PlanConfig(pipeline=2), setting))
     assert "activation_checkpointing is false" in str(refusal(PlanConfig(activation_checkpointing=True), setting))
     assert str(refusal(PlanConfig(tensor=2, pipeline=2), setting)).endswith("has tensor: 1, pipeline: 1")
+
+
+def test_a_model_that_is_cut_takes_one_input_and_is_refused_another_before_workers_start(tmp_path: Path) -> None:
+    source = tmp_path / "reviews.jsonl"
+    source.write_text("".join(f'{{"text": "review {n}", "label": "{n % 2}"}}\n' for n in range(200)), encoding="utf-8")
+    keys = [f"data.source={source}", "model={factory: app.models.gpt:gpt}", "train.plan={tensor: 2}"]
+    with pytest.raises(RecipeError) as refused:
+        prepare_run(Run.start("train", load_recipe("recipes/reviews.yaml", keys)))
+    assert str(refused.value) == (
+        "train.plan: tensor 2 x pipeline 1 takes one input for staged model GPT, got input_ids, attention_mask of the "
+        "task; the nearest plan that can run has tensor: 1"
+    )
 
 
 def test_neighbours_share_matrices_and_ranks_of_one_stage_share_data() -> None:
