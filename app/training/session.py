@@ -83,21 +83,23 @@ def train(
 
 
 def _run(loop: Loop) -> Action:
-    """Train; where the recipe says so, go back from a batch that breaks the numbers."""
-    left_out: list[tuple[int, int]] = []
+    """Train; where the recipe says so, go back from a batch that breaks the numbers, three times in a run's life."""
     while True:
         try:
             return loop.run()
         except NonFiniteLossError as error:
             loop.checkpoints.wait()
-            if loop.config.non_finite != "rollback" or len(left_out) == _MOST_ROLLBACKS:
+            left_out = loop.position.left_out
+            if loop.config.non_finite != "rollback":
                 raise
+            if len(left_out) >= _MOST_ROLLBACKS:
+                raise NonFiniteLossError(f"{error}; {len(left_out)} were left out, no run leaves out more") from error
             if not loop.checkpoints.has_any():
                 raise TrainingError(f"{error}; there is no checkpoint to go back to") from error
-            left_out.append((loop.position.epoch, loop.position.batches_done - 1))
+            broken = (loop.position.epoch, loop.position.batches_done - 1)
             if loop.worker.is_first:
                 warn(f"{error}; going back to the last checkpoint, without this batch")
-        loop.restore(left_out)
+        loop.restore([*left_out, broken])
 
 
 def _begin(

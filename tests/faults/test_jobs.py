@@ -142,3 +142,17 @@ def test_a_worker_that_sleeps_is_named_and_started_again(
         assert failed["status"] == "failed"
         assert "rank 1 does not come out of the forward pass" in failed["error"]
         wait_until(ray.is_idle)
+
+
+def test_a_loss_that_is_not_finite_fails_the_job_and_ray_does_not_try_it_again(
+    ray: Cluster, launch: Launch, faults: Faults
+) -> None:
+    broken = ["model.factory=tests.faults.troubled:TroubledCnn", "model.args={trouble: not a number, batch: 10}"]
+    with faults("T9", "Ray: the loss of a step is not a number", "the job fails, and is not tried again") as fault:
+        job = Job(ray, launch, "broken", *INTERRUPTED, *broken, "train.max_failures=2")
+        failed = job.client.result()
+        fault.saw(failed["error"].partition("(")[0].strip())
+        assert failed["status"] == "failed"
+        assert "step 10: the loss of rank 0, 1 is not finite" in failed["error"]
+        assert "going on from step" not in job.output
+        wait_until(ray.is_idle)

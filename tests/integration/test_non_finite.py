@@ -91,12 +91,23 @@ def test_a_step_that_is_not_finite_stops_the_run_tells_and_can_be_left_out(
         assert len(receiver.requests) == 1 + EPOCHS
 
 
-def test_a_loss_that_is_not_finite_is_seen_where_its_gradient_is(
-    launch: Launch, tmp_path: Path, poison: str, faults: Faults
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_is_seen_where_its_gradient_is_and_the_fourth_batch_ends_the_run(
+    launch: Launch, poison: str, faults: Faults
 ) -> None:
+    endless = ["train.non_finite=rollback", "train.epochs=9"]
     with faults("T9", "torchrun: an infinite loss, a finite gradient, rollback", "seen before it is kept") as fault:
-        done = start(launch, "InfiniteCnn", poison, "train.non_finite=rollback")
-        assert done.result()["metrics"]["steps"] == EPOCHS * (STEPS - 1)
-        fault.saw(f"{done.output.count('without this batch')} batches left out")
-        assert done.output.count("without this batch") == EPOCHS
-        assert f"warning: step {NUMBER + 1}: the loss of rank 1 is not finite (epoch 1, batch {NUMBER})" in done.output
+        stopped = start(launch, "InfiniteCnn", poison, *endless, "alerts=[{when: step above 35, do: [stop]}]")
+        assert stopped.result()["status"] == "stopped"
+        fault.saw(f"{stopped.output.count('without this batch')} batches left out")
+        assert stopped.output.count("without this batch") == 2
+        words = f"warning: step {NUMBER + 1}: the loss of rank 1 is not finite (epoch 1, batch {NUMBER})"
+        assert words in stopped.output
+    with faults("T9", "the same, stopped and gone on with", "the fourth batch ends the run") as fault:
+        failed = start(launch, "InfiniteCnn", poison, *endless)
+        assert failed.ends() != 0
+        assert failed.output.count("without this batch") == 1
+        error = failed.result()["error"]
+        assert "is not finite (epoch 4, batch" in error
+        assert error.endswith("; 3 were left out, no run leaves out more")
+        fault.saw(error.partition("(")[0].strip())
