@@ -6,11 +6,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.helpers import result_of, run, steps_of, train_alone, wait_until
+from app.config import load_recipe
+from tests.helpers import records_of, result_of, run, steps_of, train_alone, wait_until
 from tests.launch import Cluster, Job, Launch, newest_step
 from tests.receiver import HttpReceiver
 
-NO_PROGRESS = ["train.optimizer.lr=1.0e-12", "train.epochs=9", "train.early_stopping=null", "name=stuck"]
+NO_PROGRESS = ["train.optimizer.lr=1.0e-12", "train.epochs=30", "train.early_stopping=null", "name=stuck"]
 
 
 def test_three_epochs_without_improvement_pause_the_run_and_tell_a_receiver(
@@ -19,22 +20,25 @@ def test_three_epochs_without_improvement_pause_the_run_and_tell_a_receiver(
     receiver = http(503, 200)
     (tmp_path / "secret").write_text("known to both", encoding="utf-8")
     webhook = {"url": receiver.url, "secret": f"file:{tmp_path / 'secret'}", "retry_wait_s": 0.01}
-    rule = {"when": "val_accuracy has not improved for 3 epochs", "do": ["notify", "pause"]}
-    told = [f"alerts={json.dumps([rule])}", f"notify={json.dumps({'webhook': webhook})}"]
+    rule = load_recipe("recipes/reviews.yaml").alerts[0]
+    told = [f"alerts={json.dumps([{'when': rule.when, 'do': rule.do}])}", f"notify={json.dumps({'webhook': webhook})}"]
     paused = train_alone(*NO_PROGRESS, *told)
     assert paused["status"] == "stopped"
     assert paused["metrics"]["paused"]
-    assert paused["metrics"]["epochs"] == 4  # the first, and three that brought nothing
+    (folder,) = (tmp_path / "storage").glob("runs/train/*")
+    *before, third, second, last = [each["train_loss"] for each in records_of(folder) if "train_loss" in each]
+    assert min(third, second, last) >= min(before), "three epochs brought nothing"
     headers, body = receiver.requests[1]
     signed = f"{headers['X-Rayloom-Timestamp']}.".encode() + body
     signature = hmac.new(b"known to both", signed, hashlib.sha256).hexdigest()
     assert headers["X-Rayloom-Signature"] == f"sha256={signature}"
     told_of = json.loads(body)
-    assert (told_of["run_id"], told_of["action"], told_of["epoch"]) == (paused["run_id"], "pause", 4)
-    resumed = train_alone(*NO_PROGRESS, "train.resume=latest")
+    epochs = paused["metrics"]["epochs"]
+    assert (told_of["run_id"], told_of["action"], told_of["epoch"]) == (paused["run_id"], "pause", epochs)
+    resumed = train_alone(*NO_PROGRESS, "train.resume=latest", f"train.epochs={epochs + 1}")
     assert resumed["run_id"] == paused["run_id"]
     assert resumed["status"] == "succeeded"
-    assert resumed["metrics"]["resumed_from_step"] >= 4 * 22
+    assert resumed["metrics"]["resumed_from_step"] >= 22 * epochs
 
 
 def test_a_person_pauses_and_resumes(ray: Cluster, launch: Launch) -> None:
@@ -47,9 +51,11 @@ def test_a_person_pauses_and_resumes(ray: Cluster, launch: Launch) -> None:
     paused = job.client.result()
     assert (paused["status"], paused["metrics"]["paused"]) == ("stopped", True), job.output
     assert f"rayloom resume {folder.name}" in asked.stdout
-    further = f"train.max_steps={paused['metrics']['steps'] + 30}"
-    resumed = run("rayloom", "resume", folder.name, further, environment=ray.environment)
+    wait_until(ray.is_idle)
+    further = [f"train.max_steps={paused['metrics']['steps'] + 30}", "train.plan.zero_stage=3"]
+    resumed = run("rayloom", "resume", folder.name, *further, environment=ray.environment)
     result = result_of(resumed.stdout)
     assert (result["status"], result["run_id"]) == ("succeeded", folder.name)
     assert result["metrics"]["resumed_from_step"] == paused["metrics"]["steps"]
+    assert result["metrics"]["plan"]["zero_stage"] == 3, "it was 1 before"
     assert [each["step"] for each in steps_of(folder)] == list(range(1, result["metrics"]["steps"] + 1))
