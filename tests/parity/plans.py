@@ -12,6 +12,10 @@ FACTS = {"vocab_size": 257, "max_length": LENGTH}
 MODELS = {
     "gpt": ModelConfig(factory="app.models.gpt:gpt", args={"layers": 4, "width": 32, "heads": 4}),
     "short gpt": ModelConfig(factory="app.models.gpt:gpt", args={"layers": 1, "width": 32, "heads": 4}),
+    "untied gpt": ModelConfig(
+        factory="app.models.gpt:gpt",
+        args={"layers": 4, "width": 32, "heads": 4, "positions": "learned", "tied": False},
+    ),
     "llama": ModelConfig(
         factory="app.models.huggingface:causal_lm",
         args={
@@ -61,7 +65,6 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         "one process": {"zero_stage": 0},
         "one process, accumulation 4": {"zero_stage": 1, "micro_batch": 4},
-        "one process, torch.compile": {"torch_compile": True, "model": "short gpt"},  # each layer takes long to compile
     },
     2: {
         **{f"ZeRO {stage}": {"zero_stage": stage} for stage in range(4)},
@@ -71,6 +74,8 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
         "ZeRO 1, gradients travel as bf16": {"communication_data_type": "bf16"},
         "ZeRO 0, PowerSGD": {"zero_stage": 0, "powersgd": {"rank": 8}},
         "ZeRO 1, recomputed activations": {"activation_checkpointing": True},
+        "ZeRO 2, torch.compile": {"zero_stage": 2, "torch_compile": True, "model": "short gpt"},  # layers compile long
+        "ZeRO 1, offload": {"offload": "cpu"},
         "ZeRO 2, offload": {"zero_stage": 2, "offload": "cpu"},
         "ZeRO 3, offload": {"zero_stage": 3, "offload": "cpu", "offload_param": "cpu"},
         "Llama, tensor 2, ZeRO 0": {"tensor": 2, "zero_stage": 0, "model": "llama"},
@@ -80,6 +85,7 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
         "pipeline 2": {"pipeline": 2},
         "pipeline 2, accumulation 4": {"pipeline": 2, "micro_batch": 4},
         "pipeline 2, recomputed activations": {"pipeline": 2, "micro_batch": 4, "activation_checkpointing": True},
+        "pipeline 2, learned positions, untied": {"pipeline": 2, "model": "untied gpt"},
         "pipeline 2, bf16": {"pipeline": 2, "micro_batch": 4, "precision": "bf16"},
     },
     8: {
@@ -90,12 +96,14 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
 }
 KEPT = (
     "ZeRO 0, sgd", "ZeRO 3, sgd", "pipeline 2, sgd", "ZeRO 1, adamw", "ZeRO 3, adamw", "ZeRO 1, bf16, adamw",
-    "tensor 2, adamw", "pipeline 2, adamw", "pipeline 2 x tensor 2 x data 2, adamw",
+    "ZeRO 2, offload, adamw", "ZeRO 3, offload, adamw", "tensor 2, adamw", "pipeline 2, adamw",
+    "pipeline 2 x tensor 2 x data 2, adamw",
 )  # fmt: skip
 GOES_ON = {
     1: ["one process, sgd", "one process, adamw"],
-    2: ["ZeRO 1, sgd", "ZeRO 1, adamw", "ZeRO 3, adamw", "tensor 2, adamw", "pipeline 2, adamw"],
-}
+    2: ["ZeRO 1, sgd", "ZeRO 1, adamw", "ZeRO 3, adamw", "ZeRO 2, offload, adamw", "ZeRO 3, offload, adamw",
+        "tensor 2, adamw", "pipeline 2, adamw"],
+}  # fmt: skip
 """The plans that go on from every state, by the number of processes."""
 
 
