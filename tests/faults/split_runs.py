@@ -1,6 +1,7 @@
 """torchrun -m tests.faults.split_runs FOLDER CORPUS: every plan's 20 steps in one go, and stopped on the way.
 
-Each run's folder is FOLDER/PLAN/STOPS, such as ``ZeRO 3/7+13``.
+Each run's folder is FOLDER/PLAN/STOPS, such as ``ZeRO 3/7+13``. With a STEP after CORPUS, only the plans that are
+``ANEW`` go on, to this step, in FOLDER/PLAN/``SPLIT_ANEW``: so that each part is of other processes.
 """
 
 import os
@@ -21,6 +22,7 @@ PLANS = {  # pipelines last: DeepSpeed remembers their grid for the rest of the 
     "tensor 2": "{tensor: 2}",
     "pipeline 2": "{pipeline: 2, micro_batch: 8}",
 }
+ANEW, SPLIT_ANEW = ("ZeRO 3", "pipeline 2"), "7+13, anew"
 SPLITS = {"20": [], "7+13": [7], "7+6+7": [7, 13]}
 RUN = ["data.block_length=32", "data.tokenizer={kind: bytes}", f"train.max_steps={STEPS}", "train.precision=fp32",
        "model.args={layers: 2, width: 32, heads: 2, dropout: 0.1}", "train.checkpoint.every_steps=1",
@@ -39,13 +41,21 @@ def main() -> None:
     torch.set_num_threads(1)
     worker, folder, corpus = start_worker(TrainConfig()), UPath(sys.argv[1]), sys.argv[2]
     data = prepare(recipe_of(corpus, "ZeRO 0", None))
-    for plan in PLANS:
-        for split, stops in SPLITS.items():
-            run = folder / plan / split
-            run.mkdir(parents=True, exist_ok=True)
-            for stop in [*stops, None]:
-                ending = train(recipe_of(corpus, plan, stop), data, worker, run)
-                assert ending.step == (stop or STEPS), ending
+
+    def go(plan: str, split: str, stop: int | None) -> None:
+        run = folder / plan / split
+        run.mkdir(parents=True, exist_ok=True)
+        ending = train(recipe_of(corpus, plan, stop), data, worker, run)
+        assert ending.step == (stop or STEPS), ending
+
+    if anew := [int(step) for step in sys.argv[3:]]:
+        for plan in ANEW:
+            go(plan, SPLIT_ANEW, None if anew == [STEPS] else anew[0])
+    else:
+        for plan in PLANS:
+            for split, stops in SPLITS.items():
+                for stop in [*stops, None]:
+                    go(plan, split, stop)
     torch.distributed.destroy_process_group()
 
 
