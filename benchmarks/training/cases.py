@@ -9,6 +9,7 @@ import numpy as np
 
 from app.config import Recipe, load_recipe
 from app.data import language
+from app.training.data.batches import train_batches
 from benchmarks.training.workload import Workload
 
 WORKERS = 2
@@ -58,17 +59,17 @@ class Case:
         return [_RECIPE, *self.overrides(folder)]
 
     def workload(self, folder: Path) -> Workload:
-        """The same for the peers; the tokens that Rayloom makes of the corpus are written for them."""
+        """The same for the peers; the batches that Rayloom makes of the corpus are written for them."""
         recipe = self.recipe(folder)
         data, optimizer = language.prepare(recipe.data), recipe.train.optimizer
-        tokens_file = folder / f"{self.name}.npy"
-        np.save(tokens_file, data.train.tokens)
+        batches = train_batches(data.train.lengths, self.global_batch, recipe.train.seed, epoch=1)[: self.steps]
+        blocks = data.train.batch([index for batch in batches for index in batch])
+        blocks_file = folder / f"{self.name}.npy"
+        np.save(blocks_file, np.column_stack([blocks.inputs["input_ids"], blocks.targets[:, -1]]))
         return Workload(
             model={**data.facts, **recipe.model.args},
-            tokens_file=str(tokens_file),
-            block_length=self.block_length,
+            blocks_file=str(blocks_file),
             micro_batch=self.global_batch // WORKERS,
-            steps=self.steps,
             precision=self.precision,
             zero_stage=self.zero_stage,
             lr=optimizer.lr,

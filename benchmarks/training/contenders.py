@@ -11,9 +11,13 @@ from statistics import mean
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from app.telemetry.tensorboard import TENSORBOARD
+from benchmarks.cluster import local_cluster, rayloom
 from benchmarks.launch import torchrun
 from benchmarks.training.cases import WORKERS, Case
 from benchmarks.training.workload import Workload
+
+WARM_UP_STEPS = 10
+OURS, OURS_ON_RAY = "Rayloom", "Rayloom on Ray"
 
 
 @dataclass(frozen=True)
@@ -25,20 +29,23 @@ class Trial:
     ends: dict[int, float]
     """Unix times at which steps ended, by the number of the step; Rayloom tells of some steps only."""
     losses: dict[int, float]
-    """By the number of the step."""
+    """By the number of the step: the mean over all ranks."""
 
     @property
     def first_step_s(self) -> float:
         """Seconds from the command to the end of the first step."""
         return self.ends[1] - self.launched
 
-    def steps_per_s(self, first: int, last: int) -> float:
-        """Between the ends of two steps."""
+    @property
+    def steps_per_s(self) -> float:
+        """After start-up, from the first step that it tells of to the last."""
+        first, *_, last = (step for step in sorted(self.ends) if step >= WARM_UP_STEPS)
         return (last - first) / (self.ends[last] - self.ends[first])
 
-    def mean_loss(self, first: int, last: int) -> float:
-        """Over the steps after ``first``."""
-        return mean(self.losses[step] for step in range(first + 1, last + 1))
+    @property
+    def mean_loss(self) -> float:
+        """Over the steps after start-up."""
+        return mean(loss for step, loss in self.losses.items() if step > WARM_UP_STEPS)
 
 
 Contender = Callable[[Case, Workload, Path], Trial]
@@ -49,6 +56,19 @@ def run_rayloom(case: Case, _: Workload, folder: Path) -> Trial:
     """``torchrun -m app.training RECIPE``, data included."""
     launched = time.time()
     torchrun(WORKERS, "app.training", *case.command(folder))
+    return _take_run(folder, launched)
+
+
+def run_job(case: Case, _: Workload, folder: Path) -> Trial:
+    """``rayloom submit train RECIPE``, data included, on a Ray cluster that is up only meanwhile."""
+    with local_cluster() as environment:
+        launched = time.time()
+        rayloom(["submit", "train", *case.command(folder)], environment)
+    return _take_run(folder, launched)
+
+
+def _take_run(folder: Path, launched: float) -> Trial:
+    """The one run in storage, moved out of it."""
     (run,) = (folder / "storage" / "runs" / "train").iterdir()
     trial = read_run(run, launched)
     run.rename(folder / f"{run.name}.done")
@@ -86,5 +106,6 @@ def run_peer(module: str) -> Contender:
 CONTENDERS: dict[str, Contender] = {
     "torchrun": run_peer("benchmarks.training.bare_deepspeed"),
     "accelerate": run_peer("benchmarks.training.with_accelerate"),
-    "Rayloom": run_rayloom,
+    OURS: run_rayloom,
+    OURS_ON_RAY: run_job,
 }

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from benchmarks.machine import machine, today, versions
 from benchmarks.markdown import table, verdict
-from benchmarks.training.contenders import CONTENDERS
+from benchmarks.training.contenders import CONTENDERS, OURS, OURS_ON_RAY, WARM_UP_STEPS
 from benchmarks.training.memory import Holding
-from benchmarks.training.throughput import WARM_UP_STEPS, Comparison
+from benchmarks.training.throughput import Comparison
 
 GOAL_SPEED, GOAL_START, GOAL_MEMORY = 0.97, 1.3, 0.1
-PEERS = tuple(name for name in CONTENDERS if name != "Rayloom")
+PEERS = tuple(name for name in CONTENDERS if name not in (OURS, OURS_ON_RAY))
 _PACKAGES = ("rayloom", "torch", "deepspeed", "accelerate")
 _MANY_OTHER_BYTES = 2**20
 
@@ -45,28 +45,42 @@ that follow each other are worth more."""
 
 
 def _goals(found: Findings) -> str:
-    speed = min(each.speed_ratio(peer).median for each in found.comparisons for peer in PEERS)
-    start = max(each.start_ratio("torchrun").median for each in found.comparisons)
-    prepared = max(each.start_ratio_prepared("torchrun").median for each in found.comparisons)
-    started = f"{start:.2f}; {prepared:.2f} without preparing data"
     rows = [
-        ("steps/s after start-up / the best peer's", f"≥ {GOAL_SPEED}", f"{speed:.3f}", verdict(speed >= GOAL_SPEED)),
-        ("time to the first step / torchrun's", f"≤ {GOAL_START}", started, verdict(start <= GOAL_START)),
+        _speed_goal(found, "steps/s after start-up / the best peer's", OURS),
+        _speed_goal(found, "the same as a job on a Ray cluster", OURS_ON_RAY),
+        _start_goal(found, "time to the first step / torchrun's", OURS),
+        _start_goal(found, "the same as a job on a Ray cluster", OURS_ON_RAY),
         _memory_goal(found, "bytes that a rank holds / the ZeRO paper's", accumulates=False),
         _memory_goal(found, "the same where micro-batches are added up", accumulates=True),
         ("MFU of 350 M and 1.3 B parameters on one H100", "≥ 0.50", "measured by benchmarks.training.gpu", "open"),
     ]
     return (
         table(("what", "goal", "reached", ""), rows)
-        + "\n\nRatios are medians, of the worst case; a rank may hold less than the paper says."
+        + "\n\nRatios are medians, of the worst case. Why a rank holds what it holds is said below its table."
     )
 
 
+def _speed_goal(found: Findings, what: str, ours: str) -> tuple[str, ...]:
+    least = min(each.speed_ratio(peer, ours).median for each in found.comparisons for peer in PEERS)
+    return what, f"≥ {GOAL_SPEED}", f"{least:.3f}", verdict(least >= GOAL_SPEED)
+
+
+def _start_goal(found: Findings, what: str, ours: str) -> tuple[str, ...]:
+    most = max(each.start_ratio("torchrun", ours).median for each in found.comparisons)
+    prepared = max(each.start_ratio_prepared("torchrun", ours).median for each in found.comparisons)
+    return what, f"≤ {GOAL_START}", f"{most:.2f}; {prepared:.2f} without preparing data", verdict(most <= GOAL_START)
+
+
 def _memory_goal(found: Findings, what: str, accumulates: bool) -> tuple[str, ...]:
-    """To hold less than the paper says is no fault."""
-    differences = [each.difference for each in found.holdings if (each.accumulation > 1) == accumulates]
-    least, most = min(differences), max(differences)
-    return what, f"within {GOAL_MEMORY:.0%}", f"{least:+.1%} to {most:+.1%}", verdict(most <= GOAL_MEMORY)
+    """To hold less than the paper says misses it as well."""
+    among = [each for each in found.holdings if (each.accumulation > 1) == accumulates]
+    least, most = (choose(among, key=lambda each: each.difference) for choose in (min, max))
+    holds = all(abs(each.difference) <= GOAL_MEMORY for each in among)
+    return what, f"within {GOAL_MEMORY:.0%}", f"{_described(least)} to {_described(most)}", verdict(holds)
+
+
+def _described(holding: Holding) -> str:
+    return f"{holding.difference:+.1%} (ZeRO {holding.stage} on {holding.workers})"
 
 
 def _speed(found: Findings) -> str:
@@ -79,17 +93,19 @@ def _speed(found: Findings) -> str:
 {table(header, rows)}
 
 Medians, with the least and the most; a ratio is taken in each round, then its median. Two processes; the same GPT,
-tokens, global batch, ZeRO stage, clipping and optimizer (AdamW, fused). The contenders take turns, each round begins
-with another. Rayloom is run as a person runs it, `torchrun -m app.training recipes/stdlib_gpt.yaml KEY=VALUE…`, with
-its log, metrics, TensorBoard files and watchdog; the peers, [bare_deepspeed.py](bare_deepspeed.py) and
+batches, ZeRO stage, clipping and optimizer (AdamW, fused). The contenders take turns, each round begins with another.
+Rayloom is run as a person runs it, with its log, metrics, TensorBoard files and watchdog: by torchrun and without Ray,
+`torchrun -m app.training recipes/stdlib_gpt.yaml KEY=VALUE…`, and as a job on a Ray cluster of its own on this machine,
+`rayloom submit train` with the same words. The peers, [bare_deepspeed.py](bare_deepspeed.py) and
 [with_accelerate.py](with_accelerate.py), do nothing but train and print a loss every 50 steps.
 
-- **steps/s**: steps / wall time, from the first step ≥ {WARM_UP_STEPS} of which Rayloom tells to the last. Each script
-  stamps the ends of its steps; Rayloom's stamps are those of its TensorBoard records. Validation and checkpoints come
-  after the last step.
-- **first step**: from the start of the command to the end of step 1. Rayloom's includes making tokens of the text
-  ({seconds}, measured alone); the peers read tokens that are there already.
-- **loss**: mean over the steps that were timed, to see that all train alike; batches are drawn in another order.
+- **steps/s**: steps / wall time, from the first step ≥ {WARM_UP_STEPS} that a contender tells of to the last. Each
+  script stamps the ends of its steps; Rayloom's stamps are those of its TensorBoard records. Validation and
+  checkpoints come after the last step.
+- **first step**: from the start of the command to the end of step 1, on a Ray cluster that is up already. Rayloom's
+  includes making tokens of the text ({seconds}, measured alone); the peers read blocks that are there already.
+- **loss**: mean over all ranks and the steps after step {WARM_UP_STEPS}, to see that all train alike: on the same
+  batches in the same order. accelerate deals a batch's samples out otherwise, so sums are rounded otherwise.
 - The peers skip the kernel for inference that DeepSpeed else compiles for a minute on CPUs, as Rayloom does.
   accelerate has to be told of `gloo`: by default its DeepSpeed takes each process on a CPU for the only one."""
 
@@ -100,10 +116,10 @@ def _speed_rows(each: Comparison) -> list[tuple[str, ...]]:
             each.case.name,
             name,
             str(each.steps_per_s(name)),
-            "" if name == "Rayloom" else str(each.speed_ratio(name)),
+            "" if name == OURS else str(each.speed_ratio(name)),
             str(each.first_step_s(name)),
-            "" if name == "Rayloom" else str(each.start_ratio(name)),
-            f"{each.loss(name):.2f}",
+            "" if name == OURS else str(each.start_ratio(name)),
+            f"{each.loss(name):.3f}",
         )
         for name in CONTENDERS
     ]
@@ -135,7 +151,8 @@ counted once. The formulas are of the ZeRO paper ([arXiv:1910.02054](https://arx
 
 Where it is not the formula:
 
-- **ZeRO 1 holds less**: DeepSpeed frees a gradient once it is reduced, in stage 1 as in stage 2.
+- **ZeRO 1 holds less**, and the more workers the less: DeepSpeed frees a gradient once it is reduced, in stage 1 as in
+  stage 2, so a rank holds what the paper says of stage 2. That misses the goal and harms nobody.
 - **Gradients of stages 1 and 2 on 4 workers**: a parameter that lies across two ranks' parts is kept whole by both.
 - **Several micro-batches**: Rayloom adds gradients up in float32, 4 bytes for each. DeepSpeed's stage 1 then
   keeps a bf16 optimizer (`BF16_Optimizer`) that holds the whole float32 gradient in each rank, and a bf16 one beside

@@ -2,7 +2,6 @@
 
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -10,10 +9,9 @@ from statistics import median
 from benchmarks.rounds import turns
 from benchmarks.spread import Spread
 from benchmarks.training.cases import Case, copy_corpus
-from benchmarks.training.contenders import CONTENDERS, Trial
+from benchmarks.training.contenders import CONTENDERS, OURS, Trial
 from benchmarks.training.workload import Workload
 
-WARM_UP_STEPS = 10
 Round = dict[str, Trial]
 """One run of each contender, one after the other."""
 
@@ -29,27 +27,27 @@ class Comparison:
 
     def steps_per_s(self, name: str) -> Spread:
         """Of one contender, after start-up."""
-        return Spread(tuple(each[name].steps_per_s(*_window(each)) for each in self.rounds))
+        return Spread(tuple(each[name].steps_per_s for each in self.rounds))
 
     def first_step_s(self, name: str) -> Spread:
         """Seconds from the command to the end of the first step."""
         return Spread(tuple(each[name].first_step_s for each in self.rounds))
 
     def loss(self, name: str) -> float:
-        """Mean loss over the steps that were timed."""
-        return median(each[name].mean_loss(*_window(each)) for each in self.rounds)
+        """Mean loss over the steps after start-up."""
+        return median(each[name].mean_loss for each in self.rounds)
 
-    def speed_ratio(self, peer: str) -> Spread:
-        """Rayloom's steps per second / the peer's, round by round."""
-        return self.steps_per_s("Rayloom").over(self.steps_per_s(peer))
+    def speed_ratio(self, peer: str, ours: str = OURS) -> Spread:
+        """Our steps per second / the peer's, round by round."""
+        return self.steps_per_s(ours).over(self.steps_per_s(peer))
 
-    def start_ratio(self, peer: str) -> Spread:
-        """Rayloom's time to the first step / the peer's, round by round."""
-        return self.first_step_s("Rayloom").over(self.first_step_s(peer))
+    def start_ratio(self, peer: str, ours: str = OURS) -> Spread:
+        """Our time to the first step / the peer's, round by round."""
+        return self.first_step_s(ours).over(self.first_step_s(peer))
 
-    def start_ratio_prepared(self, peer: str) -> Spread:
+    def start_ratio_prepared(self, peer: str, ours: str = OURS) -> Spread:
         """The same without the time that preparing the data takes."""
-        mine = Spread(tuple(seconds - self.preparation_s for seconds in self.first_step_s("Rayloom").values))
+        mine = Spread(tuple(seconds - self.preparation_s for seconds in self.first_step_s(ours).values))
         return mine.over(self.first_step_s(peer))
 
 
@@ -71,9 +69,3 @@ def _run(name: str, case: Case, work: Workload, folder: Path) -> Trial:
     trial = CONTENDERS[name](case, work, folder)
     print(f"{case.name}: {name}: first step after {trial.first_step_s:.1f} s", flush=True)
     return trial
-
-
-def _window(each: Round) -> tuple[int, int]:
-    """The first and the last step between which time is taken: those that Rayloom tells of, after the warm-up."""
-    known: Sequence[int] = sorted(set.intersection(*(set(trial.ends) for trial in each.values())))
-    return next(step for step in known if step >= WARM_UP_STEPS), known[-1]

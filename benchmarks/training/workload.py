@@ -26,11 +26,9 @@ class Workload:
 
     model: dict[str, Any]
     """Arguments of ``app.models.gpt.GPT``."""
-    tokens_file: str
-    """A .npy of shape (tokens,)."""
-    block_length: int
+    blocks_file: str
+    """A .npy of shape (steps x global batch, block length + 1), in the order in which Rayloom trains on them."""
     micro_batch: int
-    steps: int
     precision: str
     zero_stage: int
     lr: float
@@ -72,15 +70,13 @@ class Blocks(Dataset[tuple[Tensor, Tensor]]):
     """Blocks of tokens and, of each token, the next one; int64 of shape (block length,)."""
 
     def __init__(self, work: Workload) -> None:
-        tokens = np.load(work.tokens_file)
-        self._tokens = torch.from_numpy(tokens.astype(np.int64))
-        self._length = work.block_length
+        self._blocks = torch.from_numpy(np.load(work.blocks_file))
 
     def __len__(self) -> int:
-        return (len(self._tokens) - 1) // self._length
+        return len(self._blocks)
 
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
-        block = self._tokens[number * self._length : (number + 1) * self._length + 1]
+        block = self._blocks[number]
         return block[:-1], block[1:]
 
 
@@ -100,6 +96,9 @@ class Stamps:
             print(f"step {len(self.ends)}  loss {loss.item():.4f}", flush=True)
 
     def write(self) -> None:
-        """Write them where the workload says."""
-        losses = [loss.item() for loss in self.losses]
-        Path(self.work.stamps_file).write_text(json.dumps({"ends": self.ends, "losses": losses}), encoding="utf-8")
+        """Write them where the workload says, with the mean loss of all ranks; each rank calls it."""
+        losses = torch.stack(self.losses)
+        torch.distributed.all_reduce(losses)
+        if torch.distributed.get_rank() == 0:
+            told = {"ends": self.ends, "losses": (losses / torch.distributed.get_world_size()).tolist()}
+            Path(self.work.stamps_file).write_text(json.dumps(told), encoding="utf-8")

@@ -5,23 +5,17 @@ line begins is the overhead, its slope is an epoch. What Ray Tune does between t
 """
 
 import json
-import os
-import signal
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pandas as pd
 from optuna import Trial
 from scipy import stats
 
 from app.errors import TuningError
+from benchmarks.cluster import local_cluster, rayloom
 
-_ROOT = Path(__file__).parents[2]
 _EPOCHS = (1, 3)
 _TRIALS = 31
 _CONFIDENCE = 0.95
@@ -74,8 +68,8 @@ class Overhead:
 
 
 def measure_overhead(trials: int = _TRIALS) -> Overhead:
-    """Run a search of so many trials on a cluster of its own. Raises TuningError if the search fails."""
-    with _cluster() as environment:
+    """Run a search of so many trials on a cluster of its own. Raises RuntimeError if the search fails."""
+    with local_cluster() as environment:
         result = _search(environment, trials)
         return fit(timed(pd.read_parquet(result["artifacts"]["trials"])))
 
@@ -111,49 +105,13 @@ def fit(trials: Sequence[TimedTrial]) -> Overhead:
     )
 
 
-@contextmanager
-def _cluster() -> Iterator[Mapping[str, str]]:
-    """A cluster with a home of its own, taken down however this ends; its value is the environment that reaches it."""
-    with tempfile.TemporaryDirectory(prefix="bench-tuning-") as home, _ends_on_sigterm():
-        environment = {**os.environ, "RAYLOOM_HOME": home, "RAYLOOM_STORAGE": f"{home}/storage", "OMP_NUM_THREADS": "1"}
-        try:
-            _rayloom(["up"], environment)
-            yield environment
-        finally:
-            _rayloom(["down"], environment)
-
-
-@contextmanager
-def _ends_on_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit, as Ctrl-C raises KeyboardInterrupt, so that nothing is left behind."""
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _search(environment: Mapping[str, str], trials: int) -> dict[str, dict[str, str]]:
     """The result of the search's job; what it prints is shown as it comes."""
     command = ["submit", "tune", "recipes/digits.yaml", *_SEARCH, f"tune.trials={trials}"]
-    output = _rayloom(command, environment)
+    output = rayloom(command, environment)
     line = next(line for line in output if line.startswith("RESULT "))
     result: dict[str, dict[str, str]] = json.loads(line.removeprefix("RESULT "))
     return result
-
-
-def _rayloom(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """The lines that a command of Rayloom's printed, shown as they come. Raises TuningError if it fails."""
-    command = [str(Path(sys.executable).with_name("rayloom")), *words]
-    lines = []
-    with subprocess.Popen(command, cwd=_ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            lines.append(line)
-    if process.returncode:
-        raise TuningError(f"'rayloom {' '.join(words)}' failed with status {process.returncode}: what it says is above")
-    return lines
 
 
 if __name__ == "__main__":
