@@ -1,6 +1,7 @@
 """The parts of training that need no process group."""
 
 from math import inf, nan
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,6 +101,15 @@ def test_a_gradient_that_overflows_is_broken_once_the_loss_scale_cannot_fall(
     loss_scale: float | None, grad_norm: float | None, is_applied: bool, is_broken: bool
 ) -> None:
     assert StepResult(torch.tensor(1.0), Factors(0.1, loss_scale), grad_norm, is_applied).is_broken is is_broken
+
+
+def test_a_step_in_fp16_tells_the_scale_that_deepspeed_uses_and_not_the_configurations() -> None:
+    scaler = SimpleNamespace(cur_scale=2.0**15)
+    for optimizer in (SimpleNamespace(loss_scaler=scaler), SimpleNamespace(loss_scale_config=scaler)):
+        engine = SimpleNamespace(
+            optimizer=optimizer, fp16_enabled=lambda: True, get_lr=lambda: [0.1], loss_scale=lambda: 0
+        )
+        assert Factors.of(engine) == Factors(0.1, 2.0**15)
 
 
 def test_schedules_by_hand() -> None:

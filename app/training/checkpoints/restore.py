@@ -10,9 +10,10 @@ from app.config import Layout
 from app.training.checkpoints import names
 from app.training.checkpoints.fragments import Fragment, by_master, fragments_of
 from app.training.checkpoints.rng import restore_random_state
-from app.training.checkpoints.snapshot import Content, buffers_of, fp16_scaler, master_tensors, shards_of
+from app.training.checkpoints.snapshot import Content, buffers_of, master_tensors, shards_of
 from app.training.checkpoints.state import TrainState
 from app.training.engine import TrainingEngine
+from app.training.engine.loss_scale import scaler_of
 from app.training.engine.masters import master_pairs
 from app.training.engine.nvme import is_swapped, read_from_nvme, written_to_nvme
 
@@ -51,7 +52,7 @@ def apply_state(engine: TrainingEngine, state: TrainState) -> None:
         # It asks for a step of the optimizer first, which another process has done.
         warnings.filterwarnings("ignore", message="Detected call of .lr_scheduler.step")
         deepspeed.lr_scheduler.step()
-    if state.loss_scale and (scaler := fp16_scaler(deepspeed)):
+    if state.loss_scale and (scaler := scaler_of(deepspeed)):
         scaler.cur_scale, scaler.cur_iter = state.loss_scale.scale, state.loss_scale.iteration
         scaler.last_overflow_iter, scaler.cur_hysteresis = state.loss_scale.last_overflow, state.loss_scale.hysteresis
 

@@ -13,6 +13,7 @@ from app.training.checkpoints.rng import random_state
 from app.training.checkpoints.shards import Shards
 from app.training.checkpoints.state import LossScale, Position, TrainState
 from app.training.engine import TrainingEngine
+from app.training.engine.loss_scale import scaler_of
 from app.training.engine.nvme import read_from_nvme
 from app.training.records import EpochRecord
 
@@ -102,14 +103,8 @@ def _optimizer_steps(optimizer: torch.optim.Optimizer) -> int:
     return max(steps, default=0)
 
 
-def fp16_scaler(deepspeed: Any) -> Any:
-    optimizer = deepspeed.optimizer
-    scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
-    return scaler if deepspeed.fp16_enabled() and hasattr(scaler, "cur_scale") else None
-
-
 def _loss_scale(deepspeed: Any) -> LossScale | None:
-    scaler = fp16_scaler(deepspeed)
+    scaler = scaler_of(deepspeed)
     if scaler is None:
         return None
     return LossScale(

@@ -7,6 +7,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from app.training.engine.deepspeed_config import MIN_LOSS_SCALE
+from app.training.engine.loss_scale import scaler_of
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,8 @@ class Factors:
     @classmethod
     def of(cls, deepspeed: Any) -> Self:
         """Of the step that ``deepspeed``, an engine of its, does next."""
-        return cls(
-            lr=float(deepspeed.get_lr()[0]),
-            loss_scale=float(deepspeed.loss_scale()) if deepspeed.fp16_enabled() else None,
-        )
+        scaler = scaler_of(deepspeed)
+        return cls(lr=float(deepspeed.get_lr()[0]), loss_scale=float(scaler.cur_scale) if scaler else None)
 
 
 @dataclass(frozen=True)
