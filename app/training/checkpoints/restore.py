@@ -16,6 +16,7 @@ from app.training.engine import TrainingEngine
 from app.training.engine.loss_scale import scaler_of
 from app.training.engine.masters import master_pairs
 from app.training.engine.nvme import is_swapped, read_from_nvme, written_to_nvme
+from app.training.engine.optimizer import recall_steps
 
 
 def destinations(engine: TrainingEngine, layout: Layout, state: TrainState, saved: frozenset[str]) -> Iterator[Content]:
@@ -47,6 +48,7 @@ def apply_state(engine: TrainingEngine, state: TrainState) -> None:
     deepspeed.global_steps = state.position.step
     deepspeed.global_samples = state.position.step * deepspeed.train_batch_size()
     deepspeed.micro_steps = state.position.step * deepspeed.gradient_accumulation_steps()
+    recall_steps(deepspeed.basic_optimizer, state.optimizer_steps)
     deepspeed.lr_scheduler.last_epoch = state.schedule_steps - 1
     with warnings.catch_warnings():
         # It asks for a step of the optimizer first, which another process has done.
