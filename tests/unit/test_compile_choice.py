@@ -7,6 +7,7 @@ import pytest
 from app.compile.choice import best_point, ranked, serving_defaults
 from app.compile.operating_points import OperatingPoint, operating_points, pareto_front
 from app.compile.parity import Parity, failures
+from app.compile.race import Timer, race
 from app.compile.sweep import Concurrency, Point, concurrencies
 from app.compile.variants import Variant, wanted_variants
 from app.config import CompileConfig, GatesConfig, ObjectiveConfig
@@ -90,6 +91,24 @@ def test_nothing_on_the_front_is_beaten_in_everything() -> None:
     points = [ONE, slower, larger, EIGHT, MANY, SMALL]
     assert pareto_front(points) == [ONE, EIGHT, MANY, SMALL]
     assert pareto_front([ONE, ONE]) == [ONE, ONE]  # neither is better
+
+
+def test_settings_are_timed_in_turns_and_a_slow_round_decides_nothing() -> None:
+    order: list[str] = []
+
+    def timer(name: str, *latencies: float) -> Timer:
+        times = iter(latencies)
+
+        def time_once() -> OperatingPoint:
+            order.append(name)
+            return point(1, next(times))
+
+        return time_once
+
+    raced = race([timer("a", 2.0, 9.0, 2.1, 9.0, 2.2), timer("b", 3.0, 3.0, 3.0, 3.0, 3.0)])
+    assert [each.latency_ms for each in raced] == [2.2, 3.0]
+    assert [round(each.throughput) for each in raced] == [455, 333]
+    assert "".join(order) == "abbaabbaab"
 
 
 def test_lengths_count_as_rows_have_them() -> None:
