@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass, field
 
 from app.config import ComputePrecision
+from app.engines.registry import runs_plans
+from app.engines.tensorrt.profiles import optimization_profiles
 from app.repository.manifest import Manifest
 from app.tensors import Tensor
 
@@ -62,13 +64,30 @@ def description_of(manifest: Manifest) -> str:
         *(_tensor("input", tensor, batched) for tensor in manifest.inputs),
         *(_tensor("output", tensor, batched) for tensor in manifest.outputs),
         *([_dynamic_batching(manifest)] if batched else []),
-        f"instance_group {{ count: {manifest.serving.replicas} kind: KIND_{manifest.engine_key.device.upper()} }}",
+        _instances(manifest),
         *(
             f"parameters {{ key: {_quoted(key)} value {{ string_value: {_quoted(value)} }} }}"
             for key, value in parameters.items()
         ),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _instances(manifest: Manifest) -> str:
+    profiles = f" profile: {json.dumps(_profiles(manifest))}" if runs_plans(manifest.engine_key.engine) else ""
+    return (
+        f"instance_group {{ count: {manifest.serving.replicas} kind: KIND_{manifest.engine_key.device.upper()}"
+        f"{profiles} }}"
+    )
+
+
+def _profiles(manifest: Manifest) -> list[str]:
+    """The optimisation profiles of a plan by name, without which Triton takes the first alone.
+
+    It opens each with ``max_batch_size`` rows, and so not those that are for more.
+    """
+    profiles = optimization_profiles(manifest.engine_key.profile)
+    return [str(index) for index, each in enumerate(profiles) if each.fewest <= manifest.serving.max_batch_size]
 
 
 def _dynamic_batching(manifest: Manifest) -> str:

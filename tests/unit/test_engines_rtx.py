@@ -59,7 +59,7 @@ def _images(channels: int, size: int) -> tuple[TensorSpec, ...]:
 
 
 def _image_bounds(channels: int) -> list[list[list[list[int]]]]:
-    return [[[[rows, channels]] * 3] for rows in (1, 8)]
+    return [[[[fewest, channels], [rows, channels], [rows, channels]]] for fewest, rows in ((1, 1), (2, 8))]
 
 
 SUBJECTS = {
@@ -70,8 +70,8 @@ SUBJECTS = {
         2,
         ShapeProfile(batch_sizes=(1, 8), lengths=(16, 32)),
         [
-            [[[rows, shortest], [rows, longest], [rows, longest]]] * 2
-            for rows in (1, 8)
+            [[[fewest, shortest], [rows, longest], [rows, longest]]] * 2
+            for fewest, rows in ((1, 1), (2, 8))
             for shortest, longest in ((1, 16), (17, 32))
         ],
     ),

@@ -1,5 +1,6 @@
 """TensorRT without a GPU: the buffers, profiles and graphs of a lane, and which plans are refused before they load."""
 
+import itertools
 import threading
 
 import numpy as np
@@ -10,7 +11,7 @@ from app.engines.base import PooledEngine
 from app.engines.shapes import ShapeProfile
 from app.engines.tensorrt.lane import Lane, LoadedPlan
 from app.engines.tensorrt.manifest import BuildSettings, Machine, PlanKey, PlanManifest
-from app.engines.tensorrt.profiles import optimization_profiles
+from app.engines.tensorrt.profiles import index_of, optimization_profiles
 from app.errors import CompileError, EngineError, RequestError
 from app.tensors import Tensor, Tensors
 from tests.fake_gpu import Context, Gpu
@@ -70,7 +71,18 @@ def test_each_size_that_is_declared_has_a_profile_a_context_and_a_graph() -> Non
     assert len({context.scratch for context in lanes.contexts}) == 1  # they run one at a time
     assert [len(graph.launched) for graph in lanes.gpu.graphs] == [1] * 6
     assert HERE.profiles[0]["input_ids"] == ((1, 1), (1, 16), (1, 16))
-    assert HERE.profiles[5]["attention_mask"] == ((8, 17), (8, 32), (8, 32))
+    assert HERE.profiles[5]["attention_mask"] == ((5, 17), (8, 32), (8, 32))
+
+
+def test_every_size_up_to_the_largest_is_in_one_profile() -> None:
+    for rows, length in itertools.product(range(1, 9), range(1, 33)):
+        holding = [
+            index
+            for index, bounds in enumerate(HERE.profiles)
+            for smallest, _, largest in [bounds["input_ids"]]
+            if smallest[0] <= rows <= largest[0] and smallest[1] <= length <= largest[1]
+        ]
+        assert holding == [index_of(PROFILE, rows, length)]
 
 
 @pytest.mark.parametrize("captures_graphs", [False, True])

@@ -16,6 +16,7 @@ from tritonclient.grpc.model_config_pb2 import (
 )
 from upath import UPath
 
+from app.engines.shapes import ShapeProfile
 from app.errors import StorageError
 from app.repository.export import export_to_triton
 from app.repository.manifest import ModelCard, ServingDefaults
@@ -53,7 +54,7 @@ def test_the_configuration_says_what_the_manifest_does(repository: Repository, t
     assert config.dynamic_batching.preferred_batch_size == [8, 16]
     assert config.dynamic_batching.max_queue_delay_microseconds == 2000
     (group,) = config.instance_group
-    assert (group.count, group.kind) == (2, ModelInstanceGroup.KIND_CPU)
+    assert (group.count, group.kind, group.profile) == (2, ModelInstanceGroup.KIND_CPU, [])
     assert config.parameters["INFERENCE_NUM_THREADS"].string_value == "1"
     assert config.parameters["ENABLE_BATCH_PADDING"].string_value == "YES"
     assert "HINT_BF16" not in config.parameters
@@ -79,6 +80,22 @@ def test_every_engine_has_its_backend(
     config = config_in(repository.folder("toy", 1).parent)
     assert (config.backend, config.platform, config.default_model_filename) == (engine, platform, file)
     assert [group.kind for group in config.instance_group] == [kind]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most", "names"),
+    [((16, 64), 32, ["0", "1", "2", "3", "4", "5"]), ((), 5, ["0", "1", "2"]), ((), 4, ["0", "1"])],
+)
+def test_a_plan_is_run_with_every_profile_that_takes_as_many_rows(
+    repository: Repository, tmp_path: Path, lengths: tuple[int, ...], most: int, names: list[str]
+) -> None:
+    plan = card("tensorrt", "gpu")
+    profile = ShapeProfile(batch_sizes=(1, 4, 32), lengths=lengths)
+    key = plan.engine_key.model_copy(update={"profile": profile})
+    serving = ServingDefaults(max_batch_size=most, timeout_us=0, replicas=1, threads=1)
+    publish(repository, tmp_path, plan.model_copy(update={"engine_key": key, "serving": serving}))
+    (group,) = config_in(repository.folder("toy", 1).parent).instance_group
+    assert group.profile == names
 
 
 def test_every_kind_of_tensor_can_be_said(repository: Repository, tmp_path: Path) -> None:

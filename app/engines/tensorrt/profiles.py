@@ -11,8 +11,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class OptimizationProfile:
-    """A number of rows, and every length from ``shortest`` to ``longest``, which is best."""
+    """Every number of rows from ``fewest`` to ``rows``, and every length from ``shortest`` to ``longest``.
 
+    The largest of each is best: that is what a lane pads up to. Triton pads nothing, and is to find a profile all the
+    same.
+    """
+
+    fewest: int
     rows: int
     shortest: int = 1
     longest: int = 1
@@ -20,13 +25,16 @@ class OptimizationProfile:
     def bounds(self, shape: Shape) -> tuple[Shape, Shape, Shape]:
         """The smallest, best and largest form of a tensor's shape, in which -1 varies."""
         longest = resolved(shape, self.rows, self.longest)
-        return resolved(shape, self.rows, self.shortest), longest, longest
+        return resolved(shape, self.fewest, self.shortest), longest, longest
 
 
 def optimization_profiles(profile: ShapeProfile) -> tuple[OptimizationProfile, ...]:
-    """One for each number of rows and range of lengths."""
-    ranges = pairwise((0, *(profile.lengths or (1,))))
-    return tuple(OptimizationProfile(rows, low + 1, high) for rows, (low, high) in product(profile.batch_sizes, ranges))
+    """One for each range of rows and of lengths: every size up to the largest is in one."""
+    rows, lengths = (pairwise((0, *sizes)) for sizes in (profile.batch_sizes, profile.lengths or (1,)))
+    return tuple(
+        OptimizationProfile(fewer + 1, most, shorter + 1, longest)
+        for (fewer, most), (shorter, longest) in product(rows, lengths)
+    )
 
 
 def index_of(profile: ShapeProfile, rows: int, length: int) -> int:
