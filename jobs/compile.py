@@ -12,7 +12,7 @@ from app.compile.operating_points import OperatingPoint
 from app.compile.publication import publish
 from app.compile.records import BuiltPlan, VariantRecord
 from app.compile.report import report_of, write_report
-from app.compile.subject import load_subject, pruned
+from app.compile.subject import load_subject
 from app.compile.variants import Skipped, wanted_variants
 from app.engines.architecture import usable_cores
 from app.errors import RayloomError
@@ -47,10 +47,6 @@ def compile_model(run: Run) -> Outcome:
         f"weights {subject.weights}: checksums hold; PyTorch on {len(subject.reference.classes):,} validation samples: "
         f"accuracy {subject.accuracy_to_keep:.4f}"
     )
-    if config.sparsity != "none":
-        subject = pruned(subject)
-        accuracy = subject.reference.accuracy_of(subject.reference.logits)
-        _tell(f"pruned, two of four weights: accuracy {accuracy:.4f}")
     with tempfile.TemporaryDirectory(prefix="rayloom-compile-") as temporary:
         return _compile(run, Compilation(subject, config, wanted, Path(temporary), _tell))
 

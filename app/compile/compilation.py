@@ -6,9 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from app.compile.choice import Choice, best_point, ranked, serving_defaults
-from app.compile.files import ModelFile, ModelFiles, Tell
-from app.compile.judge import Judge
-from app.compile.opening import Opener
+from app.compile.family import Families
+from app.compile.files import ModelFile, Tell
 from app.compile.operating_points import OperatingPoint, operating_points
 from app.compile.parity import check_signature, compare
 from app.compile.race import race
@@ -38,15 +37,13 @@ class Compilation:
         self.plans: list[BuiltPlan] = []
         self.points: list[OperatingPoint] = []
         self._wanted = wanted
-        self._judge = Judge(subject, config.gates, wanted.int8_engines)
-        self._files = ModelFiles(subject, config.calibration, self._judge, folder, tell)
-        self._opener = Opener(subject, self._files, config, folder)
+        self._families = Families(subject, config, wanted.int8_engines, folder, tell)
         self._tell = tell
 
     @property
     def files(self) -> list[ModelFile]:
         """Every ONNX file that was made."""
-        return self._files.made
+        return self._families.files
 
     def prove(self) -> None:
         """Compare every variant with PyTorch, and time it; one that cannot be run here is skipped.
@@ -54,7 +51,7 @@ class Compilation:
         Raises:
             CompileError: the model cannot be exported, or the file takes other inputs.
         """
-        self._files.get("fp32")  # of a model that cannot be exported there are no variants
+        self._families.of(sparse=False).files.get("fp32")  # of a model that cannot be exported there are no variants
         self._skip(self._wanted.skipped)
         for variant in self._wanted.variants:
             try:
@@ -69,9 +66,10 @@ class Compilation:
         """The folder of a plan in each precision whose file holds the gates; nothing here runs them."""
         for precision in self._wanted.built_ahead:
             try:
-                if refused := self._files.get(precision).failures:
+                family = self._families.of(sparse=self.config.sparsity != "none")
+                if refused := family.files.get(precision).failures:
                     raise CompileError("; ".join(refused))
-                folder = self._opener.build_ahead(precision)
+                folder = family.opener.build_ahead(precision)
             except (CompileError, EngineError) as error:
                 self._skip([Skipped(engine=BUILT_AHEAD, precision=precision, reason=str(error))])
             else:
@@ -103,27 +101,27 @@ class Compilation:
 
     def file_of(self, record: VariantRecord) -> ModelFile:
         """The ONNX file that a variant runs, or that its plan was built from."""
-        return self._files.get(record.file)
+        return self._families.of(record.sparse).files.get(record.file)
 
     def onnx_of(self, record: VariantRecord) -> Path:
         """Where that file is."""
-        return self._files.path(record.file)
+        return self._families.of(record.sparse).files.path(record.file)
 
     def path_of(self, record: VariantRecord) -> Path:
         """What its engine opens."""
-        return self._opener.path(record.variant)
+        return self._families.of(record.sparse).opener.path(record.variant)
 
     def _proven(self, variant: Variant) -> VariantRecord:
         """Compare a variant with PyTorch, and time it; what fails in its file fails in the variant."""
-        whole = concurrencies(variant.device, self.subject.threads)[0]
-        with closing(self._opener.open(variant, whole)) as engine:
+        family, whole = self._families.of(variant.sparse), concurrencies(variant.device, self.subject.threads)[0]
+        with closing(family.opener.open(variant, whole)) as engine:
             if not variant.is_yardstick:
-                check_signature(engine.signature, self.subject.signature, self._opener.path(variant))
-            parity = compare(engine, self.subject.reference, max(self.config.batch_sizes))
+                check_signature(engine.signature, self.subject.signature, family.opener.path(variant))
+            parity = compare(engine, family.subject.reference, max(self.config.batch_sizes))
             measured = list(self._measure(engine, whole))
-        file = None if variant.is_yardstick else self._files.get(variant.file)
+        file = None if variant.is_yardstick else family.files.get(variant.file)
         inherited = [f"in its file {each}" for each in file.failures] if file else []
-        size_bytes = self._opener.path(variant).stat().st_size if file else self.subject.size_bytes
+        size_bytes = family.opener.path(variant).stat().st_size if file else self.subject.size_bytes
         points = list(operating_points(variant, parity.accuracy, size_bytes, measured, self.subject.shares))
         self.points += points
         return VariantRecord(
@@ -131,7 +129,7 @@ class Compilation:
             **dict(parity),
             engine_version=engine.version,
             size_bytes=size_bytes,
-            reasons=(*inherited, *self._judge.failures(parity, variant.precision)),
+            reasons=(*inherited, *family.judge.failures(parity, variant.precision)),
             quantization=file.quantization if file else None,
             latency_ms={each.batch_size: round(each.latency_ms, 3) for each in points},
             throughput={each.batch_size: round(each.throughput, 1) for each in points},
@@ -155,7 +153,7 @@ class Compilation:
         measured: list[Point] = []
         for concurrency in concurrencies(record.device, self.subject.threads)[1:]:
             try:
-                with closing(self._opener.open(record.variant, concurrency)) as engine:
+                with closing(self._open(record.variant, concurrency)) as engine:
                     measured += self._measure(engine, concurrency)
             except EngineError as error:  # so many do not fit in memory
                 self._tell(f"{record.variant}, {concurrency}: not measured: {error}")
@@ -171,23 +169,23 @@ class Compilation:
             return points
         with ExitStack() as engines:
             try:
-                timers = [partial(self._time_again, self._open_for(each, engines), each) for each in points]
+                opened = [engines.enter_context(closing(self._open(each.variant, each.concurrency))) for each in points]
             except EngineError as error:  # so many do not fit in memory at once
                 self._tell(f"not timed in turns, and chosen by what each took alone: {error}")
                 return points
-            raced = race(timers)
+            raced = race([partial(self._time_again, *each) for each in zip(opened, points, strict=True)])
         self._tell("in turns: " + "; ".join(map(str, raced)))
         self.points = [each for each in self.points if each not in points] + raced
         return raced
-
-    def _open_for(self, point: OperatingPoint, engines: ExitStack) -> Engine:
-        return engines.enter_context(closing(self._opener.open(point.variant, point.concurrency)))
 
     def _time_again(self, engine: Engine, point: OperatingPoint) -> OperatingPoint:
         rows = self.subject.rows_by_length
         measured = measure(engine, point.concurrency, [point.batch_size], rows, _CALLS_FOR_A_MEDIAN)
         (again,) = operating_points(point.variant, point.accuracy, point.size_bytes, measured, self.subject.shares)
         return again.model_copy(update={"latency_p95_ms": point.latency_p95_ms})
+
+    def _open(self, variant: Variant, concurrency: Concurrency) -> Engine:
+        return self._families.of(variant.sparse).opener.open(variant, concurrency)
 
     def _measure(self, engine: Engine, concurrency: Concurrency) -> Iterator[Point]:
         calls = _CALLS_FOR_A_PERCENTILE if self.config.objective.latency_ms is not None else _CALLS_FOR_A_MEDIAN

@@ -24,6 +24,9 @@ class ModelFile(BaseModel):
     """What is known of an ONNX file of one precision."""
 
     precision: ComputePrecision
+    sparse: bool
+    """Whether two of four weights are zero."""
+
     size_bytes: int
     sha256: str
     parity: Parity | None
@@ -34,9 +37,14 @@ class ModelFile(BaseModel):
 
     quantization: Quantization | None
 
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.precision}{' 2:4' * self.sparse}"
+
     def __str__(self) -> str:
         seen = str(self.parity) if self.parity else "not checked by ONNX Runtime, which does not run it on CPUs"
-        return f"file {self.precision}: {self.size_bytes / 1e6:.2f} MB, {seen}{_refusal(self.failures)}"
+        return f"file {self.name}: {self.size_bytes / 1e6:.2f} MB, {seen}{_refusal(self.failures)}"
 
 
 class ModelFiles:
@@ -93,6 +101,7 @@ class ModelFiles:
         parity = self._oracle_parity(precision, path)
         return ModelFile(
             precision=precision,
+            sparse=subject.sparse,
             size_bytes=path.stat().st_size,
             sha256=sha256_of_file(path),
             parity=parity,

@@ -58,7 +58,7 @@ class Opener:
             settings = BuildSettings(
                 precision=precision,
                 profile=self._subject.profile(self._config.batch_sizes),
-                sparse_weights=self._config.sparsity != "none",
+                sparse_weights=self._subject.sparse,
             )
             plan.parent.mkdir(exist_ok=True)
             build_plan(flavour, file, plan, settings, targets)

@@ -42,7 +42,7 @@ class VariantRecord(Variant, Parity):
     @property
     def variant(self) -> Variant:
         """What it is the record of."""
-        return Variant(engine=self.engine, precision=self.precision, device=self.device)
+        return Variant(engine=self.engine, precision=self.precision, device=self.device, sparse=self.sparse)
 
     @property
     def publishable(self) -> bool:

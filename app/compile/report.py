@@ -152,7 +152,7 @@ def _files(report: CompileReport) -> tuple[list[str], list[list[object]]]:
     columns = ["file", "MB", "as ONNX Runtime runs it", "gates", "quantised"]
     return columns, [
         [
-            each.precision,
+            each.name,
             f"{each.size_bytes / 1e6:.2f}",
             each.parity or "it does not run on CPUs",
             "; ".join(each.failures) or "hold",

@@ -58,6 +58,9 @@ class Subject:
     reference: Reference
     """Of ``trained`` on the validation split."""
 
+    sparse: bool = False
+    """Whether ``trained`` was pruned, two of four weights."""
+
     @property
     def signature(self) -> Signature:
         """What the model takes and gives."""
@@ -120,7 +123,8 @@ def resized(rows: Tensors, size: int) -> Tensors:
 def pruned(subject: Subject) -> Subject:
     """The subject with a pruned model, which is to keep the accuracy of the whole one."""
     trained = replace(subject.trained, model=prune_2_to_4(subject.trained.model))
-    return _subject(trained, subject.weights, subject.data, subject.threads, subject.accuracy_to_keep)
+    sparse = _subject(trained, subject.weights, subject.data, subject.threads)
+    return replace(sparse, accuracy_to_keep=subject.accuracy_to_keep, sparse=True)
 
 
 def load_subject(weights: UPath, recipe: Recipe, threads: int) -> Subject:
@@ -141,13 +145,10 @@ def load_subject(weights: UPath, recipe: Recipe, threads: int) -> Subject:
     return _subject(trained, weights, data, threads)
 
 
-def _subject(
-    trained: TrainedModel, weights: UPath, data: ClassificationData, threads: int, accuracy_to_keep: float | None = None
-) -> Subject:
+def _subject(trained: TrainedModel, weights: UPath, data: ClassificationData, threads: int) -> Subject:
     engine = TorchEngine(trained.model, _signature_of(trained), EngineSettings(threads=threads))
     reference = _reference(engine, data.validation)
-    accuracy = reference.accuracy_of(reference.logits) if accuracy_to_keep is None else accuracy_to_keep
-    return Subject(trained, weights, data, threads, accuracy, reference)
+    return Subject(trained, weights, data, threads, reference.accuracy_of(reference.logits), reference)
 
 
 def _signature_of(trained: TrainedModel) -> Signature:

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 
 from app.config import PLAN_ENGINES, CompileConfig, ComputePrecision, EngineName
 from app.engines.architecture import Device, compute_capability
-from app.engines.registry import installed_engines, require_installed
+from app.engines.registry import installed_engines, require_installed, runs_plans
 from app.errors import CompileError, EngineError
 
 _AS_THEY_ARE: dict[ComputePrecision, ComputePrecision] = {name: name for name in ("fp32", "bf16", "fp16", "int8")}
@@ -39,6 +39,8 @@ class Variant(BaseModel):
     engine: EngineName
     precision: ComputePrecision
     device: Device
+    sparse: bool = False
+    """Whether two of four of its weights are zero."""
 
     @property
     def file(self) -> ComputePrecision:
@@ -51,7 +53,7 @@ class Variant(BaseModel):
         return self.engine == YARDSTICK
 
     def __str__(self) -> str:
-        return f"{self.engine} {self.precision}" + (" on the GPU" if self.device == "gpu" else "")
+        return f"{self.engine} {self.precision}{' 2:4' * self.sparse}{' on the GPU' * (self.device == 'gpu')}"
 
 
 class Skipped(BaseModel):
@@ -103,7 +105,8 @@ def wanted_variants(config: CompileConfig) -> Wanted:
     for precision in config.precisions:
         for engine, device in places:
             if precision in _FILES[engine, device]:
-                wanted.variants.append(Variant(engine=engine, precision=precision, device=device))
+                sparse = config.sparsity != "none" and runs_plans(engine)
+                wanted.variants.append(Variant(engine=engine, precision=precision, device=device, sparse=sparse))
             elif engine != YARDSTICK:
                 reason = f"on the {device.upper()} it computes in {', '.join(_FILES[engine, device])}"
                 wanted.skipped.append(Skipped(engine=engine, precision=precision, reason=reason))

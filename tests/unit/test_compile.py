@@ -18,6 +18,7 @@ from app.checksums import checksums_of, write_checksums
 from app.compile.compilation import Compilation
 from app.compile.export import export_onnx
 from app.compile.opening import Opener
+from app.compile.publication import publish
 from app.compile.quantization.search import Verdict
 from app.compile.report import CompileReport
 from app.compile.sparsity import prune_2_to_4
@@ -26,9 +27,10 @@ from app.compile.sweep import Concurrency
 from app.compile.variants import Variant, Wanted
 from app.config import CompileConfig, ComputePrecision, EngineName, load_recipe
 from app.engines.architecture import usable_cores
-from app.engines.base import Engine
+from app.engines.base import Engine, EngineSettings
 from app.engines.onnxruntime import open_oracle
-from app.engines.registry import installed_engines
+from app.engines.registry import installed_engines, open_engine, runs_plans
+from app.engines.tensorrt.manifest import read_plan
 from app.errors import CompileError
 from app.models.factory import logits_of
 from app.models.huggingface import sequence_classifier
@@ -387,16 +389,23 @@ def test_every_length_is_measured_with_rows_that_alone_are_padded_to_it(tmp_path
 
 
 def test_two_of_four_weights_along_the_input_channels_are_zero_the_smaller_ones() -> None:
-    model = torch.nn.Sequential(torch.nn.Conv2d(8, 5, 3), torch.nn.Linear(12, 3), torch.nn.Conv2d(1, 4, 3))
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(8, 5, 3),
+        torch.nn.Linear(12, 3),
+        torch.nn.MultiheadAttention(8, 2),
+        torch.nn.MultiheadAttention(8, 2, kdim=4, vdim=12),
+        torch.nn.Conv2d(1, 4, 3),
+    )
     sparse = prune_2_to_4(model)
-    for index in (0, 1):
-        dense, kept = model[index].weight, sparse[index].weight
+    attention = ("2.in_proj_weight", "2.out_proj.weight", "3.q_proj_weight", "3.k_proj_weight", "3.v_proj_weight")
+    for name in ("0.weight", "1.weight", *attention):
+        dense, kept = model.get_parameter(name), sparse.get_parameter(name)
         groups = [weight.movedim(1, -1).reshape(-1, 4) for weight in (dense, kept)]
         assert ((groups[1] != 0).sum(-1) == 2).all()
         least = groups[0].abs().masked_fill(groups[1] == 0, torch.inf).amin(-1)
         assert (groups[0].abs().masked_fill(groups[1] != 0, 0).amax(-1) <= least).all()
         assert torch.equal(groups[1][groups[1] != 0], groups[0][groups[1] != 0])
-    assert torch.equal(model[2].weight, sparse[2].weight)
+    assert torch.equal(model[4].weight, sparse[4].weight)
 
 
 def test_a_pruned_model_is_to_keep_the_accuracy_of_the_whole_one(subject: Subject) -> None:
@@ -405,7 +414,68 @@ def test_a_pruned_model_is_to_keep_the_accuracy_of_the_whole_one(subject: Subjec
     assert not np.array_equal(sparse.reference.logits[0], subject.reference.logits[0])
 
 
-@pytest.mark.skipif("tensorrt_rtx" not in installed_engines(), reason="needs TensorRT for RTX")
+needs_rtx = pytest.mark.skipif("tensorrt_rtx" not in installed_engines(), reason="needs TensorRT for RTX")
+
+
+@pytest.fixture
+def gpu_in_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are built, for a GPU that is not here; ONNX Runtime answers for them, from what they are built of."""
+
+    def open_instead(name: EngineName, path: Path, settings: EngineSettings) -> Engine:
+        if not runs_plans(name):
+            return open_engine(name, path, settings)
+        return open_oracle(path.parent.parent / f"{settings.precision}.onnx")
+
+    monkeypatch.setattr("app.engines.architecture.compute_capability", lambda: "SM89")
+    monkeypatch.setattr("app.engines.tensorrt.build.compute_capability", lambda: "SM89")
+    monkeypatch.setattr("app.compile.opening.open_engine", open_instead)
+
+
+def on_gpu(sparse: bool = False) -> Variant:
+    return Variant(engine="tensorrt_rtx", precision="fp32", device="gpu", sparse=sparse)
+
+
+@needs_rtx
+@pytest.mark.usefixtures("gpu_in_name")
+def test_a_pruned_variant_below_the_gate_is_kept_out_and_the_others_are_of_the_whole_model(
+    subject: Subject, tmp_path: Path
+) -> None:
+    config = CompileConfig.model_validate(
+        {"batch_sizes": [1], "engines": ["openvino", "tensorrt_rtx"], "targets": ["SM89"], "sparsity": "2:4",
+         "gates": {"max_accuracy_drop": 0.0}}
+    )  # fmt: skip
+    wanted = Wanted([on_gpu(sparse=True), on_cpu("openvino", "fp32")], ["fp32"], [])
+    compilation = Compilation(subject, config, wanted, tmp_path, print)
+    compilation.prove()
+    sparse, whole = compilation.records
+    assert sparse.accuracy < whole.accuracy == subject.accuracy_to_keep
+    assert any("compile.gates.max_accuracy_drop is 0.0" in each for each in sparse.reasons)
+    assert [(each.name, each.failures == ()) for each in compilation.files] == [("fp32", True), ("fp32 2:4", False)]
+    assert compilation.choose().record == whole
+    assert list(compilation.build_ahead()) == []
+    (skipped,) = compilation.skipped
+    assert (skipped.engine, "the accuracy falls from" in skipped.reason) == ("tensorrt_rtx", True)
+
+
+@needs_rtx
+@pytest.mark.usefixtures("gpu_in_name")
+def test_a_plan_is_published_with_its_manifest_and_the_file_that_it_was_built_from(
+    subject: Subject, tmp_path: Path
+) -> None:
+    compilation = compilation_of(subject, tmp_path, on_gpu())
+    compilation.prove()
+    repository = Repository(UPath(tmp_path / "storage"))
+    published = publish(compilation, compilation.choose(), "digits", repository, UPath(tmp_path / "run"))
+    repository.verify("digits", published.version)
+    assert set(published.files) == {"model.onnx", "model.plan", "model.plan.json", "image.json", "labels.json"}
+    key = published.engine_key
+    assert (key.engine, key.device, key.architecture, key.file) == ("tensorrt_rtx", "gpu", "SM89", "model.plan")
+    _, plan = read_plan(Path(repository.folder("digits", published.version).path) / key.file)
+    assert plan.key.onnx_sha256 == key.onnx_sha256 == published.files["model.onnx"]
+    assert plan.key.settings.profile == key.profile
+
+
+@needs_rtx
 def test_plans_for_other_machines_lie_in_the_run_and_are_not_published(storage: UPath) -> None:
     engines = ["compile.engines=[openvino,tensorrt_rtx]", "compile.targets=[SM89]", "compile.batch_sizes=[8,1]"]
     run, result = compiled(storage, "compile.precisions=[fp32]", *engines)

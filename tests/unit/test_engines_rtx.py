@@ -14,10 +14,11 @@ from onnx import TensorProto, helper
 from app.checksums import sha256_of
 from app.compile.export import export_onnx
 from app.compile.quantization.search import Verdict, find_quantization
+from app.compile.sparsity import prune_2_to_4
 from app.config import ComputePrecision
 from app.engines.registry import installed_engines, open_engine
 from app.engines.shapes import ShapeProfile
-from app.engines.tensorrt.build import build_plan
+from app.engines.tensorrt.build import build_plan, builder_config
 from app.engines.tensorrt.library import load_library
 from app.engines.tensorrt.manifest import BuildSettings, PlanManifest, manifest_path
 from app.engines.tensorrt.profiles import resolved
@@ -108,8 +109,9 @@ def build(
     profile: ShapeProfile,
     precision: ComputePrecision = "fp32",
     targets: tuple[str, ...] = TARGETS,
+    sparse_weights: bool = False,
 ) -> PlanManifest:
-    settings = BuildSettings(precision=precision, profile=profile)
+    settings = BuildSettings(precision=precision, profile=profile, sparse_weights=sparse_weights)
     return build_plan("tensorrt_rtx", onnx_file, plan, settings, targets)
 
 
@@ -148,6 +150,23 @@ def test_a_plan_is_built_and_says_what_it_takes(
     assert written["outputs"] == [{"name": "logits", "dtype": "float32", "shape": [-1, subject.labels]}]
     profiles = [[[shape[:2] for shape in bounds] for bounds in profile.values()] for profile in written["profiles"]]
     assert profiles == subject.bounds
+
+
+def test_a_plan_of_a_pruned_model_may_run_on_sparse_kernels(tmp_path: Path) -> None:
+    subject = SUBJECTS["digits"]
+    export_onnx(prune_2_to_4(subject.make().eval()), subject.inputs, subject.batch(), tmp_path / "model.onnx")
+    built = build(tmp_path / "model.onnx", tmp_path / "model.plan", subject.profile, sparse_weights=True)
+    assert built.key.settings.sparse_weights
+    assert built.key != build(tmp_path / "model.onnx", tmp_path / "model.plan", subject.profile).key
+
+
+def test_the_library_is_told_of_every_setting() -> None:
+    library = load_library("tensorrt_rtx")
+    builder, trt = library.trt.Builder(library.logger), library.trt
+    settings = BuildSettings(precision="fp32", profile=ShapeProfile(batch_sizes=(1,)), sparse_weights=True)
+    config = builder_config(library, builder, settings, ())
+    flags = (trt.BuilderFlag.SPARSE_WEIGHTS, trt.BuilderFlag.TF32)
+    assert [config.get_flag(each) for each in flags] == [True, False]
 
 
 def test_a_node_that_does_not_parse_is_named(tmp_path: Path) -> None:

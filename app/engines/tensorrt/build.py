@@ -34,7 +34,7 @@ def build_plan(
         builder = _builder(library, errors)
         network = parse_network(library, builder, onnx)
         profiles = _profiles(network.inputs, settings.profile)
-        config = _configuration(library, builder, settings, profiles)
+        config = builder_config(library, builder, settings, profiles)
         _set_targets(library, config, machine.architectures)
         serialized = builder.build_serialized_network(network.definition, config)
         if serialized is None:
@@ -89,7 +89,8 @@ def _profiles(inputs: tuple[Tensor, ...], profile: ShapeProfile) -> tuple[Bounds
     )
 
 
-def _configuration(library: Library, builder: Any, settings: BuildSettings, profiles: tuple[Bounds, ...]) -> Any:
+def builder_config(library: Library, builder: Any, settings: BuildSettings, profiles: tuple[Bounds, ...]) -> Any:
+    """What the library is told of a plan, but for its targets. Raises CompileError if it refuses a profile."""
     trt = library.trt
     config = builder.create_builder_config()
     config.clear_flag(trt.BuilderFlag.TF32)  # set at first, it multiplies float32 with 10 bits of mantissa
