@@ -59,6 +59,7 @@ class Opener:
                 precision=precision,
                 profile=self._subject.profile(self._config.batch_sizes),
                 sparse_weights=self._subject.sparse,
+                workspace_mb=self._config.workspace_mb,
             )
             plan.parent.mkdir(exist_ok=True)
             build_plan(flavour, file, plan, settings, targets)

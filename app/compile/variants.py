@@ -123,6 +123,7 @@ def _refuse_keys_of_tensorrt(config: CompileConfig) -> None:
     for key, is_set in (
         ("precisions name fp8", "fp8" in config.precisions),
         ("sparsity is 2:4", config.sparsity != "none"),
+        (f"workspace_mb is {config.workspace_mb}", config.workspace_mb is not None),
     ):
         if is_set:
             raise CompileError(

@@ -11,7 +11,7 @@ EngineName = Literal["openvino", "onnxruntime", "tensorrt", "tensorrt_rtx", "tor
 CalibrationMethod = Literal["minmax", "percentile", "entropy"]
 
 PLAN_ENGINES: tuple[EngineName, ...] = ("tensorrt", "tensorrt_rtx")
-"""They run plans, which are built for a GPU; fp8 and sparsity are theirs alone."""
+"""They run plans, which are built for a GPU; fp8, sparsity and a limit of workspace are theirs alone."""
 
 
 class CalibrationConfig(Section):
@@ -71,6 +71,9 @@ class CompileConfig(Section):
     sparsity: Literal["none", "2:4"] = Field(
         default="none", description="2:4: the two smaller of four weights in a row become zero, for GPUs"
     )
+    workspace_mb: PositiveInt | None = Field(
+        default=None, description="of GPU memory, in MiB, that a layer of a plan may use while it runs; default: all"
+    )
     targets: list[Annotated[str, Field(pattern=r"^SM\d{2,3}$")]] = Field(
         default=[], description="of tensorrt_rtx: compute capabilities to build for ahead of time, such as SM89"
     )
@@ -102,10 +105,13 @@ class CompileConfig(Section):
     def _keys_for_gpus_have_an_engine(self) -> Self:
         if self.engines == "auto" or not set(PLAN_ENGINES).isdisjoint(self.engines):
             return self
-        if "fp8" in self.precisions:
-            raise ValueError(f"precisions name fp8, which is of {' and '.join(PLAN_ENGINES)}: name one in engines")
-        if self.sparsity != "none":
-            raise ValueError(f"sparsity {self.sparsity} is of {' and '.join(PLAN_ENGINES)}: name one in engines")
+        for asked, is_set in (
+            ("precisions name fp8, which", "fp8" in self.precisions),
+            (f"sparsity {self.sparsity}", self.sparsity != "none"),
+            (f"workspace_mb {self.workspace_mb}", self.workspace_mb is not None),
+        ):
+            if is_set:
+                raise ValueError(f"{asked} is of {' and '.join(PLAN_ENGINES)}: name one in engines")
         return self
 
     @model_validator(mode="after")

@@ -171,6 +171,7 @@ def test_what_does_not_hold_is_reported_with_numbers_and_not_published(
         (["compile.engines=[openvino,tensorrt]"], "tensorrt is not installed"),
         (["compile.precisions=[fp32,fp8]"], "compile.precisions name fp8, which is of tensorrt and tensorrt_rtx"),
         (["compile.sparsity=2:4"], "compile.sparsity is 2:4, which is of tensorrt and tensorrt_rtx"),
+        (["compile.workspace_mb=64"], "compile.workspace_mb is 64, which is of tensorrt and tensorrt_rtx"),
         (["compile.engines=[onnxruntime]", "compile.precisions=[bf16]"], "nothing that runs here"),
     ],
 )
@@ -478,13 +479,14 @@ def test_a_plan_is_published_with_its_manifest_and_the_file_that_it_was_built_fr
 @needs_rtx
 def test_plans_for_other_machines_lie_in_the_run_and_are_not_published(storage: UPath) -> None:
     engines = ["compile.engines=[openvino,tensorrt_rtx]", "compile.targets=[SM89]", "compile.batch_sizes=[8,1]"]
-    run, result = compiled(storage, "compile.precisions=[fp32]", *engines)
+    run, result = compiled(storage, "compile.precisions=[fp32]", "compile.workspace_mb=64", *engines)
     assert result.status == "succeeded", result.error
     plan = Path(result.artifacts["plan_fp32"])
     assert plan == Path(str(run.folder)) / "plans/fp32"
     built = json.loads((plan / "model.plan.json").read_text(encoding="utf-8"))
     assert built["key"]["machine"]["architectures"] == ["SM89"]
     assert built["key"]["settings"]["profile"]["batch_sizes"] == [1, 8]
+    assert built["key"]["settings"]["workspace_mb"] == 64
     assert result.metrics["plans"] == [{"precision": "fp32", "targets": ["SM89"]}]
     assert result.metrics["skipped"] == []
     assert result.metrics["chosen"]["engine"] == "openvino"

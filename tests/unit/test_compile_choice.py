@@ -151,6 +151,7 @@ def test_each_engine_takes_the_file_that_it_computes_from() -> None:
         ({"engines": ["torch"]}, "torch is measured, never published"),
         ({"engines": ["openvino"], "precisions": ["fp8"]}, "fp8, which is of tensorrt"),
         ({"engines": ["openvino"], "sparsity": "2:4"}, "sparsity 2:4 is of tensorrt"),
+        ({"engines": ["openvino"], "workspace_mb": 64}, "workspace_mb 64 is of tensorrt"),
         ({"targets": ["SM89"]}, "targets"),
         ({"batch_sizes": [1, 1]}, "twice"),
     ],

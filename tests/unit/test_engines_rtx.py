@@ -142,6 +142,7 @@ def test_a_plan_is_built_and_says_what_it_takes(
             "precision": precision,
             "profile": {"batch_sizes": [1, 8], "lengths": list(subject.profile.lengths)},
             "sparse_weights": False,
+            "workspace_mb": None,
         },
     }
     assert [(each["name"], each["dtype"], each["shape"]) for each in written["inputs"]] == [
@@ -163,10 +164,12 @@ def test_a_plan_of_a_pruned_model_may_run_on_sparse_kernels(tmp_path: Path) -> N
 def test_the_library_is_told_of_every_setting() -> None:
     library = load_library("tensorrt_rtx")
     builder, trt = library.trt.Builder(library.logger), library.trt
-    settings = BuildSettings(precision="fp32", profile=ShapeProfile(batch_sizes=(1,)), sparse_weights=True)
+    profile = ShapeProfile(batch_sizes=(1,))
+    settings = BuildSettings(precision="fp32", profile=profile, sparse_weights=True, workspace_mb=64)
     config = builder_config(library, builder, settings, ())
     flags = (trt.BuilderFlag.SPARSE_WEIGHTS, trt.BuilderFlag.TF32)
     assert [config.get_flag(each) for each in flags] == [True, False]
+    assert config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE) == 64 * 2**20
 
 
 def test_a_node_that_does_not_parse_is_named(tmp_path: Path) -> None:

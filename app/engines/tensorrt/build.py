@@ -96,6 +96,8 @@ def builder_config(library: Library, builder: Any, settings: BuildSettings, prof
     config.clear_flag(trt.BuilderFlag.TF32)  # set at first, it multiplies float32 with 10 bits of mantissa
     if settings.sparse_weights:
         config.set_flag(trt.BuilderFlag.SPARSE_WEIGHTS)
+    if settings.workspace_mb is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, settings.workspace_mb * 2**20)
     for bounds in profiles:
         profile = builder.create_optimization_profile()
         for name, shapes in bounds.items():

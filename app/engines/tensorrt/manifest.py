@@ -55,6 +55,8 @@ class BuildSettings(FrozenModel):
     profile: ShapeProfile
     sparse_weights: bool = False
     """Whether weights of which two in four are zero may run on kernels for such."""
+    workspace_mb: int | None = None
+    """MiB of GPU memory that a layer may use while it runs; None: all there is."""
 
 
 class PlanKey(FrozenModel):
