@@ -5,6 +5,8 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from app.config import ComputePrecision
 from app.engines.registry import installed_engines, open_engine
 from app.engines.shapes import ShapeProfile
 from app.engines.tensorrt.build import build_plan, builder_config
+from app.engines.tensorrt.engine import runtime_config
 from app.engines.tensorrt.library import load_library
 from app.engines.tensorrt.manifest import BuildSettings, PlanManifest, manifest_path
 from app.engines.tensorrt.profiles import resolved
@@ -268,6 +271,16 @@ def test_a_plan_for_another_machine_is_refused_and_both_are_named(plan: Path) ->
         open_engine("tensorrt_rtx", plan)
     assert "was built for tensorrt_rtx 1.0.0.1 on SM86 or SM120" in str(refused.value)
     assert f"this is tensorrt_rtx {version} on" in str(refused.value)
+
+
+def test_graphs_are_captured_of_kernels_that_are_made_for_the_shape() -> None:
+    library = load_library("tensorrt_rtx")
+    trt = library.trt
+    engine = SimpleNamespace(create_runtime_config=lambda: Mock(spec_set=trt.IRuntimeConfig))
+    config = runtime_config(library, engine)
+    assert config.cuda_graph_strategy == trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
+    eager = trt.DynamicShapesKernelSpecializationStrategy.EAGER
+    assert config.dynamic_shapes_kernel_specialization_strategy == eager
 
 
 def test_the_context_that_stands_in_for_one_has_its_methods() -> None:

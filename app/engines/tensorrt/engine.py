@@ -42,7 +42,7 @@ class TensorRtEngine(PooledEngine[Lane]):
             )
         torch.cuda.set_device(0)  # makes the CUDA context in which the library works
         engine = _deserialize(library, content, path)
-        configuration = _configuration(library, engine)
+        configuration = runtime_config(library, engine)
         plan = LoadedPlan(
             manifest,
             lambda: engine.create_execution_context(runtime_config=configuration),
@@ -72,13 +72,19 @@ def _deserialize(library: Library, content: bytes, path: Path) -> Any:
     return engine
 
 
-def _configuration(library: Library, engine: Any) -> Any:
-    """Scratch memory is the lane's; what compiles its kernels when they are run captures its graphs as well."""
+def runtime_config(library: Library, engine: Any) -> Any:
+    """How contexts run: scratch memory is the lane's.
+
+    What compiles its kernels when they are run captures its graphs as well. It waits for the kernels that are made for
+    a shape: by default it goes on with others meanwhile, and those would be in the graph and in the file that is kept.
+    """
     trt = library.trt
     configuration = engine.create_runtime_config()
     configuration.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
     if library.compiles_when_run:
         configuration.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
+        eager = trt.DynamicShapesKernelSpecializationStrategy.EAGER
+        configuration.dynamic_shapes_kernel_specialization_strategy = eager
     return configuration
 
 
