@@ -87,16 +87,15 @@ def verify(
     version: Annotated[int | None, typer.Argument(min=1, help="Default: all of them.")] = None,
     storage: Storage = None,
 ) -> None:
-    """Compare every file of a version, or of all, with what was published, and name each that was changed."""
+    """Compare every file of a version, or of all, and config.pbtxt with what was published; name what was changed."""
     damages: list[str] = []
     with _repository(storage) as repository:
         for each in [version] if version else repository.versions(name):
             with _noted(damages):
                 repository.verify(name, each)
                 print(f"{name}, version {each}: every byte as published")
-        if version is None:
-            with _noted(damages):
-                repository.verify_config(name)
+        with _noted(damages):
+            repository.verify_config(name)
     if damages:
         raise StorageError("\n       ".join(dict.fromkeys(damages)))
 

@@ -133,6 +133,8 @@ def test_what_the_command_line_refuses(repository: Repository, storage: str, tmp
     for name in ("model.onnx", "labels.json"):
         file = repository.folder("toy", 2) / name
         file.write_bytes(file.read_bytes() + b"!")
+    config = repository.folder("toy", 1).with_name("config.pbtxt")
+    config.write_bytes(config.read_bytes() + b"#")
     for arguments, words in (
         (("delete", "toy", "1"), "version 1, is production: promote another version first"),
         (("delete", "toy", "7"), "no version 7: published are [1, 2]"),
@@ -142,6 +144,7 @@ def test_what_the_command_line_refuses(repository: Repository, storage: str, tmp
         (("export", "toy", "one", str(tmp_path)), "expected a folder, or a version's number and a folder"),
         (("verify", "toy"), "2/model.onnx' was changed"),
         (("verify", "toy", "2"), "2/labels.json' was changed"),
+        (("verify", "toy", "1"), "config.pbtxt' was changed"),
     ):
         refused = rayloom(*arguments)
         assert refused.returncode == 2, refused
