@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import Lock
 from typing import cast
 
 import torch
@@ -60,16 +61,35 @@ class CompiledTorchEngine(TorchEngine):
         super().__init__(cast(nn.Module, torch.compile(model, dynamic=True)), signature, settings)
 
     def _run(self, member: nn.Module, inputs: Tensors) -> Tensors:
-        with _without_fast_path():
+        with _FAST_PATH.avoided():
             return super()._run(member, inputs)
 
 
-@contextmanager
-def _without_fast_path() -> Iterator[None]:
-    """Keep ``nn.TransformerEncoder`` from its fast path, of whose output the compiler expects other strides."""
-    enabled = mha.get_fastpath_enabled()
-    mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        mha.set_fastpath_enabled(enabled)
+class _FastPath:
+    """That of ``nn.TransformerEncoder``, of whose output the compiler expects other strides.
+
+    It is on or off for the whole process: the last of several calls at once puts it back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._calls = 0
+        self._enabled = True
+
+    @contextmanager
+    def avoided(self) -> Iterator[None]:
+        with self._lock:
+            if self._calls == 0:
+                self._enabled = mha.get_fastpath_enabled()
+                mha.set_fastpath_enabled(False)
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+                if self._calls == 0:
+                    mha.set_fastpath_enabled(self._enabled)
+
+
+_FAST_PATH = _FastPath()
