@@ -3,15 +3,20 @@
 import copy
 import functools
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import onnxruntime
 import pytest
 import torch
+from upath import UPath
 
 from app.compile.export import export_onnx
-from app.config import ComputePrecision, Precision
+from app.compile.parity import compare
+from app.compile.quantization.search import quantize_fp8
+from app.compile.subject import load_subject
+from app.config import ComputePrecision, Precision, load_recipe
 from app.engines.architecture import compute_capability
 from app.engines.base import Engine, EngineSettings
 from app.engines.registry import installed_engines, open_engine
@@ -21,8 +26,14 @@ from app.engines.tensorrt.library import Flavour, load_library
 from app.engines.tensorrt.manifest import BuildSettings, manifest_path
 from app.engines.torch import TorchEngine
 from app.errors import EngineError
+from app.runs import Run, execute
+from app.serving.model import load_model
 from app.tensors import OUTPUT
+from benchmarks.compile.models import leave_fresh, write_weights
+from jobs.compile import compile_model
 from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, EngineContract, encoder, exported, rows
+from tests.helpers import ROOT
+from tests.quantizing import digits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and this machine has none")
 
@@ -37,9 +48,9 @@ def skip_unless_it_runs(flavour: Flavour) -> None:
         pytest.skip(f"{flavour} does not run on {compute_capability()}, only on {', '.join(targets)}")
 
 
-def build(flavour: Flavour, onnx: Path, precision: ComputePrecision = "fp32") -> Path:
+def build(flavour: Flavour, onnx: Path, precision: ComputePrecision = "fp32", profile: ShapeProfile = PROFILE) -> Path:
     plan = onnx.with_suffix(".plan")
-    build_plan(flavour, onnx, plan, BuildSettings(precision=precision, profile=PROFILE))
+    build_plan(flavour, onnx, plan, BuildSettings(precision=precision, profile=profile))
     return plan
 
 
@@ -77,6 +88,35 @@ class TestTensorRt(EngineContract):
         engine = open_engine(self.flavour, build(self.flavour, onnx, precision))
         exact = encoder()(**{name: torch.from_numpy(array) for name, array in rows(7).items()}).detach().numpy()
         assert 0.0 < np.abs(engine.infer(rows(7))[OUTPUT] - exact).max() < 0.05
+
+    @pytest.mark.parametrize("precision", ["int8", "fp8"])
+    def test_quantised_plans_are_near(self, precision: ComputePrecision, tmp_path: Path) -> None:
+        skip_unless_it_runs(self.flavour)
+        if precision == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+            pytest.skip(f"{compute_capability()} does not compute in fp8: SM89 and later do")
+        torch.manual_seed(0)
+        subject, onnx = digits(tmp_path), tmp_path / f"{precision}.onnx"
+        if precision == "fp8":
+            quantize_fp8(subject.file, subject.samples, onnx)
+        else:
+            subject.quantized()
+        plan = build(self.flavour, onnx, precision, ShapeProfile(batch_sizes=(1, 64)))
+        with closing(open_engine(self.flavour, plan)) as engine:
+            assert subject.cosine(engine.infer) > 0.97
+
+    def test_what_is_compiled_and_published_is_served_from_its_plan(self, tmp_path: Path) -> None:
+        skip_unless_it_runs(self.flavour)
+        recipe, storage = str(ROOT / "recipes/digits.yaml"), tmp_path / "storage"
+        weights = write_weights(load_recipe(recipe), 10, leave_fresh, tmp_path)
+        overrides = [f"storage={storage}", f"compile.weights={weights}", f"compile.engines=[{self.flavour}]"]
+        run = Run.start("compile", load_recipe(recipe, [*overrides, "compile.batch_sizes=[1,8]"]))
+        result = execute(run, compile_model)
+        assert result.status == "succeeded", result.error
+        name, _, version = result.artifacts["model"].partition("/")
+        model = load_model(UPath(storage), name, int(version), threads=1, max_batch_size=8)
+        assert model.platform == f"{self.flavour}_plan"
+        served = compare(model.engine, load_subject(weights, load_recipe(recipe), threads=1).reference, 8)
+        assert served.accuracy == pytest.approx(result.metrics["chosen"]["accuracy"], abs=0.01)
 
     def test_a_plan_for_another_gpu_is_refused(self, plan: Path, tmp_path: Path) -> None:
         elsewhere = tmp_path / "model.plan"
