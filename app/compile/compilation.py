@@ -67,8 +67,8 @@ class Compilation:
         for precision in self._wanted.built_ahead:
             try:
                 family = self._families.of(sparse=self.config.sparsity != "none")
-                if refused := family.files.get(precision).failures:
-                    raise CompileError("; ".join(refused))
+                if not (file := family.files.get(precision)).holds:
+                    raise CompileError(f"its file: {file.verdict}")
                 folder = family.opener.build_ahead(precision)
             except (CompileError, EngineError) as error:
                 self._skip([Skipped(engine=BUILT_AHEAD, precision=precision, reason=str(error))])

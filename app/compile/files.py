@@ -1,4 +1,4 @@
-"""The family of ONNX files that are made of one trained model, each checked against PyTorch by the oracle."""
+"""The ONNX files that are made of one model, each checked against PyTorch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +30,7 @@ class ModelFile(BaseModel):
     size_bytes: int
     sha256: str
     parity: Parity | None
-    """As the oracle runs it; None if it cannot."""
+    """None if nothing here runs it."""
 
     failures: tuple[str, ...]
     """Gates that the file does not hold there."""
@@ -42,9 +42,21 @@ class ModelFile(BaseModel):
         """For people."""
         return f"{self.precision}{' 2:4' * self.sparse}"
 
+    @property
+    def holds(self) -> bool:
+        """Whether it was judged, and every gate holds."""
+        return self.parity is not None and not self.failures
+
+    @property
+    def verdict(self) -> str:
+        """Of the gates, for people."""
+        if self.parity is None:
+            return "not judged: this machine does not run it"
+        return "; ".join(self.failures) or "hold"
+
     def __str__(self) -> str:
-        seen = str(self.parity) if self.parity else "not checked by ONNX Runtime, which does not run it on CPUs"
-        return f"file {self.name}: {self.size_bytes / 1e6:.2f} MB, {seen}{_refusal(self.failures)}"
+        seen = f"{self.parity}{f' (refused: {self.verdict})' * bool(self.failures)}" if self.parity else self.verdict
+        return f"file {self.name}: {self.size_bytes / 1e6:.2f} MB, {seen}"
 
 
 class ModelFiles:
@@ -98,7 +110,7 @@ class ModelFiles:
             quantization = None
         else:
             quantization = self._quantise(precision, path)
-        parity = self._oracle_parity(precision, path)
+        parity = self._parity(precision, path)
         return ModelFile(
             precision=precision,
             sparse=subject.sparse,
@@ -118,15 +130,11 @@ class ModelFiles:
             return quantize_fp8(source_path, samples, path)
         return find_quantization(source_path, samples, self._calibration, self._judge.verdict, path, self._tell)
 
-    def _oracle_parity(self, precision: ComputePrecision, path: Path) -> Parity | None:
-        """None if the oracle does not run the file, which may be of any precision but fp32."""
+    def _parity(self, precision: ComputePrecision, path: Path) -> Parity | None:
+        """None if nothing here runs the file, which may be of any precision but fp32."""
         try:
-            return self._judge.parity(path)
+            return self._judge.parity(path, precision)
         except EngineError:
             if precision == "fp32":
                 raise
             return None
-
-
-def _refusal(failures: tuple[str, ...]) -> str:
-    return f" (refused: {'; '.join(failures)})" if failures else ""

@@ -30,16 +30,16 @@ class Judge:
         self._engines = engines
         self._seen: dict[str, Parity] = {}
 
-    def parity(self, path: Path) -> Parity:
-        """How the oracle answers.
+    def parity(self, path: Path, precision: ComputePrecision) -> Parity:
+        """How the oracle answers, or in bf16, for which it has no kernels on CPUs, OpenVINO.
 
         Raises:
             CompileError: the file takes or gives other tensors than the subject.
-            EngineError: the oracle does not run it.
+            EngineError: it does not run here.
         """
         content = sha256_of_file(path)
         if content not in self._seen:
-            self._seen[content] = self._compare(open_oracle(path, self._subject.threads), path)
+            self._seen[content] = self._compare(self._open(path, precision), path)
         return self._seen[content]
 
     def failures(self, parity: Parity, precision: ComputePrecision) -> tuple[str, ...]:
@@ -55,10 +55,15 @@ class Judge:
         settings = EngineSettings("int8", self._subject.threads)
         try:
             engines = (open_engine(name, path, settings) for name in self._engines)
-            parities = [self.parity(path), *(self._compare(engine, path) for engine in engines)]
+            parities = [self.parity(path, "int8"), *(self._compare(engine, path) for engine in engines)]
         except EngineError:  # a file that one of them cannot run is none for it
             return Verdict(False, math.inf)
         return Verdict(not any(self.failures(each, "int8") for each in parities), max(map(self._loss, parities)))
+
+    def _open(self, path: Path, precision: ComputePrecision) -> Engine:
+        if precision == "bf16":
+            return open_engine("openvino", path, EngineSettings("bf16", self._subject.threads))
+        return open_oracle(path, self._subject.threads)
 
     def _compare(self, engine: Engine, path: Path) -> Parity:
         with closing(engine):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import openvino
 import pandas as pd
 import pytest
 import torch
@@ -17,10 +18,11 @@ from upath import UPath
 from app.checksums import checksums_of, write_checksums
 from app.compile.compilation import Compilation
 from app.compile.export import export_onnx
+from app.compile.family import Family
 from app.compile.opening import Opener
 from app.compile.publication import publish
 from app.compile.quantization.search import Verdict
-from app.compile.report import CompileReport
+from app.compile.report import CompileReport, report_of, write_report
 from app.compile.sparsity import prune_2_to_4
 from app.compile.subject import Subject, load_subject, pruned
 from app.compile.sweep import Concurrency
@@ -31,7 +33,7 @@ from app.engines.base import Engine, EngineSettings
 from app.engines.onnxruntime import open_oracle
 from app.engines.registry import installed_engines, open_engine, runs_plans
 from app.engines.tensorrt.manifest import read_plan
-from app.errors import CompileError
+from app.errors import CompileError, EngineError
 from app.models.factory import logits_of
 from app.models.huggingface import sequence_classifier
 from app.models.image import small_cnn
@@ -277,6 +279,32 @@ def test_an_int8_that_nobody_can_make_is_a_row_of_the_report(
     compilation.prove()
     assert [each.precision for each in compilation.records] == ["fp32"]
     assert [str(each) for each in compilation.skipped] == ["openvino int8: not run: the best try loses 0.5"]
+
+
+def test_a_bf16_file_is_judged_as_openvino_runs_it(subject: Subject, tmp_path: Path) -> None:
+    if "BF16" not in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        pytest.skip("this CPU does not compute in bf16")
+    file = Family(subject, CompileConfig(), (), tmp_path, print).files.get("bf16")
+    assert file.parity is not None
+    assert 1e-4 < file.parity.max_difference < 0.5
+    assert (file.holds, file.verdict) == (True, "hold")
+
+
+def test_a_file_that_nothing_here_runs_is_not_judged_and_no_plan_is_built_of_it(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> Engine:
+        raise EngineError("no kernel")
+
+    monkeypatch.setattr("app.compile.judge.open_engine", refuse)
+    wanted = Wanted([on_cpu("onnxruntime", "fp32")], ["bf16"], [])
+    compilation = Compilation(subject, CompileConfig(batch_sizes=[1]), wanted, tmp_path, print)
+    compilation.prove()
+    assert list(compilation.build_ahead()) == []
+    (skipped,) = compilation.skipped
+    assert (skipped.precision, "its file: not judged" in skipped.reason) == ("bf16", True)
+    page = write_report(report_of(compilation, "digits", None), UPath(tmp_path)).read_text(encoding="utf-8")
+    assert page.count("<td>not judged: ") == 1
 
 
 def test_an_engine_that_refuses_a_precision_is_skipped_in_its_own_words(subject: Subject, tmp_path: Path) -> None:
