@@ -53,6 +53,7 @@ class TestPyTorch(EngineContract):
         return lambda: TorchEngine(encoder(), SIGNATURE, TWO_STREAMS)
 
 
+@pytest.mark.slow
 class TestCompiledPyTorch(EngineContract):
     @pytest.fixture
     def opener(self) -> Callable[[], Engine]:
@@ -83,6 +84,13 @@ class Meeting(PooledEngine[str]):
         self.running.release()
         self.barrier.wait()
         return {}
+
+
+def test_compiled_pytorch_answers_for_every_size() -> None:
+    engine = CompiledTorchEngine(encoder(), SIGNATURE, EngineSettings())
+    for batch in (rows(3), rows(2, 8)):  # a single row would be compiled again
+        expected = TorchEngine(encoder(), SIGNATURE, EngineSettings()).infer(batch)[OUTPUT]
+        assert np.abs(engine.infer(batch)[OUTPUT] - expected).max() <= 1e-4
 
 
 def test_openvino_leaves_its_threads_on_every_core(onnx: Path) -> None:
