@@ -12,3 +12,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def verdict(holds: bool) -> str:
     """Beside a goal."""
     return "reached" if holds else "**missed**"
+
+
+def one_line(reason: str) -> str:
+    """The first line of a reason, and the last one of a log that may follow; fit for a table."""
+    first, *others = reason.strip().splitlines()
+    return (f"{first} … {others[-1]}" if others else first).replace("|", "\\|")

@@ -48,8 +48,8 @@ def contenders(files: Mapping[ComputePrecision, Path], weights: UPath, signature
         files: the ONNX file that OpenVINO takes for each precision, and ONNX Runtime for fp32.
     """
     return {
-        BASELINE: partial(_open_file, "onnxruntime", files["fp32"], "fp32"),
-        **{openvino(precision): partial(_open_file, "openvino", path, precision) for precision, path in files.items()},
+        BASELINE: partial(open_file, "onnxruntime", files["fp32"], "fp32"),
+        **{openvino(precision): partial(open_file, "openvino", path, precision) for precision, path in files.items()},
         **{name: partial(_open_module, kind, weights, signature) for name, kind in YARDSTICKS.items()},
     }
 
@@ -97,7 +97,8 @@ def _measure_here(concurrency: Concurrency, setting: Setting, rows: Tensors) -> 
     return point.latency_ms
 
 
-def _open_file(engine: str, path: Path, precision: ComputePrecision, concurrency: Concurrency) -> Engine:
+def open_file(engine: str, path: Path, precision: ComputePrecision, concurrency: Concurrency) -> Engine:
+    """A compiled file's engine. Raises EngineError."""
     return open_engine(engine, path, EngineSettings(precision, concurrency.threads, concurrency.streams))
 
 
