@@ -1,0 +1,95 @@
+"""What is measured: which servers, with which model behind them, are asked for what."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.serving.contenders import Contender
+from benchmarks.serving.loops import best_rate
+from benchmarks.serving.models import Models, ServedModel
+from benchmarks.serving.peer import Peer
+from benchmarks.serving.rayloom import Rayloom
+from benchmarks.serving.servers import ALONE, EAGER, Server
+from benchmarks.serving.wire import JsonTensors
+from benchmarks.serving.workloads import Workload, workload
+
+RAYLOOM, IN_JSON = "Rayloom", "Rayloom, JSON"
+BATCHING_OFF, CHOSEN = "Rayloom, batching off", "Rayloom, compile's choice"
+SAME_FILE_LOOP, CHOSEN_LOOP = "bare loop, the same file", "bare loop, compile's choice"
+
+_OFF = ("serve.batching={max_batch_size: 1, preferred_batch_sizes: [], timeout_us: 0}",)
+
+
+@dataclass(frozen=True)
+class Field:
+    """The peers that take part, and the folder of their virtual environments."""
+
+    servers: Sequence[Server]
+    environments: Path
+
+    def peers(self, model: ServedModel) -> list[Peer]:
+        """Each server in every way that it is run."""
+        return [
+            Peer(server, model, batching, self.environments) for server in self.servers for batching in server.batchings
+        ]
+
+    def eager(self, model: ServedModel) -> Peer:
+        """PyTorch, one request at a time."""
+        return Peer(EAGER, model, ALONE, self.environments)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One race."""
+
+    title: str
+    own: Sequence[Contender]
+    peers: Sequence[Peer]
+    workload: Workload
+    loops: Mapping[str, Callable[[], float]]
+    """Bare engines, each a function that measures its rows a second."""
+
+
+def tiny_cnn(models: Models, field: Field) -> Case:
+    """Of a model that takes no time, the server's own cost is measured."""
+    return Case(
+        "Tiny CNN",
+        [Rayloom(RAYLOOM, models.cnn), Rayloom(IN_JSON, models.cnn, encoding=JsonTensors)],
+        field.peers(models.cnn),
+        workload(models.cnn.onnx, models.pictures),
+        {SAME_FILE_LOOP: partial(best_rate, models.cnn, models.pictures)},
+    )
+
+
+def encoder(models: Models, field: Field) -> Case:
+    """Of a model that takes milliseconds, how much of the engine a server lets through, and what compile adds."""
+    rows = models.short_texts
+    return Case(
+        "Sentence encoder, 32 tokens",
+        [
+            Rayloom(RAYLOOM, models.encoder),
+            Rayloom(BATCHING_OFF, models.encoder, _OFF),
+            Rayloom(CHOSEN, models.chosen),
+        ],
+        field.peers(models.encoder),
+        workload(models.encoder.onnx, rows),
+        {
+            SAME_FILE_LOOP: partial(best_rate, models.encoder, rows),
+            CHOSEN_LOOP: partial(best_rate, models.chosen, rows),
+        },
+    )
+
+
+def texts(models: Models, field: Field) -> Case:
+    """The whole stack beside what a person writes first, on texts of every length."""
+    return Case(
+        "Sentence encoder, texts of every length",
+        [Rayloom(CHOSEN, models.chosen)],
+        [field.eager(models.encoder)],
+        workload(models.encoder.onnx, models.texts),
+        {},
+    )
+
+
+CASES: Mapping[str, Callable[[Models, Field], Case]] = {"cnn": tiny_cnn, "encoder": encoder, "texts": texts}

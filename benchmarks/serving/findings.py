@@ -1,0 +1,43 @@
+"""All that a run of the benchmark finds."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.serving.race import Race
+from benchmarks.serving.sweep import Swept
+
+
+@dataclass(frozen=True)
+class Raced:
+    """One case."""
+
+    title: str
+    peers: Collection[str]
+    """Names of those that Rayloom is compared with."""
+
+    peers_alone: Collection[str]
+    """Those of them that do not join requests."""
+
+    race: Race
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that a run of the benchmark found."""
+
+    races: Mapping[str, Raced]
+    """By the case's name."""
+
+    sweep: Swept | None
+    """None: it was not asked for."""
+
+    versions: Sequence[str]
+    """Of peers."""
+
+    num_rounds: int
+    seconds: int
+    """Of load at each number of connections; at 64 twice as many."""
+
+    load_before: str
+    load_after: str
+    minutes: float

@@ -1,0 +1,289 @@
+"""The benchmark of serving: what is sent and read, what wrk says, who is compared with whom, and what is reported."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import sys
+import threading
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+
+from app.tensors import Tensors
+from benchmarks.serving import goals
+from benchmarks.serving.cases import BATCHING_OFF, CHOSEN, RAYLOOM, SAME_FILE_LOOP
+from benchmarks.serving.environments import PEERS
+from benchmarks.serving.findings import Findings, Raced
+from benchmarks.serving.plot import heat_map
+from benchmarks.serving.processes import ServerError, running
+from benchmarks.serving.race import CONNECTIONS, Race, Result, race
+from benchmarks.serving.report import report
+from benchmarks.serving.servers import EAGER
+from benchmarks.serving.sweep import SETTINGS, Outcome, Swept
+from benchmarks.serving.wire import BinaryTensors, JsonTensors, NamedLists, Request, StackedList, Wire
+from benchmarks.serving.workloads import EXACT, NARROWED, Tolerance, Workload
+from benchmarks.serving.wrk import Load, drive, parse
+from benchmarks.spread import Spread
+
+WRK_SAID = """Running 1s test @ http://127.0.0.1:8000
+  1 threads and 16 connections
+  Thread Stats   Avg      Stdev     Max   +/- Stdev
+    Latency     1.23ms  456.00us  20.00ms   90.00%
+REPORT {"requests": 4010, "duration_us": 2000000, "p50_us": 1234, "p99_us": 5678, \
+"refused": 10, "connect": 0, "read": 2, "write": 0, "timeout": 1}
+"""
+ROW: Tensors = {"ids": np.array([[1, 2]]), "mask": np.array([[1, 0]])}
+
+
+def test_only_good_answers_count_and_every_error_does() -> None:
+    assert parse(WRK_SAID, cpu_s=0.5) == Load(rate=2000.0, p50_ms=1.234, p99_ms=5.678, errors=13, generator_busy=0.25)
+
+
+@pytest.mark.parametrize("output", ["", WRK_SAID.replace("REPORT", ""), WRK_SAID.replace("4010", "0")])
+def test_a_run_that_says_nothing_is_an_error(output: str) -> None:
+    with pytest.raises(RuntimeError, match=r"printed no report|nothing was answered"):
+        parse(output, cpu_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("wire", "content", "headers"),
+    [
+        (NamedLists("/"), b'{"output": [0.5, -2]}', {}),
+        (StackedList("/"), b"[[0.5, -2]]", {}),
+        (JsonTensors("m"), b'{"outputs": [{"name": "logits", "shape": [1, 2], "data": [0.5, -2]}]}', {}),
+        (
+            BinaryTensors("m"),
+            (header := b'{"outputs": [{"name": "logits"}]}') + np.array([0.5, -2], np.float32).tobytes(),
+            {"Inference-Header-Content-Length": str(len(header))},
+        ),
+    ],
+    ids=str,
+)
+def test_every_answer_is_read(wire: Wire, content: bytes, headers: dict[str, str]) -> None:
+    answer = wire.answer(httpx.Response(200, content=content, headers=headers))
+    assert answer.dtype == np.float32
+    assert answer.tolist() == [0.5, -2.0]
+
+
+def test_what_is_sent_holds_the_row() -> None:
+    assert json.loads(NamedLists("/").request(ROW).body) == {"ids": [1, 2], "mask": [1, 0]}
+    assert json.loads(StackedList("/").request(ROW).body) == {"inputs": [[[1, 2], [1, 0]]]}
+    (ids, _) = json.loads(JsonTensors("m").request(ROW).body)["inputs"]
+    assert ids == {"name": "ids", "shape": [1, 2], "datatype": "INT64", "data": [1, 2]}
+    binary = BinaryTensors("m").request(ROW)
+    length = int(binary.headers["Inference-Header-Content-Length"])
+    assert [each["parameters"] for each in json.loads(binary.body[:length])["inputs"]] == [{"binary_data_size": 16}] * 2
+    assert np.frombuffer(binary.body[length:], np.int64).tolist() == [1, 2, 1, 0]
+
+
+def test_a_raw_request_is_one_that_http_knows() -> None:
+    raw = Request("/p", b"\0\r\n\r\n", {"X": "y"}).raw("h:1")
+    head, _, body = raw.partition(b"\r\n\r\n")
+    assert head.split(b"\r\n") == [b"POST /p HTTP/1.1", b"Host: h:1", b"Content-Length: 5", b"X: y"]
+    assert body == b"\0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "given", "wrong"),
+    [
+        (EXACT, [1.0, 2.0], None),
+        (EXACT, [1.0, 2.1], "a number is 0.1 off"),
+        (EXACT, [1.0], "1 numbers, expected 2"),
+        (EXACT, [float("nan"), 2.0], "a number is nan off"),
+        (NARROWED, [1.1, 2.1], None),
+        (NARROWED, [2.0, 1.0], "a cosine of 0.8000"),
+    ],
+)
+def test_an_answer_is_compared(tolerance: Tolerance, given: list[float], wrong: str | None) -> None:
+    difference = tolerance.difference_of(np.array(given, np.float32), np.array([1.0, 2.0], np.float32))
+    assert (difference is None) if wrong is None else str(difference).startswith(wrong)
+
+
+class Doubling(BaseHTTPRequestHandler):
+    """Doubles the numbers that it is given; 13 is too much for it."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        (values,) = json.loads(self.rfile.read(int(self.headers["Content-Length"]))).values()
+        content = json.dumps({"output": [2 * value for value in values]}).encode()
+        self.send_response(500 if 13 in values else 200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Not in the output of a test."""
+
+
+@pytest.fixture
+def doubling() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Doubling) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def _asking(*values: float) -> Workload:
+    rows = [{"x": np.array([[value, 1.0]])} for value in values]
+    return Workload(rows, [(2 * row["x"][0]).astype(np.float32) for row in rows])
+
+
+def test_a_server_is_checked_on_every_row(doubling: str) -> None:
+    _asking(*range(12)).check(doubling, NamedLists("/"), EXACT)
+    with pytest.raises(ServerError, match="answered 500"):
+        _asking(*range(14)).check(doubling, NamedLists("/"), EXACT)
+    with pytest.raises(ServerError, match="does not answer"):
+        _asking(1).check("http://127.0.0.1:9", NamedLists("/"), EXACT)
+    wrong = dataclasses.replace(_asking(1, 2), expected=_asking(1, 3).expected)
+    with pytest.raises(ServerError, match="row 1 is answered wrong: a number is 2 off"):
+        wrong.check(doubling, NamedLists("/"), EXACT)
+
+
+@pytest.mark.skipif(shutil.which("wrk") is None, reason="wrk is not installed")
+def test_wrk_takes_turns_through_the_requests(doubling: str) -> None:
+    asked = _asking(1, 13).requests(NamedLists("/"))
+    load = drive(doubling, asked, connections=2, seconds=1)
+    assert 0 < load.p50_ms <= load.p99_ms
+    assert 0 < load.generator_busy < 1
+    # Every other answer is an error. A busy machine makes the second longer, by which errors are not divided.
+    assert load.errors == pytest.approx(load.rate, rel=0.25)
+
+
+def test_a_server_that_ends_is_told_with_its_log(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "raise SystemExit('no such model')"]
+    with (
+        pytest.raises(ServerError, match="ended with 1:\nno such model"),
+        running(command, {}, tmp_path, lambda: False),
+    ):
+        pass
+
+
+def test_nothing_of_a_server_is_left_not_even_what_it_sent_away(tmp_path: Path) -> None:
+    script = (
+        "import subprocess, sys\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        "open('ready', 'w').close()\n"
+        "import time; time.sleep(600)\n"
+    )
+    with running([sys.executable, "-c", script], {"BENCH_TEST": str(tmp_path)}, tmp_path, (tmp_path / "ready").exists):
+        assert len(_processes_of(tmp_path)) == 2
+    assert _processes_of(tmp_path) == []
+
+
+def _processes_of(folder: Path) -> list[int]:
+    found = []
+    for each in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if each.environ().get("BENCH_TEST") == str(folder) and each.pid != os.getpid():
+                found.append(each.pid)
+    return found
+
+
+class Broken:
+    """A contender that does not start."""
+
+    name, setting, wire, tolerance = "broken", "", NamedLists("/"), EXACT
+
+    @contextlib.contextmanager
+    def serve(self, folder: Path) -> Iterator[str]:
+        raise ServerError("no such backend:\na log\nits | end")
+        yield ""
+
+
+def test_a_server_that_does_not_run_is_left_out_and_the_rest_goes_on() -> None:
+    ran = race([Broken()], _asking(1), {"loop": lambda: 7.0}, num_rounds=2, seconds=1)
+    assert ran.absent == {"broken": "no such backend: … its \\| end"}
+    assert not ran.results
+    assert ran.loops == {"loop": Spread((7.0, 7.0))}
+
+
+def test_a_goal_is_judged_by_the_best_peer_at_each_number_of_connections() -> None:
+    found = _found({RAYLOOM: (10, 300, 300), "a": (10, 100, 250), "b": (10, 150, 150)})
+    some, many = "rows a second, 16 connections", "rows a second, 64 connections"
+    assert _goal(found, "cnn: Rayloom / the best peer", some).reached == "2.000 (2.000 to 2.000), b"
+    assert _goal(found, "cnn: Rayloom / the best peer", some).verdict == "reached"
+    assert _goal(found, "cnn: Rayloom / the best peer", many).reached == "1.200 (1.200 to 1.200), a"
+    assert _goal(found, "cnn: Rayloom / the best peer", many).verdict == "**missed**"
+    assert _goal(found, "cnn: Rayloom / the best peer", "p99, 64 connections").verdict == "reached"
+
+
+def test_the_encoder_is_judged_by_its_loop_and_by_servers_without_batching() -> None:
+    rates = {RAYLOOM: (100, 190, 196), BATCHING_OFF: (100, 100, 98), CHOSEN: (200, 300, 500), "a": (120, 100, 180)}
+    found = _found(rates, case="encoder")
+    assert _goal(found, "encoder: Rayloom / the bare").reached == "0.980 (0.980 to 0.980), bare loop, the same file"
+    assert _goal(found, "encoder: Rayloom / itself without batching", "p50, 1 connection").verdict == "reached"
+    assert _goal(found, "encoder: Rayloom / the best peer without batching").reached == "1.200 (1.200 to 1.200), a"
+    assert _goal(found, "encoder: Rayloom / itself without batching", "64 connections").reached.startswith("2.000")
+    assert _goal(found, f"encoder: {CHOSEN} / the best peer").verdict == "reached"
+
+
+def test_the_whole_stack_is_judged_where_requests_wait() -> None:
+    found = _found({CHOSEN: (100, 600, 800), EAGER.name: (50, 100, 100)}, case="texts")
+    assert [each.verdict for each in goals.goals(found)] == ["**missed**", "reached", "reached", "reached"]
+
+
+def test_what_did_not_run_is_open_and_its_reason_is_told() -> None:
+    found = _found({"a": (10, 10, 10)}, absent={RAYLOOM: "no such job"})
+    assert {each.reached for each in goals.goals(found)} == {"no such job"}
+    assert {each.verdict for each in goals.goals(found)} == {"open"}
+    assert "- **Rayloom** was left out: no such job" in report(found, Path("sweep.svg"))
+
+
+def test_the_report_has_every_goal_and_every_server() -> None:
+    found = _found({RAYLOOM: (10, 300, 300), "a": (10, 100, 250)})
+    text = report(found, Path("sweep.svg"))
+    assert all(f"| {each.what} | {each.goal} | {each.reached} |" in text for each in goals.goals(found))
+    row = "| a | 64 | 250 (250 to 250) | 256.000 (256.000 to 256.000) | 256.000 (256.000 to 256.000) | 0 | 50% |"
+    assert row in text
+    assert "- **a**: as it comes; sent lists" in text
+    assert f"| {SAME_FILE_LOOP} |  | 200 (200 to 200) |" in text
+    assert "3 errors in all settings together" in text
+    assert f"- `{SETTINGS[1].override}` was left out: no such key" in text
+
+
+def test_peers_run_the_engine_that_rayloom_runs() -> None:
+    pins = {path.parent.name: path.read_text(encoding="utf-8").split() for path in PEERS.glob("*/requirements.txt")}
+    assert len(pins) == 4
+    assert all(f"onnxruntime=={version('onnxruntime')}" in pinned for pinned in pins.values())
+
+
+def test_the_sweep_is_drawn_with_a_field_for_each_setting() -> None:
+    swept = {setting: Outcome(100.0 + setting.max_size, 1.5, 0) for setting in SETTINGS}
+    drawn = ET.fromstring(heat_map(swept))
+    texts = [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts.count("1.5 ms alone") == len(SETTINGS)
+    assert {"no preferred size", "preferred size 8", "preferred size 16", "132/s"} <= set(texts)
+
+
+def _goal(found: Findings, begins: str, ends: str = "") -> goals.Goal:
+    (goal,) = (each for each in goals.goals(found) if each.what.startswith(begins) and each.what.endswith(ends))
+    return goal
+
+
+def _found(
+    rates: dict[str, tuple[float, float, float]], case: str = "cnn", absent: dict[str, str] | None = None
+) -> Findings:
+    """Two rounds of the same numbers: rates at 1, 16 and 64 connections; latencies follow from them."""
+    results = {name: Result("as it comes", "lists", [_loads(each)] * 2) for name, each in rates.items()}
+    ran = Race(results, {SAME_FILE_LOOP: Spread((200.0, 200.0))}, absent or {})
+    peers = [name for name in rates if not name.startswith("Rayloom")]
+    raced = Raced(case, peers, peers, ran)
+    swept = Swept({SETTINGS[0]: Outcome(100.0, 1.5, 3)}, {SETTINGS[1]: "no such key"})
+    return Findings({case: raced}, swept, ["a 1.0"], 2, 1, "0.1", "0.2", 1.0)
+
+
+def _loads(rates: tuple[float, float, float]) -> dict[int, Load]:
+    return {
+        connections: Load(rate, latency := 1e3 * connections / rate, latency, errors=0, generator_busy=0.5)
+        for connections, rate in zip(CONNECTIONS, rates, strict=True)
+    }
