@@ -5,7 +5,7 @@ INSTALLED_DEV := .venv/.installed-dev
 INSTALLED_BENCH := .venv/.installed-bench
 
 .NOTPARALLEL:  # what is installed for two goals goes into one environment
-.PHONY: help install demo test test-gpu test-faults bench-training bench-tuning bench-compile lint format
+.PHONY: help install demo test test-gpu test-faults bench-training bench-tuning bench-compile bench-serving lint format
 
 help:
 	@echo "make demo            from a fresh clone to a prediction: install, start a cluster, tune, train, compile, deploy, ask"
@@ -15,6 +15,7 @@ help:
 	@echo "make bench-training  training beside its peers, into benchmarks/training/RESULTS.md; the machine must be quiet"
 	@echo "make bench-tuning    a search beside its peers, counted in epochs, into benchmarks/tuning/RESULTS.md; the machine must be quiet"
 	@echo "make bench-compile   compiled models beside PyTorch and ONNX Runtime, into benchmarks/compile/RESULTS.md; the machine must be quiet"
+	@echo "make bench-serving   the endpoint beside other model servers, into benchmarks/serving/RESULTS.md; needs wrk; the machine must be quiet"
 	@echo "make lint            ruff, mypy and the rules between the parts"
 	@echo "make format          put the code into its one form"
 
@@ -59,6 +60,9 @@ bench-tuning: $(INSTALLED_BENCH)
 
 bench-compile: $(INSTALLED_BENCH)
 	@$(BIN)/python -m benchmarks.compile
+
+bench-serving: $(INSTALLED_BENCH)
+	@$(BIN)/python -m benchmarks.serving
 
 lint: $(INSTALLED_DEV)
 	@$(BIN)/ruff check .
