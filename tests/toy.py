@@ -130,6 +130,11 @@ def is_right(answer: Mapping[str, Any], logits: NDArray[np.float32]) -> bool:
 def deployed(cluster: dict[str, str], version: int, *overrides: str) -> Iterator[dict[str, Any]]:
     """Serve a version in a cluster that serves nothing else, until the end; the artifacts of the job."""
     yield deploy(cluster, version, *overrides)
+    serve_nothing(cluster)
+
+
+def serve_nothing(cluster: dict[str, str]) -> None:
+    """End the endpoint of a running cluster; Serve runs on."""
     token = Path(cluster["RAY_AUTH_TOKEN_PATH"]).read_text(encoding="utf-8").strip()
     answer = httpx.delete(
         f"{cluster['RAY_API_SERVER_ADDRESS']}/api/serve/applications/",

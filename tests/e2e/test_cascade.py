@@ -6,6 +6,7 @@ from upath import UPath
 from tests.cascades import publish_stages
 from tests.engine_contract import TEXTS
 from tests.helpers import submit
+from tests.toy import serve_nothing
 
 
 def test_a_cascade_is_calibrated_deployed_and_says_who_answered(cluster: dict[str, str]) -> None:
@@ -18,3 +19,4 @@ def test_a_cascade_is_calibrated_deployed_and_says_who_answered(cluster: dict[st
     answer = httpx.post(asked, json={"inputs": TEXTS[:4]}).json()
     assert f"toy/{answer['model_version']}" == deployed["artifacts"]["model"]
     assert {each["stage"] for each in answer["predictions"]} <= {0, 1}
+    serve_nothing(cluster)

@@ -7,7 +7,7 @@ from upath import UPath
 
 from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, exported
 from tests.helpers import run, submit
-from tests.toy import LABELS, publish_version
+from tests.toy import LABELS, publish_version, serve_nothing
 
 DEPLOY = ["deploy", "recipes/reviews.yaml", "name=tried", "serve.threads=1"]
 
@@ -38,3 +38,4 @@ def test_a_canary_is_served_promoted_and_then_answers_everything(cluster: dict[s
     assert versions(endpoint) == {"2": 40}
     code, told = models("delete", "tried", "1")
     assert (code, "version 1, is previous" in told) == (2, True), told
+    serve_nothing(cluster)
