@@ -19,8 +19,8 @@ def tls_options(tls: TlsConfig | None) -> dict[str, str]:
         # With these options the replicas would speak TLS, and HAProxy, which asks them in the clear, find them dead.
         raise ClusterError(
             "serve.tls is given, and this cluster's ingress is HAProxy, which Ray starts without TLS: put a proxy that "
-            "ends TLS in front of the endpoint and leave serve.tls out; or start the cluster with "
-            "RAY_SERVE_ENABLE_HA_PROXY=0, whose ingress is slower and speaks TLS"
+            "ends TLS in front of the endpoint, set serve.auth to token and leave serve.tls out; or start the cluster "
+            "with RAY_SERVE_ENABLE_HA_PROXY=0, whose ingress is slower and speaks TLS"
         )
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(tls.certificate, tls.key, password="")

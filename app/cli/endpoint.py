@@ -3,18 +3,21 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from app.cluster.state import ClusterState
 from app.errors import ClusterError, RequestError
-from app.serving.protocol.management import ModelIndex
+from app.serving.protocol.management import ModelIndex, Statistics
 from app.serving.protocol.natural import PredictRequest, PredictResponse
 from app.serving.token_file import TOKEN_FILE, read_token
 
 TOKEN_FILE_VARIABLE = "RAYLOOM_TOKEN_FILE"  # noqa: S105 # its name
-_INDEX = TypeAdapter(list[ModelIndex])
+_INDEX, _STATISTICS = TypeAdapter(list[ModelIndex]), TypeAdapter(Statistics)
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -29,18 +32,32 @@ class EndpointClient:
         return {"Authorization": f"Bearer {read_token(self.token_file)}"} if self.token_file else {}
 
     def models(self) -> list[ModelIndex]:
-        """The models that it has loaded: none, if nothing was ever deployed.
+        """The models that it serves: none, if nothing was ever deployed.
 
         Raises:
             ClusterError: something is there and does not say.
         """
+        return self._told("POST", "v2/repository/index", _INDEX) or []
+
+    def holds(self, name: str, version: int) -> bool:
+        """Whether it has a version in memory, in whichever role: an earlier stage of a cascade is in no index.
+
+        Raises:
+            ClusterError: something is there and does not say.
+        """
+        told = self._told("GET", "v2/models/stats", _STATISTICS)
+        held = told.model_stats if told else []
+        return (name, str(version)) in {(each.name.rpartition("/")[2], each.version) for each in held}
+
+    def _told(self, method: str, path: str, kind: TypeAdapter[Answer]) -> Answer | None:
+        """What it answers; None if nothing was ever deployed."""
         try:
-            answer = httpx.post(f"{self.url}/v2/repository/index", headers=self._headers, timeout=5.0)
+            answer = httpx.request(method, f"{self.url}/{path}", headers=self._headers, timeout=5.0)
             if answer.status_code == httpx.codes.NOT_FOUND:  # Serve without an application
-                return []
-            return _INDEX.validate_json(answer.raise_for_status().content)
+                return None
+            return kind.validate_json(answer.raise_for_status().content)
         except httpx.ConnectError:
-            return []
+            return None
         except (httpx.HTTPError, ValidationError) as error:
             raise ClusterError(
                 f"the endpoint {self.url} does not say which models it has loaded ({error}): if it asks for a token, "

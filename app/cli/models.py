@@ -71,10 +71,10 @@ def rollback(name: str, storage: Storage = None) -> None:
 def delete(name: str, version: Version, storage: Storage = None) -> None:
     """Remove a version for good, unless an alias names it or the local endpoint serves it."""
     cluster = read_state()
-    if cluster and str(version) in _served(name):
+    if cluster and local_endpoint(cluster).holds(name, version):
         raise StorageError(
             f"model {name!r}, version {version}, is served at {cluster.endpoint}: deploy another version first, with "
-            "'rayloom submit deploy RECIPE serve.version=N', or without the canary or shadow that it is"
+            "'rayloom submit deploy RECIPE serve.version=N', or without the canary, shadow or stage that it is"
         )
     with _repository(storage) as repository:
         repository.delete(name, version)
@@ -138,7 +138,7 @@ def _noted(damages: list[str]) -> Iterator[None]:
 
 
 def _served(name: str) -> list[str]:
-    """The versions of a model that the local endpoint has loaded, production first. Raises ClusterError if mute."""
+    """The versions of a model that the local endpoint serves, production first. Raises ClusterError if it is mute."""
     cluster = read_state()
     served = local_endpoint(cluster).models() if cluster else []
     return [each.version for each in served if each.name == name]

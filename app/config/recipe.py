@@ -130,7 +130,8 @@ class ServeConfig(Section):
 
     @model_validator(mode="after")
     def _a_target_has_a_range(self) -> Self:
-        if self.scaling.latency_target_ms is not None and not isinstance(self.replicas, tuple):
+        least, most = self.replica_range or (1, 1)
+        if self.scaling.latency_target_ms is not None and least == most:
             raise ValueError(
                 f"scaling.latency_target_ms is {self.scaling.latency_target_ms:g}, and replicas do not vary: make them "
                 "[least, most]"

@@ -181,7 +181,7 @@ def _routes(endpoint: Endpoint) -> FastAPI:
     @api.get("/v2/models/stats")
     async def all_statistics() -> Statistics:
         """What every model has done since it was loaded."""
-        return Statistics(model_stats=[each.statistics for each in endpoint.models])
+        return Statistics(model_stats=endpoint.statistics())
 
     @api.get("/v2/models/{name}/stats")
     @api.get("/v2/models/{name}/versions/{version}/stats")

@@ -8,6 +8,7 @@ from grpc import StatusCode
 from app.errors import (
     DataError,
     DeadlineError,
+    EngineError,
     NotServedError,
     OverloadError,
     RequestError,
@@ -40,7 +41,13 @@ _STATUS: dict[type[Exception], tuple[int, StatusCode]] = {
 
 
 def refusal(error: Exception) -> Refusal:
-    """What to tell of an error. What nobody foresaw is logged, and nothing of it told."""
+    """What to tell of an error. What nobody foresaw is logged, and nothing of it told.
+
+    An engine that failed by itself is logged, too: its replica is about to be replaced, and another one may answer.
+    """
+    if isinstance(error, EngineError):
+        LOG.error("an engine failed", exc_info=error)
+        return Refusal(503, StatusCode.UNAVAILABLE, "the engine failed: try again")
     for kind, (http, grpc) in _STATUS.items():
         if isinstance(error, kind):
             return Refusal(http, grpc, str(error))

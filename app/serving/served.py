@@ -33,6 +33,8 @@ _TRUSTED_S = 5.0
 """For how long an engine that has answered need not be asked again."""
 _STUCK_S = 60.0
 """An engine that is at work on one call for so long will not come back."""
+_PROBE_WAIT_S = 0.2
+"""For an answer to a check; what comes later, the next check hears."""
 
 
 class ServedModel:
@@ -50,6 +52,8 @@ class ServedModel:
         self._unused.set()
         self._last_inference_ms = 0
         self._answered_s = time.monotonic()  # when it was loaded
+        self._probe: asyncio.Task[None] | None = None
+        self._probed_s = 0.0
         self._unanswerable = Durations()
         self.latencies = RecentLatencies()
         """Of requests that were answered, or would have been too late."""
@@ -161,10 +165,18 @@ class ServedModel:
         Raises:
             EngineError: it fails, answers numbers that are not finite, or does not come back from a call.
         """
-        if (running_s := self._batcher.running_s) > _STUCK_S:
+        running_s, idle_s = self._batcher.running_s, time.monotonic() - self._answered_s
+        if self._probe is None and not running_s and idle_s > _TRUSTED_S:
+            self._probe, self._probed_s = asyncio.create_task(self._ask_engine()), time.monotonic()
+        if self._probe:  # one at a time, and not waited for: an engine may need longer than Serve gives a check
+            await asyncio.wait([self._probe], timeout=_PROBE_WAIT_S)
+            if self._probe.done():
+                ended, self._probe = self._probe, None
+                ended.result()
+            else:
+                running_s = max(running_s, time.monotonic() - self._probed_s)
+        if running_s > _STUCK_S:
             raise EngineError(f"the engine has been at work on one call for {running_s:.0f} s: the replica is replaced")
-        if not running_s and time.monotonic() - self._answered_s > _TRUSTED_S:
-            await self._ask_engine()
 
     async def _call(self, tensors: Tensors, priority: int, timeout_s: float | None) -> Tensors:
         """The engine's answer; its failure is the request's fault if it answers another one."""
@@ -228,6 +240,8 @@ class ServedModel:
         """Answer what was asked, then give the engine's memory back."""
         await self._unused.wait()  # who has encoded, for one, goes on to the batcher before this does
         await self._batcher.close()
+        if self._probe:
+            await asyncio.wait([self._probe])
         self._encoder.shutdown()
         await asyncio.to_thread(self.model.engine.close)
 

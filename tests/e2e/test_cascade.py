@@ -3,9 +3,10 @@
 import httpx
 from upath import UPath
 
+from app.repository.repository import Repository
 from tests.cascades import publish_stages
 from tests.engine_contract import TEXTS
-from tests.helpers import submit
+from tests.helpers import run, submit
 from tests.toy import serve_nothing
 
 
@@ -19,4 +20,7 @@ def test_a_cascade_is_calibrated_deployed_and_says_who_answered(cluster: dict[st
     answer = httpx.post(asked, json={"inputs": TEXTS[:4]}).json()
     assert f"toy/{answer['model_version']}" == deployed["artifacts"]["model"]
     assert {each["stage"] for each in answer["predictions"]} <= {0, 1}
+    first = Repository(UPath(cluster["RAYLOOM_STORAGE"])).production("tiny")
+    refused = run("rayloom", "models", "delete", "tiny", str(first), environment=cluster)
+    assert (refused.returncode, "is served at" in refused.stderr) == (2, True), refused.stderr
     serve_nothing(cluster)

@@ -38,7 +38,7 @@ from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, exported, rows
 from tests.helpers import ROOT
 from tests.publishing import CARD
 from tests.serving import Server, serving
-from tests.toy import LABELS, publish_version
+from tests.toy import LABELS, asked, body, endpoint_config, publish_version, version_config
 
 REVIEWS = ROOT / "recipes/reviews.yaml"
 POLICY = BatchingPolicy(max_batch_size=64)
@@ -175,21 +175,16 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> UPath:
     return folder
 
 
-def version(storage: UPath, name: str, **knobs: Any) -> VersionConfig:
-    policy = BatchingPolicy(**{"max_batch_size": 64, **knobs})
-    return VersionConfig(storage=str(storage), name=name, version=1, threads=1, policy=policy)
-
-
 def config(large: VersionConfig, small: VersionConfig, threshold: float) -> EndpointConfig:
     model = DeployedModel(production=large, cascade=Cascade(before=(small,), rule=rule_of(threshold)))
-    return EndpointConfig.model_validate_json(EndpointConfig(models={"toy": model}).model_dump_json())  # as Ray does
+    return endpoint_config(model)
 
 
 @pytest.fixture(scope="module")
 def server(storage: UPath) -> Iterator[Server]:
     """Of 'tiny' before 'toy', with a threshold that half of eight rows reach."""
     with serving() as started:
-        large, small = version(storage, "toy"), version(storage, "tiny")
+        large, small = version_config(storage, 1, "toy"), version_config(storage, 1, "tiny")
         started.run(started.endpoint.update(config(large, small, 1.0)))
         confidences = np.sort(max_probability(stage(started, 0, rows(8))))
         started.run(started.endpoint.update(config(large, small, float(confidences[3:5].mean()))))
@@ -202,13 +197,6 @@ def stage(server: Server, place: int, tensors: Tensors) -> NDArray[np.float32]:
     return logits - (1 - place) * LEANING
 
 
-def asked(library: Any, tensors: Tensors) -> list[Any]:
-    inputs = [library.InferInput(name, list(tensor.shape), "INT64") for name, tensor in tensors.items()]
-    for each in inputs:
-        each.set_data_from_numpy(tensors[each.name()])
-    return inputs
-
-
 def test_each_row_is_answered_by_the_stage_that_the_response_names(server: Server) -> None:
     tensors, client = rows(8), tritonclient.http.InferenceServerClient(server.http)
     before = [each["inference_count"] for each in client.get_inference_statistics("toy")["model_stats"]]
@@ -217,7 +205,7 @@ def test_each_row_is_answered_by_the_stage_that_the_response_names(server: Serve
     assert sorted(stages) == [0] * 4 + [1] * 4
     expected = np.stack([stage(server, place, tensors) for place in (0, 1)])[stages, range(8)]
     assert np.allclose(answer.as_numpy(OUTPUT), expected, atol=1e-4)
-    after = client.get_inference_statistics("toy")["model_stats"]
+    after = client.get_inference_statistics()["model_stats"]
     assert [each["name"] for each in after] == ["toy", "toy/tiny"]
     assert [each["inference_count"] - count for each, count in zip(after, before, strict=True)] == [4, 8]
 
@@ -246,7 +234,7 @@ def test_natural_input_gets_labels_and_their_stage(server: Server) -> None:
 
 def test_a_single_model_says_nothing_of_stages(storage: UPath) -> None:
     with serving() as server:
-        alone = EndpointConfig(models={"toy": DeployedModel(production=version(storage, "toy"))})
+        alone = EndpointConfig(models={"toy": DeployedModel(production=version_config(storage, 1, "toy"))})
         server.run(server.endpoint.update(alone))
         answer = httpx.post(f"http://{server.http}/v1/models/toy/predict", json={"inputs": "good"})
         assert set(answer.json()["predictions"][0]) == {"label", "scores"}
@@ -254,7 +242,11 @@ def test_a_single_model_says_nothing_of_stages(storage: UPath) -> None:
 
 def test_stages_that_read_texts_differently_answer_texts_but_no_tensors(storage: UPath) -> None:
     with serving() as server:
-        server.run(server.endpoint.update(config(version(storage, "toy"), version(storage, "foreign"), 1.0)))
+        server.run(
+            server.endpoint.update(
+                config(version_config(storage, 1, "toy"), version_config(storage, 1, "foreign"), 1.0)
+            )
+        )
         refused = httpx.post(f"http://{server.http}/v2/models/toy/infer", json=body(rows(1)))
         assert (refused.status_code, "ask /v1/models/toy/predict" in refused.json()["error"]) == (400, True)
         answer = httpx.post(f"http://{server.http}/v1/models/toy/predict", json={"inputs": TEXTS[:2]})
@@ -268,8 +260,8 @@ def test_a_large_stage_over_its_queue_limit_refuses_the_request(storage: UPath) 
         answers.append(httpx.post(f"http://{address}/v2/models/toy/infer", json=body(rows(64, 32)), timeout=60))
 
     with serving() as server:
-        large = version(storage, "toy", max_batch_size=1, queue_limit=1)
-        server.run(server.endpoint.update(config(large, version(storage, "tiny"), 1.0)))
+        large = version_config(storage, 1, "toy", max_batch_size=1, queue_limit=1)
+        server.run(server.endpoint.update(config(large, version_config(storage, 1, "tiny"), 1.0)))
         threads = [threading.Thread(target=ask, args=(server.http,)) for _ in range(12)]
         for thread in threads:
             thread.start()
@@ -278,15 +270,6 @@ def test_a_large_stage_over_its_queue_limit_refuses_the_request(storage: UPath) 
     assert {each.status_code for each in answers} == {200, 503}
     refused = [each for each in answers if each.status_code == 503]
     assert all("wait already" in each.json()["error"] and int(each.headers["retry-after"]) >= 1 for each in refused)
-
-
-def body(tensors: Tensors) -> dict[str, object]:
-    return {
-        "inputs": [
-            {"name": name, "shape": list(tensor.shape), "datatype": "INT64", "data": tensor.ravel().tolist()}
-            for name, tensor in tensors.items()
-        ]
-    }
 
 
 def test_a_cascade_is_planned_from_a_recipe_and_what_is_published(storage: UPath) -> None:

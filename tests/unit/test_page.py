@@ -21,7 +21,7 @@ from app.config import DataConfig, ImageConfig
 from app.data.images import ImageProcessor, encode_png
 from app.engines.base import Signature
 from app.serving.auth import Access
-from app.serving.config import DeployedModel, EndpointConfig
+from app.serving.config import DeployedModel, EndpointConfig, Share
 from app.serving.page import PAGE
 from app.tensors import OUTPUT, TensorSpec
 from tests.engine_contract import PROCESSOR, SIGNATURE, exported
@@ -47,7 +47,8 @@ brightness (float[rows, 1, 8, 8] pixel_values) => (float[rows, 2] logits) {
 def config(tmp_path_factory: pytest.TempPathFactory) -> EndpointConfig:
     """A model of texts and one of pictures."""
     storage = UPath(tmp_path_factory.mktemp("page"))
-    publish_version(storage, "reviews", exported(), SIGNATURE, PROCESSOR, LABELS)
+    for _ in range(2):
+        publish_version(storage, "reviews", exported(), SIGNATURE, PROCESSOR, LABELS)
     pictures = ImageProcessor.fit([], DataConfig(source="-", image=ImageConfig(size=8, channels=1)))
     signature = Signature(pictures.inputs, (TensorSpec(OUTPUT, np.dtype(np.float32), (-1, 2)),))
     brightness = onnx.parser.parse_model(BRIGHTNESS).SerializeToString()
@@ -117,6 +118,22 @@ def test_it_lists_models_with_what_they_take_answer_and_have_done(page: WebDrive
     assert int(figures["Requests"]) >= 1
     assert figures["Failed"] == "0"
     assert figures["Mean latency"].endswith(" ms")
+
+
+def test_a_version_that_is_tried_is_shown_and_not_asked_by_name(
+    page: WebDriver, server: Server, config: EndpointConfig
+) -> None:
+    production = config.models["reviews"].production
+    canary = Share(version=production.model_copy(update={"version": 2}), percent=10)
+    tried = {**config.models, "reviews": DeployedModel(production=production, canary=canary)}
+    server.run(server.endpoint.update(EndpointConfig(models=tried)))
+    try:
+        card = seen(page, "#models article:nth-child(2)", "canary")
+        assert "version 2 ready: canary, 10 %" in " ".join(card.text.split())
+        assert not card.find_elements(By.TAG_NAME, "button")
+        assert [each.text for each in Select(seen(page, "#model")).options] == ["reviews", "shades"]
+    finally:
+        server.run(server.endpoint.update(config))
 
 
 def test_a_text_is_answered_with_a_bar_for_each_label(page: WebDriver, server: Server) -> None:
