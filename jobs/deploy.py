@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from ray import serve
 from ray.serve.config import gRPCOptions
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import ReplicaState
+from ray.serve.schema import ApplicationStatus, ReplicaState
 
 from app.config import Recipe, ServeConfig
 from app.errors import ClusterError
@@ -33,7 +33,9 @@ from serve_deployments.model_server import ModelServer
 APPLICATION = "rayloom"
 DEPLOYMENT: str = ModelServer.name  # type: ignore[attr-defined] # from the decorator
 DEFAULT_PORT, DEFAULT_GRPC_PORT = 8000, 8001
-_ANSWER_TIMEOUT_S = 30.0
+_ANSWER_TIMEOUT_S, _REPLACED_TIMEOUT_S = 30.0, 60.0
+_HOSTS_OF_HAPROXY = ("127.0.0.1", "localhost", "0.0.0.0")  # noqa: S104
+"""It asks the replicas of its node on loopback, and they listen where ``serve.host`` says."""
 _SPARE_REQUESTS = 64
 """Beyond what waits for the models: metadata, health, and what comes while a queue is full, to be told so."""
 
@@ -107,6 +109,11 @@ def _start_serve(config: ServeConfig, tls: dict[str, str]) -> Address:
         config.grpc_port or int(os.environ.get("RAYLOOM_GRPC_PORT", DEFAULT_GRPC_PORT)),
         "https" if tls else "http",
     )
+    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" and wanted.host not in _HOSTS_OF_HAPROXY:
+        raise ClusterError(
+            f"serve.host is {wanted.host}, where HAProxy would not find the replicas: set it to 0.0.0.0, and let a "
+            "firewall say who reaches it, or to 127.0.0.1"
+        )
     if wanted.port == wanted.grpc_port:
         raise ClusterError(f"serve.port and serve.grpc_port are both {wanted.port}: give two ports, or leave one out")
     running = _listens_on()
@@ -164,9 +171,22 @@ def _running() -> int:
 
 
 def _deployed() -> EndpointConfig:
-    """What the endpoint serves now: nothing, if no replica runs."""
-    if not _running():
-        return EndpointConfig()
+    """What the endpoint serves now: nothing, if nothing was ever loaded.
+
+    Raises:
+        ClusterError: no replica runs that could say.
+    """
+    until = time.monotonic() + _REPLACED_TIMEOUT_S
+    while not _running():  # one that died is being replaced
+        application = serve.status().applications.get(APPLICATION)
+        if application is None or application.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.DELETING):
+            return EndpointConfig()
+        if time.monotonic() > until:
+            raise ClusterError(
+                f"the endpoint has had no replica for {_REPLACED_TIMEOUT_S:.0f} s, so what it serves besides cannot be "
+                "read: see in the Ray dashboard why its replicas do not start, or restart the cluster"
+            )
+        time.sleep(1.0)
     # With the fast ingress, a handle needs an event loop, which its listeners go on using.
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
@@ -192,9 +212,8 @@ def _change_over(recipe: Recipe, before: EndpointConfig, after: EndpointConfig) 
         cause = message.strip().rpartition("\n")[2]
         if before.models:
             _run_application(before)
-        raise ClusterError(
-            f"the endpoint could not load {recipe.name}, and goes on with what it served before: {cause}"
-        ) from error
+        goes_on = ", and goes on with what it served before" if before.models else ""
+        raise ClusterError(f"the endpoint could not load {recipe.name}{goes_on}: {cause}") from error
 
 
 def _run_application(config: EndpointConfig) -> None:
