@@ -67,6 +67,8 @@ def prepare(folder: Path, metrics: int, stats: int, fallback_http: int, fallback
         "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(replicas[0]),
         "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(replicas[-1]),
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(start),
+        # Else HAProxy tells an actor of each request, which counts it in Python; its own page of metrics does so, too.
+        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
