@@ -25,7 +25,7 @@ from app.serving.protocol.management import (
     TensorMetadata,
 )
 from app.serving.protocol.natural import NaturalModel, PredictRequest, PredictResponse
-from app.tensors import OUTPUT, Tensors, TensorSpec, check_tensors
+from app.tensors import OUTPUT, Tensors, check_tensors
 
 MAX_ROWS = 1024
 """Of a request, which takes several calls of the engine if a call takes fewer."""
@@ -42,6 +42,8 @@ class ServedModel:
 
     def __init__(self, model: LoadedModel, policy: BatchingPolicy) -> None:
         self.model = model
+        self.inputs = model.processor.inputs
+        """What a request may hold. Kept: a processor makes them anew each time it is asked."""
         self.policy = policy
         self._batcher = Batcher(model.engine.infer, policy)
         # Of its own: where health checks run, many texts that are being encoded would keep these waiting.
@@ -57,11 +59,6 @@ class ServedModel:
         self._unanswerable = Durations()
         self.latencies = RecentLatencies()
         """Of requests that were answered, or would have been too late."""
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        """What a request may hold."""
-        return self.model.processor.inputs
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Answer a request of the protocol; the errors are those of ``run``."""
