@@ -3,10 +3,8 @@
 https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_rest.md
 """
 
-import asyncio
 import math
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from fastapi import FastAPI, Request, Response, Security
@@ -14,7 +12,8 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
-from app.errors import OverloadError, RayloomError, RequestError, RequestTooLargeError, UnauthorizedError
+from app.errors import OverloadError, RayloomError, UnauthorizedError
+from app.serving.asgi import Receive, Scope, Send, read_body, unless_gone
 from app.serving.auth import OPEN_PATHS
 from app.serving.endpoint import Endpoint
 from app.serving.page import PAGE, PAGE_HEADERS
@@ -34,14 +33,12 @@ from app.serving.protocol.natural import NaturalModel, PredictRequest, PredictRe
 from app.serving.protocol.rest import read_infer, write_infer
 from app.serving.refusal import refusal
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-
 _INFER = re.compile("/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
-_RECEIVE_TIMEOUT_S = 30.0
-"""For a body. Who sends more slowly would keep a place that others wait for."""
+
+
+def asks_inference(scope: Scope) -> bool:
+    """Whether a request is one for ``infer``, of whichever model."""
+    return _inference(scope) is not None
 
 
 class HttpApi:
@@ -57,9 +54,9 @@ class HttpApi:
             try:
                 self._endpoint.access.check(_authorization(scope))
             except UnauthorizedError as error:
-                await _refused(error)(scope, receive, send)
+                await refused(error)(scope, receive, send)
                 return
-        path = _INFER.fullmatch(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        path = _inference(scope)
         if path is None:
             await self._others(scope, receive, send)
         else:
@@ -68,13 +65,15 @@ class HttpApi:
     async def _infer(self, name: str, version: str | None, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
-            body = await _read_body(receive)
+            body = await read_body(receive)
             chosen = self._endpoint.route(name, version)
             request = read_infer(body, headers, name, version, chosen.inputs, LIMITS)
-            response = await chosen.infer(request)
+            response = await unless_gone(receive, chosen.infer(request))
+            if response is None:
+                return
             content, response_headers = write_infer(response, request, headers.get("accept-encoding", ""))
         except Exception as error:
-            await _refused(error)(scope, receive, send)
+            await refused(error)(scope, receive, send)
             return
         raw = [(key.encode("latin-1"), value.encode("latin-1")) for key, value in response_headers.items()]
         raw.append((b"content-length", b"%d" % len(content)))
@@ -82,36 +81,18 @@ class HttpApi:
         await send({"type": "http.response.body", "body": content})
 
 
-async def _read_body(receive: Receive, most_bytes: int = LIMITS.body_bytes) -> bytes:
-    """The body.
-
-    Raises:
-        RequestTooLargeError: it is larger, as soon as that is known.
-        RequestError: the client went away in the middle of it.
-        TimeoutError: it does not come in time.
-    """
-    body = bytearray()
-    try:
-        async with asyncio.timeout(_RECEIVE_TIMEOUT_S):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise RequestError("the connection was closed before the body ended: send all of it")
-                part: bytes = message.get("body", b"")
-                if len(body) + len(part) > most_bytes:
-                    raise RequestTooLargeError(f"the body is larger than {most_bytes} bytes: send less in a request")
-                if not message.get("more_body"):
-                    return bytes(body + part) if body else part
-                body += part
-    except TimeoutError:
-        raise TimeoutError(f"the body did not come within {_RECEIVE_TIMEOUT_S:g} s: send it faster") from None
+def _inference(scope: Scope) -> re.Match[str] | None:
+    """Model and version, if one is named, that a request asks for inference."""
+    asks = scope["type"] == "http" and scope["method"] == "POST"
+    return _INFER.fullmatch(scope["path"]) if asks else None
 
 
 def _authorization(scope: Scope) -> str | None:
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == b"authorization"), None)
 
 
-def _refused(error: Exception) -> JSONResponse:
+def refused(error: Exception) -> JSONResponse:
+    """What a client is told of an error."""
     told = refusal(error)
     headers: dict[str, str] = {}
     if isinstance(error, OverloadError):
@@ -134,7 +115,7 @@ def _routes(endpoint: Endpoint) -> FastAPI:
     @api.exception_handler(TimeoutError)
     @api.exception_handler(Exception)
     async def _tell(_: Request, error: Exception) -> JSONResponse:
-        return _refused(error)
+        return refused(error)
 
     @api.exception_handler(HTTPException)
     async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -161,20 +142,20 @@ def _routes(endpoint: Endpoint) -> FastAPI:
     @api.post("/v2/repository/index")
     async def repository_index(request: Request) -> list[ModelIndex]:
         """Every model that is served, and its version."""
-        parse_body(IndexRequest, await _read_body(request.receive))
+        parse_body(IndexRequest, await read_body(request.receive))
         return endpoint.index
 
     @api.post("/v2/repository/models/{name}/load")
     async def load(name: str, request: Request) -> Response:
         """Nothing to do, if the model is served."""
-        parse_body(LoadRequest, await _read_body(request.receive))
+        parse_body(LoadRequest, await read_body(request.receive))
         endpoint.load(name)
         return Response()
 
     @api.post("/v2/repository/models/{name}/unload")
     async def unload(name: str, request: Request) -> Response:
         """Refused: models are deployed for all replicas at once."""
-        parse_body(UnloadRequest, await _read_body(request.receive))
+        parse_body(UnloadRequest, await read_body(request.receive))
         endpoint.unload(name)
         return Response()
 
@@ -216,7 +197,7 @@ def _routes(endpoint: Endpoint) -> FastAPI:
     @api.post("/v1/models/{name}/predict", response_model_exclude_none=True)
     async def predict(name: str, request: Request) -> PredictResponse:
         """Texts or base64 images in, labels with scores out."""
-        body = await _read_body(request.receive, LIMITS.json_bytes)
+        body = await read_body(request.receive, LIMITS.json_bytes)
         return await endpoint.route(name).predict(parse_body(PredictRequest, body))
 
     return api

@@ -19,7 +19,7 @@ import tritonclient.http
 from tritonclient.grpc import service_pb2 as pb
 
 from app.cluster.ports import open_ports
-from app.serving import http
+from app.serving import asgi
 from app.serving.protocol.rest import JSON_LENGTH
 from app.tensors import OUTPUT
 from tests.engine_contract import rows
@@ -95,7 +95,7 @@ def test_a_slow_sender_is_answered(target: Target) -> None:
 
 @pytest.mark.parametrize("target", ["alone"], indirect=True)
 def test_a_sender_that_is_too_slow_is_not_waited_for(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "_RECEIVE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(asgi, "_RECEIVE_TIMEOUT_S", 0.1)
     reply = exchange(target.http, message("POST", INFER, GOOD, f"Content-Length: {len(GOOD) + 1}"))
     assert reply.status == 408
     assert is_told(reply)

@@ -2,7 +2,9 @@
 
 import concurrent.futures
 import dataclasses
+import json
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +28,7 @@ from tests.helpers import wait_until
 from tests.serving import Server, serving
 from tests.tables import Faults
 from tests.toy import asked, body, config, expected, is_right, publish
+from tests.wire import message
 
 pytestmark = pytest.mark.faults
 
@@ -176,31 +179,56 @@ def test_one_bad_item_in_a_batch_of_eight_is_refused_alone(
         assert all(is_right(got[index].json(), expected(texts[index])) for index in range(8) if index != 3)
 
 
-def test_who_cancels_over_grpc_is_not_run_and_frees_the_queue(
-    server: Server, troubled: Troubled, faults: Faults
+def begin_over_http(server: Server) -> Callable[[], None]:
+    """Send seven requests of two rows each, and return what goes away from them."""
+    host, _, port = server.http.rpartition(":")
+    clients = [socket.create_connection((host, int(port))) for _ in range(7)]
+    for client in clients:
+        client.sendall(message("POST", "/v2/models/toy/infer", json.dumps(body(rows(2))).encode()))
+
+    def leave() -> None:
+        for client in clients:
+            client.close()
+
+    return leave
+
+
+def begin_over_grpc(server: Server) -> Callable[[], None]:
+    """The same."""
+    client, inputs = tritonclient.grpc.InferenceServerClient(server.grpc), asked(tritonclient.grpc, rows(2))
+    running = [client.async_infer("toy", inputs, lambda result, error: None) for _ in range(7)]
+
+    def leave() -> None:
+        for call in running:
+            call.cancel()
+        client.close()
+
+    return leave
+
+
+@pytest.mark.parametrize(
+    ("how", "begin"), [("disconnect over HTTP", begin_over_http), ("cancel over gRPC", begin_over_grpc)]
+)
+def test_who_goes_away_is_not_run_and_frees_the_queue(
+    server: Server, troubled: Troubled, faults: Faults, how: str, begin: Callable[[Server], Callable[[], None]]
 ) -> None:
-    with faults("S9", "7 of 8 clients cancel over gRPC while they wait", "none of them run; queue 0 in 1 s") as fault:
+    with faults("S9", f"7 of 8 clients {how} while they wait", "none of them run; queue 0 in 1 s") as fault:
         troubled.go.clear()
-        client, told = tritonclient.grpc.InferenceServerClient(server.grpc), threading.Semaphore(0)
-        sent = []
-        for count in (1, *[2] * 7):
-            sent.append(
-                client.async_infer("toy", asked(tritonclient.grpc, rows(count)), lambda result, error: told.release())
-            )
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            first = pool.submit(ask, server, rows(1))
             wait_until(lambda: bool(troubled.calls))
-        wait_until(lambda: server.endpoint.find("toy").waiting == 7)
-        for each in sent[1:]:
-            each.cancel()
-        cancelled_s = time.monotonic()
-        wait_until(lambda: not server.endpoint.find("toy").waiting)
-        fault.saw(f"queue 0 after {time.monotonic() - cancelled_s:.2f} s")
-        assert time.monotonic() - cancelled_s <= 1
-        troubled.go.set()
-        assert all(told.acquire(timeout=30) for _ in sent)
+            leave = begin(server)
+            wait_until(lambda: server.endpoint.find("toy").waiting == 7)
+            leave()
+            left_s = time.monotonic()
+            wait_until(lambda: not server.endpoint.find("toy").waiting)
+            fault.saw(f"queue 0 after {time.monotonic() - left_s:.2f} s")
+            assert time.monotonic() - left_s <= 1
+            troubled.go.set()
+            assert first.result().status_code == 200
         fault.saw(f"{len(troubled.calls) - 1} of 7 run")
         assert troubled.calls == [1]
         assert failures(server) == 7
-        client.close()
 
 
 def truncated(content: bytes) -> bytes:

@@ -1,0 +1,92 @@
+"""A request as ASGI servers hand it over: its body, and whether somebody still waits for the answer.
+
+https://asgi.readthedocs.io/en/latest/specs/www.html
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from typing import Any, TypeVar
+
+from app.errors import RequestError, RequestTooLargeError
+from app.serving.protocol.limits import LIMITS
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+Result = TypeVar("Result")
+
+_RECEIVE_TIMEOUT_S = 30.0
+"""For a body. Who sends more slowly would keep a place that others wait for."""
+_UNWATCHED_S = 0.05
+"""Work that is done sooner is not watched: that would cost as much as the rest of a small request."""
+
+
+async def read_body(receive: Receive, most_bytes: int = LIMITS.body_bytes) -> bytes:
+    """The body.
+
+    Raises:
+        RequestTooLargeError: it is larger, as soon as that is known.
+        RequestError: the client went away in the middle of it.
+        TimeoutError: it does not come in time.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_RECEIVE_TIMEOUT_S):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise RequestError("the connection was closed before the body ended: send all of it")
+                part: bytes = message.get("body", b"")
+                if len(body) + len(part) > most_bytes:
+                    raise RequestTooLargeError(f"the body is larger than {most_bytes} bytes: send less in a request")
+                if not message.get("more_body"):
+                    return bytes(body + part) if body else part
+                body += part
+    except TimeoutError:
+        raise TimeoutError(f"the body did not come within {_RECEIVE_TIMEOUT_S:g} s: send it faster") from None
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """The result of ``work``; None if the client goes away before, and then the work is cancelled.
+
+    Args:
+        receive: of a request whose body has been read.
+    """
+    client = _Client(receive)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if not client.gone:
+            raise
+        return None
+    finally:
+        client.leave_alone()
+
+
+class _Client:
+    """Whoever waits for the task that makes this: the task is cancelled if they go away."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.gone = False
+        self._receive = receive
+        self._task = asyncio.current_task()
+        self._timer = asyncio.get_running_loop().call_later(_UNWATCHED_S, self._start)
+        self._watch: asyncio.Task[None] | None = None
+
+    def leave_alone(self) -> None:
+        """The task has done what they wait for."""
+        self._timer.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
+
+    def _start(self) -> None:
+        self._watch = asyncio.create_task(self._cancel_if_gone())
+
+    async def _cancel_if_gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        assert self._task is not None
+        self.gone = True
+        self._task.cancel()
