@@ -36,8 +36,8 @@ DEFAULT_PORT, DEFAULT_GRPC_PORT = 8000, 8001
 _ANSWER_TIMEOUT_S, _REPLACED_TIMEOUT_S = 30.0, 60.0
 _HOSTS_OF_HAPROXY = ("127.0.0.1", "localhost", "0.0.0.0")  # noqa: S104
 """It asks the replicas of its node on loopback, and they listen where ``serve.host`` says."""
-_SPARE_REQUESTS = 64
-"""Beyond what waits for the models: metadata, health, and what comes while a queue is full, to be told so."""
+_QUEUED_REQUESTS = 64
+"""In a replica that has as many as it takes."""
 
 
 class DeployMetrics(BaseModel):
@@ -218,13 +218,10 @@ def _change_over(recipe: Recipe, before: EndpointConfig, after: EndpointConfig) 
 
 def _run_application(config: EndpointConfig) -> None:
     """Raises RuntimeError if a replica cannot load a model."""
-    policies = [version.policy for model in config.models.values() for version in model.versions]
     scaling = config.scaling
     server = ModelServer.options(  # type: ignore[attr-defined] # from the decorator
-        # Each model's queue refuses with an answer of its own; Serve's limits only guard them. Requests wait to be
-        # read, wait for the engine, and run.
-        max_ongoing_requests=_SPARE_REQUESTS + sum(2 * each.queue_limit + each.max_batch_size for each in policies),
-        max_queued_requests=_SPARE_REQUESTS,
+        max_ongoing_requests=config.most_requests,
+        max_queued_requests=_QUEUED_REQUESTS,
         user_config=config.model_dump(mode="json"),
         ray_actor_options={"num_cpus": scaling.cpus},
         **(

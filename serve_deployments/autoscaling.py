@@ -10,7 +10,8 @@ from app.serving.config import EndpointConfig
 from app.serving.scaling import target_ongoing_requests, wanted_replicas
 
 LATENCY = "latency_to_target"
-"""What each replica reports of itself."""
+DIRECT = "direct_requests"
+"""What each replica reports of itself: the latter are the requests in it that Serve does not see."""
 
 _REPORT_INTERVAL_S, _LOOK_BACK_S = 2.0, 10.0
 _SETTLED_S = 30.0
@@ -20,7 +21,8 @@ _SETTLED_S = 30.0
 def autoscaling_of(config: EndpointConfig) -> AutoscalingConfig:
     """What scales the replicas of an endpoint as its models ask for.
 
-    Requests come straight from HAProxy, so no handle counts them; replicas with direct ingress report them themselves.
+    Requests come straight from HAProxy, so no handle counts them; replicas report them themselves, Serve those that it
+    sees and the model server the others, and the average over the look-back counts.
     """
     wanted = config.scaling
     return AutoscalingConfig(
@@ -39,16 +41,16 @@ def autoscaling_of(config: EndpointConfig) -> AutoscalingConfig:
 
 def decide(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
     """Serve's policy function; its bounds and delays are applied to what it returns."""
-    latencies = (context.aggregated_metrics or {}).get(LATENCY, {})
-    latency_to_target = max(latencies.values(), default=0.0)
+    reported = context.aggregated_metrics or {}
+    latency_to_target = max(reported.get(LATENCY, {}).values(), default=0.0)
+    ongoing = context.total_num_requests + sum(reported.get(DIRECT, {}).values())
     grown_s = context.last_scale_up_time
     if grown_s is not None and context.current_time - grown_s < _SETTLED_S:
         latency_to_target = min(latency_to_target, 1.0)
     if not context.current_num_replicas:
         return context.target_num_replicas, {}
     target = context.config.get_target_ongoing_requests()
-    wanted = wanted_replicas(context.current_num_replicas, context.total_num_requests, target, latency_to_target)
-    return wanted, {}
+    return wanted_replicas(context.current_num_replicas, ongoing, target, latency_to_target), {}
 
 
 def _policy() -> AutoscalingPolicy:

@@ -5,10 +5,12 @@ from typing import Any
 from ray import serve
 
 from app.serving.config import EndpointConfig
+from app.serving.direct import DirectInference
 from app.serving.endpoint import Endpoint
 from app.serving.grpc import GrpcMethods
 from app.serving.http import HttpApi
-from serve_deployments.autoscaling import LATENCY
+from app.serving.middleware import answer_directly
+from serve_deployments.autoscaling import DIRECT, LATENCY
 
 
 @serve.deployment(
@@ -25,10 +27,13 @@ class ModelServer(GrpcMethods):
 
     def __init__(self) -> None:
         super().__init__(Endpoint())
+        self._api = HttpApi(self._endpoint)
+        self._direct = DirectInference(self._endpoint, self._api)
 
     def __serve_build_asgi_app__(self) -> HttpApi:
-        """What Serve sends HTTP requests to."""
-        return HttpApi(self._endpoint)
+        """What Serve sends HTTP requests to; asked for before Serve listens."""
+        answer_directly(self._direct)
+        return self._api
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve what is wanted now; on an error, everything stays as it was."""
@@ -39,8 +44,8 @@ class ModelServer(GrpcMethods):
         await self._endpoint.check()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What ``serve_deployments.autoscaling`` is told of this replica, beside how many requests are in it."""
-        return {LATENCY: self._endpoint.latency_to_target}
+        """What ``serve_deployments.autoscaling`` is told of this replica, beside how many requests Serve sees in it."""
+        return {DIRECT: self._direct.ongoing, LATENCY: self._endpoint.latency_to_target}
 
     async def config(self) -> EndpointConfig:
         """What this replica serves; asked through a handle when another model is deployed."""

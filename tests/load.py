@@ -5,7 +5,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ class Ask:
     """A request, and what becomes of it if all is well."""
 
     url: str
-    content: bytes
+    content: bytes | AsyncIterable[bytes]
     headers: Mapping[str, str] = field(default_factory=dict)
     status: int = 200
     is_right: Callable[[dict[str, Any]], bool] = lambda answer: True

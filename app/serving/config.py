@@ -1,6 +1,7 @@
 """What an endpoint serves, and how."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
@@ -119,6 +120,10 @@ class DeployedModel(_Config):
         return (self.production, *tried, *(self.cascade.before if self.cascade else ()))
 
 
+_SPARE_REQUESTS = 64
+"""Beyond what waits for the models: metadata, health, and what comes while a queue is full, to be told so."""
+
+
 class EndpointConfig(_Config):
     """Every model of an endpoint, by the name that it is asked by, and who may ask."""
 
@@ -129,3 +134,12 @@ class EndpointConfig(_Config):
     def scaling(self) -> Scaling:
         """Of the replicas, for all models together."""
         return Scaling.together([model.scaling for model in self.models.values()])
+
+    @cached_property
+    def most_requests(self) -> int:
+        """That a replica takes at a time: requests wait to be read, wait for the engine, and run.
+
+        Each model's queue refuses with an answer of its own; this only guards them.
+        """
+        policies = (version.policy for model in self.models.values() for version in model.versions)
+        return _SPARE_REQUESTS + sum(2 * each.queue_limit + each.max_batch_size for each in policies)

@@ -1,15 +1,16 @@
 """A cascade as a person deploys it: calibrated by the job, and served under the large model's name."""
 
 import httpx
+import pytest
 from upath import UPath
 
 from app.repository.repository import Repository
 from tests.cascades import publish_stages
 from tests.engine_contract import TEXTS
 from tests.helpers import run, submit
-from tests.toy import serve_nothing
 
 
+@pytest.mark.usefixtures("emptied")
 def test_a_cascade_is_calibrated_deployed_and_says_who_answered(cluster: dict[str, str]) -> None:
     publish_stages(UPath(cluster["RAYLOOM_STORAGE"]))
     cascade = "serve.cascade={before: [tiny], accuracy_floor: 0.8}"
@@ -23,4 +24,3 @@ def test_a_cascade_is_calibrated_deployed_and_says_who_answered(cluster: dict[st
     first = Repository(UPath(cluster["RAYLOOM_STORAGE"])).production("tiny")
     refused = run("rayloom", "models", "delete", "tiny", str(first), environment=cluster)
     assert (refused.returncode, "is served at" in refused.stderr) == (2, True), refused.stderr
-    serve_nothing(cluster)

@@ -3,15 +3,17 @@
 from collections import Counter
 
 import httpx
+import pytest
 from upath import UPath
 
 from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, exported
 from tests.helpers import run, submit
-from tests.toy import LABELS, publish_version, serve_nothing
+from tests.toy import LABELS, publish_version
 
 DEPLOY = ["deploy", "recipes/reviews.yaml", "name=tried", "serve.threads=1"]
 
 
+@pytest.mark.usefixtures("emptied")
 def test_a_canary_is_served_promoted_and_then_answers_everything(cluster: dict[str, str]) -> None:
     def models(*arguments: str) -> tuple[int, str]:
         done = run("rayloom", "models", *arguments, environment=cluster)
@@ -26,7 +28,8 @@ def test_a_canary_is_served_promoted_and_then_answers_everything(cluster: dict[s
     tried = submit(
         cluster, *DEPLOY, "serve.version=1", "serve.canary={percent: 50, version: 2}", "serve.replicas=[1, 2]"
     )
-    assert (tried["metrics"]["replicas"], tried["artifacts"]["model"]) == (1, "tried/1")
+    assert tried["artifacts"]["model"] == "tried/1"
+    assert 1 <= tried["metrics"]["replicas"] <= 2  # another model may ask for two
     endpoint = tried["artifacts"]["http"]
     assert set(versions(endpoint)) == {"1", "2"}
     assert "tried version 2 (canary, 50 %)" in run("rayloom", "status", environment=cluster).stdout
@@ -38,4 +41,3 @@ def test_a_canary_is_served_promoted_and_then_answers_everything(cluster: dict[s
     assert versions(endpoint) == {"2": 40}
     code, told = models("delete", "tried", "1")
     assert (code, "version 1, is previous" in told) == (2, True), told
-    serve_nothing(cluster)

@@ -180,6 +180,13 @@ def test_haproxy_is_on_loopback_only(target: Target, cluster: dict[str, str]) ->
     assert all(each.is_loopback for each in found)
 
 
+@pytest.mark.parametrize("target", ["in serve"], indirect=True)
+def test_serve_sees_all_but_inference(target: Target) -> None:
+    url, header = f"http://{target.http}", "x-request-id"
+    assert header in httpx.get(f"{url}/v2").raise_for_status().headers, "Serve adds it"
+    assert header not in httpx.post(f"{url}{INFER}", content=GOOD).raise_for_status().headers
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("target", ["in serve"], indirect=True)
 @pytest.mark.parametrize("how", ["disconnect over HTTP", "cancel over gRPC"])

@@ -9,7 +9,7 @@ from app.serving.batching.policy import BatchingPolicy
 from app.serving.config import Scaling
 from app.serving.latencies import RecentLatencies
 from app.serving.scaling import target_ongoing_requests, wanted_replicas
-from serve_deployments.autoscaling import LATENCY, decide
+from serve_deployments.autoscaling import DIRECT, LATENCY, decide
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,19 @@ def test_latency_asks_for_no_more_until_the_last_replica_has_had_its_effect(
         config=AutoscalingConfig(target_ongoing_requests=8),
     )
     assert decide(context)[0] == wanted
+
+
+def test_requests_that_serve_sees_and_those_that_it_does_not_ask_for_replicas_together() -> None:
+    context = SimpleNamespace(
+        aggregated_metrics={DIRECT: {"one": 15.5, "other": 4.5}},
+        last_scale_up_time=None,
+        current_time=1000.0,
+        current_num_replicas=2,
+        target_num_replicas=2,
+        total_num_requests=4.0,
+        config=AutoscalingConfig(target_ongoing_requests=8),
+    )
+    assert decide(context)[0] == 3.0
 
 
 def test_a_full_call_of_the_smallest_engine_is_what_a_replica_should_hold() -> None:

@@ -1,0 +1,42 @@
+"""Inference from a replica's socket to its endpoint, without Serve's own work on each request.
+
+That work, two tasks, a queue, identifiers, a log record and metrics, takes as much CPU as all the rest of a small
+request. What it is for is held without it. The endpoint itself drops requests whose clients have gone, and counts what
+it did; how many requests are here at a time is bounded and reported here. A replica that stops waits for every
+connection of its HTTP server, whoever answers on it: Serve closes the listener, and then waits for uvicorn, within the
+same time that it gives to the requests it sees.
+"""
+
+from app.errors import OverloadError
+from app.serving.asgi import Receive, Scope, Send
+from app.serving.endpoint import Endpoint
+from app.serving.http import HttpApi, asks_inference, refused
+
+_RETRY_AFTER_S = 1.0
+
+
+class DirectInference:
+    """The requests for inference over HTTP that Serve does not see."""
+
+    def __init__(self, endpoint: Endpoint, api: HttpApi) -> None:
+        """Let ``api`` answer for ``endpoint``."""
+        self.ongoing = 0
+        """Requests that are here: being read, waiting or running."""
+        self._endpoint = endpoint
+        self._api = api
+
+    def takes(self, scope: Scope) -> bool:
+        """Whether a request is one of them."""
+        return asks_inference(scope)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or refuse it at once if there are too many."""
+        if self.ongoing >= self._endpoint.config.most_requests:
+            error = OverloadError(f"{self.ongoing} requests are here already: try again later", _RETRY_AFTER_S)
+            await refused(error)(scope, receive, send)
+            return
+        self.ongoing += 1
+        try:
+            await self._api(scope, receive, send)
+        finally:
+            self.ongoing -= 1

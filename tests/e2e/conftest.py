@@ -1,0 +1,14 @@
+"""What tests of whole jobs share."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.toy import serve_nothing
+
+
+@pytest.fixture
+def emptied(cluster: dict[str, str]) -> Iterator[None]:
+    """After the test the endpoint serves nothing, as others expect it."""
+    yield
+    serve_nothing(cluster)

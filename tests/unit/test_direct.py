@@ -1,0 +1,104 @@
+"""Inference that is answered before Ray Serve sees the request, and all else that is left to Serve."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp
+from upath import UPath
+
+from app.serving.auth import Access
+from app.serving.config import EndpointConfig
+from app.serving.direct import DirectInference
+from app.serving.endpoint import Endpoint
+from app.serving.http import HttpApi
+from app.serving.middleware import answer_directly, middleware
+from tests.engine_contract import exported, rows
+from tests.toy import body, config, expected, is_right, publish
+
+INFER = "/v2/models/toy/infer"
+SERVE, LEFT_TO_SERVE = PlainTextResponse("", 418), 418
+
+
+def client() -> httpx.AsyncClient:
+    """Of Serve's application behind what Serve puts before it, in its order."""
+    app: ASGIApp = SERVE
+    for each in middleware():
+        app = each.cls(app, *each.args, **each.kwargs)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://replica")
+
+
+def answered(endpoint: Endpoint) -> DirectInference:
+    """By this endpoint, on the event loop that runs."""
+    direct = DirectInference(endpoint, HttpApi(endpoint))
+    answer_directly(direct)
+    return direct
+
+
+def test_a_replica_answers_inference_itself_and_leaves_the_rest_to_serve(tmp_path: Path) -> None:
+    async def run() -> None:
+        publish(UPath(tmp_path), exported())
+        endpoint = Endpoint()
+        await endpoint.update(config(UPath(tmp_path)))
+        answered(endpoint)
+        async with client() as replica:
+            answer = await replica.post(INFER, json=body(rows(2)))
+            assert is_right(answer.json(), expected(rows(2)))
+            for method, path in [("GET", INFER), ("GET", "/-/healthz"), ("POST", "/v1/models/toy/predict")]:
+                assert (await replica.request(method, path)).status_code == LEFT_TO_SERVE
+        await endpoint.update(EndpointConfig())
+
+    asyncio.run(run())
+
+
+def test_where_no_replica_of_ours_listens_all_is_left_to_serve() -> None:
+    async def replica() -> None:
+        answered(Endpoint())
+
+    async def other() -> int:
+        async with client() as proxy:
+            return (await proxy.post(INFER)).status_code
+
+    asyncio.run(replica())
+    assert asyncio.run(other()) == LEFT_TO_SERVE, "on another event loop than the endpoint's"
+
+
+def test_the_token_is_asked_for_directly_too() -> None:
+    async def run() -> None:
+        endpoint = Endpoint()
+        await endpoint.update(EndpointConfig(access=Access.by_token("open sesame")))
+        answered(endpoint)
+        async with client() as replica:
+            assert (await replica.post(INFER)).status_code == 401
+            shown = {"authorization": "Bearer open sesame"}
+            assert (await replica.post(INFER, content=b"{}", headers=shown)).status_code == 404, "no such model"
+
+    asyncio.run(run())
+
+
+def test_requests_are_counted_from_their_first_byte_and_refused_beyond_what_a_replica_takes() -> None:
+    async def run() -> None:
+        endpoint, rest = Endpoint(), asyncio.Event()
+        direct, most = answered(endpoint), endpoint.config.most_requests
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield b"{"
+            await rest.wait()
+            yield b"}"
+
+        async with client() as replica:
+            slow = [asyncio.create_task(replica.post(INFER, content=slowly())) for _ in range(most)]
+            while direct.ongoing < most:
+                await asyncio.sleep(0)
+            refused = await replica.post(INFER, content=b"{}")
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"] == "1"
+            assert f"{most} requests" in json.loads(refused.content)["error"]
+            rest.set()
+            assert {(await each).status_code for each in slow} == {404}
+            assert not direct.ongoing
+
+    asyncio.run(run())
