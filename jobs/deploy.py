@@ -19,7 +19,7 @@ from app.config import Recipe, ServeConfig
 from app.errors import ClusterError
 from app.repository.repository import Repository
 from app.runs import Outcome, Run
-from app.serving.auth import access_of, token_file_of
+from app.serving.auth import access_of, is_loopback, token_file_of
 from app.serving.cascade.rule import CascadeRule
 from app.serving.config import EndpointConfig, Scaling
 from app.serving.grpc import SERVICER
@@ -113,6 +113,12 @@ def _start_serve(config: ServeConfig, tls: dict[str, str]) -> Address:
         raise ClusterError(
             f"serve.host is {wanted.host}, where HAProxy would not find the replicas: set it to 0.0.0.0, and let a "
             "firewall say who reaches it, or to 127.0.0.1"
+        )
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    if nodes > 1 and is_loopback(wanted.host):
+        raise ClusterError(
+            f"serve.host is {wanted.host}, and the cluster has {nodes} nodes, of which none would reach the replicas "
+            "of another: set it to 0.0.0.0, where the endpoint asks for a token"
         )
     if wanted.port == wanted.grpc_port:
         raise ClusterError(f"serve.port and serve.grpc_port are both {wanted.port}: give two ports, or leave one out")
