@@ -12,7 +12,7 @@ from app.cluster.state import ClusterState
 from app.errors import ClusterError, RequestError
 from app.serving.protocol.management import ModelIndex, Statistics
 from app.serving.protocol.natural import PredictRequest, PredictResponse
-from app.serving.token_file import TOKEN_FILE, read_token
+from app.serving.token_file import ENDPOINT_TOKEN_FILE, read_token
 
 TOKEN_FILE_VARIABLE = "RAYLOOM_TOKEN_FILE"  # noqa: S105 # its name
 _INDEX, _STATISTICS = TypeAdapter(list[ModelIndex]), TypeAdapter(Statistics)
@@ -91,7 +91,7 @@ def local_endpoint(cluster: ClusterState, token_file: Path | None = None) -> End
     It lies in ``token_file``, else where ``$RAYLOOM_TOKEN_FILE`` says, else where jobs.deploy has made one.
     """
     named = token_file or os.environ.get(TOKEN_FILE_VARIABLE)
-    known = Path(named) if named else TOKEN_FILE if TOKEN_FILE.exists() else None
+    known = Path(named) if named else ENDPOINT_TOKEN_FILE if ENDPOINT_TOKEN_FILE.exists() else None
     return EndpointClient(cluster.endpoint, known if known and _asks_for_token(cluster.endpoint) else None)
 
 

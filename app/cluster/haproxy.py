@@ -11,6 +11,7 @@ from app.cluster import ports
 from app.cluster.ports import LOOPBACK
 from app.serving.middleware import MIDDLEWARE
 from app.serving.protocol.bodies import ErrorBody
+from app.serving.protocol.limits import LIMITS
 
 _NO_ANSWER = ErrorBody(error="no replica could answer: try again")
 _START = """\
@@ -60,7 +61,7 @@ def prepare(folder: Path, metrics: int, stats: int, fallback_http: int, fallback
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
         "RAY_SERVE_HAPROXY_RETRIES": "1",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": MIDDLEWARE,
-        "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(64 * 2**20),  # as a body over HTTP
+        "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(LIMITS.body_bytes),  # as a body over HTTP
         # How long a replica that is replaced still answers: long enough for HAProxy beside it to have heard of it.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
         # Ray 2.60 lets two replicas listen on one port for gRPC, where two clusters share a machine.

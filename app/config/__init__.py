@@ -17,15 +17,9 @@ from app.config.layout import Layout
 from app.config.loading import dump_recipe, load_recipe, with_values
 from app.config.plan import PlanConfig, Precision
 from app.config.plan_rules import ModelTraits, Setting, refusal
-from app.config.recipe import (
-    LANGUAGE_MODELING,
-    BatchingConfig,
-    ModelConfig,
-    Recipe,
-    ServeConfig,
-    TlsConfig,
-)
-from app.config.rollout import CanaryConfig, Percent, Role, ScalingConfig, ShadowConfig
+from app.config.recipe import LANGUAGE_MODELING, ModelConfig, Recipe
+from app.config.rollout import Percent, Role
+from app.config.serve import BatchingConfig, ServeConfig, TlsConfig
 from app.config.train import (
     CheckpointConfig,
     EarlyStoppingConfig,
@@ -44,7 +38,6 @@ __all__ = [
     "BatchingConfig",
     "CalibrationConfig",
     "CalibrationMethod",
-    "CanaryConfig",
     "CascadeConfig",
     "CheckpointConfig",
     "CleanConfig",
@@ -72,11 +65,9 @@ __all__ = [
     "ProfileConfig",
     "Recipe",
     "Role",
-    "ScalingConfig",
     "ScheduleConfig",
     "ServeConfig",
     "Setting",
-    "ShadowConfig",
     "StopConfig",
     "TlsConfig",
     "TokenizerConfig",

@@ -4,16 +4,13 @@ https://asgi.readthedocs.io/en/latest/specs/www.html
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Coroutine
 from typing import Any, TypeVar
+
+from starlette.types import Receive
 
 from app.errors import RequestError, RequestTooLargeError
 from app.serving.protocol.limits import LIMITS
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 Result = TypeVar("Result")
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from app.config import ServeConfig
 from app.errors import UnauthorizedError
-from app.serving.token_file import TOKEN_FILE, make_token, read_token
+from app.serving.token_file import ENDPOINT_TOKEN_FILE, make_token, read_token
 
 OPEN_PATHS = frozenset({"/", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready"})
 """What everybody may ask over HTTP: load balancers whether the server lives, and people for pages without data."""
@@ -71,7 +71,7 @@ def token_file_of(config: ServeConfig) -> Path | None:
     if config.token_file:
         return Path(config.token_file)
     asks = config.auth == "token" or (config.auth == "auto" and not is_loopback(config.host))
-    return TOKEN_FILE if asks else None
+    return ENDPOINT_TOKEN_FILE if asks else None
 
 
 def access_of(config: ServeConfig, before: Access) -> Access:

@@ -7,8 +7,9 @@ connection of its HTTP server, whoever answers on it: Serve closes the listener,
 same time that it gives to the requests it sees.
 """
 
+from starlette.types import Receive, Scope, Send
+
 from app.errors import OverloadError
-from app.serving.asgi import Receive, Scope, Send
 from app.serving.endpoint import Endpoint
 from app.serving.http import HttpApi, asks_inference, refused
 

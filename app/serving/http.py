@@ -11,9 +11,10 @@ from fastapi import FastAPI, Request, Response, Security
 from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from app.errors import OverloadError, RayloomError, UnauthorizedError
-from app.serving.asgi import Receive, Scope, Send, read_body, unless_gone
+from app.serving.asgi import read_body, unless_gone
 from app.serving.auth import OPEN_PATHS
 from app.serving.endpoint import Endpoint
 from app.serving.page import PAGE, PAGE_HEADERS

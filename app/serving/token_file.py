@@ -10,7 +10,7 @@ from pathlib import Path
 from app.errors import ClusterError
 from app.storage import HOME
 
-TOKEN_FILE = HOME / "endpoint_token"
+ENDPOINT_TOKEN_FILE = HOME / "endpoint_token"
 """Where Rayloom keeps the token that it has made; it outlives the cluster, for clients know it."""
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{32,}=*")
 _ADVICE = "'umask 077; openssl rand -hex 32 > FILE' makes one"

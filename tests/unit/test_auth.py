@@ -146,7 +146,7 @@ def test_loopback_is_this_machine_only(host: str, expected: bool) -> None:
 
 def test_a_token_is_asked_for_where_others_reach_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = tmp_path / "home/endpoint_token"
-    monkeypatch.setattr(auth, "TOKEN_FILE", made)
+    monkeypatch.setattr(auth, "ENDPOINT_TOKEN_FILE", made)
     assert access_of(ServeConfig(), Access()) == Access(only_local=True)
     assert not made.exists()
     elsewhere = access_of(ServeConfig(host="0.0.0.0"), Access())
