@@ -126,13 +126,13 @@ class Cluster:
         return found
 
     def cpus(self) -> tuple[float, float]:
-        """Used and all."""
+        """Used and all; none, until the cluster has counted them."""
         token = Path(self.environment["RAY_AUTH_TOKEN_PATH"]).read_text(encoding="utf-8").strip()
         answer = httpx.get(
             f"{self.environment['RAY_API_SERVER_ADDRESS']}/api/cluster_status",
             headers={"Authorization": f"Bearer {token}"},
         )
-        used, total = answer.json()["data"]["clusterStatus"]["loadMetricsReport"]["usage"]["CPU"]
+        used, total = answer.json()["data"]["clusterStatus"]["loadMetricsReport"]["usage"].get("CPU", (0.0, 0.0))
         return used, total
 
     def is_idle(self) -> bool:

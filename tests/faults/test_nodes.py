@@ -54,6 +54,7 @@ def raylets(cluster: Cluster) -> set[psutil.Process]:
 @pytest.fixture
 def cpus(ray: Cluster) -> int:
     """Of the head: a worker that takes them all has a node to itself."""
+    wait_until(lambda: ray.cpus()[1] > 0)
     return int(ray.cpus()[1])
 
 
