@@ -1,7 +1,7 @@
 """Inference from a replica's socket to its endpoint, without Serve's own work on each request.
 
-That work, two tasks, a queue, identifiers, a log record and metrics, takes as much CPU as all the rest of a small
-request. What it is for is held without it. The endpoint itself drops requests whose clients have gone, and counts what
+That work is two tasks, a queue, identifiers, a log record and metrics, much beside a small request. What it is for is
+held without it. The endpoint itself drops requests whose clients have gone, and counts what
 it did; how many requests are here at a time is bounded and reported here. A replica that stops waits for every
 connection of its HTTP server, whoever answers on it: Serve closes the listener, and then waits for uvicorn, within the
 same time that it gives to the requests it sees.

@@ -3,7 +3,7 @@
 Serve 2.60 asks for it where ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`` says, in each process that listens for HTTP:
 its proxies, and replicas that HAProxy sends requests to. That setting is in Ray's code and tests, and not in its
 documentation. Where it is not set, or should a later Ray not know it, all requests reach the endpoint through Serve:
-inference then takes about twice the CPU, and bytes that are no text in some headers are a bare 500.
+inference then takes more CPU, and bytes that are no text in some headers are a bare 500.
 """
 
 import asyncio

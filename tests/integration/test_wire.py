@@ -72,7 +72,7 @@ def test_headers_are_taken_or_refused(target: Target) -> None:
     assert not {line: reply for line, reply in seen.items() if reply.status not in (200, 400)}
 
 
-def test_what_is_no_http_is_refused(target: Target) -> None:
+def test_what_is_no_http_breaks_nothing(target: Target) -> None:
     seen = {name: exchange(target.http, sent, whole=False) for name, sent in NO_HTTP.items()}
     assert not {name: reply for name, reply in seen.items() if reply.status >= 500 and reply.status not in NOT_SPOKEN}
     assert not {name: reply for name, reply in seen.items() if b"Traceback" in reply.body}

@@ -33,12 +33,10 @@ def test_load_and_latency_each_ask_for_replicas_and_the_most_are_wanted(
     assert wanted_replicas(replicas, ongoing, 8.0, latency_to_target) == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize(("grown_s", "wanted"), [(None, 3.0), (970.0, 3.0), (971.0, 2.0)])
-def test_latency_asks_for_no_more_until_the_last_replica_has_had_its_effect(
-    grown_s: float | None, wanted: float
-) -> None:
-    context = SimpleNamespace(
-        aggregated_metrics={LATENCY: {"one": 0.2, "other": 1.5}},
+def context(reported: dict[str, dict[str, float]], grown_s: float | None = None) -> SimpleNamespace:
+    """What Serve tells of two replicas with four requests that it sees, at second 1,000."""
+    return SimpleNamespace(
+        aggregated_metrics=reported,
         last_scale_up_time=grown_s,
         current_time=1000.0,
         current_num_replicas=2,
@@ -46,20 +44,17 @@ def test_latency_asks_for_no_more_until_the_last_replica_has_had_its_effect(
         total_num_requests=4.0,
         config=AutoscalingConfig(target_ongoing_requests=8),
     )
-    assert decide(context)[0] == wanted
+
+
+@pytest.mark.parametrize(("grown_s", "wanted"), [(None, 3.0), (970.0, 3.0), (971.0, 2.0)])
+def test_latency_asks_for_no_more_until_the_last_replica_has_had_its_effect(
+    grown_s: float | None, wanted: float
+) -> None:
+    assert decide(context({LATENCY: {"one": 0.2, "other": 1.5}}, grown_s))[0] == wanted
 
 
 def test_requests_that_serve_sees_and_those_that_it_does_not_ask_for_replicas_together() -> None:
-    context = SimpleNamespace(
-        aggregated_metrics={DIRECT: {"one": 15.5, "other": 4.5}},
-        last_scale_up_time=None,
-        current_time=1000.0,
-        current_num_replicas=2,
-        target_num_replicas=2,
-        total_num_requests=4.0,
-        config=AutoscalingConfig(target_ongoing_requests=8),
-    )
-    assert decide(context)[0] == 3.0
+    assert decide(context({DIRECT: {"one": 15.5, "other": 4.5}}))[0] == 3.0
 
 
 def test_a_full_call_of_the_smallest_engine_is_what_a_replica_should_hold() -> None:
