@@ -141,6 +141,7 @@ def schema() -> None:
 
 def main() -> NoReturn:
     """Run the command line; a refusal is one sentence on standard error, and exit code 2."""
+    sys.path.insert(0, str(Path.cwd()))  # where the modules lie that a recipe names, as for 'python -m jobs.train'
     try:
         app()
     except RayloomError as error:

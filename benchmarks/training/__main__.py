@@ -4,12 +4,13 @@ import argparse
 import time
 from pathlib import Path
 
-from benchmarks.machine import load_average
+from benchmarks.machine import load_average, versions
 from benchmarks.training.cases import CASES
 from benchmarks.training.memory import measure_memory
 from benchmarks.training.report import Findings, report
 from benchmarks.training.throughput import compare
 
+PACKAGES = ("rayloom", "torch", "deepspeed", "accelerate")
 RESULTS = Path(__file__).with_name("RESULTS.md")
 
 
@@ -22,7 +23,7 @@ def main() -> None:
     comparisons = [compare(case, arguments.rounds) for case in CASES]
     holdings = measure_memory()
     minutes = (time.monotonic() - began) / 60
-    text = report(Findings(comparisons, holdings, load_before, load_average(), minutes))
+    text = report(Findings(comparisons, holdings, versions(PACKAGES), load_before, load_average(), minutes))
     RESULTS.write_text(text, encoding="utf-8")
     print(text)
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.machine import machine, today, versions
+from benchmarks.machine import machine, today
 from benchmarks.markdown import table, verdict
 from benchmarks.training.contenders import CONTENDERS, OURS, OURS_ON_RAY, WARM_UP_STEPS
 from benchmarks.training.memory import Holding
@@ -11,7 +11,6 @@ from benchmarks.training.throughput import Comparison
 
 GOAL_SPEED, GOAL_START, GOAL_MEMORY = 0.97, 1.3, 0.1
 PEERS = tuple(name for name in CONTENDERS if name not in (OURS, OURS_ON_RAY))
-_PACKAGES = ("rayloom", "torch", "deepspeed", "accelerate")
 _MANY_OTHER_BYTES = 2**20
 
 
@@ -21,6 +20,7 @@ class Findings:
 
     comparisons: Sequence[Comparison]
     holdings: Sequence[Holding]
+    versions: str
     load_before: str
     load_after: str
     minutes: float
@@ -38,7 +38,7 @@ def _title(found: Findings) -> str:
 # Training: results
 
 `python -m benchmarks.training --rounds {rounds}`, {today()}, {found.minutes:.1f} minutes.
-{machine()}. {versions(_PACKAGES)}.
+{machine()}. {found.versions}.
 Load average over 1, 5 and 15 minutes: {found.load_before} before, {found.load_after} after. Anything above
 0.5 before means that other work took part of the cores, and that single numbers are worth little; ratios of runs
 that follow each other are worth more."""

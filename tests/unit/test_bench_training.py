@@ -48,7 +48,7 @@ def test_contenders_are_compared_round_by_round_and_to_hold_less_misses_the_goal
         Holding(stage=3, workers=2, accumulation=1, held=Bytes(1.0, 1.0, 6.0), other_bytes=0),
         Holding(stage=3, workers=2, accumulation=2, held=Bytes(1.0, 1.0, 6.0), other_bytes=0),
     ]
-    text = report(Findings([found], holdings, load_before="0.1", load_after="0.1", minutes=1.0))
+    text = report(Findings([found], holdings, "torch 2.13", load_before="0.1", load_after="0.1", minutes=1.0))
     assert "| steps/s after start-up / the best peer's | ≥ 0.97 | 0.750 | **missed** |" in text
     assert "| the same as a job on a Ray cluster | ≥ 0.97 | 1.000 | reached |" in text
     assert "| within 10% | -20.0% (ZeRO 1 on 4) to +0.0% (ZeRO 3 on 2) | **missed** |" in text
