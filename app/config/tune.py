@@ -85,7 +85,7 @@ class TuneConfig(Section):
     )
     grace_epochs: PositiveInt = Field(default=1, description="epochs that the scheduler leaves a trial alone")
     reduction_factor: Annotated[int, Field(ge=2)] = Field(
-        default=3, description="of asha and hyperband: one of so many trials goes on at each rung"
+        default=4, description="of asha and hyperband: one of so many trials goes on at each rung"
     )
     stop: StopConfig = StopConfig()
     retries: Annotated[int, Field(ge=0)] = Field(default=1, description="times that a trial that failed is run again")
