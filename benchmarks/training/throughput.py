@@ -66,6 +66,13 @@ def compare(case: Case, num_rounds: int) -> Comparison:
 
 
 def _run(name: str, case: Case, work: Workload, folder: Path) -> Trial:
-    trial = CONTENDERS[name](case, work, folder)
-    print(f"{case.name}: {name}: first step after {trial.first_step_s:.1f} s", flush=True)
+    """One run, or another one in place of a first that broke: gloo aborts now and then as a process ends."""
+    try:
+        trial = CONTENDERS[name](case, work, folder)
+    except RuntimeError as error:
+        print(f"{case.name}: {name}: run again, for: {error}", flush=True)
+        trial = CONTENDERS[name](case, work, folder)
+    print(
+        f"{case.name}: {name}: first step after {trial.first_step_s:.1f} s, {trial.steps_per_s:.2f} steps/s", flush=True
+    )
     return trial
