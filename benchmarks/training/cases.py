@@ -80,7 +80,7 @@ class Case:
 
 
 CASES = (
-    Case("small, ZeRO 2", 1024, 2, 64, 2, 64, 8, "fp32", 2, 400),
+    Case("small, ZeRO 2", 1024, 2, 64, 2, 64, 8, "fp32", 2, 1200),
     Case("larger, ZeRO 1", 4096, 4, 192, 6, 128, 8, "fp32", 1, 120),
 )
 
