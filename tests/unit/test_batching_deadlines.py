@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from app.errors import DeadlineError
+from app.serving.batching.batcher import Batcher
 from app.serving.batching.latency import LatencyModel
 from app.serving.batching.statistics import BatchingStatistics
 from tests.virtual_engine import Answered, VirtualEngine, ask, row, run
@@ -45,13 +46,19 @@ def test_calls_of_one_size_say_what_that_size_takes() -> None:
     assert model.seconds(8) <= 0.04
 
 
-async def _asked(
-    engine: VirtualEngine, requests: list[tuple[float, float, dict[str, Any]]], **knobs: Any
-) -> tuple[list[Answered], BatchingStatistics]:
-    """Requests of one row from 1 s on, to a batcher that has learnt how long calls of 1 and 8 rows take."""
+async def _learnt(engine: VirtualEngine, **knobs: Any) -> Batcher:
+    """A batcher that has learnt how long calls of 1 and 8 rows take, before 1 s."""
     batcher = engine.batcher(**knobs)
     for at_s, rows in ((0.0, 1), (0.4, 8)):
         await ask(batcher, at_s, row(0, rows=rows))
+    return batcher
+
+
+async def _asked(
+    engine: VirtualEngine, requests: list[tuple[float, float, dict[str, Any]]], **knobs: Any
+) -> tuple[list[Answered], BatchingStatistics]:
+    """Requests of one row from 1 s on, to a batcher that knows its engine."""
+    batcher = await _learnt(engine, **knobs)
     answers = await asyncio.gather(
         *(ask(batcher, 1.0 + at_s, row(value), **options) for at_s, value, options in requests)
     )
@@ -123,6 +130,24 @@ def test_when_not_all_can_be_in_time_those_with_the_least_time_are_given_up() ->
     assert engine.calls[2:] == [[0], [3, 4, 5, 6, 7, 8]], "at 1.11 s; 6 rows take 0.16 s, 7 take 0.17 s"
     assert [type(answer.error) for answer in answers[1:3]] == [DeadlineError] * 2
     assert statistics.failures == {"deadline": 2}
+
+
+def test_who_goes_away_in_the_turn_in_which_they_would_be_given_up_holds_nobody_up() -> None:
+    async def scenario() -> BatchingStatistics:
+        batcher, loop = await _learnt(engine, max_batch_size=8), asyncio.get_running_loop()
+        tasks = [
+            asyncio.create_task(ask(batcher, 1.0 + 0.001 * number, row(number), timeout_s=timeout_s))
+            for number, timeout_s in enumerate([None] + 3 * [0.27] + 5 * [0.31])
+        ]
+        for task in tasks[1:3]:
+            loop.call_at(1.11 - 5e-10, task.cancel)  # the turn in which the first call ends, but before it does
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await batcher.close()
+        return batcher.statistics
+
+    engine = VirtualEngine(call_s=0.1, row_s=0.01)
+    assert run(scenario()).failures == {"cancelled": 2}
+    assert engine.calls[2:] == [[0], [3, 4, 5, 6, 7, 8]]
 
 
 def test_an_urgent_request_is_not_given_up_for_less_urgent_ones() -> None:

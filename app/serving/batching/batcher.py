@@ -112,7 +112,7 @@ class Batcher:
             return await request.answer
         except asyncio.CancelledError:
             if request.answer.cancelled():
-                self._queue.remove(request)
+                self._let_go(request)
                 self._count_failure(request, FailureReason.CANCELLED)
             raise
 
@@ -189,7 +189,7 @@ class Batcher:
                     self._fail(request, _late(request, now_s), FailureReason.DEADLINE)
             elif isinstance(chosen, Batch) and (gone := _cancelled(chosen)):
                 for request in gone:
-                    self._queue.remove(request)
+                    self._let_go(request)
             else:
                 return chosen
         return None
@@ -259,11 +259,15 @@ class Batcher:
         self._statistics.inferences += request.rows
 
     def _fail(self, request: Request, error: Exception, reason: FailureReason) -> None:
-        """Give up a request, and the rest of its rows, unless somebody else has."""
+        """Give up a request, and the rest of its rows; somebody else may have, or its client gone in this turn."""
+        self._let_go(request)
         if not request.answer.done():
-            self._queue.remove(request)
             request.answer.set_exception(error)
             self._count_failure(request, reason)
+
+    def _let_go(self, request: Request) -> None:
+        """Run no more of a request."""
+        self._queue.remove(request)
 
     def _count_failure(self, request: Request, reason: FailureReason) -> None:
         self._statistics.fail.add(self._clock() - request.arrived_s)
