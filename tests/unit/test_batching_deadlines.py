@@ -212,20 +212,26 @@ def test_the_engine_does_not_wait_for_clients_that_come_back_late() -> None:
     assert statistics.releases["delay"] < 5
 
 
-async def _held(delay_s: float, **options: Any) -> tuple[float, BatchingStatistics]:
-    """After two clients have shared calls for long, one does not come back: how long the other takes then."""
-    engine = VirtualEngine(call_s=0.1)
+async def _shared(clients: int, delay_s: float) -> Batcher:
+    """One whose clients have shared calls for long, so that the others are expected if one asks now."""
+    engine, loop = VirtualEngine(call_s=0.1), asyncio.get_running_loop()
     batcher = engine.batcher(max_batch_size=8, max_queue_delay_s=delay_s)
-    loop = asyncio.get_running_loop()
 
     async def client(number: int) -> None:
-        for turn in range(60):
-            await asyncio.sleep(0.001 if turn else 0.05 * number)
+        await asyncio.sleep(0.03 * number)
+        while loop.time() < 6:
             await batcher.infer(row(number))
+            await asyncio.sleep(0.001)
 
-    await asyncio.gather(*map(client, range(2)))
-    assert engine.sizes[-1] == 2
-    asked_s = loop.time() + 0.001
+    await asyncio.gather(*map(client, range(clients)))
+    assert engine.sizes[-1] == clients
+    return batcher
+
+
+async def _held(delay_s: float, **options: Any) -> tuple[float, BatchingStatistics]:
+    """Of two clients that have shared calls for long one does not come back: how long the other takes then."""
+    batcher = await _shared(2, delay_s)
+    asked_s = asyncio.get_running_loop().time() + 0.001
     answer = await ask(batcher, asked_s, row(3), **options)
     await batcher.close()
     return answer.at_s - asked_s, batcher.statistics
@@ -235,6 +241,20 @@ def test_nobody_is_held_longer_than_the_delay() -> None:
     seconds, statistics = run(_held(delay_s=0.02))
     assert seconds == pytest.approx(0.12, abs=1e-5)
     assert statistics.releases["delay"] == 1
+
+
+def test_who_comes_after_one_that_was_held_and_left_is_held_as_long() -> None:
+    async def scenario() -> float:
+        batcher, loop = await _shared(3, delay_s=0.02), asyncio.get_running_loop()
+        leaves = asyncio.create_task(batcher.infer(row(1)))
+        await asyncio.sleep(0.01)
+        leaves.cancel()
+        asked_s = loop.time() + 0.015  # 0.025 s after the one that was held
+        answer = await ask(batcher, asked_s, row(2))
+        await batcher.close()
+        return answer.at_s - asked_s
+
+    assert run(scenario()) == pytest.approx(0.12, abs=1e-5)
 
 
 def test_nobody_is_held_longer_than_can_pay() -> None:

@@ -266,8 +266,10 @@ class Batcher:
             self._count_failure(request, reason)
 
     def _let_go(self, request: Request) -> None:
-        """Run no more of a request."""
+        """Run no more of a request. A slot that was kept idle for the last that waits is just idle from then on."""
         self._queue.remove(request)
+        if not self._queue.requests:
+            self._held_s = None
 
     def _count_failure(self, request: Request, reason: FailureReason) -> None:
         self._statistics.fail.add(self._clock() - request.arrived_s)

@@ -15,7 +15,7 @@ class ReleaseReason(StrEnum):
     IDLE = "idle"
     """A slot of the engine was free, and waiting for more rows did not pay."""
     DELAY = "delay"
-    """The oldest request had waited for the longest queue delay."""
+    """A slot had been kept idle for the longest queue delay."""
     DEADLINE = "deadline"
     """A request would have been late in a larger or later call."""
     RETRY = "retry"
