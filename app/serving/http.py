@@ -25,7 +25,10 @@ from app.serving.protocol.management import (
     LoadRequest,
     ModelIndex,
     ModelMetadata,
+    ModelReady,
+    ServerLive,
     ServerMetadata,
+    ServerReady,
     Statistics,
     UnloadRequest,
 )
@@ -130,10 +133,14 @@ def _routes(endpoint: Endpoint) -> FastAPI:
         return HTMLResponse(PAGE, headers=PAGE_HEADERS)
 
     @api.get("/v2/health/live")
+    async def server_live() -> ServerLive:
+        """The server runs."""
+        return ServerLive(live=True)
+
     @api.get("/v2/health/ready")
-    async def health() -> Response:
-        """The server runs, and every model is loaded."""
-        return Response()
+    async def server_ready() -> ServerReady:
+        """Every model is loaded: a server with one that is not gets no requests."""
+        return ServerReady(ready=True)
 
     @api.get("/v2")
     async def server_metadata() -> ServerMetadata:
@@ -179,10 +186,10 @@ def _routes(endpoint: Endpoint) -> FastAPI:
 
     @api.get("/v2/models/{name}/ready")
     @api.get("/v2/models/{name}/versions/{version}/ready")
-    async def model_ready(name: str, version: str | None = None) -> Response:
+    async def model_ready(name: str, version: str | None = None) -> ModelReady:
         """The model is loaded."""
         endpoint.find(name, version)
-        return Response()
+        return ModelReady(name=name, ready=True)
 
     @api.get("/v2/models/{name}")
     @api.get("/v2/models/{name}/versions/{version}")

@@ -66,6 +66,19 @@ def test_tritons_http_client_works_unchanged(server: Server, binary: bool) -> No
         client.get_model_metadata("other")
 
 
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("health/live", {"live": True}),
+        ("health/ready", {"ready": True}),
+        ("models/toy/ready", {"name": "toy", "ready": True}),
+        ("models/toy/versions/1/ready", {"name": "toy", "ready": True}),
+    ],
+)
+def test_health_is_told_in_the_words_that_kserves_client_reads(server: Server, path: str, told: object) -> None:
+    assert httpx.get(f"http://{server.http}/v2/{path}").json() == told
+
+
 def test_tritons_grpc_client_works_unchanged(server: Server) -> None:
     client, tensors = tritonclient.grpc.InferenceServerClient(server.grpc), rows(3)
     assert client.is_server_live()
