@@ -45,7 +45,7 @@ class ServedModel:
         self.inputs = model.processor.inputs
         """What a request may hold. Kept: a processor makes them anew each time it is asked."""
         self.policy = policy
-        self._batcher = Batcher(model.engine.infer, policy)
+        self._batcher = Batcher(model.engine.infer, policy, check=_check_finite)
         # Of its own: where health checks run, many texts that are being encoded would keep these waiting.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
         self._encoding = 0
@@ -56,7 +56,7 @@ class ServedModel:
         self._answered_s = time.monotonic()  # when it was loaded
         self._probe: asyncio.Task[None] | None = None
         self._probed_s = 0.0
-        self._unanswerable = Durations()
+        self._unread = Durations()  # requests that failed before the batcher, which counts the others, knew of them
         self.latencies = RecentLatencies()
         """Of requests that were answered, or would have been too late."""
 
@@ -92,6 +92,15 @@ class ServedModel:
             self._encoding -= 1
 
     @contextmanager
+    def _reading(self, began_s: float) -> Iterator[None]:
+        """Count a request that fails in here."""
+        try:
+            yield
+        except BaseException:
+            self._unread.add(time.monotonic() - began_s)
+            raise
+
+    @contextmanager
     def kept_open(self) -> Iterator[None]:
         """Close only afterwards, and after what has been asked by then."""
         self._users += 1
@@ -110,8 +119,9 @@ class ServedModel:
             timeout_s: until the answer, from now on.
         """
         arrived_s = time.monotonic()
-        _check_rows("inputs", 1 if isinstance(inputs, str) else len(inputs))
-        tensors = await self._encode(inputs)
+        with self._reading(arrived_s):
+            _check_rows("inputs", 1 if isinstance(inputs, str) else len(inputs))
+            tensors = await self._encode(inputs)
         left_s = None if timeout_s is None else timeout_s - (time.monotonic() - arrived_s)
         return await self.run(tensors, timeout_s=left_s, arrived_s=arrived_s)
 
@@ -137,14 +147,11 @@ class ServedModel:
             EngineError: the engine failed, and does not answer a blank request either.
         """
         began_s = time.monotonic() if arrived_s is None else arrived_s
-        try:
+        with self._reading(began_s):
             check_tensors(tensors, self.inputs)
             _check_rows(f"input {self.inputs[0].name!r}", len(tensors[self.inputs[0].name]))
+        try:
             outputs = await self._call(tensors, priority, timeout_s)
-            _check_finite(outputs)
-        except RequestError:
-            self._unanswerable.add(time.monotonic() - began_s)
-            raise
         except DeadlineError:
             self.latencies.add(time.monotonic() - began_s)
             raise
@@ -214,7 +221,7 @@ class ServedModel:
     @property
     def statistics(self) -> ModelStatistics:
         """What it has done since it was loaded. Calls whose answer is not finite have succeeded, their requests not."""
-        counted, unanswerable = self._batcher.statistics, self._unanswerable
+        counted, unread = self._batcher.statistics, self._unread
         return ModelStatistics(
             name=self.model.manifest.name,
             version=self.model.version,
@@ -223,7 +230,7 @@ class ServedModel:
             execution_count=counted.executions,
             inference_stats=InferenceStatistics(
                 success=_duration(counted.success),
-                fail=Duration(count=counted.fail.count + unanswerable.count, ns=counted.fail.ns + unanswerable.ns),
+                fail=Duration(count=counted.fail.count + unread.count, ns=counted.fail.ns + unread.ns),
                 queue=_duration(counted.queue),
                 compute_infer=_duration(counted.compute_infer),
             ),

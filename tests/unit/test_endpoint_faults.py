@@ -106,8 +106,9 @@ def answers(server: Server) -> bool:
     return answer.status_code == 200 and is_right(answer.json(), expected(rows(1)))
 
 
-def failures(server: Server) -> int:
-    return server.endpoint.find("toy").statistics.inference_stats.fail.count
+def succeeded_and_failed(server: Server) -> tuple[int, int]:
+    counted = server.endpoint.find("toy").statistics.inference_stats
+    return counted.success.count, counted.fail.count
 
 
 def test_what_a_slow_engine_answers_too_late_is_refused_in_time(
@@ -177,6 +178,15 @@ def test_one_bad_item_in_a_batch_of_eight_is_refused_alone(
         assert [each.status_code for each in got] == [400 if index == 3 else 200 for index in range(8)]
         assert "error" in got[3].json()
         assert all(is_right(got[index].json(), expected(texts[index])) for index in range(8) if index != 3)
+        assert succeeded_and_failed(server) == (8, 1)
+
+
+@pytest.mark.parametrize("inputs", [[], ["a"] * 1025])
+def test_what_cannot_be_read_counts_as_a_failure(server: Server, storage: UPath, inputs: list[str]) -> None:
+    server.run(server.endpoint.update(config(storage)))
+    answer = httpx.post(f"http://{server.http}/v1/models/toy/predict", json={"inputs": inputs})
+    assert answer.status_code == 400
+    assert succeeded_and_failed(server) == (0, 1)
 
 
 def begin_over_http(server: Server) -> Callable[[], None]:
@@ -228,7 +238,7 @@ def test_who_goes_away_is_not_run_and_frees_the_queue(
             assert first.result().status_code == 200
         fault.saw(f"{len(troubled.calls) - 1} of 7 run")
         assert troubled.calls == [1]
-        assert failures(server) == 7
+        assert succeeded_and_failed(server) == (1, 7)
 
 
 def truncated(content: bytes) -> bytes:

@@ -22,6 +22,10 @@ _UNMEASURED_RETRY_S = 1.0
 """When to come back if no call has ended yet."""
 
 
+def _will_do(_: Tensors) -> None:
+    """Any answer."""
+
+
 class Batcher:
     """Joins the requests that wait into one call whenever a slot of the engine is free.
 
@@ -35,6 +39,7 @@ class Batcher:
         policy: BatchingPolicy,
         slots: int = 1,
         *,
+        check: Callable[[Tensors], object] = _will_do,
         threads: Callable[[Infer, int], Slots] = EngineThreads,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -43,10 +48,12 @@ class Batcher:
         Args:
             infer: runs one batch; called from ``slots`` threads at once, with 1 to ``policy.max_batch_size`` rows.
             slots: calls that the engine runs at once, its streams.
+            check: looks at the answer of each request; what it raises is that request's failure.
             threads: makes what runs ``infer``.
             clock: in seconds.
         """
         self._policy = policy
+        self._check = check
         self._clock = clock
         self._threads = threads(infer, slots)
         self._slots = slots
@@ -105,7 +112,7 @@ class Batcher:
             RequestError: the tensors do not have the same rows.
             OverloadError: the queue is full, or the batcher closed.
             DeadlineError: the engine cannot run the request in time; it has not seen it.
-            Exception: what the engine raised for this request alone.
+            Exception: what the engine raised for this request alone, or ``check`` for its answer.
         """
         request = self._admit(tensors, priority, timeout_s)
         try:
@@ -252,6 +259,11 @@ class Batcher:
             if request.answered < request.rows:
                 return
             outputs = join([request.answers[start] for start in sorted(request.answers)])
+        try:
+            self._check(outputs)
+        except Exception as error:
+            self._fail(request, error, FailureReason.ENGINE)
+            return
         request.answer.set_result(outputs)
         self._statistics.success.add(self._clock() - request.arrived_s)
         self._statistics.queue.add(request.queue_s)

@@ -32,7 +32,7 @@ class FailureReason(StrEnum):
     CANCELLED = "cancelled"
     """Whoever asked went away."""
     ENGINE = "engine"
-    """The engine failed on it."""
+    """The engine failed on it, or gave an answer that will not do."""
 
 
 @dataclass
