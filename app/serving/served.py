@@ -171,7 +171,7 @@ class ServedModel:
         """
         running_s, idle_s = self._batcher.running_s, time.monotonic() - self._answered_s
         if self._probe is None and not running_s and idle_s > _TRUSTED_S:
-            self._probe, self._probed_s = asyncio.create_task(self._ask_engine()), time.monotonic()
+            self._ask_engine()
         if self._probe:  # one at a time, and not waited for: an engine may need longer than Serve gives a check
             await asyncio.wait([self._probe], timeout=_PROBE_WAIT_S)
             if self._probe.done():
@@ -187,12 +187,18 @@ class ServedModel:
         try:
             outputs = await self._batcher.infer(tensors, priority=priority, timeout_s=timeout_s)
         except EngineError as error:
-            await self._ask_engine()
+            await asyncio.shield(self._ask_engine())  # others may wait for the same answer
             raise RequestError(f"the model cannot run these inputs: {error}") from error
         self._last_inference_ms, self._answered_s = round(time.time() * 1e3), time.monotonic()
         return outputs
 
-    async def _ask_engine(self) -> None:
+    def _ask_engine(self) -> asyncio.Task[None]:
+        """The blank request that the engine is at, else a new one; ``close`` waits for it."""
+        if self._probe is None or self._probe.done():
+            self._probe, self._probed_s = asyncio.create_task(self._run_blank()), time.monotonic()
+        return self._probe
+
+    async def _run_blank(self) -> None:
         """Raises EngineError."""
         await asyncio.to_thread(self.model.check)
         self._answered_s = time.monotonic()

@@ -37,16 +37,22 @@ POISON = 2
 
 
 class Troubled:
-    """An engine that waits in every call until ``go`` is set, and that ``POISON`` is poison to."""
+    """An engine that waits in every call until ``go`` is set, and that ``POISON`` is poison to.
+
+    It waits in calls with blank requests, as checks send them, until ``well`` is set, too.
+    """
 
     name, version = "troubled", "1"
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.go, self.raises = threading.Event(), False
+        self.go, self.well, self.raises = threading.Event(), threading.Event(), False
         self.calls: list[int] = []
         """The rows of each call that was begun."""
+        self.blanks = 0
+        """How many of these were blank."""
         self.go.set()
+        self.well.set()
 
     @property
     def signature(self) -> Signature:
@@ -56,6 +62,9 @@ class Troubled:
         poisoned = inputs["input_ids"][:, 0] == POISON
         self.calls.append(len(poisoned))
         self.go.wait()
+        if (inputs["input_ids"] == 1).all():
+            self.blanks += 1
+            self.well.wait()
         if self.raises and poisoned.any():
             raise EngineError("the engine failed on a batch: it was poisoned")
         outputs = dict(self._engine.infer(inputs))
@@ -94,6 +103,7 @@ def troubled(server: Server, storage: UPath, monkeypatch: pytest.MonkeyPatch) ->
     server.run(server.endpoint.update(config(storage)))
     yield engines[0]
     engines[0].go.set()
+    engines[0].well.set()
 
 
 def ask(server: Server, tensors: Tensors, **parameters: object) -> httpx.Response:
@@ -179,6 +189,22 @@ def test_one_bad_item_in_a_batch_of_eight_is_refused_alone(
         assert "error" in got[3].json()
         assert all(is_right(got[index].json(), expected(texts[index])) for index in range(8) if index != 3)
         assert succeeded_and_failed(server) == (8, 1)
+
+
+def test_many_bad_items_cost_one_look_at_the_engine_which_is_not_closed_before(
+    server: Server, troubled: Troubled
+) -> None:
+    bad, toy = rows(1), server.endpoint.find("toy")
+    bad["input_ids"][0, 0] = POISON
+    troubled.raises = True
+    troubled.well.clear()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        sent = [pool.submit(ask, server, bad) for _ in range(8)]
+        wait_until(lambda: toy.statistics.inference_stats.fail.count == 8)
+        server.run(server.endpoint.update(EndpointConfig()))
+        troubled.well.set()
+        assert {each.result().status_code for each in sent} == {400}
+    assert troubled.blanks == 1
 
 
 @pytest.mark.parametrize("inputs", [[], ["a"] * 1025])
