@@ -148,16 +148,19 @@ class Endpoint:
         Raises:
             EngineError: one does not.
         """
-        for served in {id(served): served for model in self._rollouts for served in model.answering}.values():
-            try:
-                await served.check()
-            except EngineError:
-                if served in self._loaded.values():  # else it was let go of meanwhile
-                    raise
+        answering = {id(served): served for model in self._rollouts for served in model.answering}
+        await asyncio.gather(*map(self._check, answering.values()))  # an engine may let each check wait for a moment
 
     @property
     def _rollouts(self) -> list[Rollout]:
         return [self._models[name] for name in sorted(self._models)]
+
+    async def _check(self, served: ServedModel) -> None:
+        try:
+            await served.check()
+        except EngineError:
+            if served in self._loaded.values():  # else it was let go of meanwhile
+                raise
 
     def _model(self, name: str) -> Rollout:
         model = self._models.get(name)

@@ -20,14 +20,14 @@ from upath import UPath
 from app.engines.base import Engine, Signature
 from app.errors import EngineError, RayloomError, StorageError
 from app.serving import endpoint, engine, served
-from app.serving.config import EndpointConfig
+from app.serving.config import DeployedModel, EndpointConfig, Share
 from app.serving.model import LoadedModel
 from app.tensors import OUTPUT, Tensors
 from tests.engine_contract import exported, rows
 from tests.helpers import wait_until
 from tests.serving import Server, serving
 from tests.tables import Faults
-from tests.toy import asked, body, config, expected, is_right, publish
+from tests.toy import asked, body, config, endpoint_config, expected, is_right, publish, version_config
 from tests.wire import message
 
 pytestmark = pytest.mark.faults
@@ -162,6 +162,19 @@ def test_an_engine_that_does_not_come_back_fails_the_health_check(
         wait_until(is_ill)
         troubled.go.set()
         assert first.result().status_code == 200
+    server.run(server.endpoint.check())
+
+
+def test_engines_are_looked_at_together(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the other with its answer."""
+    publish(UPath(tmp_path), exported(), exported())
+    production, other = (version_config(UPath(tmp_path), version) for version in (1, 2))
+    both = DeployedModel(production=production, canary=Share(version=other, percent=50))
+    server.run(server.endpoint.update(endpoint_config(both)))
+    meet = threading.Barrier(2, timeout=10)
+    monkeypatch.setattr(LoadedModel, "check", lambda _: meet.wait())
+    monkeypatch.setattr(served, "_TRUSTED_S", -1)
+    monkeypatch.setattr(served, "_PROBE_WAIT_S", 30)
     server.run(server.endpoint.check())
 
 
