@@ -252,7 +252,7 @@ class ServedModel:
         await self._batcher.close()
         if self._probe:
             await asyncio.wait([self._probe])
-        self._encoder.shutdown()
+        await asyncio.to_thread(self._encoder.shutdown)  # it may still read for a client that has gone
         await asyncio.to_thread(self.model.engine.close)
 
 

@@ -1,5 +1,6 @@
 """What clients of an endpoint notice when its engine is slow, its files are damaged, or other clients misbehave."""
 
+import asyncio
 import concurrent.futures
 import dataclasses
 import json
@@ -22,6 +23,7 @@ from app.errors import EngineError, RayloomError, StorageError
 from app.serving import endpoint, engine, served
 from app.serving.config import DeployedModel, EndpointConfig, Share
 from app.serving.model import LoadedModel
+from app.serving.protocol.natural import PredictRequest
 from app.tensors import OUTPUT, Tensors
 from tests.engine_contract import exported, rows
 from tests.helpers import wait_until
@@ -278,6 +280,27 @@ def test_who_goes_away_is_not_run_and_frees_the_queue(
         fault.saw(f"{len(troubled.calls) - 1} of 7 run")
         assert troubled.calls == [1]
         assert succeeded_and_failed(server) == (1, 7)
+
+
+def test_a_version_that_still_reads_for_nobody_is_let_go_of_without_a_halt(
+    server: Server, storage: UPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, go = threading.Event(), threading.Event()
+
+    def encode(*_: object) -> Tensors:
+        reads.set()
+        go.wait(60)
+        return rows(1)
+
+    server.run(server.endpoint.update(config(storage)))
+    monkeypatch.setattr(LoadedModel, "encode", encode)
+    asking = server.endpoint.route("toy").predict(PredictRequest(inputs="good"))
+    gone = asyncio.run_coroutine_threadsafe(asking, server.loop)
+    assert reads.wait(60)
+    gone.cancel()
+    server.run(server.endpoint.update(EndpointConfig()))
+    assert httpx.get(f"http://{server.http}/v2/health/live").status_code == 200
+    go.set()
 
 
 def truncated(content: bytes) -> bytes:
