@@ -28,19 +28,20 @@ async def read_body(receive: Receive, most_bytes: int = LIMITS.body_bytes) -> by
         RequestError: the client went away in the middle of it.
         TimeoutError: it does not come in time.
     """
-    body = bytearray()
+    parts: list[bytes] = []
+    size = 0
     try:
         async with asyncio.timeout(_RECEIVE_TIMEOUT_S):
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise RequestError("the connection was closed before the body ended: send all of it")
-                part: bytes = message.get("body", b"")
-                if len(body) + len(part) > most_bytes:
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > most_bytes:
                     raise RequestTooLargeError(f"the body is larger than {most_bytes} bytes: send less in a request")
                 if not message.get("more_body"):
-                    return bytes(body + part) if body else part
-                body += part
+                    return b"".join(parts)  # a single part is given back as it is
     except TimeoutError:
         raise TimeoutError(f"the body did not come within {_RECEIVE_TIMEOUT_S:g} s: send it faster") from None
 
