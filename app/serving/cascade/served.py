@@ -59,10 +59,12 @@ class ServedCascade:
         deadline_s = self._deadline_s(None if timeout_us is None else timeout_us / 1e6)
 
         async def ask(stage: int, rows: NDArray[np.intp]) -> Tensors:
+            inputs = request.inputs if len(rows) == num_rows else taken(request.inputs, rows)
             left_s = deadline_s - time.monotonic()
-            return await self._stages[stage].run(taken(request.inputs, rows), priority=priority, timeout_s=left_s)
+            return await self._stages[stage].run(inputs, priority=priority, timeout_s=left_s)
 
-        outputs, stages = await self._route(rows_of(request.inputs), ask)
+        num_rows = rows_of(request.inputs)
+        outputs, stages = await self._route(num_rows, ask)
         return answer(
             request, large.version, outputs, {OUTPUT: large.labels}, parameters={STAGE: ",".join(map(str, stages))}
         )
