@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
+import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp
 from upath import UPath
@@ -90,7 +91,8 @@ def test_requests_are_counted_from_their_first_byte_and_refused_beyond_what_a_re
             yield b"}"
 
         async with client() as replica:
-            slow = [asyncio.create_task(replica.post(INFER, content=slowly())) for _ in range(most)]
+            size = {"content-length": "2"}
+            slow = [asyncio.create_task(replica.post(INFER, content=slowly(), headers=size)) for _ in range(most)]
             while direct.ongoing < most:
                 await asyncio.sleep(0)
             refused = await replica.post(INFER, content=b"{}")
@@ -100,5 +102,29 @@ def test_requests_are_counted_from_their_first_byte_and_refused_beyond_what_a_re
             rest.set()
             assert {(await each).status_code for each in slow} == {404}
             assert not direct.ongoing
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"content-length": str(64 * 2**20)}, {"content-length": "99999", "content-encoding": "gzip"}]
+)
+def test_as_many_requests_are_here_as_their_bodies_have_room(headers: dict[str, str]) -> None:
+    async def run() -> None:
+        direct, rest = answered(Endpoint()), asyncio.Event()
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield b"{"
+            await rest.wait()
+            yield b"}"
+
+        async with client() as replica:
+            slow = [asyncio.create_task(replica.post(INFER, content=slowly(), headers=headers)) for _ in range(32)]
+            while direct.ongoing < len(slow):
+                await asyncio.sleep(0)
+            assert (await replica.post(INFER, content=b"{}")).status_code == 503
+            rest.set()
+            assert {(await each).status_code for each in slow} == {404}
+            assert (await replica.post(INFER, content=b"{}")).status_code == 404, "there is room again"
 
     asyncio.run(run())
