@@ -67,8 +67,11 @@ class LoadedModel:
             for row in _softmax(logits)
         ]
 
-    def check(self, rows: int = 1) -> None:
+    def check(self, rows: int = 1, length: int | None = None) -> None:
         """Run rows of ones.
+
+        Args:
+            length: of the sizes that vary beside the batch; left out, the longest that the processor makes.
 
         Raises:
             EngineError: the engine fails, or answers numbers that are not finite.
@@ -76,7 +79,7 @@ class LoadedModel:
         """
         blank = {
             spec.name: np.ones(
-                [rows, *(spec.longest or 1 if size == -1 else size for size in spec.shape[1:])], spec.dtype
+                [rows, *(length or spec.longest or 1 if size == -1 else size for size in spec.shape[1:])], spec.dtype
             )
             for spec in self.processor.inputs
         }
@@ -89,7 +92,7 @@ class LoadedModel:
 
 
 def load_model(storage: UPath, name: str, version: int, threads: int, max_batch_size: int = 1) -> LoadedModel:
-    """Fetch a version, verify it, load its engine, and warm it up with one row and with a full batch.
+    """Fetch a version, verify it, load its engine, and warm it up: with a row of each length, and with a full batch.
 
     Raises:
         StorageError: the version is not there or was changed.
@@ -106,8 +109,9 @@ def load_model(storage: UPath, name: str, version: int, threads: int, max_batch_
             raise StorageError(f"model {name!r}, version {version}, has no {missing}: publish it again") from error
         model = LoadedModel(manifest, open_published(manifest, Path(temporary), threads), processor, labels)
     try:
-        for rows in {1, max_batch_size}:  # the first calls compile and allocate
-            model.check(rows)
+        for length in manifest.engine_key.profile.lengths or (None,):
+            model.check(1, length)  # the first call with a shape compiles and allocates
+        model.check(max_batch_size)
     except BaseException:
         model.engine.close()
         raise

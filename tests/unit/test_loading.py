@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openvino
@@ -18,15 +19,16 @@ from app.config import BatchingConfig, ServeConfig
 from app.data.classification import save_labels
 from app.engines import architecture
 from app.engines.architecture import architecture_of
-from app.engines.base import EngineSettings
+from app.engines.base import Engine, EngineSettings
 from app.engines.registry import open_engine
 from app.engines.shapes import ShapeProfile
 from app.errors import EngineError, RecipeError, StorageError
 from app.repository.manifest import Manifest, ModelCard, ServingDefaults
 from app.repository.repository import Repository
+from app.serving import model as serving_model
 from app.serving.engine import open_published
 from app.serving.model import LoadedModel, load_model
-from app.tensors import OUTPUT, Tensor
+from app.tensors import OUTPUT, Tensor, Tensors
 from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, exported, rows
 from tests.helpers import ROOT
 from tests.publishing import CARD
@@ -88,6 +90,28 @@ def test_a_version_is_opened_with_the_engine_of_its_key(engine: str, repository:
     prediction, _ = model.decode(model.engine.infer(model.encode(TEXTS[:2]))[OUTPUT])
     assert sum(prediction.scores.values()) == pytest.approx(1.0, abs=1e-5)
     assert prediction.scores[prediction.label] == max(prediction.scores.values())
+
+
+def test_a_version_has_run_a_row_of_every_length_and_a_full_batch_before_it_is_asked(
+    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[int, ...]] = []
+
+    def opened(*arguments: Any) -> Engine:
+        engine = open_published(*arguments)
+        infer = engine.infer
+
+        def noted(inputs: Tensors) -> Tensors:
+            ran.append(inputs["input_ids"].shape)
+            return infer(inputs)
+
+        monkeypatch.setattr(engine, "infer", noted)
+        return engine
+
+    publish(repository, tmp_path, card(profile=ShapeProfile(batch_sizes=(1,), lengths=(8, 16, 32))))
+    monkeypatch.setattr(serving_model, "open_published", opened)
+    load_model(UPath(tmp_path / "storage"), "toy", 1, threads=1, max_batch_size=4)
+    assert ran == [(1, 8), (1, 16), (1, 32), (4, 32)]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
