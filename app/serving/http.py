@@ -37,6 +37,16 @@ from app.serving.protocol.natural import NaturalModel, PredictRequest, PredictRe
 from app.serving.protocol.rest import read_infer, write_infer
 from app.serving.refusal import refusal
 
+_PREDICT_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {"schema": PredictRequest.model_json_schema()},
+            "image/*": {"schema": {"type": "string", "format": "binary"}},
+        },
+    }
+}
+"""As OpenAPI describes it."""
 _INFER = re.compile("/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 
 
@@ -202,10 +212,13 @@ def _routes(endpoint: Endpoint) -> FastAPI:
         """What people can ask: every model, what it takes, and its labels."""
         return [each.natural for each in endpoint.models]
 
-    @api.post("/v1/models/{name}/predict", response_model_exclude_none=True)
+    @api.post("/v1/models/{name}/predict", response_model_exclude_none=True, openapi_extra=_PREDICT_BODY)
     async def predict(name: str, request: Request) -> PredictResponse:
-        """Texts or base64 images in, labels with scores out."""
-        body = await read_body(request.receive, LIMITS.json_bytes)
-        return await endpoint.route(name).predict(parse_body(PredictRequest, body))
+        """A text, an image, or a list of texts or base64 images in; labels with scores out."""
+        if request.headers.get("content-type", "").lower().startswith("image/"):
+            asked = PredictRequest(inputs=await read_body(request.receive))
+        else:
+            asked = parse_body(PredictRequest, await read_body(request.receive, LIMITS.json_bytes))
+        return await endpoint.route(name).predict(asked)
 
     return api

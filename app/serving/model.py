@@ -42,15 +42,14 @@ class LoadedModel:
         """What runs which kind of file, as the protocol writes it: ``onnxruntime_onnx``, ``tensorrt_plan``."""
         return f"{self.engine.name}_{self.manifest.engine_key.file.rpartition('.')[2]}"
 
-    def encode(self, inputs: str | Sequence[str]) -> Tensors:
-        """Tensors of natural inputs: texts, or images in base64. Raises RequestError or DataError."""
-        given = [inputs] if isinstance(inputs, str) else list(inputs)
-        if not given:
+    def encode(self, inputs: Sequence[Input]) -> Tensors:
+        """Tensors of natural inputs: texts, or images as bytes or in base64. Raises RequestError or DataError."""
+        if not inputs:
             raise RequestError("inputs is an empty list: give one text or image at least")
-        return self.processor.encode([self._read(each) for each in given])
+        return self.processor.encode([self._read(each) for each in inputs])
 
-    def _read(self, given: str) -> Input:
-        if self.processor.modality == "text":
+    def _read(self, given: Input) -> Input:
+        if self.processor.modality == "text" or isinstance(given, bytes):
             return given
         try:
             return base64.b64decode(given, validate=True)

@@ -2,12 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
 
+from app.data.examples import Input
 from app.errors import DeadlineError, EngineError, OverloadError, RequestError
 from app.serving.batching.batcher import Batcher
 from app.serving.batching.policy import BatchingPolicy
@@ -73,14 +74,15 @@ class ServedModel:
 
     async def predict(self, request: PredictRequest) -> PredictResponse:
         """Answer with labels; the errors are those of ``run``, and DataError of what cannot be read."""
-        outputs = await self.run_natural(request.inputs, timeout_s=self.policy.default_timeout_s)
+        deadline_s = self.policy.deadline_s(time.monotonic(), request.timeout_s)
+        outputs = await self.run_natural(request.listed, deadline_s=deadline_s)
         return PredictResponse(
             model_name=self.model.manifest.name,
             model_version=self.model.version,
             predictions=self.model.decode(outputs[OUTPUT]),
         )
 
-    async def _encode(self, inputs: str | list[str]) -> Tensors:
+    async def _encode(self, inputs: Sequence[Input]) -> Tensors:
         """Tensors of natural inputs. Raises OverloadError if as many requests are being read as may wait."""
         if self._encoding >= self.policy.queue_limit:
             raise OverloadError(f"{self._encoding} requests are being read already: try again later", 1.0)
@@ -112,18 +114,18 @@ class ServedModel:
             if not self._users:
                 self._unused.set()
 
-    async def run_natural(self, inputs: str | list[str], *, timeout_s: float | None) -> Tensors:
-        """Read texts or base64 images and run them; the errors are those of ``predict``.
+    async def run_natural(self, inputs: Sequence[Input], *, deadline_s: float) -> Tensors:
+        """Read texts or images and run them; the errors are those of ``predict``.
 
         Args:
-            timeout_s: until the answer, from now on.
+            inputs: a row each; an image as bytes or in base64.
+            deadline_s: until the answer, of ``time.monotonic``.
         """
         arrived_s = time.monotonic()
         with self._reading(arrived_s):
-            _check_rows("inputs", 1 if isinstance(inputs, str) else len(inputs))
+            _check_rows("inputs", len(inputs))
             tensors = await self._encode(inputs)
-        left_s = None if timeout_s is None else timeout_s - (time.monotonic() - arrived_s)
-        return await self.run(tensors, timeout_s=left_s, arrived_s=arrived_s)
+        return await self.run(tensors, timeout_s=deadline_s - time.monotonic(), arrived_s=arrived_s)
 
     async def run(
         self,

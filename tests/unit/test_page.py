@@ -241,3 +241,15 @@ def test_the_page_is_one_file_with_a_strict_policy(server: Server) -> None:
     assert policy["connect-src"] == "'self'"
     assert all(re.fullmatch(r"'sha256-.{44}'", policy[kind]) for kind in ("script-src", "style-src"))
     assert not re.search(r"https?://|\son\w+=|\sstyle=|innerHTML", PAGE)
+
+
+@pytest.mark.parametrize(("level", "label"), [(0, "dark"), (255, "bright")])
+def test_an_image_is_sent_as_it_is_too(server: Server, level: int, label: str) -> None:
+    content, kind = encode_png(np.full((8, 8), level, np.uint8)), {"content-type": "image/png"}
+    url = f"http://{server.http}/v1/models"
+    answer = httpx.post(f"{url}/shades/predict", content=content, headers=kind)
+    assert [each["label"] for each in answer.json()["predictions"]] == [label]
+    for model, refused, words in [("shades", content[:-30], "cannot be read"), ("reviews", content, "expected a text")]:
+        answer = httpx.post(f"{url}/{model}/predict", content=refused, headers=kind)
+        assert answer.status_code == 400
+        assert words in answer.json()["error"]

@@ -71,12 +71,10 @@ class ServedCascade:
 
     async def predict(self, request: PredictRequest) -> PredictResponse:
         """Answer with labels; each stage reads its rows itself. The errors are those of ``ServedModel.predict``."""
-        inputs = [request.inputs] if isinstance(request.inputs, str) else request.inputs
-        large, deadline_s = self._large.model, self._deadline_s(None)
+        inputs, large, deadline_s = request.listed, self._large.model, self._deadline_s(request.timeout_s)
 
         async def ask(stage: int, rows: NDArray[np.intp]) -> Tensors:
-            left_s = deadline_s - time.monotonic()
-            return await self._stages[stage].run_natural([inputs[row] for row in rows], timeout_s=left_s)
+            return await self._stages[stage].run_natural([inputs[row] for row in rows], deadline_s=deadline_s)
 
         outputs, stages = await self._route(len(inputs), ask)
         return PredictResponse(

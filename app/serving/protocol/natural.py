@@ -1,8 +1,9 @@
-"""Natural input and its answer, in JSON, for people."""
+"""Natural input and its answer, for people."""
 
+from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, PositiveFloat
 
 
 class NaturalModel(BaseModel):
@@ -15,9 +16,16 @@ class NaturalModel(BaseModel):
 
 
 class PredictRequest(BaseModel):
-    """The body of ``predict``: one text or base64 image, or several."""
+    """What ``predict`` is asked: one text or image, or several. In JSON an image is base64."""
 
-    inputs: str | list[str]
+    inputs: str | bytes | list[str]
+    timeout_s: PositiveFloat | None = None
+    """Until the answer; the server may allow less."""
+
+    @property
+    def listed(self) -> Sequence[str | bytes]:
+        """The inputs, be it one."""
+        return self.inputs if isinstance(self.inputs, list) else [self.inputs]
 
 
 class Prediction(BaseModel):
