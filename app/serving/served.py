@@ -82,24 +82,37 @@ class ServedModel:
             predictions=self.model.decode(outputs[OUTPUT]),
         )
 
-    async def _encode(self, inputs: Sequence[Input]) -> Tensors:
-        """Tensors of natural inputs. Raises OverloadError if as many requests are being read as may wait."""
+    async def _encode(self, inputs: Sequence[Input], deadline_s: float) -> Tensors:
+        """Tensors of natural inputs.
+
+        Raises:
+            OverloadError: as many requests are being read as may wait.
+            DeadlineError: it was too late to read these when the others had been.
+        """
         if self._encoding >= self.policy.queue_limit:
             raise OverloadError(f"{self._encoding} requests are being read already: try again later", 1.0)
         self._encoding += 1
         try:
             with self.kept_open():
-                return await asyncio.get_running_loop().run_in_executor(self._encoder, self.model.encode, inputs)
+                return await asyncio.get_running_loop().run_in_executor(self._encoder, self._read, inputs, deadline_s)
         finally:
             self._encoding -= 1
+
+    def _read(self, inputs: Sequence[Input], deadline_s: float) -> Tensors:
+        if time.monotonic() >= deadline_s:
+            raise DeadlineError("the request's time was over before it could be read: try again, or allow more time")
+        return self.model.encode(inputs)
 
     @contextmanager
     def _reading(self, began_s: float) -> Iterator[None]:
         """Count a request that fails in here."""
         try:
             yield
-        except BaseException:
-            self._unread.add(time.monotonic() - began_s)
+        except BaseException as error:
+            seconds = time.monotonic() - began_s
+            self._unread.add(seconds)
+            if isinstance(error, DeadlineError):
+                self.latencies.add(seconds)
             raise
 
     @contextmanager
@@ -124,7 +137,7 @@ class ServedModel:
         arrived_s = time.monotonic()
         with self._reading(arrived_s):
             _check_rows("inputs", len(inputs))
-            tensors = await self._encode(inputs)
+            tensors = await self._encode(inputs, deadline_s)
         return await self.run(tensors, timeout_s=deadline_s - time.monotonic(), arrived_s=arrived_s)
 
     async def run(

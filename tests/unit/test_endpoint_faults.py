@@ -282,6 +282,18 @@ def test_who_goes_away_is_not_run_and_frees_the_queue(
         assert succeeded_and_failed(server) == (1, 7)
 
 
+def test_what_is_too_late_when_it_can_be_read_is_not_read(
+    server: Server, storage: UPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[object] = []
+    server.run(server.endpoint.update(config(storage)))
+    monkeypatch.setattr(LoadedModel, "encode", lambda _, inputs: read.append(inputs))
+    answer = httpx.post(f"http://{server.http}/v1/models/toy/predict", json={"inputs": "good", "timeout_s": 1e-9})
+    assert answer.status_code == 504
+    assert not read
+    assert succeeded_and_failed(server) == (0, 1)
+
+
 def test_a_version_that_still_reads_for_nobody_is_let_go_of_without_a_halt(
     server: Server, storage: UPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
