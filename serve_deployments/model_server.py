@@ -11,6 +11,7 @@ from app.serving.grpc import GrpcMethods
 from app.serving.http import HttpApi
 from app.serving.middleware import answer_directly
 from serve_deployments.autoscaling import DIRECT, LATENCY
+from serve_deployments.metrics import BatchingMetrics
 
 
 @serve.deployment(
@@ -29,6 +30,7 @@ class ModelServer(GrpcMethods):
         super().__init__(Endpoint())
         self._api = HttpApi(self._endpoint)
         self._direct = DirectInference(self._endpoint, self._api)
+        self._metrics = BatchingMetrics(self._endpoint)
 
     def __serve_build_asgi_app__(self) -> HttpApi:
         """What Serve sends HTTP requests to; asked for before Serve listens."""
@@ -40,7 +42,11 @@ class ModelServer(GrpcMethods):
         await self._endpoint.update(EndpointConfig.model_validate(user_config))
 
     async def check_health(self) -> None:
-        """Whether this event loop and every engine answer: where Serve itself looks, neither needs to."""
+        """Whether this event loop and every engine answer: where Serve itself looks, neither needs to.
+
+        Asked every second, so that metrics are reported as often.
+        """
+        self._metrics.report()
         await self._endpoint.check()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

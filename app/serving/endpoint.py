@@ -135,6 +135,11 @@ class Endpoint:
         return [version for model in self._rollouts for version in model.index]
 
     @property
+    def counted(self) -> list[tuple[str, ServedModel]]:
+        """The same with the earlier stages of cascades, each with the name that its statistics have."""
+        return [each for model in self._rollouts for each in model.counted]
+
+    @property
     def latency_to_target(self) -> float:
         """How long 95 in 100 requests of late took at most, as a share of their target: of the worst model; 0 if idle.
 

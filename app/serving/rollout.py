@@ -87,10 +87,16 @@ class Rollout:
         return [*cascade, *(served.latencies for served in self.answering)]
 
     @property
+    def counted(self) -> list[tuple[str, ServedModel]]:
+        """All versions, production first, and the earlier stages of a cascade, which are counted as CASCADE/STAGE."""
+        earlier = self._cascade.earlier if self._cascade else []
+        stages = [(f"{self._name}/{served.model.manifest.name}", served) for served in earlier]
+        return [*((self._name, served) for served in self.versions), *stages]
+
+    @property
     def statistics(self) -> list[ModelStatistics]:
-        """Of all versions, production first, and of the earlier stages of a cascade."""
-        versions = [served.statistics for served in self.versions]
-        return [*versions, *(self._cascade.earlier_statistics if self._cascade else [])]
+        """Of all that are counted."""
+        return [served.statistics.model_copy(update={"name": name}) for name, served in self.counted]
 
     def metadata(self, version: str | None) -> ModelMetadata:
         """What a version takes and gives, and which others there are. Raises NotServedError if it is not served."""

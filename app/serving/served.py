@@ -12,7 +12,7 @@ from app.data.examples import Input
 from app.errors import DeadlineError, EngineError, OverloadError, RequestError
 from app.serving.batching.batcher import Batcher
 from app.serving.batching.policy import BatchingPolicy
-from app.serving.batching.statistics import Durations
+from app.serving.batching.statistics import BatchingStatistics, Durations, FailureReason
 from app.serving.latencies import RecentLatencies
 from app.serving.model import LoadedModel
 from app.serving.protocol.answer import answer, check_outputs
@@ -30,6 +30,11 @@ from app.tensors import OUTPUT, Tensors, check_tensors
 
 MAX_ROWS = 1024
 """Of a request, which takes several calls of the engine if a call takes fewer."""
+_REASONS: dict[type[BaseException], FailureReason] = {
+    OverloadError: FailureReason.REJECTED,
+    DeadlineError: FailureReason.DEADLINE,
+    asyncio.CancelledError: FailureReason.CANCELLED,
+}
 _TRUSTED_S = 5.0
 """For how long an engine that has answered need not be asked again."""
 _STUCK_S = 60.0
@@ -57,7 +62,6 @@ class ServedModel:
         self._answered_s = time.monotonic()  # when it was loaded
         self._probe: asyncio.Task[None] | None = None
         self._probed_s = 0.0
-        self._unread = Durations()  # requests that failed before the batcher, which counts the others, knew of them
         self.latencies = RecentLatencies()
         """Of requests that were answered, or would have been too late."""
 
@@ -105,12 +109,12 @@ class ServedModel:
 
     @contextmanager
     def _reading(self, began_s: float) -> Iterator[None]:
-        """Count a request that fails in here."""
+        """Count a request that fails in here, which the batcher never sees."""
         try:
             yield
         except BaseException as error:
             seconds = time.monotonic() - began_s
-            self._unread.add(seconds)
+            self.batching.failed(_REASONS.get(type(error), FailureReason.UNREAD), seconds)
             if isinstance(error, DeadlineError):
                 self.latencies.add(seconds)
             raise
@@ -172,6 +176,11 @@ class ServedModel:
             raise
         self.latencies.add(time.monotonic() - began_s)
         return outputs
+
+    @property
+    def batching(self) -> BatchingStatistics:
+        """What has become of its requests, and why its calls were made; it goes on counting."""
+        return self._batcher.statistics
 
     @property
     def waiting(self) -> int:
@@ -242,7 +251,7 @@ class ServedModel:
     @property
     def statistics(self) -> ModelStatistics:
         """What it has done since it was loaded. Calls whose answer is not finite have succeeded, their requests not."""
-        counted, unread = self._batcher.statistics, self._unread
+        counted = self.batching
         return ModelStatistics(
             name=self.model.manifest.name,
             version=self.model.version,
@@ -251,7 +260,7 @@ class ServedModel:
             execution_count=counted.executions,
             inference_stats=InferenceStatistics(
                 success=_duration(counted.success),
-                fail=Duration(count=counted.fail.count + unread.count, ns=counted.fail.ns + unread.ns),
+                fail=_duration(counted.fail),
                 queue=_duration(counted.queue),
                 compute_infer=_duration(counted.compute_infer),
             ),

@@ -1,6 +1,7 @@
 """A cascade as an endpoint serves it: calibrated on what was published, asked over HTTP and gRPC."""
 
 import asyncio
+import random
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,6 +32,7 @@ from app.serving.config import Cascade, DeployedModel, EndpointConfig, VersionCo
 from app.serving.model import LoadedModel
 from app.serving.plan import deployed_model
 from app.serving.protocol.infer import InferRequest, RequestParameters
+from app.serving.rollout import Rollout
 from app.serving.served import ServedModel
 from app.tensors import OUTPUT, Tensor, Tensors, TensorSpec
 from tests.cascades import LEANING, publish_stages
@@ -140,7 +142,7 @@ def test_a_stage_gets_the_time_that_is_left() -> None:
             )
         engine.may_end.set()
         await busy
-        [asked_first] = cascade.earlier_statistics
+        _, asked_first = Rollout("large", large, None, None, cascade, random.Random()).statistics
         assert (asked_first.name, asked_first.inference_stats.success.count) == ("large/small", 1)
         assert large.statistics.inference_stats.fail.count == 1
 

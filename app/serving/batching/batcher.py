@@ -161,8 +161,7 @@ class Batcher:
         return request
 
     def _refusal(self, message: str, retry_after_s: float) -> OverloadError:
-        self._statistics.fail.add(0.0)
-        self._statistics.failures[FailureReason.REJECTED] += 1
+        self._statistics.failed(FailureReason.REJECTED, 0.0)
         return OverloadError(message, retry_after_s)
 
     def _dispatch(self, due_s: float = 0.0) -> None:
@@ -284,8 +283,7 @@ class Batcher:
             self._held_s = None
 
     def _count_failure(self, request: Request, reason: FailureReason) -> None:
-        self._statistics.fail.add(self._clock() - request.arrived_s)
-        self._statistics.failures[reason] += 1
+        self._statistics.failed(reason, self._clock() - request.arrived_s)
 
     def _learn(self, batch: Batch, seconds: float) -> None:
         self._latency.observe(batch.rows, seconds)

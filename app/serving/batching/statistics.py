@@ -25,6 +25,8 @@ class ReleaseReason(StrEnum):
 class FailureReason(StrEnum):
     """Why a request got no answer."""
 
+    UNREAD = "unread"
+    """It could not be read, or is not what the model takes."""
     REJECTED = "rejected"
     """The queue was full, or the batcher closed."""
     DEADLINE = "deadline"
@@ -68,6 +70,11 @@ class BatchingStatistics:
     """All calls, by why they were made."""
     failures: Counter[FailureReason] = field(default_factory=Counter)
     """Requests, by why they failed."""
+
+    def failed(self, reason: FailureReason, seconds: float) -> None:
+        """One more request got no answer, after so long."""
+        self.fail.add(seconds)
+        self.failures[reason] += 1
 
     @property
     def executions(self) -> int:

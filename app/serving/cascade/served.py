@@ -15,7 +15,6 @@ from app.serving.cascade.stages import read_alike
 from app.serving.latencies import RecentLatencies
 from app.serving.protocol.answer import answer, check_outputs
 from app.serving.protocol.infer import InferRequest, InferResponse
-from app.serving.protocol.management import ModelStatistics
 from app.serving.protocol.natural import PredictRequest, PredictResponse
 from app.serving.served import ServedModel
 from app.tensors import OUTPUT, Tensors, TensorSpec
@@ -90,15 +89,6 @@ class ServedCascade:
     def earlier(self) -> list[ServedModel]:
         """All stages but the last."""
         return self._stages[:-1]
-
-    @property
-    def earlier_statistics(self) -> list[ModelStatistics]:
-        """What the earlier stages have done since they were loaded, under names of the form CASCADE/STAGE."""
-        name = self._large.model.manifest.name
-        return [
-            stage.statistics.model_copy(update={"name": f"{name}/{stage.model.manifest.name}"})
-            for stage in self.earlier
-        ]
 
     def _deadline_s(self, timeout_s: float | None) -> float:
         return self._large.policy.deadline_s(time.monotonic(), timeout_s)
