@@ -52,7 +52,3 @@ class ModelServer(GrpcMethods):
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What ``serve_deployments.autoscaling`` is told of this replica, beside how many requests Serve sees in it."""
         return {DIRECT: self._direct.ongoing, LATENCY: self._endpoint.latency_to_target}
-
-    async def config(self) -> EndpointConfig:
-        """What this replica serves; asked through a handle when another model is deployed."""
-        return self._endpoint.config

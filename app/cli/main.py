@@ -73,7 +73,7 @@ def env() -> None:
 
 @app.command()
 def submit(job: str, recipe: str, overrides: Overrides = None) -> None:
-    """Send a job (train, tune, compile, deploy, lifecycle) to the cluster and follow it to its end."""
+    """Send a job (train, tune, compile, deploy, undeploy, lifecycle) to the cluster and follow it to its end."""
     raise typer.Exit(submit_job(job, recipe, overrides or []))
 
 

@@ -74,7 +74,8 @@ def delete(name: str, version: Version, storage: Storage = None) -> None:
     if cluster and local_endpoint(cluster).holds(name, version):
         raise StorageError(
             f"model {name!r}, version {version}, is served at {cluster.endpoint}: deploy another version first, with "
-            "'rayloom submit deploy RECIPE serve.version=N', or without the canary, shadow or stage that it is"
+            "'rayloom submit deploy RECIPE serve.version=N', or without the canary, shadow or stage that it is; or "
+            "serve the model no longer, with 'rayloom submit undeploy RECIPE'"
         )
     with _repository(storage) as repository:
         repository.delete(name, version)

@@ -86,6 +86,9 @@ class ServeConfig(Section):
         description="CPUs that each replica reserves in Ray for this model; 0 leaves a laptop's cores to a training",
     )
     threads: PositiveInt | None = Field(default=None, description="threads of a replica's engine")
+    ready_timeout_s: PositiveFloat = Field(
+        default=600.0, description="seconds that replicas may take to load; then what was served before stays"
+    )
     cascade: CascadeConfig | None = Field(default=None, description="cheaper models that answer what they are sure of")
 
     @property

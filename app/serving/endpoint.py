@@ -120,9 +120,7 @@ class Endpoint:
             RequestError: it is.
         """
         self.find(name)
-        raise RequestError(
-            f"model {name!r} cannot be unloaded by a client: it is served until jobs.deploy changes that"
-        )
+        raise RequestError(f"model {name!r} cannot be unloaded by a client: run jobs.undeploy")
 
     @property
     def models(self) -> list[ServedModel]:

@@ -1,6 +1,8 @@
 """A version on its way into production: a canary beside the old one, then all requests."""
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
@@ -41,3 +43,30 @@ def test_a_canary_is_served_promoted_and_then_answers_everything(cluster: dict[s
     assert versions(endpoint) == {"2": 40}
     code, told = models("delete", "tried", "1")
     assert (code, "version 1, is previous" in told) == (2, True), told
+
+
+@pytest.mark.usefixtures("emptied")
+def test_deploys_at_one_time_add_up_one_that_is_late_changes_nothing_and_undeploy_takes_one_away(
+    cluster: dict[str, str],
+) -> None:
+    def job(name: str, kind: str = "deploy", *overrides: str, succeeds: bool = True) -> dict[str, Any]:
+        return submit(
+            cluster, kind, "recipes/reviews.yaml", f"name={name}", "serve.version=1", *overrides, succeeds=succeeds
+        )
+
+    for name in ("one", "two", "late"):
+        publish_version(UPath(cluster["RAYLOOM_STORAGE"]), name, exported(), SIGNATURE, PROCESSOR, LABELS)
+    with ThreadPoolExecutor() as pool:
+        endpoint, _ = (each["artifacts"]["http"] for each in pool.map(job, ("one", "two")))
+
+    def served() -> set[str]:
+        return {each["name"] for each in httpx.get(f"{endpoint}/v1/models").json()}
+
+    both = served()
+    assert both >= {"one", "two"}
+    late = job("late", "deploy", "serve.ready_timeout_s=0.01", succeeds=False)
+    assert "goes on with what it served before" in late["error"]
+    assert "serve.ready_timeout_s" in late["error"]
+    assert served() == both
+    assert set(job("one", "undeploy")["metrics"]["models"]) == served() == both - {"one"}
+    assert "'one' is not deployed: the endpoint serves" in job("one", "undeploy", succeeds=False)["error"]

@@ -185,7 +185,7 @@ def test_a_request_that_cannot_be_answered_in_time_is_told_so(server: Server) ->
         ("/v1/models/toy/predict", {"inputs": ["a"] * 1025}, 400, "inputs has 1025 rows: at most 1024"),
         ("/v2/models/%2e%2e%2f/infer", {}, 404, "/v2/models/..//infer"),
         ("/v2/nothing?\xff", {}, 404, "no POST /v2/nothing here"),
-        ("/v2/repository/models/toy/unload", {}, 400, "until jobs.deploy changes that"),
+        ("/v2/repository/models/toy/unload", {}, 400, "run jobs.undeploy"),
     ],
 )
 def test_odd_requests_are_refused(server: Server, path: str, content: object, status: int, words: str) -> None:

@@ -1,0 +1,149 @@
+"""The application of Ray Serve that holds every model: what it serves, changed by one job at a time."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+from ray import serve
+from ray.exceptions import ActorAlreadyExistsError
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ReplicaState
+
+from app.errors import ClusterError
+from app.serving.config import EndpointConfig, Scaling
+from jobs._cluster import require
+from serve_deployments.autoscaling import autoscaling_of
+from serve_deployments.model_server import ModelServer
+
+APPLICATION = "rayloom"
+DEPLOYMENT: str = ModelServer.name  # type: ignore[attr-defined] # from the decorator
+_LOCK, _NAMESPACE = "changes-the-endpoint", "rayloom"
+_BACK_TIMEOUT_S = 600.0
+"""For what was served before, and so can be loaded."""
+_QUEUED_REQUESTS = 64
+"""In a replica that has as many as it takes."""
+
+
+@contextmanager
+def alone() -> Iterator[bool]:
+    """Wait until no other job changes the endpoint, and let none begin until the end of the block.
+
+    Each writes down all that is served: of two at a time the second would take away what the first has added.
+    The value is whether there was one to wait for.
+    """
+    has_waited = False
+    while (holder := _hold()) is None:
+        if not has_waited:
+            print("another job is changing what the endpoint serves: waiting until it has ended", flush=True)
+        has_waited = True
+        time.sleep(1.0)
+    try:
+        yield has_waited
+    finally:
+        ray.kill(holder)
+
+
+@ray.remote(num_cpus=0, max_restarts=-1)
+class _Holder:
+    """Its name is the lock, which nobody needs to take away from a job that was killed: the actor ends with it."""
+
+
+def _hold() -> ray.actor.ActorHandle | None:
+    """The lock; None while another job has it."""
+    try:
+        return _Holder.options(name=_LOCK, namespace=_NAMESPACE).remote()  # type: ignore[attr-defined]
+    except ActorAlreadyExistsError:
+        return None
+
+
+def wanted() -> EndpointConfig:
+    """What Serve was told last to serve, whether its replicas have come to that yet or not: nothing, if never told."""
+    try:
+        client = serve.context._get_global_client(raise_if_no_controller_running=True)
+    except RayServeException:
+        return EndpointConfig()
+    application = client.get_serve_details()["applications"].get(APPLICATION)
+    if application is None or DEPLOYMENT not in application["deployments"]:
+        return EndpointConfig()
+    config = application["deployments"][DEPLOYMENT]["deployment_config"]["user_config"]
+    return EndpointConfig.model_validate(config)
+
+
+def change_over(before: EndpointConfig, after: EndpointConfig, timeout_s: float) -> None:
+    """Serve ``after``, and wait until every replica has loaded every model.
+
+    Raises:
+        ClusterError: one cannot, or not in time. Then ``before`` is deployed again: Serve would go on wanting what
+            failed, and not replace a replica that dies. If that cannot be loaded either, because an earlier job was
+            killed on the way, say, the model that the error names is to be deployed anew or undeployed.
+    """
+    if not before.models:
+        before = before.model_copy(update={"access": after.access})
+    try:
+        _run_application(after, timeout_s)
+    except (RuntimeError, TimeoutError) as error:
+        cause = _cause(error)
+        try:
+            _run_application(before, _BACK_TIMEOUT_S)
+        except (RuntimeError, TimeoutError) as again:
+            raise ClusterError(
+                f"{cause}; and what was served before does not start either: {_cause(again)}; deploy that model "
+                "anew, or undeploy it"
+            ) from again
+        raise ClusterError(f"the endpoint goes on with what it served before: {cause}") from error
+
+
+def await_routes() -> None:
+    """Wait until requests find the replicas.
+
+    Raises:
+        ClusterError: they do not within a minute.
+    """
+    try:
+        serve.context._get_global_client().wait_for_proxies_serving()
+    except TimeoutError as error:
+        raise ClusterError(f"every replica is ready, and requests do not find them: {error}") from error
+
+
+def running_replicas() -> int:
+    """How many replicas answer."""
+    application = serve.status().applications.get(APPLICATION)
+    return application.deployments[DEPLOYMENT].replica_states.get(ReplicaState.RUNNING, 0) if application else 0
+
+
+def require_room(scaling: Scaling) -> None:
+    """Refuse more than the local cluster can hold: all replicas, and one more, so that each can take another's place.
+
+    Raises:
+        ClusterError: it is more.
+    """
+    require({"CPU": (scaling.most + 1) * scaling.cpus}, "serve.replicas, while they change over,")
+
+
+def _cause(error: RuntimeError | TimeoutError) -> str:
+    """Of a replica that fails what it said last, which is not in the error."""
+    if isinstance(error, TimeoutError):
+        return f"{error} (serve.ready_timeout_s)"
+    message: str = serve.status().applications[APPLICATION].deployments[DEPLOYMENT].message
+    return message.strip().rpartition("\n")[2]
+
+
+def _run_application(config: EndpointConfig, timeout_s: float) -> None:
+    """Raises RuntimeError if a replica cannot load a model, and TimeoutError if one is not ready in time."""
+    scaling = config.scaling
+    server = ModelServer.options(  # type: ignore[attr-defined] # from the decorator
+        max_ongoing_requests=config.most_requests,
+        max_queued_requests=_QUEUED_REQUESTS,
+        user_config=config.model_dump(mode="json"),
+        ray_actor_options={"num_cpus": scaling.cpus},
+        **(
+            {"num_replicas": scaling.most}
+            if scaling.least == scaling.most
+            else {"autoscaling_config": autoscaling_of(config)}
+        ),
+    )
+    target = serve.RunTarget(server.bind(), name=APPLICATION, route_prefix="/")
+    serve.run_many([target], wait_for_applications_running=False)
+    client = serve.context._get_global_client()
+    client._wait_for_application_running(APPLICATION, timeout_s)  # as serve.run does, which waits for ever

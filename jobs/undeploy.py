@@ -1,0 +1,45 @@
+"""Serve a recipe's model no longer: python -m jobs.undeploy RECIPE [key=value …]"""
+
+import sys
+
+from pydantic import BaseModel
+
+from app.errors import ClusterError
+from app.runs import Outcome, Run
+from app.serving.config import EndpointConfig
+from jobs._cluster import connect
+from jobs._endpoint import alone, await_routes, change_over, wanted
+from jobs._runner import main
+
+
+class UndeployMetrics(BaseModel):
+    """What the endpoint goes on with."""
+
+    models: tuple[str, ...]
+
+
+def undeploy(run: Run) -> Outcome:
+    """Take the recipe's model away from the endpoint, in every version; what is published stays.
+
+    Raises:
+        ClusterError: it is not served.
+    """
+    name = run.recipe.name
+    connect()
+    with alone():
+        before = wanted()
+        if name not in before.models:
+            raise ClusterError(
+                f"model {name!r} is not deployed: the endpoint serves {', '.join(before.models) or 'none'}"
+            )
+        run.open()
+        left = {each: model for each, model in before.models.items() if each != name}
+        after = EndpointConfig(models=left, access=before.access)
+        change_over(before, after, run.recipe.serve.ready_timeout_s)
+        await_routes()
+    print(f"{name} is served no longer", flush=True)
+    return Outcome(UndeployMetrics(models=tuple(left)), {})
+
+
+if __name__ == "__main__":
+    sys.exit(main("undeploy", undeploy))
