@@ -77,8 +77,8 @@ class TuneConfig(Section):
     sampler: Sampler = Field(default="tpe", description="who proposes values: learns from the trials before")
     random_trials: Annotated[int, Field(ge=0)] | None = Field(
         default=None,
-        description="trials that are drawn at random before tpe, cmaes or gp begin to learn; "
-        "default: a third of trials, four at least",
+        description="trials that are drawn at random before tpe, cmaes or gp begin to learn, and in each of nsga2's "
+        "generations; default: a third of trials, four at least",
     )
     scheduler: Scheduler = Field(
         default="asha", description="who ends trials that are behind: each is recorded as pruned, with its values"

@@ -20,6 +20,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 from app.config import TuneConfig
 
+_LEAST_PARENTS = 2
+"""Of whom a child has its values."""
+
 
 def create_sampler(config: TuneConfig, past: int) -> BaseSampler:
     """The recipe's sampler; a study that goes on after ``past`` trials draws other random numbers than at first."""
@@ -35,8 +38,8 @@ def create_sampler(config: TuneConfig, past: int) -> BaseSampler:
                 return CmaEsSampler(n_startup_trials=first, warn_independent_sampling=False, seed=seed)
             case "gp":
                 return GPSampler(n_startup_trials=first, warn_independent_sampling=False, seed=seed)
-            case "nsga2":  # Deb et al. 2002
-                return NSGAIISampler(seed=seed)
+            case "nsga2":  # Deb et al. 2002; its first generation is drawn at random
+                return NSGAIISampler(population_size=max(first, _LEAST_PARENTS), seed=seed)
             case "qmc":
                 return QMCSampler(
                     scramble=True, warn_asynchronous_seeding=False, warn_independent_sampling=False, seed=seed

@@ -14,6 +14,7 @@ from app.errors import TuningError
 from app.tuning.budget import Budget
 from app.tuning.outcome import TuneMetrics
 from app.tuning.report import write_report
+from app.tuning.space import Value
 from tests.studies import MOST, ask, create, recipe_with, resume, space_of
 
 
@@ -100,13 +101,33 @@ def test_the_same_values_are_not_evaluated_twice(url: URL, monkeypatch: pytest.M
     assert len(study.study.trials) == 2 + len(filed), "while trials run, Ray Tune asks again and again"
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "random", "cmaes", "gp", "nsga2", "qmc"])
-def test_every_sampler_proposes_and_learns(url: URL, sampler: str) -> None:
-    study = create(url, f"tune.sampler={sampler}", "tune.random_trials=2", "tune.scheduler=none")
-    for _ in range(4):
-        number = ask(study)
-        study.complete(number, [number / 10], stopped_early=False)
-    assert len(study.ended) == 4
+@pytest.mark.parametrize(
+    ("sampler", "learns"),
+    [("tpe", True), ("cmaes", True), ("gp", True), ("nsga2", True), ("random", False), ("qmc", False)],
+)
+def test_what_a_sampler_that_learns_proposes_depends_on_what_it_was_told(
+    url: URL, monkeypatch: pytest.MonkeyPatch, sampler: str, learns: bool
+) -> None:
+    import tune_spaces.image
+
+    def two(trial: optuna.Trial) -> None:
+        trial.suggest_float("train.optimizer.lr", 1e-4, 0.1, log=True)
+        trial.suggest_float("train.label_smoothing", 0.0, 0.2)
+
+    def proposed(name: str, sign: float) -> list[dict[str, Value]]:
+        study = create(url, f"tune.sampler={sampler}", "tune.random_trials=2", "tune.scheduler=none", name=name)
+        seen = []
+        for _ in range(10):  # two at random, and cmaes' first six, of which it learns
+            proposal = study.ask(MOST)
+            assert proposal is not None
+            seen.append(proposal.values)
+            study.complete(proposal.number, [sign * proposal.values["train.optimizer.lr"]], stopped_early=False)
+        return seen
+
+    monkeypatch.setattr(tune_spaces.image, "space", two)
+    high_is_good, low_is_good = proposed("high", 1.0), proposed("low", -1.0)
+    assert high_is_good[:2] == low_is_good[:2]
+    assert (high_is_good != low_is_good) is learns
 
 
 def test_a_grid_is_walked_once(url: URL, monkeypatch: pytest.MonkeyPatch) -> None:
