@@ -17,6 +17,7 @@ from app.errors import RecipeError
 from app.import_string import import_attribute
 from app.suggestions import did_you_mean
 from app.tuning.distributions import from_tune, is_domain
+from app.tuning.storage import DATABASE_ERRORS
 
 Value = Any
 """Of a key: None, a bool, a number or a text."""
@@ -38,14 +39,17 @@ class Suggests(Protocol):
     def suggest_categorical(self, name: str, choices: Sequence[Value]) -> Value: ...
 
 
+Suggest = Callable[[Suggests], Mapping[str, Value]]
+
+
 @dataclass(frozen=True)
 class Space:
     """A search space that has been looked at: every key in it is one of the recipe's."""
 
     name: str
     """Its import string."""
-    suggest: Callable[[Suggests], Mapping[str, Value]]
-    """Draws the values of a trial, and returns those that the space derives from them."""
+    suggest: Suggest
+    """Draws the values of a trial, and returns those that the space derives from them. Raises RecipeError."""
     distributions: dict[str, BaseDistribution]
     """Of every key, in all branches."""
 
@@ -74,16 +78,7 @@ def load_space(name: str, recipe: Recipe) -> Space:
         RecipeError: no such space, a key that the recipe lacks, an empty or reversed range, or one that the recipe
             refuses.
     """
-    given = import_attribute(name)
-    if isinstance(given, Mapping):
-        suggest = _suggest_from(name, given)
-    elif callable(given):
-        suggest = lambda trial: given(trial) or {}  # noqa: E731
-    else:
-        raise RecipeError(
-            f"tune.space {name!r} is a {type(given).__name__}: expected a function space(trial), or a dictionary of "
-            "Ray Tune's domains"
-        )
+    suggest = _suggest_from(name, import_attribute(name))
     explorer = _Explorer(name, suggest)
     explorer.walk()
     if not explorer.distributions:
@@ -94,7 +89,38 @@ def load_space(name: str, recipe: Recipe) -> Space:
     return Space(name, suggest, explorer.distributions)
 
 
-def _suggest_from(name: str, domains: Mapping[str, Any]) -> Callable[[Suggests], Mapping[str, Value]]:
+def _suggest_from(name: str, given: object) -> Suggest:
+    if isinstance(given, Mapping):
+        return _suggest_from_domains(name, given)
+    if callable(given):
+        return _suggest_from_function(name, given)
+    raise RecipeError(
+        f"tune.space {name!r} is a {type(given).__name__}: expected a function space(trial), or a dictionary of "
+        "Ray Tune's domains"
+    )
+
+
+def _suggest_from_function(name: str, function: Callable[[Suggests], object]) -> Suggest:
+    """A user's function: whatever goes wrong in it becomes a sentence, and what goes wrong in the study stays."""
+
+    def suggest(trial: Suggests) -> Mapping[str, Value]:
+        try:
+            derived = function(trial) or {}
+        except (RecipeError, *DATABASE_ERRORS):
+            raise
+        except Exception as error:  # a user's function may fail in any way
+            raise RecipeError(f"tune.space {name!r} fails: {type(error).__name__}: {error}") from error
+        if not isinstance(derived, Mapping):
+            raise RecipeError(
+                f"tune.space {name!r} returns {derived!r}: expected nothing, or a dictionary of the values that follow "
+                "from those drawn"
+            )
+        return derived
+
+    return suggest
+
+
+def _suggest_from_domains(name: str, domains: Mapping[str, Any]) -> Suggest:
     """A space of Ray Tune's: its domains are drawn, its constants are derived."""
     constants = {key: value for key, value in domains.items() if not is_domain(value)}
     try:
@@ -128,7 +154,7 @@ def _draw(trial: Suggests, key: str, distribution: BaseDistribution) -> Value:
 class _Explorer:
     """Runs a space once for every branch: each choice in turn, the others as they come first."""
 
-    def __init__(self, name: str, suggest: Callable[[Suggests], Mapping[str, Value]]) -> None:
+    def __init__(self, name: str, suggest: Suggest) -> None:
         self.distributions: dict[str, BaseDistribution] = {}
         self.keys: list[str] = []
         self._name, self._suggest = name, suggest
@@ -141,18 +167,7 @@ class _Explorer:
             if not self._ahead:
                 return
             self._forced = self._ahead.pop()
-            try:
-                derived = self._suggest(self)
-            except RecipeError:
-                raise
-            except Exception as error:  # a user's function may fail in any way
-                raise RecipeError(f"tune.space {self._name!r} fails: {type(error).__name__}: {error}") from error
-            if not isinstance(derived, Mapping):
-                raise RecipeError(
-                    f"tune.space {self._name!r} returns {derived!r}: expected nothing, or a dictionary of the values "
-                    "that follow from those drawn"
-                )
-            self._know(derived)
+            self._know(self._suggest(self))
 
     def suggest_float(
         self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False

@@ -25,6 +25,9 @@ LOCK_TIMEOUT_S = 60.0
 
 STUDIES = "studies"
 
+DATABASE_ERRORS = (SQLAlchemyError, StorageInternalError, sqlite3.Error)
+"""What a database raises, and nothing else does."""
+
 
 def study_url(storage: UPath, run_id: str, given: str | None) -> URL:
     """The database of a run's study: the one that the recipe gives, or a SQLite file under ``studies/``.
@@ -72,7 +75,7 @@ def explained(url: URL) -> Iterator[None]:
     began = time.monotonic()
     try:
         yield
-    except (SQLAlchemyError, StorageInternalError, sqlite3.Error, OSError, ImportError, RuntimeError) as error:
+    except (*DATABASE_ERRORS, OSError, ImportError, RuntimeError) as error:
         cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
         reason = str(getattr(cause, "orig", cause)).strip().splitlines()[0]
         shown = url.render_as_string(hide_password=True)

@@ -1,7 +1,9 @@
 """The study of a search: Optuna's record of every trial, from which a search that was cut off goes on."""
 
+import logging
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
@@ -12,7 +14,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 from sqlalchemy.engine import URL
 
 from app.config import Recipe, TuneConfig
-from app.errors import TuningError
+from app.errors import RecipeError, TuningError
 from app.tuning.question import directions_of, note_question, require_objectives, require_same
 from app.tuning.samplers import create_sampler
 from app.tuning.space import Space, Value
@@ -31,6 +33,8 @@ from app.tuning.trials import (
     own_trials,
     waits,
 )
+
+LOG = logging.getLogger(__name__)
 
 _MOST_DUPLICATES = 20
 _SECONDS = "seconds"
@@ -155,16 +159,14 @@ class SearchStudy:
         It is also None if all that can be drawn was drawn before.
         """
         with explained(self.url):
-            if self._interrupted:
-                return self._propose(self._open[self._interrupted.pop(0)])
-            if self._is_drained or len(self.trials) >= most:
-                return None
-            for _ in range(_MOST_DUPLICATES):
-                proposal = self._propose(self._draw())
-                first = self._first_of(proposal)
-                if first is None:
+            while self._interrupted:
+                if proposal := self._take_up(self._interrupted.pop(0)):
                     return proposal
-                self._file_duplicate(proposal.number, first)
+            for _ in range(_MOST_DUPLICATES):
+                if self._is_drained or len(self.trials) >= most:
+                    return None
+                if proposal := self._propose(self._draw()):
+                    return proposal
         self._is_drained = True
         return None
 
@@ -245,17 +247,32 @@ class SearchStudy:
         if enqueued or self._config.sampler not in ("tpe", "gp"):
             return self.study.ask()
         drawn = _view(self.study).ask()
-        self.space.suggest(drawn)
+        with suppress(RecipeError):  # the trial fails as this one does, and is filed
+            self.space.suggest(drawn)
         self.study.enqueue_trial(drawn.params)
         return self.study.ask()
 
-    def _propose(self, trial: Trial) -> Proposal:
-        """Draw the trial's values; of one that was left running they are those drawn before."""
-        derived = self.space.suggest(trial)
-        values = {**trial.params, **derived}
-        trial.set_user_attr(VALUES, values)
+    def _take_up(self, number: int) -> Proposal | None:
+        """A trial that was left running, with the values that it had."""
+        trial = self._open[number]
+        return Proposal(number, trial.user_attrs[VALUES]) if VALUES in trial.user_attrs else self._propose(trial)
+
+    def _propose(self, trial: Trial) -> Proposal | None:
+        """Draw the trial's values; None if the space fails at it, or if it would repeat another."""
         self._open[trial.number] = trial
-        return Proposal(trial.number, values)
+        try:
+            derived = self.space.suggest(trial)
+        except RecipeError as error:
+            LOG.warning("trial %d cannot be drawn: %s", trial.number, error)
+            self.fail(trial.number, str(error))
+            return None
+        proposal = Proposal(trial.number, {**trial.params, **derived})
+        trial.set_user_attr(VALUES, proposal.values)
+        first = self._first_of(proposal)
+        if first is not None:
+            self._file_duplicate(trial.number, first)
+            return None
+        return proposal
 
     def _first_of(self, proposal: Proposal) -> FrozenTrial | None:
         """An earlier trial with the same values, which would come out the same."""

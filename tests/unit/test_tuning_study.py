@@ -101,6 +101,34 @@ def test_the_same_values_are_not_evaluated_twice(url: URL, monkeypatch: pytest.M
     assert len(study.study.trials) == 2 + len(filed), "while trials run, Ray Tune asks again and again"
 
 
+def test_a_trial_at_which_the_space_fails_is_filed_and_the_search_goes_on(
+    url: URL, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import tune_spaces.image
+
+    problem: list[BaseException] = []
+
+    def space(trial: optuna.Trial) -> None:
+        trial.suggest_float("train.optimizer.lr", 1e-4, 0.1)
+        if problem:
+            raise problem[0]
+
+    monkeypatch.setattr(tune_spaces.image, "space", space)
+    before = create(url)
+    problem[:] = [KeyboardInterrupt()]
+    with pytest.raises(KeyboardInterrupt):
+        before.ask(MOST)
+    problem.clear()
+    after = resume(url)
+    problem[:] = [RuntimeError("no table of rates")]
+    assert after.ask(2) is None
+    cause = "tune.space 'tune_spaces.image:space' fails: RuntimeError: no table of rates"
+    assert [(each.state, each.user_attrs["cause"]) for each in after.ended] == [(TrialState.FAIL, cause)] * 2
+    assert f"trial 1 cannot be drawn: {cause}" in caplog.text
+    problem.clear()
+    assert ask(after) == 2
+
+
 @pytest.mark.parametrize(
     ("sampler", "learns"),
     [("tpe", True), ("cmaes", True), ("gp", True), ("nsga2", True), ("random", False), ("qmc", False)],
