@@ -1,8 +1,8 @@
 """Search spaces: which keys of the recipe are searched, and over what."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from optuna.distributions import (
     BaseDistribution,
@@ -11,6 +11,7 @@ from optuna.distributions import (
     IntDistribution,
     distribution_to_json,
 )
+from optuna.trial import Trial
 
 from app.config import Recipe, with_values
 from app.errors import RecipeError
@@ -18,6 +19,7 @@ from app.import_string import import_attribute
 from app.suggestions import did_you_mean
 from app.tuning.distributions import from_tune, is_domain
 from app.tuning.storage import DATABASE_ERRORS
+from app.tuning.walk import Suggest, Suggests, Walk, require_one
 
 Value = Any
 """Of a key: None, a bool, a number or a text."""
@@ -28,18 +30,6 @@ _RESERVED = ("train.workers", "train.device", "train.cpus_per_worker")
 """What Ray reserves for a trial: the same for all."""
 _DEGREES = ("train.plan.tensor", "train.plan.pipeline")
 """What a trial needs workers for."""
-_MOST_BRANCHES = 200
-
-
-class Suggests(Protocol):
-    """What a space asks for values: Optuna's ``Trial``, or something that looks at the space."""
-
-    def suggest_float(self, name: str, low: float, high: float, *, step: float | None, log: bool) -> float: ...
-    def suggest_int(self, name: str, low: int, high: int, *, step: int, log: bool) -> int: ...
-    def suggest_categorical(self, name: str, choices: Sequence[Value]) -> Value: ...
-
-
-Suggest = Callable[[Suggests], Mapping[str, Value]]
 
 
 @dataclass(frozen=True)
@@ -48,10 +38,12 @@ class Space:
 
     name: str
     """Its import string."""
+    recipe: Recipe
+    """That it was checked against."""
     suggest: Suggest
-    """Draws the values of a trial, and returns those that the space derives from them. Raises RecipeError."""
+    """Raises RecipeError."""
     distributions: dict[str, BaseDistribution]
-    """Of every key, in all branches."""
+    """Of every key, in all branches that were walked."""
 
     @property
     def fingerprint(self) -> dict[str, str]:
@@ -62,9 +54,22 @@ class Space:
         """Whether the space could have drawn each of ``values``."""
         return all(key in self.distributions and _contains(self.distributions[key], values[key]) for key in values)
 
-    def own_values(self, recipe: Recipe) -> dict[str, Value]:
+    def draw(self, trial: Trial) -> dict[str, Value]:
+        """The values of a trial: those that it draws, and those that the space derives from them.
+
+        Raises:
+            RecipeError: the space fails, or gives in a branch that was not walked what ``load_space`` refuses.
+        """
+        derived = self.suggest(trial)
+        for key, distribution in trial.distributions.items():
+            require_one(self.name, key, self.distributions.get(key, distribution), distribution)
+        values = {**trial.params, **derived}
+        _check_keys(self.name, values, self.recipe)
+        return values
+
+    def own_values(self) -> dict[str, Value]:
         """The recipe's own values of the keys, where the space could have drawn them."""
-        tree = recipe.model_dump(mode="json")
+        tree = self.recipe.model_dump(mode="json")
         values = {key: _value(tree, key) for key in self.distributions}
         return {key: value for key, value in values.items() if _contains(self.distributions[key], value)}
 
@@ -72,21 +77,20 @@ class Space:
 def load_space(name: str, recipe: Recipe) -> Space:
     """The space that an import string names, checked against the recipe.
 
-    Every branch that a choice leads to is walked once, and the ends of every range are tried on the recipe.
+    It is walked first, as ``Walk`` says, and all choices and the ends of every range are tried on the recipe.
 
     Raises:
-        RecipeError: no such space, a key that the recipe lacks, an empty or reversed range, or one that the recipe
-            refuses.
+        RecipeError: no such space, a key that the recipe lacks or that is drawn from two distributions, an empty or
+            reversed range, or one that the recipe refuses.
     """
     suggest = _suggest_from(name, import_attribute(name))
-    explorer = _Explorer(name, suggest)
-    explorer.walk()
-    if not explorer.distributions:
+    walk = Walk(name, suggest)
+    if not walk.distributions:
         raise RecipeError(f"tune.space {name!r} draws nothing: let it suggest a value for at least one key")
-    _check_keys(name, explorer.keys, recipe)
-    for key, distribution in explorer.distributions.items():
+    _check_keys(name, walk.keys, recipe)
+    for key, distribution in walk.distributions.items():
         _check_values(name, key, distribution, recipe)
-    return Space(name, suggest, explorer.distributions)
+    return Space(name, recipe, suggest, walk.distributions)
 
 
 def _suggest_from(name: str, given: object) -> Suggest:
@@ -149,65 +153,6 @@ def _draw(trial: Suggests, key: str, distribution: BaseDistribution) -> Value:
         case CategoricalDistribution():
             return trial.suggest_categorical(key, distribution.choices)
     raise AssertionError(f"unknown distribution {distribution}")
-
-
-class _Explorer:
-    """Runs a space once for every branch: each choice in turn, the others as they come first."""
-
-    def __init__(self, name: str, suggest: Suggest) -> None:
-        self.distributions: dict[str, BaseDistribution] = {}
-        self.keys: list[str] = []
-        self._name, self._suggest = name, suggest
-        self._forced: dict[str, Value] = {}
-        self._ahead: list[dict[str, Value]] = [{}]
-
-    def walk(self) -> None:
-        """Fill ``distributions``, and ``keys`` with all that is drawn or derived."""
-        for _ in range(_MOST_BRANCHES):
-            if not self._ahead:
-                return
-            self._forced = self._ahead.pop()
-            self._know(self._suggest(self))
-
-    def suggest_float(
-        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
-    ) -> float:
-        """The lower end."""
-        self._add(name, low, high, lambda: FloatDistribution(low, high, log=log, step=step))
-        return low
-
-    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
-        """The lower end."""
-        self._add(name, low, high, lambda: IntDistribution(low, high, log=log, step=step))
-        return low
-
-    def suggest_categorical(self, name: str, choices: Sequence[Value]) -> Value:
-        """The choice of this branch; the others are walked later."""
-        if not choices:
-            raise RecipeError(f"tune.space {self._name!r}: {name} has no choices: give one at least")
-        for choice in choices:
-            if not isinstance(choice, None | bool | int | float | str):
-                raise RecipeError(
-                    f"tune.space {self._name!r}: {name} has the choice {choice!r}: a study keeps numbers, texts and "
-                    "null; return what follows from them in a dictionary"
-                )
-        if name not in self.distributions:
-            self._ahead += [{**self._forced, name: choice} for choice in choices[1:]]
-        self.distributions[name] = CategoricalDistribution(choices)
-        self._know([name])
-        return self._forced.get(name, choices[0])
-
-    def _add(self, name: str, low: float, high: float, make: Callable[[], BaseDistribution]) -> None:
-        if low > high:
-            raise RecipeError(f"tune.space {self._name!r}: {name} has the range {low} to {high}, which is reversed")
-        try:
-            self.distributions[name] = make()
-        except ValueError as error:
-            raise RecipeError(f"tune.space {self._name!r}: {name}, range {low} to {high}: {error}") from error
-        self._know([name])
-
-    def _know(self, keys: Iterable[str]) -> None:
-        self.keys += [key for key in keys if key not in self.keys]
 
 
 def _check_keys(name: str, keys: Iterable[str], recipe: Recipe) -> None:

@@ -98,7 +98,7 @@ class SearchStudy:
                 warnings.simplefilter("ignore", ExperimentalWarning)
                 study.set_metric_names([each.metric for each in config.objectives])  # for dashboards and plots
             note_question(study, space, recipe, config)
-            study.enqueue_trial(space.own_values(recipe))
+            study.enqueue_trial(space.own_values())
             for each in known:
                 _learn(study, each, space)
         return cls(study, url, space, config)
@@ -261,13 +261,13 @@ class SearchStudy:
         """Draw the trial's values; None if the space fails at it, or if it would repeat another."""
         self._open[trial.number] = trial
         try:
-            derived = self.space.suggest(trial)
+            values = self.space.draw(trial)
         except RecipeError as error:
             LOG.warning("trial %d cannot be drawn: %s", trial.number, error)
             self.fail(trial.number, str(error))
             return None
-        proposal = Proposal(trial.number, {**trial.params, **derived})
-        trial.set_user_attr(VALUES, proposal.values)
+        proposal = Proposal(trial.number, values)
+        trial.set_user_attr(VALUES, values)
         first = self._first_of(proposal)
         if first is not None:
             self._file_duplicate(trial.number, first)

@@ -16,6 +16,7 @@ from app.tuning.trial_recipe import trial_recipe
 from tests.helpers import ROOT
 
 RECIPE = str(ROOT / "recipes/digits.yaml")
+LR = "train.optimizer.lr"
 
 
 @pytest.fixture
@@ -38,20 +39,59 @@ def define(recipe: Recipe) -> Iterator[Callable[[object], Space]]:
 
 
 def draw(space: Space, seed: int = 0) -> dict[str, object]:
-    trial = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed)).ask()
-    derived = space.suggest(trial)
-    return {**trial.params, **derived}
+    return space.draw(optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed)).ask())
 
 
-def test_a_branch_that_is_taken_seldom_is_walked_too(define: Callable[[object], Space]) -> None:
-    def space(trial: optuna.Trial) -> None:
-        if trial.suggest_categorical("train.optimizer.name", ["adamw", "sgd"]) == "sgd":
-            trial.suggest_float("train.optimizer.momentun", 0.8, 0.99)
+def misspelt(trial: optuna.Trial) -> None:
+    trial.suggest_float("train.optimizer.momentun", 0.8, 0.99)
 
+
+def under_a_choice(trial: optuna.Trial) -> None:
+    if trial.suggest_categorical("train.optimizer.name", ["adamw", "sgd"]) == "sgd":
+        misspelt(trial)
+
+
+def under_two_choices(trial: optuna.Trial) -> None:
+    sgd = trial.suggest_categorical("train.optimizer.name", ["adamw", "sgd"]) == "sgd"
+    if trial.suggest_categorical("train.schedule.name", ["cosine", "constant"]) == "constant" and sgd:
+        misspelt(trial)
+
+
+def above_the_low_end(trial: optuna.Trial) -> None:
+    if trial.suggest_int("model.args.width", 8, 24, step=8) == 16:
+        misspelt(trial)
+
+
+def at_the_end_of_a_long_way(trial: optuna.Trial) -> None:
+    if all(trial.suggest_float(key, 0.1, 0.2) == 0.2 for key in MANY):
+        misspelt(trial)
+
+
+MANY = ["train.optimizer.lr", "train.optimizer.weight_decay", "train.label_smoothing", "train.schedule.warmup_fraction"]
+
+
+@pytest.mark.parametrize("space", [under_a_choice, under_two_choices, above_the_low_end, at_the_end_of_a_long_way])
+def test_a_branch_that_is_taken_seldom_is_walked_too(define: Callable[[object], Space], space: object) -> None:
     with pytest.raises(
         RecipeError, match=r"names train\.optimizer\.momentun.*did you mean 'train\.optimizer\.momentum"
     ):
         define(space)
+
+
+def test_of_a_space_with_very_many_branches_a_thousand_are_walked(define: Callable[[object], Space]) -> None:
+    draws = 0
+
+    def space(trial: optuna.Trial) -> None:
+        nonlocal draws
+        draws += 1
+        for key in MANY:
+            for _ in range(2):  # drawn again, a key keeps its value
+                trial.suggest_categorical(key, [0.1, 0.2])
+        for key in ("model.args.width", "train.global_batch_size", "train.epochs", "train.seed"):
+            trial.suggest_int(key, 1, 100)
+
+    define(space)
+    assert draws == 1000
 
 
 @pytest.mark.parametrize("file", ["digits", "fashion", "reviews", "stdlib_gpt"])
@@ -61,8 +101,8 @@ def test_the_spaces_that_come_with_rayloom_fit_their_recipes(file: str) -> None:
     space = load_space(own.tune.space, own)
     for seed in range(20):
         trial_recipe(own, draw(space, seed), own.tune)
-    assert space.contains(space.own_values(own))
-    assert "train.optimizer.lr" in space.own_values(own)
+    assert space.contains(space.own_values())
+    assert "train.optimizer.lr" in space.own_values()
 
 
 @pytest.mark.parametrize(
@@ -83,6 +123,17 @@ def test_the_spaces_that_come_with_rayloom_fit_their_recipes(file: str) -> None:
         (lambda trial: trial.suggest_float("train.cpus_per_worker", 1, 2) and None, "the same for all trials"),
         (lambda trial: trial.suggest_int("serve.replicas", 1, 2) and None, "training does not depend"),
         (lambda trial: None, "draws nothing"),
+        (
+            lambda trial: (
+                (
+                    trial.suggest_float(LR, 0.1, 0.5)
+                    if trial.suggest_categorical("train.optimizer.name", ["adamw", "sgd"]) == "sgd"
+                    else trial.suggest_float(LR, 1e-4, 1e-2)
+                )
+                and None
+            ),
+            f"draws {LR} from FloatDistribution",
+        ),
         (3, "expected a function"),
         ({"train.optimizer.lr": tune.qloguniform(1e-4, 1e-1, 1e-5)}, "logarithmic and quantized"),
         ({"train.optimizer.lr": tune.randn()}, "cannot be drawn"),

@@ -21,7 +21,7 @@ from tests.studies import MOST, ask, create, recipe_with, resume, space_of
 def test_the_first_trial_is_the_recipes_own(url: URL) -> None:
     proposal = create(url).ask(MOST)
     assert proposal is not None
-    assert proposal.values == space_of(recipe_with()).own_values(recipe_with())
+    assert proposal.values == space_of(recipe_with()).own_values()
 
 
 def test_a_stopped_trial_is_pruned_and_keeps_what_it_reported(url: URL) -> None:
@@ -127,6 +127,22 @@ def test_a_trial_at_which_the_space_fails_is_filed_and_the_search_goes_on(
     assert f"trial 1 cannot be drawn: {cause}" in caplog.text
     problem.clear()
     assert ask(after) == 2
+
+
+def test_a_key_of_a_branch_that_was_not_walked_is_checked_when_it_is_drawn(
+    url: URL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tune_spaces.image
+
+    def space(trial: optuna.Trial) -> None:
+        if trial.suggest_float("train.optimizer.lr", 1e-4, 0.1) == 0.003:  # the recipe's own
+            trial.suggest_float("train.optimizer.momentun", 0.8, 0.99)
+
+    monkeypatch.setattr(tune_spaces.image, "space", space)
+    study = create(url)
+    assert ask(study) == 1
+    (failed,) = study.ended
+    assert "names train.optimizer.momentun, and recipe digits has no such key" in failed.user_attrs["cause"]
 
 
 @pytest.mark.parametrize(
