@@ -23,6 +23,9 @@ from app.config import TuneConfig
 _LEAST_PARENTS = 2
 """Of whom a child has its values."""
 
+KEEPS_STATE = (CmaEsSampler, NSGAIISampler, QMCSampler)
+"""They note in the study itself what they proposed, and learn from complete trials alone."""
+
 
 def create_sampler(config: TuneConfig, past: int) -> BaseSampler:
     """The recipe's sampler; a study that goes on after ``past`` trials draws other random numbers than at first."""
@@ -46,6 +49,13 @@ def create_sampler(config: TuneConfig, past: int) -> BaseSampler:
                 )
             case "grid":
                 return _GridSampler(seed=seed)
+
+
+def create_substitute(config: TuneConfig, is_finite: bool) -> BaseSampler:
+    """Who proposes once the recipe's sampler only repeats: it finds whatever is left of a finite space."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        return _GridSampler(seed=config.seed) if is_finite else RandomSampler(seed=config.seed)
 
 
 class _GridSampler(BruteForceSampler):

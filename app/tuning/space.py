@@ -50,6 +50,11 @@ class Space:
         """Each key's distribution as text: equal spaces have equal ones."""
         return {key: distribution_to_json(each) for key, each in sorted(self.distributions.items())}
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether no key is drawn from a continuous range."""
+        return not any(isinstance(each, FloatDistribution) and not each.step for each in self.distributions.values())
+
     def contains(self, values: Mapping[str, Value]) -> bool:
         """Whether the space could have drawn each of ``values``."""
         return all(key in self.distributions and _contains(self.distributions[key], values[key]) for key in values)

@@ -2,13 +2,13 @@
 
 import logging
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import optuna
 from optuna.exceptions import ExperimentalWarning
+from optuna.samplers import BaseSampler
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 from sqlalchemy.engine import URL
@@ -16,7 +16,7 @@ from sqlalchemy.engine import URL
 from app.config import Recipe, TuneConfig
 from app.errors import RecipeError, TuningError
 from app.tuning.question import directions_of, note_question, require_objectives, require_same
-from app.tuning.samplers import create_sampler
+from app.tuning.samplers import KEEPS_STATE, create_sampler, create_substitute
 from app.tuning.space import Space, Value
 from app.tuning.storage import back_up, explained, open_storage, require_study_file
 from app.tuning.trials import (
@@ -36,7 +36,9 @@ from app.tuning.trials import (
 
 LOG = logging.getLogger(__name__)
 
-_MOST_DUPLICATES = 20
+_MOST_REPEATS = 20
+"""Draws in a row, after which a sampler is taken to have nothing new."""
+
 _SECONDS = "seconds"
 """Noted of the study."""
 
@@ -59,8 +61,9 @@ class SearchStudy:
         for each in self.trials:
             if each.state == TrialState.RUNNING:
                 self._open[each.number] = Trial(study, each._trial_id)
-        self._is_drained = False
-        """Whether all that was drawn since the last outcome was drawn before."""
+        self._substitute = create_substitute(config, space.is_finite)
+        self.exhausted: str | None = None
+        """Why there are fewer trials than were asked for."""
         self._interrupted = [each.number for each in self.trials if each.number in self._open and not waits(each)]
 
     @classmethod
@@ -156,19 +159,13 @@ class SearchStudy:
     def ask(self, most: int) -> Proposal | None:
         """The next trial: one that a search before this left running, else a new one; None if there are ``most``.
 
-        It is also None if all that can be drawn was drawn before.
+        It is also None once nothing new can be drawn, as ``exhausted`` then says.
         """
         with explained(self.url):
             while self._interrupted:
                 if proposal := self._take_up(self._interrupted.pop(0)):
                     return proposal
-            for _ in range(_MOST_DUPLICATES):
-                if self._is_drained or len(self.trials) >= most:
-                    return None
-                if proposal := self._propose(self._draw()):
-                    return proposal
-        self._is_drained = True
-        return None
+            return self._new(most)
 
     def go_on(self, number: int) -> Proposal:
         """A waiting trial, which trains on."""
@@ -181,7 +178,6 @@ class SearchStudy:
         """The trial waits for a promotion: in the study it still runs."""
         with explained(self.url):
             self._open[number].set_user_attr(WAITS, True)
-            self._is_drained = False
             back_up(self.url)
 
     def report(self, number: int, epoch: int, value: float | None) -> None:
@@ -241,14 +237,35 @@ class SearchStudy:
             self.prune(number, cause)
         return numbers
 
-    def _draw(self) -> Trial:
-        """A new trial, which the sampler proposes knowing those that wait as well as those that have ended."""
+    def _new(self, most: int) -> Proposal | None:
+        for sampler in (self.study.sampler, self._substitute):
+            for _ in range(_MOST_REPEATS):
+                if self.exhausted or len(self.trials) >= most:
+                    return None
+                trial = self._draw(sampler)
+                if trial and (proposal := self._propose(trial)):
+                    return proposal
+        self.exhausted = (
+            f"tune.space {self.space.name!r} has nothing more to try: the last {2 * _MOST_REPEATS} draws repeated "
+            "earlier trials, or failed"
+        )
+        return None
+
+    def _draw(self, sampler: BaseSampler) -> Trial | None:
+        """A new trial, which the sampler proposes knowing those that wait as well as those that have ended.
+
+        None if it would repeat another; a sampler that keeps its state in the study has to begin it to know.
+        """
         enqueued = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
-        if enqueued or self._config.sampler not in ("tpe", "gp"):
+        if enqueued or isinstance(sampler, KEEPS_STATE):
             return self.study.ask()
-        drawn = _view(self.study).ask()
-        with suppress(RecipeError):  # the trial fails as this one does, and is filed
-            self.space.suggest(drawn)
+        drawn = _view(self.study, sampler).ask()
+        try:
+            values = self.space.draw(drawn)
+        except RecipeError:  # the trial fails as this one does, and is filed
+            values = drawn.params
+        if self._first_with(values):
+            return None
         self.study.enqueue_trial(drawn.params)
         return self.study.ask()
 
@@ -264,22 +281,19 @@ class SearchStudy:
             values = self.space.draw(trial)
         except RecipeError as error:
             LOG.warning("trial %d cannot be drawn: %s", trial.number, error)
+            trial.set_user_attr(VALUES, trial.params)
             self.fail(trial.number, str(error))
             return None
-        proposal = Proposal(trial.number, values)
+        first = self._first_with(values)
         trial.set_user_attr(VALUES, values)
-        first = self._first_of(proposal)
         if first is not None:
             self._file_duplicate(trial.number, first)
             return None
-        return proposal
+        return Proposal(trial.number, values)
 
-    def _first_of(self, proposal: Proposal) -> FrozenTrial | None:
-        """An earlier trial with the same values, which would come out the same."""
-        for each in self.trials:
-            if each.number != proposal.number and each.user_attrs.get(VALUES) == proposal.values:
-                return each
-        return None
+    def _first_with(self, values: Mapping[str, Value]) -> FrozenTrial | None:
+        """An earlier trial with these values: the same would come out."""
+        return next((each for each in self.trials if each.user_attrs.get(VALUES) == values), None)
 
     def _file_duplicate(self, number: int, first: FrozenTrial) -> None:
         """Record the trial with the outcome of the one before it, and do not run it."""
@@ -294,17 +308,16 @@ class SearchStudy:
 
     def _tell(self, number: int, state: TrialState, values: list[float] | None) -> None:
         self.study.tell(self._open.pop(number), values, state)
-        self._is_drained = False
 
 
-def _view(study: Study) -> Study:
-    """The study as the sampler should see it.
+def _view(study: Study, sampler: BaseSampler) -> Study:
+    """The study as a sampler should see it.
 
     Trials that wait count as pruned, for a running trial teaches nothing; a trial that failed counts as worse than all,
     for a sampler that never hears of it proposes it again. Duplicates are left out: one of a running trial is filed as
     failed, and the trial may be the best of all.
     """
-    view = optuna.create_study(sampler=study.sampler, directions=study.directions)
+    view = optuna.create_study(sampler=sampler, directions=study.directions)
     for trial in study.get_trials(deepcopy=False):
         if trial.state == TrialState.WAITING or DUPLICATE_OF in trial.user_attrs:
             continue

@@ -83,24 +83,6 @@ def test_there_are_as_many_trials_as_were_asked_for(url: URL) -> None:
     assert [study.ask(2) is None for _ in range(3)] == [False, False, True]
 
 
-def test_the_same_values_are_not_evaluated_twice(url: URL, monkeypatch: pytest.MonkeyPatch) -> None:
-    import tune_spaces.image
-
-    def two(trial: optuna.Trial) -> None:
-        trial.suggest_categorical("train.optimizer.name", ["adamw", "sgd"])
-
-    monkeypatch.setattr(tune_spaces.image, "space", two)
-    study = create(url)
-    for value in (0.7, 0.8):
-        study.complete(ask(study), [value], stopped_early=False)
-    assert study.ask(MOST) is None
-    assert len(study.trials) == 2
-    filed = optuna.load_study(study_name="one", storage=str(url)).trials[2:]
-    assert {each.value for each in filed} <= {0.7, 0.8}
-    assert study.ask(MOST) is None
-    assert len(study.study.trials) == 2 + len(filed), "while trials run, Ray Tune asks again and again"
-
-
 def test_a_trial_at_which_the_space_fails_is_filed_and_the_search_goes_on(
     url: URL, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -174,19 +156,45 @@ def test_what_a_sampler_that_learns_proposes_depends_on_what_it_was_told(
     assert (high_is_good != low_is_good) is learns
 
 
-def test_a_grid_is_walked_once(url: URL, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sampler", ["grid", "tpe", "random", "gp", "nsga2"])
+def test_a_space_of_few_values_is_tried_to_the_last_one_and_nothing_twice(
+    url: URL, monkeypatch: pytest.MonkeyPatch, sampler: str
+) -> None:
     import tune_spaces.image
 
-    def grid(trial: optuna.Trial) -> None:
+    def few(trial: optuna.Trial) -> None:
         if trial.suggest_categorical("train.optimizer.name", ["adamw", "sgd"]) == "sgd":
             trial.suggest_float("train.optimizer.momentum", 0.0, 0.8, step=0.4)
 
-    monkeypatch.setattr(tune_spaces.image, "space", grid)
-    study, seen = create(url, "tune.sampler=grid"), []
+    monkeypatch.setattr(tune_spaces.image, "space", few)
+    study, seen = create(url, f"tune.sampler={sampler}", "tune.scheduler=none"), []
     while (proposal := study.ask(MOST)) is not None:
-        seen.append(proposal.values)
+        assert study.exhausted is None
+        seen.append(str(proposal.values))
         study.complete(proposal.number, [0.5], stopped_early=False)
-    assert len(seen) == 4
+    assert len(seen) == len(set(seen)) == 4
+    assert "has nothing more to try" in str(study.exhausted)
+    filed = len(study.study.trials)
+    assert filed == 4 or sampler == "nsga2", "only a sampler that keeps its state in the study files what it repeats"
+    assert study.ask(MOST) is None
+    assert len(study.study.trials) == filed
+
+
+def test_a_repeated_trial_is_filed_with_the_outcome_of_the_first(url: URL, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tune_spaces.image
+
+    def two(trial: optuna.Trial) -> None:
+        trial.suggest_categorical("train.optimizer.name", ["adamw", "sgd"])
+
+    monkeypatch.setattr(tune_spaces.image, "space", two)
+    study = create(url, "tune.sampler=qmc")
+    for value in (0.7, 0.8):
+        study.complete(ask(study), [value], stopped_early=False)
+    assert study.ask(MOST) is None
+    assert len(study.trials) == 2
+    repeated = study.study.trials[2:]
+    assert repeated
+    assert {each.value for each in repeated} <= {0.7, 0.8}
 
 
 def test_of_several_objectives_the_front_is_kept(url: URL, tmp_path: Path) -> None:
