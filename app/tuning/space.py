@@ -95,7 +95,13 @@ def load_space(name: str, recipe: Recipe) -> Space:
     _check_keys(name, walk.keys, recipe)
     for key, distribution in walk.distributions.items():
         _check_values(name, key, distribution, recipe)
-    return Space(name, recipe, suggest, walk.distributions)
+    space = Space(name, recipe, suggest, walk.distributions)
+    if recipe.tune and recipe.tune.sampler == "grid" and not space.is_finite:
+        raise RecipeError(
+            f"tune.space {name!r} draws from a range without steps, of which sampler grid cannot try every value: give "
+            "each suggest_float a step, or set tune.sampler to another"
+        )
+    return space
 
 
 def _suggest_from(name: str, given: object) -> Suggest:

@@ -148,6 +148,11 @@ def test_a_space_that_cannot_be_searched_is_refused(
     assert words in str(refused.value)
 
 
+def test_a_grid_over_a_range_without_steps_is_refused() -> None:
+    with pytest.raises(RecipeError, match="give each suggest_float a step"):
+        load_space("tune_spaces.image:space", load_recipe(RECIPE, ["tune.sampler=grid"]))
+
+
 def test_ray_tunes_spaces_are_taken(define: Callable[[object], Space]) -> None:
     space = define(
         {
