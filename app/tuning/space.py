@@ -1,6 +1,7 @@
 """Search spaces: which keys of the recipe are searched, and over what."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from app.tuning.storage import DATABASE_ERRORS
 from app.tuning.walk import Suggest, Suggests, Walk, require_one
 
 Value = Any
-"""Of a key: None, a bool, a number or a text."""
+"""Of a key: None, a bool, a number or a text; one that a space derives may be a list or a dictionary of them."""
 
 _FOREIGN = ("tune", "compile", "serve", "alerts", "notify", "name", "task", "storage", "train.resume")
 """What a trial does not depend on."""
@@ -92,9 +93,10 @@ def load_space(name: str, recipe: Recipe) -> Space:
     walk = Walk(name, suggest)
     if not walk.distributions:
         raise RecipeError(f"tune.space {name!r} draws nothing: let it suggest a value for at least one key")
-    _check_keys(name, walk.keys, recipe)
-    for key, distribution in walk.distributions.items():
-        _check_values(name, key, distribution, recipe)
+    drawn = {key: _outermost(each) for key, each in walk.distributions.items()}
+    _check_keys(name, [*drawn, *walk.derived], recipe)
+    for key, values in [*drawn.items(), *walk.derived.items()]:
+        _check_values(name, key, values, recipe)
     space = Space(name, recipe, suggest, walk.distributions)
     if recipe.tune and recipe.tune.sampler == "grid" and not space.is_finite:
         raise RecipeError(
@@ -130,14 +132,14 @@ def _suggest_from_function(name: str, function: Callable[[Suggests], object]) ->
                 f"tune.space {name!r} returns {derived!r}: expected nothing, or a dictionary of the values that follow "
                 "from those drawn"
             )
-        return derived
+        return {key: _plain(name, key, value) for key, value in derived.items()}
 
     return suggest
 
 
 def _suggest_from_domains(name: str, domains: Mapping[str, Any]) -> Suggest:
     """A space of Ray Tune's: its domains are drawn, its constants are derived."""
-    constants = {key: value for key, value in domains.items() if not is_domain(value)}
+    constants = {key: _plain(name, key, value) for key, value in domains.items() if not is_domain(value)}
     try:
         drawn = {key: from_tune(value) for key, value in domains.items() if is_domain(value)}
     except ValueError as error:
@@ -166,6 +168,17 @@ def _draw(trial: Suggests, key: str, distribution: BaseDistribution) -> Value:
     raise AssertionError(f"unknown distribution {distribution}")
 
 
+def _plain(name: str, key: str, value: Any) -> Value:
+    """A derived value as it comes back from the study, which keeps JSON; a number of numpy's becomes Python's."""
+    try:
+        return json.loads(json.dumps(value, default=lambda each: each.item()))
+    except (TypeError, ValueError, AttributeError):
+        raise RecipeError(
+            f"tune.space {name!r} returns {key}={value!r}, a {type(value).__name__}: expected what YAML holds, such as "
+            "a number, a text or a list of them"
+        ) from None
+
+
 def _check_keys(name: str, keys: Iterable[str], recipe: Recipe) -> None:
     known = dict(_leaves(recipe.model_dump(mode="json")))
     for key in keys:
@@ -185,13 +198,15 @@ def _check_keys(name: str, keys: Iterable[str], recipe: Recipe) -> None:
             )
 
 
-def _check_values(name: str, key: str, distribution: BaseDistribution, recipe: Recipe) -> None:
-    """Try what can be drawn, of a range its ends; what only fits together with other keys is not judged."""
-    values = (
-        distribution.choices
-        if isinstance(distribution, CategoricalDistribution)
-        else (distribution.low, distribution.high)  # type: ignore[attr-defined]
-    )
+def _outermost(distribution: BaseDistribution) -> Sequence[Value]:
+    """What can be drawn, of a range its ends."""
+    if isinstance(distribution, CategoricalDistribution):
+        return distribution.choices
+    return distribution.low, distribution.high  # type: ignore[attr-defined]
+
+
+def _check_values(name: str, key: str, values: Iterable[Value], recipe: Recipe) -> None:
+    """Try them on the recipe; what only fits together with other keys is not judged."""
     for value in values:
         try:
             with_values(recipe, {key: value})

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
@@ -33,8 +33,9 @@ class Walk:
     def __init__(self, name: str, suggest: Suggest) -> None:
         """Raises RecipeError: the space cannot be drawn from, or draws a key from two distributions."""
         self.distributions: dict[str, BaseDistribution] = {}
-        self.keys: list[str] = []
-        """All that are drawn or derived."""
+        """Of every key that is drawn."""
+        self.derived: dict[str, list[Any]] = {}
+        """The values of every key that is derived."""
         self._name = name
         self._random = random.Random(0)
         self._walked: set[tuple[int, ...]] = set()
@@ -43,7 +44,8 @@ class Walk:
         while () not in self._walked and draws < _MOST_DRAWS:
             self._path: list[tuple[int, int]] = []
             self._drawn: dict[str, Any] = {}
-            self._know(suggest(self))
+            for key, value in suggest(self).items():
+                self._note(key, value)
             self._leave()
             draws += 1
 
@@ -82,7 +84,6 @@ class Walk:
     def _decide(self, name: str, distribution: BaseDistribution) -> Any:
         """A value after which not every way to go on was taken; a key that is drawn again keeps its value."""
         require_one(self._name, name, self.distributions.setdefault(name, distribution), distribution)
-        self._know([name])
         if name not in self._drawn:
             values, before = _values(distribution), self._decisions
             ways = range(len(values))
@@ -106,8 +107,10 @@ class Walk:
                 return
             self._walked.add(before)
 
-    def _know(self, keys: Iterable[str]) -> None:
-        self.keys += [key for key in keys if key not in self.keys]
+    def _note(self, key: str, value: Any) -> None:
+        values = self.derived.setdefault(key, [])
+        if value not in values:
+            values.append(value)
 
 
 def require_one(space: str, key: str, known: BaseDistribution, given: BaseDistribution) -> None:

@@ -1,10 +1,12 @@
 """Search spaces are looked at before anything is run."""
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import optuna
 import pytest
 from ray import tune
@@ -116,6 +118,8 @@ def test_the_spaces_that_come_with_rayloom_fit_their_recipes(file: str) -> None:
             "fails",
         ),
         (lambda trial: {"train.optimizr.lr": trial.suggest_float("train.optimizer.lr", 0.1, 0.2)}, "no such key"),
+        (lambda trial: {"train.seed": trial.suggest_int("train.epochs", 1, 1) / 2}, "train.seed may become 0.5"),
+        (lambda trial: {"train.seed": trial.suggest_int("train.epochs", 1, 2) and RECIPE.join}, "train.seed=<built-in"),
         (lambda trial: trial.suggest_float("train.optimizer.lr", -0.1, 0.1) and None, "may become -0.1: expected"),
         (lambda trial: trial.suggest_categorical("train.optimizer.name", ["adam"]) and None, "may become 'adam'"),
         (lambda trial: trial.suggest_int("train.workers", 1, 2) and None, "set tune.workers"),
@@ -146,6 +150,16 @@ def test_a_space_that_cannot_be_searched_is_refused(
         define(space)
     assert "tune.space 'users_space:space'" in str(refused.value)
     assert words in str(refused.value)
+
+
+def test_what_a_space_derives_comes_back_from_the_study_as_it_was(define: Callable[[object], Space]) -> None:
+    def space(trial: optuna.Trial) -> dict[str, object]:
+        beta = trial.suggest_float("train.label_smoothing", 0.0, 0.1)
+        return {"model.args.width": np.int64(16), "train.optimizer.betas": (0.9, beta)}
+
+    values = draw(define(space))
+    assert json.loads(json.dumps(values)) == values
+    assert values["model.args.width"] == 16
 
 
 def test_a_grid_over_a_range_without_steps_is_refused() -> None:
