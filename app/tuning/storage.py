@@ -107,6 +107,12 @@ def require_study_file(url: URL) -> None:
         raise StorageError(f"the study's file {str(file)!r} is {what}: {_way_out(file)}")
 
 
+def is_missing(url: URL) -> bool:
+    """Whether there was never a study's SQLite file; any other database has to be asked."""
+    file = _file_of(url)
+    return file is not None and not file.exists() and not _backup_of(file).exists()
+
+
 def _file_of(url: URL) -> Path | None:
     return Path(url.database) if url.get_backend_name() == "sqlite" and url.database else None
 

@@ -18,7 +18,7 @@ from app.errors import RecipeError, TuningError
 from app.tuning.question import directions_of, note_question, require_objectives, require_same
 from app.tuning.samplers import KEEPS_STATE, create_sampler, create_substitute
 from app.tuning.space import Space, Value
-from app.tuning.storage import back_up, explained, open_storage, require_study_file
+from app.tuning.storage import back_up, explained, is_missing, open_storage, require_study_file
 from app.tuning.trials import (
     CAUSE,
     DUPLICATE_OF,
@@ -82,7 +82,7 @@ class SearchStudy:
             StorageError: the storage cannot be opened.
             TuningError: a study of this name is there already, or an earlier one has other objectives.
         """
-        known = [_load(each, where) for each, where in earlier]
+        known = [_load_earlier(each, where) for each, where in earlier]
         for each in known:
             require_objectives(each, config)
         storage = open_storage(url)
@@ -342,6 +342,13 @@ def _load(name: str, url: URL) -> Study:
         if name not in optuna.get_all_study_names(storage):
             raise TuningError(f"there is no study {name!r} in {url}: give the id of a tune run that has been started")
         return optuna.load_study(study_name=name, storage=storage)
+
+
+def _load_earlier(name: str, url: URL) -> Study:
+    """A study that ``tune.warm_start`` names. Raises StorageError or TuningError."""
+    if is_missing(url):
+        raise TuningError(f"tune.warm_start names {name!r}, and there is no study {url}: give ids of tune runs")
+    return _load(name, url)
 
 
 def _learn(study: Study, earlier: Study, space: Space) -> None:

@@ -235,6 +235,9 @@ def test_a_search_learns_from_an_earlier_one(url: URL, tmp_path: Path) -> None:
     assert [each and each.values for each in proposals] == [values[0], values[3]]
     with pytest.raises(TuningError, match="no study 'three'"):
         create(make_url(f"sqlite:///{tmp_path / 'x.db'}"), name="x", earlier=[("three", url)])
+    nowhere = make_url(f"sqlite:///{tmp_path / 'four.db'}")
+    with pytest.raises(TuningError, match=r"tune\.warm_start names 'four', and there is no study .*four\.db: give ids"):
+        create(make_url(f"sqlite:///{tmp_path / 'x.db'}"), name="x", earlier=[("four", nowhere)])
 
 
 @pytest.mark.parametrize(
