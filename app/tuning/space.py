@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import optuna
 from optuna.distributions import (
     BaseDistribution,
     CategoricalDistribution,
@@ -12,6 +13,7 @@ from optuna.distributions import (
     IntDistribution,
     distribution_to_json,
 )
+from optuna.samplers import RandomSampler
 from optuna.trial import Trial
 
 from app.config import Recipe, with_values
@@ -78,6 +80,14 @@ class Space:
         tree = self.recipe.model_dump(mode="json")
         values = {key: _value(tree, key) for key in self.distributions}
         return {key: value for key, value in values.items() if _contains(self.distributions[key], value)}
+
+    def values_outside(self) -> dict[str, Value]:
+        """The recipe's own values of keys that a trial with ``own_values`` draws all the same. Raises RecipeError."""
+        own, tree = self.own_values(), self.recipe.model_dump(mode="json")
+        study = optuna.create_study(sampler=RandomSampler(seed=0))
+        study.enqueue_trial(own)
+        self.suggest(trial := study.ask())
+        return {key: _value(tree, key) for key in trial.params if key in self.distributions and key not in own}
 
 
 def load_space(name: str, recipe: Recipe) -> Space:

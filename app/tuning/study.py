@@ -78,6 +78,8 @@ class SearchStudy:
     ) -> Self:
         """A new study, whose first trial will be the recipe's own values, and the next ones the best of ``earlier``.
 
+        A value of the recipe's that the space cannot draw is named in the log.
+
         Raises:
             StorageError: the storage cannot be opened.
             TuningError: a study of this name is there already, or an earlier one has other objectives.
@@ -101,6 +103,8 @@ class SearchStudy:
                 warnings.simplefilter("ignore", ExperimentalWarning)
                 study.set_metric_names([each.metric for each in config.objectives])  # for dashboards and plots
             note_question(study, space, recipe, config)
+            for key, value in space.values_outside().items():
+                LOG.warning("the recipe's own %s=%s is not in tune.space: the first trial draws another", key, value)
             study.enqueue_trial(space.own_values())
             for each in known:
                 _learn(study, each, space)

@@ -24,6 +24,17 @@ def test_the_first_trial_is_the_recipes_own(url: URL) -> None:
     assert proposal.values == space_of(recipe_with()).own_values()
 
 
+def test_a_value_of_the_recipe_that_the_space_cannot_draw_is_drawn_and_named(
+    url: URL, caplog: pytest.LogCaptureFixture
+) -> None:
+    study = create(url, "train.optimizer.lr=0.7")
+    proposal = study.ask(MOST)
+    assert proposal is not None
+    assert proposal.values["train.optimizer.lr"] <= 0.5
+    (said,) = caplog.messages
+    assert said.startswith("the recipe's own train.optimizer.lr=0.7 is not in tune.space")
+
+
 def test_a_stopped_trial_is_pruned_and_keeps_what_it_reported(url: URL) -> None:
     study = create(url)
     for epoch, value in ((1, 0.9), (2, 0.5)):
