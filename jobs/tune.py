@@ -86,7 +86,12 @@ def _outcome(run: Run, search: Search, url: str) -> Outcome:
         stopped = StoppedMetrics(trials=len(study.ended), epochs_trained=study.epochs_trained)
         return Outcome(stopped, {"study": url}, status="stopped")
     reached = TuneMetrics.of(study, metrics, search.budget.reason or study.exhausted)
-    best = FrontTrial(trial=reached.best_trial, values=reached.best_values, params=reached.best_params)
+    best = FrontTrial(
+        trial=reached.best_trial,
+        epochs=reached.best_trial_epochs,
+        values=reached.best_values,
+        params=reached.best_params,
+    )
     write_atomically(run.folder / BEST_FILE, recipe_of(run.recipe, best, run.run_id).encode())
     objectives = search.config.objectives
     made = {

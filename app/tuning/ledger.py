@@ -63,7 +63,7 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
         if ENDED in result:
             return
         epoch = EpochResult.model_validate(result)
-        self._study.report(trial.config[NUMBER], epoch.epoch, epoch.value)
+        self._study.report(trial.config[NUMBER], epoch.epoch, epoch.value, epoch.cost)
         trial.config[HEARD] = epoch.epoch
         self._budget.epoch()
         self._study.note_seconds(self._budget.seconds)

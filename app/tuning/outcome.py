@@ -9,7 +9,7 @@ from app.config import Recipe, dump_recipe, with_values
 from app.errors import TuningError
 from app.tuning.space import Value
 from app.tuning.study import SearchStudy
-from app.tuning.trials import CAUSE, STOPPED_EARLY, epochs_of, values_of
+from app.tuning.trials import CAUSE, STOPPED_EARLY, epochs_of, values_of, worth_of
 
 BEST_FILE = "best.yaml"
 
@@ -18,6 +18,8 @@ class FrontTrial(BaseModel):
     """One of the trials that no other one beats in every objective."""
 
     trial: int
+    epochs: int
+    """That it trained; fewer than others if it was cut short."""
     values: dict[str, float]
     params: dict[str, Value]
 
@@ -31,7 +33,7 @@ class TuneMetrics(BaseModel):
     best_params: dict[str, Value]
     best_trial: int
     best_trial_epochs: int
-    """That it trained; fewer than the others would have, if the search ended before any trial did."""
+    """That it trained; fewer than others if it was cut short."""
     trials: int
     """That ended; duplicates are none of them."""
     trials_complete: int
@@ -48,19 +50,19 @@ class TuneMetrics(BaseModel):
 
     @classmethod
     def of(cls, study: SearchStudy, metrics: list[str], reason: str | None) -> Self:
-        """The outcome of a search that has ended. Raises TuningError if no trial was completed."""
-        ended, front = study.ended, study.best or study.best_unfinished
+        """The outcome of a search that has ended. Raises TuningError if no trial came to a value."""
+        ended, front = study.ended, study.best
         if not front:
             raise TuningError(f"none of {len(ended)} trials came to a value: {_why(ended)}")
         states = [each.state for each in ended]
-        named = [FrontTrial(trial=each.number, values=_named(metrics, each), params=values_of(each)) for each in front]
+        named = [_front_trial(metrics, each) for each in front]
         best = named[0]
         return cls(
             best_value=best.values[metrics[0]],
             best_values=best.values,
             best_params=best.params,
             best_trial=best.trial,
-            best_trial_epochs=epochs_of(front[0]),
+            best_trial_epochs=best.epochs,
             trials=len(ended),
             trials_complete=states.count(TrialState.COMPLETE),
             trials_pruned=states.count(TrialState.PRUNED),
@@ -85,12 +87,16 @@ def recipe_of(recipe: Recipe, trial: FrontTrial, study_name: str) -> str:
     tuned = with_values(recipe, trial.params)
     if tuned.tune is not None:
         tuned = tuned.model_copy(update={"tune": tuned.tune.model_copy(update={"resume": False})})
-    head = f"# {values}: trial {trial.trial} of study {study_name}.\n# Found values: {trial.params}\n"
+    head = (
+        f"# {values} in {trial.epochs} epochs: trial {trial.trial} of study {study_name}.\n"
+        f"# Found values: {trial.params}\n"
+    )
     return head + dump_recipe(tuned)
 
 
-def _named(metrics: list[str], trial: FrozenTrial) -> dict[str, float]:
-    return dict(zip(metrics, trial.values or [], strict=True))
+def _front_trial(metrics: list[str], trial: FrozenTrial) -> FrontTrial:
+    values = dict(zip(metrics, worth_of(trial), strict=True))
+    return FrontTrial(trial=trial.number, epochs=epochs_of(trial), values=values, params=values_of(trial))
 
 
 def _why(ended: list[FrozenTrial]) -> str:

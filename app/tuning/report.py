@@ -3,7 +3,7 @@
 import io
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from app.config import Objective
 from app.page import Page
 from app.storage import write_atomically
 from app.tuning.outcome import TuneMetrics
-from app.tuning.trials import CAUSE, DUPLICATE_OF, FAILURES, LEARNED_FROM, STOPPED_EARLY, epochs_of, values_of
+from app.tuning.trials import CAUSE, DUPLICATE_OF, FAILURES, LEARNED_FROM, STOPPED_EARLY, epochs_of, values_of, worth_of
 
 TRIALS_FILE, REPORT_FILE = "trials.parquet", "report.html"
 
@@ -46,7 +46,7 @@ def write_report(study: Study, objectives: list[Objective], metrics: TuneMetrics
 
 def _row(trial: FrozenTrial, objectives: list[Objective]) -> dict[str, Any]:
     attributes = trial.user_attrs
-    values = trial.values or [None] * len(objectives)
+    values: Sequence[float | None] = worth_of(trial) or [None] * len(objectives)
     return {
         "trial": trial.number,
         "state": trial.state.name.lower(),

@@ -17,6 +17,8 @@ class EpochResult(BaseModel):
     epoch: int
     value: float | None
     """The first objective; None if it is measured at the end alone."""
+    cost: float
+    """By what training chooses the epoch whose weights it keeps: the lowest one."""
 
 
 class FinalResult(EpochResult):

@@ -9,7 +9,7 @@ from typing import Self
 import optuna
 from optuna.exceptions import ExperimentalWarning
 from optuna.samplers import BaseSampler
-from optuna.study import Study, StudyDirection
+from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 from sqlalchemy.engine import URL
 
@@ -24,6 +24,7 @@ from app.tuning.trials import (
     DUPLICATE_OF,
     EPOCHS,
     FAILURES,
+    KEPT,
     LEARNED_FROM,
     STOPPED_EARLY,
     VALUES,
@@ -137,18 +138,9 @@ class SearchStudy:
 
     @property
     def best(self) -> list[FrozenTrial]:
-        """The best trial that was completed; of several objectives the Pareto front, best first in the first one."""
+        """The trial that is worth most so far; of several objectives the Pareto front, best first in the first one."""
         with explained(self.url):
             return best_trials(self.study)
-
-    @property
-    def best_unfinished(self) -> list[FrozenTrial]:
-        """Of one objective, the trial that came furthest among those cut short, and of them the best."""
-        cut = [each for each in self.ended if each.state == TrialState.PRUNED and each.value is not None]
-        if len(self.study.directions) > 1 or not cut:
-            return []
-        sign = 1.0 if self.study.direction == StudyDirection.MAXIMIZE else -1.0
-        return [max(cut, key=lambda each: (epochs_of(each), sign * (each.value or 0.0)))]
 
     @property
     def epochs_trained(self) -> int:
@@ -184,12 +176,18 @@ class SearchStudy:
             self._open[number].set_user_attr(WAITS, True)
             back_up(self.url)
 
-    def report(self, number: int, epoch: int, value: float | None) -> None:
-        """The objective after an epoch; of several objectives Optuna keeps none."""
+    def report(self, number: int, epoch: int, value: float | None, cost: float) -> None:
+        """The objective after an epoch; of several objectives Optuna keeps none.
+
+        ``cost`` is by what training chooses the epoch whose weights it keeps: the lowest one.
+        """
         with explained(self.url):
             trial = self._open[number]
             if value is not None and len(self.study.directions) == 1:
                 trial.report(value, epoch)
+                kept = trial.user_attrs.get(KEPT)
+                if kept is None or cost < kept[0]:
+                    trial.set_user_attr(KEPT, [cost, value])
             trial.set_user_attr(EPOCHS, epoch)  # last: an epoch of which only half is known is reported again
 
     def heard(self, number: int) -> int:

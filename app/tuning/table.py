@@ -10,7 +10,7 @@ from app.config import Objective
 from app.tuning.results import EpochResult
 from app.tuning.space import Value
 from app.tuning.study import SearchStudy
-from app.tuning.trials import CAUSE, FAILURES, epochs_of, values_of
+from app.tuning.trials import CAUSE, FAILURES, epochs_of, values_of, worth_of
 
 _RUNNING_EVERY_S = 15.0
 _HEAD_EVERY = 20
@@ -66,8 +66,7 @@ class Table:
 
     def show(self, trial: FrozenTrial, is_best: bool) -> None:
         """The row of a trial that has ended."""
-        values = trial.values or []
-        self._row(trial.number, values, epochs_of(trial), _STATES[trial.state], values_of(trial), is_best)
+        self._row(trial.number, worth_of(trial), epochs_of(trial), _STATES[trial.state], values_of(trial), is_best)
         if trial.state == TrialState.FAIL:
             print(f"       {trial.user_attrs.get(CAUSE, '')}", flush=True)
         elif retried := len(trial.user_attrs.get(FAILURES, [])):

@@ -51,7 +51,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         if isinstance(said, Ending):
             return self._final(said)
         self._step = said.step
-        return EpochResult(epoch=said.epoch, value=self._value(said)).model_dump()
+        return EpochResult(epoch=said.epoch, value=self._value(said), cost=self._cost(said)).model_dump()
 
     def cleanup(self) -> None:
         """Leave the trial where it stands."""
@@ -88,6 +88,10 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         first = self._tune.objectives[0]
         return objective_of(record, first) if hasattr(record, first.metric) else None
 
+    def _cost(self, record: EpochRecord) -> float:
+        selection = self._trial.train.selection
+        return selection.cost(getattr(record, selection.metric))
+
     def _newest_checkpoint(self) -> UPath:
         """Of the epoch that was reported last, or a later one; it may still be on its way to storage."""
         store = CheckpointStore(self._trial_folder / CHECKPOINTS)
@@ -107,6 +111,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         return FinalResult(
             epoch=last.epoch,
             value=self._value(last),
+            cost=self._cost(last),
             final_values=values,
             stopped_early=last.epoch < self._trial.train.epochs and self._trial.train.max_steps is None,
         ).model_dump()

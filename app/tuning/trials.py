@@ -15,6 +15,9 @@ CAUSE, EPOCHS, VALUES, FAILURES, STOPPED_EARLY, DUPLICATE_OF, LEARNED_FROM = (
 WAITS = "waits"
 """Noted of a trial that runs in the study, and waits at a rung for a promotion."""
 
+KEPT = "kept"
+"""Noted of a trial with one objective: of the epoch whose weights training keeps so far, its cost and the objective."""
+
 
 def own_trials(study: Study) -> list[FrozenTrial]:
     """Those of the search itself, in order: without those it learned from, duplicates, and what is yet to begin."""
@@ -25,20 +28,30 @@ def own_trials(study: Study) -> list[FrozenTrial]:
     ]
 
 
+def worth_of(trial: FrozenTrial) -> list[float]:
+    """The objectives in the epoch whose weights training keeps; of a trial that was cut short, would keep so far.
+
+    Empty if nothing is known, as of one that failed. Several objectives are known of complete trials alone.
+    """
+    if trial.state == TrialState.COMPLETE:
+        return list(trial.values)
+    kept = trial.user_attrs.get(KEPT)
+    return [kept[1]] if kept and trial.state != TrialState.FAIL else []
+
+
 def best_trials(study: Study) -> list[FrozenTrial]:
-    """The best trial that was completed; of several objectives the Pareto front, best first in the first one."""
-    complete = [each for each in own_trials(study) if each.state == TrialState.COMPLETE]
+    """The trial that is worth most, whether it has come to its end or not; of several objectives the Pareto front.
+
+    A trial that was cut short is the beginning of a whole one, which keeps its best epoch: it comes to no less. Of a
+    front, the best in the first objective comes first.
+    """
     signs = [1.0 if each == StudyDirection.MINIMIZE else -1.0 for each in study.directions]
-    losses = {
-        each.number: [sign * value for sign, value in zip(signs, each.values or [], strict=True)] for each in complete
-    }
-    front = [
-        each
-        for each in complete
-        if not any(_dominates(losses[other.number], losses[each.number]) for other in complete)
-    ]
-    front.sort(key=lambda each: (losses[each.number], each.number))
-    return front if len(signs) > 1 else front[:1]
+    known = [each for each in own_trials(study) if worth_of(each)]
+    losses = {each.number: [sign * value for sign, value in zip(signs, worth_of(each), strict=True)] for each in known}
+    known.sort(key=lambda each: (losses[each.number], each.number))
+    if len(signs) == 1:
+        return known[:1]
+    return [each for each in known if not any(_dominates(other, losses[each.number]) for other in losses.values())]
 
 
 def waits(trial: FrozenTrial) -> bool:

@@ -94,15 +94,18 @@ class _RayAsha(_OptunaSearch):
 
 
 class _Rayloom:
-    """Rayloom's own searcher, study and promotion, as a recipe that only names a space has them."""
+    """Rayloom's own searcher, study and promotion, as a recipe that only names a space has them.
+
+    Training keeps the epoch that is best by what is searched for, as in the recipes that come with Rayloom.
+    """
 
     def __init__(self, space: Space, config: TuneConfig, epochs: int) -> None:
         study = optuna.create_study(direction="maximize", sampler=create_sampler(config, past=0))
-        self._study = SearchStudy(study, make_url("sqlite://"), space, config)
+        self.study = SearchStudy(study, make_url("sqlite://"), space, config)
         promotion = create_promotion(config, epochs, known=[])
         assert promotion is not None
         self._promotion = promotion
-        self._searcher = StudySearcher(self._study, most=10**6, promotion=promotion)
+        self._searcher = StudySearcher(self.study, most=10**6, promotion=promotion)
         self._number = 0
 
     def propose(self) -> Task | None:
@@ -110,23 +113,23 @@ class _Rayloom:
         if not isinstance(suggested, dict):
             return None
         self._number = suggested[NUMBER]
-        return Task(suggested[VALUES], epochs_of(self._study.study.get_trials(deepcopy=False)[self._number]))
+        return Task(suggested[VALUES], epochs_of(self.study.study.get_trials(deepcopy=False)[self._number]))
 
     def goes_on(self, epoch: int, value: float) -> bool:
-        self._study.report(self._number, epoch, value)
+        self.study.report(self._number, epoch, value, cost=-value)
         return self._promotion.goes_on(self._number, epoch, value)
 
     def pruned(self) -> None:
         self._searcher.on_trial_complete("")
-        self._study.wait(self._number)
+        self.study.wait(self._number)
 
     def ended(self, best: float | None) -> None:
         self._searcher.on_trial_complete("")
         if best is None:
-            self._study.fail(self._number, "broke")
+            self.study.fail(self._number, "broke")
             self._promotion.drop(self._number)
         else:
-            self._study.complete(self._number, [best], stopped_early=False)
+            self.study.complete(self._number, [best], stopped_early=False)
 
 
 class _RayTrial:

@@ -16,7 +16,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Race:
-    """The best value known after each epoch that the search trained."""
+    """The best value of any epoch so far, after each that the search trained: what ``best.yaml`` would name."""
 
     best: list[float]
     trials: int

@@ -68,7 +68,7 @@ def _head(found: Findings) -> str:
 Counted in epochs, which do not depend on the machine. Every epoch is real training; a configuration that several
 searches propose is trained once, for training is deterministic. One trial runs at a time, so that searches can be
 repeated. Nobody starts from the recipe's own values, which Rayloom's first trial would have. The value is the best
-validation accuracy known so far."""
+validation accuracy of any epoch so far, of whichever trial: what best.yaml names when a search is ended there."""
 
 
 def _goals(found: Findings) -> str:

@@ -21,7 +21,7 @@ def test_a_search_gives_back_a_recipe_that_trains(cluster: dict[str, str]) -> No
     pruned = [each for each in trials if each.state == TrialState.PRUNED]
     assert (metrics["trials"], metrics["trials_pruned"], metrics["trials_failed"]) == (4, len(pruned), 0)
     assert pruned
-    assert metrics["best_value"] == max(each.value or 0.0 for each in complete)
+    assert metrics["best_value"] == max(max(each.intermediate_values.values()) for each in trials)
     assert metrics["epochs_trained"] == sum(len(each.intermediate_values) for each in trials)
     assert all(max(each.intermediate_values) == 3 for each in complete)
     assert all(each.value == each.intermediate_values[max(each.intermediate_values)] for each in pruned)
@@ -45,7 +45,7 @@ def test_a_search_gives_back_a_recipe_that_trains(cluster: dict[str, str]) -> No
     assert not list(storage.glob(f"runs/tune/{result['run_id']}/trials/*/checkpoints"))
     sent = run("rayloom", "submit", "train", artifacts["best_recipe"], "train.workers=1", environment=cluster)
     trained = result_of(sent.stdout)
-    assert trained["metrics"]["val_accuracy"] == metrics["best_value"]
+    assert trained["metrics"]["val_accuracy"] >= metrics["best_value"], "it was cut short, and whole is worth no less"
 
 
 def test_a_trial_that_no_cluster_has_room_for_is_refused_at_once(cluster: dict[str, str]) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from app.data.sources import load_examples
 from app.errors import TuningError
+from app.tuning.outcome import TuneMetrics
 from app.tuning.space import load_space
 from benchmarks.tuning.cases import CASES
 from benchmarks.tuning.contenders import CONTENDERS, RANDOM, RAYLOOM
@@ -34,6 +35,15 @@ def test_a_contender_spends_its_budget_and_no_more(name: str, tmp_path: Path) ->
     assert len(race.best) == 60
     assert race.best == sorted(race.best)
     assert (race.trials > 5) is name.startswith(("Rayloom", "Ray Tune"))  # Optuna prunes none of its first five
+
+
+@pytest.mark.parametrize("budget", [1, 7, 60])
+def test_rayloom_is_counted_by_what_a_search_of_so_many_epochs_gives_back(budget: int, tmp_path: Path) -> None:
+    recipe = CASE.recipe(tmp_path)
+    contender: Any = CONTENDERS[RAYLOOM](load_space(CASE.space, recipe), recipe, 0)
+    race = run_race(contender, Known(), CASE.epochs, budget)
+    contender.study.end_running("tune.stop.epochs")
+    assert TuneMetrics.of(contender.study, ["val_accuracy"], None).best_value == race.best[-1]
 
 
 def test_short_reviews_are_a_source_named_by_its_content(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_search_that_goes_on_knows_what_was_spent_when_its_last_epoch_was_hear
     ledger = Ledger(study, "none", UPath(tmp_path), budget, Table([], 3), None)
     trial = SimpleNamespace(config={NUMBER: proposal.number, VALUES: proposal.values, HEARD: 0})
     ledger.on_trial_start(trial=trial)
-    ledger.on_trial_result(trial=trial, result=EpochResult(epoch=1, value=0.5).model_dump())
+    ledger.on_trial_result(trial=trial, result=EpochResult(epoch=1, value=0.5, cost=-0.5).model_dump())
     assert ledger.broken is None
     after = resume(url)
     assert after.epochs_trained == 1

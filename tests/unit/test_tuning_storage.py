@@ -108,7 +108,7 @@ def test_a_database_server_keeps_several_studies(postgres: URL) -> None:
     first, second = create(postgres, name="first"), create(postgres, name="second")
     for study, value in ((first, 0.25), (second, 0.75)):
         number = ask(study)
-        study.report(number, 1, value)
+        study.report(number, 1, value, cost=-value)
         study.complete(number, [value], stopped_early=False)
     left = ask(first)
     after = resume(postgres, name="first")

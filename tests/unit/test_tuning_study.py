@@ -12,7 +12,7 @@ from upath import UPath
 from app.config import Objective
 from app.errors import TuningError
 from app.tuning.budget import Budget
-from app.tuning.outcome import TuneMetrics
+from app.tuning.outcome import FrontTrial, TuneMetrics, recipe_of
 from app.tuning.report import write_report
 from app.tuning.space import Value
 from tests.studies import MOST, ask, create, recipe_with, resume, space_of
@@ -38,15 +38,38 @@ def test_a_value_of_the_recipe_that_the_space_cannot_draw_is_drawn_and_named(
 def test_a_stopped_trial_is_pruned_and_keeps_what_it_reported(url: URL) -> None:
     study = create(url)
     for epoch, value in ((1, 0.9), (2, 0.5)):
-        study.report(number := 0 if epoch > 1 else ask(study), epoch, value)
+        study.report(number := 0 if epoch > 1 else ask(study), epoch, value, cost=-value)
     study.prune(number, "stopped by asha after epoch 2")
     (trial,) = optuna.load_study(study_name="one", storage=str(url)).trials
     assert trial.state == TrialState.PRUNED
     assert trial.intermediate_values == {1: 0.9, 2: 0.5}
     assert trial.user_attrs["cause"] == "stopped by asha after epoch 2"
-    assert study.best == []
     metrics = TuneMetrics.of(study, ["val_accuracy"], "the search ended")
-    assert (metrics.best_value, metrics.best_trial_epochs, metrics.trials_pruned) == (0.5, 2, 1)
+    assert (metrics.best_value, metrics.best_trial_epochs, metrics.trials_pruned) == (0.9, 2, 1)
+
+
+def test_a_trial_that_was_cut_short_is_the_best_by_the_epoch_that_training_would_keep(url: URL) -> None:
+    study = create(url)
+    for first, second in ((0.6, 0.7), (0.75, 0.5)):
+        number = ask(study)
+        study.report(number, 1, first, cost=1.0)
+        study.report(number, 2, second, cost=2.0)  # kept by val_loss, say
+    study.complete(0, [0.7], stopped_early=False)
+    assert [each.number for each in study.best] == [1]
+    study.prune(1, "tune.stop.epochs 4 are trained")
+    metrics = TuneMetrics.of(study, ["val_accuracy"], "tune.stop.epochs 4 are trained")
+    assert (metrics.best_trial, metrics.best_value, metrics.best_trial_epochs) == (1, 0.75, 2)
+    ended = FrontTrial(trial=1, epochs=2, values=metrics.best_values, params=metrics.best_params)
+    assert "# val_accuracy 0.75 in 2 epochs: trial 1 of study one." in recipe_of(recipe_with(), ended, "one")
+
+
+def test_a_trial_that_failed_is_never_the_best(url: URL) -> None:
+    study = create(url)
+    for value in (0.9, 0.4):
+        study.report(ask(study), 1, value, cost=-value)
+    study.fail(0, "NonFiniteLossError: step 3")
+    study.complete(1, [0.4], stopped_early=False)
+    assert [each.number for each in study.best] == [1]
 
 
 def test_a_search_in_which_everything_failed_says_why(url: URL) -> None:
@@ -59,15 +82,15 @@ def test_a_search_in_which_everything_failed_says_why(url: URL) -> None:
 def test_a_search_that_was_cut_off_repeats_nothing_and_retries_what_ran(url: URL) -> None:
     before = create(url)
     done, running = ask(before), before.ask(MOST)
-    before.report(done, 1, 0.8)
+    before.report(done, 1, 0.8, cost=-0.8)
     before.complete(done, [0.8], stopped_early=False)
     assert running is not None
-    before.report(running.number, 1, 0.4)
+    before.report(running.number, 1, 0.4, cost=-0.4)
     after = resume(url)
     again = after.ask(MOST)
     assert again == running
     assert (after.heard(again.number), before.heard(running.number)) == (1, 1)
-    after.report(again.number, 2, 0.6)
+    after.report(again.number, 2, 0.6, cost=-0.6)
     after.complete(again.number, [0.6], stopped_early=True)
     assert [each.intermediate_values for each in after.trials] == [{1: 0.8}, {1: 0.4, 2: 0.6}]
     fresh = [ask(after) for _ in range(3)]
@@ -218,7 +241,7 @@ def test_of_several_objectives_the_front_is_kept(url: URL, tmp_path: Path) -> No
     )
     for values in ([0.9, 100.0], [0.8, 50.0], [0.7, 80.0]):
         number = ask(study)
-        study.report(number, 1, values[0])
+        study.report(number, 1, values[0], cost=-values[0])
         study.complete(number, values, stopped_early=False)
     metrics = TuneMetrics.of(study, ["val_accuracy", "parameters"], None)
     assert [each.trial for each in metrics.pareto_front] == [0, 1]
@@ -288,14 +311,14 @@ def test_a_trial_that_waits_is_known_to_the_sampler_and_goes_on_after_a_restart(
     before = create(url)
     first = before.ask(MOST)
     assert first is not None
-    before.report(first.number, 1, 0.4)
+    before.report(first.number, 1, 0.4, cost=-0.4)
     before.wait(first.number)
     after = resume(url)
     second = after.ask(MOST)
     assert second is not None
     assert second.number == 1  # the first one is not begun anew
     assert after.go_on(first.number) == first
-    after.report(first.number, 2, 0.7)
+    after.report(first.number, 2, 0.7, cost=-0.7)
     after.complete(first.number, [0.7], stopped_early=False)
     after.wait(second.number)
     after.end_running("not promoted")
