@@ -56,7 +56,9 @@ class StopConfig(Section):
         default=None, description="seconds of searching, without those between a stop and tune.resume"
     )
     epochs: PositiveInt | None = Field(default=None, description="epochs trained, over all trials")
-    patience: PositiveInt | None = Field(default=None, description="ended trials without a better best value")
+    patience: PositiveInt | None = Field(
+        default=None, description="trials, ended or waiting at a rung, without a better value"
+    )
     min_delta: Annotated[float, Field(ge=0.0)] = Field(default=0.0, description="what counts as better, for patience")
 
 

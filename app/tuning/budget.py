@@ -1,10 +1,9 @@
 """When a search ends before its last trial."""
 
+import math
 import time
-from datetime import datetime
 from typing import Any
 
-from optuna.trial import TrialState
 from ray.tune import Stopper
 
 from app.config import Objective, StopConfig
@@ -43,21 +42,17 @@ class Budget(Stopper):  # type: ignore[misc] # Ray has no types
         if self._limits.epochs and self._epochs >= self._limits.epochs:
             self.reason = f"tune.stop.epochs {self._limits.epochs} are trained"
 
-    def trial_ended(self, study: SearchStudy) -> None:
-        """Look whether the last ``patience`` trials brought anything better."""
+    def trial_rests(self, study: SearchStudy, number: int) -> None:
+        """A trial ended, or waits at a rung: look whether the last ``patience`` times brought anything better."""
         patience = self._limits.patience
         if not patience:
             return
-        ended = sorted(study.ended, key=lambda each: each.datetime_complete or datetime.max)
-        values = [
-            self._sign * each.value if each.state == TrialState.COMPLETE and each.value is not None else float("inf")
-            for each in ended
-        ]
-        if len(values) <= patience:
+        costs = [math.inf if worth is None else self._sign * worth for worth in study.note_rest(number)]
+        if len(costs) <= patience:
             return
-        before, recent = min(values[:-patience]), min(values[-patience:])
-        if before < float("inf") and (recent >= before or recent > before - self._limits.min_delta):
-            self.reason = f"tune.stop.patience: nothing better in the last {patience} trials"
+        before, recent = min(costs[:-patience]), min(costs[-patience:])
+        if before < math.inf and (recent >= before or recent > before - self._limits.min_delta):
+            self.reason = f"tune.stop.patience: nothing better in the last {patience} trials that ended or came to wait"
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:  # noqa: ARG002
         """No trial by itself."""

@@ -33,6 +33,7 @@ from app.tuning.trials import (
     epochs_of,
     own_trials,
     waits,
+    worth_of,
 )
 
 LOG = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ LOG = logging.getLogger(__name__)
 _MOST_REPEATS = 20
 """Draws in a row, after which a sampler is taken to have nothing new."""
 
-_SECONDS = "seconds"
+_SECONDS, _RESTS = "seconds", "rests"
 """Noted of the study."""
 
 
@@ -199,6 +200,14 @@ class SearchStudy:
         """So long the search has taken until now; one that goes on counts from there."""
         with explained(self.url):
             self.study.set_user_attr(_SECONDS, seconds)
+
+    def note_rest(self, number: int) -> list[float | None]:
+        """A trial ended, or waits at a rung: what it is worth, after what those were that did so before it."""
+        with explained(self.url):
+            worth = worth_of(self.study.get_trials(deepcopy=False)[number])
+            rests = [*self.study.user_attrs.get(_RESTS, []), worth[0] if worth else None]
+            self.study.set_user_attr(_RESTS, rests)
+            return rests
 
     def complete(self, number: int, values: Sequence[float], stopped_early: bool) -> None:
         """The trial trained to its end, or stopped early by itself."""

@@ -9,8 +9,11 @@ from upath import UPath
 from app.tuning.budget import Budget
 from app.tuning.ledger import Ledger
 from app.tuning.results import HEARD, NUMBER, VALUES, EpochResult
+from app.tuning.schedulers import create_promotion
 from app.tuning.table import Table
-from tests.studies import MOST, create, recipe_with, resume
+from tests.studies import MOST, ask, create, recipe_with, resume
+
+PATIENT = "tune.stop.patience=2"
 
 
 def budget_with(*overrides: str, epochs: int = 0, seconds: float = 0.0) -> Budget:
@@ -33,6 +36,39 @@ def test_epochs_count_on_from_what_was_trained_before() -> None:
     budget.epoch()
     assert budget.stop_all()
     assert budget.reason == "tune.stop.epochs 5 are trained"
+
+
+def test_patience_counts_trials_in_the_order_in_which_they_ended_also_over_a_restart(url: URL) -> None:
+    study = create(url)
+    late, *others = [ask(study) for _ in range(5)]
+    for number, value in zip(others[:2], (0.5, 0.4), strict=True):
+        study.complete(number, [value], stopped_early=False)
+        budget_with(PATIENT).trial_rests(study, number)
+    study, budget = resume(url), budget_with(PATIENT)
+    for number, value in ((late, 0.9), (others[2], 0.3), (others[3], 0.9)):
+        study.complete(number, [value], stopped_early=False)
+        assert budget.reason is None
+        budget.trial_rests(study, number)
+    assert budget.reason == "tune.stop.patience: nothing better in the last 2 trials that ended or came to wait"
+
+
+def test_patience_counts_trials_that_wait_at_a_rung(url: URL, tmp_path: Path) -> None:
+    recipe = recipe_with(PATIENT)
+    assert recipe.tune is not None
+    study, budget = create(url), budget_with(PATIENT)
+    promotion = create_promotion(recipe.tune, 4, known=[])
+    ledger = Ledger(study, "asha", UPath(tmp_path), budget, Table(recipe.tune.objectives, 4), promotion)
+    for value, is_over in ((0.5, False), (0.6, False), (0.4, False), (0.6, True)):
+        proposal = study.ask(MOST)
+        assert proposal is not None
+        result = EpochResult(epoch=1, value=value, cost=-value).model_dump()
+        trial = SimpleNamespace(config={NUMBER: proposal.number, VALUES: proposal.values, HEARD: 0}, last_result=result)
+        ledger.on_trial_start(trial=trial)
+        ledger.on_trial_result(trial=trial, result=result)
+        ledger.on_trial_complete(trial=trial)
+        assert ledger.broken is None
+        assert budget.stop_all() is is_over
+    assert study.ended == []
 
 
 def test_a_search_that_goes_on_knows_what_was_spent_when_its_last_epoch_was_heard_of(url: URL, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from upath import UPath
 
 from app.config import Objective
 from app.errors import TuningError
-from app.tuning.budget import Budget
 from app.tuning.outcome import FrontTrial, TuneMetrics, recipe_of
 from app.tuning.report import write_report
 from app.tuning.space import Value
@@ -98,18 +97,6 @@ def test_a_search_that_was_cut_off_repeats_nothing_and_retries_what_ran(url: URL
     assert len({str(each.user_attrs["values"]) for each in after.trials}) == 5
     metrics = TuneMetrics.of(after, ["val_accuracy"], None)
     assert (metrics.best_trial, metrics.epochs_trained, metrics.trials_stopped_early) == (0, 3, 1)
-
-
-def test_patience_counts_trials_in_the_order_in_which_they_ended(url: URL) -> None:
-    study = create(url)
-    recipe = recipe_with("tune.stop.patience=2")
-    assert recipe.tune is not None
-    budget = Budget(recipe.tune.stop, recipe.tune.objectives[0], epochs=0, seconds=0.0)
-    late, *others = [ask(study) for _ in range(4)]
-    for number, value in zip([*others, late], (0.5, 0.4, 0.3, 0.9), strict=True):
-        study.complete(number, [value], stopped_early=False)
-    budget.trial_ended(study)
-    assert budget.reason is None  # the last one to end is the first that began
 
 
 def test_there_are_as_many_trials_as_were_asked_for(url: URL) -> None:
