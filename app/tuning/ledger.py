@@ -59,10 +59,10 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
 
     @_writes
     def on_trial_result(self, trial: Trial, result: dict[str, Any], **_: Any) -> None:
-        """An epoch, also the one after which the trial is stopped."""
-        if ENDED in result:
-            return
+        """An epoch, also the one after which the trial is stopped; the end of a trial, perhaps with its last epoch."""
         epoch = EpochResult.model_validate(result)
+        if ENDED in result and epoch.epoch == trial.config[HEARD]:
+            return
         self._study.report(trial.config[NUMBER], epoch.epoch, epoch.value, epoch.cost)
         trial.config[HEARD] = epoch.epoch
         self._budget.epoch()

@@ -22,7 +22,7 @@ class EpochResult(BaseModel):
 
 
 class FinalResult(EpochResult):
-    """After the last epoch."""
+    """With the last epoch; or after it, if training stopped early and the epoch was reported before."""
 
     ended: Literal[True] = True
     done: Literal[True] = True

@@ -48,25 +48,7 @@ class _AtRungs(FIFOScheduler):  # type: ignore[misc] # Ray has no types
         return str(TrialScheduler.CONTINUE if goes_on else TrialScheduler.STOP)
 
 
-class _SparesTheLast:
-    """With a scheduler of Ray Tune's: nobody is judged after the last epoch, for the trial has come to its own end."""
-
-    def __init__(self, epochs: int, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._epochs = epochs
-
-    def on_trial_result(self, tune_controller: object, trial: Trial, result: dict[str, Any]) -> str:
-        """What becomes of the trial now."""
-        if result[EPOCH] >= self._epochs:
-            return str(TrialScheduler.CONTINUE)
-        return str(super().on_trial_result(tune_controller, trial, result))  # type: ignore[misc]
-
-
-class _HyperBand(_SparesTheLast, AsyncHyperBandScheduler):  # type: ignore[misc] # Ray has no types
-    """Ray Tune's."""
-
-
-class _Median(_SparesTheLast, MedianStoppingRule):  # type: ignore[misc] # Ray has no types
+class _Median(MedianStoppingRule):  # type: ignore[misc] # Ray has no types
     """Ray Tune's, without its pauses."""
 
     def remember(self, past: object, results: list[dict[str, Any]]) -> None:
@@ -78,12 +60,12 @@ class _Median(_SparesTheLast, MedianStoppingRule):  # type: ignore[misc] # Ray h
         return str(TrialScheduler.CONTINUE)
 
 
-class _Population(_SparesTheLast, PopulationBasedTraining):  # type: ignore[misc] # Ray has no types
+class _Population(PopulationBasedTraining):  # type: ignore[misc] # Ray has no types
     """Ray Tune's, which refuses a searcher although one that only starts trials does not disturb it."""
 
-    def __init__(self, epochs: int, space: Space, **settings: Any) -> None:
+    def __init__(self, space: Space, **settings: Any) -> None:
         self._space, self._mutations = space, mutations(space)
-        super().__init__(epochs, hyperparam_mutations={VALUES: self._mutations}, **settings)
+        super().__init__(hyperparam_mutations={VALUES: self._mutations}, **settings)
 
     def on_trial_add(self, tune_controller: object, trial: Trial) -> None:  # noqa: ARG002
         """One more in the population."""
@@ -101,15 +83,14 @@ class _Population(_SparesTheLast, PopulationBasedTraining):  # type: ignore[misc
 def create_scheduler(
     config: TuneConfig, epochs: int, space: Space, promotion: Promotion | None = None
 ) -> TrialScheduler:
-    """The recipe's scheduler, reading the first objective after each of a trial's ``epochs``."""
+    """The recipe's scheduler, reading the first objective after each of a trial's ``epochs`` but the last."""
     if promotion:
         return _AtRungs(promotion)
     reading: dict[str, Any] = {"time_attr": EPOCH, "metric": VALUE, "mode": config.objectives[0].mode}
     rungs = {"max_t": epochs, "grace_period": min(config.grace_epochs, epochs)}
     match config.scheduler:
         case "hyperband":  # Li et al. 2018, asynchronous; with sampler tpe it is BOHB's (Falkner et al. 2018)
-            return _HyperBand(
-                epochs,
+            return AsyncHyperBandScheduler(
                 **reading,
                 **rungs,
                 reduction_factor=config.reduction_factor,
@@ -117,9 +98,9 @@ def create_scheduler(
                 stop_last_trials=False,
             )
         case "median":  # Golovin et al. 2017
-            return _Median(epochs, **reading, grace_period=config.grace_epochs, min_samples_required=_FEWEST_TO_COMPARE)
+            return _Median(**reading, grace_period=config.grace_epochs, min_samples_required=_FEWEST_TO_COMPARE)
         case "pbt":  # Jaderberg et al. 2017
-            return _Population(epochs, space, **reading, perturbation_interval=config.grace_epochs, require_attrs=False)
+            return _Population(space, **reading, perturbation_interval=config.grace_epochs, require_attrs=False)
         case _:
             return FIFOScheduler()
 
@@ -133,7 +114,7 @@ def replay(scheduler: TrialScheduler, ended: list[FrozenTrial]) -> None:
             continue
         if isinstance(scheduler, _Median):
             scheduler.remember(past, results)
-        elif isinstance(scheduler, _HyperBand):
+        elif isinstance(scheduler, AsyncHyperBandScheduler):
             scheduler.on_trial_add(None, past)
             for result in results:
                 scheduler.on_trial_result(None, past, result)

@@ -46,8 +46,10 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         return True
 
     def step(self) -> dict[str, Any]:
-        """The next epoch; or, after the last one, what the trial came to."""
+        """The next epoch; with the last one, what the trial came to, so that no end of the search comes between."""
         said = self._attempt.next()
+        if isinstance(said, EpochRecord) and said.epoch >= self._trial.train.epochs:
+            said = self._attempt.next()
         if isinstance(said, Ending):
             return self._final(said)
         self._step = said.step

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from ray.tune.schedulers import TrialScheduler
 
@@ -62,14 +61,6 @@ def test_a_trial_with_too_few_to_compare_with_goes_on() -> None:
     replay(scheduler, [past(0.9), past(0.8)])
     scheduler.on_trial_add(None, trial := Trial())
     assert [told(scheduler, trial, epoch, 0.1) for epoch in (1, 2, 3)] == [TrialScheduler.CONTINUE] * 3
-
-
-@pytest.mark.parametrize("name", ["median", "hyperband"])
-def test_after_its_last_epoch_a_trial_is_not_judged(name: str) -> None:
-    scheduler = scheduler_of(name)
-    replay(scheduler, [past(0.9 + number / 1000) for number in range(40)])
-    scheduler.on_trial_add(None, trial := Trial())
-    assert told(scheduler, trial, EPOCHS, 0.1) == TrialScheduler.CONTINUE
 
 
 def test_a_population_changes_the_keys_that_a_trial_has_within_their_ranges() -> None:

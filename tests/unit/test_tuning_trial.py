@@ -44,7 +44,14 @@ def test_an_epoch_that_nobody_heard_of_is_reported_by_the_next_attempt(begin: Be
     first.cleanup()  # the study has heard of one epoch
     second = begin(heard=1)
     assert second.step() == lost != known
-    assert second.step()["ended"]
+
+
+def test_the_last_epoch_comes_with_what_the_trial_came_to(begin: Begin) -> None:
+    actor = begin()
+    first, last = actor.step(), actor.step()
+    assert "ended" not in first
+    assert (last["epoch"], last["ended"], last["stopped_early"]) == (2, True, False)
+    assert last["final_values"] == [max(first["value"], last["value"])]
 
 
 def test_values_that_the_recipe_refuses_are_a_failure_of_the_trial(begin: Begin) -> None:
