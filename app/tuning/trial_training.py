@@ -11,6 +11,7 @@ from upath import UPath
 from app.config import Recipe
 from app.telemetry.alerts import Action
 from app.training.coordination.control import request, withdraw
+from app.training.coordination.heartbeat import require_silence
 from app.training.ray_worker import fit
 from app.training.records import Ending, EpochRecord
 from app.training.reporting.recorder import Report
@@ -35,8 +36,12 @@ def train_here(recipe: Recipe, data: DataCache, folder: UPath, report: Report, h
 
 
 def train_with_workers(recipe: Recipe, data: DataCache, folder: UPath, report: Report, heard: int) -> Ending:
-    """Train with Ray Train, and pass on what its workers report; if ``report`` raises, they are asked to stop."""
+    """Train with Ray Train, and pass on what its workers report; if ``report`` raises, they are asked to stop.
+
+    Workers outlive a trial's process that was killed by some seconds: they are waited for.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    require_silence(folder)
     withdraw(folder)
     place = prepare_data(recipe, data.folder)
     records = Queue(actor_options={"num_cpus": 0})
