@@ -4,12 +4,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 from sqlalchemy.engine import URL
 
 from app.config import Recipe, load_recipe
+from app.tuning.results import HEARD, NUMBER, VALUES
 from app.tuning.space import Space, load_space
-from app.tuning.study import SearchStudy
+from app.tuning.study import Proposal, SearchStudy
 from tests.helpers import ROOT
 
 MOST = 100
@@ -39,6 +42,12 @@ def ask(study: SearchStudy) -> int:
     proposal = study.ask(MOST)
     assert proposal is not None
     return proposal.number
+
+
+def ray_trial(proposal: Proposal, **known: Any) -> SimpleNamespace:
+    """As much of a trial of Ray Tune's as a ledger looks at."""
+    config = {NUMBER: proposal.number, VALUES: proposal.values, HEARD: 0}
+    return SimpleNamespace(config=config, num_failures=0, pickled_error_file=None, **known)
 
 
 LOCK = """

@@ -10,6 +10,7 @@ from ray.exceptions import RayActorError
 from ray.tune.experiment import Trial
 from upath import UPath
 
+from app.config import TuneConfig
 from app.training.run_folder import FAILURE_FILE
 from app.tuning.budget import Budget
 from app.tuning.promotion import Promotion
@@ -41,20 +42,22 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
     def __init__(
         self,
         study: SearchStudy,
-        scheduler: str,
+        config: TuneConfig,
         trials: UPath,
         budget: Budget,
         table: Table,
         promotion: Promotion | None,
     ) -> None:
-        self._study, self._scheduler, self._trials = study, scheduler, trials
+        self._study, self._config, self._trials = study, config, trials
         self._budget, self._table, self._promotion = budget, table, promotion
         self.broken: Exception | None = None
         """What ended the search, other than a trial."""
 
     @_writes
     def on_trial_start(self, trial: Trial, **_: Any) -> None:
-        """A row of the table."""
+        """Ray Tune counts failures anew with each promotion: how many are left of the trial's own is told here."""
+        failures = self._study.failures(trial.config[NUMBER])
+        trial.max_failures = trial.num_failures + max(0, self._config.retries - failures)
         self._table.started(trial.config[NUMBER], trial.config[VALUES])
 
     @_writes
@@ -83,7 +86,7 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
             self._table.waits(number)
             return
         else:
-            self._study.prune(number, f"stopped by {self._scheduler} after epoch {result.get('epoch', 0)}")
+            self._study.prune(number, f"stopped by {self._config.scheduler} after epoch {result.get('epoch', 0)}")
         self._ended(number)
 
     @_writes

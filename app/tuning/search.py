@@ -83,7 +83,7 @@ class Search:
         scheduler = create_scheduler(config, self._train.epochs, study.space, promotion)
         replay(scheduler, study.ended)
         table = self._table()
-        ledger = Ledger(study, config.scheduler, self.folder / TRIALS, self.budget, table, promotion)
+        ledger = Ledger(study, config, self.folder / TRIALS, self.budget, table, promotion)
         trainable = tune.with_parameters(TrialActor, recipe=self.recipe.model_dump_json(), run_folder=str(self.folder))
         tuner = tune.Tuner(
             tune.with_resources(trainable, self._actor_resources),
@@ -99,7 +99,6 @@ class Search:
                 storage_path=str(self.folder / "ray"),
                 callbacks=[ledger],
                 stop=self.budget,
-                failure_config=tune.FailureConfig(max_failures=config.retries),
                 checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
                 verbose=0,
             ),

@@ -229,6 +229,11 @@ class SearchStudy:
             trial = self._open[number]
             trial.set_user_attr(FAILURES, [*trial.user_attrs.get(FAILURES, []), cause])
 
+    def failures(self, number: int) -> int:
+        """How often the trial failed before, in this search or in one that it goes on with."""
+        with explained(self.url):
+            return len(self._open[number].user_attrs.get(FAILURES, []))
+
     def fail(self, number: int, cause: str) -> None:
         """The trial failed for good."""
         with explained(self.url):

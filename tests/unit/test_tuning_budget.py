@@ -1,17 +1,16 @@
 """What ends a search before its last trial: time and epochs, also those that were spent before a stop."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 from sqlalchemy.engine import URL
 from upath import UPath
 
 from app.tuning.budget import Budget
 from app.tuning.ledger import Ledger
-from app.tuning.results import HEARD, NUMBER, VALUES, EpochResult
+from app.tuning.results import EpochResult
 from app.tuning.schedulers import create_promotion
 from app.tuning.table import Table
-from tests.studies import MOST, ask, create, recipe_with, resume
+from tests.studies import MOST, ask, create, ray_trial, recipe_with, resume
 
 PATIENT = "tune.stop.patience=2"
 
@@ -57,12 +56,12 @@ def test_patience_counts_trials_that_wait_at_a_rung(url: URL, tmp_path: Path) ->
     assert recipe.tune is not None
     study, budget = create(url), budget_with(PATIENT)
     promotion = create_promotion(recipe.tune, 4, known=[])
-    ledger = Ledger(study, "asha", UPath(tmp_path), budget, Table(recipe.tune.objectives, 4), promotion)
+    ledger = Ledger(study, recipe.tune, UPath(tmp_path), budget, Table(recipe.tune.objectives, 4), promotion)
     for value, is_over in ((0.5, False), (0.6, False), (0.4, False), (0.6, True)):
         proposal = study.ask(MOST)
         assert proposal is not None
         result = EpochResult(epoch=1, value=value, cost=-value).model_dump()
-        trial = SimpleNamespace(config={NUMBER: proposal.number, VALUES: proposal.values, HEARD: 0}, last_result=result)
+        trial = ray_trial(proposal, last_result=result)
         ledger.on_trial_start(trial=trial)
         ledger.on_trial_result(trial=trial, result=result)
         ledger.on_trial_complete(trial=trial)
@@ -72,11 +71,12 @@ def test_patience_counts_trials_that_wait_at_a_rung(url: URL, tmp_path: Path) ->
 
 
 def test_a_search_that_goes_on_knows_what_was_spent_when_its_last_epoch_was_heard_of(url: URL, tmp_path: Path) -> None:
-    study, budget = create(url), budget_with(seconds=100.0)
+    recipe, study, budget = recipe_with("tune.scheduler=none"), create(url), budget_with(seconds=100.0)
+    assert recipe.tune is not None
     proposal = study.ask(MOST)
     assert proposal is not None
-    ledger = Ledger(study, "none", UPath(tmp_path), budget, Table([], 3), None)
-    trial = SimpleNamespace(config={NUMBER: proposal.number, VALUES: proposal.values, HEARD: 0})
+    ledger = Ledger(study, recipe.tune, UPath(tmp_path), budget, Table([], 3), None)
+    trial = ray_trial(proposal)
     ledger.on_trial_start(trial=trial)
     ledger.on_trial_result(trial=trial, result=EpochResult(epoch=1, value=0.5, cost=-0.5).model_dump())
     assert ledger.broken is None
