@@ -13,7 +13,7 @@ from app.tuning.space import Space, Value
 _SPACE, _RECIPE, _TRIALS = "space", "recipe", "trials"
 _BASE = ("task", "data", "model", "train")
 """The sections of a recipe on which a trial depends."""
-_PINNED = ("epochs", "workers", "scheduler")
+_PINNED = ("epochs", "workers", "scheduler", "grace_epochs", "reduction_factor")
 """The keys of ``tune`` that make trials of one study comparable."""
 
 

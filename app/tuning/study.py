@@ -118,7 +118,7 @@ class SearchStudy:
 
         Raises:
             StorageError: it cannot be opened, or is not there.
-            TuningError: its space, its objectives, its recipe, or its trials' epochs, workers or scheduler are others.
+            TuningError: its space, objectives or recipe are others, or keys that make its trials comparable.
         """
         study = _load(name, url)
         with explained(url):

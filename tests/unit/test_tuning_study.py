@@ -268,6 +268,8 @@ def test_a_search_learns_from_an_earlier_one(url: URL, tmp_path: Path) -> None:
         (["train.epochs=3"], "are not what study 'one' was started with"),
         (["tune.epochs=3"], "tune.epochs is 3, and study 'one' was started with nothing"),
         (["tune.scheduler=median"], "tune.scheduler is median, and study 'one' was started with asha"),
+        (["tune.grace_epochs=2"], "tune.grace_epochs is 2, and study 'one' was started with 1"),
+        (["tune.reduction_factor=2"], "tune.reduction_factor is 2, and study 'one' was started with 4"),
     ],
 )
 def test_a_study_of_another_question_is_refused(url: URL, overrides: list[str], words: str) -> None:
