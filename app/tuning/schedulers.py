@@ -106,8 +106,13 @@ def create_scheduler(
 
 
 def replay(scheduler: TrialScheduler, ended: list[FrozenTrial]) -> None:
-    """Tell a new scheduler of the trials that ended before the search was cut off, so that it compares with them."""
+    """Tell a new scheduler of the trials that ended before the search was cut off, so that it compares with them.
+
+    Those that failed are none to compare with.
+    """
     for trial in ended:
+        if trial.state == TrialState.FAIL:
+            continue
         past = _Past(f"past-{trial.number}")
         results = [{EPOCH: epoch, VALUE: value} for epoch, value in sorted(trial.intermediate_values.items())]
         if not results:

@@ -22,8 +22,9 @@ def scheduler_of(name: str) -> TrialScheduler:
     return create_scheduler(recipe.tune, EPOCHS, load_space("tune_spaces.image:space", recipe))
 
 
-def past(value: float) -> FrozenTrial:
-    return create_trial(state=TrialState.COMPLETE, value=value, intermediate_values=dict.fromkeys((1, 2, 3, 4), value))
+def past(value: float, state: TrialState = TrialState.COMPLETE) -> FrozenTrial:
+    known = value if state == TrialState.COMPLETE else None
+    return create_trial(state=state, value=known, intermediate_values=dict.fromkeys((1, 2, 3, 4), value))
 
 
 class Trial:
@@ -54,6 +55,13 @@ def test_every_bracket_of_a_search_that_goes_on_compares_with_the_trials_before_
         scheduler.on_trial_add(None, trial)
     stopped = [trial for trial in new if any(told(scheduler, trial, epoch, 0.1) == "STOP" for epoch in (1, 2, 3))]
     assert stopped
+
+
+def test_a_search_that_goes_on_does_not_compare_with_trials_that_failed() -> None:
+    scheduler = scheduler_of("median")
+    replay(scheduler, [past(0.9, TrialState.FAIL) for _ in range(40)])
+    scheduler.on_trial_add(None, trial := Trial())
+    assert told(scheduler, trial, 1, 0.1) == TrialScheduler.CONTINUE
 
 
 def test_a_trial_with_too_few_to_compare_with_goes_on() -> None:
