@@ -47,7 +47,7 @@ def ask(study: SearchStudy) -> int:
 def ray_trial(proposal: Proposal, **known: Any) -> SimpleNamespace:
     """As much of a trial of Ray Tune's as a ledger looks at."""
     config = {NUMBER: proposal.number, VALUES: proposal.values, HEARD: 0}
-    return SimpleNamespace(config=config, num_failures=0, pickled_error_file=None, **known)
+    return SimpleNamespace(**{"config": config, "num_failures": 0, "pickled_error_file": None, **known})
 
 
 LOCK = """

@@ -120,12 +120,21 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
             return note.read_text(encoding="utf-8")
         file = Path(trial.pickled_error_file or "")  # in storage it is only later
         if not file.is_file():
-            return _last_line(Path(trial.error_file).read_text(encoding="utf-8"))
+            return _noted_last(Path(trial.error_file).read_text(encoding="utf-8"))
         error = cloudpickle.loads(file.read_bytes())
+        file.unlink()  # the next failure may be of a kind that Ray Tune does not pickle, such as a lack of memory
         if isinstance(error, RayActorError):
             return f"the trial's process ended: {_exit_detail(str(error))}"
         cause = getattr(error, "cause", None) or error
         return f"{type(cause).__name__}: {_last_line(str(cause))}"
+
+
+def _noted_last(text: str) -> str:
+    """Of the failures that Ray Tune noted in its file the last: the first line of it; of a traceback the last."""
+    lines = text.rpartition("Failure # ")[2].partition("\n")[2].strip().splitlines()
+    if lines and not lines[0].startswith("Traceback"):
+        return lines[0]
+    return _last_line(text)
 
 
 def _exit_detail(text: str) -> str:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from optuna.trial import TrialState
+from ray import cloudpickle
 from sqlalchemy.engine import URL
 from upath import UPath
 
@@ -34,7 +35,8 @@ def propose(study: SearchStudy) -> Proposal:
 def error_file(folder: Path, text: str) -> str:
     """As Ray Tune writes it."""
     file = folder / "error.txt"
-    file.write_text(f"Failure # 1 (occurred at 2026-11-22_20-00-00)\n{text}\n", encoding="utf-8")
+    with file.open("a", encoding="utf-8") as failures:
+        failures.write(f"Failure # 1 (occurred at 2026-11-22_20-00-00)\n{text}\n")
     return str(file)
 
 
@@ -61,6 +63,21 @@ def test_a_trial_whose_process_never_began_fails_alone(
     (ended,) = study.ended
     assert (ended.state, ended.user_attrs["failures"]) == (TrialState.FAIL, ["no room for the process"])
     assert "retried" in capsys.readouterr().out
+
+
+def test_a_trial_that_ran_out_of_memory_says_so_whatever_it_failed_of_before(url: URL, tmp_path: Path) -> None:
+    study, ledger = begin(url, tmp_path)
+    proposal, pickled = propose(study), tmp_path / "error.pkl"
+    pickled.write_bytes(cloudpickle.dumps(RuntimeError("this model cannot go on")))
+    trial = ray_trial(proposal, error_file=error_file(tmp_path, "…"), pickled_error_file=str(pickled))
+    ledger.on_trial_recover(trial=trial)
+    error_file(
+        tmp_path, "Task was killed due to the node running low on memory.\nTop 10 memory users:\nRefer to …"
+    )
+    ledger.on_trial_error(trial=trial)
+    (ended,) = study.ended
+    assert ended.user_attrs["failures"] == ["RuntimeError: this model cannot go on"]
+    assert ended.user_attrs["cause"] == "Task was killed due to the node running low on memory."
 
 
 def test_a_trial_is_retried_as_often_as_the_recipe_says_over_promotions_and_restarts(url: URL, tmp_path: Path) -> None:
