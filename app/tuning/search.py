@@ -24,6 +24,9 @@ from app.tuning.trial_recipe import trial_recipe
 _NEXT_TO_NOTHING = {"memory": 1.0}
 """One byte: an actor of Ray Tune must reserve something."""
 
+_FEW_CHECKPOINTS = 3
+"""Of each trial that others go on from: the newest, and those that somebody may be reading just now."""
+
 _ENVIRONMENT = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # every trial keeps its own metrics
     "TUNE_RESULT_BUFFER_LENGTH": "1",
@@ -84,6 +87,7 @@ class Search:
         replay(scheduler, study.ended)
         table = self._table()
         ledger = Ledger(study, config, self.folder / TRIALS, self.budget, table, promotion)
+        own_files = self.folder / "ray"
         trainable = tune.with_parameters(TrialActor, recipe=self.recipe.model_dump_json(), run_folder=str(self.folder))
         tuner = tune.Tuner(
             tune.with_resources(trainable, self._actor_resources),
@@ -96,10 +100,10 @@ class Search:
             ),
             run_config=tune.RunConfig(
                 name="tune",
-                storage_path=str(self.folder / "ray"),
+                storage_path=str(own_files),
                 callbacks=[ledger],
                 stop=self.budget,
-                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
+                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False, num_to_keep=_FEW_CHECKPOINTS),
                 verbose=0,
             ),
         )
@@ -107,6 +111,8 @@ class Search:
             tuner.fit()
         except TuneError as error:
             raise self._explain(error) from error
+        if own_files.exists():
+            own_files.fs.rm(own_files.path, recursive=True)
         if ledger.broken:
             raise ledger.broken
         if not self.budget.was_asked:

@@ -43,6 +43,7 @@ def test_a_search_gives_back_a_recipe_that_trains(cluster: dict[str, str]) -> No
         assert node == value
     storage = Path(cluster["RAYLOOM_STORAGE"])
     assert not list(storage.glob(f"runs/tune/{result['run_id']}/trials/*/checkpoints"))
+    assert not list(storage.glob(f"runs/tune/{result['run_id']}/ray")), "Ray Tune's own files are not read again"
     sent = run("rayloom", "submit", "train", artifacts["best_recipe"], "train.workers=1", environment=cluster)
     trained = result_of(sent.stdout)
     assert trained["metrics"]["val_accuracy"] >= metrics["best_value"], "it was cut short, and whole is worth no less"
