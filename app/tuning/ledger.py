@@ -14,7 +14,7 @@ from app.config import TuneConfig
 from app.training.run_folder import FAILURE_FILE
 from app.tuning.budget import Budget
 from app.tuning.promotion import Promotion
-from app.tuning.results import ENDED, HEARD, NUMBER, VALUES, EpochResult, FinalResult
+from app.tuning.results import CLONED, ENDED, HEARD, NUMBER, VALUES, EpochResult, FinalResult
 from app.tuning.study import SearchStudy
 from app.tuning.table import Table
 
@@ -58,6 +58,8 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
         """Ray Tune counts failures anew with each promotion: how many are left of the trial's own is told here."""
         failures = self._study.failures(trial.config[NUMBER])
         trial.max_failures = trial.num_failures + max(0, self._config.retries - failures)
+        if self._config.scheduler == "pbt":
+            self._study.take_over(trial.config[NUMBER], trial.config[VALUES], trial.config[HEARD])
         self._table.started(trial.config[NUMBER], trial.config[VALUES])
 
     @_writes
@@ -67,7 +69,8 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
         if ENDED in result and epoch.epoch == trial.config[HEARD]:
             return
         self._study.report(trial.config[NUMBER], epoch.epoch, epoch.value, epoch.cost)
-        trial.config[HEARD] = epoch.epoch
+        if not trial.config.pop(CLONED, False):  # just now, by the scheduler
+            trial.config[HEARD] = epoch.epoch
         self._budget.epoch()
         self._study.note_seconds(self._budget.seconds)
         self._table.epoch(trial.config[NUMBER], epoch)
@@ -76,7 +79,6 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
     def on_trial_complete(self, trial: Trial, **_: Any) -> None:
         """The trial's own end, or the scheduler's."""
         number, result = trial.config[NUMBER], trial.last_result
-        self._study.note_values(number, trial.config[VALUES])
         if ENDED in result:
             final = FinalResult.model_validate(result)
             self._study.complete(number, final.final_values, final.stopped_early)

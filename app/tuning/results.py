@@ -7,6 +7,9 @@ from pydantic import BaseModel
 NUMBER, VALUES, HEARD = "number", "values", "heard"
 """A trial's configuration: its number in the study, its values of recipe keys, the last epoch that the study has."""
 
+CLONED = "cloned"
+"""In a configuration with which a trial will go on from another's checkpoint, after the epoch ``HEARD`` of that one."""
+
 EPOCH, VALUE, ENDED = "epoch", "value", "ended"
 """What schedulers read: the time, the first objective; and whether the trial came to its own end."""
 

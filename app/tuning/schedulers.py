@@ -16,7 +16,7 @@ from ray.tune.schedulers import (
 from app.config import TuneConfig
 from app.tuning.pbt import mutations, within
 from app.tuning.promotion import Promotion
-from app.tuning.results import EPOCH, HEARD, NUMBER, VALUE, VALUES
+from app.tuning.results import CLONED, EPOCH, HEARD, NUMBER, VALUE, VALUES
 from app.tuning.space import Space
 from app.tuning.trials import waits
 
@@ -72,12 +72,13 @@ class _Population(PopulationBasedTraining):  # type: ignore[misc] # Ray has no t
         super().on_trial_add(SimpleNamespace(search_alg=None), trial)
 
     def _get_new_config(self, trial: Trial, trial_to_clone: Trial) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The other trial's values, perturbed, under this trial's own number and with its own epochs."""
+        """The other trial's values, perturbed, and the epoch of its checkpoint, under this trial's own number."""
         cloned = trial_to_clone.config[VALUES]  # without the keys of other branches
         self._hyperparam_mutations = {VALUES: {key: self._mutations[key] for key in self._mutations if key in cloned}}
         config, operations = super()._get_new_config(trial, trial_to_clone)
         config[VALUES] = within(self._space, config[VALUES])
-        return {**config, **{key: trial.config[key] for key in (NUMBER, HEARD)}}, operations
+        epoch = self._trial_state[trial_to_clone].last_result[EPOCH]
+        return {**config, NUMBER: trial.config[NUMBER], HEARD: epoch, CLONED: True}, operations
 
 
 def create_scheduler(

@@ -24,6 +24,7 @@ from app.tuning.trials import (
     DUPLICATE_OF,
     EPOCHS,
     FAILURES,
+    INHERITED,
     KEPT,
     LEARNED_FROM,
     STOPPED_EARLY,
@@ -185,7 +186,8 @@ class SearchStudy:
         with explained(self.url):
             trial = self._open[number]
             if value is not None and len(self.study.directions) == 1:
-                trial.report(value, epoch)
+                with warnings.catch_warnings(action="ignore"):  # an epoch that is trained again keeps its first value
+                    trial.report(value, epoch)
                 kept = trial.user_attrs.get(KEPT)
                 if kept is None or cost < kept[0]:
                     trial.set_user_attr(KEPT, [cost, value])
@@ -241,10 +243,17 @@ class SearchStudy:
             self._tell(number, TrialState.FAIL, None)
             back_up(self.url)
 
-    def note_values(self, number: int, values: dict[str, Value]) -> None:
-        """The trial goes on with other values than it was proposed with: population-based training."""
+    def take_over(self, number: int, values: dict[str, Value], epoch: int) -> None:
+        """The trial goes on with other values, from another's checkpoint after ``epoch``: population-based training."""
         with explained(self.url):
-            self._open[number].set_user_attr(VALUES, values)
+            trial = self._open[number]
+            known = trial.user_attrs
+            if (known.get(VALUES), known.get(EPOCHS, 0)) == (values, epoch):
+                return
+            trial.set_user_attr(VALUES, values)
+            trial.set_user_attr(KEPT, None)  # nor does it keep its own best epoch any more
+            trial.set_user_attr(INHERITED, known.get(INHERITED, 0) + epoch - known.get(EPOCHS, 0))
+            trial.set_user_attr(EPOCHS, epoch)
 
     def end_running(self, cause: str) -> list[int]:
         """Record every trial that still runs or waits as cut short, and return their numbers."""

@@ -12,6 +12,9 @@ CAUSE, EPOCHS, VALUES, FAILURES, STOPPED_EARLY, DUPLICATE_OF, LEARNED_FROM = (
 )  # fmt: skip
 """What is noted of a trial beside its values."""
 
+INHERITED = "inherited"
+"""Noted of a trial that went on from others' checkpoints: epochs that they trained, less its own that it gave up."""
+
 WAITS = "waits"
 """Noted of a trial that runs in the study, and waits at a rung for a promotion."""
 
@@ -60,12 +63,12 @@ def waits(trial: FrozenTrial) -> bool:
 
 
 def epochs_of(trial: FrozenTrial) -> int:
-    """Epochs that the trial trained."""
-    return int(trial.user_attrs.get(EPOCHS, 0))
+    """Epochs that the trial itself trained."""
+    return int(trial.user_attrs.get(EPOCHS, 0)) - int(trial.user_attrs.get(INHERITED, 0))
 
 
 def values_of(trial: FrozenTrial) -> dict[str, Value]:
-    """The recipe keys of the trial, with what they became."""
+    """The recipe keys of the trial, with what they became; in a population, what they were last."""
     return dict(trial.user_attrs.get(VALUES, trial.params))
 
 

@@ -1,6 +1,7 @@
 """A search on a cluster, and the recipe that comes out. What it survives is in tests/faults."""
 
 import json
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -85,10 +86,11 @@ def test_of_a_population_the_one_behind_goes_on_from_the_best(cluster: dict[str,
     )
     trials = trials_of(cluster, result["run_id"])
     assert [each.state for each in trials] == [TrialState.COMPLETE] * 2
-    assert all(sorted(each.intermediate_values) == list(range(1, 9)) for each in trials)
+    assert all(max(each.intermediate_values) == 8 for each in trials)
     assert not any(each.user_attrs.get("failures") for each in trials)
     changed = [each for each in trials if each.user_attrs["values"] != each.params]
     assert changed, "nobody was given another's values"
     folder = Path(cluster["RAYLOOM_STORAGE"]) / "runs/tune" / result["run_id"]
-    for each in changed:
-        assert "going on from step" in (folder / f"trials/{each.number:04d}/log.txt").read_text(encoding="utf-8")
+    logs = [(folder / f"trials/{each.number:04d}/log.txt").read_text(encoding="utf-8") for each in trials]
+    assert all("going on from step" in logs[each.number] for each in changed)
+    assert result["metrics"]["epochs_trained"] == sum(len(re.findall(r"^epoch \d/8  loss", log, re.M)) for log in logs)

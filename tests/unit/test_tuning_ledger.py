@@ -71,9 +71,7 @@ def test_a_trial_that_ran_out_of_memory_says_so_whatever_it_failed_of_before(url
     pickled.write_bytes(cloudpickle.dumps(RuntimeError("this model cannot go on")))
     trial = ray_trial(proposal, error_file=error_file(tmp_path, "…"), pickled_error_file=str(pickled))
     ledger.on_trial_recover(trial=trial)
-    error_file(
-        tmp_path, "Task was killed due to the node running low on memory.\nTop 10 memory users:\nRefer to …"
-    )
+    error_file(tmp_path, "Task was killed due to the node running low on memory.\nTop 10 memory users:\nRefer to …")
     ledger.on_trial_error(trial=trial)
     (ended,) = study.ended
     assert ended.user_attrs["failures"] == ["RuntimeError: this model cannot go on"]

@@ -7,7 +7,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from ray.tune.schedulers import TrialScheduler
 
 from app.config import Recipe, load_recipe
-from app.tuning.results import EPOCH, HEARD, NUMBER, VALUE, VALUES
+from app.tuning.results import CLONED, EPOCH, HEARD, NUMBER, VALUE, VALUES
 from app.tuning.schedulers import create_scheduler, replay
 from app.tuning.space import load_space
 from tests.helpers import ROOT
@@ -78,9 +78,10 @@ def test_a_population_changes_the_keys_that_a_trial_has_within_their_ranges() ->
     cloned, trial = Trial(1), Trial(2)
     cloned.config |= {VALUES: {LR: highest, "train.optimizer.name": "adamw"}, HEARD: 3}
     trial.config |= {VALUES: {LR: 0.01, MOMENTUM: 0.9, "train.optimizer.name": "sgd"}, HEARD: 2}
+    scheduler._trial_state[cloned] = SimpleNamespace(last_result={EPOCH: 5})
     for _ in range(50):
         config, _ = scheduler._get_new_config(trial, cloned)
-        assert config.keys() == {NUMBER, VALUES, HEARD}
-        assert (config[NUMBER], config[HEARD]) == (2, 2)
+        assert config.keys() == {NUMBER, VALUES, HEARD, CLONED}
+        assert (config[NUMBER], config[HEARD]) == (2, 5)
         assert config[VALUES].keys() == {LR, "train.optimizer.name"}
         assert space.contains(config[VALUES])

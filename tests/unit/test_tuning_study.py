@@ -16,6 +16,8 @@ from app.tuning.report import write_report
 from app.tuning.space import Value
 from tests.studies import MOST, ask, create, recipe_with, resume, space_of
 
+POPULATION = ("tune.scheduler=pbt",)
+
 
 def test_the_first_trial_is_the_recipes_own(url: URL) -> None:
     proposal = create(url).ask(MOST)
@@ -60,6 +62,27 @@ def test_a_trial_that_was_cut_short_is_the_best_by_the_epoch_that_training_would
     assert (metrics.best_trial, metrics.best_value, metrics.best_trial_epochs) == (1, 0.75, 2)
     ended = FrontTrial(trial=1, epochs=2, values=metrics.best_values, params=metrics.best_params)
     assert "# val_accuracy 0.75 in 2 epochs: trial 1 of study one." in recipe_of(recipe_with(), ended, "one")
+
+
+@pytest.mark.parametrize(("epoch", "trained"), [(5, 3), (1, 3)])
+def test_a_trial_that_goes_on_from_another_counts_the_epochs_that_it_trained(
+    url: URL, epoch: int, trained: int
+) -> None:
+    before = create(url, *POPULATION)
+    proposal = before.ask(MOST)
+    assert proposal is not None
+    for own in (1, 2):
+        before.report(proposal.number, own, 0.9, cost=-0.9)
+    others = {**proposal.values, "train.optimizer.lr": 0.0123}
+    before.take_over(proposal.number, others, epoch)
+    before.report(proposal.number, epoch + 1, 0.5, cost=-0.5)
+    assert before.best[0].user_attrs["kept"][1] == 0.5, "its own best weights are gone"
+    after = resume(url, *POPULATION)
+    again = after.ask(MOST)
+    assert again is not None
+    assert (again.values, after.heard(again.number)) == (others, epoch + 1)
+    after.take_over(again.number, others, epoch + 1)  # nothing new
+    assert after.epochs_trained == trained
 
 
 def test_a_trial_that_failed_is_never_the_best(url: URL) -> None:
