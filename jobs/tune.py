@@ -16,6 +16,7 @@ from app.training.run import prepare_run
 from app.tuning.budget import Budget
 from app.tuning.outcome import BEST_FILE, FrontTrial, StoppedMetrics, TuneMetrics, recipe_of
 from app.tuning.report import write_report, write_trials
+from app.tuning.schedulers import check_scheduler
 from app.tuning.search import Search
 from app.tuning.space import Space, load_space
 from app.tuning.storage import study_url
@@ -36,14 +37,13 @@ def tune(run: Run) -> Outcome:
     space = load_space(config.space, recipe)
     url = study_url(run.storage, run.run_id, config.storage)
     own = trial_recipe(recipe, {}, config)
-    if own.train.workers_range[1] > 1 and config.scheduler != "none":
-        raise RecipeError(
-            f"a trial has {own.train.workers} workers, which train on while scheduler {config.scheduler} compares "
-            "their last epoch: set tune.scheduler to none, or tune.workers to 1"
-        )
+    check_scheduler(config, own.train, space)
     data = prepare_run(replace(run, recipe=own))
     connect()
-    require(resources_of(own.train, own.train.workers_range[1]), "a trial's workers")
+    workers = own.train.workers_range[1]
+    require(resources_of(own.train, workers), "a trial's workers")
+    if config.scheduler == "pbt":
+        require(resources_of(own.train, 2 * workers), "the two trials of the smallest population")
     study = _study(run, url, space, config)
     budget = Budget(config.stop, config.objectives[0], study.epochs_trained, study.seconds)
     search = Search(recipe, config, study, run.folder, budget)

@@ -145,6 +145,10 @@ class TuneConfig(Section):
                 f"sampler {self.sampler} learns from complete trials alone, of which scheduler {self.scheduler} leaves "
                 "few: set scheduler to none or pbt, or sampler to tpe"
             )
+        if self.scheduler == "pbt" and 1 in (self.trials, self.concurrent):
+            raise ValueError(
+                "scheduler pbt compares trials that run at the same time: set trials and concurrent above 1"
+            )
         if several and self.stop.patience:
             raise ValueError("stop.patience waits for a better best value, and of several metrics there is none")
         if self.scheduler != "none" and (late := {"latency_ms", "parameters"} & set(self.metric)):

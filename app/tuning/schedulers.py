@@ -13,7 +13,8 @@ from ray.tune.schedulers import (
     TrialScheduler,
 )
 
-from app.config import TuneConfig
+from app.config import TrainConfig, TuneConfig
+from app.errors import RecipeError
 from app.tuning.pbt import mutations, within
 from app.tuning.promotion import Promotion
 from app.tuning.results import CLONED, EPOCH, HEARD, NUMBER, VALUE, VALUES
@@ -22,6 +23,21 @@ from app.tuning.trials import waits
 
 _HYPERBAND_BRACKETS = 3
 _FEWEST_TO_COMPARE = 3
+
+
+def check_scheduler(config: TuneConfig, train: TrainConfig, space: Space) -> None:
+    """Refuse a scheduler that cannot compare such trials, before anything is begun.
+
+    Raises:
+        RecipeError: they have several workers, or the space has nothing that a population may change.
+    """
+    if train.workers_range[1] > 1 and config.scheduler != "none":
+        raise RecipeError(
+            f"a trial has {train.workers} workers, which train on while scheduler {config.scheduler} compares their "
+            "last epoch: set tune.scheduler to none, or tune.workers to 1"
+        )
+    if config.scheduler == "pbt":
+        mutations(space)
 
 
 def create_promotion(config: TuneConfig, epochs: int, known: list[FrozenTrial]) -> Promotion | None:

@@ -55,5 +55,9 @@ def troubles(trial: optuna.Trial) -> None:
     trial.suggest_categorical("model.args.trouble", ["none", "killed once", "exits", "raises", "hangs", "not a number"])
 
 
+def sizes(trial: optuna.Trial) -> None:
+    trial.suggest_int("model.args.width", 8, 16, step=8)
+
+
 def rates(trial: optuna.Trial) -> None:
     trial.suggest_float("train.optimizer.lr", 1e-4, 1e-2, log=True)

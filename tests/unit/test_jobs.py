@@ -20,6 +20,7 @@ from jobs.train import train
 from jobs.tune import tune
 from tests.helpers import ROOT, result_of
 
+NOTHING_LIVE = "tune.space=tests.faults.troubled:sizes"
 DIGITS, STDLIB = str(ROOT / "recipes/digits.yaml"), str(ROOT / "recipes/stdlib_gpt.yaml")
 
 
@@ -45,6 +46,8 @@ DIGITS, STDLIB = str(ROOT / "recipes/digits.yaml"), str(ROOT / "recipes/stdlib_g
         ("tune", [DIGITS, "tune.space=tune_spaces.text:space"], 1, "no such key"),
         ("tune", [DIGITS, "tune.storage=sqlite:///studies.db"], 1, "is a relative path"),
         ("tune", [DIGITS, "tune.workers=2"], 1, "set tune.scheduler to none, or tune.workers to 1"),
+        ("tune", [DIGITS, "tune.scheduler=pbt", "tune.concurrent=1"], 2, "set trials and concurrent above 1"),
+        ("tune", [DIGITS, "tune.scheduler=pbt", NOTHING_LIVE], 1, "has no key that can change during training"),
         ("deploy", [DIGITS, "name=unknown"], 1, "run jobs.compile first"),
         ("deploy", [DIGITS, "serve.version=99"], 1, "has no model 'digits'"),
     ],
