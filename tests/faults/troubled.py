@@ -61,3 +61,7 @@ def sizes(trial: optuna.Trial) -> None:
 
 def rates(trial: optuna.Trial) -> None:
     trial.suggest_float("train.optimizer.lr", 1e-4, 1e-2, log=True)
+
+
+def slower(trial: optuna.Trial) -> None:
+    trial.suggest_float("train.optimizer.lr", 1e-6, 1e-2, log=True)

@@ -57,12 +57,54 @@ def test_a_trial_that_no_cluster_has_room_for_is_refused_at_once(cluster: dict[s
     assert sorted(Path(cluster["RAYLOOM_STORAGE"]).glob("*/*/*")) == before
 
 
+SLOWER = [
+    "train.early_stopping=null", "model.args.width=8", "tune.metric=val_loss", "tune.mode=min", "tune.concurrent=1",
+    "tune.space=tests.faults.troubled:slower", "tune.sampler=random", "tune.seed=8263",
+]  # fmt: skip
+"""One trial after another: with the recipe's rate, with four that are lower and lower, and with a higher one."""
+
+
+def test_the_median_ends_trials_and_a_limit_the_search(cluster: dict[str, str]) -> None:
+    limit = "tune.stop.epochs 12 are trained"
+    result, _ = search(
+        cluster,
+        *("name=median", *SLOWER, "train.epochs=3", "tune.scheduler=median", "tune.trials=9", "tune.stop.epochs=12"),
+    )
+    trials = trials_of(cluster, result["run_id"])
+    ended = [(each.state, max(each.intermediate_values), each.user_attrs.get("cause")) for each in trials]
+    behind = (TrialState.PRUNED, 1, "stopped by median after epoch 1")
+    assert ended == [(TrialState.COMPLETE, 3, None)] * 3 + [behind] * 2 + [(TrialState.PRUNED, 1, limit)]
+    metrics = result["metrics"]
+    assert (metrics["ended_because"], metrics["epochs_trained"], metrics["best_trial"]) == (limit, 12, 0)
+
+
 @pytest.mark.slow
+@pytest.mark.faults
+def test_hyperband_ends_trials_in_each_of_its_brackets(cluster: dict[str, str]) -> None:
+    result, _ = search(
+        cluster,
+        *("name=hyperband", *SLOWER, "train.epochs=5", "tune.scheduler=hyperband", "tune.reduction_factor=2"),
+        "tune.trials=5",
+    )
+    trials = trials_of(cluster, result["run_id"])
+    ended = [each for each in trials if each.state == TrialState.PRUNED]
+    assert ended, "of five that are worse and worse, two share one of three brackets"
+    for each in ended:
+        epoch = max(each.intermediate_values)
+        assert epoch in (1, 2, 4)
+        assert each.user_attrs["cause"] == f"stopped by hyperband after epoch {epoch}"
+    whole = [each for each in trials if each not in ended]
+    assert all((each.state, max(each.intermediate_values)) == (TrialState.COMPLETE, 5) for each in whole)
+    assert result["metrics"]["best_trial"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.faults
 def test_trials_of_two_workers_report_every_epoch_and_free_them(cluster: dict[str, str], ray: Cluster) -> None:
     result, _ = search(
         cluster,
         *("train.epochs=2", "train.profile={wait: 0, warmup: 0, active: 1}"),
-        *("tune.trials=2", "tune.workers=2", "tune.scheduler=none"),
+        *("tune.trials=9", "tune.workers=2", "tune.scheduler=none", "tune.stop.epochs=4"),
     )
     trials = trials_of(cluster, result["run_id"])
     assert [each.state for each in trials] == [TrialState.COMPLETE] * 2
@@ -77,6 +119,7 @@ def test_trials_of_two_workers_report_every_epoch_and_free_them(cluster: dict[st
 
 
 @pytest.mark.slow
+@pytest.mark.faults
 def test_of_a_population_the_one_behind_goes_on_from_the_best(cluster: dict[str, str]) -> None:
     result, _ = search(
         cluster,
