@@ -33,6 +33,7 @@ from app.tuning.trials import (
     best_trials,
     epochs_of,
     own_trials,
+    values_of,
     waits,
     worth_of,
 )
@@ -284,7 +285,7 @@ class SearchStudy:
         enqueued = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
         if enqueued or isinstance(sampler, KEEPS_STATE):
             return self.study.ask()
-        drawn = _view(self.study, sampler).ask()
+        drawn = _view(self.study, sampler, self.space).ask()
         try:
             values = self.space.draw(drawn)
         except RecipeError:  # the trial fails as this one does, and is filed
@@ -335,7 +336,13 @@ class SearchStudy:
         self.study.tell(self._open.pop(number), values, state)
 
 
-def _view(study: Study, sampler: BaseSampler) -> Study:
+def _values_at_last(trial: FrozenTrial, space: Space) -> dict[str, Value]:
+    """What the trial has of the keys that are drawn: in a population, other values than were drawn for it."""
+    values = {key: value for key, value in values_of(trial).items() if key in space.distributions}
+    return values if space.contains(values) else trial.params
+
+
+def _view(study: Study, sampler: BaseSampler, space: Space) -> Study:
     """The study as a sampler should see it.
 
     Trials that wait count as pruned, for a running trial teaches nothing; a trial that failed counts as worse than all,
@@ -347,12 +354,13 @@ def _view(study: Study, sampler: BaseSampler) -> Study:
         if trial.state == TrialState.WAITING or DUPLICATE_OF in trial.user_attrs:
             continue
         state = TrialState.PRUNED if waits(trial) or trial.state == TrialState.FAIL else trial.state
+        params, known = _values_at_last(trial, space), {**space.distributions, **trial.distributions}
         view.add_trial(
             create_trial(
                 state=state,
                 values=trial.values,
-                params=trial.params,
-                distributions=trial.distributions,
+                params=params,
+                distributions={key: known[key] for key in params},
                 intermediate_values={} if trial.state == TrialState.FAIL else trial.intermediate_values,
             )
         )
@@ -379,18 +387,19 @@ def _load_earlier(name: str, url: URL) -> Study:
 def _learn(study: Study, earlier: Study, space: Space) -> None:
     """Tell ``study`` of the trials of an earlier one that the space could have drawn, and try the best values again."""
     for trial in earlier.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
-        if {LEARNED_FROM, DUPLICATE_OF} & trial.user_attrs.keys() or not space.contains(trial.params):
+        params = _values_at_last(trial, space)
+        if {LEARNED_FROM, DUPLICATE_OF} & trial.user_attrs.keys() or not space.contains(params):
             continue
         study.add_trial(
             create_trial(
                 state=trial.state,
                 values=trial.values,
-                params=trial.params,
-                distributions={key: space.distributions[key] for key in trial.params},
+                params=params,
+                distributions={key: space.distributions[key] for key in params},
                 intermediate_values=trial.intermediate_values,
                 user_attrs={LEARNED_FROM: f"{earlier.study_name} trial {trial.number}"},
             )
         )
     for trial in best_trials(earlier):
-        if space.contains(trial.params):
-            study.enqueue_trial(trial.params)
+        if space.contains(params := _values_at_last(trial, space)):
+            study.enqueue_trial(params)

@@ -1,10 +1,11 @@
 """The study: what is proposed, what is kept, and what a second search may go on with."""
 
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import make_url
 from sqlalchemy.engine import URL
 from upath import UPath
@@ -83,6 +84,34 @@ def test_a_trial_that_goes_on_from_another_counts_the_epochs_that_it_trained(
     assert (again.values, after.heard(again.number)) == (others, epoch + 1)
     after.take_over(again.number, others, epoch + 1)  # nothing new
     assert after.epochs_trained == trained
+
+
+class Onlooker(optuna.samplers.RandomSampler):
+    """Keeps what it is shown."""
+
+    shown: list[FrozenTrial]
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, Any]:
+        self.shown = [each for each in study.get_trials() if each.number != trial.number]
+        return super().infer_relative_search_space(study, trial)
+
+
+def test_samplers_and_later_searches_learn_of_the_values_that_a_trial_of_a_population_had_at_last(
+    url: URL, tmp_path: Path
+) -> None:
+    study, last = create(url, *POPULATION), {"train.optimizer.lr": 0.0123}
+    proposal = study.ask(MOST)
+    assert proposal is not None
+    study.take_over(proposal.number, {**proposal.values, **last}, epoch=1)
+    study.complete(proposal.number, [0.9], stopped_early=False)
+    study.study.sampler = sampler = Onlooker(seed=0)
+    ask(study)
+    assert [each.params["train.optimizer.lr"] for each in sampler.shown] == [0.0123]
+    later = create(make_url(f"sqlite:///{tmp_path / 'later.db'}"), name="two", earlier=[("one", url)])
+    proposals = [later.ask(MOST) for _ in range(2)]
+    assert [each.values["train.optimizer.lr"] for each in proposals if each] == [0.003, 0.0123]
+    learned = [each.params for each in later.study.trials if "learned_from" in each.user_attrs]
+    assert [each["train.optimizer.lr"] for each in learned] == [0.0123]
 
 
 def test_a_trial_that_failed_is_never_the_best(url: URL) -> None:
