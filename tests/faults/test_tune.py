@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
+from app.tuning.trials import epochs_of, waits
 from tests.helpers import run, wait_until
 from tests.launch import Cluster, Launch, Launched
 from tests.search import DIGITS, search, trials_of
@@ -14,9 +15,12 @@ from tests.tables import Faults
 MODEL = "model.factory=tests.faults.troubled:TroubledCnn"
 LONG = [
     "name=killed", MODEL, "model.args={width: 16, pause_s: 0.15}", "train.epochs=3", "train.early_stopping=null",
-    "tune.trials=8", "tune.space=tests.faults.troubled:rates", "tune.scheduler=none",
+    "tune.trials=8", "tune.space=tests.faults.troubled:rates", "tune.reduction_factor=2",
 ]  # fmt: skip
-"""A search that is long enough to be killed on the way."""
+"""A search that is long enough to be killed on the way; its trials wait after each epoch."""
+GOES_ON = "going on from step"
+TRAINS = ("ray::", ".train")
+"""In the title of a trial's process, whatever Ray Tune calls the class."""
 
 
 def test_trials_fail_alone_are_retried_and_say_why(cluster: dict[str, str], tmp_path: Path, faults: Faults) -> None:
@@ -56,15 +60,16 @@ def storage(cluster: dict[str, str]) -> Path:
     return Path(cluster["RAYLOOM_STORAGE"])
 
 
-def ended(cluster: dict[str, str], storage: Path) -> list[FrozenTrial]:
-    """The trials of the one search that have ended."""
+def rest(cluster: dict[str, str], storage: Path) -> list[FrozenTrial]:
+    """The trials of the one search that have ended, or wait at a rung."""
     found = list(storage.glob("runs/tune/*-killed-*/config.yaml"))
-    return [each for each in trials_of(cluster, found[0].parent.name) if each.state.is_finished()] if found else []
+    trials = trials_of(cluster, found[0].parent.name) if found else []
+    return [each for each in trials if each.state.is_finished() or waits(each)]
 
 
 def wait_for_more(before: int, client: Launched, cluster: dict[str, str], storage: Path) -> None:
-    """Until two more trials have ended."""
-    wait_until(lambda: len(ended(cluster, storage)) >= before + 2 or client.process.poll() is not None, timeout_s=300)
+    """Until two more trials rest."""
+    wait_until(lambda: len(rest(cluster, storage)) >= before + 2 or client.process.poll() is not None, timeout_s=300)
 
 
 def kill(client: Launched, ray: Cluster) -> None:
@@ -86,7 +91,7 @@ def test_a_search_that_is_stopped_and_killed_repeats_no_trial(
     known: list[FrozenTrial] = []
     for what, harm in (("ray job stop", stop), ("SIGKILL of the driver", kill)):
         with faults("U3", f"{what} after a few trials", "goes on; 0 trials repeated") as fault:
-            before = len(ended(cluster, storage))
+            before = len(rest(cluster, storage))
             client = launch("rayloom", "submit", "tune", DIGITS, *LONG, "tune.resume=true", **cluster)
             wait_for_more(before, client, cluster, storage)
             harm(client, Cluster(cluster))
@@ -94,16 +99,49 @@ def test_a_search_that_is_stopped_and_killed_repeats_no_trial(
             (folder,) = storage.glob("runs/tune/*-killed-*")
             now = trials_of(cluster, folder.name)
             assert any(each.state == TrialState.RUNNING for each in now)
-            fault.saw(f"{sum(each.state.is_finished() for each in now)} of 8 trials had ended, none was run again")
+            fault.saw(f"{len(rest(cluster, storage))} of 8 trials had ended or waited, none was run again")
             assert_none_was_repeated(known, now)
             known = now
-    result, shown = search(cluster, *LONG, "tune.resume=true")
-    after = trials_of(cluster, folder.name)
-    assert result["run_id"] == folder.name, shown
+    with faults("U1", "SIGKILL of the process of a trial that was promoted", "retried from its checkpoint") as fault:
+        client = launch("rayloom", "submit", "tune", DIGITS, *LONG, "tune.resume=true", **cluster)
+        log = folder / "trials" / f"{promoted(client, cluster, folder):04d}/log.txt"
+        attempts = log.read_text(encoding="utf-8").count(GOES_ON)
+        actors = Cluster(cluster).processes(*TRAINS)
+        (actor,) = [each for each in actors if str(log) in [file.path for file in each.open_files()]]
+        actor.kill()
+        result = client.result()
+        after = trials_of(cluster, folder.name)
+        retried = [each for each in after if each.user_attrs.get("failures")]
+        fault.saw(f"{len(retried)} retried, {sum(each.state == TrialState.FAIL for each in after)} failed")
+        assert [each.number for each in retried] == [int(log.parent.name)]
+        assert log.read_text(encoding="utf-8").count(GOES_ON) > attempts
+    assert result["run_id"] == folder.name, client.output
     assert_none_was_repeated(known, after)
     assert len(after) == 8
-    assert all(each.state == TrialState.COMPLETE and len(each.intermediate_values) == 3 for each in after)
+    assert {each.state for each in after} == {TrialState.COMPLETE, TrialState.PRUNED}
+    assert all(sorted(each.intermediate_values) == list(range(1, 1 + max(each.intermediate_values))) for each in after)
+    assert all(max(each.intermediate_values) == 3 for each in after if each.state == TrialState.COMPLETE)
+    assert result["metrics"]["epochs_trained"] == sum(len(each.intermediate_values) for each in after)
     assert len({str(each.params) for each in after}) == 8
+    for each in known:
+        text = (folder / f"trials/{each.number:04d}/log.txt").read_text(encoding="utf-8")
+        assert not waits(each) or text.count("epoch 1/3  loss") == 1, "its checkpoint was not taken up"
+
+
+def promoted(client: Launched, cluster: dict[str, str], folder: Path) -> int:
+    """Wait until a trial trains on from its checkpoint; its number."""
+    logs = {each: each.read_text(encoding="utf-8").count(GOES_ON) for each in folder.glob("trials/*/log.txt")}
+    goes_on: list[int] = []
+
+    def look() -> bool:
+        running = [each.number for each in trials_of(cluster, folder.name) if each.state == TrialState.RUNNING]
+        for log, before in logs.items():
+            if int(log.parent.name) in running and log.read_text(encoding="utf-8").count(GOES_ON) > before:
+                goes_on.append(int(log.parent.name))
+        return bool(goes_on) or client.process.poll() is not None
+
+    wait_until(look, timeout_s=120)
+    return goes_on[0]
 
 
 def assert_none_was_repeated(before: list[FrozenTrial], after: list[FrozenTrial]) -> None:
@@ -112,3 +150,36 @@ def assert_none_was_repeated(before: list[FrozenTrial], after: list[FrozenTrial]
         if each.state.is_finished():
             assert after[each.number].datetime_complete == each.datetime_complete
         assert after[each.number].params == each.params
+
+
+@pytest.mark.slow
+def test_a_trial_of_two_workers_outlives_one_of_them_and_its_own_process(
+    cluster: dict[str, str], storage: Path, launch: Launch, ray: Cluster, faults: Faults
+) -> None:
+    client = launch(
+        *("rayloom", "submit", "tune", DIGITS, "name=pair", MODEL, "model.args={width: 16, pause_s: 0.2}"),
+        *("train.epochs=4", "train.early_stopping=null", "tune.trials=1", "tune.workers=2", "tune.scheduler=none"),
+        "tune.space=tests.faults.troubled:rates",
+        **cluster,
+    )
+
+    def has_trained(epochs: int) -> bool:
+        found = list(storage.glob("runs/tune/*-pair-*/trials"))
+        trials = trials_of(cluster, found[0].parent.name) if found else []
+        return bool(trials and epochs_of(trials[0]) >= epochs) or client.process.poll() is not None
+
+    with faults("U1", "SIGKILL of a worker of a trial that has two", "replaced; no failure of the trial"):
+        wait_until(lambda: has_trained(1), timeout_s=120)
+        ray.processes("RayTrainWorker")[-1].kill()
+    with faults("U1", "SIGKILL of the process that leads two workers", "retried, once they are gone") as fault:
+        wait_until(lambda: has_trained(2), timeout_s=120)
+        (leader,) = ray.processes(*TRAINS)
+        leader.kill()
+        result = client.result()
+        (trial,) = trials_of(cluster, result["run_id"])
+        fault.saw(f"{trial.state.name}, {trial.user_attrs['failures'][0][:50]}")
+        assert "process ended" in trial.user_attrs["failures"][0]
+        assert len(trial.user_attrs["failures"]) == 1
+        assert (trial.state, sorted(trial.intermediate_values)) == (TrialState.COMPLETE, [1, 2, 3, 4])
+        assert "run 0000 was being trained; waiting" in client.output
+    wait_until(ray.is_idle)
