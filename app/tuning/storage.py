@@ -58,14 +58,14 @@ def open_storage(url: URL) -> RDBStorage:
     """Connect, and make the tables if there are none.
 
     Raises:
-        StorageError: the database cannot be reached, its driver is missing, or the file is damaged or read-only.
+        StorageError: the database cannot be reached, its driver is missing, or the file is damaged, read-only or locked.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     file = _file_of(url)
-    if file is not None:
-        _check_file(file)
     options = {"connect_args": {"timeout": LOCK_TIMEOUT_S}} if file else {"pool_pre_ping": True}
     with explained(url):
+        if file is not None:
+            _check_file(file)
         return RDBStorage(url.render_as_string(hide_password=False), engine_kwargs=options)
 
 
@@ -118,6 +118,7 @@ def _file_of(url: URL) -> Path | None:
 
 
 def _check_file(file: Path) -> None:
+    """Raises StorageError, or ``sqlite3.OperationalError`` if the file stays locked."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if not file.exists():
@@ -133,7 +134,7 @@ def _check_file(file: Path) -> None:
             ((answer,), *_) = connection.execute("PRAGMA quick_check").fetchall()
     except sqlite3.DatabaseError as error:
         if "locked" in str(error):
-            return
+            raise  # to wait once more would take two minutes
         answer = str(error)
     if answer != "ok":
         raise StorageError(f"the study's file {str(file)!r} is damaged ({answer.splitlines()[0]}): {_way_out(file)}")

@@ -72,11 +72,12 @@ def test_a_study_that_stays_locked_is_one_clear_error(url: URL, monkeypatch: pyt
     monkeypatch.setattr(storage, "LOCK_TIMEOUT_S", 1.0)
     study = create(url)
     number = ask(study)
-    with (
-        locked(url, 60),
-        pytest.raises(StorageError, match=r"locked by another process for \d+ s: .*tune\.resume=true"),
-    ):
-        study.complete(number, [0.5], stopped_early=False)
+    words = r"locked by another process for 1 s: .*tune\.resume=true"
+    with locked(url, 60):
+        with pytest.raises(StorageError, match=words):
+            study.complete(number, [0.5], stopped_early=False)
+        with pytest.raises(StorageError, match=words):
+            resume(url)
 
 
 @pytest.fixture(scope="module")
