@@ -11,6 +11,7 @@ from upath import UPath
 
 from tests.helpers import ROOT, run
 from tests.launch import Cluster, Launch, Trained
+from tests.postgres import PostgresServer
 from tests.receiver import HttpReceiver
 from tests.tables import Faults, Record, Tables, rendered
 
@@ -71,6 +72,14 @@ def s3() -> Iterator[dict[str, str]]:
     server = S3Server()
     yield server.environment
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """One database server for all tests."""
+    server = PostgresServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture(params=["local", "s3"])

@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import optuna
 from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
-from sqlalchemy import make_url
-from sqlalchemy.engine import URL
+from sqlalchemy import event, make_url
+from sqlalchemy.engine import URL, Dialect, Engine
+from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 from upath import UPath
 
 from app.config.alerts import is_reference
@@ -22,6 +25,9 @@ from app.telemetry.alerts.secret import read_secret
 
 LOCK_TIMEOUT_S = 60.0
 """How long a SQLite file may be locked by somebody else before the search gives up."""
+
+_RESTART_TIMEOUT_S = 60.0
+"""How long a database server may be away."""
 
 STUDIES = "studies"
 
@@ -58,7 +64,7 @@ def open_storage(url: URL) -> RDBStorage:
     """Connect, and make the tables if there are none.
 
     Raises:
-        StorageError: the database cannot be reached, its driver is missing, or the file is damaged, read-only or locked.
+        StorageError: the database cannot be reached, its driver is missing; the file is damaged, read-only or locked.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     file = _file_of(url)
@@ -66,7 +72,10 @@ def open_storage(url: URL) -> RDBStorage:
     with explained(url):
         if file is not None:
             _check_file(file)
-        return RDBStorage(url.render_as_string(hide_password=False), engine_kwargs=options)
+        storage = RDBStorage(url.render_as_string(hide_password=False), engine_kwargs=options)
+    if file is None:
+        _outlast_restarts(storage.engine)
+    return storage
 
 
 @contextmanager
@@ -111,6 +120,20 @@ def is_missing(url: URL) -> bool:
     """Whether there was never a study's SQLite file; any other database has to be asked."""
     file = _file_of(url)
     return file is not None and not file.exists() and not _backup_of(file).exists()
+
+
+def _outlast_restarts(engine: Engine) -> None:
+    """Where a connection was lost, try to make it again until the server is back."""
+
+    @event.listens_for(engine, "do_connect")
+    def reconnect(dialect: Dialect, _: object, arguments: list[Any], options: dict[str, Any]) -> DBAPIConnection:
+        retrying = Retrying(
+            retry=retry_if_exception_type(dialect.loaded_dbapi.OperationalError),
+            wait=wait_fixed(0.5),
+            stop=stop_after_delay(_RESTART_TIMEOUT_S),
+            reraise=True,
+        )
+        return retrying(dialect.connect, *arguments, **options)
 
 
 def _file_of(url: URL) -> Path | None:

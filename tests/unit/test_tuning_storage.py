@@ -3,10 +3,9 @@
 import os
 import pwd
 import shutil
-import signal
-import subprocess
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,8 @@ from upath import UPath
 
 from app.errors import RecipeError, StorageError, TuningError
 from app.tuning import storage
-from app.tuning.storage import study_url
-from tests.helpers import wait_until
+from app.tuning.storage import open_storage, study_url
+from tests.postgres import PostgresServer
 from tests.studies import ask, create, locked, resume
 from tests.tables import Faults
 
@@ -40,6 +39,30 @@ def test_a_damaged_study_is_refused_and_its_backup_named(url: URL, tmp_path: Pat
             fault.saw("refused, with its backup")
     shutil.copy(tmp_path / "study.db.backup", file)
     assert [each.value for each in resume(url).ended] == [0.5]
+
+
+@pytest.fixture
+def nobody() -> Iterator[Path]:
+    """While the test runs this process has no rights but in its folder, which root would have everywhere."""
+    folder = Path(tempfile.mkdtemp(prefix="rayloom-nobody-"))
+    user, before = pwd.getpwnam("nobody").pw_uid, os.geteuid()
+    if before == 0:
+        os.chown(folder, user, -1)
+        os.seteuid(user)
+    yield folder
+    os.seteuid(before)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.faults
+def test_a_study_that_cannot_be_written_is_refused(nobody: Path, faults: Faults) -> None:
+    with faults("U4", "the study's file is read-only", "refused, with the file") as fault:
+        url = make_url(f"sqlite:///{nobody / 'study.db'}")
+        open_storage(url)
+        (nobody / "study.db").chmod(0o400)
+        with pytest.raises(StorageError, match=r"study\.db' cannot be written \(Permission denied\): check its rights"):
+            open_storage(url)
+        fault.saw("refused, with the file")
 
 
 def test_storage_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
@@ -80,40 +103,31 @@ def test_a_study_that_stays_locked_is_one_clear_error(url: URL, monkeypatch: pyt
             resume(url)
 
 
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[URL]:
-    """A PostgreSQL server of the test's own, on a socket in its folder; PostgreSQL refuses to run as root."""
-    initdb, server, ready = (shutil.which(name) for name in ("initdb", "postgres", "pg_isready"))
-    if not (initdb and server and ready):
-        pytest.skip("PostgreSQL is not installed")
-    folder = Path(tempfile.mkdtemp(prefix="rayloom-pg-"))
-    user = pwd.getpwnam("nobody").pw_name if os.geteuid() == 0 else None
-    if user:
-        shutil.chown(folder, user)
-    command = [initdb, "--pgdata", str(folder / "data"), "--username", "studies", "--auth", "trust", "--no-sync"]
-    subprocess.run(command, check=True, user=user, cwd=folder, stdout=subprocess.DEVNULL)
-    options = ["-c", "listen_addresses=", "-c", f"unix_socket_directories={folder}", "-c", "fsync=off"]
-    process = subprocess.Popen(
-        [server, "-D", str(folder / "data"), *options], user=user, cwd=folder, stderr=subprocess.DEVNULL
-    )
-    try:
-        wait_until(lambda: subprocess.run([ready, "--quiet", "--host", folder], check=False).returncode == 0)
-        yield make_url(f"postgresql+psycopg://studies@/postgres?host={folder}")
-    finally:
-        process.send_signal(signal.SIGINT)  # "fast": without waiting for who is connected
-        process.wait(20)
-        shutil.rmtree(folder)
-
-
-def test_a_database_server_keeps_several_studies(postgres: URL) -> None:
-    first, second = create(postgres, name="first"), create(postgres, name="second")
+def test_a_database_server_keeps_several_studies(postgres: PostgresServer) -> None:
+    first, second = create(postgres.url, name="first"), create(postgres.url, name="second")
     for study, value in ((first, 0.25), (second, 0.75)):
         number = ask(study)
         study.report(number, 1, value, cost=-value)
         study.complete(number, [value], stopped_early=False)
     left = ask(first)
-    after = resume(postgres, name="first")
+    after = resume(postgres.url, name="first")
     assert [each.value for each in after.ended] == [0.25]
     assert ask(after) == left
     with pytest.raises(TuningError, match="never share"):
-        create(postgres, name="second")
+        create(postgres.url, name="second")
+
+
+@pytest.mark.faults
+def test_a_database_server_that_restarts_is_waited_for(postgres: PostgresServer, faults: Faults) -> None:
+    with faults("U2", "the study's PostgreSQL server restarts", "waited for") as fault:
+        study = create(postgres.url, name="restarted")
+        number = ask(study)
+        postgres.stop()
+        with ThreadPoolExecutor(1) as pool:
+            completing = pool.submit(study.complete, number, [0.5], stopped_early=False)
+            with pytest.raises(TimeoutError):
+                completing.result(timeout=1.0)  # it waits
+            postgres.start()
+            completing.result()
+        assert [each.value for each in resume(postgres.url, name="restarted").ended] == [0.5]
+        fault.saw("the value is in the study")
