@@ -1,50 +1,44 @@
-"""What a trial costs beside its training: a search on a local Ray cluster, one trial at a time, in one actor.
+"""What a trial costs beside its training: a search as it is by default, on a local Ray cluster, one trial at a time.
 
-Trials train one epoch or three. The time from a trial's start to the next one's is a line over its epochs: where the
-line begins is the overhead, its slope is an epoch. What Ray Tune does between two epochs counts to the epoch.
+Trials train an epoch and wait; some are promoted, and train to their end. Seconds between two trials' starts are fitted
+by their turns, of which a promotion is one more, and by their epochs. A turn beside its epochs is the overhead.
 """
 
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import pandas as pd
-from optuna import Trial
 from scipy import stats
 
 from app.errors import TuningError
 from benchmarks.cluster import local_cluster, rayloom
 
-_EPOCHS = (1, 3)
-_TRIALS = 31
+_EPOCHS = 4
+_TRIALS = 40
 _CONFIDENCE = 0.95
 _SEARCH = (
     "name=overhead",
     "model.args.width=16",
-    f"train.epochs={max(_EPOCHS)}",
+    f"train.epochs={_EPOCHS}",
     "train.early_stopping=null",
-    "tune.space=benchmarks.tuning.overhead:space",
-    "tune.sampler=random",
-    "tune.scheduler=none",
+    "tune.space=tune_spaces.image:rates",  # every epoch costs the same
     "tune.workers=1",
     "tune.concurrent=1",
 )
 
 
-def space(trial: Trial) -> None:
-    """How long a trial trains, and a rate, so that no two are the same; every epoch costs the same."""
-    trial.suggest_categorical("train.epochs", _EPOCHS)
-    trial.suggest_float("train.optimizer.lr", 1.0e-4, 1.0e-2, log=True)
-
-
 @dataclass(frozen=True)
-class TimedTrial:
-    """A trial that another one followed."""
+class Window:
+    """From a trial's start to the next one's."""
 
+    turns: int
+    """Of this trial, and of those that were promoted before the next one began."""
     epochs: int
     seconds: float
-    """From its start to the next one's."""
 
 
 @dataclass(frozen=True)
@@ -62,58 +56,82 @@ class Estimate:
 class Overhead:
     """Seconds of a search's trials after the first."""
 
-    per_trial: Estimate
+    per_turn: Estimate
     per_epoch: Estimate
-    trials: tuple[TimedTrial, ...]
+    windows: tuple[Window, ...]
 
 
 def measure_overhead(trials: int = _TRIALS) -> Overhead:
     """Run a search of so many trials on a cluster of its own. Raises RuntimeError if the search fails."""
     with local_cluster() as environment:
-        result = _search(environment, trials)
-        return fit(timed(pd.read_parquet(result["artifacts"]["trials"])))
+        output = _search(environment, trials)
+        line = next(line for line in output if line.startswith("RESULT "))
+        result: dict[str, dict[str, str]] = json.loads(line.removeprefix("RESULT "))
+        return fit(timed(pd.read_parquet(result["artifacts"]["trials"]), turns_in(output)))
 
 
-def timed(table: pd.DataFrame) -> list[TimedTrial]:
-    """The trials of ``trials.parquet`` that another one followed, without the first, whose actor has to start.
+def turns_in(output: Sequence[str]) -> list[tuple[int, int]]:
+    """Whose turns ended, in order, and after which epoch: from the table that the search prints."""
+    rows = [line.split() for line in output]
+    return [
+        (int(row[0]), int(row[2].partition("/")[0]))
+        for row in rows
+        if len(row) > 2 and row[0].isdecimal() and row[1] in ("waits", "complete")
+    ]
+
+
+def timed(table: pd.DataFrame, turns: Sequence[tuple[int, int]]) -> list[Window]:
+    """Between the starts of two trials of ``trials.parquet``, but for the first, whose actor has to start.
 
     Raises:
         TuningError: a trial has failed, and was perhaps run more than once.
     """
-    if broken := table.loc[(table["state"] != "complete") | (table["failures"] > 0), "trial"].tolist():
+    if broken := table.loc[(table["state"] == "fail") | (table["failures"] > 0), "trial"].tolist():
         raise TuningError(f"trials {broken} of the search that is timed did not run as they should: look at its log")
-    table = table.sort_values("began")
-    seconds = table["began"].diff().shift(-1).dt.total_seconds()
-    return [TimedTrial(*each) for each in zip(table["epochs"][1:-1], seconds[1:-1], strict=True)]
+    heard: dict[int, int] = {}
+    groups: list[tuple[int, list[int]]] = []
+    for trial, epoch in turns:
+        if trial not in heard:
+            groups.append((trial, []))
+        groups[-1][1].append(epoch - heard.get(trial, 0))
+        heard[trial] = epoch
+    began = table.set_index("trial")["began"]
+    windows = [
+        Window(len(epochs), sum(epochs), (began[after] - began[trial]).total_seconds())
+        for (trial, epochs), (after, _) in pairwise(groups)
+    ]
+    return windows[1:]
 
 
-def fit(trials: Sequence[TimedTrial]) -> Overhead:
-    """The line through the trials' seconds over their epochs, by least squares, with Student's intervals.
+def fit(windows: Sequence[Window]) -> Overhead:
+    """Seconds as a sum of turns and epochs, by least squares, with Student's intervals.
 
     Raises:
-        TuningError: fewer than three trials, or all of one length, through which no one line goes.
+        TuningError: fewer than three windows, or all with as many epochs a turn, of which nothing can be told apart.
     """
-    epochs = [each.epochs for each in trials]
-    if len(trials) < 3 or len(set(epochs)) < 2:
-        raise TuningError(f"no line goes through trials of {epochs} epochs: time three or more, of two lengths")
-    line = stats.linregress(epochs, [each.seconds for each in trials])
-    factor = stats.t.ppf((1 + _CONFIDENCE) / 2, len(trials) - 2)
-    return Overhead(
-        Estimate(float(line.intercept), float(factor * line.intercept_stderr)),
-        Estimate(float(line.slope), float(factor * line.stderr)),
-        tuple(trials),
+    sizes = np.array([[each.turns, each.epochs] for each in windows], dtype=float).reshape(-1, 2)
+    if len(windows) < 3 or np.linalg.matrix_rank(sizes) < 2:
+        raise TuningError(f"turns and epochs of {len(windows)} trials cannot be told apart: time more of them")
+    seconds = np.array([each.seconds for each in windows])
+    inverse = np.linalg.inv(sizes.T @ sizes)
+    solution = inverse @ sizes.T @ seconds
+    freedom = len(windows) - 2
+    variance = float(np.sum((seconds - sizes @ solution) ** 2)) / freedom
+    factor = float(stats.t.ppf((1 + _CONFIDENCE) / 2, freedom))
+    turn, epoch = (
+        Estimate(float(value), factor * float(np.sqrt(variance * share)))
+        for value, share in zip(solution, np.diag(inverse), strict=True)
     )
+    return Overhead(turn, epoch, tuple(windows))
 
 
-def _search(environment: Mapping[str, str], trials: int) -> dict[str, dict[str, str]]:
-    """The result of the search's job; what it prints is shown as it comes."""
-    command = ["submit", "tune", "recipes/digits.yaml", *_SEARCH, f"tune.trials={trials}"]
-    output = rayloom(command, environment)
-    line = next(line for line in output if line.startswith("RESULT "))
-    result: dict[str, dict[str, str]] = json.loads(line.removeprefix("RESULT "))
-    return result
+def _search(environment: Mapping[str, str], trials: int) -> list[str]:
+    """What the search's job prints, which is shown as it comes."""
+    return rayloom(["submit", "tune", "recipes/digits.yaml", *_SEARCH, f"tune.trials={trials}"], environment)
 
 
 if __name__ == "__main__":
     found = measure_overhead(int(sys.argv[1]) if len(sys.argv) > 1 else _TRIALS)
-    print(f"overhead {found.per_trial} s a trial, {found.per_epoch} s an epoch, {len(found.trials)} trials")
+    print(f"overhead {found.per_turn} s a turn, {found.per_epoch} s an epoch, {len(found.windows)} trials")
+    half = len(found.windows) // 2
+    print(f"first half {fit(found.windows[:half]).per_turn} s, second half {fit(found.windows[half:]).per_turn} s")

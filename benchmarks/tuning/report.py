@@ -1,7 +1,6 @@
 """RESULTS.md: what was reached, beside the goals."""
 
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -81,26 +80,26 @@ def _goals(found: Findings) -> str:
         rows += [_row(case, "epochs to random search's value", f"≤ {GOAL_SHARE:.0%}", _share(share), is_near)]
         rows += [_row(case, "final value, beside the best peer's", f"≥ {peer:.4f}", f"{own:.4f}", own >= peer)]
     if found.overhead:
-        seconds = found.overhead.per_trial
+        seconds = found.overhead.per_turn
         is_short = seconds.value <= GOAL_OVERHEAD_S
         rows += [_row("digits, on Ray", "overhead of a trial", f"≤ {GOAL_OVERHEAD_S} s", f"{seconds} s", is_short)]
     return "## Goals\n\n" + table(["case", "what", "goal", "reached", ""], rows) + "\n\nMedians over seeds."
 
 
 def _overhead(found: Overhead, load: str) -> str:
-    counts = Counter(each.epochs for each in found.trials)
-    lengths = " and ".join(f"{number} × {epochs}" for epochs, number in sorted(counts.items()))
-    rows = [["a trial, beside its training", str(found.per_trial)], ["an epoch", str(found.per_epoch)]]
+    turns, epochs = (sum(getattr(each, name) for each in found.windows) for name in ("turns", "epochs"))
+    rows = [["a turn, beside its training", str(found.per_turn)], ["an epoch", str(found.per_epoch)]]
     return f"""## Overhead of a trial
 
-A search by `rayloom submit tune` on a local cluster, one trial at a time in one actor, after the first trial:
-{lengths} epochs. The time from a trial's start to the next one's, as a line over its epochs, by least squares.
+A search by `rayloom submit tune` as it is by default, on a local cluster, one trial at a time in one actor. After the
+first trial: {len(found.windows)} more, in {turns} turns of {epochs} epochs; a trial that is promoted has a second turn.
+The time from a trial's start to the next one's, as a sum of turns and epochs, by least squares.
 Load average over 1, 5 and 15 minutes before: {load}; anything above 0.5 means that other work took part of the cores.
 
 {table(["seconds", "with 95 % confidence"], rows)}
 
-Where the line begins is the overhead: asking the study, the model and its engine, the trial's folder, Ray Tune's turn.
-Its slope is an epoch, with validation, its checkpoint and Ray Tune's turn between epochs."""
+A turn, beside its epochs, is the overhead: asking the study, the model and its engine, the trial's folder, Ray Tune's
+turn. An epoch is one with validation, its checkpoint and Ray Tune's turn between epochs."""
 
 
 def _details(comparison: Comparison) -> str:

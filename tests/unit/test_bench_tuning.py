@@ -12,7 +12,7 @@ from app.tuning.outcome import TuneMetrics
 from app.tuning.space import load_space
 from benchmarks.tuning.cases import CASES
 from benchmarks.tuning.contenders import CONTENDERS, RANDOM, RAYLOOM
-from benchmarks.tuning.overhead import TimedTrial, fit, timed
+from benchmarks.tuning.overhead import Window, fit, timed, turns_in
 from benchmarks.tuning.race import Race, run_race
 from benchmarks.tuning.report import Comparison, Findings, report
 
@@ -67,37 +67,53 @@ def test_the_report_counts_epochs_to_the_random_value() -> None:
     assert "Overhead" not in text
 
 
-def test_the_overhead_is_where_the_line_through_the_trials_begins() -> None:
-    off = {1: 0.1, 2: -0.2, 3: 0.1}  # at right angles to the line, so that it stays
-    trials = [TimedTrial(epochs, 0.7 + 0.5 * epochs + off[epochs]) for epochs in off] * 4
-    overhead = fit(trials)
-    assert overhead.per_trial.value == pytest.approx(0.7)
+def test_the_overhead_is_what_a_turn_takes_beside_its_epochs() -> None:
+    sizes = [(1, 1), (1, 1), (2, 4), (1, 1), (2, 4), (1, 1)]
+    off = [0.1, -0.1, 0.1, 0.1, -0.1, -0.1]  # at right angles to turns and epochs, so that both stay
+    windows = [
+        Window(turns, epochs, 0.7 * turns + 0.5 * epochs + error)
+        for (turns, epochs), error in zip(sizes, off, strict=True)
+    ]
+    overhead = fit(windows)
+    assert overhead.per_turn.value == pytest.approx(0.7)
     assert overhead.per_epoch.value == pytest.approx(0.5)
-    # Student's t of 10 degrees of freedom, 2.2281, times the standard errors: residuals 0.24 / 10, epochs 8 and 56 / 12
-    assert overhead.per_epoch.margin == pytest.approx(2.2281 * (0.024 / 8) ** 0.5, rel=1e-4)
-    assert overhead.per_trial.margin == pytest.approx(2.2281 * (0.024 / 8 * 56 / 12) ** 0.5, rel=1e-4)
+    # Student's t of 4 degrees of freedom, 2.7764; residuals 0.06 / 4; the sums of squares 12, 36 and products 20
+    assert overhead.per_turn.margin == pytest.approx(2.7764 * (0.015 * 36 / (12 * 36 - 20**2)) ** 0.5, rel=1e-4)
+    assert overhead.per_epoch.margin == pytest.approx(2.7764 * (0.015 * 12 / (12 * 36 - 20**2)) ** 0.5, rel=1e-4)
     races = {name: Race([0.5], trials=1) for name in CONTENDERS}
     text = report(Findings([Comparison(CASE, [races])], overhead, load_before="0.1, 0.1, 0.1", minutes=1.0))
-    assert "| digits, on Ray | overhead of a trial | ≤ 1.5 s | 0.70 ± 0.26 s | reached |" in text
-    assert "4 × 1 and 4 × 2 and 4 × 3 epochs" in text
+    assert "| digits, on Ray | overhead of a trial | ≤ 1.5 s | 0.70 ± 0.36 s | reached |" in text
+    assert "6 more, in 8 turns of 12 epochs" in text
 
 
-@pytest.mark.parametrize("epochs", [(1, 3), (2, 2, 2, 2)])
-def test_no_line_goes_through_too_few_trials_or_lengths(epochs: tuple[int, ...]) -> None:
-    with pytest.raises(TuningError, match="no line goes through"):
-        fit([TimedTrial(each, 1.0 + each) for each in epochs])
+@pytest.mark.parametrize("windows", [[Window(1, 1, 2.0), Window(2, 4, 5.0)], [Window(1, 1, 2.0)] * 4])
+def test_turns_and_epochs_of_too_few_trials_cannot_be_told_apart(windows: list[Window]) -> None:
+    with pytest.raises(TuningError, match="cannot be told apart"):
+        fit(windows)
 
 
 def test_a_trial_is_timed_until_the_next_one_starts() -> None:
+    printed = """
+study one in sqlite:////studies/one.db, 1 trials at once
+trial  state     epochs   val_accuracy    values
+    0  waits        1/4       0.777778    lr=0.003
+    1  waits        1/4       0.8         lr=0.004
+    1  running      2/4       0.85        lr=0.004
+    1  complete     4/4       0.9 *       lr=0.004
+    2  waits        1/4       0.219444    lr=0.199
+    3  waits        1/4       0.219444    lr=0.2
+    0  pruned       1/4       0.777778    lr=0.003
+"""
+    turns = turns_in(printed.splitlines())
+    assert turns == [(0, 1), (1, 1), (1, 4), (2, 1), (3, 1)]
     table = pd.DataFrame(
         {
             "trial": [0, 1, 2, 3],
-            "state": "complete",
+            "state": ["pruned", "complete", "pruned", "pruned"],
             "failures": 0,
-            "epochs": [1, 3, 1, 3],
             "began": pd.to_datetime([0.0, 9.0, 12.5, 14.0], unit="s"),
         }
     )
-    assert timed(table) == [TimedTrial(3, 3.5), TimedTrial(1, 1.5)]
+    assert timed(table, turns) == [Window(2, 4, 3.5), Window(1, 1, 1.5)]
     with pytest.raises(TuningError, match=r"trials \[2\]"):
-        timed(table.assign(failures=[0, 0, 1, 0]))
+        timed(table.assign(failures=[0, 0, 1, 0]), turns)
