@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 
 import ray
+from ray.util.state import list_actors
 
 from app.cluster.state import MARK
 from app.errors import ClusterError
@@ -49,3 +50,18 @@ def require(needed: Mapping[str, float], who: str) -> None:
         if MARK in os.environ:
             raise ClusterError(f"{sentence}: ask for fewer, or start a larger cluster")
         print(f"{sentence}; waiting for it to grow", flush=True)
+
+
+def require_dashboard(who: str) -> None:
+    """Refuse a cluster without a dashboard, which Ray Train asks whether ``who`` are gone, to free their CPUs.
+
+    Raises:
+        ClusterError: it does not, and the next of them would wait for ever.
+    """
+    try:
+        list_actors(address=ray.get_runtime_context().gcs_address, limit=1)
+    except Exception as error:
+        raise ClusterError(
+            f"the cluster's dashboard does not answer, without which {who} keep their CPUs when they have ended: start "
+            "the cluster with its dashboard, as 'rayloom up' does"
+        ) from error

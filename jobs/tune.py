@@ -24,7 +24,7 @@ from app.tuning.study import SearchStudy
 from app.tuning.trainable import DATA
 from app.tuning.trial_data import keep_data
 from app.tuning.trial_recipe import trial_recipe
-from jobs._cluster import connect, require
+from jobs._cluster import connect, require, require_dashboard
 from jobs._runner import main
 from jobs._sigterm import on_sigterm
 
@@ -42,6 +42,8 @@ def tune(run: Run) -> Outcome:
     connect()
     workers = own.train.workers_range[1]
     require(resources_of(own.train, workers), "a trial's workers")
+    if workers > 1:
+        require_dashboard("a trial's workers")
     if config.scheduler == "pbt":
         require(resources_of(own.train, 2 * workers), "the two trials of the smallest population")
     study = _study(run, url, space, config)

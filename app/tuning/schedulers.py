@@ -29,15 +29,16 @@ def check_scheduler(config: TuneConfig, train: TrainConfig, space: Space) -> Non
     """Refuse a scheduler that cannot compare such trials, before anything is begun.
 
     Raises:
-        RecipeError: they have several workers, or the space has nothing that a population may change.
+        RecipeError: a population's have several workers, or the space has nothing that a population may change.
     """
-    if train.workers_range[1] > 1 and config.scheduler != "none":
+    if config.scheduler != "pbt":
+        return
+    if train.workers_range[1] > 1:
         raise RecipeError(
-            f"a trial has {train.workers} workers, which train on while scheduler {config.scheduler} compares their "
-            "last epoch: set tune.scheduler to none, or tune.workers to 1"
+            f"a trial has {train.workers} workers, which cannot go on from another's checkpoint, as scheduler pbt has "
+            "them do: set tune.scheduler to asha, or tune.workers to 1"
         )
-    if config.scheduler == "pbt":
-        mutations(space)
+    mutations(space)
 
 
 def create_promotion(config: TuneConfig, epochs: int, known: list[FrozenTrial]) -> Promotion | None:

@@ -96,7 +96,7 @@ class Search:
                 search_alg=StudySearcher(study, config.trials, promotion),
                 scheduler=scheduler,
                 max_concurrent_trials=self.at_once(),  # without it, Ray Tune runs one at a time
-                reuse_actors=True,
+                reuse_actors=self._workers == 1,  # one that is kept would keep its trial's workers
             ),
             run_config=tune.RunConfig(
                 name="tune",

@@ -1,17 +1,22 @@
 """How a trial trains: in the process that was asked, or with several workers of Ray Train."""
 
 import logging
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
-from ray.train import Checkpoint, UserCallback
+from ray.train import Checkpoint, UserCallback, get_context
+from ray.train.v2._internal.execution.callback import TrainContextCallback
 from ray.util.queue import Empty, Queue
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay
 from upath import UPath
 
 from app.config import Recipe
+from app.errors import StorageError
 from app.telemetry.alerts import Action
 from app.training.coordination.control import request, withdraw
-from app.training.coordination.heartbeat import require_silence
+from app.training.coordination.heartbeat import HEARTBEAT_FILE, require_silence
 from app.training.ray_worker import fit
 from app.training.records import Ending, EpochRecord
 from app.training.reporting.recorder import Report
@@ -21,6 +26,11 @@ from app.tuning.attempt import log_to
 from app.tuning.trial_data import DataCache, prepare_data
 
 _POLL_S = 0.2
+_GO_ON, _LEAVE = "go on", "leave"
+"""A turn: train the next epoch; or wait no more, for the run is asked to stop."""
+
+_SILENCE_TIMEOUT_S = 60.0
+"""An attempt that is cut may take half of it to end."""
 
 
 def train_here(recipe: Recipe, data: DataCache, folder: UPath, report: Report, heard: int) -> Ending:
@@ -36,26 +46,32 @@ def train_here(recipe: Recipe, data: DataCache, folder: UPath, report: Report, h
 
 
 def train_with_workers(recipe: Recipe, data: DataCache, folder: UPath, report: Report, heard: int) -> Ending:
-    """Train with Ray Train, and pass on what its workers report; if ``report`` raises, they are asked to stop.
-
-    Workers outlive a trial's process that was killed by some seconds: they are waited for.
-    """
+    """Train with Ray Train, whose workers wait after each epoch until ``report`` returns; if it raises, they stop."""
     folder.mkdir(parents=True, exist_ok=True)
-    require_silence(folder)
+    _await_silence(folder)
     withdraw(folder)
     place = prepare_data(recipe, data.folder)
-    records = Queue(actor_options={"num_cpus": 0})
+    records, turns = (Queue(actor_options={"num_cpus": 0}) for _ in range(2))
     with ThreadPoolExecutor(1) as pool:
-        training = pool.submit(fit, recipe, folder, place, [_Forward(records)], heard)
+        training = pool.submit(fit, recipe, folder, place, [_Forward(records), _Wait(turns)], heard)
         try:
-            _pass_on(records, training, report, heard)
+            _pass_on(records, turns, training, report, heard)
         except BaseException:
             request(folder, Action.STOP)
+            turns.put(_LEAVE)
             raise
         finally:
             training.exception()
             records.shutdown()
+            turns.shutdown()
+            (folder / HEARTBEAT_FILE).unlink(missing_ok=True)
     return training.result()
+
+
+def _await_silence(folder: UPath) -> None:
+    """Until the workers of an attempt before this one have ended: two would remove each other's checkpoints."""
+    patience = stop_after_delay(_SILENCE_TIMEOUT_S)
+    Retrying(retry=retry_if_exception_type(StorageError), stop=patience, reraise=True)(require_silence, folder)
 
 
 class _Forward(UserCallback):  # type: ignore[misc] # Ray has no types
@@ -74,7 +90,21 @@ class _Forward(UserCallback):  # type: ignore[misc] # Ray has no types
         self._records.put(metrics[0])
 
 
-def _pass_on(records: Queue, training: Future[Ending], report: Report, heard: int) -> None:
+class _Wait(TrainContextCallback):  # type: ignore[misc] # Ray has no types
+    """Holds the first worker after each report, and so the others at their next exchange with it."""
+
+    def __init__(self, turns: Queue) -> None:
+        self._turns, self._turn = turns, _GO_ON
+
+    @contextmanager
+    def on_report(self) -> Iterator[None]:
+        """Called by Ray Train in each worker, around its report."""
+        yield
+        if get_context().get_world_rank() == 0 and self._turn != _LEAVE:
+            self._turn = self._turns.get()
+
+
+def _pass_on(records: Queue, turns: Queue, training: Future[Ending], report: Report, heard: int) -> None:
     """Every epoch once, until training has ended and none is left; workers that began again repeat some."""
     while True:
         ended = training.done()
@@ -87,3 +117,4 @@ def _pass_on(records: Queue, training: Future[Ending], report: Report, heard: in
         if record.epoch > heard:
             heard = record.epoch
             report(record)
+        turns.put(_GO_ON)

@@ -61,6 +61,18 @@ def test_a_second_cluster_in_the_same_home_is_refused(cluster: dict[str, str]) -
     assert "rayloom down" in refused.stderr
 
 
+def test_a_search_with_several_workers_wants_a_dashboard() -> None:
+    script = """
+import ray
+from jobs._cluster import require_dashboard
+ray.init(num_cpus=1, include_dashboard=False)
+require_dashboard("a trial's workers")
+"""
+    refused = run("python", "-c", script)
+    assert refused.returncode
+    assert "ClusterError: the cluster's dashboard does not answer, without which a trial's workers" in refused.stderr
+
+
 def test_status_lists_the_ports_that_others_could_reach(cluster: dict[str, str]) -> None:
     shown = run("rayloom", "status", environment=cluster).stdout
     state = json.loads((Path(cluster["RAYLOOM_HOME"]) / "cluster/cluster.json").read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ import pytest
 from optuna.trial import TrialState
 
 from app.config import load_recipe
-from tests.helpers import ROOT, result_of, run, wait_until
+from tests.helpers import ROOT, records_of, result_of, run, wait_until
 from tests.launch import Cluster
 from tests.search import DIGITS, search, trials_of
 
@@ -100,21 +100,27 @@ def test_hyperband_ends_trials_in_each_of_its_brackets(cluster: dict[str, str]) 
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_trials_of_two_workers_report_every_epoch_and_free_them(cluster: dict[str, str], ray: Cluster) -> None:
+def test_trials_of_two_workers_wait_for_the_scheduler_and_free_them(cluster: dict[str, str], ray: Cluster) -> None:
     result, _ = search(
         cluster,
-        *("train.epochs=2", "train.profile={wait: 0, warmup: 0, active: 1}"),
-        *("tune.trials=9", "tune.workers=2", "tune.scheduler=none", "tune.stop.epochs=4"),
+        *("train.epochs=3", "train.early_stopping=null", "train.profile={wait: 0, warmup: 0, active: 1}"),
+        *("model.factory=tests.faults.troubled:TroubledCnn", "model.args={width: 16, pause_s: 0.05}"),
+        *("tune.space=tests.faults.troubled:rates", "tune.trials=3", "tune.workers=2", "tune.reduction_factor=2"),
     )
     trials = trials_of(cluster, result["run_id"])
-    assert [each.state for each in trials] == [TrialState.COMPLETE] * 2
-    assert [sorted(each.intermediate_values) for each in trials] == [[1, 2]] * 2
-    assert [each.value for each in trials] == [max(each.intermediate_values.values()) for each in trials]
-    assert result["metrics"]["best_value"] == max(each.value or 0.0 for each in trials) > 0.5
-    assert result["metrics"]["epochs_trained"] == 4
+    assert not any(each.user_attrs.get("failures") for each in trials)
     folder = Path(cluster["RAYLOOM_STORAGE"]) / "runs/tune" / result["run_id"]
+    ends = []
+    for each in trials:
+        records = records_of(folder / f"trials/{each.number:04d}")
+        epochs = [record["epoch"] for record in records if "val_loss" in record]
+        assert epochs == list(each.intermediate_values), "an epoch was trained that the scheduler had not asked for"
+        ends.append((each.state.name, len(epochs)))
+    assert sorted(ends) == [("COMPLETE", 3), ("PRUNED", 1), ("PRUNED", 1)]
+    assert result["metrics"]["epochs_trained"] == 5
+    assert result["metrics"]["best_value"] == max(each.value or 0.0 for each in trials) > 0.5
     profiles = sorted(str(each.relative_to(folder / "trials")) for each in folder.glob("trials/*/profile/rank*"))
-    assert profiles == [f"{trial:04d}/profile/rank{rank}.pt.trace.json" for trial in (0, 1) for rank in (0, 1)]
+    assert profiles == [f"{trial:04d}/profile/rank{rank}.pt.trace.json" for trial in (0, 1, 2) for rank in (0, 1)]
     wait_until(ray.is_idle)
 
 

@@ -45,7 +45,7 @@ DIGITS, STDLIB = str(ROOT / "recipes/digits.yaml"), str(ROOT / "recipes/stdlib_g
         ("tune", [DIGITS, "tune.space=tune_spaces.image:spaces"], 1, "did you mean 'space'?"),
         ("tune", [DIGITS, "tune.space=tune_spaces.text:space"], 1, "no such key"),
         ("tune", [DIGITS, "tune.storage=sqlite:///studies.db"], 1, "is a relative path"),
-        ("tune", [DIGITS, "tune.workers=2"], 1, "set tune.scheduler to none, or tune.workers to 1"),
+        ("tune", [DIGITS, "tune.workers=2", "tune.scheduler=pbt"], 1, "to asha, or tune.workers to 1"),
         ("tune", [DIGITS, "tune.scheduler=pbt", "tune.concurrent=1"], 2, "set trials and concurrent above 1"),
         ("tune", [DIGITS, "tune.scheduler=pbt", NOTHING_LIVE], 1, "has no key that can change during training"),
         ("deploy", [DIGITS, "name=unknown"], 1, "run jobs.compile first"),
