@@ -3,19 +3,30 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pandas as pd
 import pytest
 from optuna.trial import TrialState
 
+from app.cluster.ports import is_free, unused
 from app.config import load_recipe
 from tests.helpers import ROOT, records_of, result_of, run, wait_until
-from tests.launch import Cluster
+from tests.launch import Cluster, Launch
 from tests.search import DIGITS, search, trials_of
 
 
-def test_a_search_gives_back_a_recipe_that_trains(cluster: dict[str, str]) -> None:
-    result, shown = search(cluster, "name=searched", "train.epochs=3", "tune.trials=4")
+@pytest.fixture(scope="module")
+def searched(cluster: dict[str, str]) -> tuple[dict[str, Any], str]:
+    """The result of a search, and what it printed."""
+    return search(cluster, "name=searched", "train.epochs=3", "tune.trials=4")
+
+
+def test_a_search_gives_back_a_recipe_that_trains(
+    cluster: dict[str, str], searched: tuple[dict[str, Any], str]
+) -> None:
+    result, shown = searched
     metrics, artifacts = result["metrics"], result["artifacts"]
     trials = trials_of(cluster, result["run_id"])
     complete = [each for each in trials if each.state == TrialState.COMPLETE]
@@ -48,6 +59,29 @@ def test_a_search_gives_back_a_recipe_that_trains(cluster: dict[str, str]) -> No
     sent = run("rayloom", "submit", "train", artifacts["best_recipe"], "train.workers=1", environment=cluster)
     trained = result_of(sent.stdout)
     assert trained["metrics"]["val_accuracy"] >= metrics["best_value"], "it was cut short, and whole is worth no less"
+
+
+def test_optunas_dashboard_shows_the_study_as_it_is(
+    cluster: dict[str, str], searched: tuple[dict[str, Any], str], launch: Launch
+) -> None:
+    result, _ = searched
+    (port,) = unused(1)
+    dashboard = launch("optuna-dashboard", result["artifacts"]["study"], "--host=127.0.0.1", f"--port={port}")
+    wait_until(lambda: not is_free(port) or dashboard.process.poll() is not None)
+    studies = f"http://127.0.0.1:{port}/api/studies"
+    (study,) = httpx.get(studies).json()["study_summaries"]
+    shown = httpx.get(f"{studies}/{study['study_id']}").json()
+    dashboard.process.terminate()
+    dashboard.ends()
+    trials = trials_of(cluster, result["run_id"])
+    assert (shown["name"], shown["directions"]) == (result["run_id"], ["maximize"])
+    assert [each["number"] for each in shown["best_trials"]] == [result["metrics"]["best_trial"]]
+    for each, trial in zip(shown["trials"], trials, strict=True):
+        assert each["state"].upper() == trial.state.name
+        assert each["values"] == trial.values
+        assert {value["step"]: value["value"] for value in each["intermediate_values"]} == trial.intermediate_values
+        params = {param["name"]: param["param_external_value"] for param in each["params"]}
+        assert params == {name: str(value) for name, value in trial.params.items()}
 
 
 def test_a_trial_that_no_cluster_has_room_for_is_refused_at_once(cluster: dict[str, str]) -> None:
