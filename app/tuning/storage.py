@@ -22,6 +22,7 @@ from app.config.alerts import is_reference
 from app.errors import DeliveryError, RecipeError, StorageError
 from app.storage import is_local
 from app.telemetry.alerts.secret import read_secret
+from app.tuning.only_writer import OnlyWriter
 
 LOCK_TIMEOUT_S = 60.0
 """How long a SQLite file may be locked by somebody else before the search gives up."""
@@ -60,7 +61,7 @@ def study_url(storage: UPath, run_id: str, given: str | None) -> URL:
     return url
 
 
-def open_storage(url: URL) -> RDBStorage:
+def open_storage(url: URL) -> OnlyWriter:
     """Connect, and make the tables if there are none.
 
     Raises:
@@ -72,10 +73,10 @@ def open_storage(url: URL) -> RDBStorage:
     with explained(url):
         if file is not None:
             _check_file(file)
-        storage = RDBStorage(url.render_as_string(hide_password=False), engine_kwargs=options)
+        backend = RDBStorage(url.render_as_string(hide_password=False), engine_kwargs=options)
     if file is None:
-        _outlast_restarts(storage.engine)
-    return storage
+        _outlast_restarts(backend.engine)
+    return OnlyWriter(backend)
 
 
 @contextmanager

@@ -5,8 +5,9 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.storages._rdb.models import TrialModel
 from optuna.trial import FrozenTrial, TrialState
-from sqlalchemy import make_url
+from sqlalchemy import event, make_url
 from sqlalchemy.engine import URL
 from upath import UPath
 
@@ -365,3 +366,24 @@ def test_a_trial_that_waits_is_known_to_the_sampler_and_goes_on_after_a_restart(
     after.end_running("not promoted")
     states = [each.state for each in resume(url).ended]
     assert states == [TrialState.COMPLETE, TrialState.PRUNED]
+
+
+def test_trials_that_wait_are_not_read_anew_and_all_that_is_written_is_known(url: URL) -> None:
+    study, read = create(url), []
+    for _ in range(12):
+        number = ask(study)
+        study.report(number, 1, number / 100, cost=-number / 100)
+        study.wait(number)
+    note = lambda row, _: read.append(row.number)  # noqa: E731
+    event.listen(TrialModel, "load", note)
+    number = ask(study)
+    event.remove(TrialModel, "load", note)
+    assert set(read) == {11, 12}, "but for the one that was written last, and the new one"
+    study.note_failure(number, "killed")
+    study.fail(number, "killed again")
+    study.go_on(3)
+    study.report(3, 2, 0.5, cost=-0.5)
+    study.complete(3, [0.5], stopped_early=False)
+    known = study.study.get_trials(deepcopy=False)
+    assert known == optuna.load_study(study_name="one", storage=str(url)).trials
+    assert [each.state for each in known].count(TrialState.RUNNING) == 11
