@@ -60,11 +60,11 @@ time.sleep(float(sys.argv[2]))
 
 
 @contextmanager
-def locked(url: URL, seconds: int) -> Iterator[None]:
-    """Another process holds a study's file for so long, or until the end."""
+def locked(url: URL, seconds: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process, which holds a study's file for so long, or until the end."""
     command = [sys.executable, "-c", LOCK, str(url.database), str(seconds)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        yield
+        yield process
         process.kill()

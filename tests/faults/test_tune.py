@@ -1,15 +1,21 @@
 """Searches whose trials and drivers die: the other trials go on, and none that has ended is run again."""
 
+import json
 import re
+from datetime import datetime, timedelta
 from pathlib import Path
 
+import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy import make_url
 
 from app.tuning.trials import epochs_of, waits
 from tests.helpers import run, wait_until
 from tests.launch import Cluster, Launch, Launched
+from tests.postgres import PostgresServer
 from tests.search import DIGITS, search, trials_of
+from tests.studies import locked
 from tests.tables import Faults
 
 MODEL = "model.factory=tests.faults.troubled:TroubledCnn"
@@ -18,24 +24,29 @@ LONG = [
     "tune.trials=8", "tune.space=tests.faults.troubled:rates", "tune.reduction_factor=2",
 ]  # fmt: skip
 """A search that is long enough to be killed on the way; its trials wait after each epoch."""
+WHOLE = ["tune.scheduler=none", "tune.trials=4"]
+"""With it: a shorter one, whose trials all train to their end."""
 GOES_ON = "going on from step"
 TRAINS = ("ray::", ".train")
 """In the title of a trial's process, whatever Ray Tune calls the class."""
 
+ONE_RETRY = "retried once, then FAIL; 0 other trials lost"
+HANG_TIMEOUT_S = 30
+
 
 def test_trials_fail_alone_are_retried_and_say_why(cluster: dict[str, str], tmp_path: Path, faults: Faults) -> None:
     with (
-        faults("U1", "a trial is killed, exits, raises", "retried once, then FAIL; 0 other trials lost") as died,
-        faults("U5", "a trial's loss is NaN; a trial hangs for 30 s", "FAIL with the cause, after one retry") as silent,
+        faults("U1", "a trial is killed, exits, raises, asks for too much memory", ONE_RETRY) as died,
+        faults("U5", "a trial's loss is NaN; a trial hangs", "FAIL with the cause, after one retry; 40 s") as silent,
     ):
         result, _ = search(
             cluster,
             *("name=troubled", MODEL, f"model.args={{trouble: none, batch: 30, once: {tmp_path / 'once'}}}"),
-            *("train.epochs=3", "train.hang_timeout_s=30", "train.early_stopping=null"),
+            *("train.epochs=3", f"train.hang_timeout_s={HANG_TIMEOUT_S}", "train.early_stopping=null"),
             *("tune.space=tests.faults.troubled:troubles", "tune.sampler=grid", "tune.scheduler=none"),
         )
-        by_trouble = {each.params["model.args.trouble"]: each for each in trials_of(cluster, result["run_id"])[:6]}
-        assert len(by_trouble) == 6
+        by_trouble = {each.params["model.args.trouble"]: each for each in trials_of(cluster, result["run_id"])[:7]}
+        assert len(by_trouble) == 7
         for trouble in ("none", "killed once"):
             assert by_trouble[trouble].state == TrialState.COMPLETE
             assert len(by_trouble[trouble].intermediate_values) == 3
@@ -43,7 +54,8 @@ def test_trials_fail_alone_are_retried_and_say_why(cluster: dict[str, str], tmp_
         for trouble, cause, fault in (
             ("exits", "process ended", died),
             ("raises", "RuntimeError: this model cannot go on", died),
-            ("hangs", "no progress for 30 s", silent),
+            ("out of memory", "you tried to allocate", died),
+            ("hangs", f"no progress for {HANG_TIMEOUT_S} s", silent),
             ("not a number", "not finite", silent),
         ):
             trial = by_trouble[trouble]
@@ -52,7 +64,11 @@ def test_trials_fail_alone_are_retried_and_say_why(cluster: dict[str, str], tmp_
             assert cause in trial.user_attrs["cause"]
             assert len(trial.user_attrs["failures"]) == 1
             assert list(trial.intermediate_values) == [1, 2]  # tried again from the checkpoint of the first
-        assert result["metrics"]["trials_failed"] == 4
+        hung_at = datetime.fromtimestamp((tmp_path / "hangs").stat().st_mtime)
+        noticed = (by_trouble["hangs"].datetime_complete or datetime.max) - hung_at
+        silent.saw(f"a hang of the second attempt is filed after {noticed.total_seconds():.0f} s")
+        assert timedelta(seconds=HANG_TIMEOUT_S) < noticed < timedelta(seconds=HANG_TIMEOUT_S + 10)
+        assert result["metrics"]["trials_failed"] == 5
 
 
 @pytest.fixture
@@ -142,6 +158,57 @@ def promoted(client: Launched, cluster: dict[str, str], folder: Path) -> int:
 
     wait_until(look, timeout_s=120)
     return goes_on[0]
+
+
+def test_a_search_waits_for_its_locked_study(
+    cluster: dict[str, str], storage: Path, launch: Launch, faults: Faults
+) -> None:
+    with faults("U2", "a search's study is locked for 15 s", "waited for; no trial fails or is left") as fault:
+        client = launch("rayloom", "submit", "tune", DIGITS, *LONG, *WHOLE, "name=locked", **cluster)
+        client.says(" complete ")
+        (file,) = storage.glob("studies/*-locked-*.db")
+        epochs = epochs_in(storage, "locked")
+        with locked(make_url(f"sqlite:///{file}"), 15) as lock:
+            wait_until(lambda: epochs_in(storage, "locked") > epochs)  # which cannot be written into the study
+            lock.wait()
+        assert_all_complete(trials_of(cluster, client.result()["run_id"]), 4)
+        fault.saw("4 trials complete, with every epoch")
+
+
+def test_a_search_waits_for_its_database_server(
+    cluster: dict[str, str], storage: Path, launch: Launch, postgres: PostgresServer, faults: Faults
+) -> None:
+    url = postgres.url.set(password="not-to-be-shown").render_as_string(hide_password=False)
+    with faults("U2", "a search's PostgreSQL server restarts", "waited for; no trial fails or is left") as fault:
+        environment = ["--runtime-env-json", json.dumps({"env_vars": {"STUDIES": url}})]
+        overrides = [*LONG, *WHOLE, "name=served"]
+        command = ["python", "-m", "jobs.tune", DIGITS, *overrides, "tune.storage=env:STUDIES"]
+        client = launch("ray", "job", "submit", *environment, "--working-dir", ".", "--", *command, **cluster)
+        client.says(" complete ")
+        wait_until(postgres.is_at_rest)  # what it is told just then is lost with it, and ends the search
+        postgres.stop()
+        epochs = epochs_in(storage, "served")
+        wait_until(lambda: epochs_in(storage, "served") > epochs)
+        postgres.start()
+        run_id = client.result()["run_id"]
+        study = optuna.load_study(study_name=run_id, storage=url)
+        assert_all_complete(study.get_trials(deepcopy=False), 4)
+        assert "not-to-be-shown" not in client.output
+        fault.saw("4 trials complete, with every epoch")
+
+
+def epochs_in(storage: Path, name: str) -> int:
+    """That the trials of a search have trained, whether the study knows of them or not."""
+    logs = storage.glob(f"runs/tune/*-{name}-*/trials/*/metrics.jsonl")
+    return sum(log.read_text(encoding="utf-8").count('"val_loss"') for log in logs)
+
+
+def assert_all_complete(trials: list[FrozenTrial], number: int) -> None:
+    """None failed on the way, and none was begun twice."""
+    assert len(trials) == number
+    for each in trials:
+        assert (each.state, list(each.intermediate_values)) == (TrialState.COMPLETE, [1, 2, 3])
+        assert not each.user_attrs.get("failures")
 
 
 def assert_none_was_repeated(before: list[FrozenTrial], after: list[FrozenTrial]) -> None:

@@ -44,7 +44,10 @@ class TroubledCnn(SmallCnn):
                 os._exit(9)
             case "raises":
                 raise RuntimeError("this model cannot go on")
+            case "out of memory":
+                torch.empty(2**60)
             case "hangs":
+                Path(self.once).with_name("hangs").touch()
                 time.sleep(1e6)
             case "not a number":
                 return logits * torch.nan
@@ -52,7 +55,8 @@ class TroubledCnn(SmallCnn):
 
 
 def troubles(trial: optuna.Trial) -> None:
-    trial.suggest_categorical("model.args.trouble", ["none", "killed once", "exits", "raises", "hangs", "not a number"])
+    kinds = ["none", "killed once", "exits", "raises", "out of memory", "hangs", "not a number"]
+    trial.suggest_categorical("model.args.trouble", kinds)
 
 
 def sizes(trial: optuna.Trial) -> None:
