@@ -160,6 +160,33 @@ def test_trials_of_two_workers_wait_for_the_scheduler_and_free_them(cluster: dic
 
 @pytest.mark.slow
 @pytest.mark.faults
+def test_a_search_of_two_objectives_learns_from_another_and_runs_as_many_trials_at_once_as_it_may(
+    cluster: dict[str, str],
+) -> None:
+    objectives = ("tune.metric=[val_accuracy, parameters]", "tune.mode=[max, min]", "tune.scheduler=none")
+    settings = ("train.epochs=1", "tune.trials=2", *objectives)
+    result, shown = search(cluster, *settings)
+    first, second = trials_of(cluster, result["run_id"])
+    assert "2 trials at once" in shown
+    assert first.datetime_complete > second.datetime_start
+    front = result["metrics"]["pareto_front"]
+    assert front[0]["values"] == result["metrics"]["best_values"]
+    assert "<h2>Pareto front" in Path(result["artifacts"]["report"]).read_text(encoding="utf-8")
+
+    after, shown = search(cluster, *settings, f"tune.warm_start=[{result['run_id']}]", "tune.concurrent=1")
+    trials = trials_of(cluster, after["run_id"])
+    learned = [each for each in trials if "learned_from" in each.user_attrs]
+    own = [each for each in trials if each not in learned and "duplicate_of" not in each.user_attrs]
+    assert [each.values for each in learned] == [first.values, second.values]
+    assert "1 trials at once" in shown
+    assert own[0].datetime_complete <= own[1].datetime_start
+    assert own[0].params == first.params
+    assert all(each["params"] in [again.user_attrs["values"] for again in own] for each in front)
+    assert after["metrics"]["trials"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.faults
 def test_of_a_population_the_one_behind_goes_on_from_the_best(cluster: dict[str, str]) -> None:
     result, _ = search(
         cluster,
