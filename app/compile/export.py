@@ -19,6 +19,9 @@ from app.tensors import OUTPUT, Tensors, TensorSpec
 
 OPSET = 20
 
+_MOST_GIB = 1.5
+"""Of weights, above which PyTorch writes them beside the file; no file in protobuf's format has more than 2 GiB."""
+
 
 def export_onnx(
     model: nn.Module, specs: tuple[TensorSpec, ...], sample: Tensors, path: Path, precision: Precision = "fp32"
@@ -31,7 +34,8 @@ def export_onnx(
             ``logits`` are the same in all.
 
     Raises:
-        CompileError: the model cannot be exported; the exporter's reason is in the message.
+        CompileError: the model cannot be exported, the exporter's reason is in the message; or it has more weights than
+            one ONNX file takes, and nothing is left of it.
     """
     if precision != "fp32":
         model = lowered(model, precision)
@@ -46,6 +50,7 @@ def export_onnx(
         if (count := len(program.model.graph.outputs)) != 1:
             raise CompileError(f"the model answers {count} tensors: expected logits alone")
         program.save(path, external_data=False)
+    _require_one_file(path)
 
 
 def _dimension(spec: TensorSpec, axis: int) -> Any:
@@ -90,6 +95,20 @@ def _where(traced: ExportedProgram, message: str) -> str:
                 path, kind = modules[-1] if modules else ("", "no module")
                 return f"at node {node.name} of {path or 'the model'} ({kind}), "
     return ""
+
+
+def _require_one_file(path: Path) -> None:
+    """Refuse weights beside the file: it is judged, hashed and published by itself, and would be without them."""
+    weights = path.with_name(f"{path.name}.data")
+    if not weights.exists():
+        return
+    size_gib = weights.stat().st_size / 2**30
+    weights.unlink()
+    path.unlink()
+    raise CompileError(
+        f"the model has {size_gib:.2f} GiB of weights, and one ONNX file takes {_MOST_GIB} GiB: give a smaller model "
+        "(model.args)"
+    )
 
 
 @contextlib.contextmanager
