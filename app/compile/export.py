@@ -67,7 +67,8 @@ def _traced(model: nn.Module, inputs: dict[str, torch.Tensor], dynamic: dict[str
         place = next((index for index, line in enumerate(said) if line.startswith('File "')), None)
         where = "" if place is None else f"; {' '.join(said[place : place + 2])}"
         raise CompileError(
-            f"{type(model).__name__} cannot be exported to ONNX: torch.export cannot trace it: {said[0]}{where}"
+            f"{type(model).__name__} cannot be exported to ONNX: torch.export cannot trace it: "
+            f"{_first_line(error)}{where}"
         ) from error
 
 
@@ -81,20 +82,28 @@ def _to_onnx(traced: ExportedProgram) -> torch.onnx.ONNXProgram:
         while causes[-1].__cause__ is not None:
             causes.append(causes[-1].__cause__)
         where = _where(traced, " ".join(map(str, causes)))
-        raise CompileError(f"the model cannot be exported to ONNX: {where}{str(causes[-1]).splitlines()[0]}") from error
+        raise CompileError(f"the model cannot be exported to ONNX: {where}{_first_line(causes[-1])}") from error
     assert program is not None
     return program
 
 
 def _where(traced: ExportedProgram, message: str) -> str:
     """The node that a message is on and the innermost module that it is of, as the beginning of a sentence."""
-    for program in (traced, traced.run_decompositions()):  # what has no translation may come of a larger operator
-        for node in program.graph.nodes:
+    graphs = [traced.graph]
+    with contextlib.suppress(Exception):  # it may fail as the export did
+        graphs.append(traced.run_decompositions().graph)  # what has no translation may come of a larger operator
+    for graph in graphs:
+        for node in graph.nodes:
             if f"%{node.name} :" in message:
                 modules = list(node.meta.get("nn_module_stack", {}).values())
                 path, kind = modules[-1] if modules else ("", "no module")
                 return f"at node {node.name} of {path or 'the model'} ({kind}), "
     return ""
+
+
+def _first_line(error: BaseException) -> str:
+    """Of what it says; its class if it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _require_one_file(path: Path) -> None:

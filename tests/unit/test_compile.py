@@ -369,9 +369,19 @@ class Branching(torch.nn.Module):
         return given if given.sum() > 0 else -given
 
 
+class Mute(torch.nn.Module):
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        raise AssertionError
+
+
+def refuse_in_silence(*_: object, **__: object) -> None:
+    raise AssertionError
+
+
 @pytest.mark.parametrize(
     ("layer", "words"),
     [
+        (Mute(), "torch.export cannot trace it: AssertionError"),
         (Odd(), r"at node linalg_eig of body.1 \(tests.unit.test_compile.Odd\), No ONNX function found"),
         (Branching(), r"torch.export cannot trace it: .*test_compile.py\", line \d+, in forward return given if"),
     ],
@@ -383,6 +393,16 @@ def test_what_cannot_be_exported_is_named(layer: torch.nn.Module, words: str, tm
     with pytest.raises(CompileError, match=words):
         export_onnx(model, (spec,), {"x": np.ones((2, 4), np.float32)}, tmp_path / "model.onnx")
     assert not (tmp_path / "model.onnx").exists()
+
+
+def test_an_exporter_that_fails_without_a_word_is_an_error_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.onnx.export", refuse_in_silence)
+    monkeypatch.setattr("torch.export.ExportedProgram.run_decompositions", refuse_in_silence)
+    spec = TensorSpec("input", np.dtype(np.float32), (-1, 4))
+    with pytest.raises(CompileError, match=r"^the model cannot be exported to ONNX: AssertionError$"):
+        export_onnx(torch.nn.Linear(4, 4), (spec,), {"input": np.ones((2, 4), np.float32)}, tmp_path / "model.onnx")
 
 
 def test_a_model_of_more_weights_than_a_file_takes_is_refused_and_nothing_is_left(
