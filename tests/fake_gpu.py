@@ -28,11 +28,12 @@ class Graph:
 
 
 class Gpu:
-    """The parts of the module torch that a lane uses."""
+    """The parts of the module torch that a lane uses; ``refuses`` names the call that finds no memory."""
 
     uint8, int64, float32 = torch.uint8, torch.int64, torch.float32
 
-    def __init__(self) -> None:
+    def __init__(self, refuses: str = "") -> None:
+        self._refuses = refuses
         self.graphs: list[Graph] = []
         self.recording: Graph | None = None
         self.cuda = SimpleNamespace(
@@ -41,6 +42,8 @@ class Gpu:
 
     def empty(self, size: int, dtype: torch.dtype, device: str) -> torch.Tensor:
         assert device == "cuda"
+        if self._refuses == "empty":
+            raise torch.OutOfMemoryError("CUDA out of memory")
         return torch.empty(size, dtype=dtype)
 
     def zeros(

@@ -124,12 +124,32 @@ def spec_of(path: Path, name: str, kind: str, dtypes: Mapping[str, str], shape: 
     return TensorSpec(name, np.dtype(dtypes[kind]), tuple(shape))
 
 
+@contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Makes an EngineError that begins with ``what`` of whatever a library raises: each has classes of its own."""
+    try:
+        yield
+    except RayloomError:
+        raise
+    except Exception as error:
+        raise EngineError(f"{what}: {error}") from error
+
+
 class PooledEngine(ABC, Generic[Member]):
     """An engine of several streams: each is a member of a pool, which one thread at a time uses."""
 
     def __init__(self, signature: Signature, members: Iterable[Member]) -> None:
+        """Make the members ready.
+
+        Args:
+            members: a generator, where making one can fail, such as for want of memory.
+
+        Raises:
+            EngineError: the library cannot make one.
+        """
         self._signature = signature
-        self._pool = _Pool(members)
+        with library_errors("the engine cannot be opened"):
+            self._pool = _Pool(members)
 
     @property
     def signature(self) -> Signature:
@@ -137,13 +157,8 @@ class PooledEngine(ABC, Generic[Member]):
 
     def infer(self, inputs: Tensors) -> Tensors:
         check_tensors(inputs, self._signature.inputs)
-        with self._pool.lend() as member:
-            try:
-                return self._run(member, inputs)
-            except RayloomError:
-                raise
-            except Exception as error:  # each library has classes of its own
-                raise EngineError(f"the engine failed on a batch: {error}") from error
+        with self._pool.lend() as member, library_errors("the engine failed on a batch"):
+            return self._run(member, inputs)
 
     def close(self) -> None:
         self._pool.close()

@@ -54,7 +54,7 @@ class OpenVinoEngine(PooledEngine[openvino.InferRequest]):
         except RuntimeError as error:
             raise EngineError(f"OpenVINO cannot load {str(path)!r}: {error}") from error
         signature = Signature(_specs(path, model.inputs), _specs(path, model.outputs))
-        super().__init__(signature, [model.create_infer_request() for _ in range(settings.streams)])
+        super().__init__(signature, (model.create_infer_request() for _ in range(settings.streams)))
 
     def _run(self, member: openvino.InferRequest, inputs: Tensors) -> Tensors:
         results = member.infer(dict(inputs), share_inputs=True)

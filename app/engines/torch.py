@@ -32,7 +32,7 @@ class TorchEngine(PooledEngine[nn.Module]):
             signature: the model's arguments by name, and the name of its one output.
 
         Raises:
-            EngineError: PyTorch does not compute in the precision, or the device is not there.
+            EngineError: PyTorch does not compute in the precision, or the device is not there or too small.
         """
         if settings.precision not in TORCH_DTYPES:
             raise EngineError(f"PyTorch runs in {', '.join(TORCH_DTYPES)}: not in {settings.precision}")
@@ -41,7 +41,7 @@ class TorchEngine(PooledEngine[nn.Module]):
         self._device = torch.device("cuda" if settings.device == "gpu" else "cpu")
         self._dtype = TORCH_DTYPES[settings.precision]
         torch.set_num_threads(settings.threads)
-        super().__init__(signature, [model.to(self._device).eval()] * settings.streams)
+        super().__init__(signature, (model.to(self._device).eval() for _ in range(settings.streams)))
 
     def _run(self, member: nn.Module, inputs: Tensors) -> Tensors:
         given = {name: torch.from_numpy(tensor).to(self._device) for name, tensor in inputs.items()}

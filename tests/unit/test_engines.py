@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import openvino
@@ -112,6 +113,15 @@ def test_what_fails_inside_a_library_is_an_error_of_the_engine() -> None:
 
     with pytest.raises(EngineError, match="the engine failed on a batch: out of memory"):
         TorchEngine(Broken(), SIGNATURE, EngineSettings()).infer(rows(2))
+
+
+def test_a_model_that_its_device_does_not_hold_is_an_error_of_the_engine() -> None:
+    class TooLarge(nn.Module):
+        def to(self, *_: object, **__: object) -> Self:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(EngineError, match="the engine cannot be opened: CUDA out of memory"):
+        TorchEngine(TooLarge(), SIGNATURE, EngineSettings())
 
 
 def test_a_size_that_varies_may_be_fixed_in_what_is_expected_not_the_other_way_round() -> None:

@@ -43,12 +43,14 @@ class Lanes(PooledEngine[Lane]):
     name, version = "tensorrt", "-"
 
     def __init__(self, count: int = 1, refuses: str = "", captures_graphs: bool = False) -> None:
-        self.gpu = Gpu()
+        self.gpu = Gpu(refuses)
         self.contexts: list[Context] = []
         plan = LoadedPlan(HERE, lambda: self._context(refuses), 1024, captures_graphs, ["the library's reason"])
-        super().__init__(HERE.signature, [Lane(self.gpu, plan) for _ in range(count)])
+        super().__init__(HERE.signature, (Lane(self.gpu, plan) for _ in range(count)))
 
-    def _context(self, refuses: str) -> Context:
+    def _context(self, refuses: str) -> Context | None:
+        if refuses == "create_execution_context":
+            return None
         self.contexts.append(Context(self.gpu, refuses))
         return self.contexts[-1]
 
@@ -123,6 +125,8 @@ def test_rows_that_pad_are_rows_that_were_given() -> None:
 @pytest.mark.parametrize(
     ("refuses", "words"),
     [
+        ("empty", "the engine cannot be opened: CUDA out of memory"),
+        ("create_execution_context", "TensorRT refuses one more context: the library's reason"),
         ("set_optimization_profile_async", "TensorRT refuses profile 0: the library's reason"),
         ("set_input_shape", r"refuses the shape \(1, 16\) of 'input_ids'"),
         ("set_tensor_address", "refuses the buffer of 'input_ids'"),

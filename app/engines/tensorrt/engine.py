@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from app.engines.architecture import compute_capability
-from app.engines.base import EngineSettings, PooledEngine
+from app.engines.base import EngineSettings, PooledEngine, library_errors
 from app.engines.cache import CacheFile
 from app.engines.tensorrt.lane import Lane, LoadedPlan
 from app.engines.tensorrt.library import Flavour, Library, load_library
@@ -27,7 +27,8 @@ class TensorRtEngine(PooledEngine[Lane]):
 
         Raises:
             EngineError: the plan is damaged, or was built for another library, version, GPU or system, in which case
-                both sides are named; or the library cannot be loaded, or refuses the plan.
+                both sides are named; or the library cannot be loaded, or refuses the plan; or the GPU has too little
+                memory.
         """
         content, manifest = read_plan(path)
         library = load_library(self.name)
@@ -40,19 +41,19 @@ class TensorRtEngine(PooledEngine[Lane]):
                 f"the plan {str(path)!r} was built for {manifest.key.machine}; this is {machine}: "
                 "build it here from its ONNX file"
             )
-        torch.cuda.set_device(0)  # makes the CUDA context in which the library works
-        engine = _deserialize(library, content, path)
-        configuration = runtime_config(library, engine)
-        plan = LoadedPlan(
-            manifest,
-            lambda: engine.create_execution_context(runtime_config=configuration),
-            engine.device_memory_size_v2,
-            library.compiles_when_run,
-            library.messages,
-        )
-        with _kernels_kept(library, configuration, _kernel_file(settings, manifest, machine)):
-            lanes = [Lane(torch, plan) for _ in range(settings.streams)]
-        super().__init__(manifest.signature, lanes)
+        with library_errors(f"{self.name} cannot load the plan {str(path)!r}"):
+            torch.cuda.set_device(0)  # makes the CUDA context in which the library works
+            engine = _deserialize(library, content, path)
+            configuration = runtime_config(library, engine)
+            plan = LoadedPlan(
+                manifest,
+                lambda: engine.create_execution_context(runtime_config=configuration),
+                engine.device_memory_size_v2,
+                library.compiles_when_run,
+                library.messages,
+            )
+            with _kernels_kept(library, configuration, _kernel_file(settings, manifest, machine)):
+                super().__init__(manifest.signature, (Lane(torch, plan) for _ in range(settings.streams)))
 
     def _run(self, member: Lane, inputs: Tensors) -> Tensors:
         return member.infer(inputs)

@@ -18,7 +18,7 @@ class LoadedPlan:
 
     manifest: PlanManifest
     new_context: Callable[[], Any]
-    """Makes an execution context, whose scratch memory the caller gives."""
+    """Makes an execution context, whose scratch memory the caller gives; None if it cannot."""
     scratch_bytes: int
     """How much that is."""
     captures_graphs: bool
@@ -86,6 +86,7 @@ class Lane:
 
     def _bind(self, rows: int, length: int) -> "_Bound":
         context = self._plan.new_context()
+        self._plan.check(context is not None, "one more context")
         context.set_device_memory(self._scratch.data_ptr(), self._plan.scratch_bytes)
         index = index_of(self._profile, rows, length)
         chosen = context.set_optimization_profile_async(index, self._stream.cuda_stream)
