@@ -71,10 +71,10 @@ class Gpu:
 
 
 class Context:
-    """An execution context; ``refuses`` names the call that returns False."""
+    """An execution context; ``refuses`` names the call that returns False, and says why in ``messages``."""
 
-    def __init__(self, gpu: Gpu, refuses: str = "") -> None:
-        self._gpu, self._refuses = gpu, refuses
+    def __init__(self, gpu: Gpu, refuses: str, messages: list[str]) -> None:
+        self._gpu, self._refuses, self._messages = gpu, refuses, messages
         self.launches = 0
         self.profile = -1
         self.scratch = (0, 0)
@@ -86,15 +86,15 @@ class Context:
 
     def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
         self.profile = profile
-        return self._refuses != "set_optimization_profile_async"
+        return self._does("set_optimization_profile_async")
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         self._shapes[name] = shape
-        return self._refuses != "set_input_shape"
+        return self._does("set_input_shape")
 
     def set_tensor_address(self, name: str, memory: int) -> bool:
         self._addresses[name] = memory
-        return self._refuses != "set_tensor_address"
+        return self._does("set_tensor_address")
 
     def infer_shapes(self) -> list[str]:
         return ["attention_mask"] if self._refuses == "infer_shapes" else []
@@ -110,7 +110,12 @@ class Context:
             self._compute()
         else:
             self._gpu.recording.launched.append(self._compute)
-        return self._refuses != "execute_async_v3"
+        return self._does("execute_async_v3")
+
+    def _does(self, call: str) -> bool:
+        if self._refuses == call:
+            self._messages.append("the library's reason")
+        return self._refuses != call
 
     def ids(self) -> NDArray[np.int64]:
         """What lies on the device."""

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,15 @@ from app.checksums import sha256_of
 from app.engines.base import PooledEngine
 from app.engines.shapes import ShapeProfile
 from app.engines.tensorrt.lane import Lane, LoadedPlan
-from app.engines.tensorrt.manifest import BuildSettings, Machine, PlanKey, PlanManifest
+from app.engines.tensorrt.manifest import (
+    BuildSettings,
+    Machine,
+    PlanKey,
+    PlanManifest,
+    manifest_path,
+    read_plan,
+    write_plan,
+)
 from app.engines.tensorrt.profiles import index_of, optimization_profiles
 from app.errors import CompileError, EngineError, RequestError
 from app.tensors import Tensor, Tensors
@@ -44,14 +53,17 @@ class Lanes(PooledEngine[Lane]):
 
     def __init__(self, count: int = 1, refuses: str = "", captures_graphs: bool = False) -> None:
         self.gpu = Gpu(refuses)
+        self.refuses = refuses
         self.contexts: list[Context] = []
-        plan = LoadedPlan(HERE, lambda: self._context(refuses), 1024, captures_graphs, ["the library's reason"])
+        self.messages: list[str] = []
+        plan = LoadedPlan(HERE, self._context, 1024, captures_graphs, self.messages)
         super().__init__(HERE.signature, (Lane(self.gpu, plan) for _ in range(count)))
 
-    def _context(self, refuses: str) -> Context | None:
-        if refuses == "create_execution_context":
+    def _context(self) -> Context | None:
+        if self.refuses == "create_execution_context":
+            self.messages.append("the library's reason")
             return None
-        self.contexts.append(Context(self.gpu, refuses))
+        self.contexts.append(Context(self.gpu, self.refuses, self.messages))
         return self.contexts[-1]
 
     def _run(self, member: Lane, inputs: Tensors) -> Tensors:
@@ -138,6 +150,26 @@ def test_rows_that_pad_are_rows_that_were_given() -> None:
 def test_every_refusal_of_the_library_is_an_error(refuses: str, words: str) -> None:
     with pytest.raises(EngineError, match=words):
         Lanes(refuses=refuses)
+
+
+def test_a_refusal_is_told_with_its_own_reason_and_none_from_before() -> None:
+    lanes = Lanes()
+    lanes.messages.append("a warning of yesterday")
+    lanes.refuses = "execute_async_v3"  # of the contexts that are made for a length between
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"^TensorRT refuses the batch: the library's reason$"):
+            lanes.infer(batch(2, 7))
+
+
+def test_a_manifest_with_sizes_that_cannot_be_is_no_plan(tmp_path: Path) -> None:
+    plan = tmp_path / "model.plan"
+    write_plan(plan, PLAN, HERE)
+    beside = manifest_path(plan)
+    beside.write_text(beside.read_text(encoding="utf-8").replace("16", "64"), encoding="utf-8")
+    with pytest.raises(
+        EngineError, match=r"model\.plan\.json' is not a plan's manifest .*64, 32.* build the plan again"
+    ):
+        read_plan(plan)
 
 
 def test_lanes_share_nothing() -> None:

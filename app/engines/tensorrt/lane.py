@@ -1,6 +1,6 @@
 """What one batch at a time needs on the GPU: a stream, scratch memory, and for each size a context with buffers."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -23,8 +23,8 @@ class LoadedPlan:
     """How much that is."""
     captures_graphs: bool
     """Whether contexts capture CUDA graphs by themselves; else the lane does."""
-    messages: Collection[str]
-    """What the library has to say of failures."""
+    messages: MutableSequence[str]
+    """What the library has to say of failures; a lane empties it before each batch."""
 
     def check(self, done: bool, what: str) -> None:
         """Raises EngineError unless ``done``, which is what calls of a context return."""
@@ -62,6 +62,7 @@ class Lane:
             EngineError: the library failed.
         """
         rows, length = self._rows_of(inputs), self._length_of(inputs)
+        self._plan.messages.clear()  # of all lanes: a reason that another waits for may go, none that is old is told
         with self._gpu.cuda.stream(self._stream):
             bound = self._captured.get((rows, length)) or self._bind(rows, length)
             return bound.run(inputs)

@@ -12,7 +12,7 @@ from app.config import ComputePrecision
 from app.engines.base import Signature
 from app.engines.shapes import ShapeProfile
 from app.engines.tensorrt.profiles import Shape
-from app.errors import EngineError, StorageError
+from app.errors import CompileError, EngineError, StorageError
 from app.storage import write_atomically
 from app.tensors import Tensor
 
@@ -108,7 +108,7 @@ def read_plan(path: Path) -> tuple[bytes, PlanManifest]:
         return read_verified(UPath(path), manifest.plan_sha256), manifest
     except FileNotFoundError as error:
         raise EngineError(f"the plan {str(path)!r} has no {beside.name} beside it: build it again") from error
-    except ValidationError as error:
+    except (ValidationError, CompileError) as error:  # of sizes that cannot be ShapeProfile raises its own
         raise EngineError(f"{str(beside)!r} is not a plan's manifest ({error}): build the plan again") from error
     except StorageError as error:
         raise EngineError(f"the plan {error}") from error
