@@ -1,11 +1,13 @@
 """What compiled models depend on of this machine."""
 
+import math
 import os
 import platform
 from pathlib import Path
 from typing import Literal
 
 from app.config import ComputePrecision
+from app.engines.cgroups import granted_cores
 from app.errors import EngineError
 
 Device = Literal["cpu", "gpu"]
@@ -42,8 +44,11 @@ def compute_capability() -> str | None:
 
 
 def usable_cores() -> int:
-    """The cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
+    """The cores that this process may run on, or as many whole ones as its cgroups grant it CPU time for.
+
+    Threads that share less are stopped in turn, and the others wait for them.
+    """
+    return max(1, math.floor(min(len(os.sched_getaffinity(0)), granted_cores())))
 
 
 def cpu_flags() -> frozenset[str]:
