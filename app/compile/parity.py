@@ -20,7 +20,7 @@ _ROUNDING = 1e-9
 class Parity(BaseModel):
     """How an engine's answers compare with PyTorch's, over every row of the validation split."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")  # null would be no number when it is read
 
     accuracy: float
     max_difference: float

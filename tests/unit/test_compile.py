@@ -1,6 +1,7 @@
 """Compiling the digits: what is published, what is kept out, and what is refused."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -245,6 +246,33 @@ class Timed:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.engine, name)
+
+
+@dataclass
+class Overflowing:
+    """An engine whose logits are no numbers."""
+
+    engine: Engine
+
+    def infer(self, inputs: Tensors) -> Tensors:
+        return {name: np.full_like(answer, np.nan) for name, answer in self.engine.infer(inputs).items()}
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.engine, name)
+
+
+def test_logits_that_are_no_numbers_hold_no_gate_and_their_report_can_be_read(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_open = Opener.open
+    monkeypatch.setattr(Opener, "open", lambda *given: Overflowing(real_open(*given)))
+    compilation = compilation_of(subject, tmp_path, on_cpu("onnxruntime", "fp32"))
+    compilation.prove()
+    write_report(report_of(compilation, "digits", None), UPath(tmp_path))
+    (variant,) = CompileReport.model_validate_json((tmp_path / "report.json").read_bytes()).variants
+    assert math.isnan(variant.cosine)
+    assert math.isnan(variant.max_difference)
+    assert not variant.passed
 
 
 def test_the_faster_variant_is_chosen_though_the_machine_was_slow_when_it_was_first_timed(
