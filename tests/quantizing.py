@@ -56,7 +56,7 @@ class Subject:
     def judge(self, path: Path, at_least: float = 0.99) -> Verdict:
         with closing(open_oracle(path)) as engine:
             cosine = self.cosine(engine.infer)
-        return Verdict(cosine >= at_least, 1 - cosine)
+        return Verdict(() if cosine >= at_least else (f"the cosine is {cosine:.4f}",), 1 - cosine)
 
     def quantized(self, config: CalibrationConfig = MINMAX, **bounds: float) -> tuple[Path, Quantization]:
         target = self.folder / "int8.onnx"

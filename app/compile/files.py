@@ -117,7 +117,7 @@ class ModelFiles:
             size_bytes=path.stat().st_size,
             sha256=sha256_of_file(path),
             parity=parity,
-            failures=self._judge.failures(parity, precision) if parity else (),
+            failures=self._failures(precision, path, parity),
             quantization=quantization,
         )
 
@@ -129,6 +129,12 @@ class ModelFiles:
         if precision == "fp8":
             return quantize_fp8(source_path, samples, path)
         return find_quantization(source_path, samples, self._calibration, self._judge.verdict, path, self._tell)
+
+    def _failures(self, precision: ComputePrecision, path: Path, parity: Parity | None) -> tuple[str, ...]:
+        """Of int8 those on any engine that it was to hold on; of the others, where it was judged, on that one."""
+        if precision == "int8":
+            return self._judge.verdict(path).failures
+        return self._judge.failures(parity, precision) if parity else ()
 
     def _parity(self, precision: ComputePrecision, path: Path) -> Parity | None:
         """None if nothing here runs the file, which may be of any precision but fp32."""

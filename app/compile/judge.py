@@ -29,6 +29,7 @@ class Judge:
         self._gates = gates
         self._engines = engines
         self._seen: dict[str, Parity] = {}
+        self._verdicts: dict[str, Verdict] = {}
 
     def parity(self, path: Path, precision: ComputePrecision) -> Parity:
         """How the oracle answers, or in bf16, for which it has no kernels on CPUs, OpenVINO.
@@ -52,13 +53,22 @@ class Judge:
         A file can be right and an engine wrong: without VNNI sums saturate, and OpenVINO fuses what the oracle runs
         node by node.
         """
+        content = sha256_of_file(path)
+        if content not in self._verdicts:
+            self._verdicts[content] = self._verdict(path)
+        return self._verdicts[content]
+
+    def _verdict(self, path: Path) -> Verdict:
         settings = EngineSettings("int8", self._subject.threads)
         try:
-            engines = (open_engine(name, path, settings) for name in self._engines)
-            parities = [self.parity(path, "int8"), *(self._compare(engine, path) for engine in engines)]
-        except EngineError:  # a file that one of them cannot run is none for it
-            return Verdict(False, math.inf)
-        return Verdict(not any(self.failures(each, "int8") for each in parities), max(map(self._loss, parities)))
+            oracles = self.parity(path, "int8")
+            others = {name: self._compare(open_engine(name, path, settings), path) for name in self._engines}
+        except EngineError as error:  # a file that one of them cannot run is none for it
+            return Verdict((str(error),), math.inf)
+        by_engine = [
+            f"as {name} runs it, {each}" for name, parity in others.items() for each in self.failures(parity, "int8")
+        ]
+        return Verdict((*self.failures(oracles, "int8"), *by_engine), max(map(self._loss, (oracles, *others.values()))))
 
     def _open(self, path: Path, precision: ComputePrecision) -> Engine:
         if precision == "bf16":

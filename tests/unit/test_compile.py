@@ -20,6 +20,7 @@ from app.checksums import checksums_of, write_checksums
 from app.compile.compilation import Compilation
 from app.compile.export import export_onnx
 from app.compile.family import Family
+from app.compile.judge import Judge
 from app.compile.opening import Opener
 from app.compile.publication import publish
 from app.compile.quantization.search import Verdict
@@ -28,7 +29,7 @@ from app.compile.sparsity import prune_2_to_4
 from app.compile.subject import Subject, load_subject, pruned
 from app.compile.sweep import Concurrency
 from app.compile.variants import Variant, Wanted
-from app.config import CompileConfig, ComputePrecision, EngineName, load_recipe
+from app.config import CompileConfig, ComputePrecision, EngineName, GatesConfig, load_recipe
 from app.engines.architecture import usable_cores
 from app.engines.base import Engine, EngineSettings
 from app.engines.onnxruntime import open_oracle
@@ -307,6 +308,37 @@ def test_an_int8_that_nobody_can_make_is_a_row_of_the_report(
     compilation.prove()
     assert [each.precision for each in compilation.records] == ["fp32"]
     assert [str(each) for each in compilation.skipped] == ["openvino int8: not run: the best try loses 0.5"]
+
+
+def test_an_int8_that_no_search_saves_is_kept_out_with_the_numbers_of_the_closest_try(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Judge, "failures", lambda _, parity, precision: ("too far",) if precision == "int8" else ())
+    variants = [on_cpu(engine, precision) for engine in ("onnxruntime", "openvino") for precision in ("fp32", "int8")]
+    compilation = compilation_of(subject, tmp_path, *variants)
+    compilation.prove()
+    write_report(report_of(compilation, "digits", compilation.choose()), UPath(tmp_path))
+    report = CompileReport.model_validate_json((tmp_path / "report.json").read_bytes())
+    refused = [each for each in report.variants if each.precision == "int8"]
+    assert [each.engine for each in refused] == ["onnxruntime", "openvino"]
+    for each in refused:
+        assert each.reasons[:2] == ("in its file too far", "in its file as openvino runs it, too far")
+        assert (each.accuracy > 0.5, each.cosine > 0.9) == (True, True)
+        assert each.size_bytes < min(other.size_bytes for other in report.variants if other.precision == "fp32")
+    assert report.chosen is not None
+    assert report.chosen.precision == "fp32"
+    assert [(each.precision, each.holds) for each in report.files] == [("fp32", True), ("int8", False)]
+
+
+def test_why_an_engine_cannot_run_an_int8_file_is_kept(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> Engine:
+        raise EngineError("no kernel")
+
+    monkeypatch.setattr("app.compile.judge.open_engine", refuse)
+    files = Family(subject, CompileConfig(), ["openvino"], tmp_path, print).files
+    assert Judge(subject, GatesConfig(), ["openvino"]).verdict(files.path("fp32")) == Verdict(("no kernel",), math.inf)
 
 
 def test_a_bf16_file_is_judged_as_openvino_runs_it(subject: Subject, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path
         subject = SUBJECTS[name]
         if precision == "int8":
             source, samples = file(name, "fp32"), [subject.batch()]
-            find_quantization(source, samples, MINMAX, lambda _: Verdict(True, 0.0), path, lambda _: None)
+            find_quantization(source, samples, MINMAX, lambda _: Verdict((), 0.0), path, lambda _: None)
         else:
             torch.manual_seed(0)
             export_onnx(subject.make().eval(), subject.inputs, subject.batch(), path, precision)

@@ -1,4 +1,4 @@
-"""Quantisation: the ranges, what is written, and the search for the fewest layers in float."""
+"""Quantisation: the ranges, and what is written."""
 
 from contextlib import closing
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Find how to quantise a model: the calibration that holds the gates, with as few layers in float as that takes."""
+"""Find how to quantise a model: the calibration that holds the gates, with layers in float where that takes some."""
 
 import shutil
 from bisect import bisect_left
@@ -28,10 +28,24 @@ _FEWEST_ROWS = 16
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a judge says of a quantised file; ``loss`` is how far it is from PyTorch, and ranks files that failed."""
+    """What a judge says of a quantised file.
 
-    passed: bool
+    ``loss`` is how far it is from PyTorch, and ranks files that failed; infinite of one that an engine cannot run.
+    """
+
+    failures: tuple[str, ...]
+    """A sentence for each gate that it does not hold, or why it cannot be run."""
+
     loss: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether every gate holds."""
+        return not self.failures
+
+    def __str__(self) -> str:
+        reasons = f" ({'; '.join(self.failures)})" if self.failures else ""
+        return f"{'passes' if self.passed else 'fails'}, {self.loss:.4g} from PyTorch{reasons}"
 
 
 JudgeFile = Callable[[Path], Verdict]
@@ -45,10 +59,10 @@ def find_quantization(
     target: Path,
     tell: Callable[[str], None],
 ) -> Quantization:
-    """Write ``source`` in int8 to ``target``, such that it passes.
+    """Write ``source`` in int8 to ``target``, such that it passes; if no try does, the one that came closest.
 
     The calibrations are tried in turn. If none passes with all layers in int8, the layers that hurt most are left in
-    float, as few as it takes, with the calibration that came closest.
+    float, half of all at most, with the calibration that came closest.
 
     Args:
         source: in float32, as ``export_onnx`` writes it.
@@ -57,8 +71,8 @@ def find_quantization(
         tell: takes a line on each try.
 
     Raises:
-        CompileError: too few samples, a model with nothing to quantise, a value that is not finite or always 0, or
-            no try passes; nothing is at ``target`` then.
+        CompileError: too few samples, a model with nothing to quantise, or a value that is not finite or always 0;
+            nothing is at ``target`` then.
     """
     with _prepared(source, samples, target) as prepared:
         search = _Search(prepared, judge, tell)
@@ -159,10 +173,10 @@ class _Search:
         return next((attempt for attempt in attempts if self._passes(attempt)), None)
 
     def by_exemption(self, samples: Tensors) -> _Attempt:
-        """The closest calibration with the fewest layers in float: the count doubles until it passes, then is halved.
+        """The closest calibration with the first layers of one ranking in float, as few of them as pass.
 
-        Raises:
-            CompileError: it does not pass with half of the layers in float.
+        Their number doubles until it passes, and is then found by bisection: other layers may be fewer. If it does not
+        pass with half of all, the closest attempt.
         """
         closest, _ = self._closest
         self._tell(f"int8: no calibration passes with every layer in int8; {closest} came closest: ranking its layers")
@@ -176,12 +190,13 @@ class _Search:
         while count <= most and not self._passes(exempting(count)):
             failed, count = count, max(min(2 * count, most), count + 1)
         if count > most:
-            attempt, verdict = self._closest
-            raise CompileError(
+            attempt, _ = self._closest
+            self._tell(
                 f"int8 fails the gates after {len(self._verdicts)} tries, the last with {most} of {len(ranked)} layers "
-                f"in float; the closest, {attempt}, was {verdict.loss:.4g} from PyTorch: allow more in compile.gates, "
-                "give more or better samples (compile.calibration.samples), or leave int8 out of compile.precisions"
+                f"in float; the closest, {attempt}, is kept out: allow more in compile.gates, give more or better "
+                "samples (compile.calibration.samples), or leave int8 out of compile.precisions"
             )
+            return attempt
         fewest = bisect_left(range(count), True, lo=failed + 1, key=lambda fewer: self._passes(exempting(fewer)))
         return exempting(fewest)
 
@@ -192,5 +207,5 @@ class _Search:
     def _passes(self, attempt: _Attempt) -> bool:
         verdict = self._judge(attempt.write(self._prepared.file.with_name("attempt.onnx")))
         self._verdicts.append((attempt, verdict))
-        self._tell(f"int8, {attempt}: {'passes' if verdict.passed else 'fails'}, {verdict.loss:.4g} from PyTorch")
+        self._tell(f"int8, {attempt}: {verdict}")
         return verdict.passed
