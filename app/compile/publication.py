@@ -11,9 +11,11 @@ from app.code_revision import code_revision
 from app.compile.choice import Choice
 from app.compile.compilation import Compilation
 from app.compile.records import VariantRecord
+from app.compile.subject import Reference
 from app.data.classification import save_labels
 from app.engines.architecture import architecture_of
 from app.engines.tensorrt.manifest import manifest_path
+from app.repository.known_answers import KnownAnswers
 from app.repository.manifest import (
     MODEL_FILE,
     PLAN_FILE,
@@ -24,6 +26,8 @@ from app.repository.manifest import (
 )
 from app.repository.repository import Repository
 from app.tensors import Tensor
+
+_ROWS_KEPT = 4
 
 
 def publish(
@@ -41,6 +45,7 @@ def publish(
             shutil.copy(source, Path(temporary) / target)
         trained.processor.save(files)
         save_labels(trained.labels, files)
+        _known_answers(compilation.subject.reference).save(Path(temporary))
         manifest = repository.publish(name, files, _card(compilation, choice, compile_run))
     repository.promote(name, manifest.version)
     return manifest
@@ -52,6 +57,12 @@ def _model_files(compilation: Compilation, record: VariantRecord) -> list[tuple[
     if opened == onnx:
         return [(onnx, MODEL_FILE)]
     return [(onnx, MODEL_FILE), (opened, PLAN_FILE), (manifest_path(opened), manifest_path(Path(PLAN_FILE)).name)]
+
+
+def _known_answers(reference: Reference) -> KnownAnswers:
+    """The first rows of the validation split."""
+    inputs = {name: array[:_ROWS_KEPT] for name, array in reference.inputs[0].items()}
+    return KnownAnswers(inputs, reference.logits[0][:_ROWS_KEPT])
 
 
 def _card(compilation: Compilation, choice: Choice, compile_run: UPath) -> ModelCard:

@@ -8,16 +8,22 @@ from app.engines.base import Engine, EngineSettings
 from app.engines.cache import machine_cache
 from app.engines.registry import devices_of, open_engine, runs_plans
 from app.errors import EngineError, StorageError
+from app.repository.known_answers import ANSWERS_FILE, KnownAnswers
 from app.repository.manifest import EngineKey, Manifest
 
 LOG = logging.getLogger(__name__)
+
+_TIMES_AS_FAR = 2
+"""What was judged may have been as far from PyTorch on the other side."""
 
 
 def open_published(manifest: Manifest, folder: Path, threads: int) -> Engine:
     """Open the engine that a version's key names, in its precision and on its device.
 
     An ONNX file is compiled for what is here, another version of the library too, and kept in this machine's cache.
-    In float32 it may be another processor: the file means the same numbers there. A plan is checked by its engine.
+    In float32 it may be another processor: the file means the same numbers there. In another precision another version
+    of the library may round and fuse in other ways: it answers the rows that were kept first. A plan is checked by its
+    engine.
 
     Args:
         folder: of the version's files, as the manifest has them.
@@ -41,7 +47,22 @@ def open_published(manifest: Manifest, folder: Path, threads: int) -> Engine:
         raise EngineError(f"{title} {difference}, as its manifest says: publish it again")
     if engine.version != key.engine_version:
         LOG.warning("%s was judged with %s; %s compiled it anew", title, key, engine.version)
+        _require_known_answers(engine, manifest, folder)
     return engine
+
+
+def _require_known_answers(engine: Engine, manifest: Manifest, folder: Path) -> None:
+    """Close an engine that is more than twice as far from PyTorch as what was judged. Raises EngineError."""
+    if manifest.engine_key.precision == "fp32" or ANSWERS_FILE not in manifest.files:
+        return
+    judged, difference = manifest.max_difference, KnownAnswers.load(folder).difference(engine)
+    if not difference <= _TIMES_AS_FAR * judged:
+        engine.close()
+        raise EngineError(
+            f"model {manifest.name!r}, version {manifest.version}, was judged with {manifest.engine_key}: by "
+            f"{engine.version} its logits are up to {difference:.1e} from PyTorch's, and were {judged:.1e}; run "
+            f"jobs.compile with {engine.version}, or install the version that it was judged with"
+        )
 
 
 def _device_for(key: EngineKey) -> Device:

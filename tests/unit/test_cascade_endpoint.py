@@ -78,7 +78,7 @@ def brightness(name: str, blind: float = 0.0, work: int = 1, **changed: Any) -> 
             "version": 1,
             "created": datetime.now(UTC),
             "size_bytes": 1,
-            "files": {"model.onnx": name, "labels.json": "a", "image.json": "b"},
+            "files": {"model.onnx": name, "answers.npz": name, "labels.json": "a", "image.json": "b"},
             **changed,
         }
     )

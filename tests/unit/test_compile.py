@@ -108,7 +108,7 @@ def test_the_best_variant_is_published_with_all_that_is_known_of_it(
     assert manifest.lineage.train_run == str(weights.parent)
     assert manifest.lineage.compile_run == str(run.folder)
     assert manifest.lineage.data_fingerprint == subject.data.fingerprint
-    assert set(manifest.files) == {"model.onnx", "image.json", "labels.json"}
+    assert set(manifest.files) == {"model.onnx", "image.json", "labels.json", "answers.npz"}
 
 
 def test_every_variant_that_could_be_published_was_timed_with_one_row(published: tuple[Run, Result]) -> None:
@@ -588,12 +588,13 @@ def test_a_plan_is_published_with_its_manifest_and_the_file_that_it_was_built_fr
     repository = Repository(UPath(tmp_path / "storage"))
     published = publish(compilation, compilation.choose(), "digits", repository, UPath(tmp_path / "run"))
     repository.verify("digits", published.version)
-    assert set(published.files) == {"model.onnx", "model.plan", "model.plan.json", "image.json", "labels.json"}
+    plan = {"model.plan", "model.plan.json"}
+    assert set(published.files) == {"model.onnx", *plan, "image.json", "labels.json", "answers.npz"}
     key = published.engine_key
     assert (key.engine, key.device, key.architecture, key.file) == ("tensorrt_rtx", "gpu", "SM89", "model.plan")
-    _, plan = read_plan(Path(repository.folder("digits", published.version).path) / key.file)
-    assert plan.key.onnx_sha256 == key.onnx_sha256 == published.files["model.onnx"]
-    assert plan.key.settings.profile == key.profile
+    _, built = read_plan(Path(repository.folder("digits", published.version).path) / key.file)
+    assert built.key.onnx_sha256 == key.onnx_sha256 == published.files["model.onnx"]
+    assert built.key.settings.profile == key.profile
 
 
 @needs_rtx

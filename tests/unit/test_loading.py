@@ -23,13 +23,14 @@ from app.engines.base import Engine, EngineSettings
 from app.engines.registry import open_engine
 from app.engines.shapes import ShapeProfile
 from app.errors import EngineError, RecipeError, StorageError
+from app.repository.known_answers import KnownAnswers
 from app.repository.manifest import Manifest, ModelCard, ServingDefaults
 from app.repository.repository import Repository
 from app.serving import model as serving_model
 from app.serving.engine import open_published
 from app.serving.model import LoadedModel, load_model
 from app.tensors import OUTPUT, Tensor, Tensors
-from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, exported, rows
+from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, encoder, exported, rows
 from tests.helpers import ROOT
 from tests.publishing import CARD
 
@@ -60,12 +61,16 @@ def repository(tmp_path: Path) -> Repository:
     return Repository(UPath(tmp_path / "storage"))
 
 
-def publish(repository: Repository, tmp_path: Path, card: ModelCard, *without: str) -> Manifest:
+def publish(
+    repository: Repository, tmp_path: Path, card: ModelCard, *without: str, known: KnownAnswers | None = None
+) -> Manifest:
     folder = tmp_path / "files"
     folder.mkdir()
     (folder / "model.onnx").write_bytes(exported())
     PROCESSOR.save(UPath(folder))
     save_labels(["bad", "neither", "good"], UPath(folder))
+    if known is not None:
+        known.save(folder)
     for name in without:
         (folder / name).unlink()
     return repository.publish("toy", UPath(folder), card)
@@ -129,6 +134,21 @@ def test_its_precision_is_that_of_its_key_or_it_is_refused(
             EngineError, match=f"compiled for openvino of another day, {precision}.*does not compute in"
         ):
             loaded(tmp_path)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_another_version_of_an_engine_serves_what_rounds_if_it_gives_the_known_answers(
+    precision: str, is_changed: bool, repository: Repository, tmp_path: Path
+) -> None:
+    right_logits = encoder()(**{name: torch.from_numpy(array) for name, array in rows(3).items()}).detach().numpy()
+    known = KnownAnswers(rows(3), right_logits + (0.1 if is_changed else 0.0))
+    publish(repository, tmp_path, card(precision=precision).model_copy(update={"max_difference": 0.01}), known=known)
+    if is_changed and precision != "fp32":
+        with pytest.raises(EngineError, match=r"up to 1\.0e-01 from PyTorch's, and were 1\.0e-02; run jobs\.compile"):
+            loaded(tmp_path)
+    else:
+        assert right(loaded(tmp_path), tmp_path)
 
 
 @pytest.mark.skipif(not X86, reason="needs an x86 CPU, which oneDNN can be told to use less of")

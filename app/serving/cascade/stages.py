@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from app.data.classification import LABELS_FILE
 from app.errors import RecipeError
+from app.repository.known_answers import ANSWERS_FILE
 from app.repository.manifest import MODEL_FILE, PLAN_FILE, Manifest
 from app.serving.model import LoadedModel
 
@@ -41,5 +42,5 @@ def _codec(manifest: Manifest) -> frozenset[tuple[str, str]]:
     return frozenset(
         (name, sha256)
         for name, sha256 in manifest.files.items()
-        if name != LABELS_FILE and not name.startswith(compiled)
+        if name not in (LABELS_FILE, ANSWERS_FILE) and not name.startswith(compiled)
     )
