@@ -11,7 +11,7 @@ help:
 	@echo "make demo            from a fresh clone to a prediction: install, start a cluster, tune, train, compile, deploy, ask"
 	@echo "make test            the tests that need no GPU, but for those that take longest"
 	@echo "make test-gpu        the tests that need a GPU"
-	@echo "make test-faults     every fault that is survived, injected, also the longest; with a table of them"
+	@echo "make test-faults     every fault that is survived, injected, with a table of them; and all other tests that take longest"
 	@echo "make bench-training  training beside its peers, into benchmarks/training/RESULTS.md; the machine must be quiet"
 	@echo "make bench-tuning    a search beside its peers, counted in epochs, into benchmarks/tuning/RESULTS.md; the machine must be quiet"
 	@echo "make bench-compile   compiled models beside PyTorch and ONNX Runtime, into benchmarks/compile/RESULTS.md; the machine must be quiet"
@@ -50,7 +50,7 @@ test-gpu: $(INSTALLED_DEV)
 	@$(BIN)/python -m pytest tests/gpu
 
 test-faults: $(INSTALLED_DEV)
-	@$(BIN)/python -m pytest -m faults tests
+	@$(BIN)/python -m pytest -m "faults or slow" tests
 
 bench-training: $(INSTALLED_BENCH)
 	@$(BIN)/python -m benchmarks.training
