@@ -65,7 +65,7 @@ def _row(repository: Repository, name: str, version: int) -> tuple[str, ...]:
 def _quantization(quantization: Quantization | None) -> Iterator[str]:
     """How, and what was left in float; nothing of a model in float."""
     if quantization is not None:
-        yield f"{quantization.method}, smoothing {quantization.smoothing:g}, {len(quantization.exempt)} nodes in float"
+        yield str(quantization)
         yield from quantization.exempt
 
 

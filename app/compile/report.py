@@ -165,5 +165,4 @@ def _files(report: CompileReport) -> tuple[list[str], list[list[object]]]:
 def _quantised(quantization: Quantization | None) -> str:
     if quantization is None:
         return ""
-    exempt = ", ".join(quantization.exempt) or "none"
-    return f"{quantization.method}, smoothing {quantization.smoothing:g}; nodes left in float: {exempt}"
+    return f"{quantization}{': ' * bool(quantization.exempt)}{', '.join(quantization.exempt)}"

@@ -25,7 +25,8 @@ _DTYPES = {
 class OpenVinoEngine(PooledEngine[openvino.InferRequest]):
     """A compiled model with one inference request for each stream.
 
-    Of an int8 file the quantised layers run in int8, the others in float32.
+    Of an int8 file the quantised layers run in int8, the others in float32. What layers with weights alone in int8 are
+    given it rounds to 8 bits as it comes, in groups of 32 with a scale each (DYNAMIC_QUANTIZATION_GROUP_SIZE).
     """
 
     name = "openvino"

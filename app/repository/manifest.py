@@ -26,6 +26,13 @@ class Quantization(BaseModel):
     exempt: tuple[str, ...]
     """Nodes that were left in float."""
 
+    weights_only: bool = False
+    """Whether the weights of these are in int8 all the same, and only what they are given is in float in the file."""
+
+    def __str__(self) -> str:
+        but = " but for weights" if self.weights_only else ""
+        return f"{self.method}, smoothing {self.smoothing:g}, {len(self.exempt)} nodes in float{but}"
+
 
 class EngineKey(BaseModel):
     """What a compiled model was made of, and for."""

@@ -16,9 +16,9 @@ _HOLDS_BACK = """
 
 What holds the encoder back:
 
-- **Speed of int8**: what is left in float of an int8 file, attention's products, softmax, norms and GELU, OpenVINO
-  computes in float32, where it computes it in bf16 of a bf16 variant. It weighs more the longer the text.
-- **Size of int8**: layers that stay in float for the gate on the cosine; the table below counts them.
+- **Speed of int8**: what is left in float of an int8 file, attention's products, softmax, norms, GELU and layers which
+  the gate on the cosine keeps there, OpenVINO computes in float32, where it computes it in bf16 of a bf16 variant. It
+  weighs more the longer the text.
 - **First answer**: imports, before anything is loaded; the last table says what each part takes."""
 
 
@@ -93,8 +93,8 @@ def _variant_rows(one: Compiled) -> Iterator[tuple[str, ...]]:
 
 
 def _notes(record: VariantRecord, is_chosen: bool) -> Iterator[str]:
-    if (how := record.quantization) is not None:
-        yield f"{how.method}, smoothing {how.smoothing:g}, {len(how.exempt)} nodes in float"
+    if record.quantization is not None:
+        yield str(record.quantization)
     if not record.passed:
         yield f"refused: {', '.join(record.reasons)}"
     if is_chosen:

@@ -1,6 +1,7 @@
 """Quantisation: the ranges, and what is written."""
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -176,9 +177,11 @@ def test_the_file_has_the_shape_that_tensorrt_takes(quantized: tuple[Subject, Pa
 def test_tensorrt_builds_the_file(quantized: tuple[Subject, Path], tmp_path: Path) -> None:
     subject, file = quantized
     profile = ShapeProfile(batch_sizes=(8,), lengths=(24,) if subject.specs == TEXT else ())
-    for precision, each in (("int8", file), ("fp8", tmp_path / "fp8.onnx")):
-        if precision == "fp8":
-            quantize_fp8(subject.file, subject.samples, each)
+    fp8, weights_only = tmp_path / "fp8.onnx", tmp_path / "weights_only.onnx"
+    quantize_fp8(subject.file, subject.samples, fp8)
+    layers = [replace(layer, activations=()) for layer in find_layers(load_model(subject.file))]
+    write_quantized(subject.file, layers, {}, INT8, weights_only)
+    for precision, each in (("int8", file), ("int8", weights_only), ("fp8", fp8)):
         settings = BuildSettings.model_validate({"precision": precision, "profile": profile})
         build_plan("tensorrt_rtx", each, tmp_path / f"{precision}.plan", settings, ("SM89", "SM120"))
 

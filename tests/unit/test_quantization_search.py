@@ -7,7 +7,7 @@ import onnx
 import pytest
 import torch
 from numpy.typing import NDArray
-from onnx import helper
+from onnx import TensorProto, helper
 from torch import nn
 
 from app.compile.quantization.observe import observe
@@ -32,7 +32,21 @@ def test_the_layers_that_hurt_stay_in_float_and_no_others(sensitive: list[int], 
     layers = [layer.name for layer in find_layers(load_model(subject.file))]
     assert sorted(found.exempt) == [layers[index] for index in sensitive]
     assert subject.judge(tmp_path / "int8.onnx").passed
-    assert sum("from PyTorch" in line for line in lines) <= 3 + 2  # three calibrations, then one layer, then two
+    assert found.weights_only, "it passes with the weights in int8 as well"
+    assert sum("from PyTorch" in line for line in lines) <= 3 + 2 + 1  # calibrations, one layer, two, their weights
+
+
+def test_the_weights_of_layers_in_float_stay_there_too_if_they_hurt(tmp_path: Path) -> None:
+    subject = row_of_layers([3], tmp_path)
+
+    def judge(path: Path) -> Verdict:
+        constants = onnx.load(path).graph.initializer
+        in_int8 = [each for each in constants if each.data_type == TensorProto.INT8 and len(each.dims) == 2]
+        return Verdict((), 0.0) if len(in_int8) < 6 else Verdict(("too far",), 1.0)
+
+    target = tmp_path / "int8.onnx"
+    found = find_quantization(subject.file, subject.samples, MINMAX, judge, target, lambda line: None)
+    assert (len(found.exempt), found.weights_only, judge(target).passed) == (1, False, True)
 
 
 def test_smoothing_keeps_outliers_from_taking_the_bits_of_other_channels(tmp_path: Path) -> None:

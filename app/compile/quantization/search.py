@@ -62,7 +62,7 @@ def find_quantization(
     """Write ``source`` in int8 to ``target``, such that it passes; if no try does, the one that came closest.
 
     The calibrations are tried in turn. If none passes with all layers in int8, the layers that hurt most are left in
-    float, half of all at most, with the calibration that came closest.
+    float, half of all at most, with the calibration that came closest; and if that passes too, their weights in int8.
 
     Args:
         source: in float32, as ``export_onnx`` writes it.
@@ -80,7 +80,10 @@ def find_quantization(
         attempt = search.by_method(methods) or search.by_exemption(samples[0])
         attempt.write(prepared.file.with_name("passed.onnx")).replace(target)
     return Quantization(
-        method=attempt.method, smoothing=prepared.smoothing, exempt=tuple(layer.name for layer in attempt.exempt)
+        method=attempt.method,
+        smoothing=prepared.smoothing,
+        exempt=tuple(layer.name for layer in attempt.exempt),
+        weights_only=attempt.weights_only,
     )
 
 
@@ -147,13 +150,17 @@ class _Attempt:
     method: CalibrationMethod
     thresholds: Mapping[str, float]
     exempt: tuple[Layer, ...] = ()
+    weights_only: bool = False
+    """Whether the weights of exempt layers are in int8 all the same: they are most of a file."""
 
     def __str__(self) -> str:
         left = f", {len(self.exempt)} of {len(self.prepared.layers)} layers in float" if self.exempt else ""
-        return f"{self.method}{left}"
+        return f"{self.method}{left}{' but for weights' if self.weights_only else ''}"
 
     def write(self, target: Path) -> Path:
         layers = [layer for layer in self.prepared.layers if layer not in self.exempt]
+        if self.weights_only:
+            layers += [replace(layer, activations=()) for layer in self.exempt if layer.activations]
         write_quantized(self.prepared.file, layers, self.thresholds, INT8, target)
         return target
 
@@ -198,7 +205,9 @@ class _Search:
             )
             return attempt
         fewest = bisect_left(range(count), True, lo=failed + 1, key=lambda fewer: self._passes(exempting(fewer)))
-        return exempting(fewest)
+        lightest = replace(exempting(fewest), weights_only=True)
+        has_weights = any(layer.activations for layer in lightest.exempt)  # a table that is exempt stays in float
+        return lightest if has_weights and self._passes(lightest) else exempting(fewest)
 
     @property
     def _closest(self) -> tuple[_Attempt, Verdict]:
