@@ -1,10 +1,7 @@
 """Who proposes the values of the next trial, by name."""
 
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
 
-from optuna import Study
 from optuna.exceptions import ExperimentalWarning
 from optuna.samplers import (
     BaseSampler,
@@ -16,7 +13,6 @@ from optuna.samplers import (
     RandomSampler,
     TPESampler,
 )
-from optuna.trial import FrozenTrial, TrialState
 
 from app.config import TuneConfig
 
@@ -47,21 +43,12 @@ def create_sampler(config: TuneConfig, past: int) -> BaseSampler:
                 return QMCSampler(
                     scramble=True, warn_asynchronous_seeding=False, warn_independent_sampling=False, seed=seed
                 )
-            case "grid":
-                return _GridSampler(seed=seed)
+            case "grid":  # every combination once, those of conditional keys too
+                return BruteForceSampler(seed=seed)
 
 
 def create_substitute(config: TuneConfig, is_finite: bool) -> BaseSampler:
     """Who proposes once the recipe's sampler only repeats: it finds whatever is left of a finite space."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
-        return _GridSampler(seed=config.seed) if is_finite else RandomSampler(seed=config.seed)
-
-
-class _GridSampler(BruteForceSampler):
-    """Every combination once, conditional keys included; after the last one it proposes what was there before."""
-
-    def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
-        """Optuna would stop ``Study.optimize`` here, which is not who runs the trials."""
-        with suppress(RuntimeError):
-            super().after_trial(study, trial, state, values)
+        return BruteForceSampler(seed=config.seed) if is_finite else RandomSampler(seed=config.seed)

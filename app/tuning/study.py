@@ -8,7 +8,7 @@ from typing import Self
 
 import optuna
 from optuna.exceptions import ExperimentalWarning
-from optuna.samplers import BaseSampler
+from optuna.samplers import BaseSampler, BruteForceSampler, RandomSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 from sqlalchemy.engine import URL
@@ -65,6 +65,9 @@ class SearchStudy:
         for each in self.trials:
             if each.state == TrialState.RUNNING:
                 self._open[each.number] = Trial(study, each._trial_id)
+        self._sampler = study.sampler
+        if not isinstance(self._sampler, KEEPS_STATE):  # it is shown views, and Optuna's refuse a second study
+            study.sampler = RandomSampler(seed=config.seed)  # for what an enqueued trial leaves open
         self._substitute = create_substitute(config, space.is_finite)
         self.exhausted: str | None = None
         """Why there are fewer trials than were asked for."""
@@ -264,7 +267,7 @@ class SearchStudy:
         return numbers
 
     def _new(self, most: int) -> Proposal | None:
-        for sampler in (self.study.sampler, self._substitute):
+        for sampler in (self._sampler, self._substitute):
             for _ in range(_MOST_REPEATS):
                 if self.exhausted or len(self.trials) >= most:
                     return None
@@ -311,20 +314,21 @@ class SearchStudy:
             self.fail(trial.number, str(error))
             return None
         first = self._first_with(values)
-        trial.set_user_attr(VALUES, values)
         if first is not None:
-            self._file_duplicate(trial.number, first)
+            self._file_duplicate(trial.number, values, first)
             return None
+        trial.set_user_attr(VALUES, values)
         return Proposal(trial.number, values)
 
     def _first_with(self, values: Mapping[str, Value]) -> FrozenTrial | None:
         """An earlier trial with these values: the same would come out."""
         return next((each for each in self.trials if each.user_attrs.get(VALUES) == values), None)
 
-    def _file_duplicate(self, number: int, first: FrozenTrial) -> None:
+    def _file_duplicate(self, number: int, values: dict[str, Value], first: FrozenTrial) -> None:
         """Record the trial with the outcome of the one before it, and do not run it."""
         trial = self._open[number]
-        trial.set_user_attr(DUPLICATE_OF, first.number)
+        trial.set_user_attr(DUPLICATE_OF, first.number)  # before its values: with those it would be taken up and run
+        trial.set_user_attr(VALUES, values)
         for epoch, value in first.intermediate_values.items():
             trial.report(value, epoch)
         if first.state in (TrialState.COMPLETE, TrialState.PRUNED):
@@ -347,11 +351,12 @@ def _view(study: Study, sampler: BaseSampler, space: Space) -> Study:
 
     Trials that wait count as pruned, for a running trial teaches nothing; a trial that failed counts as worse than all,
     for a sampler that never hears of it proposes it again. Duplicates are left out: one of a running trial is filed as
-    failed, and the trial may be the best of all.
+    failed, and the trial may be the best of all. A grid is not shown those that were learned from: they may lack keys.
     """
+    left_out = {DUPLICATE_OF, LEARNED_FROM} if isinstance(sampler, BruteForceSampler) else {DUPLICATE_OF}
     view = optuna.create_study(sampler=sampler, directions=study.directions)
     for trial in study.get_trials(deepcopy=False):
-        if trial.state == TrialState.WAITING or DUPLICATE_OF in trial.user_attrs:
+        if trial.state == TrialState.WAITING or left_out & trial.user_attrs.keys():
             continue
         state = TrialState.PRUNED if waits(trial) or trial.state == TrialState.FAIL else trial.state
         params, known = _values_at_last(trial, space), {**space.distributions, **trial.distributions}

@@ -16,6 +16,7 @@ from app.errors import TuningError
 from app.tuning.outcome import FrontTrial, TuneMetrics, recipe_of
 from app.tuning.report import write_report
 from app.tuning.space import Value
+from app.tuning.study import SearchStudy
 from tests.studies import MOST, ask, create, recipe_with, resume, space_of
 
 POPULATION = ("tune.scheduler=pbt",)
@@ -36,6 +37,9 @@ def test_a_value_of_the_recipe_that_the_space_cannot_draw_is_drawn_and_named(
     assert proposal.values["train.optimizer.lr"] <= 0.5
     (said,) = caplog.messages
     assert said.startswith("the recipe's own train.optimizer.lr=0.7 is not in tune.space")
+    again = study.ask(MOST)
+    assert again is not None
+    assert study.study.trials[again.number].system_attrs["fixed_params"], "the sampler still draws beside the study"
 
 
 def test_a_stopped_trial_is_pruned_and_keeps_what_it_reported(url: URL) -> None:
@@ -106,7 +110,9 @@ def test_samplers_and_later_searches_learn_of_the_values_that_a_trial_of_a_popul
     study.take_over(proposal.number, {**proposal.values, **last}, epoch=1)
     study.complete(proposal.number, [0.9], stopped_early=False)
     study.study.sampler = sampler = Onlooker(seed=0)
-    ask(study)
+    config = recipe_with(*POPULATION).tune
+    assert config is not None
+    ask(SearchStudy(study.study, url, study.space, config))
     assert [each.params["train.optimizer.lr"] for each in sampler.shown] == [0.0123]
     later = create(make_url(f"sqlite:///{tmp_path / 'later.db'}"), name="two", earlier=[("one", url)])
     proposals = [later.ask(MOST) for _ in range(2)]
