@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ray.train import Checkpoint, UserCallback, get_context
@@ -94,14 +94,17 @@ class _Wait(TrainContextCallback):  # type: ignore[misc] # Ray has no types
     """Holds the first worker after each report, and so the others at their next exchange with it."""
 
     def __init__(self, turns: Queue) -> None:
-        self._turns, self._turn = turns, _GO_ON
+        self._turns = turns
 
     @contextmanager
     def on_report(self) -> Iterator[None]:
         """Called by Ray Train in each worker, around its report."""
         yield
-        if get_context().get_world_rank() == 0 and self._turn != _LEAVE:
-            self._turn = self._turns.get()
+        while get_context().get_world_rank() == 0:
+            with suppress(Empty):  # waits without end outlive a worker that is killed, and take its successor's turn
+                if self._turns.get(timeout=_POLL_S) == _LEAVE:
+                    self._turns.put(_LEAVE)  # for later epochs, and for workers that begin again
+                return
 
 
 def _pass_on(records: Queue, turns: Queue, training: Future[Ending], report: Report, heard: int) -> None:
