@@ -58,7 +58,7 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
         """Ray Tune counts failures anew with each promotion: how many are left of the trial's own is told here."""
         failures = self._study.failures(trial.config[NUMBER])
         trial.max_failures = trial.num_failures + max(0, self._config.retries - failures)
-        if self._config.scheduler == "pbt":
+        if self._config.scheduler == "pbt":  # which may have it go on from another's
             self._study.take_over(trial.config[NUMBER], trial.config[VALUES], trial.config[HEARD])
         self._table.started(trial.config[NUMBER], trial.config[VALUES])
 

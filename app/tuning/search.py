@@ -103,6 +103,7 @@ class Search:
                 storage_path=str(own_files),
                 callbacks=[ledger],
                 stop=self.budget,
+                failure_config=tune.FailureConfig(max_failures=config.retries),  # until the ledger knows of the trial's
                 checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False, num_to_keep=_FEW_CHECKPOINTS),
                 verbose=0,
             ),
