@@ -7,7 +7,7 @@ its HTTP server, whoever answers on it: Serve closes the listener, and then wait
 it gives to the requests it sees.
 """
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from app.errors import OverloadError
 from app.serving.endpoint import Endpoint
@@ -15,8 +15,7 @@ from app.serving.http import HttpApi, asks_inference, refused
 from app.serving.protocol.limits import LIMITS
 
 _RETRY_AFTER_S = 1.0
-_MOST_BYTES = 2 * 2**30
-"""Of the bodies that are here, decompressed."""
+_MOST_BYTES = 4 * 2**30
 _MOST_INFLATED = 1032
 """Times that deflate, and so gzip, makes a body larger at most: https://zlib.net/zlib_tech.html"""
 
@@ -24,41 +23,52 @@ _MOST_INFLATED = 1032
 class DirectInference:
     """The requests for inference over HTTP that Serve does not see."""
 
-    def __init__(self, endpoint: Endpoint, api: HttpApi) -> None:
-        """Let ``api`` answer for ``endpoint``."""
+    def __init__(self, endpoint: Endpoint, api: HttpApi, most_bytes: int = _MOST_BYTES) -> None:
+        """Let ``api`` answer for ``endpoint``.
+
+        Args:
+            most_bytes: of the bodies that are here; one that is compressed counts as what it may come to.
+        """
         self.ongoing = 0
         """Requests that are here: being read, waiting or running."""
-        self._bytes = 0  # that their bodies may come to
+        self._bytes = 0  # of their bodies
         self._endpoint = endpoint
         self._api = api
+        self._most_bytes = most_bytes
 
     def takes(self, scope: Scope) -> bool:
         """Whether a request is one of them."""
         return asks_inference(scope)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it at once if there are too many, or too large ones."""
-        size = _largest(scope)
-        if self.ongoing >= self._endpoint.config.most_requests or self._bytes + size > _MOST_BYTES:
-            error = OverloadError(
-                f"{self.ongoing} requests of up to {self._bytes} bytes are here already: try again later",
-                _RETRY_AFTER_S,
-            )
-            await refused(error)(scope, receive, send)
+        """Answer a request, or refuse it if there are too many, or once they are too large together."""
+        if self.ongoing >= self._endpoint.config.most_requests:
+            await refused(self._overload())(scope, receive, send)
             return
+        held, factor = 0, _MOST_INFLATED if _is_compressed(scope) else 1
+
+        async def counted() -> Message:
+            nonlocal held
+            message = await receive()
+            more = min(held + factor * len(message.get("body", b"")), LIMITS.body_bytes) - held
+            if self._bytes + more > self._most_bytes:
+                raise self._overload()
+            held += more
+            self._bytes += more
+            return message
+
         self.ongoing += 1
-        self._bytes += size
         try:
-            await self._api(scope, receive, send)
+            await self._api(scope, counted, send)
         finally:
             self.ongoing -= 1
-            self._bytes -= size
+            self._bytes -= held
+
+    def _overload(self) -> OverloadError:
+        return OverloadError(
+            f"{self.ongoing} requests of up to {self._bytes} bytes are here already: try again later", _RETRY_AFTER_S
+        )
 
 
-def _largest(scope: Scope) -> int:
-    """How many bytes a request's body may come to, decompressed, before it is refused as too large."""
-    headers = dict(scope["headers"])
-    length = headers.get(b"content-length", b"")
-    if not length.isdigit():  # it comes in chunks
-        return LIMITS.body_bytes
-    return min(int(length[:18]) * (_MOST_INFLATED if b"content-encoding" in headers else 1), LIMITS.body_bytes)
+def _is_compressed(scope: Scope) -> bool:
+    return any(name == b"content-encoding" and value != b"identity" for name, value in scope["headers"])

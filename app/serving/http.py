@@ -216,7 +216,7 @@ def _routes(endpoint: Endpoint) -> FastAPI:
     async def predict(name: str, request: Request) -> PredictResponse:
         """A text, an image, or a list of texts or base64 images in; labels with scores out."""
         if request.headers.get("content-type", "").lower().startswith("image/"):
-            asked = PredictRequest(inputs=await read_body(request.receive))
+            asked = PredictRequest(inputs=await read_body(request.receive, LIMITS.json_bytes))
         else:
             asked = parse_body(PredictRequest, await read_body(request.receive, LIMITS.json_bytes))
         return await endpoint.route(name).predict(asked)
