@@ -1,6 +1,17 @@
 """What every RESULTS.md is made of."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One row of the first table."""
+
+    what: str
+    goal: str
+    reached: str
+    verdict: str
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

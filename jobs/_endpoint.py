@@ -8,7 +8,7 @@ import ray
 from ray import serve
 from ray.exceptions import ActorAlreadyExistsError
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import ReplicaState
+from ray.serve.schema import DeploymentStatusOverview, ReplicaState
 
 from app.errors import ClusterError
 from app.serving.config import EndpointConfig, Scaling
@@ -108,8 +108,7 @@ def await_routes() -> None:
 
 def running_replicas() -> int:
     """How many replicas answer."""
-    application = serve.status().applications.get(APPLICATION)
-    return application.deployments[DEPLOYMENT].replica_states.get(ReplicaState.RUNNING, 0) if application else 0
+    return int(_status().replica_states.get(ReplicaState.RUNNING, 0))
 
 
 def require_room(scaling: Scaling) -> None:
@@ -125,8 +124,11 @@ def _cause(error: RuntimeError | TimeoutError) -> str:
     """Of a replica that fails what it said last, which is not in the error."""
     if isinstance(error, TimeoutError):
         return f"{error} (serve.ready_timeout_s)"
-    message: str = serve.status().applications[APPLICATION].deployments[DEPLOYMENT].message
-    return message.strip().rpartition("\n")[2]
+    return str(_status().message).strip().rpartition("\n")[2]
+
+
+def _status() -> DeploymentStatusOverview:
+    return serve.status().applications[APPLICATION].deployments[DEPLOYMENT]
 
 
 def _run_application(config: EndpointConfig, timeout_s: float) -> None:

@@ -215,10 +215,9 @@ def _routes(endpoint: Endpoint) -> FastAPI:
     @api.post("/v1/models/{name}/predict", response_model_exclude_none=True, openapi_extra=_PREDICT_BODY)
     async def predict(name: str, request: Request) -> PredictResponse:
         """A text, an image, or a list of texts or base64 images in; labels with scores out."""
-        if request.headers.get("content-type", "").lower().startswith("image/"):
-            asked = PredictRequest(inputs=await read_body(request.receive, LIMITS.json_bytes))
-        else:
-            asked = parse_body(PredictRequest, await read_body(request.receive, LIMITS.json_bytes))
+        body = await read_body(request.receive, LIMITS.json_bytes)
+        is_image = request.headers.get("content-type", "").lower().startswith("image/")
+        asked = PredictRequest(inputs=body) if is_image else parse_body(PredictRequest, body)
         return await endpoint.route(name).predict(asked)
 
     return api

@@ -131,7 +131,7 @@ def replay(scheduler: TrialScheduler, ended: list[FrozenTrial]) -> None:
     for trial in ended:
         if trial.state == TrialState.FAIL:
             continue
-        past = _Past(f"past-{trial.number}")
+        past = SeenTrial(f"past-{trial.number}")
         results = [{EPOCH: epoch, VALUE: value} for epoch, value in sorted(trial.intermediate_values.items())]
         if not results:
             continue
@@ -144,7 +144,7 @@ def replay(scheduler: TrialScheduler, ended: list[FrozenTrial]) -> None:
             scheduler.on_trial_complete(None, past, results[-1])
 
 
-class _Past:
+class SeenTrial:
     """As much of a trial of Ray Tune's as schedulers look at."""
 
     def __init__(self, trial_id: str) -> None:

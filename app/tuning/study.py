@@ -8,17 +8,18 @@ from typing import Self
 
 import optuna
 from optuna.exceptions import ExperimentalWarning
-from optuna.samplers import BaseSampler, BruteForceSampler, RandomSampler
+from optuna.samplers import BaseSampler, RandomSampler
 from optuna.study import Study
-from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
+from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.engine import URL
 
 from app.config import Recipe, TuneConfig
 from app.errors import RecipeError, TuningError
+from app.tuning.earlier import learn, load_earlier, load_study
 from app.tuning.question import directions_of, note_question, require_objectives, require_same
 from app.tuning.samplers import KEEPS_STATE, create_sampler, create_substitute
 from app.tuning.space import Space, Value
-from app.tuning.storage import back_up, explained, is_missing, open_storage, require_study_file
+from app.tuning.storage import back_up, explained, open_storage
 from app.tuning.trials import (
     CAUSE,
     DUPLICATE_OF,
@@ -26,17 +27,16 @@ from app.tuning.trials import (
     FAILURES,
     INHERITED,
     KEPT,
-    LEARNED_FROM,
     STOPPED_EARLY,
     VALUES,
     WAITS,
     best_trials,
     epochs_of,
     own_trials,
-    values_of,
     waits,
     worth_of,
 )
+from app.tuning.view import view_of
 
 LOG = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class SearchStudy:
             StorageError: the storage cannot be opened.
             TuningError: a study of this name is there already, or an earlier one has other objectives.
         """
-        known = [_load_earlier(each, where) for each, where in earlier]
+        known = [load_earlier(each, where) for each, where in earlier]
         for each in known:
             require_objectives(each, config)
         storage = open_storage(url)
@@ -114,7 +114,7 @@ class SearchStudy:
                 LOG.warning("the recipe's own %s=%s is not in tune.space: the first trial draws another", key, value)
             study.enqueue_trial(space.own_values())
             for each in known:
-                _learn(study, each, space)
+                learn(study, each, space)
         return cls(study, url, space, config)
 
     @classmethod
@@ -125,7 +125,7 @@ class SearchStudy:
             StorageError: it cannot be opened, or is not there.
             TuningError: its space, objectives or recipe are others, or keys that make its trials comparable.
         """
-        study = _load(name, url)
+        study = load_study(name, url)
         with explained(url):
             require_same(study, space, recipe, config)
             study.sampler = create_sampler(config, past=len(study.get_trials(deepcopy=False)))
@@ -288,7 +288,7 @@ class SearchStudy:
         enqueued = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
         if enqueued or isinstance(sampler, KEEPS_STATE):
             return self.study.ask()
-        drawn = _view(self.study, sampler, self.space).ask()
+        drawn = view_of(self.study, sampler, self.space).ask()
         try:
             values = self.space.draw(drawn)
         except RecipeError:  # the trial fails as this one does, and is filed
@@ -338,73 +338,3 @@ class SearchStudy:
 
     def _tell(self, number: int, state: TrialState, values: list[float] | None) -> None:
         self.study.tell(self._open.pop(number), values, state)
-
-
-def _values_at_last(trial: FrozenTrial, space: Space) -> dict[str, Value]:
-    """What the trial has of the keys that are drawn: in a population, other values than were drawn for it."""
-    values = {key: value for key, value in values_of(trial).items() if key in space.distributions}
-    return values if space.contains(values) else trial.params
-
-
-def _view(study: Study, sampler: BaseSampler, space: Space) -> Study:
-    """The study as a sampler should see it.
-
-    Trials that wait count as pruned, for a running trial teaches nothing; a trial that failed counts as worse than all,
-    for a sampler that never hears of it proposes it again. Duplicates are left out: one of a running trial is filed as
-    failed, and the trial may be the best of all. A grid is not shown those that were learned from: they may lack keys.
-    """
-    left_out = {DUPLICATE_OF, LEARNED_FROM} if isinstance(sampler, BruteForceSampler) else {DUPLICATE_OF}
-    view = optuna.create_study(sampler=sampler, directions=study.directions)
-    for trial in study.get_trials(deepcopy=False):
-        if trial.state == TrialState.WAITING or left_out & trial.user_attrs.keys():
-            continue
-        state = TrialState.PRUNED if waits(trial) or trial.state == TrialState.FAIL else trial.state
-        params, known = _values_at_last(trial, space), {**space.distributions, **trial.distributions}
-        view.add_trial(
-            create_trial(
-                state=state,
-                values=trial.values,
-                params=params,
-                distributions={key: known[key] for key in params},
-                intermediate_values={} if trial.state == TrialState.FAIL else trial.intermediate_values,
-            )
-        )
-    return view
-
-
-def _load(name: str, url: URL) -> Study:
-    """A study that is there. Raises StorageError or TuningError."""
-    require_study_file(url)
-    storage = open_storage(url)
-    with explained(url):
-        if name not in optuna.get_all_study_names(storage):
-            raise TuningError(f"there is no study {name!r} in {url}: give the id of a tune run that has been started")
-        return optuna.load_study(study_name=name, storage=storage)
-
-
-def _load_earlier(name: str, url: URL) -> Study:
-    """A study that ``tune.warm_start`` names. Raises StorageError or TuningError."""
-    if is_missing(url):
-        raise TuningError(f"tune.warm_start names {name!r}, and there is no study {url}: give ids of tune runs")
-    return _load(name, url)
-
-
-def _learn(study: Study, earlier: Study, space: Space) -> None:
-    """Tell ``study`` of the trials of an earlier one that the space could have drawn, and try the best values again."""
-    for trial in earlier.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
-        params = _values_at_last(trial, space)
-        if {LEARNED_FROM, DUPLICATE_OF} & trial.user_attrs.keys() or not space.contains(params):
-            continue
-        study.add_trial(
-            create_trial(
-                state=trial.state,
-                values=trial.values,
-                params=params,
-                distributions={key: space.distributions[key] for key in params},
-                intermediate_values=trial.intermediate_values,
-                user_attrs={LEARNED_FROM: f"{earlier.study_name} trial {trial.number}"},
-            )
-        )
-    for trial in best_trials(earlier):
-        if space.contains(params := _values_at_last(trial, space)):
-            study.enqueue_trial(params)

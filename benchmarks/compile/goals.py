@@ -1,14 +1,13 @@
 """What was to be reached, beside what was."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from app.config import ComputePrecision
 from benchmarks.compile.contenders import BASELINE, EAGER, name_of, openvino
 from benchmarks.compile.findings import Compiled, Findings
 from benchmarks.compile.models import MODELS, Setting
 from benchmarks.machine import cpu_features
-from benchmarks.markdown import verdict
+from benchmarks.markdown import Goal, verdict
 
 ENCODER, RESNET = "minilm", "resnet50"
 SIZE = 0.27
@@ -22,16 +21,6 @@ FASTER_THAN_BASELINE: tuple[tuple[str, ComputePrecision, float], ...] = (
 FASTER_THAN_EAGER = 5.0
 LOAD_S = 0.5
 _SPEED_NEEDS = ("avx512_vnni", "avx512_bf16")
-
-
-@dataclass(frozen=True)
-class Goal:
-    """One row of the first table."""
-
-    what: str
-    goal: str
-    reached: str
-    verdict: str
 
 
 def goals(found: Findings) -> list[Goal]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from benchmarks.markdown import verdict
+from benchmarks.markdown import Goal, verdict
 from benchmarks.serving.cases import BATCHING_OFF, CHOSEN, RAYLOOM, SAME_FILE_LOOP
 from benchmarks.serving.findings import Findings, Raced
 from benchmarks.serving.race import Result
@@ -19,16 +19,6 @@ NO_SLOWER = 1.03
 CHOSEN_FASTER_THAN_PEERS = 2.5
 FASTER_THAN_EAGER, LATENCY_OF_EAGER = 7.0, 0.2
 _ONE, _SOME, _MANY = 1, 16, 64
-
-
-@dataclass(frozen=True)
-class Goal:
-    """One row of the first table."""
-
-    what: str
-    goal: str
-    reached: str
-    verdict: str
 
 
 def goals(found: Findings) -> list[Goal]:

@@ -12,7 +12,7 @@ from sqlalchemy import make_url
 from app.config import Recipe, TuneConfig
 from app.tuning.results import EPOCH, NUMBER, VALUE, VALUES
 from app.tuning.samplers import create_sampler
-from app.tuning.schedulers import create_promotion
+from app.tuning.schedulers import SeenTrial, create_promotion
 from app.tuning.searcher import StudySearcher
 from app.tuning.space import Space
 from app.tuning.study import SearchStudy
@@ -84,7 +84,7 @@ class _RayAsha(_OptunaSearch):
 
     def propose(self) -> Task | None:
         task = super().propose()
-        self._ray_trial = _RayTrial(self._trial.number)
+        self._ray_trial = SeenTrial(str(self._trial.number))
         self._scheduler.on_trial_add(None, self._ray_trial)
         return task
 
@@ -130,13 +130,6 @@ class _Rayloom:
             self._promotion.drop(self._number)
         else:
             self.study.complete(self._number, [best], stopped_early=False)
-
-
-class _RayTrial:
-    """As much of a trial of Ray Tune's as schedulers look at."""
-
-    def __init__(self, number: int) -> None:
-        self.trial_id = str(number)
 
 
 RAYLOOM, RANDOM = "Rayloom", "random, no pruning"
