@@ -165,4 +165,4 @@ def _files(report: CompileReport) -> tuple[list[str], list[list[object]]]:
 def _quantised(quantization: Quantization | None) -> str:
     if quantization is None:
         return ""
-    return f"{quantization}{': ' * bool(quantization.exempt)}{', '.join(quantization.exempt)}"
+    return f"{quantization}: {', '.join(quantization.exempt)}" if quantization.exempt else str(quantization)
