@@ -7,21 +7,48 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+from app.runs import Result
+
 _ROOT = Path(__file__).parents[1]
+_RESULT = "RESULT "
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A job that has succeeded."""
+
+    result: Result
+    output: tuple[str, ...]
+    """The lines that it printed."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster that is up."""
+
+    environment: Mapping[str, str]
+    """Of a process that is to reach it."""
+
+    def submit(self, job: str, recipe: str, *overrides: str) -> Submitted:
+        """Run a job to its end; its lines are shown as they come. Raises RuntimeError if it fails."""
+        output = _rayloom(["submit", job, recipe, *overrides], self.environment)
+        (line,) = (line for line in output if line.startswith(_RESULT))
+        return Submitted(Result.model_validate_json(line.removeprefix(_RESULT)), tuple(output))
 
 
 @contextmanager
-def local_cluster() -> Iterator[Mapping[str, str]]:
-    """A cluster with a home of its own, taken down however this ends; its value is the environment that reaches it."""
+def local_cluster() -> Iterator[Cluster]:
+    """A cluster with a home of its own, taken down however this ends."""
     with tempfile.TemporaryDirectory(prefix="bench-cluster-") as home, _ends_on_sigterm():
         environment = {**os.environ, "RAYLOOM_HOME": home, "RAYLOOM_STORAGE": f"{home}/storage", "OMP_NUM_THREADS": "1"}
         try:
-            rayloom(["up"], environment)
-            yield environment
+            _rayloom(["up"], environment)
+            yield Cluster(environment)
         finally:
-            rayloom(["down"], environment)
+            _rayloom(["down"], environment)
 
 
 @contextmanager
@@ -34,7 +61,7 @@ def _ends_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def rayloom(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+def _rayloom(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """The lines that a command of Rayloom's printed, shown as they come. Raises RuntimeError if it fails."""
     command = [str(Path(sys.executable).with_name("rayloom")), *words]
     lines = []

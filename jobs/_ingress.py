@@ -11,8 +11,8 @@ from ray.serve.exceptions import RayServeException
 
 from app.config import ServeConfig
 from app.errors import ClusterError
-from app.serving.auth import is_loopback
-from app.serving.grpc import SERVICER
+from app.serving.transport.auth import is_loopback
+from app.serving.transport.grpc import SERVICER
 
 DEFAULT_PORT, DEFAULT_GRPC_PORT = 8000, 8001
 _HOSTS_OF_HAPROXY = ("127.0.0.1", "localhost", "0.0.0.0")  # noqa: S104

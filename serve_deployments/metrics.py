@@ -10,7 +10,7 @@ from ray.serve import metrics
 
 from app.serving.batching.statistics import BatchingStatistics
 from app.serving.endpoint import Endpoint
-from app.serving.served import ServedModel
+from app.serving.model.served import ServedModel
 
 _VERSION = ("model", "version")
 

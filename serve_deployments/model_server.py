@@ -5,11 +5,11 @@ from typing import Any
 from ray import serve
 
 from app.serving.config import EndpointConfig
-from app.serving.direct import DirectInference
 from app.serving.endpoint import Endpoint
-from app.serving.grpc import GrpcMethods
-from app.serving.http import HttpApi
-from app.serving.middleware import answer_directly
+from app.serving.transport.direct import DirectInference
+from app.serving.transport.grpc import GrpcMethods
+from app.serving.transport.http import HttpApi
+from app.serving.transport.middleware import answer_directly
 from serve_deployments.autoscaling import DIRECT, LATENCY
 from serve_deployments.metrics import BatchingMetrics
 

@@ -16,7 +16,7 @@ from app.data.text import TextProcessor
 from app.engines.base import Engine, Signature
 from app.errors import EngineError, RequestError
 from app.models.text import encoder_classifier
-from app.serving.batch import infer_together
+from app.serving.batching.together import infer_together
 from app.tensors import OUTPUT, Tensors, TensorSpec
 
 TEXTS = ["a good book", "bad", "neither good nor bad but long", "good"] * 4

@@ -13,8 +13,8 @@ import grpc
 import uvicorn
 
 from app.serving.endpoint import Endpoint
-from app.serving.grpc import GrpcMethods, add_to_server
-from app.serving.http import HttpApi
+from app.serving.transport.grpc import GrpcMethods, add_to_server
+from app.serving.transport.http import HttpApi
 
 Result = TypeVar("Result")
 

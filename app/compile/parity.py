@@ -10,7 +10,7 @@ from app.compile.subject import BATCH, Reference
 from app.config import ComputePrecision, GatesConfig
 from app.engines.base import Engine, Signature
 from app.errors import CompileError
-from app.serving.batch import infer_together
+from app.serving.batching.together import infer_together
 from app.tensors import OUTPUT
 
 _ROUNDING = 1e-9

@@ -8,9 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from app.config import Percent, ServeConfig
 from app.repository.manifest import ServingDefaults
-from app.serving.auth import Access
 from app.serving.batching.policy import BatchingPolicy
 from app.serving.cascade.rule import CascadeRule
+from app.serving.transport.auth import Access
 
 
 class _Config(BaseModel):

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from importlib.metadata import version as version_of
 
 from app.errors import EngineError, NotServedError, RequestError
-from app.serving.answering import Answering
-from app.serving.auth import Access
 from app.serving.cascade.served import ServedCascade
 from app.serving.config import DeployedModel, EndpointConfig, Share, VersionConfig
-from app.serving.model import load_model
+from app.serving.model.answering import Answering
+from app.serving.model.loaded import load_model
+from app.serving.model.served import ServedModel
 from app.serving.protocol.management import ModelIndex, ModelMetadata, ModelStatistics, ServerMetadata
 from app.serving.protocol.wording import shown
 from app.serving.rollout import Beside, Rollout
-from app.serving.served import ServedModel
+from app.serving.transport.auth import Access
 from app.storage import open_storage
 
 _METADATA = ServerMetadata(version=version_of("rayloom"))

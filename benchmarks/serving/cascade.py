@@ -27,7 +27,7 @@ from app.repository.repository import Repository
 from app.serving.cascade.routing import route, taken
 from app.serving.cascade.rule import CascadeRule
 from app.serving.cascade.versions import calibrate_versions
-from app.serving.model import LoadedModel, load_model
+from app.serving.model.loaded import LoadedModel, load_model
 from app.tasks import find_processor
 from app.telemetry.flops import flops_per_sample
 from app.tensors import OUTPUT, Tensors

@@ -1,15 +1,14 @@
 """How batching is best set: Rayloom's endpoint over preferred size, largest size and delay."""
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 
+from benchmarks.cluster import local_cluster
 from benchmarks.markdown import one_line
 from benchmarks.serving.contenders import Contender
 from benchmarks.serving.models import ServedModel
-from benchmarks.serving.rayloom import Cluster, Rayloom
+from benchmarks.serving.rayloom import Rayloom, deploy
 from benchmarks.serving.workloads import Workload
 from benchmarks.serving.wrk import drive
 
@@ -76,21 +75,19 @@ def sweep(model: ServedModel, workload: Workload, seconds: int, settings: Sequen
     """Deploy a model with each setting in turn, on one cluster; check its answers and load it.
 
     Raises:
-        ServerError: the cluster does not start.
+        RuntimeError: the cluster does not start.
     """
     outcomes, absent = {}, {}
-    with tempfile.TemporaryDirectory(prefix="rb-", dir="/tmp") as folder:
-        cluster = Cluster(Path(folder))
-        with cluster.up():
-            for setting in settings:
-                contender = Rayloom(setting.override, model, (setting.override,))
-                try:
-                    url = cluster.deploy(model, setting.override)
-                    outcomes[setting] = _outcome(url, contender, workload, seconds)
-                    print(f"{setting.override}: {outcomes[setting]}", flush=True)
-                except RuntimeError as error:
-                    absent[setting] = one_line(str(error))
-                    print(f"{setting.override}: left out: {error}", flush=True)
+    with local_cluster() as cluster:
+        for setting in settings:
+            contender = Rayloom(setting.override, model, (setting.override,))
+            try:
+                url = deploy(cluster, model, setting.override)
+                outcomes[setting] = _outcome(url, contender, workload, seconds)
+                print(f"{setting.override}: {outcomes[setting]}", flush=True)
+            except RuntimeError as error:
+                absent[setting] = one_line(str(error))
+                print(f"{setting.override}: left out: {error}", flush=True)
     return Swept(outcomes, absent)
 
 

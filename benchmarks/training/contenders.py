@@ -11,7 +11,7 @@ from statistics import mean
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from app.telemetry.tensorboard import TENSORBOARD
-from benchmarks.cluster import local_cluster, rayloom
+from benchmarks.cluster import local_cluster
 from benchmarks.launch import torchrun
 from benchmarks.training.cases import WORKERS, Case
 from benchmarks.training.workload import Workload
@@ -61,9 +61,9 @@ def run_rayloom(case: Case, _: Workload, folder: Path) -> Trial:
 
 def run_job(case: Case, _: Workload, folder: Path) -> Trial:
     """``rayloom submit train RECIPE``, data included, on a Ray cluster that is up only meanwhile."""
-    with local_cluster() as environment:
+    with local_cluster() as cluster:
         launched = time.time()
-        rayloom(["submit", "train", *case.command(folder)], environment)
+        cluster.submit("train", *case.command(folder))
     return _take_run(folder, launched)
 
 

@@ -4,9 +4,8 @@ Trials train an epoch and wait; some are promoted, and train to their end. Secon
 by their turns, of which a promotion is one more, and by their epochs. A turn beside its epochs is the overhead.
 """
 
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,7 +14,7 @@ import pandas as pd
 from scipy import stats
 
 from app.errors import TuningError
-from benchmarks.cluster import local_cluster, rayloom
+from benchmarks.cluster import local_cluster
 
 _EPOCHS = 4
 _TRIALS = 40
@@ -63,11 +62,9 @@ class Overhead:
 
 def measure_overhead(trials: int = _TRIALS) -> Overhead:
     """Run a search of so many trials on a cluster of its own. Raises RuntimeError if the search fails."""
-    with local_cluster() as environment:
-        output = _search(environment, trials)
-        line = next(line for line in output if line.startswith("RESULT "))
-        result: dict[str, dict[str, str]] = json.loads(line.removeprefix("RESULT "))
-        return fit(timed(pd.read_parquet(result["artifacts"]["trials"]), turns_in(output)))
+    with local_cluster() as cluster:
+        search = cluster.submit("tune", "recipes/digits.yaml", *_SEARCH, f"tune.trials={trials}")
+        return fit(timed(pd.read_parquet(search.result.artifacts["trials"]), turns_in(search.output)))
 
 
 def turns_in(output: Sequence[str]) -> list[tuple[int, int]]:
@@ -123,11 +120,6 @@ def fit(windows: Sequence[Window]) -> Overhead:
         for value, share in zip(solution, np.diag(inverse), strict=True)
     )
     return Overhead(turn, epoch, tuple(windows))
-
-
-def _search(environment: Mapping[str, str], trials: int) -> list[str]:
-    """What the search's job prints, which is shown as it comes."""
-    return rayloom(["submit", "tune", "recipes/digits.yaml", *_SEARCH, f"tune.trials={trials}"], environment)
 
 
 if __name__ == "__main__":

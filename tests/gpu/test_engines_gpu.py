@@ -27,7 +27,7 @@ from app.engines.tensorrt.manifest import BuildSettings, manifest_path
 from app.engines.torch import TorchEngine
 from app.errors import EngineError
 from app.runs import Run, execute
-from app.serving.model import load_model
+from app.serving.model.loaded import load_model
 from app.tensors import OUTPUT
 from benchmarks.compile.models import leave_fresh, write_weights
 from jobs.compile import compile_model

@@ -19,8 +19,8 @@ import tritonclient.http
 from tritonclient.grpc import service_pb2 as pb
 
 from app.cluster.ports import open_ports
-from app.serving import asgi
 from app.serving.protocol.rest import JSON_LENGTH
+from app.serving.transport import asgi
 from app.tensors import OUTPUT
 from tests.engine_contract import rows
 from tests.fuzzing import LENGTHS, NASTY, damage, put_something

@@ -5,7 +5,7 @@ import pytest
 
 from app.engines.base import PooledEngine, Signature
 from app.errors import EngineError
-from app.serving.batch import infer_together
+from app.serving.batching.together import infer_together
 from app.tensors import Tensors, TensorSpec
 
 

@@ -29,11 +29,11 @@ from app.serving.cascade.served import ServedCascade
 from app.serving.cascade.stages import require_alike
 from app.serving.cascade.versions import calibrate_versions
 from app.serving.config import Cascade, DeployedModel, EndpointConfig, VersionConfig
-from app.serving.model import LoadedModel
+from app.serving.model.loaded import LoadedModel
+from app.serving.model.served import ServedModel
 from app.serving.plan import deployed_model
 from app.serving.protocol.infer import InferRequest, RequestParameters
 from app.serving.rollout import Rollout
-from app.serving.served import ServedModel
 from app.tensors import OUTPUT, Tensor, Tensors, TensorSpec
 from tests.cascades import LEANING, publish_stages
 from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, exported, rows

@@ -10,12 +10,12 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp
 from upath import UPath
 
-from app.serving.auth import Access
 from app.serving.config import EndpointConfig
-from app.serving.direct import DirectInference
 from app.serving.endpoint import Endpoint
-from app.serving.http import HttpApi
-from app.serving.middleware import answer_directly, middleware
+from app.serving.transport.auth import Access
+from app.serving.transport.direct import DirectInference
+from app.serving.transport.http import HttpApi
+from app.serving.transport.middleware import answer_directly, middleware
 from tests.engine_contract import exported, rows
 from tests.toy import body, config, expected, is_right, publish
 

@@ -26,9 +26,9 @@ from app.errors import EngineError, RecipeError, StorageError
 from app.repository.known_answers import KnownAnswers
 from app.repository.manifest import Manifest, ModelCard, ServingDefaults
 from app.repository.repository import Repository
-from app.serving import model as serving_model
-from app.serving.engine import open_published
-from app.serving.model import LoadedModel, load_model
+from app.serving.model import loaded as loading
+from app.serving.model.loaded import LoadedModel, load_model
+from app.serving.model.published import open_published
 from app.tensors import OUTPUT, Tensor, Tensors
 from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, encoder, exported, rows
 from tests.helpers import ROOT
@@ -114,7 +114,7 @@ def test_a_version_has_run_a_row_of_every_length_and_a_full_batch_before_it_is_a
         return engine
 
     publish(repository, tmp_path, card(profile=ShapeProfile(batch_sizes=(1,), lengths=(8, 16, 32))))
-    monkeypatch.setattr(serving_model, "open_published", opened)
+    monkeypatch.setattr(loading, "open_published", opened)
     load_model(UPath(tmp_path / "storage"), "toy", 1, threads=1, max_batch_size=4)
     assert ran == [(1, 8), (1, 16), (1, 32), (4, 32)]
 
@@ -155,7 +155,7 @@ def test_another_version_of_an_engine_serves_what_rounds_if_it_gives_the_known_a
 def test_a_precision_that_this_cpu_lacks_is_refused_with_the_key(repository: Repository, tmp_path: Path) -> None:
     publish(repository, tmp_path, card(engine="openvino", precision="fp16"))
     code = (
-        "import sys; from upath import UPath; from app.serving.model import load_model;"
+        "import sys; from upath import UPath; from app.serving.model.loaded import load_model;"
         "load_model(UPath(sys.argv[1]), 'toy', 1, threads=1)"
     )
     old_cpu = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}

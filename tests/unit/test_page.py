@@ -20,9 +20,9 @@ from upath import UPath
 from app.config import DataConfig, ImageConfig
 from app.data.images import ImageProcessor, encode_png
 from app.engines.base import Signature
-from app.serving.auth import Access
 from app.serving.config import DeployedModel, EndpointConfig, Share
-from app.serving.page import PAGE
+from app.serving.transport.auth import Access
+from app.serving.transport.page import PAGE
 from app.tensors import OUTPUT, TensorSpec
 from tests.engine_contract import PROCESSOR, SIGNATURE, exported
 from tests.serving import Server, serving
@@ -253,3 +253,20 @@ def test_an_image_is_sent_as_it_is_too(server: Server, level: int, label: str) -
         answer = httpx.post(f"{url}/{model}/predict", content=refused, headers=kind)
         assert answer.status_code == 400
         assert words in answer.json()["error"]
+
+
+def test_the_api_is_described_and_tried_with_nothing_from_other_servers(
+    page: WebDriver, server: Server, locked: None
+) -> None:
+    page.get(f"http://{server.http}/docs")
+    seen(page, "#operations-models-infer_name", "/v2/models/{name}/infer")
+    asked = page.execute_script("return performance.getEntriesByType('resource').map(each => each.name)")
+    assert asked
+    assert all(each.startswith((f"http://{server.http}/", "data:")) for each in asked), asked
+    seen(page, ".authorize").click()
+    seen(page, "#auth-bearer-value").send_keys(TOKEN, Keys.ENTER)
+    seen(page, ".close-modal, .btn-done").click()
+    seen(page, "[id^='operations-natural input-models'] .opblock-summary-control").click()
+    seen(page, ".try-out__btn").click()
+    seen(page, ".execute").click()
+    assert '"reviews"' in seen(page, ".live-responses-table .response-col_description", "reviews").text

@@ -6,7 +6,7 @@ from app.data.classification import LABELS_FILE
 from app.errors import RecipeError
 from app.repository.known_answers import ANSWERS_FILE
 from app.repository.manifest import MODEL_FILE, PLAN_FILE, Manifest
-from app.serving.model import LoadedModel
+from app.serving.model.loaded import LoadedModel
 
 
 def require_alike(models: Sequence[LoadedModel]) -> None:

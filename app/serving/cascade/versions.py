@@ -15,12 +15,12 @@ from app.data.examples import Split
 from app.errors import RecipeError
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
-from app.serving.batch import infer_together
+from app.serving.batching.together import infer_together
 from app.serving.cascade.calibration import calibrate
 from app.serving.cascade.rule import CascadeRule
 from app.serving.cascade.stages import require_alike
 from app.serving.config import Cascade, VersionConfig
-from app.serving.model import LoadedModel, load_model
+from app.serving.model.loaded import LoadedModel, load_model
 from app.tasks import find_processor
 from app.tensors import OUTPUT, Tensors
 from app.training.run_folder import DATA

@@ -5,7 +5,7 @@ import hashlib
 import re
 from importlib.resources import files
 
-PAGE = files("app.serving").joinpath("page.html").read_text(encoding="utf-8")
+PAGE = files("app.serving.transport").joinpath("page.html").read_text(encoding="utf-8")
 """All of it, style and script included; it asks the endpoint's own routes."""
 
 

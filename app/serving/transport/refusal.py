@@ -1,9 +1,11 @@
 """How the endpoint tells an error, over HTTP and over gRPC."""
 
 import logging
+import math
 from dataclasses import dataclass
 
 from grpc import StatusCode
+from starlette.responses import JSONResponse
 
 from app.errors import (
     DataError,
@@ -15,6 +17,7 @@ from app.errors import (
     RequestTooLargeError,
     UnauthorizedError,
 )
+from app.serving.protocol.bodies import ErrorBody
 
 LOG = logging.getLogger(__name__)
 
@@ -53,3 +56,14 @@ def refusal(error: Exception) -> Refusal:
             return Refusal(http, grpc, str(error))
     LOG.error("a request failed", exc_info=error)
     return Refusal(500, StatusCode.INTERNAL, "internal error: see the replica's log in the Ray dashboard")
+
+
+def refused(error: Exception) -> JSONResponse:
+    """What a client is told of an error, over HTTP."""
+    told = refusal(error)
+    headers: dict[str, str] = {}
+    if isinstance(error, OverloadError):
+        headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    if isinstance(error, UnauthorizedError):
+        headers["www-authenticate"] = "Bearer"
+    return JSONResponse(ErrorBody(error=told.message).model_dump(), told.http, headers)

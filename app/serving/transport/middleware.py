@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.serving.protocol.bodies import ErrorBody
 
-MIDDLEWARE = "app.serving.middleware.middleware"
+MIDDLEWARE = "app.serving.transport.middleware.middleware"
 """The import path that ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`` takes."""
 
 

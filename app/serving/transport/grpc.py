@@ -12,7 +12,6 @@ from grpc import StatusCode
 from tritonclient.grpc import service_pb2 as pb
 
 from app.errors import RequestError, UnauthorizedError
-from app.serving.auth import OPEN_CALLS
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.grpc import read_infer, write_infer, write_stream_error, write_stream_infer
 from app.serving.protocol.grpc_management import (
@@ -31,9 +30,10 @@ from app.serving.protocol.grpc_management import (
 from app.serving.protocol.infer import InferResponse
 from app.serving.protocol.management import ModelReady, ServerLive, ServerReady, Statistics
 from app.serving.protocol.model_config import model_config
-from app.serving.refusal import refusal
+from app.serving.transport.auth import OPEN_CALLS
+from app.serving.transport.refusal import refusal
 
-SERVICER = "app.serving.grpc.add_to_server"
+SERVICER = "app.serving.transport.grpc.add_to_server"
 """What registers the service with a server, as an import path."""
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]

@@ -17,7 +17,7 @@ from app.engines.base import Engine
 from app.errors import EngineError, RequestError, StorageError
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
-from app.serving.engine import open_published
+from app.serving.model.published import open_published
 from app.serving.protocol.natural import Prediction
 from app.tasks import find_processor
 from app.tensors import Tensors

@@ -1,0 +1,1 @@
+"""How requests reach an endpoint: HTTP, gRPC, and who may ask."""

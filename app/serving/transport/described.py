@@ -1,0 +1,74 @@
+"""What OpenAPI says of requests that are read by hand.
+
+https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/open_inference_rest.yaml
+"""
+
+from typing import Any
+
+from fastapi import FastAPI
+
+from app.serving.protocol.datatypes import DTYPES
+from app.serving.protocol.natural import PredictRequest
+
+_TEXT, _OBJECT = {"type": "string"}, {"type": "object", "additionalProperties": True}
+_DATATYPE = {"type": "string", "enum": sorted(DTYPES)}
+_SHAPE = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_DATA = {"type": "array", "items": {}, "description": "in row-major order, flat or nested; absent of a tensor as bytes"}
+_TENSOR = {
+    "type": "object",
+    "required": ["name", "shape", "datatype"],
+    "properties": {"name": _TEXT, "shape": _SHAPE, "datatype": _DATATYPE, "parameters": _OBJECT, "data": _DATA},
+}
+_REQUESTED = {"type": "object", "required": ["name"], "properties": {"name": _TEXT, "parameters": _OBJECT}}
+_REQUEST = {
+    "type": "object",
+    "required": ["inputs"],
+    "properties": {
+        "id": _TEXT,
+        "parameters": _OBJECT,
+        "inputs": {"type": "array", "items": _TENSOR},
+        "outputs": {"type": "array", "items": _REQUESTED, "description": "default: all"},
+    },
+}
+_RESPONSE = {
+    "type": "object",
+    "required": ["model_name", "outputs"],
+    "properties": {
+        "model_name": _TEXT,
+        "model_version": _TEXT,
+        "id": _TEXT,
+        "parameters": _OBJECT,
+        "outputs": {"type": "array", "items": _TENSOR},
+    },
+}
+_BYTES = {"schema": {"type": "string", "format": "binary"}}
+
+PREDICT: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": PredictRequest.model_json_schema()}, "image/*": _BYTES},
+    }
+}
+"""The body of ``predict``."""
+
+
+def describe_infer(api: FastAPI) -> None:
+    """Add ``infer`` to what the application says of itself: inference passes by its routes."""
+    api.openapi()["paths"] |= {
+        "/v2/models/{name}/infer": {"post": _infer("name")},
+        "/v2/models/{name}/versions/{version}/infer": {"post": _infer("name", "version")},
+    }
+
+
+def _infer(*parameters: str) -> dict[str, Any]:
+    body = {"application/json": {"schema": _REQUEST}, "application/octet-stream": _BYTES}
+    return {
+        "tags": ["models"],
+        "summary": "Infer",
+        "description": "Tensors in, tensors out: in JSON, or as bytes behind it.",
+        "operationId": "_".join(["infer", *parameters]),
+        "security": [{"HTTPBearer": []}],
+        "parameters": [{"name": each, "in": "path", "required": True, "schema": _TEXT} for each in parameters],
+        "requestBody": {"required": True, "content": body},
+        "responses": {"200": {"description": "The outputs", "content": {"application/json": {"schema": _RESPONSE}}}},
+    }

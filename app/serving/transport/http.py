@@ -1,0 +1,74 @@
+"""An endpoint over HTTP: who may ask, inference, and the way to the other routes.
+
+https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_rest.md
+"""
+
+import re
+
+from starlette.types import Receive, Scope, Send
+
+from app.errors import UnauthorizedError
+from app.serving.endpoint import Endpoint
+from app.serving.protocol.limits import LIMITS
+from app.serving.protocol.rest import read_infer, write_infer
+from app.serving.transport.asgi import read_body, unless_gone
+from app.serving.transport.auth import asks_token
+from app.serving.transport.refusal import refused
+from app.serving.transport.routes import routes
+
+_INFER = re.compile("/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
+
+
+def asks_inference(scope: Scope) -> bool:
+    """Whether a request is one for ``infer``, of whichever model."""
+    return _inference(scope) is not None
+
+
+class HttpApi:
+    """The ASGI application. Inference, which is asked most, passes by the framework that the other routes have."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._others = routes(endpoint)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] == "http" and asks_token(scope["path"]):
+            try:
+                self._endpoint.access.check(_authorization(scope))
+            except UnauthorizedError as error:
+                await refused(error)(scope, receive, send)
+                return
+        path = _inference(scope)
+        if path is None:
+            await self._others(scope, receive, send)
+        else:
+            await self._infer(path[1], path[2], scope, receive, send)
+
+    async def _infer(self, name: str, version: str | None, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
+            body = await read_body(receive)
+            chosen = self._endpoint.route(name, version)
+            request = read_infer(body, headers, name, version, chosen.inputs, LIMITS)
+            response = await unless_gone(receive, chosen.infer(request))
+            if response is None:
+                return
+            content, response_headers = write_infer(response, request, headers.get("accept-encoding", ""))
+        except Exception as error:
+            await refused(error)(scope, receive, send)
+            return
+        raw = [(key.encode("latin-1"), value.encode("latin-1")) for key, value in response_headers.items()]
+        raw.append((b"content-length", b"%d" % len(content)))
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        await send({"type": "http.response.body", "body": content})
+
+
+def _inference(scope: Scope) -> re.Match[str] | None:
+    """Model and version, if one is named, that a request asks for inference."""
+    asks = scope["type"] == "http" and scope["method"] == "POST"
+    return _INFER.fullmatch(scope["path"]) if asks else None
+
+
+def _authorization(scope: Scope) -> str | None:
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == b"authorization"), None)

@@ -1,0 +1,170 @@
+"""The HTTP endpoint but for inference: health, metadata, the repository, natural input, and pages for people."""
+
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request, Response, Security
+from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.security import HTTPBearer
+from fastapi_offline import FastAPIOffline
+from starlette.exceptions import HTTPException
+
+from app.errors import RayloomError
+from app.serving.endpoint import Endpoint
+from app.serving.protocol.bodies import parse_body
+from app.serving.protocol.limits import LIMITS
+from app.serving.protocol.management import (
+    IndexRequest,
+    LoadRequest,
+    ModelIndex,
+    ModelMetadata,
+    ModelReady,
+    ServerLive,
+    ServerMetadata,
+    ServerReady,
+    Statistics,
+    UnloadRequest,
+)
+from app.serving.protocol.model_config import config_json, model_config
+from app.serving.protocol.natural import NaturalModel, PredictRequest, PredictResponse
+from app.serving.transport.asgi import read_body
+from app.serving.transport.auth import DOCS_ASSETS
+from app.serving.transport.described import PREDICT, describe_infer
+from app.serving.transport.page import PAGE, PAGE_HEADERS
+from app.serving.transport.refusal import refused
+
+
+def routes(endpoint: Endpoint) -> FastAPI:
+    """The application, which describes itself at ``/docs`` with nothing from other servers."""
+    api = FastAPIOffline(
+        title="Rayloom",
+        version=endpoint.metadata.version,
+        description="Open Inference Protocol v2, and natural input for people",
+        dependencies=[Security(HTTPBearer(auto_error=False))],  # for /docs to send the token, which HttpApi checks
+        static_url=DOCS_ASSETS,
+        redoc_url=None,
+    )
+
+    @api.exception_handler(RayloomError)
+    @api.exception_handler(TimeoutError)
+    @api.exception_handler(Exception)
+    async def _tell(_: Request, error: Exception) -> JSONResponse:
+        return refused(error)
+
+    @api.exception_handler(HTTPException)
+    async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
+        unknown = f"no {request.method} {request.scope['path']} here: see /docs"
+        detail = unknown if error.detail == "Not Found" else error.detail
+        return JSONResponse({"error": detail}, error.status_code, error.headers)
+
+    @api.get("/", include_in_schema=False)
+    async def page() -> Response:
+        """The models, and one to try."""
+        return HTMLResponse(PAGE, headers=PAGE_HEADERS)
+
+    for router in (_natural(endpoint), _server(endpoint), _models(endpoint), _repository(endpoint)):
+        api.include_router(router)
+    describe_infer(api)
+    return api
+
+
+def _natural(endpoint: Endpoint) -> APIRouter:
+    router = APIRouter(prefix="/v1/models", tags=["natural input"])
+
+    @router.get("")
+    async def models() -> list[NaturalModel]:
+        """What people can ask: every model, what it takes, and its labels."""
+        return [each.natural for each in endpoint.models]
+
+    @router.post("/{name}/predict", response_model_exclude_none=True, openapi_extra=PREDICT)
+    @router.post("/{name}/versions/{version}/predict", response_model_exclude_none=True, openapi_extra=PREDICT)
+    async def predict(name: str, request: Request, version: str | None = None) -> PredictResponse:
+        """A text, an image, or a list of texts or base64 images in; labels with scores out."""
+        body = await read_body(request.receive, LIMITS.json_bytes)
+        is_image = request.headers.get("content-type", "").lower().startswith("image/")
+        asked = PredictRequest(inputs=body) if is_image else parse_body(PredictRequest, body)
+        return await endpoint.route(name, version).predict(asked)
+
+    return router
+
+
+def _server(endpoint: Endpoint) -> APIRouter:
+    router = APIRouter(prefix="/v2", tags=["server"])
+
+    @router.get("/health/live")
+    async def server_live() -> ServerLive:
+        """The server runs."""
+        return ServerLive(live=True)
+
+    @router.get("/health/ready")
+    async def server_ready() -> ServerReady:
+        """Every model is loaded: a server with one that is not gets no requests."""
+        return ServerReady(ready=True)
+
+    @router.get("")
+    async def server_metadata() -> ServerMetadata:
+        """Name and version of the server."""
+        return endpoint.metadata
+
+    return router
+
+
+def _models(endpoint: Endpoint) -> APIRouter:
+    router = APIRouter(prefix="/v2/models", tags=["models"])
+
+    @router.get("/stats")
+    async def all_statistics() -> Statistics:
+        """What every model has done since it was loaded."""
+        return Statistics(model_stats=endpoint.statistics())
+
+    @router.get("/{name}/stats")
+    @router.get("/{name}/versions/{version}/stats")
+    async def statistics(name: str, version: str | None = None) -> Statistics:
+        """What every version of a model, or one, has done since it was loaded."""
+        return Statistics(model_stats=endpoint.statistics(name, version))
+
+    @router.get("/{name}/config")
+    @router.get("/{name}/versions/{version}/config")
+    async def config(name: str, version: str | None = None) -> dict[str, Any]:
+        """How a model is configured, in Triton's words."""
+        return config_json(model_config(endpoint.find(name, version).model.manifest))
+
+    @router.get("/{name}/ready")
+    @router.get("/{name}/versions/{version}/ready")
+    async def model_ready(name: str, version: str | None = None) -> ModelReady:
+        """The model is loaded."""
+        endpoint.find(name, version)
+        return ModelReady(name=name, ready=True)
+
+    @router.get("/{name}")
+    @router.get("/{name}/versions/{version}")
+    async def model_metadata(name: str, version: str | None = None) -> ModelMetadata:
+        """What a model takes and gives."""
+        return endpoint.model_metadata(name, version)
+
+    return router
+
+
+def _repository(endpoint: Endpoint) -> APIRouter:
+    router = APIRouter(prefix="/v2/repository", tags=["repository"])
+
+    @router.post("/index")
+    async def repository_index(request: Request) -> list[ModelIndex]:
+        """Every model that is served, and its version."""
+        parse_body(IndexRequest, await read_body(request.receive))
+        return endpoint.index
+
+    @router.post("/models/{name}/load")
+    async def load(name: str, request: Request) -> Response:
+        """Nothing to do, if the model is served."""
+        parse_body(LoadRequest, await read_body(request.receive))
+        endpoint.load(name)
+        return Response()
+
+    @router.post("/models/{name}/unload")
+    async def unload(name: str, request: Request) -> Response:
+        """Refused: models are deployed for all replicas at once."""
+        parse_body(UnloadRequest, await read_body(request.receive))
+        endpoint.unload(name)
+        return Response()
+
+    return router
