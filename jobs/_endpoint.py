@@ -11,7 +11,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import DeploymentStatusOverview, ReplicaState
 
 from app.errors import ClusterError
-from app.serving.config import EndpointConfig, Scaling
+from app.serving.config import EndpointConfig
 from jobs._cluster import require
 from serve_deployments.autoscaling import autoscaling_of
 from serve_deployments.model_server import ModelServer
@@ -111,13 +111,20 @@ def running_replicas() -> int:
     return int(_status().replica_states.get(ReplicaState.RUNNING, 0))
 
 
-def require_room(scaling: Scaling) -> None:
+def require_room(config: EndpointConfig) -> None:
     """Refuse more than the local cluster can hold: all replicas, and one more, so that each can take another's place.
 
     Raises:
-        ClusterError: it is more.
+        ClusterError: it is more, or the models of a replica want more than the GPU that they share.
     """
-    require({"CPU": (scaling.most + 1) * scaling.cpus}, "serve.replicas, while they change over,")
+    scaling = config.scaling
+    if scaling.gpus > 1:
+        raise ClusterError(
+            f"serve.gpus_per_replica of all models are {scaling.gpus:g} together, and a replica has one GPU for all of "
+            "them: ask for less"
+        )
+    needed = {kind: (scaling.most + 1) * amount for kind, amount in config.reserved.items()}
+    require(needed, "serve.replicas, while they change over,")
 
 
 def _cause(error: RuntimeError | TimeoutError) -> str:
@@ -138,7 +145,7 @@ def _run_application(config: EndpointConfig, timeout_s: float) -> None:
         max_ongoing_requests=config.most_requests,
         max_queued_requests=_QUEUED_REQUESTS,
         user_config=config.model_dump(mode="json"),
-        ray_actor_options={"num_cpus": scaling.cpus},
+        ray_actor_options={"num_cpus": scaling.cpus, "num_gpus": scaling.gpus},
         **(
             {"num_replicas": scaling.most}
             if scaling.least == scaling.most

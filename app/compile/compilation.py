@@ -51,7 +51,8 @@ class Compilation:
         Raises:
             CompileError: the model cannot be exported, or the file takes other inputs.
         """
-        self._families.of(sparse=False).files.get("fp32")  # of a model that cannot be exported there are no variants
+        if not all(each.runs_module for each in self._wanted.variants):  # those that do run whatever cannot be exported
+            self._families.of(sparse=False).files.get("fp32")
         self._skip(self._wanted.skipped)
         for variant in self._wanted.variants:
             try:
@@ -91,7 +92,7 @@ class Compilation:
 
     def yardstick_of(self, point: OperatingPoint) -> OperatingPoint | None:
         """PyTorch with as many rows on the same device, if it was measured."""
-        yardsticks = [each for each in self.points if each.variant.is_yardstick]
+        yardsticks = [each for each in self.points if each.variant.yardstick]
         alike = [each for each in yardsticks if each.variant.device == point.variant.device]
         return next((each for each in alike if each.batch_size == point.batch_size), None)
 
@@ -99,12 +100,8 @@ class Compilation:
         """The record of the variant that a point is of."""
         return next(each for each in self.records if each.variant == point.variant)
 
-    def file_of(self, record: VariantRecord) -> ModelFile:
-        """The ONNX file that a variant runs, or that its plan was built from."""
-        return self._families.of(record.sparse).files.get(record.file)
-
     def onnx_of(self, record: VariantRecord) -> Path:
-        """Where that file is."""
+        """The ONNX file that a variant runs, or that its plan was built from."""
         return self._families.of(record.sparse).files.path(record.file)
 
     def path_of(self, record: VariantRecord) -> Path:
@@ -115,11 +112,11 @@ class Compilation:
         """Compare a variant with PyTorch, and time it; what fails in its file fails in the variant."""
         family, whole = self._families.of(variant.sparse), concurrencies(variant.device, self.subject.threads)[0]
         with closing(family.opener.open(variant, whole)) as engine:
-            if not variant.is_yardstick:
+            if not variant.runs_module:
                 check_signature(engine.signature, self.subject.signature, family.opener.path(variant))
             parity = compare(engine, family.subject.reference, max(self.config.batch_sizes))
             measured = list(self._measure(engine, whole))
-        file = None if variant.is_yardstick else family.files.get(variant.file)
+        file = None if variant.runs_module else family.files.get(variant.file)
         inherited = [f"in its file {each}" for each in file.failures] if file else []
         size_bytes = family.opener.path(variant).stat().st_size if file else self.subject.size_bytes
         points = list(operating_points(variant, parity.accuracy, size_bytes, measured, self.subject.shares))

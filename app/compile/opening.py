@@ -7,7 +7,7 @@ from typing import cast
 from app.compile.files import ModelFiles
 from app.compile.subject import Subject
 from app.compile.sweep import Concurrency
-from app.compile.variants import BUILT_AHEAD, YARDSTICK, Variant
+from app.compile.variants import BUILT_AHEAD, Variant
 from app.config import CompileConfig, ComputePrecision
 from app.engines.base import Engine, EngineSettings
 from app.engines.registry import open_engine, runs_plans
@@ -35,7 +35,7 @@ class Opener:
             EngineError: the engine refuses it on this machine.
         """
         settings = EngineSettings(variant.precision, concurrency.threads, concurrency.streams, variant.device)
-        if variant.engine == YARDSTICK:
+        if variant.runs_module:
             model = copy.deepcopy(self._subject.trained.model)  # the engine moves it to its device
             return TorchEngine(model, self._subject.signature, settings)
         return open_engine(variant.engine, self.path(variant), settings)

@@ -1,12 +1,11 @@
 """From a chosen variant to a version in the repository, in production."""
 
-import shutil
 import tempfile
 from pathlib import Path
 
 from upath import UPath
 
-from app.checksums import sha256_of
+from app.checksums import CHECKSUMS_FILE, sha256_of, sha256_of_file
 from app.code_revision import code_revision
 from app.compile.choice import Choice
 from app.compile.compilation import Compilation
@@ -26,6 +25,7 @@ from app.repository.manifest import (
 )
 from app.repository.repository import Repository
 from app.tensors import Tensor
+from app.training.run_folder import WEIGHTS_FILE
 
 _ROWS_KEPT = 4
 
@@ -41,22 +41,29 @@ def publish(
     trained = compilation.subject.trained
     with tempfile.TemporaryDirectory(prefix="rayloom-version-") as temporary:
         files = UPath(temporary)
-        for source, target in _model_files(compilation, choice.record):
-            shutil.copy(source, Path(temporary) / target)
+        for target, source in _model_files(compilation, choice.record).items():
+            source.copy(files / target)
         trained.processor.save(files)
         save_labels(trained.labels, files)
         _known_answers(compilation.subject.reference).save(Path(temporary))
-        manifest = repository.publish(name, files, _card(compilation, choice, compile_run))
+        manifest = repository.publish(name, files, _card(compilation, choice, compile_run, Path(temporary)))
     repository.promote(name, manifest.version)
     return manifest
 
 
-def _model_files(compilation: Compilation, record: VariantRecord) -> list[tuple[Path, str]]:
-    """What the engine opens, and the ONNX file that it was built from, which can be built again elsewhere."""
-    onnx, opened = compilation.onnx_of(record), compilation.path_of(record)
+def _model_files(compilation: Compilation, record: VariantRecord) -> dict[str, UPath]:
+    """By their names in the version, what the engine opens, and the ONNX file that it can be built from elsewhere.
+
+    PyTorch opens the folder of weights, as it is.
+    """
+    if record.runs_module:
+        weights = compilation.subject.weights
+        return {each.name: each for each in weights.iterdir() if each.name != CHECKSUMS_FILE}
+    onnx, opened = UPath(compilation.onnx_of(record)), UPath(compilation.path_of(record))
     if opened == onnx:
-        return [(onnx, MODEL_FILE)]
-    return [(onnx, MODEL_FILE), (opened, PLAN_FILE), (manifest_path(opened), manifest_path(Path(PLAN_FILE)).name)]
+        return {MODEL_FILE: onnx}
+    plan_manifest = manifest_path(Path(opened))
+    return {MODEL_FILE: onnx, PLAN_FILE: opened, manifest_path(Path(PLAN_FILE)).name: UPath(plan_manifest)}
 
 
 def _known_answers(reference: Reference) -> KnownAnswers:
@@ -65,12 +72,12 @@ def _known_answers(reference: Reference) -> KnownAnswers:
     return KnownAnswers(inputs, reference.logits[0][:_ROWS_KEPT])
 
 
-def _card(compilation: Compilation, choice: Choice, compile_run: UPath) -> ModelCard:
+def _card(compilation: Compilation, choice: Choice, compile_run: UPath, files: Path) -> ModelCard:
     subject, record = compilation.subject, choice.record
     return ModelCard(
         task=subject.trained.recipe.task,
         engine_key=EngineKey(
-            onnx_sha256=compilation.file_of(record).sha256,
+            onnx_sha256=sha256_of_file(files / (WEIGHTS_FILE if record.runs_module else MODEL_FILE)),
             precision=record.precision,
             engine=record.engine,
             engine_version=record.engine_version,

@@ -42,16 +42,16 @@ class VariantRecord(Variant, Parity):
     @property
     def variant(self) -> Variant:
         """What it is the record of."""
-        return Variant(engine=self.engine, precision=self.precision, device=self.device, sparse=self.sparse)
+        return Variant.model_validate(self.model_dump(include=set(Variant.model_fields)))
 
     @property
     def publishable(self) -> bool:
         """Whether it may become a version."""
-        return self.passed and not self.is_yardstick
+        return self.passed and not self.yardstick
 
     def __str__(self) -> str:
         latency = ", ".join(f"{value:.2f} ms at batch {batch}" for batch, value in self.latency_ms.items())
-        yardstick = " (to compare with)" if self.is_yardstick else ""
+        yardstick = " (to compare with)" if self.yardstick else ""
         refused = f" (refused: {'; '.join(self.reasons)})" if self.reasons else ""
         return (
             f"{self.variant}: accuracy {self.accuracy:.4f}, largest difference {self.max_difference:.1e}, "

@@ -24,8 +24,8 @@ _FILES: dict[tuple[EngineName, Device], dict[ComputePrecision, ComputePrecision]
 }
 """The precision of the file that an engine takes to compute in a precision."""
 
-YARDSTICK: Final = "torch"
-"""Measured to compare with; it runs the module, and no file that could be published."""
+TORCH: Final = "torch"
+"""The engine that runs the trained module itself, and no file that was made of it."""
 
 BUILT_AHEAD: Final = "tensorrt_rtx"
 """The engine whose plans are built for ``compile.targets``, on any machine."""
@@ -42,15 +42,18 @@ class Variant(BaseModel):
     sparse: bool = False
     """Whether two of four of its weights are zero."""
 
+    yardstick: bool = False
+    """Whether it is only measured, to compare with."""
+
     @property
     def file(self) -> ComputePrecision:
         """The precision of the file that the engine takes."""
         return _FILES[self.engine, self.device][self.precision]
 
     @property
-    def is_yardstick(self) -> bool:
-        """Whether it is measured only."""
-        return self.engine == YARDSTICK
+    def runs_module(self) -> bool:
+        """Whether it is the module, as it was trained."""
+        return self.engine == TORCH
 
     def __str__(self) -> str:
         return f"{self.engine} {self.precision}{' 2:4' * self.sparse}{' on the GPU' * (self.device == 'gpu')}"
@@ -101,16 +104,18 @@ def wanted_variants(config: CompileConfig) -> Wanted:
     places = _automatic(has_gpu) if config.engines == "auto" else _named(config.engines, bool(config.targets), has_gpu)
     if config.engines == "auto" and not any(engine in PLAN_ENGINES for engine, _ in places):
         _refuse_keys_of_tensorrt(config)
+    beside = config.engines != [TORCH]
     wanted = Wanted([], config.precisions if config.targets else [], [])
     for precision in config.precisions:
         for engine, device in places:
             if precision in _FILES[engine, device]:
-                sparse = config.sparsity != "none" and runs_plans(engine)
-                wanted.variants.append(Variant(engine=engine, precision=precision, device=device, sparse=sparse))
-            elif engine != YARDSTICK:
+                sparse, yardstick = config.sparsity != "none" and runs_plans(engine), beside and engine == TORCH
+                variant = Variant(engine=engine, precision=precision, device=device, sparse=sparse, yardstick=yardstick)
+                wanted.variants.append(variant)
+            elif engine != TORCH:
                 reason = f"on the {device.upper()} it computes in {', '.join(_FILES[engine, device])}"
                 wanted.skipped.append(Skipped(engine=engine, precision=precision, reason=reason))
-    if all(each.is_yardstick for each in wanted.variants):
+    if all(each.yardstick for each in wanted.variants):
         raise CompileError(
             f"compile.engines {config.engines} with compile.precisions {config.precisions} have nothing that runs here "
             "and could be published: add openvino and fp32, or compile where the engines run"
@@ -133,12 +138,12 @@ def _refuse_keys_of_tensorrt(config: CompileConfig) -> None:
 
 
 def _automatic(has_gpu: bool) -> list[tuple[EngineName, Device]]:
-    places: list[tuple[EngineName, Device]] = [("openvino", "cpu"), ("onnxruntime", "cpu"), (YARDSTICK, "cpu")]
+    places: list[tuple[EngineName, Device]] = [("openvino", "cpu"), ("onnxruntime", "cpu"), (TORCH, "cpu")]
     if has_gpu:
         installed = installed_engines()
         places += [(engine, "gpu") for engine in PLAN_ENGINES if engine in installed][:1]
         places += [("onnxruntime", "gpu")] if _has_cuda() else []
-        places += [(YARDSTICK, "gpu")]
+        places += [(TORCH, "gpu")]
     return places
 
 

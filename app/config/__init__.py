@@ -19,7 +19,7 @@ from app.config.plan import PlanConfig, Precision
 from app.config.plan_rules import ModelTraits, Setting, refusal
 from app.config.recipe import LANGUAGE_MODELING, ModelConfig, Recipe
 from app.config.rollout import Percent, Role
-from app.config.serve import BatchingConfig, ServeConfig, TlsConfig
+from app.config.serve import BatchingConfig, ServeConfig, TensorParallelConfig, TlsConfig
 from app.config.train import (
     CheckpointConfig,
     EarlyStoppingConfig,
@@ -69,6 +69,7 @@ __all__ = [
     "ServeConfig",
     "Setting",
     "StopConfig",
+    "TensorParallelConfig",
     "TlsConfig",
     "TokenizerConfig",
     "TrainConfig",

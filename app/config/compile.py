@@ -63,7 +63,8 @@ class CompileConfig(Section):
     )
     precisions: list[ComputePrecision] = Field(default=["fp32", "bf16", "int8"], min_length=1)
     engines: Literal["auto"] | Annotated[list[EngineName], Field(min_length=1)] = Field(
-        default="auto", description="auto: every engine for this machine; torch is measured, never published"
+        default="auto",
+        description="auto: all that this machine has; torch is published if it alone is named, else compared with",
     )
     calibration: CalibrationConfig = CalibrationConfig()
     gates: GatesConfig = GatesConfig()
@@ -93,13 +94,6 @@ class CompileConfig(Section):
     def _as_it_was_written(cls, given: object) -> object:
         """YAML 1.1 counts in sixties: it reads 2:4 without quotes as 124."""
         return "2:4" if given == 2 * 60 + 4 else given
-
-    @field_validator("engines")
-    @classmethod
-    def _one_can_be_published(cls, given: list[str]) -> list[str]:
-        if given == ["torch"]:
-            raise ValueError("torch is measured, never published: name another engine beside it")
-        return given
 
     @model_validator(mode="after")
     def _keys_for_gpus_have_an_engine(self) -> Self:

@@ -50,6 +50,16 @@ class TlsConfig(Section):
     key: LocalFile = Field(description="absolute path of its private key, in PEM without a password")
 
 
+class TensorParallelConfig(Section):
+    """Processes that share the matrices of a model, each with its part, in every replica."""
+
+    size: Annotated[int, Field(ge=2)] = Field(description="processes; divides the model's heads of attention")
+    cpus_per_process: Annotated[float, Field(gt=0.0)] = Field(default=1.0, description="that each reserves in Ray")
+    gpus_per_process: Annotated[float, Field(ge=0.0)] = Field(
+        default=0.0, description="that each reserves in Ray; with 0 they compute on CPUs"
+    )
+
+
 class ServeConfig(Section):
     """The endpoint. Replicas and threads that are left out are as jobs.compile measured them."""
 
@@ -85,7 +95,13 @@ class ServeConfig(Section):
         default=0.0,
         description="CPUs that each replica reserves in Ray for this model; 0 leaves a laptop's cores to a training",
     )
+    gpus_per_replica: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        default=0.0, description="share of a GPU that each replica reserves in Ray for this model, as 0.25; 0: none"
+    )
     threads: PositiveInt | None = Field(default=None, description="threads of a replica's engine")
+    tensor_parallel: TensorParallelConfig | None = Field(
+        default=None, description="for a model that is too large for one device, compiled with compile.engines=[torch]"
+    )
     ready_timeout_s: PositiveFloat = Field(
         default=600.0, description="seconds that replicas may take to load; then what was served before stays"
     )
@@ -112,6 +128,12 @@ class ServeConfig(Section):
         for one, other in combinations(named, 2):
             if named[one] is not None and named[one] == named[other]:
                 raise ValueError(f"{one} and {other} are both {named[one]}: name different versions")
+        return self
+
+    @model_validator(mode="after")
+    def _stages_fit_in_one_process(self) -> Self:
+        if self.cascade and self.tensor_parallel:
+            raise ValueError("a cascade is calibrated in one process: leave it or tensor_parallel out")
         return self
 
     @model_validator(mode="after")

@@ -12,6 +12,7 @@ from app.engines.registry import runs_plans
 from app.engines.shapes import ShapeProfile
 from app.errors import RecipeError
 from app.tensors import Tensor
+from app.training.run_folder import WEIGHTS_FILE
 
 MODEL_FILE, PLAN_FILE = "model.onnx", "model.plan"
 
@@ -38,6 +39,8 @@ class EngineKey(BaseModel):
     """What a compiled model was made of, and for."""
 
     onnx_sha256: str
+    """Of the ONNX file; of what PyTorch runs, of the weights."""
+
     precision: ComputePrecision
     engine: EngineName
     engine_version: str
@@ -50,7 +53,9 @@ class EngineKey(BaseModel):
     @property
     def file(self) -> str:
         """The file of a version that the engine opens."""
-        return PLAN_FILE if runs_plans(self.engine) else MODEL_FILE
+        if runs_plans(self.engine):
+            return PLAN_FILE
+        return WEIGHTS_FILE if self.engine == "torch" else MODEL_FILE
 
     def __str__(self) -> str:
         return f"{self.engine} {self.engine_version}, {self.precision}, on {self.device} {self.architecture}"

@@ -6,8 +6,8 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-from app.config import Percent, ServeConfig
-from app.repository.manifest import ServingDefaults
+from app.config import Percent, ServeConfig, TensorParallelConfig
+from app.repository.manifest import Manifest
 from app.serving.batching.policy import BatchingPolicy
 from app.serving.cascade.rule import CascadeRule
 from app.serving.transport.auth import Access
@@ -27,6 +27,8 @@ class VersionConfig(_Config):
     """Of its engine."""
 
     policy: BatchingPolicy
+    tensor_parallel: TensorParallelConfig | None = None
+    """Processes that share its matrices; None: one that has them whole."""
 
     @property
     def title(self) -> str:
@@ -34,9 +36,9 @@ class VersionConfig(_Config):
         return f"{self.name}/{self.version}"
 
     @classmethod
-    def of(cls, storage: str, name: str, version: int, serving: ServingDefaults, config: ServeConfig) -> Self:
-        """A version, served as compile measured and the recipe says."""
-        batching = config.batching
+    def of(cls, storage: str, manifest: Manifest, config: ServeConfig) -> Self:
+        """A version, served as compile measured and the recipe says. Raises RecipeError if it cannot be."""
+        batching, serving = config.batching, manifest.served(config)
         policy = BatchingPolicy(
             max_batch_size=serving.max_batch_size,
             preferred_batch_sizes=serving.preferred_batch_sizes,
@@ -46,7 +48,14 @@ class VersionConfig(_Config):
             queue_limit=config.queue_limit,
             default_timeout_s=config.request_timeout_s,
         )
-        return cls(storage=storage, name=name, version=version, threads=serving.threads, policy=policy)
+        return cls(
+            storage=storage,
+            name=manifest.name,
+            version=manifest.version,
+            threads=serving.threads,
+            policy=policy,
+            tensor_parallel=config.tensor_parallel if manifest.engine_key.engine == "torch" else None,
+        )
 
 
 class Share(_Config):
@@ -75,6 +84,9 @@ class Scaling(_Config):
     cpus: Annotated[float, Field(ge=0.0)] = 0.0
     """That a replica reserves for it."""
 
+    gpus: Annotated[float, Field(ge=0.0)] = 0.0
+    """The same, as a share of the one GPU that a replica's engines use."""
+
     latency_target_s: float | None = None
     """Of 95 in 100 of its requests. None: only how many requests there are decides."""
 
@@ -83,7 +95,7 @@ class Scaling(_Config):
 
     @classmethod
     def together(cls, wishes: Sequence[Self]) -> Self:
-        """What every model is content with: the most replicas that one asks for, each with the CPUs of all.
+        """What every model is content with: the most replicas that one asks for, each with the CPUs and GPUs of all.
 
         Of delays those of models that scale: the shortest until there are more, the longest until there are fewer.
         """
@@ -92,6 +104,7 @@ class Scaling(_Config):
             least=max((each.least for each in wishes), default=1),
             most=max((each.most for each in wishes), default=1),
             cpus=sum(each.cpus for each in wishes),
+            gpus=sum(each.gpus for each in wishes),
             latency_target_s=min((each.latency_target_s for each in scaling if each.latency_target_s), default=None),
             upscale_delay_s=min((each.upscale_delay_s for each in scaling), default=0.0),
             downscale_delay_s=max((each.downscale_delay_s for each in scaling), default=0.0),
@@ -134,6 +147,16 @@ class EndpointConfig(_Config):
     def scaling(self) -> Scaling:
         """Of the replicas, for all models together."""
         return Scaling.together([model.scaling for model in self.models.values()])
+
+    @property
+    def reserved(self) -> dict[str, float]:
+        """By a replica in Ray, with the processes that share models of its."""
+        splits = {version: version.tensor_parallel for model in self.models.values() for version in model.versions}
+        parts = [each for each in splits.values() if each]
+        return {
+            "CPU": self.scaling.cpus + sum(each.size * each.cpus_per_process for each in parts),
+            "GPU": self.scaling.gpus + sum(each.size * each.gpus_per_process for each in parts),
+        }
 
     @cached_property
     def most_requests(self) -> int:

@@ -2,14 +2,15 @@
 
 import asyncio
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version as version_of
 
 from app.errors import EngineError, NotServedError, RequestError
 from app.serving.cascade.served import ServedCascade
 from app.serving.config import DeployedModel, EndpointConfig, Share, VersionConfig
 from app.serving.model.answering import Answering
-from app.serving.model.loaded import load_model
+from app.serving.model.loaded import OpenEngine, load_model
+from app.serving.model.published import open_published
 from app.serving.model.served import ServedModel
 from app.serving.protocol.management import ModelIndex, ModelMetadata, ModelStatistics, ServerMetadata
 from app.serving.protocol.wording import shown
@@ -26,8 +27,18 @@ Loaded = Mapping[VersionConfig, ServedModel]
 class Endpoint:
     """Models by name. What is served changes at once, and whatever was asked before is answered by what was there."""
 
-    def __init__(self, chance: random.Random | None = None) -> None:
-        """Serve nothing yet; ``chance`` decides which requests a canary and a shadow get."""
+    def __init__(
+        self,
+        chance: random.Random | None = None,
+        opener_of: Callable[[VersionConfig], OpenEngine] = lambda _: open_published,
+    ) -> None:
+        """Serve nothing yet.
+
+        Args:
+            chance: decides which requests a canary and a shadow get.
+            opener_of: what opens the engine of a version; by default it is opened whole, in this process.
+        """
+        self._opener_of = opener_of
         self._chance = chance or random.Random()
         self._config = EndpointConfig()
         self._loaded: Loaded = {}
@@ -56,7 +67,7 @@ class Endpoint:
             try:
                 for version in (each for model in config.models.values() for each in model.versions):
                     if version not in loaded:
-                        loaded[version] = self._loaded.get(version) or await _load(version)
+                        loaded[version] = self._loaded.get(version) or await self._load(version)
             except BaseException:
                 self._close(loaded, besides=self._loaded)
                 raise
@@ -154,6 +165,18 @@ class Endpoint:
         answering = {id(served): served for model in self._rollouts for served in model.answering}
         await asyncio.gather(*map(self._check, answering.values()))  # an engine may let each check wait for a moment
 
+    async def _load(self, wanted: VersionConfig) -> ServedModel:
+        model = await asyncio.to_thread(
+            load_model,
+            open_storage(wanted.storage),
+            wanted.name,
+            wanted.version,
+            wanted.threads,
+            wanted.policy.max_batch_size,
+            self._opener_of(wanted),
+        )
+        return ServedModel(model, wanted.policy)
+
     @property
     def _rollouts(self) -> list[Rollout]:
         return [self._models[name] for name in sorted(self._models)]
@@ -196,10 +219,3 @@ class Endpoint:
                 task = asyncio.create_task(served.close())
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)
-
-
-async def _load(wanted: VersionConfig) -> ServedModel:
-    storage = open_storage(wanted.storage)
-    most = wanted.policy.max_batch_size
-    model = await asyncio.to_thread(load_model, storage, wanted.name, wanted.version, wanted.threads, most)
-    return ServedModel(model, wanted.policy)

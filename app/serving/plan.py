@@ -29,9 +29,14 @@ def deployed_model(recipe: Recipe, storage: UPath) -> DeployedModel:
     for alias, wanted in serve.tried.items():
         manifests[alias] = repository.verify(recipe.name, wanted.version or repository.tried(recipe.name, alias))
     _require_interchangeable(manifests)
+    if serve.tensor_parallel and production.engine_key.engine != "torch":
+        raise RecipeError(
+            f"serve.tensor_parallel splits what PyTorch runs, and version {production.version} is of "
+            f"{production.engine_key.engine}: run jobs.compile with compile.engines=[torch], or leave it out"
+        )
 
     def config_of(manifest: Manifest) -> VersionConfig:
-        return VersionConfig.of(str(storage), recipe.name, manifest.version, manifest.served(serve), serve)
+        return VersionConfig.of(str(storage), manifest, serve)
 
     def share_of(alias: Role) -> Share | None:
         wanted = serve.tried.get(alias)
@@ -80,6 +85,7 @@ def _scaling(serve: ServeConfig, production: Manifest) -> Scaling:
         least=least,
         most=most,
         cpus=serve.cpus_per_replica,
+        gpus=serve.gpus_per_replica,
         latency_target_s=target_ms / 1e3 if target_ms else None,
         upscale_delay_s=serve.scaling.upscale_delay_s,
         downscale_delay_s=serve.scaling.downscale_delay_s,

@@ -9,5 +9,8 @@ CHECKPOINTS = "checkpoints"
 WEIGHTS = "weights"
 """The weights of the best epoch."""
 
+WEIGHTS_FILE = "model.safetensors"
+"""In it, as Hugging Face names it."""
+
 FAILURE_FILE = "failure.txt"
 """Why a worker ended itself."""

@@ -19,8 +19,8 @@ from app.models.kind import ModelKind, kind_of
 from app.storage import local_copy
 from app.tasks import find_processor
 from app.training.checkpoints.reader import export_weights
+from app.training.run_folder import WEIGHTS_FILE
 
-WEIGHTS_FILE = "model.safetensors"
 RECIPE_FILE = "recipe.yaml"
 
 
@@ -61,10 +61,21 @@ def load_weights(folder: UPath) -> TrainedModel:
     """
     verify_checksums(folder)
     with local_copy(folder) as path:
-        local = UPath(path)
-        recipe = load_recipe(str(local / RECIPE_FILE))
-        labels = load_labels(local)
-        processor = find_processor(recipe.task).load(local)
-        model = build_model(recipe.model, {"num_labels": len(labels), **processor.facts})
-        safetensors.torch.load_model(model, str(local / WEIGHTS_FILE))
+        return read_weights(path)
+
+
+def read_weights(folder: Path) -> TrainedModel:
+    """The same of a local folder that has been verified already."""
+    trained = untrained_model(folder)
+    safetensors.torch.load_model(trained.model, str(folder / WEIGHTS_FILE))
+    return trained
+
+
+def untrained_model(folder: Path) -> TrainedModel:
+    """The model of a local weights folder before its weights are loaded, with all else that is in the folder."""
+    files = UPath(folder)
+    recipe = load_recipe(str(files / RECIPE_FILE))
+    labels = load_labels(files)
+    processor = find_processor(recipe.task).load(files)
+    model = build_model(recipe.model, {"num_labels": len(labels), **processor.facts})
     return TrainedModel(model.eval(), recipe, labels, processor)

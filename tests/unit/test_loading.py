@@ -26,7 +26,6 @@ from app.errors import EngineError, RecipeError, StorageError
 from app.repository.known_answers import KnownAnswers
 from app.repository.manifest import Manifest, ModelCard, ServingDefaults
 from app.repository.repository import Repository
-from app.serving.model import loaded as loading
 from app.serving.model.loaded import LoadedModel, load_model
 from app.serving.model.published import open_published
 from app.tensors import OUTPUT, Tensor, Tensors
@@ -114,8 +113,7 @@ def test_a_version_has_run_a_row_of_every_length_and_a_full_batch_before_it_is_a
         return engine
 
     publish(repository, tmp_path, card(profile=ShapeProfile(batch_sizes=(1,), lengths=(8, 16, 32))))
-    monkeypatch.setattr(loading, "open_published", opened)
-    load_model(UPath(tmp_path / "storage"), "toy", 1, threads=1, max_batch_size=4)
+    load_model(UPath(tmp_path / "storage"), "toy", 1, threads=1, max_batch_size=4, open_engine=opened)
     assert ran == [(1, 8), (1, 16), (1, 32), (4, 32)]
 
 

@@ -86,7 +86,7 @@ def _version(reference: str, serve: ServeConfig, storage: UPath) -> VersionConfi
     repository = Repository(storage)
     name, _, number = reference.partition("/")
     manifest = repository.manifest(name, int(number) if number else repository.production(name))
-    return VersionConfig.of(str(storage), name, manifest.version, manifest.served(serve), serve)
+    return VersionConfig.of(str(storage), manifest, serve)
 
 
 def _logits(model: LoadedModel, rows: Sequence[Tensors]) -> NDArray[np.float32]:

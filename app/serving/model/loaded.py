@@ -2,7 +2,7 @@
 
 import base64
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,7 +90,18 @@ class LoadedModel:
                 )
 
 
-def load_model(storage: UPath, name: str, version: int, threads: int, max_batch_size: int = 1) -> LoadedModel:
+OpenEngine = Callable[[Manifest, Path, int], Engine]
+"""Of a version whose files are in a folder, with so many threads."""
+
+
+def load_model(
+    storage: UPath,
+    name: str,
+    version: int,
+    threads: int,
+    max_batch_size: int = 1,
+    open_engine: OpenEngine = open_published,
+) -> LoadedModel:
     """Fetch a version, verify it, load its engine, and warm it up: with a row of each length, and with a full batch.
 
     Raises:
@@ -106,7 +117,8 @@ def load_model(storage: UPath, name: str, version: int, threads: int, max_batch_
         except FileNotFoundError as error:
             missing = Path(error.filename).name
             raise StorageError(f"model {name!r}, version {version}, has no {missing}: publish it again") from error
-        model = LoadedModel(manifest, open_published(manifest, Path(temporary), threads), processor, labels)
+        engine = open_engine(manifest, Path(temporary), threads)
+        model = LoadedModel(manifest, engine, processor, labels)
     try:
         for length in manifest.engine_key.profile.lengths or (None,):
             model.check(1, length)  # the first call with a shape compiles and allocates

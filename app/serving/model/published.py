@@ -39,7 +39,10 @@ def open_published(manifest: Manifest, folder: Path, threads: int) -> Engine:
     try:
         device, sha256 = _device_for(key), manifest.files[key.file]
         settings = EngineSettings(key.precision, threads, device=device, cache=machine_cache(), sha256=sha256)
-        engine = open_engine(key.engine, folder / key.file, settings)
+        if key.engine == "torch":
+            engine = _open_module(manifest, folder, settings)
+        else:
+            engine = open_engine(key.engine, folder / key.file, settings)
     except EngineError as error:
         raise EngineError(f"{title} was compiled for {key}: {error}") from error
     if difference := engine.signature.difference(manifest.signature):
@@ -49,6 +52,13 @@ def open_published(manifest: Manifest, folder: Path, threads: int) -> Engine:
         LOG.warning("%s was judged with %s; %s compiled it anew", title, key, engine.version)
         _require_known_answers(engine, manifest, folder)
     return engine
+
+
+def _open_module(manifest: Manifest, folder: Path, settings: EngineSettings) -> Engine:
+    from app.engines.torch import TorchEngine  # imports torch, which other versions need not wait for
+    from app.training.weights import read_weights
+
+    return TorchEngine(read_weights(folder).model, manifest.signature, settings)
 
 
 def _require_known_answers(engine: Engine, manifest: Manifest, folder: Path) -> None:

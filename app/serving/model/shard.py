@@ -1,0 +1,90 @@
+"""One process's part of a version whose matrices several processes share.
+
+They are split by the plan of the model's class in transformers, as Shoeybi et al. 2019 do (arXiv:1909.08053).
+"""
+
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import distributed, nn
+from upath import UPath
+
+from app.engines.base import EngineSettings, library_errors
+from app.engines.torch import TorchEngine
+from app.errors import EngineError
+from app.models.kind import ModelKind, kind_of
+from app.models.traits import traits_of
+from app.repository.repository import Repository
+from app.serving.config import VersionConfig
+from app.storage import open_storage
+from app.tensors import Tensors
+from app.training.weights import untrained_model
+
+_TIMEOUT = timedelta(seconds=60)
+"""That the others are waited for: until all have come, and in a call."""
+
+
+class Shard:
+    """The process of a rank. Every rank is asked the same in the same order, and has the whole answer."""
+
+    def __init__(self, version: VersionConfig, rank: int, size: int) -> None:
+        self._version, self._rank, self._size = version, rank, size
+        self._store: distributed.TCPStore | None = None
+
+    def listen(self, host: str) -> str:
+        """Of rank 0: open what all ranks meet at, on this machine's address; where it is."""
+        self._store = distributed.TCPStore(host, 0, self._size, is_master=True, wait_for_workers=False)
+        return f"{host}:{self._store.port}"
+
+    def load(self, address: str) -> None:
+        """Meet the others, and load this rank's part of the weights.
+
+        Raises:
+            StorageError: the version is not there or was changed.
+            EngineError: the model has no plan that so many processes can share, or does not fit.
+        """
+        version = self._version
+        self._meet(address)
+        with tempfile.TemporaryDirectory(prefix="rayloom-shard-") as temporary:
+            manifest = Repository(open_storage(version.storage)).fetch(version.name, version.version, UPath(temporary))
+            part = _part(Path(temporary), self._size)
+        device, precision = "gpu" if torch.cuda.is_available() else "cpu", manifest.engine_key.precision
+        settings = EngineSettings(precision, version.threads, device=device)
+        self._engine = TorchEngine(part, manifest.signature, settings)
+
+    def infer(self, inputs: Tensors) -> Tensors:
+        """Run one batch together with the other ranks. Raises RequestError or EngineError as engines do."""
+        return self._engine.infer(inputs)
+
+    def _meet(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        with library_errors("the parts do not meet"):
+            store = self._store or distributed.TCPStore(host, int(port), self._size, is_master=False, timeout=_TIMEOUT)
+            distributed.init_process_group(
+                backend, store=store, rank=self._rank, world_size=self._size, timeout=_TIMEOUT
+            )
+
+
+def _part(folder: Path, size: int) -> nn.Module:
+    """This process's part of the model of a weights folder; the rest is not read. Raises EngineError."""
+    from transformers.distributed import DistributedConfig
+
+    with torch.device("meta"):
+        whole = untrained_model(folder).model
+    title = type(whole).__name__
+    if kind_of(whole) is not ModelKind.HUGGING_FACE or not whole.supports_tp_plan:
+        raise EngineError(
+            f"serve.tensor_parallel needs a model of transformers whose class has a tp_plan, and {title} has none: "
+            "serve it without, or choose another, such as model_type=llama or qwen3"
+        )
+    heads = traits_of(whole).tensor_divisor
+    if heads is None or heads % size:
+        raise EngineError(f"serve.tensor_parallel.size is {size}, and does not divide the {heads} heads of {title}")
+    with library_errors(f"transformers cannot split {title} across {size} processes"):
+        part: nn.Module = type(whole).from_pretrained(
+            folder, distributed_config=DistributedConfig(tp_size=size), dtype=torch.float32
+        )
+    return part.eval()
