@@ -1,0 +1,89 @@
+"""A model that several processes share: it answers as it does whole, and comes back when one of them dies."""
+
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from upath import UPath
+
+from app.training.weights import load_weights
+from tests.engine_contract import TEXTS
+from tests.helpers import submit, wait_until
+from tests.launch import Cluster
+
+pytestmark = pytest.mark.usefixtures("emptied")
+
+SPLIT = "serve.tensor_parallel={size: 2, cpus_per_process: 0.25}"
+
+
+def recipe(name: str, *overrides: str) -> list[str]:
+    """A model of transformers with four heads, learnt from a few batches."""
+    model = "{model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 4}"
+    return [
+        "recipes/reviews.yaml",
+        f"name={name}",
+        "model.factory=app.models.huggingface:sequence_classifier",
+        f"model.args={model}",
+        "train.max_steps=8",
+        "train.workers=1",
+        "train.linear_baseline=false",
+        "compile.engines=[torch]",
+        "compile.batch_sizes=[1, 8]",
+        *overrides,
+    ]
+
+
+@pytest.fixture(scope="module")
+def trained(cluster: dict[str, str]) -> dict[str, Any]:
+    """The result of the training, whose version is published."""
+    result = submit(cluster, "train", *recipe("shared"))
+    published = submit(cluster, "compile", *recipe("shared"))
+    assert (published["metrics"]["chosen"]["engine"], published["artifacts"]["model"]) == ("torch", "shared/1")
+    return result
+
+
+@pytest.fixture
+def endpoint(cluster: dict[str, str], trained: dict[str, Any]) -> str:
+    return submit(cluster, "deploy", *recipe("shared", SPLIT))["artifacts"]["http"]
+
+
+def asked(endpoint: str) -> httpx.Response:
+    return httpx.post(f"{endpoint}/v1/models/shared/predict", json={"inputs": TEXTS}, timeout=60)
+
+
+def scores(response: httpx.Response) -> list[list[float]]:
+    return [list(each["scores"].values()) for each in response.raise_for_status().json()["predictions"]]
+
+
+def test_it_answers_as_the_whole_model_does_and_comes_back_when_a_part_dies(
+    cluster: dict[str, str], trained: dict[str, Any], endpoint: str
+) -> None:
+    whole = load_weights(UPath(trained["artifacts"]["weights"]))
+    tensors = {name: torch.from_numpy(each) for name, each in whole.processor.encode(TEXTS).items()}
+    expected = whole.model(**tensors).logits.softmax(-1).detach().numpy()
+    np.testing.assert_allclose(scores(asked(endpoint)), expected, atol=2e-5)
+
+    parts = Cluster(cluster).processes("ray::Shard")
+    assert len(parts) == 2
+    parts[1].kill()
+    seen = {asked(endpoint).status_code}
+    assert seen <= {200, 503}, seen  # what was in flight may be tried again
+    wait_until(lambda: not parts[0].is_running() and asked(endpoint).status_code == 200)
+    np.testing.assert_allclose(scores(asked(endpoint)), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (3, "serve.tensor_parallel.size is 3, and does not divide the 4 heads of LlamaForSequenceClassification"),
+        (64, "serve.replicas, while they change over, need 32 CPUs"),
+    ],
+)
+def test_what_cannot_be_split_so_is_refused_with_its_key(
+    cluster: dict[str, str], trained: dict[str, Any], size: int, words: str
+) -> None:
+    split = f"serve.tensor_parallel={{size: {size}, cpus_per_process: 0.25}}"
+    refused = submit(cluster, "deploy", *recipe("shared", split), succeeds=False)
+    assert words in refused["error"]
