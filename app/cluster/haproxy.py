@@ -1,6 +1,5 @@
 """Ray Serve's fast ingress on a local cluster: HAProxy in front, and requests straight to the replicas."""
 
-import json
 import os
 import shlex
 from pathlib import Path
@@ -14,12 +13,14 @@ from app.serving.protocol.limits import LIMITS
 from app.serving.transport.middleware import MIDDLEWARE
 
 _NO_ANSWER = ErrorBody(error="no replica could answer: try again")
+_TOO_SLOW = ErrorBody(error="the request's headers did not come in time")
+_HEADERS_TIMEOUT_S = 30
 _START = """\
 #!/bin/sh
 # Starts HAProxy with what Ray Serve has written ("$3"), changed where Ray has no setting for it. Its pages and its
-# socket are for this machine and this user. A request that no replica answers, or that comes before the replicas are
-# known, is told to come again, and not that the server is broken or the path unknown. When HAProxy has died, the
-# replicas of before are tried until those of now are known.
+# socket are for this machine and this user. Who never ends a request's headers does not keep a connection. A request
+# that no replica answers, or that comes before the replicas are known, is told to come again, and not that the server
+# is broken or the path unknown. When HAProxy has died, the replicas of before are tried until those of now are known.
 if grep -q '^backend http-' "$3"; then
     cp "$3" "$3.last"
 elif [ -f "$3.last" ]; then
@@ -32,6 +33,8 @@ sed -i \\
     -e 's/^    bind :/    bind {host}:/' \\
     -e 's/ mode 666 / mode 600 /' \\
     -e 's|^\\(  *errorfile [0-9]*\\) .*|\\1 {no_answer}|' \\
+    -e '/timeout http-request\\|errorfile 408/d' \\
+    -e 's|^defaults.*|&\\n    timeout http-request {headers_timeout_s}s\\n    errorfile 408 {too_slow}|' \\
     "$3"
 exec {haproxy} "$@"
 """
@@ -40,9 +43,16 @@ exec {haproxy} "$@"
 def prepare(folder: Path, metrics: int, stats: int, fallback_http: int, fallback_grpc: int) -> dict[str, str]:
     """Write what HAProxy is started with into ``folder``, and return the settings of Ray Serve; the rest are ports."""
     folder.mkdir(exist_ok=True)
-    start, no_answer = folder / "haproxy", folder / "503.http"
-    no_answer.write_bytes(_response(_NO_ANSWER.model_dump()))
-    script = _START.format(host=LOOPBACK, no_answer=no_answer, haproxy=shlex.quote(get_haproxy_binary()))
+    start, no_answer, too_slow = folder / "haproxy", folder / "503.http", folder / "408.http"
+    no_answer.write_bytes(_response("503 Service Unavailable", _NO_ANSWER, "Retry-After: 1"))
+    too_slow.write_bytes(_response("408 Request Timeout", _TOO_SLOW, "Connection: close"))
+    script = _START.format(
+        host=LOOPBACK,
+        no_answer=no_answer,
+        too_slow=too_slow,
+        headers_timeout_s=_HEADERS_TIMEOUT_S,
+        haproxy=shlex.quote(get_haproxy_binary()),
+    )
     start.write_text(script, encoding="utf-8")
     start.chmod(0o700)
     replicas = ports.unused_block()
@@ -82,7 +92,7 @@ def prepare(folder: Path, metrics: int, stats: int, fallback_http: int, fallback
     }
 
 
-def _response(body: object) -> bytes:
-    content = json.dumps(body)
-    head = "HTTP/1.1 503 Service Unavailable", "Content-Type: application/json", "Retry-After: 1"
+def _response(status: str, body: ErrorBody, header: str) -> bytes:
+    content = body.model_dump_json()
+    head = f"HTTP/1.1 {status}", "Content-Type: application/json", header
     return "\r\n".join((*head, f"Content-Length: {len(content)}", "", content)).encode()

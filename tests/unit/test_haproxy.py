@@ -55,7 +55,7 @@ def test_who_gets_no_answer_is_told_to_come_again(tmp_path: Path) -> None:
     answer = (tmp_path / "503.http").read_text(encoding="utf-8")
     assert answer.startswith("HTTP/1.1 503 ")
     assert "Retry-After: 1" in answer
-    assert '{"error": ' in answer
+    assert '{"error":' in answer
 
 
 def test_after_a_crash_the_replicas_of_before_are_tried(tmp_path: Path) -> None:
@@ -63,3 +63,14 @@ def test_after_a_crash_the_replicas_of_before_are_tried(tmp_path: Path) -> None:
     assert "404" in before, "the path, and not the replicas, is not known"
     assert started(tmp_path, "") == before
     assert "40001" in started(tmp_path, BACKEND.replace("40000", "40001"))
+
+
+def test_who_does_not_end_its_headers_is_told_so(tmp_path: Path) -> None:
+    config = started(tmp_path, BACKEND)
+    assert config.count("timeout http-request 30s") == 1
+    assert f"errorfile 408 {tmp_path}/408.http" in config
+    answer = (tmp_path / "408.http").read_text(encoding="utf-8")
+    assert answer.startswith("HTTP/1.1 408 ")
+    assert '{"error":' in answer
+    (tmp_path / "haproxy.cfg").unlink()
+    assert started(tmp_path, "").count("timeout http-request") == 1, "also of what was kept"
