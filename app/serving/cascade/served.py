@@ -73,7 +73,8 @@ class ServedCascade:
         inputs, large, deadline_s = request.listed, self._large.model, self._deadline_s(request.timeout_s)
 
         async def ask(stage: int, rows: NDArray[np.intp]) -> Tensors:
-            return await self._stages[stage].run_natural([inputs[row] for row in rows], deadline_s=deadline_s)
+            given = [inputs[row] for row in rows]
+            return await self._stages[stage].run_natural(given, priority=request.priority, deadline_s=deadline_s)
 
         outputs, stages = await self._route(len(inputs), ask)
         return PredictResponse(

@@ -79,7 +79,7 @@ class ServedModel:
     async def predict(self, request: PredictRequest) -> PredictResponse:
         """Answer with labels; the errors are those of ``run``, and DataError of what cannot be read."""
         deadline_s = self.policy.deadline_s(time.monotonic(), request.timeout_s)
-        outputs = await self.run_natural(request.listed, deadline_s=deadline_s)
+        outputs = await self.run_natural(request.listed, priority=request.priority, deadline_s=deadline_s)
         return PredictResponse(
             model_name=self.model.manifest.name,
             model_version=self.model.version,
@@ -131,18 +131,20 @@ class ServedModel:
             if not self._users:
                 self._unused.set()
 
-    async def run_natural(self, inputs: Sequence[Input], *, deadline_s: float) -> Tensors:
+    async def run_natural(self, inputs: Sequence[Input], *, priority: int, deadline_s: float) -> Tensors:
         """Read texts or images and run them; the errors are those of ``predict``.
 
         Args:
             inputs: a row each; an image as bytes or in base64.
+            priority: as of ``run``.
             deadline_s: until the answer, of ``time.monotonic``.
         """
         arrived_s = time.monotonic()
         with self._reading(arrived_s):
             _check_rows("inputs", len(inputs))
             tensors = await self._encode(inputs, deadline_s)
-        return await self.run(tensors, timeout_s=deadline_s - time.monotonic(), arrived_s=arrived_s)
+        left_s = deadline_s - time.monotonic()
+        return await self.run(tensors, priority=priority, timeout_s=left_s, arrived_s=arrived_s)
 
     async def run(
         self,

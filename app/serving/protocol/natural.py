@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import BaseModel, PositiveFloat
+from pydantic import BaseModel, NonNegativeInt, PositiveFloat
 
 
 class NaturalModel(BaseModel):
@@ -21,6 +21,8 @@ class PredictRequest(BaseModel):
     inputs: str | bytes | list[str]
     timeout_s: PositiveFloat | None = None
     """Until the answer; the server may allow less."""
+    priority: NonNegativeInt = 0
+    """1 is the most urgent; 0 means the default."""
 
     @property
     def listed(self) -> Sequence[str | bytes]:
