@@ -67,9 +67,13 @@ def _rayloom(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     lines = []
     with subprocess.Popen(command, cwd=_ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            lines.append(line)
+        try:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                lines.append(line)
+        except BaseException:
+            process.terminate()  # else leaving waits until the job has ended
+            raise
     if process.returncode:
         raise RuntimeError(f"'rayloom {' '.join(words)}' ended with {process.returncode}: what it says is above")
     return lines
