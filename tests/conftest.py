@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from upath import UPath
 
-from tests.helpers import ROOT, run
+from tests.helpers import ROOT, local_cluster
 from tests.launch import Cluster, Launch, Trained
 from tests.postgres import PostgresServer
 from tests.receiver import HttpReceiver
@@ -119,14 +119,8 @@ def home() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def cluster(home: Path) -> Iterator[dict[str, str]]:
     """One cluster for all tests; its value is the environment that reaches it."""
-    folders = {"HOME": home, "STORAGE": home / "storage", "CACHE": home / "cache"}
-    environment = {f"RAYLOOM_{name}": str(folder) for name, folder in folders.items()}
-    started = run("rayloom", "up", environment=environment)
-    assert started.returncode == 0, started.stderr
-    exports = run("rayloom", "env", environment=environment).stdout.splitlines()
-    yield environment | dict(line.removeprefix("export ").split("=", 1) for line in exports)
-    stopped = run("rayloom", "down", environment=environment)
-    assert stopped.returncode == 0, stopped.stderr
+    with local_cluster(home) as environment:
+        yield environment
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,19 @@ def run(
         timeout=timeout,
         check=False,
     )
+
+
+@contextmanager
+def local_cluster(home: Path, **settings: str) -> Iterator[dict[str, str]]:
+    """A cluster with its state, storage and cache in ``home``; its value is the environment that reaches it."""
+    folders = {"HOME": home, "STORAGE": home / "storage", "CACHE": home / "cache"}
+    environment = settings | {f"RAYLOOM_{name}": str(folder) for name, folder in folders.items()}
+    started = run("rayloom", "up", environment=environment)
+    assert started.returncode == 0, started.stderr
+    exports = run("rayloom", "env", environment=environment).stdout.splitlines()
+    yield environment | dict(line.removeprefix("export ").split("=", 1) for line in exports)
+    stopped = run("rayloom", "down", environment=environment)
+    assert stopped.returncode == 0, stopped.stderr
 
 
 SGD = ["train.optimizer.name=sgd", "train.optimizer.lr=0.1", "train.optimizer.momentum=0.9", "train.max_steps=20"]
