@@ -42,6 +42,7 @@ from app.models.image import small_cnn
 from app.repository.manifest import Quantization
 from app.repository.repository import Repository
 from app.runs import Result, Run, execute
+from app.serving.model.loaded import load_model
 from app.tensors import OUTPUT, Tensors, TensorSpec
 from benchmarks.compile.models import leave_fresh, write_weights
 from jobs.compile import compile_model
@@ -109,6 +110,35 @@ def test_the_best_variant_is_published_with_all_that_is_known_of_it(
     assert manifest.lineage.compile_run == str(run.folder)
     assert manifest.lineage.data_fingerprint == subject.data.fingerprint
     assert set(manifest.files) == {"model.onnx", "image.json", "labels.json", "answers.npz"}
+
+
+def test_for_throughput_a_version_is_served_in_the_batches_that_were_fastest(storage: UPath, weights: UPath) -> None:
+    objective = "compile.objective={goal: max_throughput, latency_ms: 60000}"
+    overrides = [*FAST, "compile.batch_sizes=[1,8]", objective, f"compile.weights={weights}", "name=throughput"]
+    run, result = compiled(storage, *overrides)
+    assert result.status == "succeeded", result.error
+    serving, point = Repository(storage).manifest("throughput", 1).serving, report_in(run).point
+    assert point is not None
+    fastest = max(report_in(run).points, key=lambda each: each.throughput if not each.variant.yardstick else 0.0)
+    assert point == fastest
+    assert serving.max_batch_size == point.batch_size
+    assert serving.preferred_batch_sizes == ((point.batch_size,) if point.batch_size > 1 else ())
+    assert (serving.replicas, serving.threads) == (point.concurrency.streams, point.concurrency.threads)
+
+
+def test_a_module_is_published_as_it_was_trained_where_pytorch_alone_is_named(
+    storage: UPath, weights: UPath, subject: Subject
+) -> None:
+    _, result = compiled(storage, "compile.engines=[torch]", f"compile.weights={weights}", "name=module")
+    assert result.status == "succeeded", result.error
+    assert [(each["engine"], each["precision"]) for each in result.metrics["variants"]] == [("torch", "fp32")]
+    manifest = Repository(storage).manifest("module", 1)
+    assert {"model.safetensors", "recipe.yaml", "image.json", "labels.json"} <= set(manifest.files)
+    assert manifest.engine_key.onnx_sha256 == manifest.files["model.safetensors"]
+    model = load_model(storage, "module", 1, threads=1)
+    assert model.platform == "torch_safetensors"
+    (rows, *_), (logits, *_) = subject.reference.inputs, subject.reference.logits
+    np.testing.assert_allclose(model.engine.infer(rows)[OUTPUT], logits, atol=1e-5)
 
 
 def test_every_variant_that_could_be_published_was_timed_with_one_row(published: tuple[Run, Result]) -> None:

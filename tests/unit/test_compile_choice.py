@@ -145,10 +145,18 @@ def test_each_engine_takes_the_file_that_it_computes_from() -> None:
     assert ("onnxruntime", "bf16") in [(each.engine, each.precision) for each in wanted.skipped]
 
 
+def test_pytorch_is_what_others_are_compared_with_unless_it_is_alone() -> None:
+    beside = wanted_variants(CompileConfig(engines=["openvino", "torch"], precisions=["fp32"])).variants
+    assert {each.engine: each.yardstick for each in beside} == {"openvino": False, "torch": True}
+    alone = wanted_variants(CompileConfig(engines=["torch"])).variants
+    assert {(each.engine, each.precision, each.yardstick) for each in alone} == {("torch", "fp32", False)}
+    with pytest.raises(CompileError, match="nothing that runs here"):
+        wanted_variants(CompileConfig(engines=["torch"], precisions=["int8"]))
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"engines": ["torch"]}, "torch is measured, never published"),
         ({"engines": ["openvino"], "precisions": ["fp8"]}, "fp8, which is of tensorrt"),
         ({"engines": ["openvino"], "sparsity": "2:4"}, "sparsity 2:4 is of tensorrt"),
         ({"engines": ["openvino"], "workspace_mb": 64}, "workspace_mb 64 is of tensorrt"),

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 from ray.serve.config import AutoscalingConfig
 
+from app.config import TensorParallelConfig
 from app.serving.batching.policy import BatchingPolicy
-from app.serving.config import Scaling
+from app.serving.config import DeployedModel, EndpointConfig, Scaling, VersionConfig
 from app.serving.model.latencies import RecentLatencies
 from app.serving.scaling import target_ongoing_requests, wanted_replicas
 from serve_deployments.autoscaling import DIRECT, LATENCY, decide
@@ -63,12 +64,24 @@ def test_a_full_call_of_the_smallest_engine_is_what_a_replica_should_hold() -> N
 
 
 def test_models_that_share_replicas_get_what_each_asked_for() -> None:
-    fixed = Scaling(least=2, most=2, cpus=0.5, upscale_delay_s=1, downscale_delay_s=900)
-    one = Scaling(least=1, most=4, cpus=0.25, latency_target_s=0.2, upscale_delay_s=5, downscale_delay_s=60)
+    fixed = Scaling(least=2, most=2, cpus=0.5, gpus=0.25, upscale_delay_s=1, downscale_delay_s=900)
+    one = Scaling(least=1, most=4, cpus=0.25, gpus=0.5, latency_target_s=0.2, upscale_delay_s=5, downscale_delay_s=60)
     other = Scaling(least=1, most=3, latency_target_s=0.1, upscale_delay_s=20, downscale_delay_s=300)
-    together = Scaling(least=2, most=4, cpus=0.75, latency_target_s=0.1, upscale_delay_s=5, downscale_delay_s=300)
-    assert Scaling.together([fixed, one, other]) == together
+    together = Scaling.together([fixed, one, other])
+    assert (together.least, together.most, together.cpus, together.gpus) == (2, 4, 0.75, 0.75)
+    assert (together.latency_target_s, together.upscale_delay_s, together.downscale_delay_s) == (0.1, 5, 300)
     assert Scaling.together([]) == Scaling()
+
+
+def test_processes_that_share_a_model_are_reserved_beside_its_replica() -> None:
+    split = TensorParallelConfig(size=4, cpus_per_process=2, gpus_per_process=1)
+    version = VersionConfig(
+        storage="s", name="large", version=1, threads=1, policy=BatchingPolicy(max_batch_size=8), tensor_parallel=split
+    )
+    large = DeployedModel(production=version, scaling=Scaling(cpus=0.5))
+    again = EndpointConfig.model_validate_json(EndpointConfig(models={"large": large}).model_dump_json())
+    assert again.reserved == {"CPU": 8.5, "GPU": 4.0}
+    assert again.models["large"].production == version
 
 
 def test_latencies_are_forgotten_after_a_while() -> None:
