@@ -9,8 +9,11 @@ CHECKPOINTS = "checkpoints"
 WEIGHTS = "weights"
 """The weights of the best epoch."""
 
-WEIGHTS_FILE = "model.safetensors"
-"""In it, as Hugging Face names it."""
+WEIGHTS_FILE, ARCHITECTURE_FILE = "model.safetensors", "config.json"
+"""In it, as Hugging Face names them; the latter of its models only."""
+
+RECIPE_FILE = "recipe.yaml"
+"""In it, too."""
 
 FAILURE_FILE = "failure.txt"
 """Why a worker ended itself."""

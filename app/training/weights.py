@@ -19,9 +19,7 @@ from app.models.kind import ModelKind, kind_of
 from app.storage import local_copy
 from app.tasks import find_processor
 from app.training.checkpoints.reader import export_weights
-from app.training.run_folder import WEIGHTS_FILE
-
-RECIPE_FILE = "recipe.yaml"
+from app.training.run_folder import RECIPE_FILE, WEIGHTS_FILE
 
 
 @dataclass(frozen=True)

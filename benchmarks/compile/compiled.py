@@ -10,7 +10,7 @@ from app.compile.subject import load_subject, resized
 from app.compile.variants import wanted_variants
 from app.config import load_recipe
 from app.repository.repository import Repository
-from app.training.weights import RECIPE_FILE
+from app.training.run_folder import RECIPE_FILE
 from benchmarks.compile.coldstart import Starts, measure_starts
 from benchmarks.compile.contenders import contenders
 from benchmarks.compile.findings import Compiled

@@ -18,8 +18,7 @@ from app.engines.architecture import usable_cores
 from app.errors import TrainingError
 from app.models.factory import build_model
 from app.tasks import find_processor
-from app.training.run_folder import DATA, WEIGHTS, WEIGHTS_FILE
-from app.training.weights import RECIPE_FILE
+from app.training.run_folder import DATA, RECIPE_FILE, WEIGHTS, WEIGHTS_FILE
 from benchmarks.compile import minilm
 from benchmarks.compile.samples import write_pictures, write_sentences
 from benchmarks.launch import python

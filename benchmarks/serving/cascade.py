@@ -31,7 +31,8 @@ from app.serving.model.loaded import LoadedModel, load_model
 from app.tasks import find_processor
 from app.telemetry.flops import flops_per_sample
 from app.tensors import OUTPUT, Tensors
-from app.training.weights import RECIPE_FILE, load_weights
+from app.training.run_folder import RECIPE_FILE
+from app.training.weights import load_weights
 from benchmarks.compile.models import Model, train
 from benchmarks.machine import load_average, machine, today, versions
 from benchmarks.markdown import table, verdict

@@ -17,8 +17,7 @@ from app.repository.manifest import MODEL_FILE, Manifest
 from app.repository.repository import Repository
 from app.tasks import find_processor
 from app.tensors import Tensors
-from app.training.run_folder import DATA
-from app.training.weights import RECIPE_FILE
+from app.training.run_folder import DATA, RECIPE_FILE
 from benchmarks.compile.models import MODELS
 from benchmarks.launch import python
 

@@ -7,6 +7,10 @@ from app.errors import RecipeError
 from app.repository.known_answers import ANSWERS_FILE
 from app.repository.manifest import MODEL_FILE, PLAN_FILE, Manifest
 from app.serving.model.loaded import LoadedModel
+from app.training.run_folder import ARCHITECTURE_FILE, RECIPE_FILE, WEIGHTS_FILE
+
+_ENGINES = (MODEL_FILE, PLAN_FILE, WEIGHTS_FILE, ARCHITECTURE_FILE, RECIPE_FILE)
+"""What engines read of a version; a plan has its manifest beside it."""
 
 
 def require_alike(models: Sequence[LoadedModel]) -> None:
@@ -38,9 +42,8 @@ def _difference(model: LoadedModel, last: LoadedModel) -> str | None:
 
 def _codec(manifest: Manifest) -> frozenset[tuple[str, str]]:
     """Name and sha256 of each file that turns natural input into tensors."""
-    compiled = (MODEL_FILE, PLAN_FILE)  # a plan has its manifest beside it
     return frozenset(
         (name, sha256)
         for name, sha256 in manifest.files.items()
-        if name not in (LABELS_FILE, ANSWERS_FILE) and not name.startswith(compiled)
+        if name not in (LABELS_FILE, ANSWERS_FILE) and not name.startswith(_ENGINES)
     )
