@@ -72,14 +72,15 @@ class SplitEngine:
             num_cpus=split.cpus_per_process,
             num_gpus=split.gpus_per_process,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, rank),
+            # Ray hides no GPU from an actor that reserves none.
+            runtime_env={} if split.gpus_per_process else {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}},
         )
         return actor.remote(wanted, rank, split.size)
 
 
 def _reserved(split: TensorParallelConfig) -> dict[str, float]:
     """By a process; Ray takes no zeros."""
-    gpus = {"GPU": split.gpus_per_process} if split.gpus_per_process else {}
-    return {"CPU": split.cpus_per_process, **gpus}
+    return {"CPU": split.cpus_per_process} | ({"GPU": split.gpus_per_process} if split.gpus_per_process else {})
 
 
 def _answers(running: Sequence[Any]) -> list[Any]:

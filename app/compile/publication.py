@@ -59,11 +59,11 @@ def _model_files(compilation: Compilation, record: VariantRecord) -> dict[str, U
     if record.runs_module:
         weights = compilation.subject.weights
         return {each.name: each for each in weights.iterdir() if each.name != CHECKSUMS_FILE}
-    onnx, opened = UPath(compilation.onnx_of(record)), UPath(compilation.path_of(record))
-    if opened == onnx:
-        return {MODEL_FILE: onnx}
-    plan_manifest = manifest_path(Path(opened))
-    return {MODEL_FILE: onnx, PLAN_FILE: opened, manifest_path(Path(PLAN_FILE)).name: UPath(plan_manifest)}
+    onnx, opened = compilation.onnx_of(record), compilation.path_of(record)
+    files = {MODEL_FILE: onnx}
+    if opened != onnx:
+        files |= {PLAN_FILE: opened, manifest_path(Path(PLAN_FILE)).name: manifest_path(opened)}
+    return {name: UPath(file) for name, file in files.items()}
 
 
 def _known_answers(reference: Reference) -> KnownAnswers:

@@ -15,7 +15,7 @@ class BatchingConfig(Section):
     """How requests are joined into one call of the engine; what is left out is as jobs.compile measured it."""
 
     max_batch_size: PositiveInt | None = Field(default=None, description="rows in a call of the engine, at most")
-    preferred_batch_sizes: tuple[PositiveInt, ...] | None = Field(
+    preferred_batch_sizes: list[PositiveInt] | None = Field(
         default=None, description="rows at which a call waits for no more"
     )
     timeout_us: Annotated[int, Field(ge=0)] | None = Field(
@@ -55,9 +55,7 @@ class TensorParallelConfig(Section):
 
     size: Annotated[int, Field(ge=2)] = Field(description="processes; divides the model's heads of attention")
     cpus_per_process: Annotated[float, Field(gt=0.0)] = Field(default=1.0, description="that each reserves in Ray")
-    gpus_per_process: Annotated[float, Field(ge=0.0)] = Field(
-        default=0.0, description="that each reserves in Ray; with 0 they compute on CPUs"
-    )
+    gpus_per_process: Annotated[int, Field(ge=0, le=1)] = Field(default=0, description="0: they compute on CPUs")
 
 
 class ServeConfig(Section):

@@ -102,10 +102,10 @@ class ServingDefaults(BaseModel):
         most = batching.max_batch_size or self.max_batch_size
         preferred = batching.preferred_batch_sizes
         if preferred is None:
-            preferred = tuple(size for size in self.preferred_batch_sizes if size <= most)
+            preferred = [size for size in self.preferred_batch_sizes if size <= most]
         return ServingDefaults(
             max_batch_size=most,
-            preferred_batch_sizes=preferred,
+            preferred_batch_sizes=tuple(preferred),
             timeout_us=self.timeout_us if batching.timeout_us is None else batching.timeout_us,
             replicas=replicas,
             threads=config.threads or max(1, self.replicas * self.threads // replicas),
@@ -143,7 +143,7 @@ class ModelCard(BaseModel):
             RecipeError: a batch may have more rows than the plan takes, or fewer than are preferred.
         """
         most = config.batching.max_batch_size or self.serving.max_batch_size
-        if max(preferred := config.batching.preferred_batch_sizes or (1,)) > most:
+        if max(preferred := config.batching.preferred_batch_sizes or [1]) > most:
             raise RecipeError(
                 f"serve.batching.preferred_batch_sizes are {list(preferred)}: expected {most} at most, which is "
                 "max_batch_size"

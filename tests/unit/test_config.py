@@ -40,6 +40,11 @@ def test_what_show_prints_is_the_same_recipe(tmp_path: Path) -> None:
         ("train.profile.active=2", lambda recipe: (recipe.train.profile.wait, recipe.train.profile.active) == (5, 2)),
         ("model.args.width=64", lambda recipe: recipe.model.args["width"] == 64),
         ("serve.replicas=[1, 4]", lambda recipe: recipe.serve.replica_range == (1, 4)),
+        (
+            "serve.batching={max_batch_size: 32, preferred_batch_sizes: [8, 16, 32], timeout_us: 2000}",
+            lambda recipe: recipe.serve.batching.preferred_batch_sizes == [8, 16, 32],
+        ),
+        ("serve.tensor_parallel={size: 2}", lambda recipe: recipe.serve.tensor_parallel.cpus_per_process == 1.0),
         ("serve.replicas=2", lambda recipe: recipe.serve.replica_range == (2, 2)),
     ],
 )

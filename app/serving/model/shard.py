@@ -9,8 +9,10 @@ from pathlib import Path
 
 import torch
 from torch import distributed, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from upath import UPath
 
+from app.engines.architecture import Device
 from app.engines.base import EngineSettings, library_errors
 from app.engines.torch import TorchEngine
 from app.errors import EngineError
@@ -31,11 +33,11 @@ class Shard:
 
     def __init__(self, version: VersionConfig, rank: int, size: int) -> None:
         self._version, self._rank, self._size = version, rank, size
-        self._store: distributed.TCPStore | None = None
+        self._store: TCPStore | None = None
 
     def listen(self, host: str) -> str:
         """Of rank 0: open what all ranks meet at, on this machine's address; where it is."""
-        self._store = distributed.TCPStore(host, 0, self._size, is_master=True, wait_for_workers=False)
+        self._store = TCPStore(host, 0, self._size, is_master=True, wait_for_workers=False)
         return f"{host}:{self._store.port}"
 
     def load(self, address: str) -> None:
@@ -50,8 +52,8 @@ class Shard:
         with tempfile.TemporaryDirectory(prefix="rayloom-shard-") as temporary:
             manifest = Repository(open_storage(version.storage)).fetch(version.name, version.version, UPath(temporary))
             part = _part(Path(temporary), self._size)
-        device, precision = "gpu" if torch.cuda.is_available() else "cpu", manifest.engine_key.precision
-        settings = EngineSettings(precision, version.threads, device=device)
+        device: Device = "gpu" if torch.cuda.is_available() else "cpu"
+        settings = EngineSettings(manifest.engine_key.precision, version.threads, device=device)
         self._engine = TorchEngine(part, manifest.signature, settings)
 
     def infer(self, inputs: Tensors) -> Tensors:
@@ -62,7 +64,7 @@ class Shard:
         host, _, port = address.rpartition(":")
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         with library_errors("the parts do not meet"):
-            store = self._store or distributed.TCPStore(host, int(port), self._size, is_master=False, timeout=_TIMEOUT)
+            store = self._store or TCPStore(host, int(port), self._size, is_master=False, timeout=_TIMEOUT)
             distributed.init_process_group(
                 backend, store=store, rank=self._rank, world_size=self._size, timeout=_TIMEOUT
             )
@@ -84,7 +86,6 @@ def _part(folder: Path, size: int) -> nn.Module:
     if heads is None or heads % size:
         raise EngineError(f"serve.tensor_parallel.size is {size}, and does not divide the {heads} heads of {title}")
     with library_errors(f"transformers cannot split {title} across {size} processes"):
-        part: nn.Module = type(whole).from_pretrained(
-            folder, distributed_config=DistributedConfig(tp_size=size), dtype=torch.float32
-        )
+        split = DistributedConfig(tp_size=size)
+        part: nn.Module = type(whole).from_pretrained(folder, distributed_config=split, dtype=torch.float32)  # type: ignore[attr-defined] # of transformers
     return part.eval()

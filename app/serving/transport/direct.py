@@ -12,7 +12,8 @@ from starlette.types import Message, Receive, Scope, Send
 from app.errors import OverloadError
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.limits import LIMITS
-from app.serving.transport.http import HttpApi, asks_inference, refused
+from app.serving.transport.http import HttpApi, asks_inference
+from app.serving.transport.refusal import refused
 
 _RETRY_AFTER_S = 1.0
 _MOST_BYTES = 4 * 2**30
