@@ -266,7 +266,7 @@ def test_the_api_is_described_and_tried_with_nothing_from_other_servers(
     seen(page, ".authorize").click()
     seen(page, "#auth-bearer-value").send_keys(TOKEN, Keys.ENTER)
     seen(page, ".close-modal, .btn-done").click()
-    seen(page, "[id^='operations-natural input-models'] .opblock-summary-control").click()
+    seen(page, "[id$='models_v1_models_get'] .opblock-summary-control").click()
     seen(page, ".try-out__btn").click()
     seen(page, ".execute").click()
     assert '"reviews"' in seen(page, ".live-responses-table .response-col_description", "reviews").text
