@@ -1,5 +1,6 @@
 """A model that several processes share: it answers as it does whole, and comes back when one of them dies."""
 
+import json
 from typing import Any
 
 import httpx
@@ -8,6 +9,7 @@ import pytest
 import torch
 from upath import UPath
 
+from app.data.builtin import BUILTIN
 from app.training.weights import load_weights
 from tests.engine_contract import TEXTS
 from tests.helpers import submit, wait_until
@@ -16,37 +18,36 @@ from tests.launch import Cluster
 pytestmark = pytest.mark.usefixtures("emptied")
 
 SPLIT = "serve.tensor_parallel={size: 2, cpus_per_process: 0.25}"
-
-
-def recipe(name: str, *overrides: str) -> list[str]:
-    """A model of transformers with four heads, learnt from a few batches."""
-    model = "{model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 4}"
-    return [
-        "recipes/reviews.yaml",
-        f"name={name}",
-        "model.factory=app.models.huggingface:sequence_classifier",
-        f"model.args={model}",
-        "train.max_steps=8",
-        "train.workers=1",
-        "train.linear_baseline=false",
-        "compile.engines=[torch]",
-        "compile.batch_sizes=[1, 8]",
-        *overrides,
-    ]
+MODEL = "{model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 4}"
+RECIPE = [
+    "recipes/reviews.yaml",
+    "name=shared",
+    "model.factory=app.models.huggingface:sequence_classifier",
+    f"model.args={MODEL}",
+    "train.max_steps=8",
+    "train.workers=1",
+    "train.linear_baseline=false",
+    "compile.engines=[torch]",
+    "compile.batch_sizes=[1, 8]",
+]
+"""A model of transformers with four heads, learnt from a few batches."""
 
 
 @pytest.fixture(scope="module")
-def trained(cluster: dict[str, str]) -> dict[str, Any]:
-    """The result of the training, whose version is published."""
-    result = submit(cluster, "train", *recipe("shared"))
-    published = submit(cluster, "compile", *recipe("shared"))
+def trained(cluster: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The result of a training on few reviews, whose version is published."""
+    few = tmp_path_factory.mktemp("reviews") / "few.jsonl"
+    rows = [{"text": text, "label": label} for text, label in list(BUILTIN["reviews"]())[::29]]
+    few.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    result = submit(cluster, "train", *RECIPE, f"data.source={few}")
+    published = submit(cluster, "compile", *RECIPE)
     assert (published["metrics"]["chosen"]["engine"], published["artifacts"]["model"]) == ("torch", "shared/1")
     return result
 
 
 @pytest.fixture
 def endpoint(cluster: dict[str, str], trained: dict[str, Any]) -> str:
-    return submit(cluster, "deploy", *recipe("shared", SPLIT))["artifacts"]["http"]
+    return submit(cluster, "deploy", *RECIPE, SPLIT)["artifacts"]["http"]
 
 
 def asked(endpoint: str) -> httpx.Response:
@@ -85,5 +86,5 @@ def test_what_cannot_be_split_so_is_refused_with_its_key(
     cluster: dict[str, str], trained: dict[str, Any], size: int, words: str
 ) -> None:
     split = f"serve.tensor_parallel={{size: {size}, cpus_per_process: 0.25}}"
-    refused = submit(cluster, "deploy", *recipe("shared", split), succeeds=False)
+    refused = submit(cluster, "deploy", *RECIPE, split, succeeds=False)
     assert words in refused["error"]
