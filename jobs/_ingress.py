@@ -11,7 +11,7 @@ from ray.serve.exceptions import RayServeException
 
 from app.config import ServeConfig
 from app.errors import ClusterError
-from app.serving.transport.auth import is_loopback
+from app.serving.access import is_loopback
 from app.serving.transport.grpc import SERVICER
 
 DEFAULT_PORT, DEFAULT_GRPC_PORT = 8000, 8001

@@ -7,10 +7,10 @@ from pydantic import BaseModel
 
 from app.repository.repository import Repository
 from app.runs import Outcome, Run
+from app.serving.access import access_of, token_file_of
 from app.serving.cascade.rule import CascadeRule
 from app.serving.config import EndpointConfig
 from app.serving.plan import deployed_model, promote_named
-from app.serving.transport.auth import access_of, token_file_of
 from jobs._cluster import connect
 from jobs._endpoint import alone, await_routes, change_over, require_room, running_replicas, wanted
 from jobs._ingress import start_serve

@@ -28,9 +28,7 @@ def autoscaling_of(config: EndpointConfig) -> AutoscalingConfig:
     return AutoscalingConfig(
         min_replicas=wanted.least,
         max_replicas=wanted.most,
-        target_ongoing_requests=target_ongoing_requests(
-            version.policy for model in config.models.values() for version in model.versions
-        ),
+        target_ongoing_requests=target_ongoing_requests(version.policy for version in config.versions),
         upscale_delay_s=wanted.upscale_delay_s,
         downscale_delay_s=wanted.downscale_delay_s,
         metrics_interval_s=_REPORT_INTERVAL_S,

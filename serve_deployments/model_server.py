@@ -12,7 +12,7 @@ from app.serving.transport.http import HttpApi
 from app.serving.transport.middleware import answer_directly
 from serve_deployments.autoscaling import DIRECT, LATENCY
 from serve_deployments.metrics import BatchingMetrics
-from serve_deployments.shards import opener_of
+from serve_deployments.tensor_parallel import open_version
 
 
 @serve.deployment(
@@ -28,7 +28,7 @@ class ModelServer(GrpcMethods):
     """A replica; each holds every deployed model. Serve calls the methods of gRPC by their names."""
 
     def __init__(self) -> None:
-        super().__init__(Endpoint(opener_of=opener_of))
+        super().__init__(Endpoint(open_version=open_version))
         self._api = HttpApi(self._endpoint)
         self._direct = DirectInference(self._endpoint, self._api)
         self._metrics = BatchingMetrics(self._endpoint)

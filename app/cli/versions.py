@@ -37,7 +37,7 @@ def description_of(manifest: Manifest, aliases: Sequence[str], folder: str) -> I
             ("code", lineage.code),
             ("train run", lineage.train_run),
             ("compile run", lineage.compile_run),
-            ("onnx", f"sha256:{key.onnx_sha256}"),
+            ("made of", f"sha256:{key.onnx_sha256}"),
             ("folder", f"{folder}, {_size(manifest.size_bytes)}"),
             *(("file", f"{sha256}  {file}") for file, sha256 in manifest.files.items()),
         ]

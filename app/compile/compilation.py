@@ -51,7 +51,7 @@ class Compilation:
         Raises:
             CompileError: the model cannot be exported, or the file takes other inputs.
         """
-        if not all(each.runs_module for each in self._wanted.variants):  # those that do run whatever cannot be exported
+        if self._wanted.exported:
             self._families.of(sparse=False).files.get("fp32")
         self._skip(self._wanted.skipped)
         for variant in self._wanted.variants:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from upath import UPath
 
-from app.checksums import CHECKSUMS_FILE, sha256_of, sha256_of_file
+from app.checksums import sha256_of, sha256_of_file
 from app.code_revision import code_revision
 from app.compile.choice import Choice
 from app.compile.compilation import Compilation
@@ -25,7 +25,7 @@ from app.repository.manifest import (
 )
 from app.repository.repository import Repository
 from app.tensors import Tensor
-from app.training.run_folder import WEIGHTS_FILE
+from app.training.run_folder import ARCHITECTURE_FILE, RECIPE_FILE, WEIGHTS_FILE
 
 _ROWS_KEPT = 4
 
@@ -54,16 +54,17 @@ def publish(
 def _model_files(compilation: Compilation, record: VariantRecord) -> dict[str, UPath]:
     """By their names in the version, what the engine opens, and the ONNX file that it can be built from elsewhere.
 
-    PyTorch opens the folder of weights, as it is.
+    PyTorch opens weights, and makes the model anew that they are of.
     """
     if record.runs_module:
         weights = compilation.subject.weights
-        return {each.name: each for each in weights.iterdir() if each.name != CHECKSUMS_FILE}
+        files = {name: weights / name for name in (WEIGHTS_FILE, RECIPE_FILE, ARCHITECTURE_FILE)}
+        return {name: file for name, file in files.items() if file.exists()}
     onnx, opened = compilation.onnx_of(record), compilation.path_of(record)
-    files = {MODEL_FILE: onnx}
+    compiled = {MODEL_FILE: onnx}
     if opened != onnx:
-        files |= {PLAN_FILE: opened, manifest_path(Path(PLAN_FILE)).name: manifest_path(opened)}
-    return {name: UPath(file) for name, file in files.items()}
+        compiled |= {PLAN_FILE: opened, manifest_path(Path(PLAN_FILE)).name: manifest_path(opened)}
+    return {name: UPath(file) for name, file in compiled.items()}
 
 
 def _known_answers(reference: Reference) -> KnownAnswers:

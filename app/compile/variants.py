@@ -1,4 +1,4 @@
-"""Which variants a recipe asks for on this machine: a file of one precision, run by an engine."""
+"""Which variants a recipe asks for on this machine: a file of one precision, or the module, run by an engine."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 
 from app.config import PLAN_ENGINES, CompileConfig, ComputePrecision, EngineName
 from app.engines.architecture import Device, compute_capability
-from app.engines.registry import installed_engines, require_installed, runs_plans
+from app.engines.registry import installed_engines, require_installed, runs_module, runs_plans
 from app.errors import CompileError, EngineError
 
 _AS_THEY_ARE: dict[ComputePrecision, ComputePrecision] = {name: name for name in ("fp32", "bf16", "fp16", "int8")}
@@ -23,9 +23,6 @@ _FILES: dict[tuple[EngineName, Device], dict[ComputePrecision, ComputePrecision]
     ("torch", "gpu"): {"fp32": "fp32"},
 }
 """The precision of the file that an engine takes to compute in a precision."""
-
-TORCH: Final = "torch"
-"""The engine that runs the trained module itself, and no file that was made of it."""
 
 BUILT_AHEAD: Final = "tensorrt_rtx"
 """The engine whose plans are built for ``compile.targets``, on any machine."""
@@ -53,7 +50,7 @@ class Variant(BaseModel):
     @property
     def runs_module(self) -> bool:
         """Whether it is the module, as it was trained."""
-        return self.engine == TORCH
+        return runs_module(self.engine)
 
     def __str__(self) -> str:
         return f"{self.engine} {self.precision}{' 2:4' * self.sparse}{' on the GPU' * (self.device == 'gpu')}"
@@ -87,6 +84,11 @@ class Wanted:
         return [each.engine for each in self.variants if each.engine == "openvino" and each.file == "int8"]
 
     @property
+    def exported(self) -> bool:
+        """Whether an ONNX file is needed: the module itself also runs where it cannot be exported."""
+        return bool(self.built_ahead) or not all(each.runs_module for each in self.variants)
+
+    @property
     def calibrated(self) -> bool:
         """Whether a file is needed that takes samples to make."""
         files = {each.file for each in self.variants} | set(self.built_ahead)
@@ -104,21 +106,21 @@ def wanted_variants(config: CompileConfig) -> Wanted:
     places = _automatic(has_gpu) if config.engines == "auto" else _named(config.engines, bool(config.targets), has_gpu)
     if config.engines == "auto" and not any(engine in PLAN_ENGINES for engine, _ in places):
         _refuse_keys_of_tensorrt(config)
-    beside = config.engines != [TORCH]
     wanted = Wanted([], config.precisions if config.targets else [], [])
     for precision in config.precisions:
         for engine, device in places:
             if precision in _FILES[engine, device]:
-                sparse, yardstick = config.sparsity != "none" and runs_plans(engine), beside and engine == TORCH
+                sparse = config.sparsity != "none" and runs_plans(engine)
+                yardstick = config.engines == "auto" and runs_module(engine)
                 variant = Variant(engine=engine, precision=precision, device=device, sparse=sparse, yardstick=yardstick)
                 wanted.variants.append(variant)
-            elif engine != TORCH:
+            elif not runs_module(engine):
                 reason = f"on the {device.upper()} it computes in {', '.join(_FILES[engine, device])}"
                 wanted.skipped.append(Skipped(engine=engine, precision=precision, reason=reason))
     if all(each.yardstick for each in wanted.variants):
         raise CompileError(
             f"compile.engines {config.engines} with compile.precisions {config.precisions} have nothing that runs here "
-            "and could be published: add openvino and fp32, or compile where the engines run"
+            "and could be published: name others, such as openvino and fp32, or compile where the engines run"
         )
     return wanted
 
@@ -138,12 +140,12 @@ def _refuse_keys_of_tensorrt(config: CompileConfig) -> None:
 
 
 def _automatic(has_gpu: bool) -> list[tuple[EngineName, Device]]:
-    places: list[tuple[EngineName, Device]] = [("openvino", "cpu"), ("onnxruntime", "cpu"), (TORCH, "cpu")]
+    places: list[tuple[EngineName, Device]] = [("openvino", "cpu"), ("onnxruntime", "cpu"), ("torch", "cpu")]
     if has_gpu:
         installed = installed_engines()
         places += [(engine, "gpu") for engine in PLAN_ENGINES if engine in installed][:1]
         places += [("onnxruntime", "gpu")] if _has_cuda() else []
-        places += [(TORCH, "gpu")]
+        places += [("torch", "gpu")]
     return places
 
 

@@ -64,7 +64,7 @@ class CompileConfig(Section):
     precisions: list[ComputePrecision] = Field(default=["fp32", "bf16", "int8"], min_length=1)
     engines: Literal["auto"] | Annotated[list[EngineName], Field(min_length=1)] = Field(
         default="auto",
-        description="auto: all that this machine has; torch is published if it alone is named, else compared with",
+        description="auto: all that this machine has, and torch to compare with; torch is published where it is named",
     )
     calibration: CalibrationConfig = CalibrationConfig()
     gates: GatesConfig = GatesConfig()

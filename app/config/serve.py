@@ -51,11 +51,17 @@ class TlsConfig(Section):
 
 
 class TensorParallelConfig(Section):
-    """Processes that share the matrices of a model, each with its part, in every replica."""
+    """How the matrices of a model are sharded: across processes of every replica."""
 
-    size: Annotated[int, Field(ge=2)] = Field(description="processes; divides the model's heads of attention")
+    size: Annotated[int, Field(ge=2)] = Field(description="processes; it divides the model's heads of keys and values")
     cpus_per_process: Annotated[float, Field(gt=0.0)] = Field(default=1.0, description="that each reserves in Ray")
     gpus_per_process: Annotated[int, Field(ge=0, le=1)] = Field(default=0, description="0: they compute on CPUs")
+
+    @property
+    def reserved(self) -> dict[str, float]:
+        """By each process in Ray, which takes no zeros."""
+        reserved = {"CPU": self.cpus_per_process, "GPU": float(self.gpus_per_process)}
+        return {kind: amount for kind, amount in reserved.items() if amount}
 
 
 class ServeConfig(Section):

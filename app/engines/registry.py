@@ -53,8 +53,13 @@ def installed_engines() -> tuple[str, ...]:
 
 
 def runs_plans(engine: EngineName) -> bool:
-    """Whether an engine runs plans, which are built for a GPU and for certain sizes; the others take ONNX files."""
+    """Whether an engine runs plans, which are built for a GPU and for certain sizes."""
     return engine in PLAN_ENGINES
+
+
+def runs_module(engine: EngineName) -> bool:
+    """Whether an engine runs the trained module itself, and neither a plan nor an ONNX file."""
+    return engine == "torch"
 
 
 def devices_of(engine: EngineName) -> tuple[Device, ...]:

@@ -1,4 +1,4 @@
-"""PyTorch: the yardstick that compiled models are compared with."""
+"""PyTorch: a module as it was trained, which compiled models are compared with."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

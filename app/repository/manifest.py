@@ -8,7 +8,7 @@ from pydantic import BaseModel, NonNegativeInt, PositiveInt, model_validator
 from app.config import CalibrationMethod, ComputePrecision, EngineName, ServeConfig
 from app.engines.architecture import Device
 from app.engines.base import Signature
-from app.engines.registry import runs_plans
+from app.engines.registry import runs_module, runs_plans
 from app.engines.shapes import ShapeProfile
 from app.errors import RecipeError
 from app.tensors import Tensor
@@ -55,7 +55,7 @@ class EngineKey(BaseModel):
         """The file of a version that the engine opens."""
         if runs_plans(self.engine):
             return PLAN_FILE
-        return WEIGHTS_FILE if self.engine == "torch" else MODEL_FILE
+        return WEIGHTS_FILE if runs_module(self.engine) else MODEL_FILE
 
     def __str__(self) -> str:
         return f"{self.engine} {self.engine_version}, {self.precision}, on {self.device} {self.architecture}"

@@ -7,10 +7,12 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from app.config import Percent, ServeConfig, TensorParallelConfig
+from app.engines.registry import runs_module
+from app.errors import RecipeError
 from app.repository.manifest import Manifest
+from app.serving.access import Access
 from app.serving.batching.policy import BatchingPolicy
 from app.serving.cascade.rule import CascadeRule
-from app.serving.transport.auth import Access
 
 
 class _Config(BaseModel):
@@ -28,7 +30,7 @@ class VersionConfig(_Config):
 
     policy: BatchingPolicy
     tensor_parallel: TensorParallelConfig | None = None
-    """Processes that share its matrices; None: one that has them whole."""
+    """How its matrices are sharded; None: they are not."""
 
     @property
     def title(self) -> str:
@@ -38,7 +40,12 @@ class VersionConfig(_Config):
     @classmethod
     def of(cls, storage: str, manifest: Manifest, config: ServeConfig) -> Self:
         """A version, served as compile measured and the recipe says. Raises RecipeError if it cannot be."""
-        batching, serving = config.batching, manifest.served(config)
+        batching, serving, key = config.batching, manifest.served(config), manifest.engine_key
+        if config.tensor_parallel and not runs_module(key.engine):
+            raise RecipeError(
+                f"serve.tensor_parallel shards what PyTorch runs, and {manifest.name}/{manifest.version} is of "
+                f"{key.engine}: run jobs.compile with compile.engines=[torch], or leave it out"
+            )
         policy = BatchingPolicy(
             max_batch_size=serving.max_batch_size,
             preferred_batch_sizes=serving.preferred_batch_sizes,
@@ -54,7 +61,7 @@ class VersionConfig(_Config):
             version=manifest.version,
             threads=serving.threads,
             policy=policy,
-            tensor_parallel=config.tensor_parallel if manifest.engine_key.engine == "torch" else None,
+            tensor_parallel=config.tensor_parallel,
         )
 
 
@@ -149,14 +156,18 @@ class EndpointConfig(_Config):
         return Scaling.together([model.scaling for model in self.models.values()])
 
     @property
+    def versions(self) -> list[VersionConfig]:
+        """All that a replica holds in memory, each once."""
+        return list(dict.fromkeys(version for model in self.models.values() for version in model.versions))
+
+    @property
     def reserved(self) -> dict[str, float]:
-        """By a replica in Ray, with the processes that share models of its."""
-        splits = {version: version.tensor_parallel for model in self.models.values() for version in model.versions}
-        parts = [each for each in splits.values() if each]
-        return {
-            "CPU": self.scaling.cpus + sum(each.size * each.cpus_per_process for each in parts),
-            "GPU": self.scaling.gpus + sum(each.size * each.gpus_per_process for each in parts),
-        }
+        """By a replica in Ray, and by the processes of its sharded models."""
+        reserved = {"CPU": self.scaling.cpus, "GPU": self.scaling.gpus}
+        for config in filter(None, (version.tensor_parallel for version in self.versions)):
+            for kind, amount in config.reserved.items():
+                reserved[kind] += config.size * amount
+        return reserved
 
     @cached_property
     def most_requests(self) -> int:
@@ -164,5 +175,5 @@ class EndpointConfig(_Config):
 
         Each model's queue refuses with an answer of its own; this only guards them.
         """
-        policies = (version.policy for model in self.models.values() for version in model.versions)
+        policies = (version.policy for version in self.versions)
         return _SPARE_REQUESTS + sum(2 * each.queue_limit + each.max_batch_size for each in policies)

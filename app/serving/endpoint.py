@@ -3,25 +3,35 @@
 import asyncio
 import random
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import version as version_of
+from pathlib import Path
 
+from app.engines.base import Engine
 from app.errors import EngineError, NotServedError, RequestError
+from app.repository.manifest import Manifest
+from app.serving.access import Access
+from app.serving.answering import Answering
 from app.serving.cascade.served import ServedCascade
 from app.serving.config import DeployedModel, EndpointConfig, Share, VersionConfig
-from app.serving.model.answering import Answering
-from app.serving.model.loaded import OpenEngine, load_model
-from app.serving.model.published import open_published
+from app.serving.model.engine import open_published
+from app.serving.model.loaded import load_model
 from app.serving.model.served import ServedModel
 from app.serving.protocol.management import ModelIndex, ModelMetadata, ModelStatistics, ServerMetadata
 from app.serving.protocol.wording import shown
 from app.serving.rollout import Beside, Rollout
-from app.serving.transport.auth import Access
 from app.storage import open_storage
 
 _METADATA = ServerMetadata(version=version_of("rayloom"))
 _TARGETED_SHARE = 0.95
 
 Loaded = Mapping[VersionConfig, ServedModel]
+OpenVersion = Callable[[VersionConfig, Manifest, Path, int], Engine]
+
+
+def open_whole(_: VersionConfig, manifest: Manifest, folder: Path, threads: int) -> Engine:
+    """The engine of a version in this process, also of one that is to be sharded. Raises EngineError or StorageError."""
+    return open_published(manifest, folder, threads)
 
 
 class Endpoint:
@@ -30,15 +40,15 @@ class Endpoint:
     def __init__(
         self,
         chance: random.Random | None = None,
-        opener_of: Callable[[VersionConfig], OpenEngine] = lambda _: open_published,
+        open_version: OpenVersion = open_whole,
     ) -> None:
         """Serve nothing yet.
 
         Args:
             chance: decides which requests a canary and a shadow get.
-            opener_of: what opens the engine of a version; by default it is opened whole, in this process.
+            open_version: opens the engine of a version whose files are in a folder.
         """
-        self._opener_of = opener_of
+        self._open_version = open_version
         self._chance = chance or random.Random()
         self._config = EndpointConfig()
         self._loaded: Loaded = {}
@@ -65,9 +75,8 @@ class Endpoint:
         async with self._updating:
             loaded: dict[VersionConfig, ServedModel] = {}
             try:
-                for version in (each for model in config.models.values() for each in model.versions):
-                    if version not in loaded:
-                        loaded[version] = self._loaded.get(version) or await self._load(version)
+                for version in config.versions:
+                    loaded[version] = self._loaded.get(version) or await self._load(version)
             except BaseException:
                 self._close(loaded, besides=self._loaded)
                 raise
@@ -173,7 +182,7 @@ class Endpoint:
             wanted.version,
             wanted.threads,
             wanted.policy.max_batch_size,
-            self._opener_of(wanted),
+            partial(self._open_version, wanted),
         )
         return ServedModel(model, wanted.policy)
 

@@ -29,11 +29,6 @@ def deployed_model(recipe: Recipe, storage: UPath) -> DeployedModel:
     for alias, wanted in serve.tried.items():
         manifests[alias] = repository.verify(recipe.name, wanted.version or repository.tried(recipe.name, alias))
     _require_interchangeable(manifests)
-    if serve.tensor_parallel and production.engine_key.engine != "torch":
-        raise RecipeError(
-            f"serve.tensor_parallel splits what PyTorch runs, and version {production.version} is of "
-            f"{production.engine_key.engine}: run jobs.compile with compile.engines=[torch], or leave it out"
-        )
 
     def config_of(manifest: Manifest) -> VersionConfig:
         return VersionConfig.of(str(storage), manifest, serve)

@@ -4,9 +4,9 @@ import random
 from dataclasses import dataclass
 
 from app.errors import NotServedError
+from app.serving.answering import Answering
 from app.serving.cascade.served import ServedCascade
-from app.serving.model.answering import Answering
-from app.serving.model.latencies import RecentLatencies
+from app.serving.latencies import RecentLatencies
 from app.serving.model.served import ServedModel
 from app.serving.protocol.management import ModelIndex, ModelMetadata, ModelStatistics
 from app.serving.protocol.wording import shown

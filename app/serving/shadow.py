@@ -6,7 +6,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from app.errors import DeadlineError, OverloadError
-from app.serving.model.answering import Answering
+from app.serving.answering import Answering
 from app.serving.model.served import ServedModel
 from app.serving.protocol.infer import InferRequest, InferResponse
 from app.serving.protocol.natural import PredictRequest, PredictResponse

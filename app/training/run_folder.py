@@ -9,11 +9,8 @@ CHECKPOINTS = "checkpoints"
 WEIGHTS = "weights"
 """The weights of the best epoch."""
 
-WEIGHTS_FILE, ARCHITECTURE_FILE = "model.safetensors", "config.json"
-"""In it, as Hugging Face names them; the latter of its models only."""
-
-RECIPE_FILE = "recipe.yaml"
-"""In it, too."""
+WEIGHTS_FILE, ARCHITECTURE_FILE, RECIPE_FILE = "model.safetensors", "config.json", "recipe.yaml"
+"""Of the folder of weights; the first two as Hugging Face names them, the second only of models of transformers."""
 
 FAILURE_FILE = "failure.txt"
 """Why a worker ended itself."""

@@ -63,14 +63,14 @@ def load_weights(folder: UPath) -> TrainedModel:
 
 
 def read_weights(folder: Path) -> TrainedModel:
-    """The same of a local folder that has been verified already."""
-    trained = untrained_model(folder)
+    """The model of a local folder whose files have been verified."""
+    trained = read_architecture(folder)
     safetensors.torch.load_model(trained.model, str(folder / WEIGHTS_FILE))
     return trained
 
 
-def untrained_model(folder: Path) -> TrainedModel:
-    """The model of a local weights folder before its weights are loaded, with all else that is in the folder."""
+def read_architecture(folder: Path) -> TrainedModel:
+    """The same with fresh weights, those of the folder being left unread."""
     files = UPath(folder)
     recipe = load_recipe(str(files / RECIPE_FILE))
     labels = load_labels(files)

@@ -399,7 +399,8 @@ def test_a_file_that_nothing_here_runs_is_not_judged_and_no_plan_is_built_of_it(
 
 def test_an_engine_that_refuses_a_precision_is_skipped_in_its_own_words(subject: Subject, tmp_path: Path) -> None:
     on_gpu = Variant(engine="torch", precision="fp32", device="gpu")
-    compilation = compilation_of(subject, tmp_path, on_cpu("torch", "fp32"), on_gpu)
+    yardstick = on_cpu("torch", "fp32").model_copy(update={"yardstick": True})
+    compilation = compilation_of(subject, tmp_path, yardstick, on_gpu)
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     compilation.prove()

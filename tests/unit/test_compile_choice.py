@@ -145,11 +145,13 @@ def test_each_engine_takes_the_file_that_it_computes_from() -> None:
     assert ("onnxruntime", "bf16") in [(each.engine, each.precision) for each in wanted.skipped]
 
 
-def test_pytorch_is_what_others_are_compared_with_unless_it_is_alone() -> None:
-    beside = wanted_variants(CompileConfig(engines=["openvino", "torch"], precisions=["fp32"])).variants
-    assert {each.engine: each.yardstick for each in beside} == {"openvino": False, "torch": True}
-    alone = wanted_variants(CompileConfig(engines=["torch"])).variants
-    assert {(each.engine, each.precision, each.yardstick) for each in alone} == {("torch", "fp32", False)}
+def test_pytorch_is_what_others_are_compared_with_unless_it_is_named() -> None:
+    beside = wanted_variants(CompileConfig(precisions=["fp32"]))
+    assert {each.engine: each.yardstick for each in beside.variants if each.runs_module} == {"torch": True}
+    assert beside.exported
+    named = wanted_variants(CompileConfig(engines=["torch"]))
+    assert {(each.engine, each.precision, each.yardstick) for each in named.variants} == {("torch", "fp32", False)}
+    assert not named.exported
     with pytest.raises(CompileError, match="nothing that runs here"):
         wanted_variants(CompileConfig(engines=["torch"], precisions=["int8"]))
 

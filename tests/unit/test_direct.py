@@ -10,9 +10,9 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp
 from upath import UPath
 
+from app.serving.access import Access
 from app.serving.config import EndpointConfig
 from app.serving.endpoint import Endpoint
-from app.serving.transport.auth import Access
 from app.serving.transport.direct import DirectInference
 from app.serving.transport.http import HttpApi
 from app.serving.transport.middleware import answer_directly, middleware

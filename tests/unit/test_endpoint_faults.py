@@ -22,7 +22,7 @@ from app.engines.base import Engine, Signature
 from app.errors import EngineError, RayloomError, StorageError
 from app.serving import endpoint
 from app.serving.config import DeployedModel, EndpointConfig, Share
-from app.serving.model import published, served
+from app.serving.model import engine, served
 from app.serving.model.loaded import LoadedModel
 from app.serving.protocol.natural import PredictRequest
 from app.tensors import OUTPUT, Tensors
@@ -353,7 +353,7 @@ def test_a_file_that_was_changed_is_refused_before_an_engine_sees_it(
         server.run(server.endpoint.update(config(storage)))
         file = tmp_path / "models/toy/2/model.onnx"
         file.write_bytes(damage(file.read_bytes()))
-        monkeypatch.setattr(published, "open_engine", lambda *_: pytest.fail("an engine has read it"))
+        monkeypatch.setattr(engine, "open_engine", lambda *_: pytest.fail("an engine has read it"))
         fault.saw(refused(server, config(storage, 2), StorageError, "model.onnx"))
         assert answers(server)
 

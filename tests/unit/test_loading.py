@@ -26,8 +26,8 @@ from app.errors import EngineError, RecipeError, StorageError
 from app.repository.known_answers import KnownAnswers
 from app.repository.manifest import Manifest, ModelCard, ServingDefaults
 from app.repository.repository import Repository
+from app.serving.model.engine import open_published
 from app.serving.model.loaded import LoadedModel, load_model
-from app.serving.model.published import open_published
 from app.tensors import OUTPUT, Tensor, Tensors
 from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, encoder, exported, rows
 from tests.helpers import ROOT

@@ -20,8 +20,8 @@ from upath import UPath
 from app.config import DataConfig, ImageConfig
 from app.data.images import ImageProcessor, encode_png
 from app.engines.base import Signature
+from app.serving.access import Access
 from app.serving.config import DeployedModel, EndpointConfig, Share
-from app.serving.transport.auth import Access
 from app.serving.transport.page import PAGE
 from app.tensors import OUTPUT, TensorSpec
 from tests.engine_contract import PROCESSOR, SIGNATURE, exported

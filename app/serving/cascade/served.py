@@ -12,7 +12,7 @@ from app.serving.batching.rows import rows_of
 from app.serving.cascade.routing import Ask, route, taken
 from app.serving.cascade.rule import CascadeRule
 from app.serving.cascade.stages import read_alike
-from app.serving.model.latencies import RecentLatencies
+from app.serving.latencies import RecentLatencies
 from app.serving.model.served import ServedModel
 from app.serving.protocol.answer import answer, check_outputs
 from app.serving.protocol.infer import InferRequest, InferResponse

@@ -17,7 +17,7 @@ from app.engines.base import Engine
 from app.errors import EngineError, RequestError, StorageError
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
-from app.serving.model.published import open_published
+from app.serving.model.engine import open_published
 from app.serving.protocol.natural import Prediction
 from app.tasks import find_processor
 from app.tensors import Tensors
@@ -90,17 +90,13 @@ class LoadedModel:
                 )
 
 
-OpenEngine = Callable[[Manifest, Path, int], Engine]
-"""Of a version whose files are in a folder, with so many threads."""
-
-
 def load_model(
     storage: UPath,
     name: str,
     version: int,
     threads: int,
     max_batch_size: int = 1,
-    open_engine: OpenEngine = open_published,
+    open_engine: Callable[[Manifest, Path, int], Engine] = open_published,
 ) -> LoadedModel:
     """Fetch a version, verify it, load its engine, and warm it up: with a row of each length, and with a full batch.
 

@@ -13,7 +13,7 @@ from app.errors import DeadlineError, EngineError, OverloadError, RequestError
 from app.serving.batching.batcher import Batcher
 from app.serving.batching.policy import BatchingPolicy
 from app.serving.batching.statistics import BatchingStatistics, Durations, FailureReason
-from app.serving.model.latencies import RecentLatencies
+from app.serving.latencies import RecentLatencies
 from app.serving.model.loaded import LoadedModel
 from app.serving.protocol.answer import answer, check_outputs
 from app.serving.protocol.infer import InferRequest, InferResponse

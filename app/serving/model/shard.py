@@ -1,6 +1,6 @@
-"""One process's part of a version whose matrices several processes share.
+"""One process's shard of a version whose matrices several processes share.
 
-They are split by the plan of the model's class in transformers, as Shoeybi et al. 2019 do (arXiv:1909.08053).
+They are cut by the plan of the model's class in transformers, as Shoeybi et al. 2019 do (arXiv:1909.08053).
 """
 
 import tempfile
@@ -22,7 +22,7 @@ from app.repository.repository import Repository
 from app.serving.config import VersionConfig
 from app.storage import open_storage
 from app.tensors import Tensors
-from app.training.weights import untrained_model
+from app.training.weights import read_architecture
 
 _TIMEOUT = timedelta(seconds=60)
 """That the others are waited for: until all have come, and in a call."""
@@ -31,8 +31,9 @@ _TIMEOUT = timedelta(seconds=60)
 class Shard:
     """The process of a rank. Every rank is asked the same in the same order, and has the whole answer."""
 
-    def __init__(self, version: VersionConfig, rank: int, size: int) -> None:
-        self._version, self._rank, self._size = version, rank, size
+    def __init__(self, version: VersionConfig, rank: int, world_size: int) -> None:
+        self._version, self._rank, self._size = version, rank, world_size
+        self._device: Device = "gpu" if torch.cuda.is_available() else "cpu"
         self._store: TCPStore | None = None
 
     def listen(self, host: str) -> str:
@@ -41,20 +42,19 @@ class Shard:
         return f"{host}:{self._store.port}"
 
     def load(self, address: str) -> None:
-        """Meet the others, and load this rank's part of the weights.
+        """Meet the others, and load this rank's shard of the weights.
 
         Raises:
             StorageError: the version is not there or was changed.
-            EngineError: the model has no plan that so many processes can share, or does not fit.
+            EngineError: the model has no plan by which so many processes can share it, or does not fit.
         """
         version = self._version
         self._meet(address)
         with tempfile.TemporaryDirectory(prefix="rayloom-shard-") as temporary:
             manifest = Repository(open_storage(version.storage)).fetch(version.name, version.version, UPath(temporary))
-            part = _part(Path(temporary), self._size)
-        device: Device = "gpu" if torch.cuda.is_available() else "cpu"
-        settings = EngineSettings(manifest.engine_key.precision, version.threads, device=device)
-        self._engine = TorchEngine(part, manifest.signature, settings)
+            model = _shard(Path(temporary), self._size)
+        settings = EngineSettings(manifest.engine_key.precision, version.threads, device=self._device)
+        self._engine = TorchEngine(model, manifest.signature, settings)
 
     def infer(self, inputs: Tensors) -> Tensors:
         """Run one batch together with the other ranks. Raises RequestError or EngineError as engines do."""
@@ -62,20 +62,20 @@ class Shard:
 
     def _meet(self, address: str) -> None:
         host, _, port = address.rpartition(":")
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        with library_errors("the parts do not meet"):
+        backend = "nccl" if self._device == "gpu" else "gloo"
+        with library_errors("the shards do not meet"):
             store = self._store or TCPStore(host, int(port), self._size, is_master=False, timeout=_TIMEOUT)
             distributed.init_process_group(
                 backend, store=store, rank=self._rank, world_size=self._size, timeout=_TIMEOUT
             )
 
 
-def _part(folder: Path, size: int) -> nn.Module:
-    """This process's part of the model of a weights folder; the rest is not read. Raises EngineError."""
+def _shard(folder: Path, size: int) -> nn.Module:
+    """This process's shard of the model of a weights folder. Raises EngineError."""
     from transformers.distributed import DistributedConfig
 
     with torch.device("meta"):
-        whole = untrained_model(folder).model
+        whole = read_architecture(folder).model
     title = type(whole).__name__
     if kind_of(whole) is not ModelKind.HUGGING_FACE or not whole.supports_tp_plan:
         raise EngineError(

@@ -13,7 +13,7 @@ from app.errors import OverloadError
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.limits import LIMITS
 from app.serving.transport.http import HttpApi, asks_inference
-from app.serving.transport.refusal import refused
+from app.serving.transport.refusal import error_response
 
 _RETRY_AFTER_S = 1.0
 _MOST_BYTES = 4 * 2**30
@@ -44,7 +44,7 @@ class DirectInference:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or refuse it if there are too many, or once they are too large together."""
         if self.ongoing >= self._endpoint.config.most_requests:
-            await refused(self._overload())(scope, receive, send)
+            await error_response(self._overload())(scope, receive, send)
             return
         held, factor = 0, _MOST_INFLATED if _is_compressed(scope) else 1
 

@@ -30,9 +30,10 @@ from app.serving.protocol.grpc_management import (
 from app.serving.protocol.infer import InferResponse
 from app.serving.protocol.management import ModelReady, ServerLive, ServerReady, Statistics
 from app.serving.protocol.model_config import model_config
-from app.serving.transport.auth import OPEN_CALLS
 from app.serving.transport.refusal import refusal
 
+_OPEN_CALLS = ("ServerLive", "ServerReady")
+"""What everybody may ask: load balancers, whether the server lives."""
 SERVICER = "app.serving.transport.grpc.add_to_server"
 """What registers the service with a server, as an import path."""
 
@@ -69,7 +70,7 @@ def _answers(
     ) -> Callable[[Any, Given | None, Context], Awaitable[Answer]]:
         async def call(service: Any, request: Given | None, grpc_context: Context) -> Answer:
             try:
-                if method.__name__ not in OPEN_CALLS:
+                if method.__name__ not in _OPEN_CALLS:
                     service.check_caller(grpc_context)
                 return await method(service, _understood(request))
             except Exception as error:

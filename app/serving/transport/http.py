@@ -12,9 +12,8 @@ from app.serving.endpoint import Endpoint
 from app.serving.protocol.limits import LIMITS
 from app.serving.protocol.rest import read_infer, write_infer
 from app.serving.transport.asgi import read_body, unless_gone
-from app.serving.transport.auth import asks_token
-from app.serving.transport.refusal import refused
-from app.serving.transport.routes import routes
+from app.serving.transport.refusal import error_response
+from app.serving.transport.routes import is_open, routes
 
 _INFER = re.compile("/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 
@@ -25,7 +24,7 @@ def asks_inference(scope: Scope) -> bool:
 
 
 class HttpApi:
-    """The ASGI application. Inference, which is asked most, passes by the framework that the other routes have."""
+    """The ASGI application. Inference, which is asked most, bypasses the framework that the other routes have."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -33,11 +32,11 @@ class HttpApi:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        if scope["type"] == "http" and asks_token(scope["path"]):
+        if scope["type"] == "http" and not is_open(scope["path"]):
             try:
                 self._endpoint.access.check(_authorization(scope))
             except UnauthorizedError as error:
-                await refused(error)(scope, receive, send)
+                await error_response(error)(scope, receive, send)
                 return
         path = _inference(scope)
         if path is None:
@@ -56,7 +55,7 @@ class HttpApi:
                 return
             content, response_headers = write_infer(response, request, headers.get("accept-encoding", ""))
         except Exception as error:
-            await refused(error)(scope, receive, send)
+            await error_response(error)(scope, receive, send)
             return
         raw = [(key.encode("latin-1"), value.encode("latin-1")) for key, value in response_headers.items()]
         raw.append((b"content-length", b"%d" % len(content)))

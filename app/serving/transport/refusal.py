@@ -58,7 +58,7 @@ def refusal(error: Exception) -> Refusal:
     return Refusal(500, StatusCode.INTERNAL, "internal error: see the replica's log in the Ray dashboard")
 
 
-def refused(error: Exception) -> JSONResponse:
+def error_response(error: Exception) -> JSONResponse:
     """What a client is told of an error, over HTTP."""
     told = refusal(error)
     headers: dict[str, str] = {}

@@ -27,10 +27,17 @@ from app.serving.protocol.management import (
 from app.serving.protocol.model_config import config_json, model_config
 from app.serving.protocol.natural import NaturalModel, PredictRequest, PredictResponse
 from app.serving.transport.asgi import read_body
-from app.serving.transport.auth import DOCS_ASSETS
-from app.serving.transport.described import PREDICT, describe_infer
+from app.serving.transport.openapi import PREDICT, describe_infer
 from app.serving.transport.page import PAGE, PAGE_HEADERS
-from app.serving.transport.refusal import refused
+from app.serving.transport.refusal import error_response
+
+_DOCS_ASSETS = "/docs/assets"
+_OPEN_PATHS = ("/", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready")
+
+
+def is_open(path: str) -> bool:
+    """Whether everybody may ask for it: health, for load balancers, and pages without data, for people."""
+    return path in _OPEN_PATHS or path.startswith(f"{_DOCS_ASSETS}/")
 
 
 def routes(endpoint: Endpoint) -> FastAPI:
@@ -40,7 +47,7 @@ def routes(endpoint: Endpoint) -> FastAPI:
         version=endpoint.metadata.version,
         description="Open Inference Protocol v2, and natural input for people",
         dependencies=[Security(HTTPBearer(auto_error=False))],  # for /docs to send the token, which HttpApi checks
-        static_url=DOCS_ASSETS,
+        static_url=_DOCS_ASSETS,
         redoc_url=None,
     )
 
@@ -48,7 +55,7 @@ def routes(endpoint: Endpoint) -> FastAPI:
     @api.exception_handler(TimeoutError)
     @api.exception_handler(Exception)
     async def _tell(_: Request, error: Exception) -> JSONResponse:
-        return refused(error)
+        return error_response(error)
 
     @api.exception_handler(HTTPException)
     async def _http_error(request: Request, error: HTTPException) -> JSONResponse:

@@ -6,7 +6,7 @@ from pathlib import Path
 from app.engines.architecture import Device, architecture_of, compute_capability
 from app.engines.base import Engine, EngineSettings
 from app.engines.cache import machine_cache
-from app.engines.registry import devices_of, open_engine, runs_plans
+from app.engines.registry import devices_of, open_engine, runs_module, runs_plans
 from app.errors import EngineError, StorageError
 from app.repository.known_answers import ANSWERS_FILE, KnownAnswers
 from app.repository.manifest import EngineKey, Manifest
@@ -39,7 +39,7 @@ def open_published(manifest: Manifest, folder: Path, threads: int) -> Engine:
     try:
         device, sha256 = _device_for(key), manifest.files[key.file]
         settings = EngineSettings(key.precision, threads, device=device, cache=machine_cache(), sha256=sha256)
-        if key.engine == "torch":
+        if runs_module(key.engine):
             engine = _open_module(manifest, folder, settings)
         else:
             engine = open_engine(key.engine, folder / key.file, settings)

@@ -53,7 +53,7 @@ PREDICT: dict[str, Any] = {
 
 
 def describe_infer(api: FastAPI) -> None:
-    """Add ``infer`` to what the application says of itself: inference passes by its routes."""
+    """Add ``infer``, which bypasses the application's routes, to what it says of itself and keeps from then on."""
     api.openapi()["paths"] |= {
         "/v2/models/{name}/infer": {"post": _infer("name")},
         "/v2/models/{name}/versions/{version}/infer": {"post": _infer("name", "version")},

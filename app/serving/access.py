@@ -14,13 +14,8 @@ from pydantic import BaseModel, ConfigDict
 
 from app.config import ServeConfig
 from app.errors import UnauthorizedError
-from app.serving.transport.token_file import ENDPOINT_TOKEN_FILE, make_token, read_token
+from app.serving.token_file import ENDPOINT_TOKEN_FILE, make_token, read_token
 
-DOCS_ASSETS = "/docs/assets"
-"""Where the scripts and styles of ``/docs`` are."""
-_OPEN_PATHS = frozenset({"/", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready"})
-OPEN_CALLS = frozenset({"ServerLive", "ServerReady"})
-"""The same over gRPC."""
 _SEND = "send 'Authorization: Bearer TOKEN', over gRPC as metadata; the token is in the file that jobs.deploy has named"
 
 
@@ -65,11 +60,6 @@ class Access(BaseModel):
             raise UnauthorizedError(
                 "this endpoint answers its own machine only: deploy with serve.host, and it asks others for a token"
             )
-
-
-def asks_token(path: str) -> bool:
-    """Whether a path is not for everybody, as are health, for load balancers, and pages without data, for people."""
-    return path not in _OPEN_PATHS and not path.startswith(f"{DOCS_ASSETS}/")
 
 
 def token_file_of(config: ServeConfig) -> Path | None:

@@ -13,10 +13,10 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from app.config import ServeConfig
 from app.errors import ClusterError, UnauthorizedError
+from app.serving import access as auth
+from app.serving.access import Access, access_of, is_loopback
 from app.serving.config import EndpointConfig
-from app.serving.transport import auth
-from app.serving.transport.auth import Access, access_of, is_loopback
-from app.serving.transport.token_file import make_token, read_token
+from app.serving.token_file import make_token, read_token
 from tests.serving import Server, serving
 
 TOKEN = "a" * 30 + "-._~+/=="

@@ -1,0 +1,91 @@
+"""The engine of a version whose matrices are sharded: an actor for each shard, in a placement group of their own."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util import get_node_ip_address, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from app.config import TensorParallelConfig
+from app.engines.base import Engine
+from app.errors import EngineError
+from app.repository.manifest import Manifest
+from app.serving.config import VersionConfig
+from app.serving.model.engine import open_published
+from app.tensors import Tensors, check_tensors
+
+
+def open_version(version: VersionConfig, manifest: Manifest, folder: Path, threads: int) -> Engine:
+    """The engine of a version: in this process, or sharded. Raises EngineError or StorageError."""
+    if version.tensor_parallel is None:
+        return open_published(manifest, folder, threads)
+    return TensorParallelEngine(version, version.tensor_parallel, manifest)
+
+
+class TensorParallelEngine:
+    """The shards of a version. They and what they reserve are gone when it is closed, or its process has ended."""
+
+    name = "torch"
+
+    def __init__(self, version: VersionConfig, config: TensorParallelConfig, manifest: Manifest) -> None:
+        """Wait until Ray has the resources, and load every shard.
+
+        Raises:
+            StorageError: the version is not there or was changed.
+            EngineError: the model cannot be sharded so, or a shard's process has ended.
+        """
+        self.version, self.signature = manifest.engine_key.engine_version, manifest.signature
+        self._order, self._closed = Lock(), False
+        self._group = placement_group([config.reserved] * config.size)
+        try:
+            self._shards = [_start(version, config, self._group, rank) for rank in range(config.size)]
+            # A store and not a port that is free now, and may be taken when all have started.
+            (address,) = _answers([self._shards[0].__ray_call__.remote(lambda it: it.listen(get_node_ip_address()))])
+            _answers([each.load.remote(address) for each in self._shards])
+        except BaseException:
+            self.close()
+            raise
+
+    def infer(self, inputs: Tensors) -> Tensors:
+        """Run one batch, which every shard sees. Raises RequestError or EngineError."""
+        check_tensors(inputs, self.signature.inputs)
+        with self._order:  # shards that were asked in different orders would wait for each other
+            if self._closed:
+                raise EngineError("the engine is closed: open it again")
+            given = ray.put(dict(inputs))
+            running = [each.infer.remote(given) for each in self._shards]
+        return dict(_answers(running)[0])
+
+    def close(self) -> None:
+        """End the processes, and give back what they reserve."""
+        with self._order:
+            self._closed = True
+            remove_placement_group(self._group)
+
+
+def _start(version: VersionConfig, config: TensorParallelConfig, group: Any, rank: int) -> Any:
+    """The actor of a shard."""
+    from app.serving.model.shard import Shard  # imports torch, which other replicas need not wait for
+
+    actor = ray.remote(Shard).options(
+        num_cpus=config.cpus_per_process,
+        num_gpus=config.gpus_per_process,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank),
+        # Ray hides no GPU from an actor that reserves none.
+        runtime_env={} if config.gpus_per_process else {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}},
+    )
+    return actor.remote(version, rank, config.size)
+
+
+def _answers(running: Sequence[Any]) -> list[Any]:
+    """What the shards answer, or the error of one as it was raised there. Raises EngineError if one has ended."""
+    try:
+        return list(ray.get(list(running)))
+    except RayTaskError as error:
+        raise error.cause from None
+    except RayActorError as error:
+        raise EngineError(f"the process of a shard has ended: {error}") from error
