@@ -18,6 +18,7 @@ from app.errors import RayloomError, StorageError
 from app.storage import open_storage, write_atomically
 
 RESULT_FILE, CONFIG_FILE = "result.json", "config.yaml"
+_MARK = "RESULT "
 
 
 class Result(BaseModel):
@@ -34,7 +35,15 @@ class Result(BaseModel):
 
     def to_line(self) -> str:
         """The line that other programs read."""
-        return f"RESULT {self.model_dump_json(exclude_none=True)}"
+        return f"{_MARK}{self.model_dump_json(exclude_none=True)}"
+
+    @classmethod
+    def of_output(cls, output: str) -> Self:
+        """The result in what a job has printed. Raises ValueError if there is none."""
+        lines = [line for line in output.splitlines() if line.startswith(_MARK)]
+        if not lines:
+            raise ValueError(f"no line begins with {_MARK!r}: the job did not end, or this is not what it printed")
+        return cls.model_validate_json(lines[-1].removeprefix(_MARK))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from pathlib import Path
 from app.runs import Result
 
 _ROOT = Path(__file__).parents[1]
-_RESULT = "RESULT "
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,7 @@ class Cluster:
     def submit(self, job: str, recipe: str, *overrides: str) -> Submitted:
         """Run a job to its end; its lines are shown as they come. Raises RuntimeError if it fails."""
         output = _rayloom(["submit", job, recipe, *overrides], self.environment)
-        (line,) = (line for line in output if line.startswith(_RESULT))
-        return Submitted(Result.model_validate_json(line.removeprefix(_RESULT)), tuple(output))
+        return Submitted(Result.of_output("".join(output)), tuple(output))
 
 
 @contextmanager

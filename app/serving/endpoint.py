@@ -30,7 +30,7 @@ OpenVersion = Callable[[VersionConfig, Manifest, Path, int], Engine]
 
 
 def open_whole(_: VersionConfig, manifest: Manifest, folder: Path, threads: int) -> Engine:
-    """The engine of a version in this process, also of one that is to be sharded. Raises EngineError or StorageError."""
+    """The engine of a version in this process, be it to be sharded or not. Raises EngineError or StorageError."""
     return open_published(manifest, folder, threads)
 
 

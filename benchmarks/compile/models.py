@@ -1,6 +1,5 @@
 """What is compiled: models that Rayloom trains, one that was trained elsewhere, and one with fresh weights."""
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from app.data.classification import prepare
 from app.engines.architecture import usable_cores
 from app.errors import TrainingError
 from app.models.factory import build_model
+from app.runs import Result
 from app.tasks import find_processor
 from app.training.run_folder import DATA, RECIPE_FILE, WEIGHTS, WEIGHTS_FILE
 from benchmarks.compile import minilm
@@ -77,8 +77,7 @@ def train(model: Model, folder: Path) -> UPath:
         if reasons := re.findall("^error: (.+)", str(error), re.MULTILINE):
             raise TrainingError(reasons[-1]) from error
         raise
-    result = json.loads(said.rpartition("RESULT ")[2])
-    return UPath(result["artifacts"]["weights"])
+    return UPath(Result.of_output(said).artifacts["weights"])
 
 
 def take_sentence_encoder(model: Model, folder: Path) -> UPath:

@@ -38,6 +38,6 @@ class Contender(Protocol):
             folder: empty, for its own files.
 
         Raises:
-            ServerError: it does not start.
+            RuntimeError: it does not start.
         """
         ...
