@@ -111,20 +111,25 @@ def running_replicas() -> int:
     return int(_status().replica_states.get(ReplicaState.RUNNING, 0))
 
 
-def require_room(config: EndpointConfig) -> None:
-    """Refuse more than the local cluster can hold: all replicas, and one more, so that each can take another's place.
+def require_room(before: EndpointConfig, after: EndpointConfig) -> None:
+    """Refuse more than the local cluster can hold: all replicas, and where some answer already, one that takes a place.
+
+    Where several models are sharded all take their places at once: each waits for room for one of its models after the
+    other, and two that have some of it would wait for each other.
 
     Raises:
         ClusterError: it is more, or the models of a replica want more than the GPU that they share.
     """
-    scaling = config.scaling
-    if scaling.gpus > 1:
+    scaling = after.scaling
+    if round(scaling.gpus, 4) > 1:
         raise ClusterError(
             f"serve.gpus_per_replica of all models are {scaling.gpus:g} together, and a replica has one GPU for all of "
             "them: ask for less"
         )
-    needed = {kind: (scaling.most + 1) * amount for kind, amount in config.reserved.items()}
-    require(needed, "serve.replicas, while they change over,")
+    sharded = [version for version in after.versions if version.tensor_parallel]
+    spare = 0 if not before.models else scaling.most if len(sharded) > 1 else 1
+    needed = {kind: (scaling.most + spare) * amount for kind, amount in after.reserved.items()}
+    require(needed, "serve.replicas, while they change over," if spare else "serve.replicas")
 
 
 def _cause(error: RuntimeError | TimeoutError) -> str:

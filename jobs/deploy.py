@@ -40,7 +40,7 @@ def deploy(run: Run) -> Outcome:
         before = wanted()
         access = access_of(recipe.serve, before.access)
         after = EndpointConfig(models={**before.models, recipe.name: model}, access=access)
-        require_room(after)
+        require_room(before, after)
         address = start_serve(recipe.serve, tls_options(recipe.serve.tls))
 
         run.open()

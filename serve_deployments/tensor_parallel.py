@@ -1,22 +1,28 @@
 """The engine of a version whose matrices are sharded: an actor for each shard, in a placement group of their own."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util import get_node_ip_address, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from app.config import TensorParallelConfig
 from app.engines.base import Engine
-from app.errors import EngineError
+from app.errors import EngineError, RayloomError
 from app.repository.manifest import Manifest
 from app.serving.config import VersionConfig
 from app.serving.model.engine import open_published
 from app.tensors import Tensors, check_tensors
+
+_CALL_TIMEOUT_S = 90.0
+"""Longer than the shards wait for each other."""
+
+
+class _LostError(EngineError):
+    """A shard does not answer any more."""
 
 
 def open_version(version: VersionConfig, manifest: Manifest, folder: Path, threads: int) -> Engine:
@@ -39,31 +45,49 @@ class TensorParallelEngine:
             EngineError: the model cannot be sharded so, or a shard's process has ended.
         """
         self.version, self.signature = manifest.engine_key.engine_version, manifest.signature
-        self._order, self._closed = Lock(), False
+        self._order, self._refusal = Lock(), ""
         self._group = placement_group([config.reserved] * config.size)
         try:
             self._shards = [_start(version, config, self._group, rank) for rank in range(config.size)]
             # A store and not a port that is free now, and may be taken when all have started.
-            (address,) = _answers([self._shards[0].__ray_call__.remote(lambda it: it.listen(get_node_ip_address()))])
-            _answers([each.load.remote(address) for each in self._shards])
+            address = _answer(self._shards[0].__ray_call__.remote(lambda it: it.listen(get_node_ip_address())))
+            for loading in [each.load.remote(address) for each in self._shards]:
+                _answer(loading)
         except BaseException:
             self.close()
             raise
 
     def infer(self, inputs: Tensors) -> Tensors:
-        """Run one batch, which every shard sees. Raises RequestError or EngineError."""
+        """Run one batch, which every shard sees.
+
+        Raises:
+            RequestError: an input is not what the model takes.
+            EngineError: it failed in every shard, or in some: these are out of step with the others from then on, and
+                the engine answers nothing any more.
+        """
         check_tensors(inputs, self.signature.inputs)
         with self._order:  # shards that were asked in different orders would wait for each other
-            if self._closed:
-                raise EngineError("the engine is closed: open it again")
-            given = ray.put(dict(inputs))
+            if self._refusal:
+                raise EngineError(self._refusal)
+            given = _put(inputs)
             running = [each.infer.remote(given) for each in self._shards]
-        return dict(_answers(running)[0])
+        ray.wait(running, num_returns=len(running), timeout=_CALL_TIMEOUT_S)
+        answers, errors = [], list[RayloomError]()
+        for each in running:
+            try:
+                answers.append(_answer(each, timeout_s=0))
+            except RayloomError as error:
+                errors.append(error)
+        if errors and (answers or any(isinstance(each, _LostError) for each in errors)):
+            self._refusal = f"a shard failed, and is out of step with the others: {errors[0]}"
+        if errors:
+            raise errors[0]
+        return dict(answers[0])
 
     def close(self) -> None:
         """End the processes, and give back what they reserve."""
         with self._order:
-            self._closed = True
+            self._refusal = "the engine is closed: open it again"
             remove_placement_group(self._group)
 
 
@@ -81,11 +105,21 @@ def _start(version: VersionConfig, config: TensorParallelConfig, group: Any, ran
     return actor.remote(version, rank, config.size)
 
 
-def _answers(running: Sequence[Any]) -> list[Any]:
-    """What the shards answer, or the error of one as it was raised there. Raises EngineError if one has ended."""
+def _put(inputs: Tensors) -> Any:
+    """Where all shards find them. Raises EngineError."""
     try:
-        return list(ray.get(list(running)))
+        return ray.put(dict(inputs))
+    except RayError as error:
+        raise EngineError(f"the inputs do not reach the shards: {error}") from error
+
+
+def _answer(running: Any, timeout_s: float | None = None) -> Any:
+    """What a shard answers, or its error as it was raised there. Raises EngineError of one that does not answer."""
+    try:
+        return ray.get(running, timeout=timeout_s)
     except RayTaskError as error:
-        raise error.cause from None
-    except RayActorError as error:
-        raise EngineError(f"the process of a shard has ended: {error}") from error
+        if isinstance(error.cause, RayloomError):
+            raise error.cause from None
+        raise EngineError(f"a shard failed: {error.cause!r}") from error
+    except RayError as error:
+        raise _LostError(f"the process of a shard has ended, or does not answer: {error}") from error

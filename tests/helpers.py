@@ -34,11 +34,13 @@ def local_cluster(home: Path, **settings: str) -> Iterator[dict[str, str]]:
     """A cluster with its state, storage and cache in ``home``; its value is the environment that reaches it."""
     folders = {"HOME": home, "STORAGE": home / "storage", "CACHE": home / "cache"}
     environment = settings | {f"RAYLOOM_{name}": str(folder) for name, folder in folders.items()}
-    started = run("rayloom", "up", environment=environment)
-    assert started.returncode == 0, started.stderr
-    exports = run("rayloom", "env", environment=environment).stdout.splitlines()
-    yield environment | dict(line.removeprefix("export ").split("=", 1) for line in exports)
-    stopped = run("rayloom", "down", environment=environment)
+    try:
+        started = run("rayloom", "up", environment=environment)
+        assert started.returncode == 0, started.stderr
+        exports = run("rayloom", "env", environment=environment).stdout.splitlines()
+        yield environment | dict(line.removeprefix("export ").split("=", 1) for line in exports)
+    finally:
+        stopped = run("rayloom", "down", environment=environment)
     assert stopped.returncode == 0, stopped.stderr
 
 

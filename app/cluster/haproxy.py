@@ -15,6 +15,8 @@ from app.serving.transport.middleware import MIDDLEWARE
 _NO_ANSWER = ErrorBody(error="no replica could answer: try again")
 _TOO_SLOW = ErrorBody(error="the request's headers did not come in time")
 _HEADERS_TIMEOUT_S = 30
+# Who sends nothing, as browsers do ahead of time, is not told that it is late.
+_SLOW = r"    timeout http-request {seconds}s\n    option http-ignore-probes\n    errorfile 408 {too_slow}"
 _START = """\
 #!/bin/sh
 # Starts HAProxy with what Ray Serve has written ("$3"), changed where Ray has no setting for it. Its pages and its
@@ -33,8 +35,8 @@ sed -i \\
     -e 's/^    bind :/    bind {host}:/' \\
     -e 's/ mode 666 / mode 600 /' \\
     -e 's|^\\(  *errorfile [0-9]*\\) .*|\\1 {no_answer}|' \\
-    -e '/timeout http-request\\|errorfile 408/d' \\
-    -e 's|^defaults.*|&\\n    timeout http-request {headers_timeout_s}s\\n    errorfile 408 {too_slow}|' \\
+    -e '/timeout http-request\\|http-ignore-probes\\|errorfile 408/d' \\
+    -e 's|^defaults.*|&\\n{slow}|' \\
     "$3"
 exec {haproxy} "$@"
 """
@@ -49,8 +51,7 @@ def prepare(folder: Path, metrics: int, stats: int, fallback_http: int, fallback
     script = _START.format(
         host=LOOPBACK,
         no_answer=no_answer,
-        too_slow=too_slow,
-        headers_timeout_s=_HEADERS_TIMEOUT_S,
+        slow=_SLOW.format(seconds=_HEADERS_TIMEOUT_S, too_slow=too_slow),
         haproxy=shlex.quote(get_haproxy_binary()),
     )
     start.write_text(script, encoding="utf-8")

@@ -12,6 +12,7 @@ from app.repository.manifest import Manifest
 from app.repository.repository import Repository
 from app.serving.cascade.versions import planned_cascade
 from app.serving.config import DeployedModel, Scaling, Share, VersionConfig
+from app.storage import local_copy
 
 
 def deployed_model(recipe: Recipe, storage: UPath) -> DeployedModel:
@@ -38,6 +39,11 @@ def deployed_model(recipe: Recipe, storage: UPath) -> DeployedModel:
         return Share(version=config_of(manifests[alias]), percent=wanted.percent) if wanted else None
 
     in_production = config_of(production)
+    if serve.tensor_parallel:
+        from app.serving.model.shard import require_shardable  # imports torch, which other deploys need not wait for
+
+        with local_copy(repository.folder(recipe.name, production.version)) as files:
+            require_shardable(files, serve.tensor_parallel.size)
     return DeployedModel(
         production=in_production,
         canary=share_of("canary"),

@@ -66,25 +66,29 @@ def test_it_answers_as_the_whole_model_does_and_comes_back_when_a_part_dies(
     expected = whole.model(**tensors).logits.softmax(-1).detach().numpy()
     np.testing.assert_allclose(scores(asked(endpoint)), expected, atol=2e-5)
 
-    parts = Cluster(cluster).processes("ray::Shard")
-    assert len(parts) == 2
-    parts[1].kill()
-    seen = {asked(endpoint).status_code}
-    assert seen <= {200, 503}, seen  # what was in flight may be tried again
-    wait_until(lambda: not parts[0].is_running() and asked(endpoint).status_code == 200)
+    there = Cluster(cluster)
+    shards = there.processes("ray::Shard")
+    assert len(shards) == 2
+    shards[1].kill()
+    assert asked(endpoint).status_code in (200, 503)  # another replica may have been asked
+    wait_until(lambda: not shards[0].is_running() and asked(endpoint).status_code == 200)
     np.testing.assert_allclose(scores(asked(endpoint)), expected, atol=2e-5)
+    assert len(there.processes("ray::Shard")) == 2
+
+    submit(cluster, "undeploy", *RECIPE)
+    wait_until(lambda: not there.processes("ray::Shard") and not there.cpus()[0])
 
 
 @pytest.mark.parametrize(
-    ("size", "words"),
+    ("split", "words"),
     [
-        (3, "serve.tensor_parallel.size is 3, and does not divide the 4 heads of LlamaForSequenceClassification"),
-        (64, "serve.replicas, while they change over, need 32 CPUs"),
+        ("{size: 3}", "size is 3, and LlamaForSequenceClassification has 4 heads of keys and values: give a divisor"),
+        ("{size: 4, cpus_per_process: 8}", "serve.replicas need 32 CPUs, and the cluster has"),
     ],
 )
-def test_what_cannot_be_split_so_is_refused_with_its_key(
-    cluster: dict[str, str], trained: dict[str, Any], size: int, words: str
+def test_what_cannot_be_sharded_so_is_refused_before_anything_is_started(
+    cluster: dict[str, str], trained: dict[str, Any], split: str, words: str
 ) -> None:
-    split = f"serve.tensor_parallel={{size: {size}, cpus_per_process: 0.25}}"
-    refused = submit(cluster, "deploy", *RECIPE, split, succeeds=False)
+    refused = submit(cluster, "deploy", *RECIPE, f"serve.tensor_parallel={split}", succeeds=False)
     assert words in refused["error"]
+    assert not Cluster(cluster).processes("ray::Shard")

@@ -73,6 +73,15 @@ def test_health_and_pages_without_data_are_open(server: Server, path: str) -> No
     assert httpx.get(f"http://{server.http}{path}").status_code == 200
 
 
+def test_the_scripts_of_the_description_are_open_and_nothing_beside_them(server: Server) -> None:
+    def status(path: str) -> int:
+        return httpx.get(f"http://{server.http}{path}").status_code
+
+    assert status("/docs/assets/swagger-ui-bundle.js") == 200
+    assert status("/docs/assets//v2/models") == 404
+    assert {status(path) for path in ("/docs/assets", "/docs/assetsx", "/docs/oauth2-redirect", "/v1/models")} == {401}
+
+
 def test_the_described_api_asks_for_the_token(server: Server) -> None:
     described = httpx.get(f"http://{server.http}/openapi.json").json()
     assert described["components"]["securitySchemes"]["HTTPBearer"]["scheme"] == "bearer"

@@ -13,6 +13,7 @@ defaults
     timeout connect 5s
     timeout client 5s
     timeout server 5s
+    timeout http-request 7s
     errorfile 502 {folder}/500.http
     errorfile 503 {folder}/500.http
 frontend prometheus

@@ -14,10 +14,11 @@ from app.data.classification import load_labels
 from app.data.examples import Input
 from app.data.processor import Processor
 from app.engines.base import Engine
+from app.engines.registry import runs_module
 from app.errors import EngineError, RequestError, StorageError
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
-from app.serving.model.engine import open_published
+from app.serving.model.engine import open_published, require_known_answers
 from app.serving.protocol.natural import Prediction
 from app.tasks import find_processor
 from app.tensors import Tensors
@@ -114,6 +115,8 @@ def load_model(
             missing = Path(error.filename).name
             raise StorageError(f"model {name!r}, version {version}, has no {missing}: publish it again") from error
         engine = open_engine(manifest, Path(temporary), threads)
+        if runs_module(manifest.engine_key.engine):  # by code that is not in the version
+            require_known_answers(engine, manifest, Path(temporary))
         model = LoadedModel(manifest, engine, processor, labels)
     try:
         for length in manifest.engine_key.profile.lengths or (None,):

@@ -3,24 +3,23 @@
 They are cut by the plan of the model's class in transformers, as Shoeybi et al. 2019 do (arXiv:1909.08053).
 """
 
-import tempfile
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from upath import UPath
 
 from app.engines.architecture import Device
 from app.engines.base import EngineSettings, library_errors
 from app.engines.torch import TorchEngine
-from app.errors import EngineError
+from app.errors import RecipeError
 from app.models.kind import ModelKind, kind_of
 from app.models.traits import traits_of
 from app.repository.repository import Repository
 from app.serving.config import VersionConfig
-from app.storage import open_storage
+from app.storage import local_copy, open_storage
 from app.tensors import Tensors
 from app.training.weights import read_architecture
 
@@ -32,8 +31,9 @@ class Shard:
     """The process of a rank. Every rank is asked the same in the same order, and has the whole answer."""
 
     def __init__(self, version: VersionConfig, rank: int, world_size: int) -> None:
+        assert version.tensor_parallel is not None
         self._version, self._rank, self._size = version, rank, world_size
-        self._device: Device = "gpu" if torch.cuda.is_available() else "cpu"
+        self._device: Device = "gpu" if version.tensor_parallel.gpus_per_process else "cpu"
         self._store: TCPStore | None = None
 
     def listen(self, host: str) -> str:
@@ -46,13 +46,14 @@ class Shard:
 
         Raises:
             StorageError: the version is not there or was changed.
-            EngineError: the model has no plan by which so many processes can share it, or does not fit.
+            RecipeError, EngineError: so many processes cannot share the model, it does not fit, or one does not come.
         """
         version = self._version
+        repository = Repository(open_storage(version.storage))
+        manifest = repository.verify(version.name, version.version)  # takes time, and the others are not waited for yet
         self._meet(address)
-        with tempfile.TemporaryDirectory(prefix="rayloom-shard-") as temporary:
-            manifest = Repository(open_storage(version.storage)).fetch(version.name, version.version, UPath(temporary))
-            model = _shard(Path(temporary), self._size)
+        with local_copy(repository.folder(version.name, version.version)) as files:
+            model = _shard(files, self._size)
         settings = EngineSettings(manifest.engine_key.precision, version.threads, device=self._device)
         self._engine = TorchEngine(model, manifest.signature, settings)
 
@@ -70,22 +71,37 @@ class Shard:
             )
 
 
-def _shard(folder: Path, size: int) -> nn.Module:
-    """This process's shard of the model of a weights folder. Raises EngineError."""
-    from transformers.distributed import DistributedConfig
+def require_shardable(folder: Path, size: int) -> type[nn.Module]:
+    """The class of a version's model, if so many processes can share it; nothing is loaded.
 
+    Args:
+        folder: of the version's files.
+
+    Raises:
+        RecipeError: its class has no plan, or its heads cannot be divided.
+    """
     with torch.device("meta"):
         whole = read_architecture(folder).model
     title = type(whole).__name__
     if kind_of(whole) is not ModelKind.HUGGING_FACE or not whole.supports_tp_plan:
-        raise EngineError(
+        raise RecipeError(
             f"serve.tensor_parallel needs a model of transformers whose class has a tp_plan, and {title} has none: "
             "serve it without, or choose another, such as model_type=llama or qwen3"
         )
     heads = traits_of(whole).tensor_divisor
     if heads is None or heads % size:
-        raise EngineError(f"serve.tensor_parallel.size is {size}, and does not divide the {heads} heads of {title}")
-    with library_errors(f"transformers cannot split {title} across {size} processes"):
-        split = DistributedConfig(tp_size=size)
-        part: nn.Module = type(whole).from_pretrained(folder, distributed_config=split, dtype=torch.float32)  # type: ignore[attr-defined] # of transformers
-    return part.eval()
+        raise RecipeError(
+            f"serve.tensor_parallel.size is {size}, and {title} has {heads} heads of keys and values: give a divisor"
+        )
+    return type(whole)
+
+
+def _shard(folder: Path, size: int) -> nn.Module:
+    """This process's shard of the model. Raises RecipeError or EngineError."""
+    from transformers.distributed import DistributedConfig
+
+    model: Any = require_shardable(folder, size)
+    with library_errors(f"transformers cannot shard {model.__name__} across {size} processes"):
+        config = DistributedConfig(tp_size=size)
+        shard: nn.Module = model.from_pretrained(folder, distributed_config=config, dtype=torch.float32)
+    return shard.eval()

@@ -83,15 +83,23 @@ def _natural(endpoint: Endpoint) -> APIRouter:
         return [each.natural for each in endpoint.models]
 
     @router.post("/{name}/predict", response_model_exclude_none=True, openapi_extra=PREDICT)
-    @router.post("/{name}/versions/{version}/predict", response_model_exclude_none=True, openapi_extra=PREDICT)
-    async def predict(name: str, request: Request, version: str | None = None) -> PredictResponse:
+    async def predict(name: str, request: Request) -> PredictResponse:
         """A text, an image, or a list of texts or base64 images in; labels with scores out."""
-        body = await read_body(request.receive, LIMITS.json_bytes)
-        is_image = request.headers.get("content-type", "").lower().startswith("image/")
-        asked = PredictRequest(inputs=body) if is_image else parse_body(PredictRequest, body)
-        return await endpoint.route(name, version).predict(asked)
+        return await endpoint.route(name).predict(await _asked(request))
+
+    @router.post("/{name}/versions/{version}/predict", response_model_exclude_none=True, openapi_extra=PREDICT)
+    async def predict_by_version(name: str, version: str, request: Request) -> PredictResponse:
+        """The same of one version."""
+        return await endpoint.route(name, version).predict(await _asked(request))
 
     return router
+
+
+async def _asked(request: Request) -> PredictRequest:
+    """An image as it is, or JSON. Raises RequestError."""
+    body = await read_body(request.receive, LIMITS.json_bytes)
+    is_image = request.headers.get("content-type", "").lower().startswith("image/")
+    return PredictRequest(inputs=body) if is_image else parse_body(PredictRequest, body)
 
 
 def _server(endpoint: Endpoint) -> APIRouter:
