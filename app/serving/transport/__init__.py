@@ -1,1 +1,1 @@
-"""How requests reach an endpoint: HTTP, gRPC, and who may ask."""
+"""How requests reach an endpoint: HTTP and gRPC."""
