@@ -93,21 +93,30 @@ class VirtualEngine:
         return Batcher(self.infer, BatchingPolicy(**knobs), slots, threads=self._slots, clock=clock)
 
     def _slots(self, infer: Infer, slots: int) -> "_VirtualSlots":
-        return _VirtualSlots(infer, lambda rows: self.row_s * rows + self.call_s)
+        return _VirtualSlots(infer, slots, lambda rows: self.row_s * rows + self.call_s)
 
 
 class _VirtualSlots:
-    def __init__(self, infer: Infer, seconds: Callable[[int], float]) -> None:
+    def __init__(self, infer: Infer, slots: int, seconds: Callable[[int], float]) -> None:
         self._infer = infer
+        self._free_s = [0.0] * slots
         self._seconds = seconds
 
     def start(self, parts: Sequence[Tensors], done: Done) -> None:
+        loop, seconds = asyncio.get_running_loop(), self._seconds(sum(len(part["x"]) for part in parts))
+        starts_s = max(loop.time(), min(self._free_s))
+        self._free_s[self._free_s.index(min(self._free_s))] = starts_s + seconds
+        if starts_s > loop.time():
+            loop.call_at(starts_s, self._run, parts, seconds, done)
+        else:
+            self._run(parts, seconds, done)
+
+    def _run(self, parts: Sequence[Tensors], seconds: float, done: Done) -> None:
         answer: Tensors | Exception
         try:
             answer = call(self._infer, parts)
         except Exception as error:
             answer = error
-        seconds = self._seconds(sum(len(part["x"]) for part in parts))
         asyncio.get_running_loop().call_later(seconds, done, Outcome(answer, seconds))
 
     def close(self) -> None:

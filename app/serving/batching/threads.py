@@ -31,7 +31,7 @@ class Slots(Protocol):
     """Where calls run: as many at once as the engine has streams."""
 
     def start(self, parts: Sequence[Tensors], done: Done) -> None:
-        """Run the rows of all parts in one call, and have the event loop call ``done``."""
+        """Run the rows of all parts in one call once a slot is free, and have the event loop call ``done``."""
         ...
 
     def close(self) -> None:
