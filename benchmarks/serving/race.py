@@ -3,13 +3,14 @@
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.markdown import one_line
 from benchmarks.rounds import turns
 from benchmarks.serving.contenders import Contender
 from benchmarks.serving.workloads import Workload
-from benchmarks.serving.wrk import Load, drive
+from benchmarks.serving.wrk import Load, drive, least_disturbed
 from benchmarks.spread import Spread
 
 CONNECTIONS = (1, 16, 64)
@@ -46,6 +47,10 @@ class Result:
     def generator_busy(self, connections: int) -> float:
         """The share of its core that wrk took, in the worst round."""
         return max(each[connections].generator_busy for each in self.rounds)
+
+    def stolen(self, connections: int) -> float:
+        """How much of a core other machines took, in the worst round."""
+        return max(each[connections].stolen for each in self.rounds)
 
 
 @dataclass(frozen=True)
@@ -121,21 +126,21 @@ def take_turn(contender: Contender, workload: Workload, seconds: int) -> Loads:
             """Once it has answered all this, it has also answered what wrk left behind when its time was over."""
             workload.check(url, contender.wire, contender.tolerance)
 
-        check()
-        drive(url, requests, max(CONNECTIONS), _WARM_UP_S)
-        loads = {}
-        for connections in CONNECTIONS:
+        def load(connections: int) -> Load:
             check()
             # Batches that are not finished at the end do not count, and the more connections, the larger they are.
             longer = 2 if connections == max(CONNECTIONS) else 1
-            loads[connections] = drive(url, requests, connections, longer * seconds)
-        return loads
+            return drive(url, requests, connections, longer * seconds)
+
+        check()
+        drive(url, requests, max(CONNECTIONS), _WARM_UP_S)
+        return {connections: least_disturbed(partial(load, connections)) for connections in CONNECTIONS}
 
 
 def _line(loads: Loads) -> str:
     return "; ".join(
         f"{connections} connections {load.rate:.0f}/s, p50 {load.p50_ms:.2f} ms, p99 {load.p99_ms:.2f} ms"
         + (f", {load.errors} errors" if load.errors else "")
-        + f", wrk {load.generator_busy:.0%} busy"
+        + f", wrk {load.generator_busy:.0%} busy, {load.stolen:.0%} stolen"
         for connections, load in loads.items()
     )

@@ -25,7 +25,9 @@ once, and its answers are compared with those of ONNX Runtime run directly: in f
 off, of a variant in a narrower precision the cosine of each row must be 0.97 or more. Percentiles are wrk's, in which a
 pause that held up a connection counts as often as requests would have been sent meanwhile. Errors are answers with
 status 400 or more, broken connections and waits over 10 s. "wrk busy" is the share of its one core that wrk took, in
-the worst round; beyond 90 %, in bold, it may have been what held the server back.
+the worst round; beyond 90 %, in bold, it may have been what held the server back. "Stolen" is how much of a core the
+hypervisor gave to other machines, likewise: what runs in several processes loses more by it than a bare loop. A load
+that lost more than 5 % of a core is made again, four times at most, and the one that lost least counts.
 
 One replica each, one thread for each engine. Peers run the same file on the same ONNX Runtime, each as its own
 documentation shows (`peers/`), without batching and with it, and are sent what they natively take. Models are
@@ -70,7 +72,7 @@ good answers a second at that number of connections; without batching, the one t
 
 def _race(raced: Raced) -> str:
     race = raced.race
-    header = ("server", "connections", "good answers/s", "p50, ms", "p99, ms", "errors", "wrk busy")
+    header = ("server", "connections", "good answers/s", "p50, ms", "p99, ms", "errors", "wrk busy", "stolen")
     rows = [
         (
             name,
@@ -80,11 +82,12 @@ def _race(raced: Raced) -> str:
             str(result.p99_ms(connections)),
             str(result.errors(connections)),
             _busy(result.generator_busy(connections)),
+            f"{result.stolen(connections):.0%}",
         )
         for name, result in race.results.items()
         for connections in CONNECTIONS
     ]
-    loops = [(name, "", _whole(rate), "", "", "", "") for name, rate in race.loops.items()]
+    loops = [(name, "", _whole(rate), "", "", "", "", "") for name, rate in race.loops.items()]
     settings = "".join(f"\n- **{name}**: {_setting(result)}" for name, result in race.results.items())
     absent = "".join(f"\n- **{name}** was left out: {why}" for name, why in race.absent.items())
     return f"## {raced.title}\n\n{table(header, [*rows, *loops])}\n{settings}{absent}"

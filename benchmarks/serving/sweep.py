@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 from benchmarks.cluster import local_cluster
@@ -10,7 +11,7 @@ from benchmarks.serving.contenders import Contender
 from benchmarks.serving.models import ServedModel
 from benchmarks.serving.rayloom import Rayloom, deploy
 from benchmarks.serving.workloads import Workload
-from benchmarks.serving.wrk import drive
+from benchmarks.serving.wrk import Load, drive, least_disturbed
 
 CONNECTIONS = 64
 SIZES = (1, 8, 32)
@@ -93,8 +94,12 @@ def sweep(model: ServedModel, workload: Workload, seconds: int, settings: Sequen
 
 def _outcome(url: str, contender: Contender, workload: Workload, seconds: int) -> Outcome:
     requests = workload.requests(contender.wire)
+
+    def load(connections: int, seconds: int) -> Load:
+        workload.check(url, contender.wire, contender.tolerance)  # also lets it answer what wrk left behind
+        return drive(url, requests, connections, seconds)
+
+    alone = least_disturbed(partial(load, 1, seconds))
+    many = least_disturbed(partial(load, CONNECTIONS, 2 * seconds))
     workload.check(url, contender.wire, contender.tolerance)
-    alone = drive(url, requests, 1, seconds)
-    many = drive(url, requests, CONNECTIONS, 2 * seconds)
-    workload.check(url, contender.wire, contender.tolerance)  # also lets it answer what wrk left behind
     return Outcome(many.rate, alone.p50_ms, alone.errors + many.errors)

@@ -31,7 +31,7 @@ from benchmarks.serving.servers import EAGER
 from benchmarks.serving.sweep import SETTINGS, Outcome, Swept
 from benchmarks.serving.wire import BinaryTensors, JsonTensors, NamedLists, Request, StackedList, Wire
 from benchmarks.serving.workloads import EXACT, NARROWED, Tolerance, Workload
-from benchmarks.serving.wrk import Load, drive, parse
+from benchmarks.serving.wrk import Load, drive, least_disturbed, parse
 from benchmarks.spread import Spread
 
 WRK_SAID = """Running 1s test @ http://127.0.0.1:8000
@@ -41,17 +41,26 @@ WRK_SAID = """Running 1s test @ http://127.0.0.1:8000
 REPORT {"requests": 4010, "duration_us": 2000000, "p50_us": 1234, "p99_us": 5678, \
 "refused": 10, "connect": 0, "read": 2, "write": 0, "timeout": 1}
 """
+LOAD = Load(rate=2000.0, p50_ms=1.234, p99_ms=5.678, errors=13, generator_busy=0.25, stolen=0.05)
 ROW: Tensors = {"ids": np.array([[1, 2]]), "mask": np.array([[1, 0]])}
 
 
 def test_only_good_answers_count_and_every_error_does() -> None:
-    assert parse(WRK_SAID, cpu_s=0.5) == Load(rate=2000.0, p50_ms=1.234, p99_ms=5.678, errors=13, generator_busy=0.25)
+    assert parse(WRK_SAID, cpu_s=0.5, stolen_s=0.1) == LOAD
 
 
 @pytest.mark.parametrize("output", ["", WRK_SAID.replace("REPORT", ""), WRK_SAID.replace("4010", "0")])
 def test_a_run_that_says_nothing_is_an_error(output: str) -> None:
     with pytest.raises(RuntimeError, match=r"printed no report|nothing was answered"):
-        parse(output, cpu_s=0.0)
+        parse(output, cpu_s=0.0, stolen_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("stolen", "loads", "least"), [([0.05, 0.0], 1, 0.05), ([0.2, 0.04], 2, 0.04), ([0.3, 0.2, 0.1, 0.4, 0.5], 5, 0.1)]
+)
+def test_the_least_disturbed_load_counts_with_the_errors_of_all(stolen: list[float], loads: int, least: float) -> None:
+    seen = (dataclasses.replace(LOAD, stolen=each) for each in stolen)
+    assert least_disturbed(lambda: next(seen)) == dataclasses.replace(LOAD, stolen=least, errors=13 * loads)
 
 
 @pytest.mark.parametrize(
@@ -284,6 +293,6 @@ def _found(
 
 def _loads(rates: tuple[float, float, float]) -> dict[int, Load]:
     return {
-        connections: Load(rate, latency := 1e3 * connections / rate, latency, errors=0, generator_busy=0.5)
+        connections: Load(rate, latency := 1e3 * connections / rate, latency, errors=0, generator_busy=0.5, stolen=0.0)
         for connections, rate in zip(CONNECTIONS, rates, strict=True)
     }
