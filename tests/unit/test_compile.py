@@ -18,14 +18,12 @@ from upath import UPath
 
 from app.checksums import checksums_of, write_checksums
 from app.compile.compilation import Compilation
-from app.compile.export import export_onnx
 from app.compile.family import Family
 from app.compile.judge import Judge
 from app.compile.opening import Opener
 from app.compile.publication import publish
 from app.compile.quantization.search import Verdict
 from app.compile.report import CompileReport, report_of, write_report
-from app.compile.sparsity import prune_2_to_4
 from app.compile.subject import Subject, load_subject, pruned
 from app.compile.sweep import Concurrency
 from app.compile.variants import Variant, Wanted
@@ -36,14 +34,12 @@ from app.engines.onnxruntime import open_oracle
 from app.engines.registry import installed_engines, open_engine, runs_plans
 from app.engines.tensorrt.manifest import read_plan
 from app.errors import CompileError, EngineError
-from app.models.factory import logits_of
-from app.models.huggingface import sequence_classifier
 from app.models.image import small_cnn
 from app.repository.manifest import Quantization
 from app.repository.repository import Repository
 from app.runs import Result, Run, execute
 from app.serving.model.loaded import load_model
-from app.tensors import OUTPUT, Tensors, TensorSpec
+from app.tensors import OUTPUT, Tensors
 from benchmarks.compile.models import leave_fresh, write_weights
 from jobs.compile import compile_model
 from tests.helpers import ROOT, run
@@ -450,82 +446,6 @@ class Renamed(torch.nn.Module):
 renamed = Renamed
 
 
-class Odd(torch.nn.Module):
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.eigvals(given.unsqueeze(-1) @ given.unsqueeze(-2)).real
-
-
-class Branching(torch.nn.Module):
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        return given if given.sum() > 0 else -given
-
-
-class Mute(torch.nn.Module):
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        raise AssertionError
-
-
-def refuse_in_silence(*_: object, **__: object) -> None:
-    raise AssertionError
-
-
-@pytest.mark.parametrize(
-    ("layer", "words"),
-    [
-        (Mute(), "torch.export cannot trace it: AssertionError"),
-        (Odd(), r"at node linalg_eig of body.1 \(tests.unit.test_compile.Odd\), No ONNX function found"),
-        (Branching(), r"torch.export cannot trace it: .*test_compile.py\", line \d+, in forward return given if"),
-    ],
-)
-def test_what_cannot_be_exported_is_named(layer: torch.nn.Module, words: str, tmp_path: Path) -> None:
-    model = torch.nn.ModuleDict({"body": torch.nn.Sequential(torch.nn.Linear(4, 4), layer)})
-    model.forward = lambda x: model["body"](x)  # type: ignore[method-assign]
-    spec = TensorSpec("x", np.dtype(np.float32), (-1, 4))
-    with pytest.raises(CompileError, match=words):
-        export_onnx(model, (spec,), {"x": np.ones((2, 4), np.float32)}, tmp_path / "model.onnx")
-    assert not (tmp_path / "model.onnx").exists()
-
-
-def test_an_exporter_that_fails_without_a_word_is_an_error_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.onnx.export", refuse_in_silence)
-    monkeypatch.setattr("torch.export.ExportedProgram.run_decompositions", refuse_in_silence)
-    spec = TensorSpec("input", np.dtype(np.float32), (-1, 4))
-    with pytest.raises(CompileError, match=r"^the model cannot be exported to ONNX: AssertionError$"):
-        export_onnx(torch.nn.Linear(4, 4), (spec,), {"input": np.ones((2, 4), np.float32)}, tmp_path / "model.onnx")
-
-
-def test_a_model_of_more_weights_than_a_file_takes_is_refused_and_nothing_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 2**20)
-    spec = TensorSpec("input", np.dtype(np.float32), (-1, 2048))
-    with pytest.raises(CompileError, match=r"has 0\.02 GiB of weights, and one ONNX file takes 1\.5 GiB: give"):
-        export_onnx(
-            torch.nn.Linear(2048, 2048), (spec,), {"input": np.ones((2, 2048), np.float32)}, tmp_path / "m.onnx"
-        )
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_model_that_knows_so_many_positions_takes_texts_up_to_the_longest(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    model = sequence_classifier("bert", vocab_size=9, max_length=12, num_labels=2, **sizes).eval()
-    names = ("input_ids", "attention_mask")
-    specs = tuple(TensorSpec(name, np.dtype(np.int64), (-1, -1), longest=12, values_below=9) for name in names)
-    export_onnx(model, specs, {name: np.ones((2, 4), np.int64) for name in names}, tmp_path / "model.onnx")
-    engine = open_oracle(tmp_path / "model.onnx")
-    for length in (1, 5, 12):
-        rows = {
-            "input_ids": np.arange(3 * length).reshape(3, length) % 9,
-            "attention_mask": np.tri(3, length, length - 3, dtype=np.int64),
-        }
-        rows["attention_mask"][:, 0] = 1
-        with torch.no_grad():
-            expected = logits_of(model(**{name: torch.from_numpy(each) for name, each in rows.items()}))
-        np.testing.assert_allclose(engine.infer(rows)[OUTPUT], expected, atol=1e-5)
-
-
 def test_every_length_is_measured_with_rows_that_alone_are_padded_to_it(tmp_path: Path) -> None:
     short, long = [f"{number} words" for number in range(60)], [" ".join(map(str, range(n, n + 20))) for n in range(20)]
     pd.DataFrame({"text": short + long, "label": ["good", "bad"] * 40}).to_csv(tmp_path / "texts.csv")
@@ -538,26 +458,6 @@ def test_every_length_is_measured_with_rows_that_alone_are_padded_to_it(tmp_path
     assert (subject.rows_by_length[8]["attention_mask"].sum(1) <= 8).all()
     assert (subject.rows_by_length[64]["attention_mask"].sum(1) > 8).all()
     assert subject.profile([1]).lengths == (8, 64)
-
-
-def test_two_of_four_weights_along_the_input_channels_are_zero_the_smaller_ones() -> None:
-    model = torch.nn.Sequential(
-        torch.nn.Conv2d(8, 5, 3),
-        torch.nn.Linear(12, 3),
-        torch.nn.MultiheadAttention(8, 2),
-        torch.nn.MultiheadAttention(8, 2, kdim=4, vdim=12),
-        torch.nn.Conv2d(1, 4, 3),
-    )
-    sparse = prune_2_to_4(model)
-    attention = ("2.in_proj_weight", "2.out_proj.weight", "3.q_proj_weight", "3.k_proj_weight", "3.v_proj_weight")
-    for name in ("0.weight", "1.weight", *attention):
-        dense, kept = model.get_parameter(name), sparse.get_parameter(name)
-        groups = [weight.movedim(1, -1).reshape(-1, 4) for weight in (dense, kept)]
-        assert ((groups[1] != 0).sum(-1) == 2).all()
-        least = groups[0].abs().masked_fill(groups[1] == 0, torch.inf).amin(-1)
-        assert (groups[0].abs().masked_fill(groups[1] != 0, 0).amax(-1) <= least).all()
-        assert torch.equal(groups[1][groups[1] != 0], groups[0][groups[1] != 0])
-    assert torch.equal(model[4].weight, sparse[4].weight)
 
 
 def test_a_pruned_model_is_to_keep_the_accuracy_of_the_whole_one(subject: Subject) -> None:
