@@ -5,7 +5,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,8 +61,12 @@ class Load:
 
     def percentile_s(self, share: float) -> float:
         """Of the time that requests took that were answered with 200."""
-        seconds = sorted(each.seconds for each in self.answers if each.status == httpx.codes.OK)
-        return seconds[int(share * (len(seconds) - 1))]
+        return percentile_s([each for each in self.answers if each.status == httpx.codes.OK], share)
+
+
+def percentile_s(answers: Sequence[Answered], share: float) -> float:
+    """Of the time that requests took."""
+    return sorted(each.seconds for each in answers)[int(share * (len(answers) - 1))]
 
 
 def load(url: str, body: dict[str, Any], per_second: float) -> AbstractContextManager[Load]:

@@ -26,10 +26,12 @@ def message(method: str, path: str, content: bytes = b"", *lines: str) -> bytes:
     return "\r\n".join(head).encode("latin-1") + content
 
 
-def exchange(address: str, *parts: bytes, pause_s: float = 0.0, whole: bool = True) -> Reply:
+def exchange(
+    address: str, *parts: bytes, pause_s: float = 0.0, whole: bool = True, patience_s: float = _PATIENCE_S
+) -> Reply:
     """Send the parts, until the server answers, and return its answer; not ``whole``: then send no more."""
     host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), _PATIENCE_S) as connection:
+    with socket.create_connection((host, int(port)), patience_s) as connection:
         try:
             for part in parts:
                 if select.select([connection], [], [], 0)[0]:

@@ -1,6 +1,6 @@
 """Versions of models in storage: ``models/<name>/<version>/``, whole or not there at all."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from pydantic import ValidationError
@@ -146,14 +146,22 @@ class Repository:
                 f"{str(path)!r} was changed: promote a version, be it the same one, and it is written anew"
             )
 
-    def fetch(self, name: str, version: int, target: UPath) -> Manifest:
-        """Copy a version's files into an empty local folder and compare each with its sha256; raises as ``verify``."""
+    def fetch(self, name: str, version: int, target: UPath, besides: Collection[str] = ()) -> Manifest:
+        """Copy a version's files into an empty local folder, and compare each with its sha256.
+
+        Args:
+            besides: files that are neither copied nor compared.
+
+        Raises:
+            StorageError: as ``verify``.
+        """
         manifest, folder = self.manifest(name, version), self.folder(name, version)
+        files = {file: sha256 for file, sha256 in manifest.files.items() if file not in besides}
         target.mkdir(parents=True, exist_ok=True)
-        for file in manifest.files:
+        for file in files:
             if (folder / file).exists():
                 (folder / file).copy(target / file)
-        check_files(folder, manifest, read_from=target)
+        check_files(folder, manifest.model_copy(update={"files": files}), read_from=target)
         return manifest
 
     def _numbers(self, name: str) -> list[int]:

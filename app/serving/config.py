@@ -13,6 +13,7 @@ from app.repository.manifest import Manifest, ServingDefaults
 from app.serving.access import Access
 from app.serving.batching.policy import BatchingPolicy
 from app.serving.cascade.rule import CascadeRule
+from app.training.run_folder import WEIGHTS_FILE
 
 
 class _Config(BaseModel):
@@ -36,6 +37,11 @@ class VersionConfig(_Config):
     def title(self) -> str:
         """As people write it: NAME/VERSION."""
         return f"{self.name}/{self.version}"
+
+    @property
+    def read_by_shards(self) -> Sequence[str]:
+        """Files of the version that its shards read, each for itself, and its replica does not."""
+        return (WEIGHTS_FILE,) if self.tensor_parallel else ()
 
     @classmethod
     def of(cls, storage: str, manifest: Manifest, config: ServeConfig) -> Self:

@@ -30,7 +30,7 @@ OpenVersion = Callable[[VersionConfig, Manifest, Path, int], Engine]
 
 
 def open_whole(_: VersionConfig, manifest: Manifest, folder: Path, threads: int) -> Engine:
-    """The engine of a version in this process, be it to be sharded or not. Raises EngineError or StorageError."""
+    """The engine of a version that is not sharded, in this process. Raises EngineError or StorageError."""
     return open_published(manifest, folder, threads)
 
 
@@ -183,6 +183,7 @@ class Endpoint:
             wanted.threads,
             wanted.policy.max_batch_size,
             partial(self._open_version, wanted),
+            wanted.read_by_shards,
         )
         return ServedModel(model, wanted.policy)
 

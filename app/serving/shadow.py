@@ -3,10 +3,12 @@
 import asyncio
 import logging
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 from app.errors import DeadlineError, OverloadError
 from app.serving.answering import Answering
+from app.serving.batching.statistics import FailureReason
 from app.serving.model.served import ServedModel
 from app.serving.protocol.infer import InferRequest, InferResponse
 from app.serving.protocol.natural import PredictRequest, PredictResponse
@@ -14,23 +16,37 @@ from app.tensors import TensorSpec
 
 LOG = logging.getLogger(__name__)
 
+_MOST_BYTES = 2**30
+
 
 class Shadow:
-    """A version that is sent copies. Its own queue is their only bound: a copy that finds it full is dropped."""
+    """A version that is sent copies. One that finds its queue full is dropped, and so is one too many in bytes."""
 
-    def __init__(self, served: ServedModel) -> None:
+    def __init__(self, served: ServedModel, most_bytes: int = _MOST_BYTES) -> None:
+        """Send copies to a version, of ``most_bytes`` at a time: the requests that they are of have been answered."""
         self.served = served
+        self._most_bytes = most_bytes
+        self._bytes = 0  # of the copies that wait or run
         self._copies: set[asyncio.Task[object]] = set()
         self._told: set[type[BaseException]] = set()
 
-    def send(self, copy: Coroutine[Any, Any, object]) -> None:
-        """Let a copy run in the background. What it raises is in the version's statistics, and goes no further."""
+    def send(self, copy: Coroutine[Any, Any, object], num_bytes: int) -> None:
+        """Let a copy of so many bytes run in the background.
+
+        What it raises is in the version's statistics, and goes no further.
+        """
+        if self._bytes + num_bytes > self._most_bytes:
+            copy.close()
+            self.served.batching.failed(FailureReason.REJECTED, 0.0)
+            return
         task: asyncio.Task[object] = asyncio.create_task(copy)
         self._copies.add(task)  # the loop alone would let go of it
-        task.add_done_callback(self._done)
+        self._bytes += num_bytes
+        task.add_done_callback(partial(self._done, num_bytes))
 
-    def _done(self, copy: asyncio.Task[object]) -> None:
+    def _done(self, num_bytes: int, copy: asyncio.Task[object]) -> None:
         self._copies.discard(copy)
+        self._bytes -= num_bytes
         error = None if copy.cancelled() else copy.exception()
         if error is None or isinstance(error, OverloadError | DeadlineError) or type(error) in self._told:
             return
@@ -57,11 +73,11 @@ class Shadowed:
     async def infer(self, request: InferRequest) -> InferResponse:
         """Answer a request of the protocol."""
         response = await self._answering.infer(request)
-        self._shadow.send(self._shadow.served.infer(request))
+        self._shadow.send(self._shadow.served.infer(request), request.num_bytes)
         return response
 
     async def predict(self, request: PredictRequest) -> PredictResponse:
         """Answer with labels."""
         response = await self._answering.predict(request)
-        self._shadow.send(self._shadow.served.predict(request))
+        self._shadow.send(self._shadow.served.predict(request), request.num_bytes)
         return response

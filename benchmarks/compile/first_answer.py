@@ -20,7 +20,8 @@ def main() -> None:
     name, _, version = model.partition("/")
     loaded_model = load_model(open_storage(storage), name, int(version), int(threads))
     loaded = time.time()
-    loaded_model.engine.infer(loaded_model.encode(text))
+    (row,) = loaded_model.encode([text])
+    loaded_model.engine.infer(row.tensors)
     answered = time.time()
     print(json.dumps({"began": BEGAN, "imported": IMPORTED, "loaded": loaded, "answered": answered}))
 

@@ -1,22 +1,26 @@
 """What clients of the endpoint notice when parts of it die, change or are asked too much."""
 
+import json
 import os
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
 import numpy as np
 import psutil
 import pytest
 
 from tests.helpers import run, submit, wait_until
 from tests.launch import Cluster
-from tests.load import Load, load
+from tests.load import Load, load, percentile_s
 from tests.tables import Faults
+from tests.wire import exchange
 
 pytestmark = pytest.mark.faults
 
@@ -31,7 +35,7 @@ BODY = {
         }
     ]
 }
-KILLS = 5
+KILLS, SLOW = 5, 100
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +177,19 @@ def test_a_replica_that_is_slow_gets_fewer_requests(replicas: Cluster, url: str,
         assert not sent.failed
 
 
+def test_requests_that_never_end_are_given_up(replicas: Cluster, url: str, faults: Faults) -> None:
+    address = urlsplit(url).netloc
+    with faults("S7", f"{SLOW} connections whose headers never end", "408 in 35 s; others are answered") as fault:
+        with load(url, BODY, 40) as sent, ThreadPoolExecutor(SLOW) as pool:
+            began_s = time.monotonic()
+            replies = list(pool.map(lambda _: exchange(address, b"POST / HTTP/1.1\r\n", patience_s=60), range(SLOW)))
+            given_up_s = time.monotonic() - began_s
+        fault.saw(f"{Counter(each.status for each in replies)} after {given_up_s:.1f} s; {told(sent)}")
+        assert {(each.status, *json.loads(each.body)) for each in replies} == {(408, "error")}
+        assert given_up_s <= 35
+        assert not sent.failed
+
+
 def test_more_than_can_be_answered_is_refused_at_once(
     replicas: Cluster, cluster: dict[str, str], url: str, faults: Faults
 ) -> None:
@@ -183,10 +200,16 @@ def test_more_than_can_be_answered_is_refused_at_once(
         with load(url, wide, 40) as sent:
             time.sleep(10)
         grown = sum(process.memory_info().rss for process in running(replicas)) - before
-        fault.saw(f"{told(sent)}; memory {grown / 2**20:+.0f} MiB")
+        refused_s = percentile_s(sent.failed, 0.99)
+        time.sleep(5)
+        with load(url, BODY, 40) as after:
+            time.sleep(2)
+        fault.saw(
+            f"{told(sent)}; 99 in 100 refused in {refused_s * 1e3:.0f} ms; memory {grown / 2**20:+.0f} MiB; 5 s later "
+            f"{told(after)}, 99 in 100 in {after.percentile_s(0.99) * 1e3:.0f} ms"
+        )
         assert set(sent.statuses) == {200, 503}
         assert all(each.retry_after for each in sent.failed)
         assert grown <= 64 * 2**20
-    answer = httpx.post(url, json=BODY)
-    assert answer.status_code == 200
+        assert not after.failed
     submit(cluster, "deploy", *DIGITS)

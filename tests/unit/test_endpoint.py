@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import numpy as np
@@ -118,6 +119,22 @@ def test_a_stream_of_grpc_requests_is_answered_in_order_and_outlives_a_bad_one(s
     client.stop_stream()
     assert [len(each.as_numpy(OUTPUT)) for each in (told[0], told[2])] == [1, 3]
     assert "'other' is not deployed" in str(told[1])
+
+
+def test_texts_of_a_list_are_run_with_those_of_their_length(server: Server) -> None:
+    texts = ["good", " ".join(["good book"] * 9), "bad", "neither", " ".join(["bad book"] * 5)]
+    alone = [_predictions(server, [text])[0] for text in texts]
+    before = server.endpoint.find("toy").statistics
+    together = _predictions(server, texts)
+    after = server.endpoint.find("toy").statistics
+    assert [each["scores"] for each in together] == [pytest.approx(each["scores"], abs=1e-5) for each in alone]
+    assert after.inference_count - before.inference_count == len(texts)
+    assert after.execution_count - before.execution_count == 3, "as many as there are buckets"
+
+
+def _predictions(server: Server, texts: list[str]) -> list[dict[str, Any]]:
+    answer = httpx.post(f"http://{server.http}/v1/models/toy/predict", json={"inputs": texts})
+    return answer.raise_for_status().json()["predictions"]
 
 
 def test_a_version_that_changes_under_load_loses_no_request(server: Server, storage: UPath) -> None:

@@ -91,7 +91,8 @@ def test_a_version_is_opened_with_the_engine_of_its_key(engine: str, repository:
     model = loaded(tmp_path)
     assert (model.engine.name, model.platform) == (engine, f"{engine}_onnx")
     assert right(model, tmp_path)
-    prediction, _ = model.decode(model.engine.infer(model.encode(TEXTS[:2]))[OUTPUT])
+    (texts,) = model.encode(TEXTS[:2])
+    prediction, _ = model.decode(model.engine.infer(texts.tensors)[OUTPUT])
     assert sum(prediction.scores.values()) == pytest.approx(1.0, abs=1e-5)
     assert prediction.scores[prediction.label] == max(prediction.scores.values())
 

@@ -39,6 +39,14 @@ def test_a_version_is_fetched_as_it_was_published(repository: Repository, files:
     assert published.size_bytes == len(b"a model[]")
 
 
+def test_what_is_read_elsewhere_is_not_fetched(repository: Repository, files: UPath, tmp_path: Path) -> None:
+    published = repository.publish("toy", files, CARD)
+    (repository.folder("toy", 1) / "model.onnx").write_bytes(b"changed")
+    assert repository.fetch("toy", 1, UPath(tmp_path / "target"), besides=["model.onnx"]) == published
+    assert not (tmp_path / "target/model.onnx").exists()
+    assert (tmp_path / "target/labels.json").exists()
+
+
 def test_a_changed_byte_in_any_file_is_found(repository: Repository, files: UPath, tmp_path: Path) -> None:
     repository.publish("toy", files, CARD)
     for name in ("model.onnx", "labels.json", "manifest.json", "manifest.sha256"):

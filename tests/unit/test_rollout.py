@@ -1,5 +1,6 @@
 """Versions that answer under one name: canaries and shadows, asked as clients do."""
 
+import asyncio
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from upath import UPath
 
 from app.errors import EngineError
 from app.serving.config import DeployedModel, Scaling, Share
+from app.serving.shadow import Shadow
 from app.tensors import OUTPUT
 from tests.engine_contract import PROCESSOR, TEXTS, exported, rows
 from tests.helpers import wait_until
@@ -133,6 +135,29 @@ def test_a_shadow_that_cannot_keep_up_loses_copies_and_delays_nobody(server: Ser
         assert set(pool.map(infer, range(REQUESTS))) == {200}
     assert fails(server, "2") > 0
     assert fails(server, "1") == 0
+
+
+def test_copies_that_are_too_large_together_are_lost(server: Server, storage: UPath) -> None:
+    deploy(server, storage, shadow=2)
+    ran: list[int] = []
+
+    async def send() -> None:
+        shadow, rest = Shadow(server.endpoint.find("toy", "2"), most_bytes=10), asyncio.Event()
+
+        async def copy(number: int) -> None:
+            ran.append(number)
+            await rest.wait()
+
+        for number, num_bytes in enumerate((6, 6, 4)):
+            shadow.send(copy(number), num_bytes)
+        rest.set()
+        await asyncio.sleep(0.01)
+        shadow.send(copy(3), 10)
+        await asyncio.sleep(0.01)
+
+    server.run(send())
+    assert ran == [0, 2, 3]
+    assert fails(server, "2") == 1
 
 
 def test_what_is_tried_and_cannot_be_loaded_leaves_what_is_served(server: Server, storage: UPath) -> None:

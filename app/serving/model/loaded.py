@@ -2,7 +2,8 @@
 
 import base64
 import tempfile
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +19,20 @@ from app.engines.registry import runs_module
 from app.errors import EngineError, RequestError, StorageError
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
+from app.serving.batching.rows import join, shape_of
 from app.serving.model.engine import open_published, require_known_answers
 from app.serving.protocol.natural import Prediction
 from app.tasks import find_processor
 from app.tensors import Tensors
+
+
+@dataclass(frozen=True)
+class Alike:
+    """The tensors of those inputs of a request whose tensors have one shape."""
+
+    tensors: Tensors
+    places: list[int]
+    """In the request, of each row."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +54,21 @@ class LoadedModel:
         """What runs which kind of file, as the protocol writes it: ``onnxruntime_onnx``, ``tensorrt_plan``."""
         return f"{self.engine.name}_{self.manifest.engine_key.file.rpartition('.')[2]}"
 
-    def encode(self, inputs: Sequence[Input]) -> Tensors:
-        """Tensors of natural inputs: texts, or images as bytes or in base64. Raises RequestError or DataError."""
+    def encode(self, inputs: Sequence[Input]) -> list[Alike]:
+        """Tensors of natural inputs: texts, or images as bytes or in base64.
+
+        A text is not padded to the length of a longer one.
+
+        Raises:
+            RequestError, DataError: there are none, or one cannot be read.
+        """
         if not inputs:
             raise RequestError("inputs is an empty list: give one text or image at least")
-        return self.processor.encode([self._read(each) for each in inputs])
+        rows = [self.processor.encode([self._read(each)]) for each in inputs]
+        places: defaultdict[Hashable, list[int]] = defaultdict(list)
+        for place, row in enumerate(rows):
+            places[shape_of(row)].append(place)
+        return [Alike(join([rows[place] for place in alike]), alike) for alike in places.values()]
 
     def _read(self, given: Input) -> Input:
         if self.processor.modality == "text" or isinstance(given, bytes):
@@ -98,8 +119,13 @@ def load_model(
     threads: int,
     max_batch_size: int = 1,
     open_engine: Callable[[Manifest, Path, int], Engine] = open_published,
+    besides: Collection[str] = (),
 ) -> LoadedModel:
     """Fetch a version, verify it, load its engine, and warm it up: with a row of each length, and with a full batch.
+
+    Args:
+        open_engine: of the manifest, the folder of the files, and threads.
+        besides: files that it does not read from that folder.
 
     Raises:
         StorageError: the version is not there or was changed.
@@ -108,7 +134,7 @@ def load_model(
     """
     with tempfile.TemporaryDirectory(prefix="rayloom-model-") as temporary:
         files = UPath(temporary)
-        manifest = Repository(storage).fetch(name, version, files)
+        manifest = Repository(storage).fetch(name, version, files, besides)
         try:
             processor, labels = find_processor(manifest.task).load(files), load_labels(files)
         except FileNotFoundError as error:

@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -12,9 +13,10 @@ from app.data.examples import Input
 from app.errors import DeadlineError, EngineError, OverloadError, RequestError
 from app.serving.batching.batcher import Batcher
 from app.serving.batching.policy import BatchingPolicy
+from app.serving.batching.rows import join
 from app.serving.batching.statistics import BatchingStatistics, Durations, FailureReason
 from app.serving.latencies import RecentLatencies
-from app.serving.model.loaded import LoadedModel
+from app.serving.model.loaded import Alike, LoadedModel
 from app.serving.protocol.answer import answer, check_outputs
 from app.serving.protocol.infer import InferRequest, InferResponse
 from app.serving.protocol.management import (
@@ -86,7 +88,7 @@ class ServedModel:
             predictions=self.model.decode(outputs[OUTPUT]),
         )
 
-    async def _encode(self, inputs: Sequence[Input], deadline_s: float) -> Tensors:
+    async def _encode(self, inputs: Sequence[Input], deadline_s: float) -> list[Alike]:
         """Tensors of natural inputs.
 
         Raises:
@@ -97,12 +99,11 @@ class ServedModel:
             raise OverloadError(f"{self._encoding} requests are being read already: try again later", 1.0)
         self._encoding += 1
         try:
-            with self.kept_open():
-                return await asyncio.get_running_loop().run_in_executor(self._encoder, self._read, inputs, deadline_s)
+            return await asyncio.get_running_loop().run_in_executor(self._encoder, self._read, inputs, deadline_s)
         finally:
             self._encoding -= 1
 
-    def _read(self, inputs: Sequence[Input], deadline_s: float) -> Tensors:
+    def _read(self, inputs: Sequence[Input], deadline_s: float) -> list[Alike]:
         if time.monotonic() >= deadline_s:
             raise DeadlineError("the request's time was over before it could be read: try again, or allow more time")
         return self.model.encode(inputs)
@@ -132,7 +133,7 @@ class ServedModel:
                 self._unused.set()
 
     async def run_natural(self, inputs: Sequence[Input], *, priority: int, deadline_s: float) -> Tensors:
-        """Read texts or images and run them; the errors are those of ``predict``.
+        """Read texts or images and run them, those of each length together; the errors are those of ``predict``.
 
         Args:
             inputs: a row each; an image as bytes or in base64.
@@ -140,11 +141,16 @@ class ServedModel:
             deadline_s: until the answer, of ``time.monotonic``.
         """
         arrived_s = time.monotonic()
-        with self._reading(arrived_s):
-            _check_rows("inputs", len(inputs))
-            tensors = await self._encode(inputs, deadline_s)
-        left_s = deadline_s - time.monotonic()
-        return await self.run(tensors, priority=priority, timeout_s=left_s, arrived_s=arrived_s)
+        with self.kept_open():
+            with self._reading(arrived_s):
+                _check_rows("inputs", len(inputs))
+                parts = await self._encode(inputs, deadline_s)
+            left_s = deadline_s - time.monotonic()
+            answers = await _all_of(
+                self.run(part.tensors, priority=priority, timeout_s=left_s, arrived_s=arrived_s) for part in parts
+            )
+        order = np.argsort([place for part in parts for place in part.places])
+        return {name: tensor[order] for name, tensor in join(answers).items()}
 
     async def run(
         self,
@@ -274,12 +280,22 @@ class ServedModel:
 
     async def close(self) -> None:
         """Answer what was asked, then give the engine's memory back."""
-        await self._unused.wait()  # who has encoded, for one, goes on to the batcher before this does
+        await self._unused.wait()  # who reads texts goes on to the batcher before this does
         await self._batcher.close()
         if self._probe:
             await asyncio.wait([self._probe])
         await asyncio.to_thread(self._encoder.shutdown)  # it may still read for a client that has gone
         await asyncio.to_thread(self.model.engine.close)
+
+
+async def _all_of(work: Iterable[Coroutine[Any, Any, Tensors]]) -> list[Tensors]:
+    """Every result; if one fails, the others are cancelled, and its error is raised."""
+    try:
+        async with asyncio.TaskGroup() as together:
+            tasks = [together.create_task(each) for each in work]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def _check_rows(what: str, rows: int) -> None:

@@ -98,6 +98,11 @@ class InferRequest:
     """None given, all are wanted."""
     parameters: RequestParameters = field(default_factory=RequestParameters)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the inputs."""
+        return sum(tensor.nbytes for tensor in self.inputs.values())
+
     def wants_bytes(self, output: str) -> bool:
         """Whether an output is to be carried as bytes, where there is a choice."""
         for requested in self.outputs:

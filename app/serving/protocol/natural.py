@@ -29,6 +29,11 @@ class PredictRequest(BaseModel):
         """The inputs, be it one."""
         return self.inputs if isinstance(self.inputs, list) else [self.inputs]
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the inputs; a text counts its characters."""
+        return sum(map(len, self.listed))
+
 
 class Prediction(BaseModel):
     """The most likely label of an input, and the probability of each."""
