@@ -1,6 +1,7 @@
 """An engine whose calls take time that nobody waits for: the event loop puts its clock forward instead."""
 
 import asyncio
+import heapq
 import selectors
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -99,17 +100,14 @@ class VirtualEngine:
 class _VirtualSlots:
     def __init__(self, infer: Infer, slots: int, seconds: Callable[[int], float]) -> None:
         self._infer = infer
-        self._free_s = [0.0] * slots
+        self._free_s = [0.0] * slots  # a heap: when each will be free
         self._seconds = seconds
 
     def start(self, parts: Sequence[Tensors], done: Done) -> None:
         loop, seconds = asyncio.get_running_loop(), self._seconds(sum(len(part["x"]) for part in parts))
-        starts_s = max(loop.time(), min(self._free_s))
-        self._free_s[self._free_s.index(min(self._free_s))] = starts_s + seconds
-        if starts_s > loop.time():
-            loop.call_at(starts_s, self._run, parts, seconds, done)
-        else:
-            self._run(parts, seconds, done)
+        starts_s = max(loop.time(), self._free_s[0])
+        heapq.heapreplace(self._free_s, starts_s + seconds)
+        loop.call_at(starts_s, self._run, parts, seconds, done)
 
     def _run(self, parts: Sequence[Tensors], seconds: float, done: Done) -> None:
         answer: Tensors | Exception

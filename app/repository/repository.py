@@ -135,7 +135,7 @@ class Repository:
                 each is named.
         """
         manifest = self.manifest(name, version)
-        check_files(self.folder(name, version), manifest)
+        check_files(self.folder(name, version), manifest.files)
         return manifest
 
     def verify_config(self, name: str) -> None:
@@ -161,7 +161,7 @@ class Repository:
         for file in files:
             if (folder / file).exists():
                 (folder / file).copy(target / file)
-        check_files(folder, manifest.model_copy(update={"files": files}), read_from=target)
+        check_files(folder, files, read_from=target)
         return manifest
 
     def _numbers(self, name: str) -> list[int]:

@@ -1,7 +1,7 @@
 """The folder of a version: files, and a manifest without which it is none."""
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 
 from pydantic import ValidationError
@@ -80,27 +80,28 @@ def read_manifest(folder: UPath) -> Manifest:
         raise StorageError(f"{str(path)!r} is of another release of Rayloom: publish the version again") from error
 
 
-def check_files(folder: UPath, manifest: Manifest, read_from: UPath | None = None) -> None:
-    """Compare every file of a version with its sha256.
+def check_files(folder: UPath, files: Mapping[str, str], read_from: UPath | None = None) -> None:
+    """Compare a version's files with their sha256.
 
     Args:
+        files: the sha256 of each.
         read_from: a copy of the version to look at instead.
 
     Raises:
         StorageError: a file is missing, was changed, or does not belong to the version; each is named.
     """
-    if damages := list(_damages(folder, manifest, read_from or folder)):
+    if damages := list(_damages(folder, files, read_from or folder)):
         raise StorageError("; ".join(damages))
 
 
-def _damages(folder: UPath, manifest: Manifest, read_from: UPath) -> Iterator[str]:
+def _damages(folder: UPath, files: Mapping[str, str], read_from: UPath) -> Iterator[str]:
     found = {file.name: file for file in _contents(read_from)}
-    for name in sorted(manifest.files.keys() - found.keys()):
+    for name in sorted(files.keys() - found.keys()):
         yield f"{str(folder / name)!r} is missing: publish the version again"
-    for name in sorted(found.keys() - manifest.files.keys()):
+    for name in sorted(found.keys() - files.keys()):
         yield f"{str(folder / name)!r} is not in the manifest: remove it"
-    for name, sha256 in checksums_of(found[name] for name in manifest.files.keys() & found.keys()).items():
-        if sha256 != (expected := manifest.files[name]):
+    for name, sha256 in checksums_of(found[name] for name in files.keys() & found.keys()).items():
+        if sha256 != (expected := files[name]):
             yield (
                 f"{str(folder / name)!r} was changed: its sha256 is {sha256[:12]}…, expected {expected[:12]}…; "
                 "publish the version again"

@@ -183,7 +183,7 @@ class Endpoint:
             wanted.threads,
             wanted.policy.max_batch_size,
             partial(self._open_version, wanted),
-            wanted.read_by_shards,
+            besides=wanted.read_by_shards,
         )
         return ServedModel(model, wanted.policy)
 

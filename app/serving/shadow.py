@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Coroutine
-from functools import partial
 from typing import Any
 
 from app.errors import DeadlineError, OverloadError
@@ -27,7 +26,7 @@ class Shadow:
         self.served = served
         self._most_bytes = most_bytes
         self._bytes = 0  # of the copies that wait or run
-        self._copies: set[asyncio.Task[object]] = set()
+        self._copies: dict[asyncio.Task[object], int] = {}  # and their bytes
         self._told: set[type[BaseException]] = set()
 
     def send(self, copy: Coroutine[Any, Any, object], num_bytes: int) -> None:
@@ -40,13 +39,12 @@ class Shadow:
             self.served.batching.failed(FailureReason.REJECTED, 0.0)
             return
         task: asyncio.Task[object] = asyncio.create_task(copy)
-        self._copies.add(task)  # the loop alone would let go of it
+        self._copies[task] = num_bytes  # the loop alone would let go of it
         self._bytes += num_bytes
-        task.add_done_callback(partial(self._done, num_bytes))
+        task.add_done_callback(self._done)
 
-    def _done(self, num_bytes: int, copy: asyncio.Task[object]) -> None:
-        self._copies.discard(copy)
-        self._bytes -= num_bytes
+    def _done(self, copy: asyncio.Task[object]) -> None:
+        self._bytes -= self._copies.pop(copy)
         error = None if copy.cancelled() else copy.exception()
         if error is None or isinstance(error, OverloadError | DeadlineError) or type(error) in self._told:
             return

@@ -24,7 +24,8 @@ from app.config import load_recipe
 from app.data.classification import prepare
 from app.data.examples import Split
 from app.repository.repository import Repository
-from app.serving.cascade.routing import route, taken
+from app.serving.batching.rows import by_shape, taken
+from app.serving.cascade.routing import route
 from app.serving.cascade.rule import CascadeRule
 from app.serving.cascade.versions import calibrate_versions
 from app.serving.model.loaded import LoadedModel, load_model
@@ -172,11 +173,8 @@ def _half(small: Contender, large: Contender, for_rule: Split, for_test: Split) 
 
 def _batches(split: Split, model: LoadedModel, size: int) -> tuple[NDArray[np.intp], list[Tensors]]:
     """Batches of rows that alone are padded to one length, and the place of their rows in the split."""
-    by_shape: dict[tuple[int, ...], list[int]] = {}
-    for place, text in enumerate(split.inputs):
-        row = model.processor.encode([text])
-        by_shape.setdefault(next(iter(row.values())).shape, []).append(place)
-    cut = [each[start : start + size] for each in by_shape.values() for start in range(0, len(each), size)]
+    alike = by_shape(model.processor.encode([text]) for text in split.inputs)
+    cut = [each[start : start + size] for each in alike for start in range(0, len(each), size)]
     return np.concatenate(cut), [model.processor.encode([split.inputs[place] for place in each]) for each in cut]
 
 

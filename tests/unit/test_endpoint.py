@@ -121,15 +121,17 @@ def test_a_stream_of_grpc_requests_is_answered_in_order_and_outlives_a_bad_one(s
     assert "'other' is not deployed" in str(told[1])
 
 
-def test_texts_of_a_list_are_run_with_those_of_their_length(server: Server) -> None:
+def test_texts_of_a_list_are_run_with_those_of_their_length(storage: UPath) -> None:
     texts = ["good", " ".join(["good book"] * 9), "bad", "neither", " ".join(["bad book"] * 5)]
-    alone = [_predictions(server, [text])[0] for text in texts]
-    before = server.endpoint.find("toy").statistics
-    together = _predictions(server, texts)
-    after = server.endpoint.find("toy").statistics
+    with serving() as server:
+        server.run(server.endpoint.update(config(storage, queue_limit=1)))
+        alone = [_predictions(server, [text])[0] for text in texts]
+        before = server.endpoint.find("toy").statistics
+        together = _predictions(server, texts)
+        after = server.endpoint.find("toy").statistics
     assert [each["scores"] for each in together] == [pytest.approx(each["scores"], abs=1e-5) for each in alone]
     assert after.inference_count - before.inference_count == len(texts)
-    assert after.execution_count - before.execution_count == 3, "as many as there are buckets"
+    assert after.execution_count - before.execution_count == 3, "as many as there are lengths"
 
 
 def _predictions(server: Server, texts: list[str]) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from app.errors import EngineError, RayloomError, StorageError
 from app.serving import endpoint
 from app.serving.config import DeployedModel, EndpointConfig, Share
 from app.serving.model import engine, served
-from app.serving.model.loaded import LoadedModel
+from app.serving.model.loaded import Alike, LoadedModel
 from app.serving.protocol.natural import PredictRequest
 from app.tensors import OUTPUT, Tensors
 from tests.engine_contract import exported, rows
@@ -96,8 +96,8 @@ def troubled(server: Server, storage: UPath, monkeypatch: pytest.MonkeyPatch) ->
     """The engine of the model that the server serves."""
     engines: list[Troubled] = []
 
-    def load(*arguments: Any) -> LoadedModel:
-        model = real(*arguments)
+    def load(*arguments: Any, **named: Any) -> LoadedModel:
+        model = real(*arguments, **named)
         engines.append(Troubled(model.engine))
         return dataclasses.replace(model, engine=engines[-1])
 
@@ -300,10 +300,10 @@ def test_a_version_that_still_reads_for_nobody_is_let_go_of_without_a_halt(
 ) -> None:
     reads, go = threading.Event(), threading.Event()
 
-    def encode(*_: object) -> Tensors:
+    def encode(*_: object) -> list[Alike]:
         reads.set()
         go.wait(60)
-        return rows(1)
+        return []
 
     server.run(server.endpoint.update(config(storage)))
     monkeypatch.setattr(LoadedModel, "encode", encode)

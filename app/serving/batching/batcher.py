@@ -21,7 +21,7 @@ from app.tensors import Tensors
 _UNMEASURED_RETRY_S = 1.0
 """When to come back if no call has ended yet."""
 _SHORT_S = 5e-3
-"""The way from a call's end to the next one's start, some tenths of a millisecond, is much beside a call so short."""
+"""Between calls that take less, an engine that waits for the event loop, tenths of a millisecond, is idle for much."""
 
 
 def _will_do(_: Tensors) -> None:
@@ -34,8 +34,8 @@ class Batcher:
     While calls are short, one that is full is given to the slots before: it would be of the same requests a moment
     later, unless an urgent one came, and the engine need not wait for it.
 
-    All of it runs on one event loop, but for the engine's calls, each of which has a thread of its own. Arrivals of
-    one turn of the loop are joined even if the engine is idle.
+    All of it runs on one event loop, but for the engine's calls, which run in a thread for each slot. Arrivals of one
+    turn of the loop are joined even if the engine is idle.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Batcher:
         group.arrivals.arrived(now_s)
         self._queue.put(request)
         self._expiry_s = min(self._expiry_s, self._start_by_s(request))
-        if len(self._running) >= self._slots and not self._may_start_ahead:
+        if self._is_busy and not self._may_start_ahead:
             self._wake_at(self._expiry_s, now_s)
         elif not self._dispatching:
             self._dispatching = True
@@ -175,7 +175,7 @@ class Batcher:
         now_s = max(self._clock(), due_s)
         self._expire(now_s)
         wake_s = math.inf
-        while len(self._running) < self._slots and (chosen := self._next(now_s)) is not None:
+        while not self._is_busy and (chosen := self._next(now_s)) is not None:
             if isinstance(chosen, Hold):
                 wake_s = chosen.until_s
                 if self._held_s is None:
@@ -189,20 +189,26 @@ class Batcher:
             self._drained.set()
 
     @property
+    def _is_busy(self) -> bool:
+        """Whether no slot is free."""
+        return len(self._running) >= self._slots
+
+    @property
     def _may_start_ahead(self) -> bool:
         """Whether a call may follow on one that runs without the way to here: one that is full, between short ones."""
-        most = self._policy.max_batch_size
         return (
             len(self._running) == self._slots
-            and self._queue.rows >= most
-            and 0.0 < self._latency.seconds(most) < _SHORT_S
+            and not self._retries
+            and self._queue.rows >= self._policy.max_batch_size
+            and all(_is_short(batch.group, batch.rows) for batch in self._running)
         )
 
     def _start_ahead(self, now_s: float) -> None:
-        group = None if self._retries else self._queue.next()
-        chosen = release(group, self._policy, now_s, -math.inf) if group else None
-        if isinstance(chosen, Batch) and chosen.reason is ReleaseReason.FULL and not _cancelled(chosen):
-            self._start(chosen, now_s)
+        group = self._queue.next()
+        if group is not None and _is_short(group, self._policy.max_batch_size):
+            chosen = release(group, self._policy, now_s, -math.inf)
+            if isinstance(chosen, Batch) and chosen.reason is ReleaseReason.FULL and not _cancelled(chosen):
+                self._start(chosen, now_s)
 
     def _next(self, now_s: float) -> Batch | Hold | None:
         """What a free slot runs, whose rows wait no more; when to ask again; or None if there is nothing."""
@@ -326,7 +332,7 @@ class Batcher:
         """
         if now_s < self._expiry_s:
             return
-        busy = len(self._running) >= self._slots
+        busy = self._is_busy
         for request in list(self._queue):
             if now_s >= (self._start_by_s(request) if busy else request.deadline_s):
                 self._fail(request, _late(request, now_s), FailureReason.DEADLINE)
@@ -344,6 +350,11 @@ class Batcher:
     def _on_timer(self) -> None:
         due_s, self._timer, self._timer_s = self._timer_s, None, math.inf
         self._dispatch(due_s)
+
+
+def _is_short(group: Group, rows: int) -> bool:
+    """Whether a call of so many rows of a shape is known to be."""
+    return 0.0 < group.latency.seconds(rows) < _SHORT_S
 
 
 def _cancelled(batch: Batch) -> list[Request]:

@@ -1,8 +1,10 @@
 """Tensors as rows: their first axis is the batch."""
 
-from collections.abc import Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from app.errors import RequestError
 from app.tensors import Tensors
@@ -30,6 +32,24 @@ def shape_of(tensors: Tensors) -> Hashable:
 def cut(tensors: Tensors, start: int, stop: int) -> Tensors:
     """The rows from ``start`` to before ``stop``, not copied."""
     return {name: tensor[start:stop] for name, tensor in tensors.items()}
+
+
+def taken(tensors: Tensors, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Tensors:
+    """Some rows of tensors, copied."""
+    return {name: tensor[rows] for name, tensor in tensors.items()}
+
+
+def by_shape(parts: Iterable[Tensors]) -> list[list[int]]:
+    """The places of the parts of each shape, which can be joined."""
+    places: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for place, part in enumerate(parts):
+        places[shape_of(part)].append(place)
+    return list(places.values())
+
+
+def in_order(places: Sequence[Sequence[int] | NDArray[np.intp]], parts: Sequence[Tensors]) -> Tensors:
+    """The rows of all parts, joined and sorted by their places."""
+    return taken(join(parts), np.argsort(np.concatenate(places)))
 
 
 def join(parts: Sequence[Tensors]) -> Tensors:

@@ -1,9 +1,9 @@
 """Running many requests that are all there, in as few calls of an engine as their shapes allow."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from app.engines.base import Engine
-from app.serving.batching.rows import cut, join, rows_of, shape_of
+from app.serving.batching.rows import by_shape, cut, join, rows_of
 from app.tensors import Tensors
 
 
@@ -30,13 +30,10 @@ def infer_together(engine: Engine, requests: Sequence[Tensors], most_rows: int) 
 
 def _calls(pieces: Sequence[tuple[int, Tensors]], most_rows: int) -> Iterator[list[tuple[int, Tensors]]]:
     """The pieces of each call, each request's in order."""
-    groups: dict[Hashable, list[tuple[int, Tensors]]] = {}
-    for index, piece in pieces:
-        groups.setdefault(shape_of(piece), []).append((index, piece))
-    for group in groups.values():
+    for group in by_shape(piece for _, piece in pieces):
         call: list[tuple[int, Tensors]] = []
         rows = 0
-        for index, piece in group:
+        for index, piece in (pieces[place] for place in group):
             more = rows_of(piece)
             if rows + more > most_rows:
                 yield call

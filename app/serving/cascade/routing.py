@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from app.serving.batching.rows import join
+from app.serving.batching.rows import in_order, taken
 from app.serving.cascade.rule import CascadeRule
 from app.tensors import OUTPUT, Tensors
 
@@ -26,20 +26,16 @@ async def route(rule: CascadeRule, num_rows: int, ask: Ask) -> tuple[Tensors, ND
         Exception: what a stage raises; then there is no answer to any row.
     """
     rows = np.arange(num_rows)
-    answered: list[tuple[NDArray[np.intp], Tensors]] = []
+    places: list[NDArray[np.intp]] = []
+    answered: list[Tensors] = []
     stages = np.empty(num_rows, np.intp)
     for stage in rule.asked:
         answers = await ask(stage, rows)
         sure = rule.is_sure(stage, answers[OUTPUT])
         stages[rows[sure]] = stage
-        answered.append((rows[sure], taken(answers, sure)))
+        places.append(rows[sure])
+        answered.append(taken(answers, sure))
         rows = rows[~sure]
         if not len(rows):
             break
-    order = np.argsort(np.concatenate([each for each, _ in answered]))
-    return taken(join([answers for _, answers in answered]), order), stages
-
-
-def taken(tensors: Tensors, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Tensors:
-    """Some rows of tensors, copied."""
-    return {name: tensor[rows] for name, tensor in tensors.items()}
+    return in_order(places, answered), stages

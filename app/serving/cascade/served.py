@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.errors import DeadlineError, RequestError
-from app.serving.batching.rows import rows_of
-from app.serving.cascade.routing import Ask, route, taken
+from app.serving.batching.rows import rows_of, taken
+from app.serving.cascade.routing import Ask, route
 from app.serving.cascade.rule import CascadeRule
 from app.serving.cascade.stages import read_alike
 from app.serving.latencies import RecentLatencies

@@ -2,8 +2,7 @@
 
 import base64
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from app.engines.registry import runs_module
 from app.errors import EngineError, RequestError, StorageError
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
-from app.serving.batching.rows import join, shape_of
+from app.serving.batching.rows import by_shape, join
 from app.serving.model.engine import open_published, require_known_answers
 from app.serving.protocol.natural import Prediction
 from app.tasks import find_processor
@@ -65,10 +64,7 @@ class LoadedModel:
         if not inputs:
             raise RequestError("inputs is an empty list: give one text or image at least")
         rows = [self.processor.encode([self._read(each)]) for each in inputs]
-        places: defaultdict[Hashable, list[int]] = defaultdict(list)
-        for place, row in enumerate(rows):
-            places[shape_of(row)].append(place)
-        return [Alike(join([rows[place] for place in alike]), alike) for alike in places.values()]
+        return [Alike(join([rows[place] for place in alike]), alike) for alike in by_shape(rows)]
 
     def _read(self, given: Input) -> Input:
         if self.processor.modality == "text" or isinstance(given, bytes):

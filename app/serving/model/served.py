@@ -2,10 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from app.data.examples import Input
 from app.errors import DeadlineError, EngineError, OverloadError, RequestError
 from app.serving.batching.batcher import Batcher
 from app.serving.batching.policy import BatchingPolicy
-from app.serving.batching.rows import join
+from app.serving.batching.rows import in_order
 from app.serving.batching.statistics import BatchingStatistics, Durations, FailureReason
 from app.serving.latencies import RecentLatencies
 from app.serving.model.loaded import Alike, LoadedModel
@@ -114,11 +113,18 @@ class ServedModel:
         try:
             yield
         except BaseException as error:
-            seconds = time.monotonic() - began_s
-            self.batching.failed(_REASONS.get(type(error), FailureReason.UNREAD), seconds)
-            if isinstance(error, DeadlineError):
-                self.latencies.add(seconds)
+            self.batching.failed(_REASONS.get(type(error), FailureReason.UNREAD), time.monotonic() - began_s)
             raise
+
+    @contextmanager
+    def _timed(self, began_s: float) -> Iterator[None]:
+        """Note how long a request takes that is answered in here, or would have been too late."""
+        try:
+            yield
+        except DeadlineError:
+            self.latencies.add(time.monotonic() - began_s)
+            raise
+        self.latencies.add(time.monotonic() - began_s)
 
     @contextmanager
     def kept_open(self) -> Iterator[None]:
@@ -140,32 +146,24 @@ class ServedModel:
             priority: as of ``run``.
             deadline_s: until the answer, of ``time.monotonic``.
         """
-        arrived_s = time.monotonic()
-        with self.kept_open():
-            with self._reading(arrived_s):
+        began_s = time.monotonic()
+        with self.kept_open(), self._timed(began_s):
+            with self._reading(began_s):
                 _check_rows("inputs", len(inputs))
                 parts = await self._encode(inputs, deadline_s)
-            left_s = deadline_s - time.monotonic()
-            answers = await _all_of(
-                self.run(part.tensors, priority=priority, timeout_s=left_s, arrived_s=arrived_s) for part in parts
-            )
-        order = np.argsort([place for part in parts for place in part.places])
-        return {name: tensor[order] for name, tensor in join(answers).items()}
+            # One after the other: all of a list has one place in the queue.
+            answers = [
+                await self._run(part.tensors, priority, deadline_s - time.monotonic(), time.monotonic())
+                for part in parts
+            ]
+        return in_order([part.places for part in parts], answers)
 
-    async def run(
-        self,
-        tensors: Tensors,
-        *,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        arrived_s: float | None = None,
-    ) -> Tensors:
+    async def run(self, tensors: Tensors, *, priority: int = 0, timeout_s: float | None = None) -> Tensors:
         """Run one request among others.
 
         Args:
             priority: 1 is the most urgent; 0 means the default.
             timeout_s: until the answer, from now on.
-            arrived_s: when the request came, of ``time.monotonic``; default: now.
 
         Raises:
             RequestError: a tensor is not what the model takes, or the model has no finite answer to it.
@@ -173,17 +171,16 @@ class ServedModel:
             DeadlineError: the answer would be too late.
             EngineError: the engine failed, and does not answer a blank request either.
         """
-        began_s = time.monotonic() if arrived_s is None else arrived_s
+        began_s = time.monotonic()
+        with self._timed(began_s):
+            return await self._run(tensors, priority, timeout_s, began_s)
+
+    async def _run(self, tensors: Tensors, priority: int, timeout_s: float | None, began_s: float) -> Tensors:
+        """Raises as ``run``."""
         with self._reading(began_s):
             check_tensors(tensors, self.inputs)
             _check_rows(f"input {self.inputs[0].name!r}", len(tensors[self.inputs[0].name]))
-        try:
-            outputs = await self._call(tensors, priority, timeout_s)
-        except DeadlineError:
-            self.latencies.add(time.monotonic() - began_s)
-            raise
-        self.latencies.add(time.monotonic() - began_s)
-        return outputs
+        return await self._call(tensors, priority, timeout_s)
 
     @property
     def batching(self) -> BatchingStatistics:
@@ -286,16 +283,6 @@ class ServedModel:
             await asyncio.wait([self._probe])
         await asyncio.to_thread(self._encoder.shutdown)  # it may still read for a client that has gone
         await asyncio.to_thread(self.model.engine.close)
-
-
-async def _all_of(work: Iterable[Coroutine[Any, Any, Tensors]]) -> list[Tensors]:
-    """Every result; if one fails, the others are cancelled, and its error is raised."""
-    try:
-        async with asyncio.TaskGroup() as together:
-            tasks = [together.create_task(each) for each in work]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 def _check_rows(what: str, rows: int) -> None:

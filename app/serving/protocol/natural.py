@@ -1,5 +1,6 @@
 """Natural input and its answer, for people."""
 
+import sys
 from collections.abc import Sequence
 from typing import Literal
 
@@ -31,8 +32,8 @@ class PredictRequest(BaseModel):
 
     @property
     def num_bytes(self) -> int:
-        """Of the inputs; a text counts its characters."""
-        return sum(map(len, self.listed))
+        """Of the inputs, in memory."""
+        return sum(map(sys.getsizeof, self.listed))
 
 
 class Prediction(BaseModel):
