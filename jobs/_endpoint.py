@@ -8,7 +8,7 @@ import ray
 from ray import serve
 from ray.exceptions import ActorAlreadyExistsError
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import DeploymentStatusOverview, ReplicaState
+from ray.serve.schema import ApplicationStatus, DeploymentStatusOverview, DeploymentStatusTrigger, ReplicaState
 
 from app.errors import ClusterError
 from app.serving.config import EndpointConfig
@@ -21,6 +21,7 @@ DEPLOYMENT: str = ModelServer.name  # type: ignore[attr-defined] # from the deco
 _LOCK, _NAMESPACE = "changes-the-endpoint", "rayloom"
 _BACK_TIMEOUT_S = 600.0
 """For what was served before, and so can be loaded."""
+_POLL_S = 0.5
 _QUEUED_REQUESTS = 64
 """In a replica that has as many as it takes."""
 
@@ -159,5 +160,28 @@ def _run_application(config: EndpointConfig, timeout_s: float) -> None:
     )
     target = serve.RunTarget(server.bind(), name=APPLICATION, route_prefix="/")
     serve.run_many([target], wait_for_applications_running=False)
-    client = serve.context._get_global_client()
-    client._wait_for_application_running(APPLICATION, timeout_s)  # as serve.run does, which waits for ever
+    _await_running(timeout_s)
+
+
+def _await_running(timeout_s: float) -> None:
+    """As ``serve.run`` waits, but not for ever, and also while a replica that has died is replaced.
+
+    Serve calls a change failed whenever a replica is found ill during it, be it an old one, and goes on with it.
+
+    Raises:
+        RuntimeError: a replica cannot start.
+        TimeoutError: it takes longer.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        application = serve.status().applications[APPLICATION]
+        if application.status is ApplicationStatus.RUNNING:
+            return
+        found_ill = any(
+            each.status_trigger is DeploymentStatusTrigger.HEALTH_CHECK_FAILED
+            for each in application.deployments.values()
+        )
+        if application.status is ApplicationStatus.DEPLOY_FAILED and not found_ill:
+            raise RuntimeError(application.message)
+        time.sleep(_POLL_S)
+    raise TimeoutError(f"the replicas are not ready after {timeout_s:g} s")

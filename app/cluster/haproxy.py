@@ -13,10 +13,10 @@ from app.serving.protocol.limits import LIMITS
 from app.serving.transport.middleware import MIDDLEWARE
 
 _NO_ANSWER = ErrorBody(error="no replica could answer: try again")
-_TOO_SLOW = ErrorBody(error="the request's headers did not come in time")
 _HEADERS_TIMEOUT_S = 30
-# Who sends nothing, as browsers do ahead of time, is not told that it is late.
-_SLOW = r"    timeout http-request {seconds}s\n    option http-ignore-probes\n    errorfile 408 {too_slow}"
+# Who sends nothing, as browsers do ahead of time, is not told that it is late. Others get HAProxy's own page: it has no
+# error file for a request that it has not read.
+_SLOW = r"    timeout http-request {seconds}s\n    option http-ignore-probes"
 _START = """\
 #!/bin/sh
 # Starts HAProxy with what Ray Serve has written ("$3"), changed where Ray has no setting for it. Its pages and its
@@ -35,7 +35,7 @@ sed -i \\
     -e 's/^    bind :/    bind {host}:/' \\
     -e 's/ mode 666 / mode 600 /' \\
     -e 's|^\\(  *errorfile [0-9]*\\) .*|\\1 {no_answer}|' \\
-    -e '/timeout http-request\\|http-ignore-probes\\|errorfile 408/d' \\
+    -e '/timeout http-request\\|http-ignore-probes/d' \\
     -e 's|^defaults.*|&\\n{slow}|' \\
     "$3"
 exec {haproxy} "$@"
@@ -45,13 +45,12 @@ exec {haproxy} "$@"
 def prepare(folder: Path, metrics: int, stats: int, fallback_http: int, fallback_grpc: int) -> dict[str, str]:
     """Write what HAProxy is started with into ``folder``, and return the settings of Ray Serve; the rest are ports."""
     folder.mkdir(exist_ok=True)
-    start, no_answer, too_slow = folder / "haproxy", folder / "503.http", folder / "408.http"
+    start, no_answer = folder / "haproxy", folder / "503.http"
     no_answer.write_bytes(_response("503 Service Unavailable", _NO_ANSWER, "Retry-After: 1"))
-    too_slow.write_bytes(_response("408 Request Timeout", _TOO_SLOW, "Connection: close"))
     script = _START.format(
         host=LOOPBACK,
         no_answer=no_answer,
-        slow=_SLOW.format(seconds=_HEADERS_TIMEOUT_S, too_slow=too_slow),
+        slow=_SLOW.format(seconds=_HEADERS_TIMEOUT_S),
         haproxy=shlex.quote(get_haproxy_binary()),
     )
     start.write_text(script, encoding="utf-8")

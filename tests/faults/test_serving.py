@@ -1,6 +1,5 @@
 """What clients of the endpoint notice when parts of it die, change or are asked too much."""
 
-import json
 import os
 import re
 import signal
@@ -138,6 +137,24 @@ def test_a_version_that_is_damaged_never_answers_and_the_old_one_does(
         assert {each.version for each in sent.answers} == {first, second}
 
 
+def test_a_deploy_goes_through_though_a_replica_dies_meanwhile(
+    replicas: Cluster, cluster: dict[str, str], url: str, faults: Faults
+) -> None:
+    with faults(
+        "S5", "SIGKILL of an old replica during a deploy, at 40 requests/s", "deployed; what was in flight can fail"
+    ) as fault:
+        with load(url, BODY, 40) as sent, ThreadPoolExecutor(1) as pool:
+            old = running(replicas)
+            deploying = pool.submit(submit, cluster, "deploy", *DIGITS, "serve.queue_limit=100")
+            wait_until(lambda: len(running(replicas)) > len(old))
+            kill(old[0])
+            killed_s = time.monotonic()
+            assert deploying.result()["status"] == "succeeded"
+        fault.saw(told(sent))
+        assert all(each.in_flight(killed_s) for each in sent.failed)
+    submit(cluster, "deploy", *DIGITS)
+
+
 def test_a_replica_whose_event_loop_is_blocked_is_replaced(
     replicas: Cluster, cluster: dict[str, str], url: str, faults: Faults
 ) -> None:
@@ -185,7 +202,7 @@ def test_requests_that_never_end_are_given_up(replicas: Cluster, url: str, fault
             replies = list(pool.map(lambda _: exchange(address, b"POST / HTTP/1.1\r\n", patience_s=60), range(SLOW)))
             given_up_s = time.monotonic() - began_s
         fault.saw(f"{Counter(each.status for each in replies)} after {given_up_s:.1f} s; {told(sent)}")
-        assert {(each.status, *json.loads(each.body)) for each in replies} == {(408, "error")}
+        assert {each.status for each in replies} == {408}
         assert given_up_s <= 35
         assert not sent.failed
 
