@@ -95,10 +95,13 @@ class ServingDefaults(BaseModel):
     def overridden(self, config: ServeConfig) -> "ServingDefaults":
         """What a recipe says, and where it says nothing what is said here; of a range of replicas the most.
 
-        Other replicas share the cores that these were measured on, unless the recipe says their threads too.
+        Other replicas share the cores that these were measured on, unless the recipe says their threads too. Of a model
+        that is sharded compile measured neither: it has one replica, and each process the threads that it reserves.
         """
-        batching = config.batching
-        _, replicas = config.replica_range or (self.replicas, self.replicas)
+        batching, sharded = config.batching, config.tensor_parallel
+        measured = 1 if sharded else self.replicas
+        _, replicas = config.replica_range or (measured, measured)
+        threads = int(sharded.cpus_per_process) if sharded else self.replicas * self.threads // replicas
         most = batching.max_batch_size or self.max_batch_size
         preferred = batching.preferred_batch_sizes
         if preferred is None:
@@ -108,7 +111,7 @@ class ServingDefaults(BaseModel):
             preferred_batch_sizes=tuple(preferred),
             timeout_us=self.timeout_us if batching.timeout_us is None else batching.timeout_us,
             replicas=replicas,
-            threads=config.threads or max(1, self.replicas * self.threads // replicas),
+            threads=config.threads or max(1, threads),
         )
 
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from app.config import Percent, ServeConfig, TensorParallelConfig
 from app.engines.registry import runs_module
 from app.errors import RecipeError
-from app.repository.manifest import Manifest, ServingDefaults
+from app.repository.manifest import Manifest
 from app.serving.access import Access
 from app.serving.batching.policy import BatchingPolicy
 from app.serving.cascade.rule import CascadeRule
@@ -65,17 +65,10 @@ class VersionConfig(_Config):
             storage=storage,
             name=manifest.name,
             version=manifest.version,
-            threads=_threads(config, serving),
+            threads=serving.threads,
             policy=policy,
             tensor_parallel=config.tensor_parallel,
         )
-
-
-def _threads(config: ServeConfig, serving: ServingDefaults) -> int:
-    """Of an engine, or of each process of a sharded one, for which compile's measurement says nothing."""
-    if config.threads is None and config.tensor_parallel:
-        return max(1, int(config.tensor_parallel.cpus_per_process))
-    return serving.threads
 
 
 class Share(_Config):

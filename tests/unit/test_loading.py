@@ -15,7 +15,7 @@ import pytest
 import torch
 from upath import UPath
 
-from app.config import BatchingConfig, ServeConfig
+from app.config import BatchingConfig, ServeConfig, TensorParallelConfig
 from app.data.classification import save_labels
 from app.engines import architecture
 from app.engines.architecture import architecture_of
@@ -350,6 +350,8 @@ def test_a_full_disk_leaves_nothing_half_written(
 
 
 MEASURED = ServingDefaults(max_batch_size=16, preferred_batch_sizes=(4, 16), timeout_us=300, replicas=2, threads=3)
+HALVES = TensorParallelConfig(size=2, cpus_per_process=4.5)
+"""Compile measured the whole model."""
 
 
 @pytest.mark.parametrize(
@@ -367,6 +369,8 @@ MEASURED = ServingDefaults(max_batch_size=16, preferred_batch_sizes=(4, 16), tim
             ServeConfig(batching=BatchingConfig(max_batch_size=64)),
             MEASURED.model_copy(update={"max_batch_size": 64}),
         ),
+        (ServeConfig(tensor_parallel=HALVES), MEASURED.model_copy(update={"replicas": 1, "threads": 4})),
+        (ServeConfig(tensor_parallel=HALVES, replicas=3), MEASURED.model_copy(update={"replicas": 3, "threads": 4})),
     ],
 )
 def test_a_recipe_wins_and_what_it_leaves_out_is_as_compile_measured(
