@@ -86,6 +86,15 @@ def test_100_mb_are_refused_before_all_of_it_was_sent(target: Target) -> None:
     assert is_told(reply)
 
 
+@pytest.mark.parametrize(("what", "size"), [("", 9 * 2**20), ("Content-Encoding: gzip", 65 * 2**20)])
+def test_a_body_that_is_announced_as_too_large_is_refused_before_it_is_sent(
+    target: Target, what: str, size: int
+) -> None:
+    reply = exchange(target.http, message("POST", INFER, b"", f"Content-Length: {size}", *filter(None, [what])))
+    assert reply.status == 413
+    assert is_told(reply)
+
+
 def test_a_slow_sender_is_answered(target: Target) -> None:
     sent = message("POST", INFER, GOOD)
     size = len(sent) // 20

@@ -13,6 +13,7 @@ from upath import UPath
 from app.serving.access import Access
 from app.serving.config import EndpointConfig
 from app.serving.endpoint import Endpoint
+from app.serving.protocol.rest import JSON_LENGTH
 from app.serving.transport.direct import DirectInference
 from app.serving.transport.http import HttpApi
 from app.serving.transport.middleware import answer_directly, middleware
@@ -129,7 +130,7 @@ def test_bodies_take_the_room_that_they_may_come_to_once_they_are_here_not_as_th
             async def status() -> int:
                 return (await replica.post(INFER, content=b"{}")).status_code
 
-            slow = await begin(17, b"", {"content-length": str(64 * 2**20)})
+            slow = await begin(17, b"", {"content-length": str(64 * 2**20), JSON_LENGTH: "1"})
             assert await status() == 404
             slow += await begin(16, b"{" * 65_100, {"content-encoding": "gzip"})
             assert await status() == 503

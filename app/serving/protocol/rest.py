@@ -44,6 +44,12 @@ _NOT_FINITE = ("NaN", "Infinity")
 """As other writers of JSON say it, which has no words for it."""
 
 
+def most_bytes(headers: Headers, limits: Limits = LIMITS) -> int:
+    """How large the body of ``infer`` may be: what is nothing but JSON no larger than that."""
+    has_more = JSON_LENGTH in headers or "content-encoding" in headers
+    return limits.body_bytes if has_more else limits.json_bytes
+
+
 def read_infer(
     body: Body,
     headers: Headers,

@@ -4,7 +4,7 @@ https://asgi.readthedocs.io/en/latest/specs/www.html
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -20,16 +20,17 @@ _UNWATCHED_S = 0.05
 """Work that is done sooner is not watched: that would cost as much as the rest of a small request."""
 
 
-async def read_body(receive: Receive, most_bytes: int = LIMITS.body_bytes) -> bytes:
-    """The body.
+async def read_body(headers: Mapping[str, str], receive: Receive, most_bytes: int = LIMITS.body_bytes) -> bytes:
+    """The body of a request with these headers, whose names are in lower case.
 
     Raises:
-        RequestTooLargeError: it is larger, as soon as that is known.
+        RequestTooLargeError: it is larger, as soon as that is known: where its headers say so, nothing of it is kept.
         RequestError: the client went away in the middle of it.
         TimeoutError: it does not come in time.
     """
     parts: list[bytes] = []
     size = 0
+    _require_fits(int(headers.get("content-length", 0)), most_bytes)  # servers let nothing in but digits
     try:
         async with asyncio.timeout(_RECEIVE_TIMEOUT_S):
             while True:
@@ -38,12 +39,18 @@ async def read_body(receive: Receive, most_bytes: int = LIMITS.body_bytes) -> by
                     raise RequestError("the connection was closed before the body ended: send all of it")
                 parts.append(message.get("body", b""))
                 size += len(parts[-1])
-                if size > most_bytes:
-                    raise RequestTooLargeError(f"the body is larger than {most_bytes} bytes: send less in a request")
+                _require_fits(size, most_bytes)
                 if not message.get("more_body"):
                     return b"".join(parts)  # a single part is given back as it is
     except TimeoutError:
         raise TimeoutError(f"the body did not come within {_RECEIVE_TIMEOUT_S:g} s: send it faster") from None
+
+
+def _require_fits(size: int, most_bytes: int) -> None:
+    if size > most_bytes:
+        raise RequestTooLargeError(
+            f"the body is larger than {most_bytes} bytes: send less in a request, or tensors as bytes"
+        )
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:

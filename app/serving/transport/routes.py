@@ -97,7 +97,7 @@ def _natural(endpoint: Endpoint) -> APIRouter:
 
 async def _asked(request: Request) -> PredictRequest:
     """An image as it is, or JSON. Raises RequestError."""
-    body = await read_body(request.receive, LIMITS.json_bytes)
+    body = await read_body(request.headers, request.receive, LIMITS.json_bytes)
     is_image = request.headers.get("content-type", "").lower().startswith("image/")
     return PredictRequest(inputs=body) if is_image else parse_body(PredictRequest, body)
 
@@ -165,20 +165,20 @@ def _repository(endpoint: Endpoint) -> APIRouter:
     @router.post("/index")
     async def repository_index(request: Request) -> list[ModelIndex]:
         """Every model that is served, and its version."""
-        parse_body(IndexRequest, await read_body(request.receive))
+        parse_body(IndexRequest, await read_body(request.headers, request.receive))
         return endpoint.index
 
     @router.post("/models/{name}/load")
     async def load(name: str, request: Request) -> Response:
         """Nothing to do, if the model is served."""
-        parse_body(LoadRequest, await read_body(request.receive))
+        parse_body(LoadRequest, await read_body(request.headers, request.receive))
         endpoint.load(name)
         return Response()
 
     @router.post("/models/{name}/unload")
     async def unload(name: str, request: Request) -> Response:
         """Refused: models are deployed for all replicas at once."""
-        parse_body(UnloadRequest, await read_body(request.receive))
+        parse_body(UnloadRequest, await read_body(request.headers, request.receive))
         endpoint.unload(name)
         return Response()
 
