@@ -86,11 +86,8 @@ def test_100_mb_are_refused_before_all_of_it_was_sent(target: Target) -> None:
     assert is_told(reply)
 
 
-@pytest.mark.parametrize(("what", "size"), [("", 9 * 2**20), ("Content-Encoding: gzip", 65 * 2**20)])
-def test_a_body_that_is_announced_as_too_large_is_refused_before_it_is_sent(
-    target: Target, what: str, size: int
-) -> None:
-    reply = exchange(target.http, message("POST", INFER, b"", f"Content-Length: {size}", *filter(None, [what])))
+def test_more_than_any_body_may_be_is_refused_before_it_is_sent(target: Target) -> None:
+    reply = exchange(target.http, message("POST", INFER, b"", f"Content-Length: {65 * 2**20}"))
     assert reply.status == 413
     assert is_told(reply)
 

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
+import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp
 from upath import UPath
@@ -140,3 +142,25 @@ def test_bodies_take_the_room_that_they_may_come_to_once_they_are_here_not_as_th
             assert await status() == 404, "there is room again"
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_json_that_is_too_large_is_read_to_its_end_and_not_kept(announced: bool) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(60):
+            yield bytes(2**20)
+
+    async def run() -> None:
+        answered(Endpoint())
+        async with client() as replica:
+            headers = {"content-length": str(60 * 2**20)} if announced else {}
+            refused = await replica.post(INFER, content=chunks(), headers=headers)
+        assert refused.status_code == 413
+        assert "larger than 8388608 bytes" in json.loads(refused.content)["error"]
+
+    tracemalloc.start()
+    try:
+        asyncio.run(run())
+        assert tracemalloc.get_traced_memory()[1] < (4 if announced else 12) * 2**20
+    finally:
+        tracemalloc.stop()

@@ -23,34 +23,37 @@ _UNWATCHED_S = 0.05
 async def read_body(headers: Mapping[str, str], receive: Receive, most_bytes: int = LIMITS.body_bytes) -> bytes:
     """The body of a request with these headers, whose names are in lower case.
 
+    What is too large is read to its end, unless it is larger than any body may be, and not kept: through HAProxy, a
+    client that is answered while it still sends may find its connection reset, and no answer.
+
     Raises:
-        RequestTooLargeError: it is larger, as soon as that is known: where its headers say so, nothing of it is kept.
+        RequestTooLargeError: it is larger.
         RequestError: the client went away in the middle of it.
         TimeoutError: it does not come in time.
     """
     parts: list[bytes] = []
-    size = 0
-    _require_fits(int(headers.get("content-length", 0)), most_bytes)  # servers let nothing in but digits
+    size, announced = 0, int(headers.get("content-length", 0))  # servers let nothing in but digits
     try:
         async with asyncio.timeout(_RECEIVE_TIMEOUT_S):
-            while True:
+            while max(size, announced) <= LIMITS.body_bytes:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise RequestError("the connection was closed before the body ended: send all of it")
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                _require_fits(size, most_bytes)
+                part = message.get("body", b"")
+                size += len(part)
+                if max(size, announced) <= most_bytes:
+                    parts.append(part)
+                else:
+                    parts.clear()
                 if not message.get("more_body"):
-                    return b"".join(parts)  # a single part is given back as it is
+                    break
     except TimeoutError:
         raise TimeoutError(f"the body did not come within {_RECEIVE_TIMEOUT_S:g} s: send it faster") from None
-
-
-def _require_fits(size: int, most_bytes: int) -> None:
-    if size > most_bytes:
+    if max(size, announced) > most_bytes:
         raise RequestTooLargeError(
             f"the body is larger than {most_bytes} bytes: send less in a request, or tensors as bytes"
         )
+    return b"".join(parts)  # a single part is given back as it is
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
