@@ -10,9 +10,8 @@ from app.cluster import ports
 from app.cluster.ports import LOOPBACK
 from app.serving.protocol.bodies import ErrorBody
 from app.serving.protocol.limits import LIMITS
-from app.serving.transport.middleware import MIDDLEWARE
+from app.serving.transport.middleware import MIDDLEWARE, NO_ANSWER, RETRY_AFTER
 
-_NO_ANSWER = ErrorBody(error="no replica could answer: try again")
 _HEADERS_TIMEOUT_S = 30
 # Who sends nothing, as browsers do ahead of time, is not told that it is late. Others get HAProxy's own page: it has no
 # error file for a request that it has not read.
@@ -46,7 +45,7 @@ def prepare(folder: Path, metrics: int, stats: int, fallback_http: int, fallback
     """Write what HAProxy is started with into ``folder``, and return the settings of Ray Serve; the rest are ports."""
     folder.mkdir(exist_ok=True)
     start, no_answer = folder / "haproxy", folder / "503.http"
-    no_answer.write_bytes(_response("503 Service Unavailable", _NO_ANSWER, "Retry-After: 1"))
+    no_answer.write_bytes(_response("503 Service Unavailable", NO_ANSWER, f"Retry-After: {RETRY_AFTER}"))
     script = _START.format(
         host=LOOPBACK,
         no_answer=no_answer,

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 from upath import UPath
 
 from app.serving.access import Access
@@ -26,9 +26,8 @@ INFER = "/v2/models/toy/infer"
 SERVE, LEFT_TO_SERVE = PlainTextResponse("", 418), 418
 
 
-def client() -> httpx.AsyncClient:
+def client(app: ASGIApp = SERVE) -> httpx.AsyncClient:
     """Of Serve's application behind what Serve puts before it, in its order."""
-    app: ASGIApp = SERVE
     for each in middleware():
         app = each.cls(app, *each.args, **each.kwargs)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://replica")
@@ -67,6 +66,19 @@ def test_where_no_replica_of_ours_listens_all_is_left_to_serve() -> None:
 
     asyncio.run(replica())
     assert asyncio.run(other()) == LEFT_TO_SERVE, "on another event loop than the endpoint's"
+
+
+def test_a_request_that_serve_leaves_unanswered_may_be_sent_again() -> None:
+    async def silent(scope: Scope, receive: Receive, send: Send) -> None:
+        """What a proxy of Serve's does when the replica dies."""
+
+    async def run() -> None:
+        async with client(silent) as proxy:
+            answer = await proxy.post(INFER)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert answer.json() == {"error": "no replica could answer: try again"}
+
+    asyncio.run(run())
 
 
 def test_the_token_is_asked_for_directly_too() -> None:

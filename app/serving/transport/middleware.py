@@ -3,7 +3,7 @@
 Serve 2.60 asks for it where ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`` says, in each process that listens for HTTP:
 its proxies, and replicas that HAProxy sends requests to. That setting is in Ray's code and tests, and not in its
 documentation. Where it is not set, or should a later Ray not know it, all requests reach the endpoint through Serve:
-inference then takes more CPU, and bytes that are no text in some headers are a bare 500.
+inference then takes more CPU, and a replica that dies, or bytes that are no text in some headers, are a bare 500.
 """
 
 import asyncio
@@ -11,10 +11,11 @@ from typing import Protocol
 
 from starlette.middleware import Middleware
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.serving.protocol.bodies import ErrorBody
 
+NO_ANSWER, RETRY_AFTER = ErrorBody(error="no replica could answer: try again"), "1"
 MIDDLEWARE = "app.serving.transport.middleware.middleware"
 """The import path that ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`` takes."""
 
@@ -44,6 +45,26 @@ class RefuseUnreadableHeaders:
             await JSONResponse(told.model_dump(), 400)(scope, receive, send)
 
 
+class AskAgainWhereNobodyAnswers:
+    """Tells a client to come again whose replica died; Serve's proxies send nothing, and uvicorn then a bare 500."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        is_answered = scope["type"] != "http"
+
+        async def watched(message: Message) -> None:
+            nonlocal is_answered
+            is_answered = True
+            await send(message)
+
+        await self._app(scope, receive, watched)
+        if not is_answered:
+            await JSONResponse(NO_ANSWER.model_dump(), 503, {"retry-after": RETRY_AFTER})(scope, receive, send)
+
+
 class AnswerDirectly:
     """Keeps from Serve the requests that are answered directly."""
 
@@ -71,4 +92,5 @@ def answer_directly(direct: Direct) -> None:
 def middleware() -> list[Middleware]:
     """As Serve asks for it; the last one stands before the others."""
     direct = _direct.get(asyncio.get_running_loop()) if _direct else None
-    return [Middleware(RefuseUnreadableHeaders), *([Middleware(AnswerDirectly, direct)] if direct else [])]
+    behind = [Middleware(AskAgainWhereNobodyAnswers), Middleware(RefuseUnreadableHeaders)]
+    return [*behind, *([Middleware(AnswerDirectly, direct)] if direct else [])]
