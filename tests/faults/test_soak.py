@@ -56,14 +56,15 @@ class Grown:
                     name = " ".join(process.cmdline())[:40] or process.name()
                     self.sizes.setdefault((process.pid, name), []).append(process.memory_info().rss)
 
-    @property
-    def most(self) -> tuple[int, str]:
-        """By how many bytes one has grown, and its name: from the least of the first samples to the least of the last.
+    def most(self, word: str) -> tuple[int, str]:
+        """By how many bytes one whose name has the word in it has grown, and its name.
 
-        What is more than the least are the bodies of requests that were there just then, each of up to 17 MiB.
+        From the least of the first samples to the least of the last: what is more are bodies that are there just then.
         """
         return max(
-            (min(sizes[-5:]) - min(sizes[:5]), name) for (_, name), sizes in self.sizes.items() if len(sizes) >= 10
+            (min(sizes[-5:]) - min(sizes[:5]), name)
+            for (_, name), sizes in self.sizes.items()
+            if len(sizes) >= 10 and word in name
         )
 
 

@@ -156,16 +156,24 @@ def test_bodies_take_the_room_that_they_may_come_to_once_they_are_here_not_as_th
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("announced", [True, False])
-def test_json_that_is_too_large_is_read_to_its_end_and_not_kept(announced: bool) -> None:
+@pytest.mark.parametrize(
+    ("size", "announced", "read"),
+    [(60, True, 60), (60, False, 60), (70, True, 0), (70, False, 65)],
+    ids=lambda each: str(each),
+)
+def test_a_body_that_is_too_large_is_read_up_to_64_mib_and_not_kept(size: int, announced: bool, read: int) -> None:
+    sent = 0
+
     async def chunks() -> AsyncIterator[bytes]:
-        for _ in range(60):
+        nonlocal sent
+        for _ in range(size):
+            sent += 1
             yield bytes(2**20)
 
     async def run() -> None:
         answered(Endpoint())
         async with client() as replica:
-            headers = {"content-length": str(60 * 2**20)} if announced else {}
+            headers = {"content-length": str(size * 2**20)} if announced else {}
             refused = await replica.post(INFER, content=chunks(), headers=headers)
         assert refused.status_code == 413
         assert "larger than 8388608 bytes" in json.loads(refused.content)["error"]
@@ -176,3 +184,4 @@ def test_json_that_is_too_large_is_read_to_its_end_and_not_kept(announced: bool)
         assert tracemalloc.get_traced_memory()[1] < (4 if announced else 12) * 2**20
     finally:
         tracemalloc.stop()
+    assert sent == read

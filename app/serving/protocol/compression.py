@@ -12,15 +12,20 @@ _LEAST_BYTES = 1024
 """Less fits in a packet as it is."""
 
 
+def is_compressed(encoding: str) -> bool:
+    """Whether a body with this ``Content-Encoding`` is another one when it is read; "" and "identity" say it is not."""
+    return encoding.strip().lower() not in ("", "identity")
+
+
 def decompressed(body: bytes | memoryview, encoding: str, most_bytes: int) -> bytes | memoryview:
-    """The body of a request with this ``Content-Encoding``; "" and "identity" leave it as it is.
+    """The body of a request with this ``Content-Encoding``.
 
     Raises:
         RequestTooLargeError: it is larger than ``most_bytes``; of a compressed one no more than that is ever made.
         RequestError: the encoding is not known, or the body is not of it, whole and alone.
     """
-    if (encoding := encoding.strip().lower()) not in ("", "identity"):
-        body = _inflated(body, encoding, most_bytes)
+    if is_compressed(encoding):
+        body = _inflated(body, encoding.strip().lower(), most_bytes)
     if len(body) > most_bytes:
         raise RequestTooLargeError(f"the body is larger than {most_bytes} bytes: send fewer rows in a request")
     return body

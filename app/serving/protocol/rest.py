@@ -13,7 +13,7 @@ import orjson
 from numpy.typing import NDArray
 
 from app.errors import RequestError, RequestTooLargeError
-from app.serving.protocol.compression import compressed, decompressed
+from app.serving.protocol.compression import compressed, decompressed, is_compressed
 from app.serving.protocol.datatypes import BYTES, DATATYPES, refuse_binary_only
 from app.serving.protocol.infer import (
     InferRequest,
@@ -46,7 +46,7 @@ _NOT_FINITE = ("NaN", "Infinity")
 
 def most_bytes(headers: Headers, limits: Limits = LIMITS) -> int:
     """How large the body of ``infer`` may be: what is nothing but JSON no larger than that."""
-    has_more = JSON_LENGTH in headers or "content-encoding" in headers
+    has_more = JSON_LENGTH in headers or is_compressed(headers.get("content-encoding", ""))
     return limits.body_bytes if has_more else limits.json_bytes
 
 

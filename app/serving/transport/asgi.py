@@ -20,7 +20,7 @@ _UNWATCHED_S = 0.05
 """Work that is done sooner is not watched: that would cost as much as the rest of a small request."""
 
 
-async def read_body(headers: Mapping[str, str], receive: Receive, most_bytes: int = LIMITS.body_bytes) -> bytes:
+async def read_body(headers: Mapping[str, str], receive: Receive, most_bytes: int = LIMITS.json_bytes) -> bytes:
     """The body of a request with these headers, whose names are in lower case.
 
     What is too large is read to its end, unless it is larger than any body may be, and not kept: through HAProxy, a
@@ -32,26 +32,29 @@ async def read_body(headers: Mapping[str, str], receive: Receive, most_bytes: in
         TimeoutError: it does not come in time.
     """
     parts: list[bytes] = []
-    size, announced = 0, int(headers.get("content-length", 0))  # servers let nothing in but digits
+    size = int(headers.get("content-length", 0))  # announced, or what came of it; servers let nothing in but digits
+    came = 0
     try:
         async with asyncio.timeout(_RECEIVE_TIMEOUT_S):
-            while max(size, announced) <= LIMITS.body_bytes:
+            while size <= LIMITS.body_bytes:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise RequestError("the connection was closed before the body ended: send all of it")
                 part = message.get("body", b"")
-                size += len(part)
-                if max(size, announced) <= most_bytes:
+                came += len(part)
+                size = max(size, came)
+                if size <= most_bytes:
                     parts.append(part)
                 else:
                     parts.clear()
                 if not message.get("more_body"):
                     break
     except TimeoutError:
-        raise TimeoutError(f"the body did not come within {_RECEIVE_TIMEOUT_S:g} s: send it faster") from None
-    if max(size, announced) > most_bytes:
+        if size <= most_bytes:
+            raise TimeoutError(f"the body did not come within {_RECEIVE_TIMEOUT_S:g} s: send it faster") from None
+    if size > most_bytes:
         raise RequestTooLargeError(
-            f"the body is larger than {most_bytes} bytes: send less in a request, or tensors as bytes"
+            f"the body is larger than {most_bytes} bytes: send less in a request, and large tensors of infer as bytes"
         )
     return b"".join(parts)  # a single part is given back as it is
 

@@ -12,9 +12,11 @@ from starlette.types import Message, Receive, Scope, Send
 from app.errors import OverloadError
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.limits import LIMITS
+from app.serving.protocol.rest import JSON_LENGTH
 from app.serving.transport.http import HttpApi, asks_inference
 from app.serving.transport.refusal import error_response
 
+_JSON_LENGTH = JSON_LENGTH.encode()
 _RETRY_AFTER_S = 1.0
 _MOST_BYTES = 4 * 2**30
 _MOST_INFLATED = 1032
@@ -46,12 +48,12 @@ class DirectInference:
         if self.ongoing >= self._endpoint.config.most_requests:
             await error_response(self._overload())(scope, receive, send)
             return
-        held, factor = 0, _MOST_INFLATED if _is_compressed(scope) else 1
+        held, (factor, most_bytes) = 0, _may_come_to(scope)
 
         async def counted() -> Message:
             nonlocal held
             message = await receive()
-            more = min(held + factor * len(message.get("body", b"")), LIMITS.body_bytes) - held
+            more = min(held + factor * len(message.get("body", b"")), most_bytes) - held
             if self._bytes + more > self._most_bytes:
                 raise self._overload()
             held += more
@@ -71,5 +73,9 @@ class DirectInference:
         )
 
 
-def _is_compressed(scope: Scope) -> bool:
-    return any(name == b"content-encoding" and value != b"identity" for name, value in scope["headers"])
+def _may_come_to(scope: Scope) -> tuple[int, int]:
+    """How many times larger than it comes a body may be, and how many bytes at most; more of it is not kept."""
+    headers = dict(scope["headers"])
+    if headers.get(b"content-encoding", b"identity") != b"identity":
+        return _MOST_INFLATED, LIMITS.body_bytes
+    return 1, LIMITS.body_bytes if _JSON_LENGTH in headers else LIMITS.json_bytes

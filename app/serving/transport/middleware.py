@@ -92,5 +92,5 @@ def answer_directly(direct: Direct) -> None:
 def middleware() -> list[Middleware]:
     """As Serve asks for it; the last one stands before the others."""
     direct = _direct.get(asyncio.get_running_loop()) if _direct else None
-    behind = [Middleware(AskAgainWhereNobodyAnswers), Middleware(RefuseUnreadableHeaders)]
-    return [*behind, *([Middleware(AnswerDirectly, direct)] if direct else [])]
+    first = Middleware(AnswerDirectly, direct) if direct else Middleware(AskAgainWhereNobodyAnswers)
+    return [Middleware(RefuseUnreadableHeaders), first]

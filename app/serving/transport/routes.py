@@ -11,7 +11,6 @@ from starlette.exceptions import HTTPException
 from app.errors import RayloomError
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.bodies import parse_body
-from app.serving.protocol.limits import LIMITS
 from app.serving.protocol.management import (
     IndexRequest,
     LoadRequest,
@@ -97,7 +96,7 @@ def _natural(endpoint: Endpoint) -> APIRouter:
 
 async def _asked(request: Request) -> PredictRequest:
     """An image as it is, or JSON. Raises RequestError."""
-    body = await read_body(request.headers, request.receive, LIMITS.json_bytes)
+    body = await read_body(request.headers, request.receive)
     is_image = request.headers.get("content-type", "").lower().startswith("image/")
     return PredictRequest(inputs=body) if is_image else parse_body(PredictRequest, body)
 
