@@ -13,7 +13,7 @@ _LEAST_BYTES = 1024
 
 
 def is_compressed(encoding: str) -> bool:
-    """Whether a body with this ``Content-Encoding`` is another one when it is read; "" and "identity" say it is not."""
+    """Whether a body with this ``Content-Encoding`` is to be inflated; with "" and "identity" it comes as it is."""
     return encoding.strip().lower() not in ("", "identity")
 
 
