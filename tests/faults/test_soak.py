@@ -33,7 +33,7 @@ REPLICA = "ServeReplica:rayloom:ModelServer"
 WARM_S, MOST_GROWTH, MOST_GROWTH_OF_RAY = 10.0, 16 * 2**20, 64 * 2**20
 """By so many bytes a replica may grow once it is so old, and a process of Ray's.
 
-Serve's spare proxy keeps room for the bodies that it held while no replica answered: by up to 34 MiB it was seen to grow.
+Serve's spare proxy keeps room for the bodies that it held while no replica answered: 34 MiB were seen.
 """
 TWO = ("serve.replicas=2", "serve.threads=1")
 MOST_LOST = 4
