@@ -13,6 +13,7 @@ from app.config import ServeConfig
 from app.errors import ClusterError
 from app.serving.access import is_loopback
 from app.serving.transport.grpc import SERVICER
+from jobs._tls import haproxy_speaks_tls, require_possible, serve_options, show_to_haproxy
 
 DEFAULT_PORT, DEFAULT_GRPC_PORT = 8000, 8001
 _HOSTS_OF_HAPROXY = ("127.0.0.1", "localhost", "0.0.0.0")  # noqa: S104
@@ -39,25 +40,28 @@ class Address:
         return f"{self.host}:{self.grpc_port}"
 
 
-def start_serve(config: ServeConfig, tls: dict[str, str]) -> Address:
+def start_serve(config: ServeConfig) -> Address:
     """Start Ray Serve, unless it runs, and return where it listens.
 
     Raises:
-        ClusterError: a port is taken, or Serve listens elsewhere already.
+        ClusterError: a port is taken, Serve listens elsewhere already, or cannot speak TLS as it is to.
     """
+    if config.tls:
+        require_possible(config.tls)
     wanted = Address(
         config.host,
         config.port or int(os.environ.get("RAYLOOM_SERVE_PORT", DEFAULT_PORT)),
         config.grpc_port or int(os.environ.get("RAYLOOM_GRPC_PORT", DEFAULT_GRPC_PORT)),
-        "https" if tls else "http",
+        "https" if config.tls else "http",
     )
     _require_reachable(wanted)
     running = _listens_on()
     if running is None:
         _require_free(wanted.host, wanted.port, "serve.port")
         _require_free(wanted.host, wanted.grpc_port, "serve.grpc_port")
+        show_to_haproxy(config.tls)
         serve.start(
-            http_options=serve.HTTPOptions(host=wanted.host, port=wanted.port, **tls),
+            http_options=serve.HTTPOptions(host=wanted.host, port=wanted.port, **serve_options(config.tls)),
             grpc_options=gRPCOptions(port=wanted.grpc_port, grpc_servicer_functions=[SERVICER]),
         )
     elif running != wanted:
@@ -66,6 +70,8 @@ def start_serve(config: ServeConfig, tls: dict[str, str]) -> Address:
             f"and this cluster's endpoint listens on {running.port} and {running.grpc_port}, on {running.host} by "
             f"{running.scheme}, already: leave serve.host, serve.tls and the ports as they are, or restart the cluster"
         )
+    else:
+        show_to_haproxy(config.tls)  # it may be another one
     return wanted
 
 
@@ -94,7 +100,7 @@ def _listens_on() -> Address | None:
         return None
     grpc_port = ray.get(client._controller.get_grpc_config.remote()).port
     http = client.http_config
-    return Address(http.host, http.port, grpc_port, "https" if http.ssl_certfile else "http")
+    return Address(http.host, http.port, grpc_port, "https" if http.ssl_certfile or haproxy_speaks_tls() else "http")
 
 
 def _require_free(host: str, port: int, key: str) -> None:

@@ -15,7 +15,6 @@ from jobs._cluster import connect
 from jobs._endpoint import alone, await_routes, change_over, require_room, running_replicas, wanted
 from jobs._ingress import start_serve
 from jobs._runner import main
-from jobs._tls import tls_options
 
 
 class DeployMetrics(BaseModel):
@@ -41,7 +40,7 @@ def deploy(run: Run) -> Outcome:
         access = access_of(recipe.serve, before.access)
         after = EndpointConfig(models={**before.models, recipe.name: model}, access=access)
         require_room(before, after)
-        address = start_serve(recipe.serve, tls_options(recipe.serve.tls))
+        address = start_serve(recipe.serve)
 
         run.open()
         began = time.monotonic()

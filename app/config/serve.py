@@ -44,7 +44,7 @@ LocalFile = Annotated[str, AfterValidator(_absolute)]
 
 
 class TlsConfig(Section):
-    """HTTPS, where Serve's ingress can do that: with RAY_SERVE_ENABLE_HA_PROXY=0."""
+    """HTTPS, and with HAProxy as the ingress gRPC over TLS."""
 
     certificate: LocalFile = Field(description="absolute path of a PEM file, the chain behind it included")
     key: LocalFile = Field(description="absolute path of its private key, in PEM without a password")

@@ -1,4 +1,4 @@
-"""The endpoint over HTTPS, on a cluster whose ingress is Serve's own proxy."""
+"""The endpoint over TLS, whichever ingress a cluster has."""
 
 import ssl
 import tempfile
@@ -6,39 +6,47 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
+import tritonclient.grpc
 import trustme
+from tritonclient.utils import InferenceServerException
 from upath import UPath
 
-from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, exported
+from app.tensors import OUTPUT
+from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, exported, rows
 from tests.helpers import local_cluster, run, submit
-from tests.toy import LABELS, publish_version
+from tests.toy import LABELS, asked, expected, publish_version
 
 
-@pytest.fixture
-def proxied() -> Iterator[dict[str, str]]:
-    """A cluster without HAProxy, beside the one of the other tests."""
+@pytest.fixture(params=["1", "0"], ids=["HAProxy", "Serve's own proxy"])
+def proxied(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
+    """A cluster with this ingress, beside the one of the other tests."""
     with (
         tempfile.TemporaryDirectory(prefix="rayloom-test-") as home,
-        local_cluster(Path(home), RAY_SERVE_ENABLE_HA_PROXY="0") as environment,
+        local_cluster(Path(home), RAY_SERVE_ENABLE_HA_PROXY=request.param) as environment,
     ):
         yield environment
 
 
-def test_it_shows_the_given_certificate_and_asks_for_the_token(proxied: dict[str, str], tmp_path: Path) -> None:
-    authority = trustme.CA()
-    issued = authority.issue_cert("localhost", "127.0.0.1")
-    issued.cert_chain_pems[0].write_to_path(tmp_path / "certificate.pem")
-    issued.private_key_pem.write_to_path(tmp_path / "key.pem")
+def test_clients_of_every_protocol_see_the_given_certificate(proxied: dict[str, str], tmp_path: Path) -> None:
+    authority, certificate = trustme.CA(), tmp_path / "certificate.pem"
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     publish_version(UPath(proxied["RAYLOOM_STORAGE"]), "secret", exported(), SIGNATURE, PROCESSOR, LABELS)
-    tls = f"serve.tls={{certificate: {tmp_path}/certificate.pem, key: {tmp_path}/key.pem}}"
-    deployed = submit(
-        proxied, "deploy", "recipes/reviews.yaml", "name=secret", "serve.version=1", "serve.auth=token", tls
-    )
-    endpoint, token = deployed["artifacts"]["http"], Path(proxied["RAYLOOM_HOME"]) / "endpoint_token"
-    assert endpoint.startswith("https://")
 
+    def deploy() -> dict[str, str]:
+        """With a new certificate."""
+        issued = authority.issue_cert("localhost", "127.0.0.1")
+        issued.cert_chain_pems[0].write_to_path(certificate)
+        issued.private_key_pem.write_to_path(tmp_path / "key.pem")
+        tls = f"serve.tls={{certificate: {certificate}, key: {tmp_path}/key.pem}}"
+        recipe = ["recipes/reviews.yaml", "name=secret", "serve.version=1", "serve.auth=token", tls]
+        artifacts: dict[str, str] = submit(proxied, "deploy", *recipe)["artifacts"]
+        return artifacts
+
+    deployed = deploy()
+    endpoint, token = deployed["http"], Path(proxied["RAYLOOM_HOME"]) / "endpoint_token"
+    assert endpoint.startswith("https://")
     with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
         httpx.get(f"{endpoint}/v2")
     trusting = ssl.create_default_context(cafile=tmp_path / "ca.pem")
@@ -47,3 +55,18 @@ def test_it_shows_the_given_certificate_and_asks_for_the_token(proxied: dict[str
     answered = run(*ask, environment=proxied | {"SSL_CERT_FILE": str(tmp_path / "ca.pem")})
     assert answered.returncode == 0, answered.stderr
     assert any(label in answered.stdout for label in LABELS)
+
+    if proxied["RAY_SERVE_ENABLE_HA_PROXY"] == "0":
+        return  # Serve's own proxy has no TLS for gRPC, and reads the files once
+    client = tritonclient.grpc.InferenceServerClient(
+        deployed["grpc"], ssl=True, root_certificates=str(tmp_path / "ca.pem")
+    )
+    with pytest.raises(InferenceServerException, match="UNAUTHENTICATED"):
+        client.get_model_metadata("secret")
+    shown = {"authorization": f"Bearer {token.read_text(encoding='utf-8').strip()}"}
+    answer = client.infer("secret", asked(tritonclient.grpc, rows(1)), headers=shown)
+    assert np.allclose(answer.as_numpy(OUTPUT), expected(rows(1)), atol=1e-4)
+
+    deploy()
+    host, _, port = deployed["grpc"].rpartition(":")
+    assert ssl.get_server_certificate((host, int(port))).split() == certificate.read_text(encoding="utf-8").split()

@@ -1,11 +1,14 @@
 """cluster.yaml, by the launcher's own schema."""
 
 import copy
+import shlex
+from pathlib import Path
 
 import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
+from app.cluster.haproxy import prepare
 from tests.helpers import ROOT
 
 CONFIG = yaml.safe_load((ROOT / "cluster.yaml").read_text(encoding="utf-8"))
@@ -29,7 +32,12 @@ def test_it_has_a_cpu_group_and_a_spot_gpu_group_that_starts_empty() -> None:
 
 
 @pytest.mark.parametrize("commands", ["head_start_ray_commands", "worker_start_ray_commands"])
-def test_every_node_starts_with_the_token_and_the_same_storage(commands: str) -> None:
+def test_every_node_starts_as_a_local_cluster_does_with_the_same_storage(commands: str, tmp_path: Path) -> None:
     start = CONFIG[commands][-1]
-    assert "RAY_AUTH_MODE=token" in start
-    assert "RAYLOOM_STORAGE=s3://" in start
+    settings = dict(word.rstrip(";").split("=", 1) for word in shlex.split(start) if "=" in word)
+    assert settings["RAY_AUTH_MODE"] == "token"
+    assert settings["RAYLOOM_STORAGE"].startswith("s3://")
+    local = prepare(tmp_path, 1, 2, 3, 4)
+    of_serve = {name: value for name, value in settings.items() if name.startswith("RAY_SERVE_")}
+    assert of_serve == {name: local[name] for name in of_serve}
+    assert len(of_serve) == 10

@@ -3,7 +3,9 @@
 import subprocess
 from pathlib import Path
 
-from app.cluster.haproxy import prepare
+import trustme
+
+from app.cluster.haproxy import TLS_FILE, prepare
 
 WRITTEN = """\
 global
@@ -22,6 +24,10 @@ frontend prometheus
 frontend http_frontend
     bind *:18000
     default_backend default_backend
+frontend grpc_frontend
+    # in `mode http` when `proto h2` is on the bind line.
+    bind *:18001 proto h2
+    default_backend default_backend
 backend default_backend
     http-request return status 404 content-type text/plain lf-string "Path '%[path]' not found."
 {backends}listen stats
@@ -31,9 +37,11 @@ backend default_backend
 BACKEND = "backend http-rayloom\n    server a 127.0.0.1:40000\n"
 
 
-def started(folder: Path, backends: str) -> str:
+def started(folder: Path, backends: str, certificate: bytes | None = None) -> str:
     """What HAProxy is started with when Ray Serve knows these backends; HAProxy itself says that it takes it."""
     settings, config = prepare(folder, 18101, 18404, 18500, 18501), folder / "haproxy.cfg"
+    if certificate:
+        Path(settings[TLS_FILE]).write_bytes(certificate)
     config.write_text(WRITTEN.format(folder=folder, backends=backends), encoding="utf-8")
     command = [settings["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", str(config), "-c"]
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -55,7 +63,7 @@ def test_who_gets_no_answer_is_told_to_come_again(tmp_path: Path) -> None:
     assert "    http-request return status 503 default-errorfiles" in config
     answer = (tmp_path / "503.http").read_text(encoding="utf-8")
     assert answer.startswith("HTTP/1.1 503 ")
-    assert "Retry-After: 1" in answer
+    assert "retry-after: 1\n" in answer
     assert '{"error":' in answer
 
 
@@ -66,8 +74,16 @@ def test_after_a_crash_the_replicas_of_before_are_tried(tmp_path: Path) -> None:
     assert "40001" in started(tmp_path, BACKEND.replace("40000", "40001"))
 
 
-def test_who_does_not_end_its_headers_is_told_so(tmp_path: Path) -> None:
+def test_who_does_not_end_its_headers_is_waited_for_half_a_minute(tmp_path: Path) -> None:
     config = started(tmp_path, BACKEND)
     assert config.count("timeout http-request 30s") == 1
     (tmp_path / "haproxy.cfg").unlink()
     assert started(tmp_path, "").count("timeout http-request") == 1, "also of what was kept"
+
+
+def test_with_a_certificate_clients_of_both_protocols_speak_tls(tmp_path: Path) -> None:
+    config = started(tmp_path, BACKEND, trustme.CA().issue_cert("localhost").private_key_and_cert_chain_pem.bytes())
+    assert f"    bind *:18000 ssl crt {tmp_path}/tls.pem\n" in config
+    assert f"    bind *:18001 proto h2 ssl crt {tmp_path}/tls.pem\n" in config
+    assert config.count(" ssl crt ") == 2
+    assert " ssl " not in started(tmp_path, BACKEND), "another cluster has none until it is deployed to"

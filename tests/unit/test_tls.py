@@ -1,13 +1,14 @@
-"""HTTPS, where Serve has it."""
+"""TLS, where the ingress has it."""
 
 from pathlib import Path
 
 import pytest
 import trustme
 
+from app.cluster.haproxy import TLS_FILE
 from app.config import TlsConfig
 from app.errors import ClusterError
-from jobs._tls import tls_options
+from jobs._tls import haproxy_speaks_tls, require_possible, serve_options, show_to_haproxy
 
 
 @pytest.fixture
@@ -21,16 +22,33 @@ def files(tmp_path: Path) -> TlsConfig:
 
 def test_serves_own_proxy_is_given_the_files(files: TlsConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "0")
-    assert tls_options(files) == {"ssl_certfile": files.certificate, "ssl_keyfile": files.key}
+    require_possible(files)
+    assert serve_options(files) == {"ssl_certfile": files.certificate, "ssl_keyfile": files.key}
+    assert serve_options(None) == {}
 
 
-def test_haproxy_which_ray_starts_without_tls_is_refused_with_a_way_out(
-    files: TlsConfig, monkeypatch: pytest.MonkeyPatch
+def test_a_haproxy_of_ours_is_shown_both_in_a_file_for_this_user(
+    files: TlsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shown = tmp_path / "tls.pem"
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
-    assert tls_options(None) == {}
+    monkeypatch.setenv(TLS_FILE, str(shown))
+    require_possible(files)
+    assert serve_options(files) == {}, "of the replicas, which it asks in the clear"
+    show_to_haproxy(None)
+    assert not haproxy_speaks_tls()
+    show_to_haproxy(files)
+    assert haproxy_speaks_tls()
+    assert shown.stat().st_mode & 0o777 == 0o600
+    pair = Path(files.certificate).read_bytes() + Path(files.key).read_bytes()
+    assert shown.read_bytes().split() == pair.split()
+
+
+def test_haproxy_as_ray_starts_it_is_refused_with_a_way_out(files: TlsConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    monkeypatch.delenv(TLS_FILE, raising=False)
     with pytest.raises(ClusterError, match=r"put a proxy that ends TLS in front .* or start the cluster with"):
-        tls_options(files)
+        require_possible(files)
 
 
 def test_files_that_are_no_pair_are_refused(files: TlsConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,4 +58,4 @@ def test_files_that_are_no_pair_are_refused(files: TlsConfig, monkeypatch: pytes
         with pytest.raises(
             ClusterError, match=r"serve\.tls: .*cannot be loaded .*: expected a certificate and its key"
         ):
-            tls_options(wrong)
+            require_possible(wrong)

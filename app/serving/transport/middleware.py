@@ -10,12 +10,10 @@ import asyncio
 from typing import Protocol
 
 from starlette.middleware import Middleware
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.serving.protocol.bodies import ErrorBody
+from app.serving.transport.error_response import ErrorResponse, no_replica_answers
 
-NO_ANSWER, RETRY_AFTER = ErrorBody(error="no replica could answer: try again"), "1"
 MIDDLEWARE = "app.serving.transport.middleware.middleware"
 """The import path that ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`` takes."""
 
@@ -41,8 +39,8 @@ class RefuseUnreadableHeaders:
         try:
             await self._app(scope, receive, send)
         except UnicodeDecodeError as error:  # before the endpoint is asked, which lets no error out
-            told = ErrorBody(error=f"a header is not UTF-8 ({error}): send text as X-Request-ID and the like")
-            await JSONResponse(told.model_dump(), 400)(scope, receive, send)
+            told = f"a header is not UTF-8 ({error}): send text as X-Request-ID and the like"
+            await ErrorResponse(told, 400)(scope, receive, send)
 
 
 class AskAgainWhereNobodyAnswers:
@@ -62,7 +60,7 @@ class AskAgainWhereNobodyAnswers:
 
         await self._app(scope, receive, watched)
         if not is_answered:
-            await JSONResponse(NO_ANSWER.model_dump(), 503, {"retry-after": RETRY_AFTER})(scope, receive, send)
+            await no_replica_answers()(scope, receive, send)
 
 
 class AnswerDirectly:
