@@ -17,6 +17,8 @@ from app.tensors import Tensors, TensorSpec
 
 SETTINGS_FILE = "image.json"
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
+_MOST_PIXELS = 2**26
+"""Decoding takes eight bytes of memory for each, however small the file is."""
 
 
 def encode_png(levels: NDArray[np.uint8]) -> bytes:
@@ -57,7 +59,13 @@ class ImageProcessor:
         try:
             assert isinstance(given, bytes)
             with Image.open(io.BytesIO(given), formats=FORMATS) as image:
+                if image.width * image.height > _MOST_PIXELS:
+                    raise DataError(
+                        f"an image has {image.width} x {image.height} pixels: scale it down to {_MOST_PIXELS} at most"
+                    )
                 pixels = image.convert("L" if self._config.channels == 1 else "RGB").resize(size)
+        except DataError:
+            raise
         except Exception as error:  # Pillow's decoders raise what they like on damaged files
             raise DataError(f"an image of {len(given)} bytes cannot be read: expected a PNG or JPEG file") from error
         values = np.asarray(pixels, np.float32).reshape(*size, self._config.channels) / 127.5 - 1.0

@@ -149,3 +149,10 @@ def test_an_unreadable_image_is_refused() -> None:
     Image.new("RGB", (4, 4)).save(buffer, "PNG")
     with pytest.raises(DataError, match="cannot be read"):
         processor.encode([buffer.getvalue()[:40]])
+
+
+def test_a_small_file_that_is_a_huge_image_is_refused() -> None:
+    buffer = io.BytesIO()
+    Image.new("1", (8200, 8200)).save(buffer, "PNG")
+    with pytest.raises(DataError, match="8200 x 8200 pixels: scale it down"):
+        ImageProcessor.fit([], DataConfig(source="-")).encode([buffer.getvalue()])
