@@ -125,6 +125,10 @@ class Cluster:
                     found.append(process)
         return found
 
+    def replicas(self) -> list[psutil.Process]:
+        """Of the endpoint."""
+        return self.processes("ServeReplica:rayloom:ModelServer")
+
     def cpus(self) -> tuple[float, float]:
         """Used and all; none, until the cluster has counted them."""
         token = Path(self.environment["RAY_AUTH_TOKEN_PATH"]).read_text(encoding="utf-8").strip()

@@ -59,6 +59,12 @@ class Load:
         """Those that were answered otherwise than is right."""
         return [each for each in self.answers if each.status != each.expected or not each.is_right]
 
+    @property
+    def summary(self) -> str:
+        """What became of these."""
+        told = ", ".join(f"{count} {status}" for status, count in Counter(each.status for each in self.failed).items())
+        return f"{len(self.failed)} of {len(self.answers)} failed{f' ({told})' if told else ''}"
+
     def percentile_s(self, share: float) -> float:
         """Of the time that requests took that were answered with 200."""
         return percentile_s([each for each in self.answers if each.status == httpx.codes.OK], share)

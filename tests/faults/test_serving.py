@@ -1,8 +1,6 @@
 """What clients of the endpoint notice when parts of it die, change or are asked too much."""
 
-import os
 import re
-import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -14,11 +12,14 @@ from urllib.parse import urlsplit
 import numpy as np
 import psutil
 import pytest
+from upath import UPath
 
+from tests.engine_contract import exported, rows
 from tests.helpers import run, submit, wait_until
 from tests.launch import Cluster
-from tests.load import Load, load, percentile_s
+from tests.load import load, percentile_s
 from tests.tables import Faults
+from tests.toy import answering, body, deploy, publish
 from tests.wire import exchange
 
 pytestmark = pytest.mark.faults
@@ -34,6 +35,7 @@ BODY = {
         }
     ]
 }
+TOY = ["recipes/reviews.yaml", "name=toy"]
 KILLS, SLOW = 5, 100
 
 
@@ -52,23 +54,9 @@ def url(deployed: dict[str, Any]) -> str:
 def replicas(cluster: dict[str, str], deployed: dict[str, Any]) -> Iterator[Cluster]:
     """The cluster, with both replicas in it before and after."""
     there = Cluster(cluster)
-    wait_until(lambda: len(running(there)) == 2)
+    wait_until(lambda: len(there.replicas()) == 2)
     yield there
-    wait_until(lambda: len(running(there)) == 2)
-
-
-def running(cluster: Cluster) -> list[psutil.Process]:
-    return cluster.processes("ServeReplica:rayloom:ModelServer")
-
-
-def told(sent: Load) -> str:
-    """What became of the requests, but for those that were answered."""
-    failed = ", ".join(f"{count} {status}" for status, count in sent.statuses.items() if status != 200)
-    return f"{len(sent.failed)} of {len(sent.answers)} failed{f' ({failed})' if failed else ''}"
-
-
-def kill(process: psutil.Process) -> None:
-    os.kill(process.pid, signal.SIGKILL)
+    wait_until(lambda: len(there.replicas()) == 2)
 
 
 def test_what_a_killed_replica_was_asked_another_answers(replicas: Cluster, url: str, faults: Faults) -> None:
@@ -78,13 +66,13 @@ def test_what_a_killed_replica_was_asked_another_answers(replicas: Cluster, url:
         with load(url, BODY, 40) as sent:
             for _ in range(KILLS):
                 time.sleep(2)
-                kill(running(replicas)[0])
+                replicas.replicas()[0].kill()
                 killed_s = time.monotonic()
-                wait_until(lambda: len(running(replicas)) == 1)
-                wait_until(lambda: len(running(replicas)) == 2)
+                wait_until(lambda: len(replicas.replicas()) == 1)
+                wait_until(lambda: len(replicas.replicas()) == 2)
                 back_s.append(time.monotonic() - killed_s)
             time.sleep(2)
-        fault.saw(f"{told(sent)}; 2 again after {max(back_s):.1f} s")
+        fault.saw(f"{sent.summary}; 2 again after {max(back_s):.1f} s")
         assert len(sent.failed) <= KILLS
         assert max(back_s) <= 15
 
@@ -92,7 +80,7 @@ def test_what_a_killed_replica_was_asked_another_answers(replicas: Cluster, url:
 @pytest.mark.parametrize(
     ("word", "bound_s"),
     [("ServeController", 0.0), ("HAProxyManager", 5.0), ("/haproxy", 5.0)],
-    ids=lambda each: str(each),
+    ids=str,
 )
 def test_requests_are_answered_while_what_steers_them_is_started_again(
     replicas: Cluster, url: str, faults: Faults, word: str, bound_s: float
@@ -104,11 +92,11 @@ def test_requests_are_answered_while_what_steers_them_is_started_again(
             time.sleep(2)
             found = replicas.processes(word)
             for process in found:
-                kill(process)
+                process.kill()
             killed_s = time.monotonic()
             time.sleep(10 + bound_s)
         away_s = max((each.sent_s - killed_s for each in sent.failed), default=0.0)
-        fault.saw(f"{told(sent)}, up to {away_s:.1f} s after")
+        fault.saw(f"{sent.summary}, up to {away_s:.1f} s after")
         assert found
         assert not sent.failed if bound_s == 0 else away_s <= bound_s
 
@@ -124,7 +112,7 @@ def test_a_version_that_is_damaged_never_answers_and_the_old_one_does(
     with faults("S4", "deploy of a version whose file is cut, at 40 requests/s", "0 errors; the old one") as fault:
         with load(url, BODY, 40) as sent:
             assert submit(cluster, "deploy", *DIGITS, f"serve.version={second}", succeeds=False)["status"] == "failed"
-        fault.saw(told(sent))
+        fault.saw(sent.summary)
         assert not sent.failed
         assert {each.version for each in sent.answers} == {first}
     model.write_bytes(whole)
@@ -132,9 +120,32 @@ def test_a_version_that_is_damaged_never_answers_and_the_old_one_does(
         with load(url, BODY, 40) as sent:
             for version in (second, first):
                 submit(cluster, "deploy", *DIGITS, f"serve.version={version}")
-        fault.saw(told(sent))
+        fault.saw(sent.summary)
         assert not sent.failed
         assert {each.version for each in sent.answers} == {first, second}
+
+
+def test_a_version_that_no_replica_can_load_never_answers_and_the_old_one_does(
+    replicas: Cluster, cluster: dict[str, str], faults: Faults
+) -> None:
+    good, *bad = publish(UPath(cluster["RAYLOOM_STORAGE"]), exported(), b"no model", answering(np.nan), exported())
+    toy = deploy(cluster, good, "serve.replicas=2")
+    wait_until(lambda: len(replicas.replicas()) == 2)
+    injected = "deploys of a version whose file is no model, one that answers NaN, and one that is not ready in time"
+    with faults("S4", f"{injected}, at 40 requests/s", "0 errors; the old one") as fault:
+        with load(f"{toy['http']}/v2/models/toy/infer", body(rows(1)), 40) as sent:
+            told = [
+                submit(cluster, "deploy", *TOY, f"serve.version={version}", *override, succeeds=False)["error"]
+                for version, override in zip(bad, [(), (), ("serve.ready_timeout_s=0.5",)], strict=True)
+            ]
+        fault.saw(sent.summary)
+        assert "cannot load" in told[0]
+        assert "not finite" in told[1]
+        assert "not ready after 0.5 s" in told[2]
+        assert not sent.failed
+        assert len(sent.answers) >= 150
+        assert {each.version for each in sent.answers} == {str(good)}
+    submit(cluster, "undeploy", *TOY)
 
 
 def test_a_deploy_goes_through_though_a_replica_dies_meanwhile(
@@ -144,13 +155,13 @@ def test_a_deploy_goes_through_though_a_replica_dies_meanwhile(
         "S5", "SIGKILL of an old replica during a deploy, at 40 requests/s", "deployed; what was in flight can fail"
     ) as fault:
         with load(url, BODY, 40) as sent, ThreadPoolExecutor(1) as pool:
-            old = running(replicas)
+            old = replicas.replicas()
             deploying = pool.submit(submit, cluster, "deploy", *DIGITS, "serve.queue_limit=100")
-            wait_until(lambda: len(running(replicas)) > len(old))
-            kill(old[0])
+            wait_until(lambda: len(replicas.replicas()) > len(old))
+            old[0].kill()
             killed_s = time.monotonic()
             assert deploying.result()["status"] == "succeeded"
-        fault.saw(told(sent))
+        fault.saw(sent.summary)
         assert all(each.in_flight(killed_s) for each in sent.failed)
     submit(cluster, "deploy", *DIGITS)
 
@@ -170,18 +181,18 @@ def test_a_replica_whose_event_loop_is_blocked_is_replaced(
             pid, blocked_s = int(found[0]), float(found[1])
             wait_until(lambda: not psutil.pid_exists(pid))
             gone_s = time.time() - blocked_s
-            wait_until(lambda: len(running(replicas)) == 2)
+            wait_until(lambda: len(replicas.replicas()) == 2)
             back_s = time.time() - blocked_s
             time.sleep(2)
-        slowest_s = sent.percentile_s(1.0)
-        fault.saw(f"killed after {gone_s:.1f} s, 2 again after {back_s:.1f} s; {told(sent)}, slowest {slowest_s:.1f} s")
+        fault.saw(f"killed after {gone_s:.1f} s, 2 again after {back_s:.1f} s")
+        fault.saw(f"{sent.summary}, slowest {sent.percentile_s(1.0):.1f} s")
         assert back_s <= 15
         assert len(sent.failed) <= 2
 
 
 def test_a_replica_that_is_slow_gets_fewer_requests(replicas: Cluster, url: str, faults: Faults) -> None:
     with faults("S2", "1 of 2 replicas 2 s slower, at 40 requests/s", "fewer than 10 % wait for it") as fault:
-        slow = running(replicas)[0]
+        slow = replicas.replicas()[0]
         with load(url, BODY, 40) as sent:
             for _ in range(6):
                 slow.suspend()
@@ -189,7 +200,7 @@ def test_a_replica_that_is_slow_gets_fewer_requests(replicas: Cluster, url: str,
                 slow.resume()
                 time.sleep(0.1)
         waited = sum(each.seconds > 1 for each in sent.answers) / len(sent.answers)
-        fault.saw(f"{waited:.0%} wait for more than 1 s; {told(sent)}")
+        fault.saw(f"{waited:.0%} wait for more than 1 s; {sent.summary}")
         assert waited < 0.1
         assert not sent.failed
 
@@ -201,7 +212,7 @@ def test_requests_that_never_end_are_given_up(replicas: Cluster, url: str, fault
             began_s = time.monotonic()
             replies = list(pool.map(lambda _: exchange(address, b"POST / HTTP/1.1\r\n", patience_s=60), range(SLOW)))
             given_up_s = time.monotonic() - began_s
-        fault.saw(f"{Counter(each.status for each in replies)} after {given_up_s:.1f} s; {told(sent)}")
+        fault.saw(f"{Counter(each.status for each in replies)} after {given_up_s:.1f} s; {sent.summary}")
         assert {each.status for each in replies} == {408}
         assert given_up_s <= 35
         assert not sent.failed
@@ -212,19 +223,17 @@ def test_more_than_can_be_answered_is_refused_at_once(
 ) -> None:
     wide = {"inputs": [{**BODY["inputs"][0], "shape": [1024, 1, 8, 8], "data": np.zeros(1024 * 64).tolist()}]}
     submit(cluster, "deploy", *DIGITS, "serve.queue_limit=2")
-    before = sum(process.memory_info().rss for process in running(replicas))
+    before = sum(process.memory_info().rss for process in replicas.replicas())
     with faults("S7", "as many rows as 2 replicas cannot answer, for 10 s", "200, or 503 with Retry-After") as fault:
         with load(url, wide, 40) as sent:
             time.sleep(10)
-        grown = sum(process.memory_info().rss for process in running(replicas)) - before
+        grown = sum(process.memory_info().rss for process in replicas.replicas()) - before
         refused_s = percentile_s(sent.failed, 0.99)
         time.sleep(5)
         with load(url, BODY, 40) as after:
             time.sleep(2)
-        fault.saw(
-            f"{told(sent)}; 99 in 100 refused in {refused_s * 1e3:.0f} ms; memory {grown / 2**20:+.0f} MiB; 5 s later "
-            f"{told(after)}, 99 in 100 in {after.percentile_s(0.99) * 1e3:.0f} ms"
-        )
+        fault.saw(f"{sent.summary}; 99 in 100 refused in {refused_s * 1e3:.0f} ms; memory {grown / 2**20:+.0f} MiB")
+        fault.saw(f"5 s later {after.summary}, 99 in 100 in {after.percentile_s(0.99) * 1e3:.0f} ms")
         assert set(sent.statuses) == {200, 503}
         assert all(each.retry_after for each in sent.failed)
         assert grown <= 64 * 2**20
