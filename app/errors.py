@@ -83,11 +83,11 @@ class NotServedError(RayloomError):
 class OverloadError(RayloomError):
     """More requests wait than the endpoint takes; answered with status 503."""
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message, retry_after_s)
         self.message = message
         self.retry_after_s = retry_after_s
-        """Seconds after which what waits now should have been answered."""
+        """Seconds after which what waits now should have been answered; one where that is not known."""
 
     def __str__(self) -> str:
         return self.message

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 import ray
 from ray import serve
 from ray.exceptions import ActorAlreadyExistsError
+from ray.serve.config import BackpressureConfig
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import ApplicationStatus, DeploymentStatusOverview, DeploymentStatusTrigger, ReplicaState
+from ray.serve.schema import ApplicationStatus, DeploymentStatusTrigger, ReplicaState
 
 from app.errors import ClusterError
 from app.serving.config import EndpointConfig
@@ -22,8 +23,7 @@ _LOCK, _NAMESPACE = "changes-the-endpoint", "rayloom"
 _BACK_TIMEOUT_S = 600.0
 """For what was served before, and so can be loaded."""
 _POLL_S = 0.5
-_QUEUED_REQUESTS = 64
-"""In a replica that has as many as it takes."""
+_BACKPRESSURE = BackpressureConfig(retry_after_s=1.0)
 
 
 @contextmanager
@@ -84,13 +84,13 @@ def change_over(before: EndpointConfig, after: EndpointConfig, timeout_s: float)
     try:
         _run_application(after, timeout_s)
     except (RuntimeError, TimeoutError) as error:
-        cause = _cause(error)
+        cause = f"{error} (serve.ready_timeout_s)" if isinstance(error, TimeoutError) else str(error)
         try:
             _run_application(before, _BACK_TIMEOUT_S)
         except (RuntimeError, TimeoutError) as again:
             raise ClusterError(
-                f"{cause}; and what was served before does not start either: {_cause(again)}; deploy that model "
-                "anew, or undeploy it"
+                f"{cause}; and what was served before does not start either: {again}; deploy that model anew, or "
+                "undeploy it"
             ) from again
         raise ClusterError(f"the endpoint goes on with what it served before: {cause}") from error
 
@@ -109,7 +109,8 @@ def await_routes() -> None:
 
 def running_replicas() -> int:
     """How many replicas answer."""
-    return int(_status().replica_states.get(ReplicaState.RUNNING, 0))
+    server = serve.status().applications[APPLICATION].deployments[DEPLOYMENT]
+    return int(server.replica_states.get(ReplicaState.RUNNING, 0))
 
 
 def require_room(before: EndpointConfig, after: EndpointConfig) -> None:
@@ -133,23 +134,13 @@ def require_room(before: EndpointConfig, after: EndpointConfig) -> None:
     require(needed, "serve.replicas, while they change over," if spare else "serve.replicas")
 
 
-def _cause(error: RuntimeError | TimeoutError) -> str:
-    """Of a replica that fails what it said last, which is not in the error."""
-    if isinstance(error, TimeoutError):
-        return f"{error} (serve.ready_timeout_s)"
-    return str(_status().message).strip().rpartition("\n")[2]
-
-
-def _status() -> DeploymentStatusOverview:
-    return serve.status().applications[APPLICATION].deployments[DEPLOYMENT]
-
-
 def _run_application(config: EndpointConfig, timeout_s: float) -> None:
     """Raises RuntimeError if a replica cannot load a model, and TimeoutError if one is not ready in time."""
     scaling = config.scaling
     server = ModelServer.options(  # type: ignore[attr-defined] # from the decorator
         max_ongoing_requests=config.most_requests,
-        max_queued_requests=_QUEUED_REQUESTS,
+        max_queued_requests=config.most_requests,  # all that come in one turn of its loop count as queued
+        backpressure_config=_BACKPRESSURE,
         user_config=config.model_dump(mode="json"),
         ray_actor_options={"num_cpus": scaling.cpus, "num_gpus": scaling.gpus},
         **(
@@ -169,7 +160,7 @@ def _await_running(timeout_s: float) -> None:
     Serve calls a change failed whenever a replica is found ill during it, be it an old one, and goes on with it.
 
     Raises:
-        RuntimeError: a replica cannot start.
+        RuntimeError: a replica cannot start; it says what that one said last.
         TimeoutError: it takes longer.
     """
     deadline_s = time.monotonic() + timeout_s
@@ -177,11 +168,9 @@ def _await_running(timeout_s: float) -> None:
         application = serve.status().applications[APPLICATION]
         if application.status is ApplicationStatus.RUNNING:
             return
-        found_ill = any(
-            each.status_trigger is DeploymentStatusTrigger.HEALTH_CHECK_FAILED
-            for each in application.deployments.values()
-        )
+        server = application.deployments[DEPLOYMENT]
+        found_ill = server.status_trigger is DeploymentStatusTrigger.HEALTH_CHECK_FAILED
         if application.status is ApplicationStatus.DEPLOY_FAILED and not found_ill:
-            raise RuntimeError(application.message)
+            raise RuntimeError(server.message.strip().rpartition("\n")[2])
         time.sleep(_POLL_S)
     raise TimeoutError(f"the replicas are not ready after {timeout_s:g} s")

@@ -25,7 +25,7 @@ from app.storage import open_storage
 _METADATA = ServerMetadata(version=version_of("rayloom"))
 _TARGETED_SHARE = 0.95
 
-Loaded = Mapping[VersionConfig, ServedModel]
+Served = Mapping[VersionConfig, ServedModel]
 OpenVersion = Callable[[VersionConfig, Manifest, Path, int], Engine]
 
 
@@ -51,7 +51,7 @@ class Endpoint:
         self._open_version = open_version
         self._chance = chance or random.Random()
         self._config = EndpointConfig()
-        self._loaded: Loaded = {}
+        self._served: Served = {}
         self._models: dict[str, Rollout] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._updating = asyncio.Lock()
@@ -76,11 +76,11 @@ class Endpoint:
             loaded: dict[VersionConfig, ServedModel] = {}
             try:
                 for version in config.versions:
-                    loaded[version] = self._loaded.get(version) or await self._load(version)
+                    loaded[version] = self._served.get(version) or await self._load(version)
             except BaseException:
-                self._close(loaded, besides=self._loaded)
+                self._close(loaded, besides=self._served)
                 raise
-            gone, self._loaded, self._config = self._loaded, loaded, config
+            gone, self._served, self._config = self._served, loaded, config
             self._models = {name: self._rollout(name, model) for name, model in config.models.items()}
             self._close(gone, besides=loaded)
 
@@ -195,7 +195,7 @@ class Endpoint:
         try:
             await served.check()
         except EngineError:
-            if served in self._loaded.values():  # else it was let go of meanwhile
+            if served in self._served.values():  # else it was let go of meanwhile
                 raise
 
     def _model(self, name: str) -> Rollout:
@@ -207,11 +207,11 @@ class Endpoint:
 
     def _rollout(self, name: str, model: DeployedModel) -> Rollout:
         def beside(share: Share | None) -> Beside | None:
-            return Beside(self._loaded[share.version], share.percent) if share else None
+            return Beside(self._served[share.version], share.percent) if share else None
 
-        production, cascade = self._loaded[model.production], None
+        production, cascade = self._served[model.production], None
         if model.cascade:
-            before = [self._loaded[version] for version in model.cascade.before]
+            before = [self._served[version] for version in model.cascade.before]
             cascade = ServedCascade([*before, production], model.cascade.rule)
         return Rollout(name, production, beside(model.canary), beside(model.shadow), cascade, self._chance)
 
@@ -222,7 +222,7 @@ class Endpoint:
         latencies = [each.percentile_s(_TARGETED_SHARE) for each in self._models[name].latencies]
         return max(latency_s or 0.0 for latency_s in latencies) / target_s
 
-    def _close(self, models: Loaded, besides: Loaded) -> None:
+    def _close(self, models: Served, besides: Served) -> None:
         """Let go of models in the background, but for those that go on."""
         for version, served in models.items():
             if version not in besides:

@@ -25,9 +25,9 @@ from app.data.classification import prepare
 from app.data.examples import Split
 from app.repository.repository import Repository
 from app.serving.batching.rows import by_shape, taken
+from app.serving.cascade.plan import calibrate_versions
 from app.serving.cascade.routing import route
 from app.serving.cascade.rule import CascadeRule
-from app.serving.cascade.versions import calibrate_versions
 from app.serving.model.loaded import LoadedModel, load_model
 from app.tasks import find_processor
 from app.telemetry.flops import flops_per_sample

@@ -24,10 +24,10 @@ from app.engines.base import PooledEngine, Signature
 from app.errors import DeadlineError, RecipeError, StorageError
 from app.repository.manifest import Manifest
 from app.serving.batching.policy import BatchingPolicy
+from app.serving.cascade.plan import calibrate_versions
 from app.serving.cascade.rule import CascadeRule, max_probability
 from app.serving.cascade.served import ServedCascade
 from app.serving.cascade.stages import require_alike
-from app.serving.cascade.versions import calibrate_versions
 from app.serving.config import Cascade, DeployedModel, EndpointConfig, VersionConfig
 from app.serving.model.loaded import LoadedModel
 from app.serving.model.served import ServedModel
@@ -137,9 +137,7 @@ def test_a_stage_gets_the_time_that_is_left() -> None:
         busy = asyncio.create_task(large.run(pixels))
         await asyncio.to_thread(engine.began.wait)
         with pytest.raises(DeadlineError, match=r"within 0\.0"):
-            await cascade.infer(
-                InferRequest("large", None, None, pixels, parameters=RequestParameters(timeout_us=50_000))
-            )
+            await cascade.infer(InferRequest("large", None, None, pixels, parameters=RequestParameters(timeout_s=0.05)))
         engine.may_end.set()
         await busy
         _, asked_first = Rollout("large", large, None, None, cascade, random.Random()).statistics

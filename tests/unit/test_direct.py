@@ -15,6 +15,7 @@ from upath import UPath
 from app.serving.access import Access
 from app.serving.config import EndpointConfig
 from app.serving.endpoint import Endpoint
+from app.serving.protocol.limits import LIMITS
 from app.serving.protocol.rest import JSON_LENGTH
 from app.serving.transport.direct import DirectInference
 from app.serving.transport.http import HttpApi
@@ -33,9 +34,9 @@ def client(app: ASGIApp = SERVE) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://replica")
 
 
-def answered(endpoint: Endpoint, most_bytes: int = 2**32) -> DirectInference:
+def answered(endpoint: Endpoint, room_bytes: int = 2**32) -> DirectInference:
     """By this endpoint, on the event loop that runs."""
-    direct = DirectInference(endpoint, HttpApi(endpoint), most_bytes)
+    direct = DirectInference(endpoint, HttpApi(endpoint), room_bytes)
     answer_directly(direct)
     return direct
 
@@ -105,8 +106,7 @@ def test_requests_are_counted_from_their_first_byte_and_refused_beyond_what_a_re
             yield b"}"
 
         async with client() as replica:
-            size = {"content-length": "2"}
-            slow = [asyncio.create_task(replica.post(INFER, content=slowly(), headers=size)) for _ in range(most)]
+            slow = [asyncio.create_task(replica.post(INFER, content=slowly())) for _ in range(most)]
             while direct.ongoing < most:
                 await asyncio.sleep(0)
             refused = await replica.post(INFER, content=b"{}")
@@ -122,7 +122,7 @@ def test_requests_are_counted_from_their_first_byte_and_refused_beyond_what_a_re
 
 def test_bodies_take_the_room_that_they_may_come_to_once_they_are_here_not_as_they_are_announced() -> None:
     async def run() -> None:
-        direct, rest = answered(Endpoint(), most_bytes=2**30), asyncio.Event()
+        direct, rest = answered(Endpoint(), room_bytes=2**30), asyncio.Event()
 
         async def slowly(first: bytes) -> AsyncIterator[bytes]:
             yield first
@@ -159,7 +159,7 @@ def test_bodies_take_the_room_that_they_may_come_to_once_they_are_here_not_as_th
 @pytest.mark.parametrize(
     ("size", "announced", "read"),
     [(60, True, 60), (60, False, 60), (70, True, 0), (70, False, 65)],
-    ids=lambda each: str(each),
+    ids=str,
 )
 def test_a_body_that_is_too_large_is_read_up_to_64_mib_and_not_kept(size: int, announced: bool, read: int) -> None:
     sent = 0
@@ -176,7 +176,7 @@ def test_a_body_that_is_too_large_is_read_up_to_64_mib_and_not_kept(size: int, a
             headers = {"content-length": str(size * 2**20)} if announced else {}
             refused = await replica.post(INFER, content=chunks(), headers=headers)
         assert refused.status_code == 413
-        assert "larger than 8388608 bytes" in json.loads(refused.content)["error"]
+        assert f"larger than {LIMITS.json_bytes} bytes" in json.loads(refused.content)["error"]
 
     tracemalloc.start()
     try:

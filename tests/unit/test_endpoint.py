@@ -1,7 +1,10 @@
 """An endpoint as clients meet it: HTTP and gRPC, asked by Triton's own clients, and versions that change under load."""
 
+import gzip
+import json
 import threading
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -17,14 +20,14 @@ from app.tensors import OUTPUT, Tensors
 from tests.engine_contract import TEXTS, exported, rows
 from tests.helpers import wait_until
 from tests.serving import Server, serving
-from tests.toy import LABELS, asked, body, config, publish
+from tests.toy import LABELS, answering, asked, body, config, publish
 
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> UPath:
-    """With versions 1 and 2 of the model 'toy', which are alike, and 3, whose file is no model."""
+    """With versions 1 and 2 of the model 'toy', which are alike, 3, whose file is no model, and 4, all NaN."""
     folder = UPath(tmp_path_factory.mktemp("serving"))
-    publish(folder, exported(), exported(), b"no model")
+    publish(folder, exported(), exported(), b"no model", answering(np.nan))
     return folder
 
 
@@ -51,7 +54,7 @@ def test_tritons_http_client_works_unchanged(server: Server, binary: bool) -> No
         "datatype": "INT64",
         "shape": [-1, -1],
     }
-    assert client.get_model_config("toy")["max_batch_size"] == 32
+    assert client.get_model_config("toy")["max_batch_size"] == 8
     assert client.get_model_repository_index() == [{"name": "toy", "version": "1", "state": "READY", "reason": ""}]
     inputs = asked(tritonclient.http, tensors, binary_data=binary)
     wanted = [tritonclient.http.InferRequestedOutput(OUTPUT, binary_data=binary)]
@@ -87,11 +90,13 @@ def test_tritons_grpc_client_works_unchanged(server: Server) -> None:
     assert client.is_model_ready("toy")
     assert not client.is_model_ready("other")
     assert client.get_model_metadata("toy").platform == "onnxruntime_onnx"
-    assert client.get_model_config("toy").config.max_batch_size == 32
+    assert client.get_model_config("toy").config.max_batch_size == 8
     assert [each.name for each in client.get_model_repository_index().models] == ["toy"]
     inputs = asked(tritonclient.grpc, tensors)
-    assert np.allclose(client.infer("toy", inputs).as_numpy(OUTPUT), expected(tensors, server), atol=1e-5)
-    assert client.get_inference_statistics("toy").model_stats[0].inference_count >= 3
+    for compression in (None, "gzip", "deflate"):
+        answer = client.infer("toy", inputs, compression_algorithm=compression)
+        assert np.allclose(answer.as_numpy(OUTPUT), expected(tensors, server), atol=1e-5)
+    assert client.get_inference_statistics("toy").model_stats[0].inference_count >= 9
     client.load_model("toy")
     for ask, status in (
         (lambda: client.infer("other", inputs), "NOT_FOUND"),
@@ -117,6 +122,7 @@ def test_a_stream_of_grpc_requests_is_answered_in_order_and_outlives_a_bad_one(s
     for _ in range(3):
         assert done.acquire(timeout=30)
     client.stop_stream()
+    assert told[0].get_response().parameters["triton_final_response"].bool_param
     assert [len(each.as_numpy(OUTPUT)) for each in (told[0], told[2])] == [1, 3]
     assert "'other' is not deployed" in str(told[1])
 
@@ -137,6 +143,15 @@ def test_texts_of_a_list_are_run_with_those_of_their_length(storage: UPath) -> N
 def _predictions(server: Server, texts: list[str]) -> list[dict[str, Any]]:
     answer = httpx.post(f"http://{server.http}/v1/models/toy/predict", json={"inputs": texts})
     return answer.raise_for_status().json()["predictions"]
+
+
+@pytest.mark.parametrize(("encoding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
+def test_people_may_compress_too(server: Server, encoding: str, compress: Callable[[bytes], bytes]) -> None:
+    url, texts = f"http://{server.http}/v1/models/toy/predict", ["good"] * 32
+    content = compress(json.dumps({"inputs": texts}).encode())
+    answer = httpx.post(url, content=content, headers={"content-encoding": encoding})
+    assert answer.json()["predictions"] == _predictions(server, texts)
+    assert answer.headers["content-encoding"] == "gzip"
 
 
 def test_a_version_that_changes_under_load_loses_no_request(server: Server, storage: UPath) -> None:
@@ -163,10 +178,13 @@ def test_a_version_that_changes_under_load_loses_no_request(server: Server, stor
     assert {version for _, version in answers} == {"1", "2"}
 
 
-def test_a_version_that_cannot_be_loaded_leaves_the_old_one(server: Server, storage: UPath) -> None:
+@pytest.mark.parametrize(("version", "words"), [(3, "cannot load"), (4, "not finite: publish another version")])
+def test_a_version_that_cannot_be_loaded_leaves_the_old_one(
+    server: Server, storage: UPath, version: int, words: str
+) -> None:
     before = server.endpoint.config
-    with pytest.raises(EngineError):
-        server.run(server.endpoint.update(config(storage, 3)))
+    with pytest.raises(EngineError, match=words):
+        server.run(server.endpoint.update(config(storage, version)))
     assert server.endpoint.config == before
     answer = httpx.post(f"http://{server.http}/v1/models/toy/predict", json={"inputs": "good"})
     assert (answer.status_code, answer.json()["model_version"]) == (200, "1")

@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import json
+import queue
 import random
 import socket
 import threading
@@ -12,17 +13,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc
+from tritonclient.grpc import service_pb2 as pb
 from upath import UPath
 
 from app.engines.base import Engine, Signature
 from app.errors import EngineError, RayloomError, StorageError
 from app.serving import endpoint
 from app.serving.config import DeployedModel, EndpointConfig, Share
-from app.serving.model import engine, served
+from app.serving.model import engine, health
 from app.serving.model.loaded import Alike, LoadedModel
 from app.serving.protocol.natural import PredictRequest
 from app.tensors import OUTPUT, Tensors
@@ -149,7 +152,7 @@ def test_what_a_slow_engine_answers_too_late_is_refused_in_time(
 def test_an_engine_that_does_not_come_back_fails_the_health_check(
     server: Server, troubled: Troubled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served, "_STUCK_S", 0.1)
+    monkeypatch.setattr(health, "_STUCK_S", 0.1)
     troubled.go.clear()
     with concurrent.futures.ThreadPoolExecutor() as pool:
         first = pool.submit(ask, server, rows(1))
@@ -176,8 +179,8 @@ def test_engines_are_looked_at_together(server: Server, tmp_path: Path, monkeypa
     server.run(server.endpoint.update(endpoint_config(both)))
     meet = threading.Barrier(2, timeout=10)
     monkeypatch.setattr(LoadedModel, "check", lambda _: meet.wait())
-    monkeypatch.setattr(served, "_TRUSTED_S", -1)
-    monkeypatch.setattr(served, "_PROBE_WAIT_S", 30)
+    monkeypatch.setattr(health, "_TRUSTED_S", -1)
+    monkeypatch.setattr(health, "_WAIT_S", 30)
     server.run(server.endpoint.check())
 
 
@@ -281,6 +284,73 @@ def test_who_goes_away_is_not_run_and_frees_the_queue(
         fault.saw(f"{len(troubled.calls) - 1} of 7 run")
         assert troubled.calls == [1]
         assert succeeded_and_failed(server) == (1, 7)
+
+
+def test_requests_of_a_stream_share_a_call(server: Server, troubled: Troubled) -> None:
+    client, told = tritonclient.grpc.InferenceServerClient(server.grpc), queue.SimpleQueue[Any]()
+    client.start_stream(lambda result, error: told.put(error or result))
+    troubled.go.clear()
+    for _ in range(8):
+        client.async_stream_infer("toy", asked(tritonclient.grpc, rows(1)))
+    wait_until(lambda: server.endpoint.find("toy").waiting == 8 - sum(troubled.calls))
+    troubled.go.set()
+    for _ in range(8):
+        assert np.allclose(told.get(timeout=30).as_numpy(OUTPUT), expected(rows(1)), atol=1e-4)
+    client.stop_stream()
+    assert len(troubled.calls) <= 2
+
+
+def test_a_stream_whose_client_goes_away_frees_the_queue(server: Server, troubled: Troubled) -> None:
+    client = tritonclient.grpc.InferenceServerClient(server.grpc)
+    client.start_stream(lambda result, error: None)
+    troubled.go.clear()
+    for _ in range(8):
+        client.async_stream_infer("toy", asked(tritonclient.grpc, rows(1)))
+    wait_until(lambda: bool(troubled.calls) and server.endpoint.find("toy").waiting == 8 - troubled.calls[0])
+    client.stop_stream(cancel_requests=True)
+    wait_until(lambda: not server.endpoint.find("toy").waiting)
+    troubled.go.set()
+    assert answers(server)
+
+
+def test_streams_leave_room_for_others(server: Server, storage: UPath) -> None:
+    server.run(server.endpoint.update(config(storage, queue_limit=1)))
+    most = server.endpoint.config.most_requests // 2
+    with grpc.insecure_channel(server.grpc) as channel:
+        infer = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+        idle: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        streams = [infer(iter(idle.get, b"")) for _ in range(most + 1)]
+        wait_until(lambda: any(each.done() for each in streams))
+        (refused,) = [each for each in streams if each.done()]
+        assert (refused.code().name, refused.details()) == (
+            "UNAVAILABLE",
+            f"{most} streams are open already: end one, or send requests by themselves",
+        )
+        assert answers(server)
+        for each in streams:
+            each.cancel()
+            idle.put(b"")
+
+
+def test_overload_over_grpc_says_when_to_come_back(server: Server, storage: UPath, troubled: Troubled) -> None:
+    server.run(server.endpoint.update(config(storage, queue_limit=1)))
+    troubled = server.endpoint.find("toy").model.engine
+    sent = pb.ModelInferRequest(model_name="toy")
+    for name, tensor in rows(1).items():
+        sent.inputs.add(name=name, datatype="INT64", shape=tensor.shape)
+        sent.raw_input_contents.append(tensor.tobytes())
+    troubled.go.clear()
+    with grpc.insecure_channel(server.grpc) as channel:
+        infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        running = infer.future(sent.SerializeToString())
+        wait_until(lambda: bool(troubled.calls))
+        waiting = infer.future(sent.SerializeToString())
+        wait_until(lambda: server.endpoint.find("toy").waiting == 1)
+        refused = infer.future(sent.SerializeToString())
+        assert refused.code().name == "UNAVAILABLE"
+        assert dict(refused.trailing_metadata())["retry-after"] == "1"
+        troubled.go.set()
+        assert {running.code().name, waiting.code().name} == {"OK"}
 
 
 def test_what_is_too_late_when_it_can_be_read_is_not_read(

@@ -78,6 +78,7 @@ def test_every_datatype_but_halves_may_be_listed(field: str, datatype: str) -> N
 
 
 def test_all_that_a_request_says_is_read_and_answered() -> None:
+    custom = {"trace": "on", "n": 2, "b": True, "f": 2.5}
     request = read_infer(
         message(
             [given("a", np.ones(2, np.float32)), given("b", np.zeros((1, 3), np.int8))],
@@ -86,14 +87,13 @@ def test_all_that_a_request_says_is_read_and_answered() -> None:
             outputs=[InferRequestedOutput("z", class_count=1), InferRequestedOutput("y")],
             priority=2,
             timeout=5000,
-            parameters={"trace": "on", "n": 2, "b": True, "f": 2.5},
+            parameters=custom,
         )
     )
     assert (request.model, request.version, request.id) == ("m", "7", "r1")
     assert list(request.inputs) == ["a", "b"]
     assert request.outputs == (RequestedOutput("z", True, 1), RequestedOutput("y", True))
-    custom = {"trace": "on", "n": 2, "b": True, "f": 2.5}
-    assert request.parameters == RequestParameters(2, 5000, binary_data_output=True, custom=custom)
+    assert request.parameters == RequestParameters(2, 0.005, binary_data_output=True)
 
     outputs = {name: np.array([[1, 5, 2]], np.float32) for name in "xyz"}
     said = write_stream_infer(answer(request, "7", outputs, {"z": ["p", "q", "r"]}, custom)).infer_response
@@ -102,7 +102,7 @@ def test_all_that_a_request_says_is_read_and_answered() -> None:
     assert InferResult(said).as_numpy("z").tolist() == [[b"5.0:1:q"]]
     assert {
         name: getattr(each, each.WhichOneof("parameter_choice")) for name, each in said.parameters.items()
-    } == custom
+    } == custom | {"triton_final_response": True}
 
 
 def test_an_error_in_a_stream_says_whose_it_is() -> None:

@@ -12,6 +12,7 @@ from upath import UPath
 
 from app.errors import RequestError
 from app.repository.repository import Repository
+from app.serving.batching.policy import BatchingPolicy
 from app.serving.protocol import grpc_management as grpc
 from app.serving.protocol import management
 from app.serving.protocol.bodies import parse_body
@@ -30,9 +31,7 @@ STATISTICS = management.Statistics(
             inference_count=5,
             execution_count=2,
             inference_stats=management.InferenceStatistics(success=DURATION, queue=DURATION),
-            response_stats={"0": management.ResponseStatistics(success=DURATION)},
             batch_stats=[management.BatchStatistics(batch_size=4, compute_infer=DURATION)],
-            memory_usage=[management.MemoryUsage(type="CPU", byte_size=2**40)],
         )
     ]
 )
@@ -53,8 +52,6 @@ INDEX = [
     ("said", "message"),
     [
         (management.ServerMetadata(version="1.2"), grpc.write_server_metadata),
-        (management.ServerLive(live=True), grpc.write_server_live),
-        (management.ServerReady(ready=True), grpc.write_server_ready),
         (METADATA, grpc.write_model_metadata),
         (STATISTICS, grpc.write_statistics),
     ],
@@ -70,7 +67,6 @@ def test_json_and_messages_say_the_same(said: BaseModel, message: object) -> Non
 def test_the_index_is_a_list_in_json_and_models_in_a_message() -> None:
     read = MessageToDict(grpc.write_index(INDEX), preserving_proto_field_name=True)["models"]
     assert [management.ModelIndex.model_validate(each) for each in read] == INDEX
-    assert grpc.write_model_ready(management.ModelReady(name="m", ready=True)).ready
 
 
 def test_tensors_are_described_in_the_protocols_words() -> None:
@@ -130,11 +126,20 @@ def test_a_configuration_is_that_of_the_version_for_every_engine(engine: str, tm
     repository = Repository(UPath(tmp_path / "storage"))
     key = CARD.engine_key.model_copy(update={"engine": engine})
     manifest = repository.publish("toy", files_in(tmp_path / "files"), CARD.model_copy(update={"engine_key": key}))
-    message = grpc.write_model_config(model_config(manifest)).config
+    policy = BatchingPolicy(8, (4,), 0.003, priority_levels=3, default_priority=2, queue_limit=9, default_timeout_s=2)
+    message = model_config(manifest, policy)
     said = config_json(message)
-    assert (said["name"], said["backend"], said["max_batch_size"]) == ("toy", engine, 32)
+    assert (said["name"], said["backend"], said["max_batch_size"]) == ("toy", engine, 8)
     assert said["input"][0]["dims"] == [-1]
-    assert said["dynamic_batching"]["max_queue_delay_microseconds"] == 2000
+    batching = said["dynamic_batching"]
+    assert (batching["preferred_batch_size"], batching["max_queue_delay_microseconds"]) == ([4], 3000)
+    assert (batching["priority_levels"], batching["default_priority_level"]) == (3, 2)
+    queue = batching["default_queue_policy"]
+    assert (queue["max_queue_size"], queue["default_timeout_microseconds"], queue["timeout_action"]) == (
+        9,
+        2_000_000,
+        "REJECT",
+    )
     assert said["version_policy"]["specific"]["versions"] == [1]
     assert ParseDict(said, ModelConfig()) == message
 

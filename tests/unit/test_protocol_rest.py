@@ -129,7 +129,7 @@ def test_all_that_a_request_says_is_read() -> None:
     request = read_infer(body, headers, "m", "7")
     assert (request.model, request.version, request.id) == ("m", "7", "r1")
     assert request.outputs == (RequestedOutput("y"), RequestedOutput("z", binary=True, classification=3))
-    assert request.parameters == RequestParameters(2, 5000, False, {"trace": "on", "n": 2.5, "b": False})
+    assert request.parameters == RequestParameters(2, 0.005, False)
 
 
 def test_all_outputs_are_bytes_if_the_request_says_so_and_no_output_differs() -> None:
@@ -388,8 +388,8 @@ def test_a_request_outside_of_sequences_may_say_so() -> None:
     assert parameters == RequestParameters()
 
 
-def test_other_parameters_of_sequences_are_the_models_own() -> None:
-    assert asked(x(), parameters={"sequence_length": 8}).parameters.custom == {"sequence_length": 8}
+def test_parameters_that_the_protocol_does_not_define_change_nothing() -> None:
+    assert asked(x(), parameters={"sequence_length": 8, "trace": "on"}).parameters == RequestParameters()
 
 
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity"])

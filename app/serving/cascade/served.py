@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import numpy as np
 from numpy.typing import NDArray
 
-from app.errors import DeadlineError, RequestError
+from app.errors import RequestError
 from app.serving.batching.rows import rows_of, taken
 from app.serving.cascade.routing import Ask, route
 from app.serving.cascade.rule import CascadeRule
@@ -54,8 +54,7 @@ class ServedCascade:
                 f"{large.version}, the last stage"
             )
         check_outputs(request, large.engine.signature.outputs)
-        timeout_us, priority = request.parameters.timeout_us, request.parameters.priority
-        deadline_s = self._deadline_s(None if timeout_us is None else timeout_us / 1e6)
+        deadline_s, priority = self._deadline_s(request.parameters.timeout_s), request.parameters.priority
 
         async def ask(stage: int, rows: NDArray[np.intp]) -> Tensors:
             inputs = request.inputs if len(rows) == num_rows else taken(request.inputs, rows)
@@ -96,14 +95,7 @@ class ServedCascade:
 
     async def _route(self, num_rows: int, ask: Ask) -> tuple[Tensors, NDArray[np.intp]]:
         """Route rows through the stages; none of these is closed meanwhile."""
-        began_s = time.monotonic()
-        with ExitStack() as kept_open:
+        with ExitStack() as kept_open, self.latencies.timed():
             for stage in self._stages:
                 kept_open.enter_context(stage.kept_open())
-            try:
-                answers = await route(self._rule, num_rows, ask)
-            except DeadlineError:
-                self.latencies.add(time.monotonic() - began_s)
-                raise
-        self.latencies.add(time.monotonic() - began_s)
-        return answers
+            return await route(self._rule, num_rows, ask)

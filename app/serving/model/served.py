@@ -15,6 +15,7 @@ from app.serving.batching.policy import BatchingPolicy
 from app.serving.batching.rows import in_order
 from app.serving.batching.statistics import BatchingStatistics, Durations, FailureReason
 from app.serving.latencies import RecentLatencies
+from app.serving.model.health import EngineHealth
 from app.serving.model.loaded import Alike, LoadedModel
 from app.serving.protocol.answer import answer, check_outputs
 from app.serving.protocol.infer import InferRequest, InferResponse
@@ -36,12 +37,6 @@ _REASONS: dict[type[BaseException], FailureReason] = {
     DeadlineError: FailureReason.DEADLINE,
     asyncio.CancelledError: FailureReason.CANCELLED,
 }
-_TRUSTED_S = 5.0
-"""For how long an engine that has answered need not be asked again."""
-_STUCK_S = 60.0
-"""An engine that is at work on one call for so long will not come back."""
-_PROBE_WAIT_S = 0.2
-"""For an answer to a check; what comes later, the next check hears."""
 
 
 class ServedModel:
@@ -60,20 +55,17 @@ class ServedModel:
         self._unused = asyncio.Event()
         self._unused.set()
         self._last_inference_ms = 0
-        self._answered_s = time.monotonic()  # when it was loaded
-        self._probe: asyncio.Task[None] | None = None
-        self._probed_s = 0.0
+        self._health = EngineHealth(model.check)
         self.latencies = RecentLatencies()
         """Of requests that were answered, or would have been too late."""
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Answer a request of the protocol; the errors are those of ``run``."""
         check_outputs(request, self.model.engine.signature.outputs)
-        timeout_us = request.parameters.timeout_us
         outputs = await self.run(
             request.inputs,
             priority=request.parameters.priority,
-            timeout_s=None if timeout_us is None else timeout_us / 1e6,
+            timeout_s=request.parameters.timeout_s,
         )
         return answer(request, self.model.version, outputs, {OUTPUT: self.model.labels})
 
@@ -95,7 +87,7 @@ class ServedModel:
             DeadlineError: it was too late to read these when the others had been.
         """
         if self._encoding >= self.policy.queue_limit:
-            raise OverloadError(f"{self._encoding} requests are being read already: try again later", 1.0)
+            raise OverloadError(f"{self._encoding} requests are being read already: try again later")
         self._encoding += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._encoder, self._read, inputs, deadline_s)
@@ -117,16 +109,6 @@ class ServedModel:
             raise
 
     @contextmanager
-    def _timed(self, began_s: float) -> Iterator[None]:
-        """Note how long a request takes that is answered in here, or would have been too late."""
-        try:
-            yield
-        except DeadlineError:
-            self.latencies.add(time.monotonic() - began_s)
-            raise
-        self.latencies.add(time.monotonic() - began_s)
-
-    @contextmanager
     def kept_open(self) -> Iterator[None]:
         """Close only afterwards, and after what has been asked by then."""
         self._users += 1
@@ -146,16 +128,12 @@ class ServedModel:
             priority: as of ``run``.
             deadline_s: until the answer, of ``time.monotonic``.
         """
-        began_s = time.monotonic()
-        with self.kept_open(), self._timed(began_s):
-            with self._reading(began_s):
+        with self.kept_open(), self.latencies.timed():
+            with self._reading(time.monotonic()):
                 _check_rows("inputs", len(inputs))
                 parts = await self._encode(inputs, deadline_s)
             # One after the other: all of a list has one place in the queue.
-            answers = [
-                await self._run(part.tensors, priority, deadline_s - time.monotonic(), time.monotonic())
-                for part in parts
-            ]
+            answers = [await self._run(part.tensors, priority, deadline_s - time.monotonic()) for part in parts]
         return in_order([part.places for part in parts], answers)
 
     async def run(self, tensors: Tensors, *, priority: int = 0, timeout_s: float | None = None) -> Tensors:
@@ -171,13 +149,12 @@ class ServedModel:
             DeadlineError: the answer would be too late.
             EngineError: the engine failed, and does not answer a blank request either.
         """
-        began_s = time.monotonic()
-        with self._timed(began_s):
-            return await self._run(tensors, priority, timeout_s, began_s)
+        with self.latencies.timed():
+            return await self._run(tensors, priority, timeout_s)
 
-    async def _run(self, tensors: Tensors, priority: int, timeout_s: float | None, began_s: float) -> Tensors:
+    async def _run(self, tensors: Tensors, priority: int, timeout_s: float | None) -> Tensors:
         """Raises as ``run``."""
-        with self._reading(began_s):
+        with self._reading(time.monotonic()):
             check_tensors(tensors, self.inputs)
             _check_rows(f"input {self.inputs[0].name!r}", len(tensors[self.inputs[0].name]))
         return await self._call(tensors, priority, timeout_s)
@@ -198,39 +175,18 @@ class ServedModel:
         Raises:
             EngineError: it fails, answers numbers that are not finite, or does not come back from a call.
         """
-        running_s, idle_s = self._batcher.running_s, time.monotonic() - self._answered_s
-        if self._probe is None and not running_s and idle_s > _TRUSTED_S:
-            self._ask_engine()
-        if self._probe:  # one at a time, and not waited for: an engine may need longer than Serve gives a check
-            await asyncio.wait([self._probe], timeout=_PROBE_WAIT_S)
-            if self._probe.done():
-                ended, self._probe = self._probe, None
-                ended.result()
-            else:
-                running_s = max(running_s, time.monotonic() - self._probed_s)
-        if running_s > _STUCK_S:
-            raise EngineError(f"the engine has been at work on one call for {running_s:.0f} s: the replica is replaced")
+        await self._health.check(self._batcher.running_s)
 
     async def _call(self, tensors: Tensors, priority: int, timeout_s: float | None) -> Tensors:
         """The engine's answer; its failure is the request's fault if it answers another one."""
         try:
             outputs = await self._batcher.infer(tensors, priority=priority, timeout_s=timeout_s)
         except EngineError as error:
-            await asyncio.shield(self._ask_engine())  # others may wait for the same answer
+            await self._health.ask()
             raise RequestError(f"the model cannot run these inputs: {error}") from error
-        self._last_inference_ms, self._answered_s = round(time.time() * 1e3), time.monotonic()
+        self._last_inference_ms = round(time.time() * 1e3)
+        self._health.answered()
         return outputs
-
-    def _ask_engine(self) -> asyncio.Task[None]:
-        """The blank request that the engine is at, else a new one; ``close`` waits for it."""
-        if self._probe is None or self._probe.done():
-            self._probe, self._probed_s = asyncio.create_task(self._run_blank()), time.monotonic()
-        return self._probe
-
-    async def _run_blank(self) -> None:
-        """Raises EngineError."""
-        await asyncio.to_thread(self.model.check)
-        self._answered_s = time.monotonic()
 
     @property
     def natural(self) -> NaturalModel:
@@ -279,8 +235,7 @@ class ServedModel:
         """Answer what was asked, then give the engine's memory back."""
         await self._unused.wait()  # who reads texts goes on to the batcher before this does
         await self._batcher.close()
-        if self._probe:
-            await asyncio.wait([self._probe])
+        await self._health.close()
         await asyncio.to_thread(self._encoder.shutdown)  # it may still read for a client that has gone
         await asyncio.to_thread(self.model.engine.close)
 

@@ -1,14 +1,17 @@
 """Bodies that are compressed, by HTTP's names: ``gzip``, and ``deflate``, which is zlib's format."""
 
 import zlib
+from typing import TypeVar
 
 from app.errors import RequestError, RequestTooLargeError
 from app.serving.protocol.wording import shown
 
+Body = TypeVar("Body", bound=bytes | memoryview)
+
 _WINDOWS = {"gzip": 31, "deflate": 15}
 """What zlib calls the two formats."""
 
-_LEAST_BYTES = 1024
+LEAST_BYTES = 1024
 """Less fits in a packet as it is."""
 
 
@@ -17,25 +20,25 @@ def is_compressed(encoding: str) -> bool:
     return encoding.strip().lower() not in ("", "identity")
 
 
-def decompressed(body: bytes | memoryview, encoding: str, most_bytes: int) -> bytes | memoryview:
+def decompressed(body: Body, encoding: str, most_bytes: int) -> Body | bytes:
     """The body of a request with this ``Content-Encoding``.
 
     Raises:
         RequestTooLargeError: it is larger than ``most_bytes``; of a compressed one no more than that is ever made.
         RequestError: the encoding is not known, or the body is not of it, whole and alone.
     """
-    if is_compressed(encoding):
-        body = _inflated(body, encoding.strip().lower(), most_bytes)
-    if len(body) > most_bytes:
+    content = _inflated(body, encoding, most_bytes) if is_compressed(encoding) else body
+    if len(content) > most_bytes:
         raise RequestTooLargeError(f"the body is larger than {most_bytes} bytes: send fewer rows in a request")
-    return body
+    return content
 
 
 def _inflated(body: bytes | memoryview, encoding: str, most_bytes: int) -> bytes:
     """Of a longer one ``most_bytes`` and one more."""
-    if encoding not in _WINDOWS:
+    window = _WINDOWS.get(encoding.strip().lower())
+    if window is None:
         raise RequestError(f"the body has the content encoding {shown(encoding)}: expected {' or '.join(_WINDOWS)}")
-    inflating = zlib.decompressobj(_WINDOWS[encoding])
+    inflating = zlib.decompressobj(window)
     try:
         content = inflating.decompress(body, most_bytes + 1)
     except zlib.error as error:
@@ -48,7 +51,7 @@ def _inflated(body: bytes | memoryview, encoding: str, most_bytes: int) -> bytes
 
 def compressed(body: bytes, accepted: str) -> tuple[bytes, str | None]:
     """The body of a response to a request with this ``Accept-Encoding``, and its ``Content-Encoding`` if it has one."""
-    if len(body) < _LEAST_BYTES or (encoding := _preferred(accepted)) is None:
+    if len(body) < LEAST_BYTES or (encoding := _preferred(accepted)) is None:
         return body, None
     return zlib.compress(body, level=1, wbits=_WINDOWS[encoding]), encoding
 

@@ -44,6 +44,12 @@ _CONTENTS = {
 }
 """The field that lists the elements of a datatype."""
 
+_FINAL = "triton_final_response"
+"""By which Triton's clients know that a request of a stream has got its last answer.
+
+https://github.com/triton-inference-server/server/blob/main/docs/user_guide/decoupled_models.md
+"""
+
 _DEFAULT = RequestParameters(binary_data_output=True)
 """Whatever is asked, gRPC carries bytes."""
 
@@ -86,8 +92,10 @@ def write_infer(response: InferResponse) -> pb.ModelInferResponse:
 
 
 def write_stream_infer(response: InferResponse) -> pb.ModelStreamInferResponse:
-    """The message of an answer in a stream."""
-    return pb.ModelStreamInferResponse(infer_response=write_infer(response))
+    """The message of an answer in a stream, which is the only one to its request."""
+    message = write_infer(response)
+    message.parameters[_FINAL].bool_param = True
+    return pb.ModelStreamInferResponse(infer_response=message)
 
 
 def write_stream_error(error: str, request_id: str | None) -> pb.ModelStreamInferResponse:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from tritonclient.grpc import service_pb2 as pb
-from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from app.errors import RequestError
 from app.serving.protocol.bodies import check_fields
@@ -13,29 +12,11 @@ from app.serving.protocol.management import (
     LoadRequest,
     ModelIndex,
     ModelMetadata,
-    ModelReady,
-    ServerLive,
     ServerMetadata,
-    ServerReady,
     Statistics,
     UnloadRequest,
 )
 from app.serving.protocol.wording import shown
-
-
-def write_server_live(said: ServerLive) -> pb.ServerLiveResponse:
-    """The answer of ServerLive."""
-    return pb.ServerLiveResponse(live=said.live)
-
-
-def write_server_ready(said: ServerReady) -> pb.ServerReadyResponse:
-    """The answer of ServerReady."""
-    return pb.ServerReadyResponse(ready=said.ready)
-
-
-def write_model_ready(said: ModelReady) -> pb.ModelReadyResponse:
-    """The answer of ModelReady."""
-    return pb.ModelReadyResponse(ready=said.ready)
 
 
 def write_server_metadata(said: ServerMetadata) -> pb.ServerMetadataResponse:
@@ -46,11 +27,6 @@ def write_server_metadata(said: ServerMetadata) -> pb.ServerMetadataResponse:
 def write_model_metadata(said: ModelMetadata) -> pb.ModelMetadataResponse:
     """The answer of ModelMetadata."""
     return pb.ModelMetadataResponse(**said.model_dump())
-
-
-def write_model_config(said: ModelConfig) -> pb.ModelConfigResponse:
-    """The answer of ModelConfig."""
-    return pb.ModelConfigResponse(config=said)
 
 
 def write_statistics(said: Statistics) -> pb.ModelStatisticsResponse:

@@ -13,6 +13,8 @@ Parameter = bool | int | float | str
 _SHARED_MEMORY = "shared_memory_region"
 _SEQUENCE = frozenset({"sequence_id", "sequence_start", "sequence_end"})
 _NO_SEQUENCE = (0, "", False)
+_MOST = 2**64
+"""More is in no message: gRPC has no larger number, and JSON, as it is read here, neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,10 @@ class RequestParameters:
 
     priority: int = 0
     """1 is the most urgent; 0 is what the server gives to who does not ask."""
-    timeout_us: int | None = None
-    """Microseconds after which nobody waits for the answer; None leaves it to the server."""
+    timeout_s: float | None = None
+    """After which nobody waits for the answer, sent in whole microseconds; None leaves it to the server."""
     binary_data_output: bool = False
     """Outputs that say nothing of their own are wanted as bytes."""
-    custom: Mapping[str, Parameter] = field(default_factory=dict)
-    """The parameters that the protocol does not define."""
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> Self:
@@ -64,24 +64,21 @@ class RequestParameters:
         Raises:
             RequestError: one is not what the protocol says, or makes the request part of a sequence.
         """
-        priority, timeout_us, binary = 0, None, False
-        custom: dict[str, Parameter] = {}
+        priority, timeout_s, binary = 0, None, False
         for name, value in given.items():
             if name == "binary_data_output":
                 binary = boolean(name, value)
             elif name == "priority":
                 priority = whole(name, value)
             elif name == "timeout":
-                timeout_us = whole(name, value) or None
+                timeout_s = whole(name, value) / 1e6 or None
             elif name in _SEQUENCE:
                 _refuse_sequence(name, value)
-            elif isinstance(value, Parameter):
-                custom[name] = value
-            else:
+            elif not isinstance(value, Parameter):  # others are the client's own
                 raise RequestError(
                     f"the request has the parameter {shown(name)} {shown(value)}: expected a string, number or bool"
                 )
-        return cls(priority, timeout_us, binary, custom)
+        return cls(priority, timeout_s, binary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +137,7 @@ def refuse_shared_memory(parameters: Mapping[str, object], kind: str, name: str)
 
 def whole(parameter: str, value: object, kind: str = "request", name: str | None = None) -> int:
     """A parameter that counts something. Raises RequestError, naming what it is a parameter of."""
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value < _MOST:
         raise RequestError(
             f"{owner(kind, name)} has the parameter {parameter!r} {shown(value)}: expected a whole number from 0 on"
         )

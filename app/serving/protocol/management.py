@@ -103,17 +103,6 @@ class InferenceStatistics(_Message):
     cache_miss: Duration = Duration()
 
 
-class ResponseStatistics(_Message):
-    """Of answers: the first, second, ... of a request."""
-
-    compute_infer: Duration = Duration()
-    compute_output: Duration = Duration()
-    success: Duration = Duration()
-    fail: Duration = Duration()
-    empty_response: Duration = Duration()
-    cancel: Duration = Duration()
-
-
 class BatchStatistics(_Message):
     """Of calls of the engine with this many rows."""
 
@@ -121,14 +110,6 @@ class BatchStatistics(_Message):
     compute_input: Duration = Duration()
     compute_infer: Duration = Duration()
     compute_output: Duration = Duration()
-
-
-class MemoryUsage(_Message):
-    """What a model holds of a device's memory."""
-
-    type: Literal["CPU", "CPU_PINNED", "GPU"]
-    id: int = 0
-    byte_size: int
 
 
 class ModelStatistics(_Message):
@@ -143,10 +124,7 @@ class ModelStatistics(_Message):
     execution_count: int = 0
     """Calls of the engine."""
     inference_stats: InferenceStatistics = InferenceStatistics()
-    response_stats: dict[str, ResponseStatistics] = {}
-    """By the answer's number in its request, from 0."""
     batch_stats: list[BatchStatistics] = []
-    memory_usage: list[MemoryUsage] = []
 
 
 class Statistics(_Message):

@@ -11,11 +11,23 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from app.repository.manifest import Manifest
 from app.repository.triton import description_of
+from app.serving.batching.policy import BatchingPolicy
 
 
-def model_config(manifest: Manifest) -> ModelConfig:
-    """The configuration of a version, whether Triton has a backend for its engine or not."""
-    return text_format.Parse(description_of(manifest), ModelConfig())
+def model_config(manifest: Manifest, policy: BatchingPolicy) -> ModelConfig:
+    """The configuration of a version that is batched so, whether Triton has a backend for its engine or not."""
+    config = text_format.Parse(description_of(manifest), ModelConfig())
+    config.max_batch_size = policy.max_batch_size
+    batching = config.dynamic_batching
+    batching.preferred_batch_size[:] = policy.preferred_batch_sizes
+    batching.max_queue_delay_microseconds = _microseconds(policy.max_queue_delay_s)
+    batching.priority_levels = policy.priority_levels
+    batching.default_priority_level = policy.default_priority
+    queue = batching.default_queue_policy  # what is too late is refused, also if the request asks for less
+    queue.max_queue_size = policy.queue_limit
+    queue.allow_timeout_override = True
+    queue.default_timeout_microseconds = _microseconds(policy.default_timeout_s or 0.0)
+    return config
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
@@ -27,3 +39,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         unquote_int64_if_possible=True,
     )
     return fields
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)

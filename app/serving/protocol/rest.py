@@ -44,10 +44,10 @@ _NOT_FINITE = ("NaN", "Infinity")
 """As other writers of JSON say it, which has no words for it."""
 
 
-def most_bytes(headers: Headers, limits: Limits = LIMITS) -> int:
-    """How large the body of ``infer`` may be: what is nothing but JSON no larger than that."""
+def largest_body(headers: Headers) -> int:
+    """How many bytes a body of ``infer`` with these headers may have, as it comes: JSON alone no more than JSON may."""
     has_more = JSON_LENGTH in headers or is_compressed(headers.get("content-encoding", ""))
-    return limits.body_bytes if has_more else limits.json_bytes
+    return LIMITS.body_bytes if has_more else LIMITS.json_bytes
 
 
 def read_infer(

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 from app.errors import RequestError, RequestTooLargeError
 from app.serving.protocol.limits import LIMITS
@@ -20,11 +20,19 @@ _UNWATCHED_S = 0.05
 """Work that is done sooner is not watched: that would cost as much as the rest of a small request."""
 
 
+def headers_of(scope: Scope) -> dict[str, str]:
+    """The headers of a request by their names, which are in lower case; of one that comes twice the last."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+
 async def read_body(headers: Mapping[str, str], receive: Receive, most_bytes: int = LIMITS.json_bytes) -> bytes:
     """The body of a request with these headers, whose names are in lower case.
 
     What is too large is read to its end, unless it is larger than any body may be, and not kept: through HAProxy, a
     client that is answered while it still sends may find its connection reset, and no answer.
+
+    Args:
+        most_bytes: that it may have; but for tensors as bytes, no more than JSON.
 
     Raises:
         RequestTooLargeError: it is larger.

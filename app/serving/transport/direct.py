@@ -11,14 +11,13 @@ from starlette.types import Message, Receive, Scope, Send
 
 from app.errors import OverloadError
 from app.serving.endpoint import Endpoint
-from app.serving.protocol.limits import LIMITS
-from app.serving.protocol.rest import JSON_LENGTH
+from app.serving.protocol.compression import is_compressed
+from app.serving.protocol.rest import largest_body
+from app.serving.transport.asgi import headers_of
 from app.serving.transport.http import HttpApi, asks_inference
 from app.serving.transport.refusal import error_response
 
-_JSON_LENGTH = JSON_LENGTH.encode()
-_RETRY_AFTER_S = 1.0
-_MOST_BYTES = 4 * 2**30
+_ROOM_BYTES = 4 * 2**30
 _MOST_INFLATED = 1032
 """Times that deflate, and so gzip, makes a body larger at most: https://zlib.net/zlib_tech.html"""
 
@@ -26,18 +25,18 @@ _MOST_INFLATED = 1032
 class DirectInference:
     """The requests for inference over HTTP that Serve does not see."""
 
-    def __init__(self, endpoint: Endpoint, api: HttpApi, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(self, endpoint: Endpoint, api: HttpApi, room_bytes: int = _ROOM_BYTES) -> None:
         """Let ``api`` answer for ``endpoint``.
 
         Args:
-            most_bytes: of the bodies that are here; one that is compressed counts as what it may come to.
+            room_bytes: for the bodies that are here together; one that is compressed counts as what it may come to.
         """
         self.ongoing = 0
         """Requests that are here: being read, waiting or running."""
         self._bytes = 0  # of their bodies
         self._endpoint = endpoint
         self._api = api
-        self._most_bytes = most_bytes
+        self._room_bytes = room_bytes
 
     def takes(self, scope: Scope) -> bool:
         """Whether a request is one of them."""
@@ -48,13 +47,16 @@ class DirectInference:
         if self.ongoing >= self._endpoint.config.most_requests:
             await error_response(self._overload())(scope, receive, send)
             return
-        held, (factor, most_bytes) = 0, _may_come_to(scope)
+        headers = headers_of(scope)
+        largest = largest_body(headers)
+        factor = _MOST_INFLATED if is_compressed(headers.get("content-encoding", "")) else 1
+        held = 0
 
         async def counted() -> Message:
             nonlocal held
             message = await receive()
-            more = min(held + factor * len(message.get("body", b"")), most_bytes) - held
-            if self._bytes + more > self._most_bytes:
+            more = min(held + factor * len(message.get("body", b"")), largest) - held
+            if self._bytes + more > self._room_bytes:
                 raise self._overload()
             held += more
             self._bytes += more
@@ -68,14 +70,4 @@ class DirectInference:
             self._bytes -= held
 
     def _overload(self) -> OverloadError:
-        return OverloadError(
-            f"{self.ongoing} requests of up to {self._bytes} bytes are here already: try again later", _RETRY_AFTER_S
-        )
-
-
-def _may_come_to(scope: Scope) -> tuple[int, int]:
-    """How many times larger than it comes a body may be, and how many bytes at most; more of it is not kept."""
-    headers = dict(scope["headers"])
-    if headers.get(b"content-encoding", b"identity") != b"identity":
-        return _MOST_INFLATED, LIMITS.body_bytes
-    return 1, LIMITS.body_bytes if _JSON_LENGTH in headers else LIMITS.json_bytes
+        return OverloadError(f"{self.ongoing} requests of up to {self._bytes} bytes are here already: try again later")

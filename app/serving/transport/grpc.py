@@ -4,6 +4,7 @@ https://github.com/kserve/open-inference-protocol/blob/main/specification/protoc
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -11,7 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from grpc import StatusCode
 from tritonclient.grpc import service_pb2 as pb
 
-from app.errors import RequestError, UnauthorizedError
+from app.errors import OverloadError, RequestError, UnauthorizedError
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.grpc import read_infer, write_infer, write_stream_error, write_stream_infer
 from app.serving.protocol.grpc_management import (
@@ -19,19 +20,18 @@ from app.serving.protocol.grpc_management import (
     read_load,
     read_unload,
     write_index,
-    write_model_config,
     write_model_metadata,
-    write_model_ready,
-    write_server_live,
     write_server_metadata,
-    write_server_ready,
     write_statistics,
 )
 from app.serving.protocol.infer import InferResponse
-from app.serving.protocol.management import ModelReady, ServerLive, ServerReady, Statistics
+from app.serving.protocol.management import Statistics
 from app.serving.protocol.model_config import model_config
 from app.serving.transport.refusal import refusal
+from app.serving.transport.streams import in_order
 
+_MOST_AHEAD = 32
+"""Requests of a stream that are under way at a time, so that they can share calls of the engine."""
 _OPEN_CALLS = ("ServerLive", "ServerReady")
 """What everybody may ask: load balancers, whether the server lives."""
 SERVICER = "app.serving.transport.grpc.add_to_server"
@@ -48,6 +48,9 @@ class Context(Protocol):
 
     def set_details(self, details: str) -> None:
         """Why."""
+
+    def set_trailing_metadata(self, trailing_metadata: list[tuple[str, str]]) -> None:
+        """What else is told at the end."""
 
     def invocation_metadata(self) -> Iterable[tuple[str, str]]:
         """What came with the call."""
@@ -89,6 +92,8 @@ def _end(grpc_context: Context, error: Exception) -> None:
     told = refusal(error)
     grpc_context.set_code(told.grpc)
     grpc_context.set_details(told.message)
+    if told.retry_after_s is not None:
+        grpc_context.set_trailing_metadata([("retry-after", str(told.retry_after_s))])
 
 
 def _understood(request: Given | None) -> Given:
@@ -102,6 +107,7 @@ class GrpcMethods:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
+        self._streams = 0
 
     def check_caller(self, grpc_context: Context) -> None:
         """Raises UnauthorizedError: the endpoint does not answer whoever calls."""
@@ -112,12 +118,12 @@ class GrpcMethods:
     @_answers(pb.ServerLiveResponse)
     async def ServerLive(self, _: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
         """The server runs."""
-        return write_server_live(ServerLive(live=True))
+        return pb.ServerLiveResponse(live=True)
 
     @_answers(pb.ServerReadyResponse)
     async def ServerReady(self, _: pb.ServerReadyRequest) -> pb.ServerReadyResponse:
         """Every model is loaded: a server with one that is not gets no requests."""
-        return write_server_ready(ServerReady(ready=True))
+        return pb.ServerReadyResponse(ready=True)
 
     @_answers(pb.ServerMetadataResponse)
     async def ServerMetadata(self, _: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
@@ -127,9 +133,7 @@ class GrpcMethods:
     @_answers(pb.ModelReadyResponse)
     async def ModelReady(self, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
         """Whether a model is loaded."""
-        return write_model_ready(
-            ModelReady(name=request.name, ready=self._endpoint.serves(request.name, request.version or None))
-        )
+        return pb.ModelReadyResponse(ready=self._endpoint.serves(request.name, request.version or None))
 
     @_answers(pb.ModelMetadataResponse)
     async def ModelMetadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
@@ -140,7 +144,7 @@ class GrpcMethods:
     async def ModelConfig(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
         """How a model is configured, in Triton's words."""
         served = self._endpoint.find(request.name, request.version or None)
-        return write_model_config(model_config(served.model.manifest))
+        return pb.ModelConfigResponse(config=model_config(served.model.manifest, served.policy))
 
     @_answers(pb.ModelStatisticsResponse)
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
@@ -179,14 +183,28 @@ class GrpcMethods:
         """The same for a stream of requests, answered in their order; one that is refused does not end the stream."""
         try:
             self.check_caller(grpc_context)
-        except UnauthorizedError as error:
+            self._check_streams()
+        except (UnauthorizedError, OverloadError) as error:
             _end(grpc_context, error)
             return
-        async for request in request_stream:
-            try:
-                yield write_stream_infer(await self._infer(_understood(request)))
-            except Exception as error:
-                yield write_stream_error(refusal(error).message, request and request.id)
+        self._streams += 1
+        try:
+            async with aclosing(in_order(request_stream, self._answer_in_stream, _MOST_AHEAD)) as answers:
+                async for answer in answers:
+                    yield answer
+        finally:
+            self._streams -= 1
+
+    def _check_streams(self) -> None:
+        """Leave room for others: Serve gives a stream a request's place for as long as it is open."""
+        if self._streams >= self._endpoint.config.most_requests // 2:
+            raise OverloadError(f"{self._streams} streams are open already: end one, or send requests by themselves")
+
+    async def _answer_in_stream(self, request: pb.ModelInferRequest | None) -> pb.ModelStreamInferResponse:
+        try:
+            return write_stream_infer(await self._infer(_understood(request)))
+        except Exception as error:
+            return write_stream_error(refusal(error).message, request and request.id)
 
     async def _infer(self, message: pb.ModelInferRequest) -> InferResponse:
         chosen = self._endpoint.route(message.model_name, message.model_version or None)

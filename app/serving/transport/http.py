@@ -9,9 +9,8 @@ from starlette.types import Receive, Scope, Send
 
 from app.errors import UnauthorizedError
 from app.serving.endpoint import Endpoint
-from app.serving.protocol.limits import LIMITS
-from app.serving.protocol.rest import most_bytes, read_infer, write_infer
-from app.serving.transport.asgi import read_body, unless_gone
+from app.serving.protocol.rest import largest_body, read_infer, write_infer
+from app.serving.transport.asgi import headers_of, read_body, unless_gone
 from app.serving.transport.refusal import error_response
 from app.serving.transport.routes import is_open, routes
 
@@ -46,10 +45,10 @@ class HttpApi:
 
     async def _infer(self, name: str, version: str | None, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
-            body = await read_body(headers, receive, most_bytes(headers))
+            headers = headers_of(scope)
+            body = await read_body(headers, receive, largest_body(headers))
             chosen = self._endpoint.route(name, version)
-            request = read_infer(body, headers, name, version, chosen.inputs, LIMITS)
+            request = read_infer(body, headers, name, version, chosen.inputs)
             response = await unless_gone(receive, chosen.infer(request))
             if response is None:
                 return

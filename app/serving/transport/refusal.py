@@ -5,7 +5,6 @@ import math
 from dataclasses import dataclass
 
 from grpc import StatusCode
-from starlette.responses import JSONResponse
 
 from app.errors import (
     DataError,
@@ -17,7 +16,7 @@ from app.errors import (
     RequestTooLargeError,
     UnauthorizedError,
 )
-from app.serving.protocol.bodies import ErrorBody
+from app.serving.transport.error_response import ErrorResponse
 
 LOG = logging.getLogger(__name__)
 
@@ -29,6 +28,8 @@ class Refusal:
     http: int
     grpc: StatusCode
     message: str
+    retry_after_s: int | None = None
+    """When to ask again, if that is known."""
 
 
 _STATUS: dict[type[Exception], tuple[int, StatusCode]] = {
@@ -53,17 +54,18 @@ def refusal(error: Exception) -> Refusal:
         return Refusal(503, StatusCode.UNAVAILABLE, "the engine failed: try again")
     for kind, (http, grpc) in _STATUS.items():
         if isinstance(error, kind):
-            return Refusal(http, grpc, str(error))
+            after_s = math.ceil(error.retry_after_s) if isinstance(error, OverloadError) else None
+            return Refusal(http, grpc, str(error), after_s)
     LOG.error("a request failed", exc_info=error)
     return Refusal(500, StatusCode.INTERNAL, "internal error: see the replica's log in the Ray dashboard")
 
 
-def error_response(error: Exception) -> JSONResponse:
+def error_response(error: Exception) -> ErrorResponse:
     """What a client is told of an error, over HTTP."""
     told = refusal(error)
     headers: dict[str, str] = {}
-    if isinstance(error, OverloadError):
-        headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    if told.retry_after_s is not None:
+        headers["retry-after"] = str(told.retry_after_s)
     if isinstance(error, UnauthorizedError):
         headers["www-authenticate"] = "Bearer"
-    return JSONResponse(ErrorBody(error=told.message).model_dump(), told.http, headers)
+    return ErrorResponse(told.message, told.http, headers)

@@ -3,14 +3,17 @@
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response, Security
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse
 from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
+from starlette.middleware.gzip import GZipMiddleware
 
 from app.errors import RayloomError
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.bodies import parse_body
+from app.serving.protocol.compression import LEAST_BYTES, decompressed
+from app.serving.protocol.limits import LIMITS
 from app.serving.protocol.management import (
     IndexRequest,
     LoadRequest,
@@ -26,6 +29,7 @@ from app.serving.protocol.management import (
 from app.serving.protocol.model_config import config_json, model_config
 from app.serving.protocol.natural import NaturalModel, PredictRequest, PredictResponse
 from app.serving.transport.asgi import read_body
+from app.serving.transport.error_response import ErrorResponse
 from app.serving.transport.openapi import PREDICT, describe_infer
 from app.serving.transport.page import PAGE, PAGE_HEADERS
 from app.serving.transport.refusal import error_response
@@ -50,17 +54,19 @@ def routes(endpoint: Endpoint) -> FastAPI:
         redoc_url=None,
     )
 
+    api.add_middleware(GZipMiddleware, minimum_size=LEAST_BYTES, compresslevel=1)
+
     @api.exception_handler(RayloomError)
     @api.exception_handler(TimeoutError)
     @api.exception_handler(Exception)
-    async def _tell(_: Request, error: Exception) -> JSONResponse:
+    async def _tell(_: Request, error: Exception) -> ErrorResponse:
         return error_response(error)
 
     @api.exception_handler(HTTPException)
-    async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
+    async def _http_error(request: Request, error: HTTPException) -> ErrorResponse:
         unknown = f"no {request.method} {request.scope['path']} here: see /docs"
         detail = unknown if error.detail == "Not Found" else error.detail
-        return JSONResponse({"error": detail}, error.status_code, error.headers)
+        return ErrorResponse(detail, error.status_code, error.headers)
 
     @api.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -96,8 +102,10 @@ def _natural(endpoint: Endpoint) -> APIRouter:
 
 async def _asked(request: Request) -> PredictRequest:
     """An image as it is, or JSON. Raises RequestError."""
-    body = await read_body(request.headers, request.receive)
     is_image = request.headers.get("content-type", "").lower().startswith("image/")
+    most_bytes = LIMITS.body_bytes if is_image else LIMITS.json_bytes
+    sent = await read_body(request.headers, request.receive, most_bytes)
+    body = decompressed(sent, request.headers.get("content-encoding", ""), most_bytes)
     return PredictRequest(inputs=body) if is_image else parse_body(PredictRequest, body)
 
 
@@ -140,7 +148,8 @@ def _models(endpoint: Endpoint) -> APIRouter:
     @router.get("/{name}/versions/{version}/config")
     async def config(name: str, version: str | None = None) -> dict[str, Any]:
         """How a model is configured, in Triton's words."""
-        return config_json(model_config(endpoint.find(name, version).model.manifest))
+        served = endpoint.find(name, version)
+        return config_json(model_config(served.model.manifest, served.policy))
 
     @router.get("/{name}/ready")
     @router.get("/{name}/versions/{version}/ready")

@@ -1,0 +1,76 @@
+"""Whether an engine answers."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from app.errors import EngineError
+
+_TRUSTED_S = 5.0
+"""For how long an engine that has answered need not be asked again."""
+_STUCK_S = 60.0
+"""An engine that is at work on one call for so long will not come back."""
+_WAIT_S = 0.2
+"""For an answer to a check; what comes later, the next check hears."""
+
+
+class EngineHealth:
+    """What is known of an engine by what it answered, and by blank requests to it, one at a time."""
+
+    def __init__(self, run_blank: Callable[[], object]) -> None:
+        """Of one that has answered just now.
+
+        Args:
+            run_blank: has the engine answer a blank request, in whichever thread; raises EngineError.
+        """
+        self._run_blank = run_blank
+        self._answered_s = time.monotonic()
+        self._blank: asyncio.Task[None] | None = None
+        self._blank_s = 0.0
+
+    def answered(self) -> None:
+        """It has answered a request."""
+        self._answered_s = time.monotonic()
+
+    async def ask(self) -> None:
+        """Have it answer a blank request: that which it is at, else a new one.
+
+        Raises:
+            EngineError: it fails, or answers numbers that are not finite.
+        """
+        await asyncio.shield(self._asked())  # others may wait for the same answer
+
+    async def check(self, running_s: float) -> None:
+        """See whether it answers. One that is at work is left to it, however long others wait behind that.
+
+        Args:
+            running_s: how long it has been at work on requests; 0 if it is not.
+
+        Raises:
+            EngineError: it fails, answers numbers that are not finite, or does not come back from a call.
+        """
+        if self._blank is None and not running_s and time.monotonic() - self._answered_s > _TRUSTED_S:
+            self._asked()
+        if self._blank:  # not waited for: an engine may need longer than Serve gives a check
+            await asyncio.wait([self._blank], timeout=_WAIT_S)
+            if self._blank.done():
+                ended, self._blank = self._blank, None
+                ended.result()
+            else:
+                running_s = max(running_s, time.monotonic() - self._blank_s)
+        if running_s > _STUCK_S:
+            raise EngineError(f"the engine has been at work on one call for {running_s:.0f} s: the replica is replaced")
+
+    async def close(self) -> None:
+        """Wait until no blank request runs."""
+        if self._blank:
+            await asyncio.wait([self._blank])
+
+    def _asked(self) -> asyncio.Task[None]:
+        if self._blank is None or self._blank.done():
+            self._blank, self._blank_s = asyncio.create_task(self._run()), time.monotonic()
+        return self._blank
+
+    async def _run(self) -> None:
+        await asyncio.to_thread(self._run_blank)
+        self.answered()
