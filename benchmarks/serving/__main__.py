@@ -16,12 +16,13 @@ from benchmarks.serving.plot import heat_map
 from benchmarks.serving.race import race
 from benchmarks.serving.report import report
 from benchmarks.serving.servers import SERVERS
+from benchmarks.serving.steady import Steady, steady
 from benchmarks.serving.sweep import Swept, sweep
 from benchmarks.serving.workloads import workload
 from benchmarks.serving.wrk import WrkMissingError, require_wrk
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
-_SWEEP = "sweep"
+_SWEEP, _STEADY, _STEADY_S = "sweep", "steady", 15
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -50,11 +51,14 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> Findings:
     races = {
         name: _race(CASES[name](models, field), arguments.rounds, arguments.seconds)
         for name in arguments.cases
-        if name != _SWEEP
+        if name in CASES
     }
+    steadily = _steady(CASES["texts"](models, field), arguments.rounds) if _STEADY in arguments.cases else None
     swept = _sweep(models, arguments.seconds) if _SWEEP in arguments.cases else None
     minutes = (time.monotonic() - began) / 60
-    return Findings(races, swept, versions, arguments.rounds, arguments.seconds, load_before, load_average(), minutes)
+    return Findings(
+        races, swept, steadily, versions, arguments.rounds, arguments.seconds, load_before, load_average(), minutes
+    )
 
 
 def _race(case: Case, num_rounds: int, seconds: int) -> Raced:
@@ -64,13 +68,18 @@ def _race(case: Case, num_rounds: int, seconds: int) -> Raced:
     return Raced(case.title, names, alone, ran)
 
 
+def _steady(case: Case, num_rounds: int) -> Steady:
+    (eager,) = case.peers
+    return steady(case.own, eager, case.workload, num_rounds, _STEADY_S)
+
+
 def _sweep(models: Models, seconds: int) -> Swept:
     return sweep(models.chosen, workload(models.encoder.onnx, models.short_texts), seconds)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
-    cases, peers = [*CASES, _SWEEP], list(SERVERS)
+    cases, peers = [*CASES, _STEADY, _SWEEP], list(SERVERS)
     parser.add_argument("--cases", nargs="+", choices=cases, default=cases, help="default: all")
     parser.add_argument("--peers", nargs="*", choices=peers, default=peers, help="default: all")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each server")

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.serving.race import Race
+from benchmarks.serving.steady import Steady
 from benchmarks.serving.sweep import Swept
 
 
@@ -30,6 +31,9 @@ class Findings:
 
     sweep: Swept | None
     """None: it was not asked for."""
+
+    steady: Steady | None
+    """Of texts of every length; None: it was not asked for."""
 
     versions: Sequence[str]
     """Of peers."""

@@ -9,6 +9,7 @@ from benchmarks.serving.cases import BATCHING_OFF, CHOSEN, RAYLOOM, SAME_FILE_LO
 from benchmarks.serving.findings import Findings, Raced
 from benchmarks.serving.race import Result
 from benchmarks.serving.servers import EAGER
+from benchmarks.serving.steady import Steady
 from benchmarks.spread import Spread
 
 FASTER_THAN_PEERS = 1.5
@@ -24,7 +25,8 @@ _ONE, _SOME, _MANY = 1, 16, 64
 def goals(found: Findings) -> list[Goal]:
     """Every goal of the races that were run."""
     rows = {"cnn": _cnn, "encoder": _encoder, "texts": _texts}
-    return [goal for name, raced in found.races.items() for goal in rows[name](raced)]
+    raced = [goal for name, raced in found.races.items() for goal in rows[name](raced)]
+    return [*raced, _steady(found.steady)] if found.steady else raced
 
 
 def _cnn(raced: Raced) -> Iterator[Goal]:
@@ -64,6 +66,16 @@ def _texts(raced: Raced) -> Iterator[Goal]:
         p50s = _ratio(raced, Result.p50_ms, CHOSEN, EAGER.name, connections)
         yield _judged(f"{what}, rows a second, {_at(connections)}", rates, "≥", FASTER_THAN_EAGER)
         yield _judged(f"{what}, p50, {_at(connections)}", p50s, "≤", LATENCY_OF_EAGER)
+
+
+def _steady(steady: Steady) -> Goal:
+    what = f"Texts of every length at {steady.rate:.0f} requests a second: {CHOSEN} / {EAGER.name}, p50"
+    compared: Compared | str
+    if missing := [steady.absent[name] for name in (CHOSEN, EAGER.name) if name in steady.absent]:
+        compared = missing[0]
+    else:
+        compared = Compared(steady.p50_ms(CHOSEN).over(steady.p50_ms(EAGER.name)), EAGER.name)
+    return _judged(what, compared, "≤", LATENCY_OF_EAGER)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from benchmarks.markdown import table
 from benchmarks.serving.findings import Findings, Raced
 from benchmarks.serving.goals import goals
 from benchmarks.serving.race import CONNECTIONS, Result
+from benchmarks.serving.steady import SHARE, Steady
 from benchmarks.serving.sweep import Swept
 from benchmarks.spread import Spread
 
@@ -46,7 +47,8 @@ def report(found: Findings, picture: Path) -> str:
         picture: of the sweep, beside the report.
     """
     swept = [_sweep(found.sweep, picture)] if found.sweep else []
-    sections = [_title(found), _goals(found), *map(_race, found.races.values()), *swept, _HOW]
+    steadily = [_steady(found.steady)] if found.steady else []
+    sections = [_title(found), _goals(found), *map(_race, found.races.values()), *steadily, *swept, _HOW]
     return "\n\n".join(section.strip() for section in sections) + "\n"
 
 
@@ -91,6 +93,22 @@ def _race(raced: Raced) -> str:
     settings = "".join(f"\n- **{name}**: {_setting(result)}" for name, result in race.results.items())
     absent = "".join(f"\n- **{name}** was left out: {why}" for name, why in race.absent.items())
     return f"## {raced.title}\n\n{table(header, [*rows, *loops])}\n{settings}{absent}"
+
+
+def _steady(steady: Steady) -> str:
+    header = ("server", "p50, ms", "p99, ms", "errors")
+    rows = [
+        (name, str(steady.p50_ms(name)), str(steady.p99_ms(name)), str(sum(each.errors for each in times)))
+        for name, times in steady.times.items()
+    ]
+    absent = "".join(f"\n- **{name}** was left out: {why}" for name, why in steady.absent.items())
+    return f"""
+## Texts of every length, at one rate
+
+{table(header, rows)}
+
+{steady.rate:.0f} requests a second, {SHARE:.0%} of what PyTorch eager answers to 16 connections that ask on, at
+the times of a Poisson process, whatever has been answered; each takes from when it was due.{absent}"""
 
 
 def _setting(result: Result) -> str:

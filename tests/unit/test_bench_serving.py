@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,6 +29,7 @@ from benchmarks.serving.processes import ServerError, running
 from benchmarks.serving.race import CONNECTIONS, Race, Result, race
 from benchmarks.serving.report import report
 from benchmarks.serving.servers import EAGER
+from benchmarks.serving.steady import Steady, Times, ask_steadily
 from benchmarks.serving.sweep import SETTINGS, Outcome, Swept
 from benchmarks.serving.wire import BinaryTensors, JsonTensors, NamedLists, Request, StackedList, Wire
 from benchmarks.serving.workloads import EXACT, NARROWED, Tolerance, Workload
@@ -168,6 +170,14 @@ def test_wrk_takes_turns_through_the_requests(doubling: str) -> None:
     assert load.errors == pytest.approx(load.rate, rel=0.25)
 
 
+def test_a_steady_load_asks_at_its_rate_whatever_is_answered(doubling: str) -> None:
+    began_s = time.monotonic()
+    times = ask_steadily(doubling, _asking(1, 13).requests(NamedLists("/")), rate=100, seconds=1)
+    assert time.monotonic() - began_s >= 0.9
+    assert 35 <= times.errors <= 65, "every other"
+    assert 0 < times.p50_ms <= times.p99_ms
+
+
 def test_a_server_that_ends_is_told_with_its_log(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit('no such model')"]
     with (
@@ -238,7 +248,11 @@ def test_the_encoder_is_judged_by_its_loop_and_by_servers_without_batching() -> 
 
 def test_the_whole_stack_is_judged_where_requests_wait() -> None:
     found = _found({CHOSEN: (100, 600, 800), EAGER.name: (50, 100, 100)}, case="texts")
-    assert [each.verdict for each in goals.goals(found)] == ["**missed**", "reached", "reached", "reached"]
+    assert [each.verdict for each in goals.goals(found)] == ["**missed**", *["reached"] * 4]
+    assert _goal(found, "Texts of every length at 40 requests a second").reached.startswith("0.150 (0.150 to 0.150)")
+    assert "| PyTorch eager | 20.000 (20.000 to 20.000) | 90.000 (90.000 to 90.000) | 2 |" in report(
+        found, Path("a.svg")
+    )
 
 
 def test_what_did_not_run_is_open_and_its_reason_is_told() -> None:
@@ -288,7 +302,8 @@ def _found(
     peers = [name for name in rates if not name.startswith("Rayloom")]
     raced = Raced(case, peers, peers, ran)
     swept = Swept({SETTINGS[0]: Outcome(100.0, 1.5, 3)}, {SETTINGS[1]: "no such key"})
-    return Findings({case: raced}, swept, ["a 1.0"], 2, 1, "0.1", "0.2", 1.0)
+    steady = Steady(40.0, {CHOSEN: [Times(3.0, 9.0, 0)] * 2, EAGER.name: [Times(20.0, 90.0, 1)] * 2}, {})
+    return Findings({case: raced}, swept, steady if case == "texts" else None, ["a 1.0"], 2, 1, "0.1", "0.2", 1.0)
 
 
 def _loads(rates: tuple[float, float, float]) -> dict[int, Load]:

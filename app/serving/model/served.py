@@ -100,8 +100,9 @@ class ServedModel:
         return self.model.encode(inputs)
 
     @contextmanager
-    def _reading(self, began_s: float) -> Iterator[None]:
+    def _reading(self) -> Iterator[None]:
         """Count a request that fails in here, which the batcher never sees."""
+        began_s = time.monotonic()
         try:
             yield
         except BaseException as error:
@@ -129,7 +130,7 @@ class ServedModel:
             deadline_s: until the answer, of ``time.monotonic``.
         """
         with self.kept_open(), self.latencies.timed():
-            with self._reading(time.monotonic()):
+            with self._reading():
                 _check_rows("inputs", len(inputs))
                 parts = await self._encode(inputs, deadline_s)
             # One after the other: all of a list has one place in the queue.
@@ -154,7 +155,7 @@ class ServedModel:
 
     async def _run(self, tensors: Tensors, priority: int, timeout_s: float | None) -> Tensors:
         """Raises as ``run``."""
-        with self._reading(time.monotonic()):
+        with self._reading():
             check_tensors(tensors, self.inputs)
             _check_rows(f"input {self.inputs[0].name!r}", len(tensors[self.inputs[0].name]))
         return await self._call(tensors, priority, timeout_s)
