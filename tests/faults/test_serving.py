@@ -36,7 +36,7 @@ BODY = {
     ]
 }
 TOY = ["recipes/reviews.yaml", "name=toy"]
-KILLS, SLOW = 5, 100
+KILLS, SLOW = 20, 100
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_what_a_killed_replica_was_asked_another_answers(replicas: Cluster, url:
                 wait_until(lambda: len(replicas.replicas()) == 2)
                 back_s.append(time.monotonic() - killed_s)
             time.sleep(2)
-        fault.saw(f"{sent.summary}; 2 again after {max(back_s):.1f} s")
+        fault.saw(f"{sent.summary}, p99 {sent.percentile_s(0.99):.2f} s; 2 again after {max(back_s):.1f} s")
         assert len(sent.failed) <= KILLS
         assert max(back_s) <= 15
 
