@@ -23,6 +23,8 @@ _LOCK, _NAMESPACE = "changes-the-endpoint", "rayloom"
 _BACK_TIMEOUT_S = 600.0
 """For what was served before, and so can be loaded."""
 _POLL_S = 0.5
+_QUEUED_REQUESTS = 256
+"""In a replica, until they have a place: also those for which there is one, if they come in one turn of its loop."""
 _BACKPRESSURE = BackpressureConfig(retry_after_s=1.0)
 
 
@@ -139,7 +141,7 @@ def _run_application(config: EndpointConfig, timeout_s: float) -> None:
     scaling = config.scaling
     server = ModelServer.options(  # type: ignore[attr-defined] # from the decorator
         max_ongoing_requests=config.most_requests,
-        max_queued_requests=config.most_requests,  # all that come in one turn of its loop count as queued
+        max_queued_requests=_QUEUED_REQUESTS,
         backpressure_config=_BACKPRESSURE,
         user_config=config.model_dump(mode="json"),
         ray_actor_options={"num_cpus": scaling.cpus, "num_gpus": scaling.gpus},

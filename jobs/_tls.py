@@ -37,9 +37,16 @@ def serve_options(tls: TlsConfig | None) -> dict[str, str]:
 
 
 def show_to_haproxy(tls: TlsConfig | None) -> None:
-    """Let HAProxy, if it is the ingress, show this certificate from its next start on, which every deploy brings."""
-    if tls and _has_haproxy():
-        place = Path(os.environ[TLS_FILE])
+    """Let HAProxy, if it is the ingress, show this certificate from its next start on, which every deploy brings.
+
+    Without one it speaks no TLS.
+    """
+    if not _has_haproxy() or TLS_FILE not in os.environ:
+        return
+    place = Path(os.environ[TLS_FILE])
+    if tls is None:
+        place.unlink(missing_ok=True)
+    else:
         with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:  # of mode 600
             file.write(b"\n".join(Path(part).read_bytes() for part in (tls.certificate, tls.key)))
         os.replace(file.name, place)

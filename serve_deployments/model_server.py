@@ -52,4 +52,4 @@ class ModelServer(GrpcMethods):
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What ``serve_deployments.autoscaling`` is told of this replica, beside how many requests Serve sees in it."""
-        return {DIRECT: self._direct.ongoing, LATENCY: self._endpoint.latency_to_target}
+        return {DIRECT: self._direct.ongoing + self.beside_streams, LATENCY: self._endpoint.latency_to_target}

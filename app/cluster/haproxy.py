@@ -49,7 +49,6 @@ def prepare(folder: Path, metrics: int, stats: int, fallback_http: int, fallback
     """Write what HAProxy is started with into ``folder``, and return the settings of Ray Serve; the rest are ports."""
     folder.mkdir(exist_ok=True)
     start, no_answer, tls = folder / "haproxy", folder / "503.http", folder / "tls.pem"
-    tls.unlink(missing_ok=True)
     no_answer.write_bytes(_as_sent(no_replica_answers()))
     script = _START.format(
         host=LOOPBACK,

@@ -60,12 +60,10 @@ class ImageProcessor:
             assert isinstance(given, bytes)
             with Image.open(io.BytesIO(given), formats=FORMATS) as image:
                 if image.width * image.height > _MOST_PIXELS:
-                    raise DataError(
-                        f"an image has {image.width} x {image.height} pixels: scale it down to {_MOST_PIXELS} at most"
-                    )
+                    raise Image.DecompressionBombError(f"{image.width} x {image.height} pixels")
                 pixels = image.convert("L" if self._config.channels == 1 else "RGB").resize(size)
-        except DataError:
-            raise
+        except Image.DecompressionBombError as error:  # Pillow's own bound is higher
+            raise DataError(f"an image is too large ({error}): scale it down to {_MOST_PIXELS} pixels") from error
         except Exception as error:  # Pillow's decoders raise what they like on damaged files
             raise DataError(f"an image of {len(given)} bytes cannot be read: expected a PNG or JPEG file") from error
         values = np.asarray(pixels, np.float32).reshape(*size, self._config.channels) / 127.5 - 1.0

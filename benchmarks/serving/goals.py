@@ -71,8 +71,10 @@ def _texts(raced: Raced) -> Iterator[Goal]:
 def _steady(steady: Steady) -> Goal:
     what = f"Texts of every length at {steady.rate:.0f} requests a second: {CHOSEN} / {EAGER.name}, p50"
     compared: Compared | str
-    if missing := [steady.absent[name] for name in (CHOSEN, EAGER.name) if name in steady.absent]:
-        compared = missing[0]
+    if steady.absent:
+        compared = "; ".join(steady.absent.values())
+    elif errors := steady.errors(CHOSEN):
+        compared = f"{errors} requests got no good answer"
     else:
         compared = Compared(steady.p50_ms(CHOSEN).over(steady.p50_ms(EAGER.name)), EAGER.name)
     return _judged(what, compared, "≤", LATENCY_OF_EAGER)

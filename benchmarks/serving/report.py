@@ -98,8 +98,7 @@ def _race(raced: Raced) -> str:
 def _steady(steady: Steady) -> str:
     header = ("server", "p50, ms", "p99, ms", "errors")
     rows = [
-        (name, str(steady.p50_ms(name)), str(steady.p99_ms(name)), str(sum(each.errors for each in times)))
-        for name, times in steady.times.items()
+        (name, str(steady.p50_ms(name)), str(steady.p99_ms(name)), str(steady.errors(name))) for name in steady.times
     ]
     absent = "".join(f"\n- **{name}** was left out: {why}" for name, why in steady.absent.items())
     return f"""

@@ -33,7 +33,7 @@ class Times:
     p50_ms: float
     p99_ms: float
     errors: int
-    """Answers with status 400 or more, and connections that broke."""
+    """Answers with status 400 or more, and connections that broke; they have no part in the times."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Steady:
     """All rounds."""
 
     rate: float
-    """Requests a second."""
+    """Requests a second; 0 if the server they are compared with did not run."""
 
     times: Mapping[str, Sequence[Times]]
     """By the contender's name."""
@@ -57,23 +57,28 @@ class Steady:
         """Of a request."""
         return Spread(tuple(each.p99_ms for each in self.times[name]))
 
+    def errors(self, name: str) -> int:
+        """Of all rounds."""
+        return sum(each.errors for each in self.times[name])
+
 
 def steady(
     contenders: Sequence[Contender], baseline: Contender, workload: Workload, num_rounds: int, seconds: int
 ) -> Steady:
-    """Ask each for ``SHARE`` of what ``baseline`` can answer, in turns.
-
-    Raises:
-        RuntimeError: the baseline does not run, or answers wrong.
-    """
-    with tempfile.TemporaryDirectory(prefix="rb-", dir="/tmp") as folder, baseline.serve(Path(folder)) as url:
-        workload.check(url, baseline.wire, baseline.tolerance)
-        rate = SHARE * drive(url, workload.requests(baseline.wire), _CONNECTIONS, _CAPACITY_S).rate
+    """Ask each for ``SHARE`` of what ``baseline`` can answer, in turns."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="rb-", dir="/tmp") as folder, baseline.serve(Path(folder)) as url:
+            workload.check(url, baseline.wire, baseline.tolerance)
+            rate = SHARE * drive(url, workload.requests(baseline.wire), _CONNECTIONS, _CAPACITY_S).rate
+    except RuntimeError as error:
+        return Steady(0.0, {}, {baseline.name: one_line(str(error))})
     by_name = {each.name: each for each in (*contenders, baseline)}
     times: dict[str, list[Times]] = {name: [] for name in by_name}
     absent: dict[str, str] = {}
     for number, order in enumerate(turns(list(by_name), num_rounds), start=1):
         for name in order:
+            if name in absent:
+                continue
             try:
                 times[name].append(_take_turn(by_name[name], workload, rate, seconds))
                 print(f"round {number}: {name}: {rate:.0f}/s, {times[name][-1]}", flush=True)
@@ -95,6 +100,9 @@ def ask_steadily(url: str, requests: Sequence[Request], rate: float, seconds: fl
     Args:
         url: scheme, host and port.
         rate: requests a second.
+
+    Raises:
+        RuntimeError: fewer than two answers were good.
     """
     gaps, taken_ms, errors = random.Random(0), list[float](), 0
 
@@ -102,10 +110,11 @@ def ask_steadily(url: str, requests: Sequence[Request], rate: float, seconds: fl
         nonlocal errors
         try:
             answer = await client.post(request.path, content=request.body, headers=dict(request.headers))
-            errors += answer.is_error
+            answer.raise_for_status()
         except httpx.HTTPError:
             errors += 1
-        taken_ms.append(1e3 * (time.monotonic() - due_s))
+        else:
+            taken_ms.append(1e3 * (time.monotonic() - due_s))
 
     async def run() -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -118,5 +127,7 @@ def ask_steadily(url: str, requests: Sequence[Request], rate: float, seconds: fl
             await asyncio.gather(*tasks)
 
     asyncio.run(run())
+    if len(taken_ms) < 2:
+        raise RuntimeError(f"{errors} requests got no good answer, and {len(taken_ms)} did")
     percentiles = quantiles(taken_ms, n=100, method="inclusive")
     return Times(percentiles[49], percentiles[98], errors)

@@ -151,7 +151,6 @@ def test_people_may_compress_too(server: Server, encoding: str, compress: Callab
     content = compress(json.dumps({"inputs": texts}).encode())
     answer = httpx.post(url, content=content, headers={"content-encoding": encoding})
     assert answer.json()["predictions"] == _predictions(server, texts)
-    assert answer.headers["content-encoding"] == "gzip"
 
 
 def test_a_version_that_changes_under_load_loses_no_request(server: Server, storage: UPath) -> None:

@@ -300,6 +300,16 @@ def test_requests_of_a_stream_share_a_call(server: Server, troubled: Troubled) -
     assert len(troubled.calls) <= 2
 
 
+def test_a_stream_does_not_fill_a_queue_by_itself(server: Server, storage: UPath) -> None:
+    server.run(server.endpoint.update(config(storage, max_batch_size=1, queue_limit=2)))
+    client, told = tritonclient.grpc.InferenceServerClient(server.grpc), queue.SimpleQueue[Any]()
+    client.start_stream(lambda result, error: told.put(error))
+    for _ in range(16):
+        client.async_stream_infer("toy", asked(tritonclient.grpc, rows(1)))
+    assert [told.get(timeout=30) for _ in range(16)] == [None] * 16
+    client.stop_stream()
+
+
 def test_a_stream_whose_client_goes_away_frees_the_queue(server: Server, troubled: Troubled) -> None:
     client = tritonclient.grpc.InferenceServerClient(server.grpc)
     client.start_stream(lambda result, error: None)

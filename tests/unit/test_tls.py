@@ -35,13 +35,13 @@ def test_a_haproxy_of_ours_is_shown_both_in_a_file_for_this_user(
     monkeypatch.setenv(TLS_FILE, str(shown))
     require_possible(files)
     assert serve_options(files) == {}, "of the replicas, which it asks in the clear"
-    show_to_haproxy(None)
-    assert not haproxy_speaks_tls()
     show_to_haproxy(files)
     assert haproxy_speaks_tls()
     assert shown.stat().st_mode & 0o777 == 0o600
     pair = Path(files.certificate).read_bytes() + Path(files.key).read_bytes()
     assert shown.read_bytes().split() == pair.split()
+    show_to_haproxy(None)
+    assert not haproxy_speaks_tls(), "what an endpoint of before was shown is gone"
 
 
 def test_haproxy_as_ray_starts_it_is_refused_with_a_way_out(files: TlsConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ Body = TypeVar("Body", bound=bytes | memoryview)
 _WINDOWS = {"gzip": 31, "deflate": 15}
 """What zlib calls the two formats."""
 
-LEAST_BYTES = 1024
+_LEAST_BYTES = 1024
 """Less fits in a packet as it is."""
 
 
@@ -51,7 +51,7 @@ def _inflated(body: bytes | memoryview, encoding: str, most_bytes: int) -> bytes
 
 def compressed(body: bytes, accepted: str) -> tuple[bytes, str | None]:
     """The body of a response to a request with this ``Accept-Encoding``, and its ``Content-Encoding`` if it has one."""
-    if len(body) < LEAST_BYTES or (encoding := _preferred(accepted)) is None:
+    if len(body) < _LEAST_BYTES or (encoding := _preferred(accepted)) is None:
         return body, None
     return zlib.compress(body, level=1, wbits=_WINDOWS[encoding]), encoding
 

@@ -31,7 +31,7 @@ from app.serving.transport.refusal import refusal
 from app.serving.transport.streams import in_order
 
 _MOST_AHEAD = 32
-"""Requests of a stream that are under way at a time, so that they can share calls of the engine."""
+"""Requests of a stream that are under way at a time, at most, so that they can share calls of the engine."""
 _OPEN_CALLS = ("ServerLive", "ServerReady")
 """What everybody may ask: load balancers, whether the server lives."""
 SERVICER = "app.serving.transport.grpc.add_to_server"
@@ -107,7 +107,7 @@ class GrpcMethods:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self._streams = 0
+        self._streams, self._answering = 0, 0
 
     def check_caller(self, grpc_context: Context) -> None:
         """Raises UnauthorizedError: the endpoint does not answer whoever calls."""
@@ -189,11 +189,21 @@ class GrpcMethods:
             return
         self._streams += 1
         try:
-            async with aclosing(in_order(request_stream, self._answer_in_stream, _MOST_AHEAD)) as answers:
+            async with aclosing(in_order(request_stream, self._answer_in_stream, self._most_ahead)) as answers:
                 async for answer in answers:
                     yield answer
         finally:
             self._streams -= 1
+
+    @property
+    def beside_streams(self) -> int:
+        """Requests of streams that run beside the first one of each: Serve counts a stream as one request."""
+        return max(0, self._answering - self._streams)
+
+    @property
+    def _most_ahead(self) -> int:
+        """So few that a stream does not fill a queue by itself."""
+        return min([_MOST_AHEAD, *(1 + each.policy.queue_limit // 2 for each in self._endpoint.config.versions)])
 
     def _check_streams(self) -> None:
         """Leave room for others: Serve gives a stream a request's place for as long as it is open."""
@@ -201,10 +211,13 @@ class GrpcMethods:
             raise OverloadError(f"{self._streams} streams are open already: end one, or send requests by themselves")
 
     async def _answer_in_stream(self, request: pb.ModelInferRequest | None) -> pb.ModelStreamInferResponse:
+        self._answering += 1
         try:
             return write_stream_infer(await self._infer(_understood(request)))
         except Exception as error:
             return write_stream_error(refusal(error).message, request and request.id)
+        finally:
+            self._answering -= 1
 
     async def _infer(self, message: pb.ModelInferRequest) -> InferResponse:
         chosen = self._endpoint.route(message.model_name, message.model_version or None)

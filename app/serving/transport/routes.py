@@ -7,12 +7,11 @@ from fastapi.responses import HTMLResponse
 from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
-from starlette.middleware.gzip import GZipMiddleware
 
 from app.errors import RayloomError
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.bodies import parse_body
-from app.serving.protocol.compression import LEAST_BYTES, decompressed
+from app.serving.protocol.compression import decompressed
 from app.serving.protocol.limits import LIMITS
 from app.serving.protocol.management import (
     IndexRequest,
@@ -53,8 +52,6 @@ def routes(endpoint: Endpoint) -> FastAPI:
         static_url=_DOCS_ASSETS,
         redoc_url=None,
     )
-
-    api.add_middleware(GZipMiddleware, minimum_size=LEAST_BYTES, compresslevel=1)
 
     @api.exception_handler(RayloomError)
     @api.exception_handler(TimeoutError)
@@ -102,10 +99,9 @@ def _natural(endpoint: Endpoint) -> APIRouter:
 
 async def _asked(request: Request) -> PredictRequest:
     """An image as it is, or JSON. Raises RequestError."""
+    sent = await read_body(request.headers, request.receive)
+    body = decompressed(sent, request.headers.get("content-encoding", ""), LIMITS.json_bytes)
     is_image = request.headers.get("content-type", "").lower().startswith("image/")
-    most_bytes = LIMITS.body_bytes if is_image else LIMITS.json_bytes
-    sent = await read_body(request.headers, request.receive, most_bytes)
-    body = decompressed(sent, request.headers.get("content-encoding", ""), most_bytes)
     return PredictRequest(inputs=body) if is_image else parse_body(PredictRequest, body)
 
 
