@@ -143,6 +143,8 @@ def go_on(row: Row, folder: UPath) -> dict[str, list[float]]:
     return found
 
 
+_HERE = "127.0.0.1"
+
 Losses = dict[str, list[float]]
 """By whose they are."""
 Found = dict[str, Losses]
@@ -163,10 +165,16 @@ def work(make: Callable[[Row, UPath], Losses], folder: str, wanted: list[str]) -
 def launch(processes: int, make: Callable[[Row, UPath], Losses], folder: str, wanted: Iterable[str]) -> Found:
     """What so many processes find, in their first one's words.
 
-    They are forked: what eight processes import takes longer than what they train.
+    They are forked: what eight processes import takes longer than what they train. Where to meet is a number, not a
+    name: one that is forked while a thread looks up a name waits for ever when it looks up one itself.
     """
     config = LaunchConfig(
-        1, 1, processes, run_id="parity", rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork"
+        *(1, 1, processes),
+        run_id="parity",
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"{_HERE}:0",
+        local_addr=_HERE,
+        start_method="fork",
     )
     found: Found = elastic_launch(config, work)(make, folder, list(wanted))[0]
     return found
