@@ -24,6 +24,8 @@ class Server:
     """Where an endpoint answers."""
 
     endpoint: Endpoint
+    methods: GrpcMethods
+    """That answer over gRPC."""
     http: str
     """``host:port``, as for gRPC."""
     grpc: str
@@ -38,6 +40,7 @@ class Server:
 def serving(chance: random.Random | None = None) -> Iterator[Server]:
     """Servers for an endpoint that has no models yet."""
     loop, endpoint = asyncio.new_event_loop(), Endpoint(chance)
+    methods = GrpcMethods(endpoint)
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     listener = socket.create_server(("127.0.0.1", 0))
@@ -45,14 +48,14 @@ def serving(chance: random.Random | None = None) -> Iterator[Server]:
 
     async def start() -> tuple[asyncio.Task[None], grpc.aio.Server, int]:
         rpc = grpc.aio.server(options=[("grpc.max_receive_message_length", 64 * 2**20)])
-        add_to_server(GrpcMethods(endpoint), rpc)
+        add_to_server(methods, rpc)
         port = rpc.add_insecure_port("127.0.0.1:0")
         await rpc.start()
         return asyncio.create_task(server.serve([listener])), rpc, port
 
     http, rpc, port = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
     try:
-        yield Server(endpoint, f"127.0.0.1:{listener.getsockname()[1]}", f"127.0.0.1:{port}", loop)
+        yield Server(endpoint, methods, f"127.0.0.1:{listener.getsockname()[1]}", f"127.0.0.1:{port}", loop)
     finally:
 
         async def stop() -> None:

@@ -293,11 +293,13 @@ def test_requests_of_a_stream_share_a_call(server: Server, troubled: Troubled) -
     for _ in range(8):
         client.async_stream_infer("toy", asked(tritonclient.grpc, rows(1)))
     wait_until(lambda: server.endpoint.find("toy").waiting == 8 - sum(troubled.calls))
+    assert server.methods.beside_streams == 7, "which Serve does not count, and the autoscaler is told of"
     troubled.go.set()
     for _ in range(8):
         assert np.allclose(told.get(timeout=30).as_numpy(OUTPUT), expected(rows(1)), atol=1e-4)
     client.stop_stream()
     assert len(troubled.calls) <= 2
+    assert not server.methods.beside_streams
 
 
 def test_a_stream_does_not_fill_a_queue_by_itself(server: Server, storage: UPath) -> None:
@@ -342,24 +344,26 @@ def test_streams_leave_room_for_others(server: Server, storage: UPath) -> None:
             idle.put(b"")
 
 
-def test_overload_over_grpc_says_when_to_come_back(server: Server, storage: UPath, troubled: Troubled) -> None:
+@pytest.mark.usefixtures("troubled")
+def test_overload_over_grpc_says_when_to_come_back(server: Server, storage: UPath) -> None:
     server.run(server.endpoint.update(config(storage, queue_limit=1)))
-    troubled = server.endpoint.find("toy").model.engine
+    slow = server.endpoint.find("toy").model.engine
+    assert isinstance(slow, Troubled)
     sent = pb.ModelInferRequest(model_name="toy")
     for name, tensor in rows(1).items():
         sent.inputs.add(name=name, datatype="INT64", shape=tensor.shape)
         sent.raw_input_contents.append(tensor.tobytes())
-    troubled.go.clear()
+    slow.go.clear()
     with grpc.insecure_channel(server.grpc) as channel:
         infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
         running = infer.future(sent.SerializeToString())
-        wait_until(lambda: bool(troubled.calls))
+        wait_until(lambda: bool(slow.calls))
         waiting = infer.future(sent.SerializeToString())
         wait_until(lambda: server.endpoint.find("toy").waiting == 1)
         refused = infer.future(sent.SerializeToString())
         assert refused.code().name == "UNAVAILABLE"
         assert dict(refused.trailing_metadata())["retry-after"] == "1"
-        troubled.go.set()
+        slow.go.set()
         assert {running.code().name, waiting.code().name} == {"OK"}
 
 
