@@ -16,7 +16,8 @@ HOME = Path(os.environ.get("RAYLOOM_HOME", "~/.rayloom")).expanduser()
 """Rayloom's own folder on this machine: the local cluster's state and the default storage."""
 
 
-_REMEMBER_LISTINGS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl")
+_CACHE_LISTINGS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl")
+"""Protocols whose drivers cache listings, which hides what other processes write. Other drivers refuse the option."""
 
 Advance = Callable[[], None]
 """Hears that reading or writing goes on, piece by piece: storage may be slow, and does not hang meanwhile."""
@@ -24,6 +25,15 @@ Advance = Callable[[], None]
 
 def unheard() -> None:
     """Where nobody waits for storage to go on."""
+
+
+def to_path(location: str | Path) -> UPath:
+    """Return ``location`` as a path that shows at once what other processes write.
+
+    Make every path here, also from a string that was made from a path: ``UPath(...)`` would cache listings again.
+    """
+    path = UPath(location)
+    return UPath(location, use_listings_cache=False) if path.protocol in _CACHE_LISTINGS else path
 
 
 def open_storage(location: str | None) -> UPath:
@@ -40,10 +50,7 @@ def open_storage(location: str | None) -> UPath:
             "deletes; give an absolute path or a URI such as s3://bucket/prefix"
         )
     try:
-        # What fsspec remembers of a listing hides what other processes write; drivers that list nothing refuse the key.
-        root = UPath(location)
-        if root.protocol in _REMEMBER_LISTINGS:
-            root = UPath(location, use_listings_cache=False)
+        root = to_path(location)
         root.exists()  # the driver of a protocol is loaded on first use
     except Exception as error:  # each protocol's driver has errors of its own
         raise StorageError(f"storage {location!r} cannot be opened ({error}): check the URI and its driver") from error

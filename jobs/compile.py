@@ -19,6 +19,7 @@ from app.errors import RayloomError
 from app.repository.manifest import ServingDefaults
 from app.repository.repository import Repository
 from app.runs import Outcome, Run, latest_result
+from app.storage import to_path
 from app.tasks import find_processor
 from jobs._runner import main
 
@@ -80,8 +81,8 @@ def _compile(run: Run, compilation: Compilation) -> Outcome:
 def _weights_folder(run: Run) -> UPath:
     config = run.recipe.compile
     if config.weights is not None:
-        return UPath(config.weights)
-    return UPath(latest_result(run.storage, "train", run.recipe.name).artifacts["weights"])
+        return to_path(config.weights)
+    return to_path(latest_result(run.storage, "train", run.recipe.name).artifacts["weights"])
 
 
 def _keep_plans(run: Run, compilation: Compilation) -> dict[str, str]:
@@ -91,7 +92,7 @@ def _keep_plans(run: Run, compilation: Compilation) -> dict[str, str]:
         target = run.folder / "plans" / precision
         target.mkdir(parents=True)
         for file in plan.iterdir():
-            UPath(file).copy(target / file.name)
+            to_path(file).copy(target / file.name)
         kept[f"plan_{precision}"] = str(target)
     return kept
 

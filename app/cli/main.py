@@ -21,7 +21,7 @@ from app.config import Recipe, dump_recipe, load_recipe
 from app.errors import ClusterError, RayloomError, RequestError, StorageError
 from app.runs import CONFIG_FILE, runs_folder
 from app.serving.protocol.natural import PredictRequest
-from app.storage import absolute_location
+from app.storage import absolute_location, to_path
 from app.telemetry.alerts import Action
 from app.training.coordination.control import request
 
@@ -103,7 +103,7 @@ def export(
     """Write a training run's checkpoint as one model.safetensors, also of a run that was paused or failed."""
     from app.training.run import export_checkpoint  # which brings torch
 
-    folder = UPath(absolute_location(output or run_id))
+    folder = to_path(absolute_location(output or run_id))
     chosen = export_checkpoint(_train_run(run_id, storage), folder, step)
     print(f"the weights after step {chosen.step:,} of {run_id} are in {folder}")
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from upath import UPath
 
 from app.cli.endpoint import local_endpoint
 from app.cli.options import Storage, chosen_storage
@@ -16,6 +15,7 @@ from app.errors import ClusterError, RequestError, StorageError
 from app.repository.aliases import Alias
 from app.repository.export import export_to_triton
 from app.repository.repository import Repository
+from app.storage import to_path
 
 models = typer.Typer(no_args_is_help=True, help="Look at the versions of models, and say which one counts.")
 
@@ -115,7 +115,7 @@ def export(
         raise RequestError(f"given are {' '.join(where)!r}: expected a folder, or a version's number and a folder")
     with _repository(storage) as repository:
         version = int(numbers[0]) if numbers else repository.current(name)
-        model = export_to_triton(repository, name, version, UPath(Path(folder).absolute()))
+        model = export_to_triton(repository, name, version, to_path(Path(folder).absolute()))
     print(f"{name}, version {version}, is in {model}; serve it with: tritonserver --model-repository {model.parent}")
 
 

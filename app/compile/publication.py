@@ -24,6 +24,7 @@ from app.repository.manifest import (
     ModelCard,
 )
 from app.repository.repository import Repository
+from app.storage import to_path
 from app.tensors import Tensor
 from app.training.run_folder import ARCHITECTURE_FILE, RECIPE_FILE, WEIGHTS_FILE
 
@@ -40,7 +41,7 @@ def publish(
     """Publish the files of the chosen variant, and promote the version: its gates hold."""
     trained = compilation.subject.trained
     with tempfile.TemporaryDirectory(prefix="rayloom-version-") as temporary:
-        files = UPath(temporary)
+        files = to_path(temporary)
         for target, source in _model_files(compilation, choice.record).items():
             source.copy(files / target)
         trained.processor.save(files)
@@ -64,7 +65,7 @@ def _model_files(compilation: Compilation, record: VariantRecord) -> dict[str, U
     compiled = {MODEL_FILE: onnx}
     if opened != onnx:
         compiled |= {PLAN_FILE: opened, manifest_path(Path(PLAN_FILE)).name: manifest_path(opened)}
-    return {name: UPath(file) for name, file in compiled.items()}
+    return {name: to_path(file) for name, file in compiled.items()}
 
 
 def _known_answers(reference: Reference) -> KnownAnswers:

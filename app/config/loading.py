@@ -8,11 +8,11 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
-from upath import UPath
 
 from app.config.overrides import apply_overrides, parse_yaml, set_value
 from app.config.recipe import Recipe
 from app.errors import RecipeError
+from app.storage import to_path
 from app.suggestions import did_you_mean
 
 _PATTERNS = {
@@ -29,7 +29,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         RecipeError: no such file, broken YAML, or keys, types or combinations that are refused.
     """
     try:
-        text = UPath(path).read_text(encoding="utf-8")
+        text = to_path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise RecipeError(
             f"recipe {str(path)!r} cannot be read ({error.strerror}): give the path of a YAML file, "

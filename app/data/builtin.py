@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
 
-from upath import UPath
-
 from app.data.examples import Examples
 from app.data.idx import LABELS_FILE, holds_idx, read_idx_folder
 from app.data.images import encode_png
 from app.errors import DataError
+from app.storage import to_path
 
 FASHION_FOLDER = "/usr/share/datasets/fashion-mnist"
 """Where Debian's package puts it."""
@@ -39,7 +38,7 @@ def _digits() -> Examples:
 
 def _fashion() -> Examples:
     """Fashion-MNIST (Xiao, Rasul and Vollgraf 2017, arXiv:1708.07747): its 60,000 training pictures of 28 x 28."""
-    folder = UPath(FASHION_FOLDER)
+    folder = to_path(FASHION_FOLDER)
     if not holds_idx(folder):
         raise DataError(
             f"data.source 'builtin:fashion' reads {FASHION_FOLDER}, which is not there: apt-get install "

@@ -10,6 +10,7 @@ from app.data.builtin import BUILTIN
 from app.data.examples import Examples
 from app.data.idx import holds_idx, read_idx_folder
 from app.errors import DataError
+from app.storage import to_path
 from app.suggestions import did_you_mean
 
 Found = TypeVar("Found")
@@ -51,7 +52,7 @@ def find_builtin(source: str, known: Mapping[str, Found]) -> Found | None:
 def open_source(config: DataConfig) -> UPath:
     """The path of a source that is not built in. Raises DataError if there is nothing."""
     try:
-        path = UPath(config.source).expanduser()
+        path = to_path(config.source).expanduser()
         found = path.exists()
     except Exception as error:  # each protocol's driver has errors of its own
         raise DataError(f"data.source {config.source!r} cannot be opened ({error}): check the URI") from error

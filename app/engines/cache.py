@@ -9,9 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from upath import UPath
-
-from app.storage import write_atomically
+from app.storage import to_path, write_atomically
 
 LOG = logging.getLogger(__name__)
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -60,7 +58,7 @@ class CacheFile:
         What nobody has read for a month goes.
         """
         try:
-            write_atomically(UPath(self.path), hashlib.sha256(content).digest() + content)
+            write_atomically(to_path(self.path), hashlib.sha256(content).digest() + content)
             for each in self.path.parent.iterdir():
                 if each.stat().st_atime < time.time() - _UNREAD_S:
                     each.unlink(missing_ok=True)

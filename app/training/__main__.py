@@ -6,12 +6,11 @@ import sys
 from functools import partial
 
 import torch
-from upath import UPath
 
 from app.config import Recipe, load_recipe
 from app.errors import RayloomError
 from app.runs import Outcome, Run, execute
-from app.storage import absolute_location
+from app.storage import absolute_location, to_path
 from app.tasks import load_prepared
 from app.training.resume import start_or_resume
 from app.training.run import finish_run, open_run, prepare_run
@@ -74,7 +73,7 @@ def _follow(worker: Worker, recipe: Recipe) -> None:
     location: str | None = worker.broadcast()
     if location is None:
         return  # the first process says why
-    folder = UPath(location)
+    folder = to_path(location)
     train(recipe, load_prepared(recipe, folder / DATA), worker, folder)
 
 

@@ -14,6 +14,7 @@ from upath import UPath
 
 from app.config import Recipe, TrainConfig
 from app.errors import NonFiniteLossError, TrainingError
+from app.storage import to_path
 from app.tasks import load_prepared
 from app.telemetry.alerts import Action
 from app.training.coordination.heartbeat import Heartbeat
@@ -97,8 +98,8 @@ def train_worker(arguments: WorkerArguments) -> Ending | NonFiniteLossError:
     """
     ray_context.logger.setLevel(logging.WARNING)  # it prints the whole of each report, past LoggingConfig
     recipe = Recipe.model_validate_json(arguments["recipe"])
-    run_folder = UPath(arguments["run_folder"])
-    data = load_prepared(recipe, UPath(arguments["data_folder"]))
+    run_folder = to_path(arguments["run_folder"])
+    data = load_prepared(recipe, to_path(arguments["data_folder"]))
     worker = start_worker(recipe.train)
     with ExitStack() as stack:
         if worker.is_first:  # the job's own heart stops at once where the job is killed, its workers seconds later

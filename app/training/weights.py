@@ -16,7 +16,7 @@ from app.data.prepared import PreparedData
 from app.data.processor import Processor
 from app.models.factory import build_model
 from app.models.kind import ModelKind, kind_of
-from app.storage import local_copy
+from app.storage import local_copy, to_path
 from app.tasks import find_processor
 from app.training.checkpoints.reader import export_weights
 from app.training.run_folder import RECIPE_FILE, WEIGHTS_FILE
@@ -44,7 +44,7 @@ def publish_weights(checkpoint: UPath, data: PreparedData, recipe: Recipe, folde
         if kind_of(model) is ModelKind.HUGGING_FACE:
             configuration: Any = model.config
             configuration.save_pretrained(temporary)
-        for file in UPath(temporary).iterdir():
+        for file in to_path(temporary).iterdir():
             file.copy(folder / file.name)
     (folder / RECIPE_FILE).write_text(dump_recipe(recipe), encoding="utf-8")
     data.save_codec(folder)
@@ -71,7 +71,7 @@ def read_weights(folder: Path) -> TrainedModel:
 
 def read_architecture(folder: Path) -> TrainedModel:
     """The same with fresh weights, those of the folder being left unread."""
-    files = UPath(folder)
+    files = to_path(folder)
     recipe = load_recipe(str(files / RECIPE_FILE))
     labels = load_labels(files)
     processor = find_processor(recipe.task).load(files)

@@ -10,6 +10,7 @@ from upath import UPath
 
 from app.config import Recipe
 from app.errors import TrainingError
+from app.storage import to_path
 from app.training.checkpoints.store import CheckpointStore
 from app.training.records import Ending, EpochRecord
 from app.training.reporting.recorder import Report
@@ -33,7 +34,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
     def setup(self, config: dict[str, Any], recipe: str, run_folder: str) -> None:
         """``recipe`` as JSON, which the trials change; ``run_folder`` of the search."""
         self._recipe = Recipe.model_validate_json(recipe)
-        self._folder = UPath(run_folder)
+        self._folder = to_path(run_folder)
         self._data = DataCache(self._folder / DATA)
         self._begin(config)
 

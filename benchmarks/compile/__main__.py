@@ -6,10 +6,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from upath import UPath
-
 from app.engines.architecture import usable_cores
 from app.errors import RayloomError
+from app.storage import to_path
 from benchmarks.compile.compiled import ModelUnderTest
 from benchmarks.compile.findings import Compiled, Findings
 from benchmarks.compile.goals import ENCODER
@@ -50,7 +49,7 @@ def measure(models: Sequence[Model], weights: dict[str, str], threads: int, num_
         with tempfile.TemporaryDirectory(prefix="bench-compile-") as temporary:
             folder, name = Path(temporary), model.name
             try:
-                found = UPath(weights[name]) if name in weights else model.make(model, folder)
+                found = to_path(weights[name]) if name in weights else model.make(model, folder)
                 under_test = ModelUnderTest(model, found, folder / "compiled", threads)
                 compiled[name] = under_test.run(num_rounds)
                 if name == ENCODER:

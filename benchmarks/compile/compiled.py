@@ -10,6 +10,7 @@ from app.compile.subject import load_subject, resized
 from app.compile.variants import wanted_variants
 from app.config import load_recipe
 from app.repository.repository import Repository
+from app.storage import to_path
 from app.training.run_folder import RECIPE_FILE
 from benchmarks.compile.coldstart import Starts, measure_starts
 from benchmarks.compile.contenders import contenders
@@ -53,7 +54,7 @@ class ModelUnderTest:
     def measure_starts(self, num_rounds: int) -> list[Starts]:
         """Publish what was chosen, and time new processes that load it, up to their first answer to a text."""
         storage, name = self._folder / "storage", self._model.name
-        repository, run = Repository(UPath(storage)), UPath(self._folder)
+        repository, run = Repository(to_path(storage)), to_path(self._folder)
         manifest = publish(self._compilation, self._choice, name, repository, run)
         text = str(self._compilation.subject.data.validation.split.inputs[0])
         return measure_starts(storage, f"{manifest.name}/{manifest.version}", self._threads, text, num_rounds)

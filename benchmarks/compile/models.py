@@ -17,6 +17,7 @@ from app.engines.architecture import usable_cores
 from app.errors import TrainingError
 from app.models.factory import build_model
 from app.runs import Result
+from app.storage import to_path
 from app.tasks import find_processor
 from app.training.run_folder import DATA, RECIPE_FILE, WEIGHTS, WEIGHTS_FILE
 from benchmarks.compile import minilm
@@ -77,7 +78,7 @@ def train(model: Model, folder: Path) -> UPath:
         if reasons := re.findall("^error: (.+)", str(error), re.MULTILINE):
             raise TrainingError(reasons[-1]) from error
         raise
-    return UPath(Result.of_output(said).artifacts["weights"])
+    return to_path(Result.of_output(said).artifacts["weights"])
 
 
 def take_sentence_encoder(model: Model, folder: Path) -> UPath:
@@ -110,8 +111,8 @@ def write_weights(recipe: Recipe, answers: int, fill: Callable[[nn.Module], None
     torch.manual_seed(0)
     model = build_model(recipe.model, data.facts)
     fill(model)
-    data.save(UPath(folder / DATA))
-    weights = UPath(folder / WEIGHTS)
+    data.save(to_path(folder / DATA))
+    weights = to_path(folder / WEIGHTS)
     data.save_codec(weights)
     safetensors.torch.save_model(model, str(weights / WEIGHTS_FILE))
     (weights / RECIPE_FILE).write_text(dump_recipe(recipe), encoding="utf-8")

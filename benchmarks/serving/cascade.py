@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from upath import UPath
 
 from app.compile.compilation import Compilation
 from app.compile.publication import publish
@@ -29,6 +28,7 @@ from app.serving.cascade.plan import calibrate_versions
 from app.serving.cascade.routing import route
 from app.serving.cascade.rule import CascadeRule
 from app.serving.model.loaded import LoadedModel, load_model
+from app.storage import to_path
 from app.tasks import find_processor
 from app.telemetry.flops import flops_per_sample
 from app.tensors import OUTPUT, Tensors
@@ -127,14 +127,14 @@ def _data(folder: Path) -> tuple[Split, Path]:
 
 def _contender(name: str, overrides: Sequence[str], source: Path, folder: Path) -> Contender:
     """As a person makes one: trained in a process of its own, compiled for this CPU in float32, and published."""
-    compiled, storage = folder / f"compiled-{name}", UPath(folder / "storage")
+    compiled, storage = folder / f"compiled-{name}", to_path(folder / "storage")
     weights = train(Model(name, _RECIPE, train, overrides=(f"data.source={source}", *_BOTH, *overrides)), folder)
     compiled.mkdir()
     recipe = load_recipe(str(weights / RECIPE_FILE))
     subject, wanted = load_subject(weights, recipe, _THREADS), wanted_variants(recipe.compile)
     compilation = Compilation(subject, recipe.compile, wanted, compiled, partial(print, flush=True))
     compilation.prove()
-    manifest = publish(compilation, compilation.choose(), name, Repository(storage), UPath(folder))
+    manifest = publish(compilation, compilation.choose(), name, Repository(storage), to_path(folder))
     module = load_weights(weights).model
 
     def flops(rows: Tensors) -> float:

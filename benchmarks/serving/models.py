@@ -15,6 +15,7 @@ from app.config import load_recipe
 from app.data.classification import ClassificationData
 from app.repository.manifest import MODEL_FILE, Manifest
 from app.repository.repository import Repository
+from app.storage import to_path
 from app.tasks import find_processor
 from app.tensors import Tensors
 from app.training.run_folder import DATA, RECIPE_FILE
@@ -112,11 +113,11 @@ class Models:
         if not note.exists():
             own.mkdir(parents=True, exist_ok=True)
             note.write_text(json.dumps(str(MODELS[source].make(MODELS[source], own))), encoding="utf-8")
-        return UPath(json.loads(note.read_text(encoding="utf-8")))
+        return to_path(json.loads(note.read_text(encoding="utf-8")))
 
     def _published(self, source: str, name: str, overrides: Sequence[str]) -> ServedModel:
         """The version in production; the first is compiled as a user would, on a core for each thread of an engine."""
-        weights, storage = self._weights(source), UPath(self._folder / "storage")
+        weights, storage = self._weights(source), to_path(self._folder / "storage")
         repository = Repository(storage)
         if name not in repository.names():
             print(f"{name}: compiling", flush=True)

@@ -5,12 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from upath import UPath
-
 from app.checksums import sha256_of
 from app.config import Recipe, load_recipe
 from app.data.builtin import BUILTIN
-from app.storage import write_atomically
+from app.storage import to_path, write_atomically
 
 _SHORT_REVIEW = 32
 """Characters. A third of the reviews are no longer."""
@@ -51,7 +49,7 @@ def _short_reviews(folder: Path) -> Path:
     rows = [{"text": text, "label": label} for text, label in reviews if len(text) <= _SHORT_REVIEW]
     content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
     file = folder.absolute() / f"short-reviews-{sha256_of(content)[:12]}.jsonl"
-    write_atomically(UPath(file), content)
+    write_atomically(to_path(file), content)
     return file
 
 

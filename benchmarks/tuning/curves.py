@@ -18,7 +18,7 @@ from app.checksums import sha256_of
 from app.code_revision import code_revision
 from app.config import Recipe
 from app.errors import NonFiniteLossError
-from app.storage import write_atomically
+from app.storage import to_path, write_atomically
 from app.training.records import Ending
 from app.training.session import train
 from app.training.worker import start_worker
@@ -46,7 +46,7 @@ class Curves:
     def __init__(self, recipe: Recipe, folder: Path) -> None:
         revision = sha256_of(f"{torch.__version__} {code_revision(*_TRAINS)}".encode())[:12]
         self._recipe, self._folder = recipe, folder / revision
-        self._data = DataCache(UPath(self._folder / "data"))
+        self._data = DataCache(to_path(self._folder / "data"))
         self._attempts: dict[str, Attempt] = {}
 
     def value(self, values: dict[str, Any], epoch: int) -> float | None:
@@ -70,7 +70,7 @@ class Curves:
         assert self._recipe.tune is not None
         if key not in self._attempts:
             self.close()
-            self._attempts[key] = Attempt(partial(_train, recipe, self._data, UPath(self._folder / "runs" / key)))
+            self._attempts[key] = Attempt(partial(_train, recipe, self._data, to_path(self._folder / "runs" / key)))
         try:
             said = self._attempts[key].next()
         except NonFiniteLossError:
@@ -89,7 +89,7 @@ class Curves:
 
     def _write(self, key: str, curve: Curve) -> None:
         file = self._folder / "curves" / f"{key}.json"
-        write_atomically(UPath(file), json.dumps(curve.__dict__).encode())
+        write_atomically(to_path(file), json.dumps(curve.__dict__).encode())
 
 
 def _train(recipe: Recipe, data: DataCache, folder: UPath, report: Any) -> Ending:

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from upath import UPath
 
 from app.checksums import read_verified
 from app.config import ComputePrecision
@@ -13,7 +12,7 @@ from app.engines.base import Signature
 from app.engines.shapes import ShapeProfile
 from app.engines.tensorrt.profiles import Shape
 from app.errors import CompileError, EngineError, StorageError
-from app.storage import write_atomically
+from app.storage import to_path, write_atomically
 from app.tensors import Tensor
 
 Bounds = dict[str, tuple[Shape, Shape, Shape]]
@@ -92,8 +91,8 @@ def manifest_path(plan: Path) -> Path:
 
 def write_plan(path: Path, plan: bytes, manifest: PlanManifest) -> None:
     """Write a plan and its manifest, which is last: a plan without one is refused."""
-    write_atomically(UPath(path), plan)
-    write_atomically(UPath(manifest_path(path)), manifest.model_dump_json(indent=1).encode())
+    write_atomically(to_path(path), plan)
+    write_atomically(to_path(manifest_path(path)), manifest.model_dump_json(indent=1).encode())
 
 
 def read_plan(path: Path) -> tuple[bytes, PlanManifest]:
@@ -105,7 +104,7 @@ def read_plan(path: Path) -> tuple[bytes, PlanManifest]:
     beside = manifest_path(path)
     try:
         manifest = PlanManifest.model_validate_json(beside.read_bytes())
-        return read_verified(UPath(path), manifest.plan_sha256), manifest
+        return read_verified(to_path(path), manifest.plan_sha256), manifest
     except FileNotFoundError as error:
         raise EngineError(f"the plan {str(path)!r} has no {beside.name} beside it: build it again") from error
     except (ValidationError, CompileError) as error:  # of sizes that cannot be ShapeProfile raises its own

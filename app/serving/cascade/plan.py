@@ -21,6 +21,7 @@ from app.serving.cascade.rule import CascadeRule
 from app.serving.cascade.stages import require_alike
 from app.serving.config import Cascade, VersionConfig
 from app.serving.model.loaded import LoadedModel, load_model
+from app.storage import to_path
 from app.tasks import find_processor
 from app.tensors import OUTPUT, Tensors
 from app.training.run_folder import DATA
@@ -60,7 +61,7 @@ def load_validation(manifest: Manifest) -> Split:
     Raises:
         StorageError: the run's data is not there any more, or was changed.
     """
-    folder = UPath(manifest.lineage.train_run) / DATA
+    folder = to_path(manifest.lineage.train_run) / DATA
     verify_checksums(folder)
     return ClassificationData.load(folder, find_processor(manifest.task)).validation.split
 

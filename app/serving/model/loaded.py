@@ -21,6 +21,7 @@ from app.repository.repository import Repository
 from app.serving.batching.rows import by_shape, join
 from app.serving.model.engine import open_published, require_known_answers
 from app.serving.protocol.natural import Prediction
+from app.storage import to_path
 from app.tasks import find_processor
 from app.tensors import Tensors
 
@@ -129,7 +130,7 @@ def load_model(
         RequestError: it does not take what its processor makes.
     """
     with tempfile.TemporaryDirectory(prefix="rayloom-model-") as temporary:
-        files = UPath(temporary)
+        files = to_path(temporary)
         manifest = Repository(storage).fetch(name, version, files, besides)
         try:
             processor, labels = find_processor(manifest.task).load(files), load_labels(files)

@@ -11,8 +11,8 @@ import ray
 import torch
 from ray import serve
 from starlette.requests import Request
-from upath import UPath
 
+from app.storage import to_path
 from app.training.weights import load_weights
 
 
@@ -20,7 +20,7 @@ from app.training.weights import load_weights
 class Eager:
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        trained = load_weights(UPath(os.environ["WEIGHTS"]))
+        trained = load_weights(to_path(os.environ["WEIGHTS"]))
         self.model = trained.model
         self.dtypes = {each.name: each.dtype for each in trained.processor.inputs}
 
