@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from app.config import Recipe, load_recipe
+from app.config import Recipe, load_recipe, title_of
 from app.errors import RayloomError
 from app.runs import Result, Run, Step, execute
 
@@ -17,7 +17,7 @@ def main(
     ``start`` names the run, before anything is written.
     """
     parser = argparse.ArgumentParser(prog=f"python -m jobs.{job}")
-    parser.add_argument("recipe", help="path of a recipe, such as recipes/reviews.yaml")
+    parser.add_argument("recipe", help="path or URI of a recipe, such as recipes/reviews.yaml; - reads it here")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as train.epochs=3; beats the recipe")
     arguments = parser.parse_args(argv)
     try:
@@ -25,7 +25,8 @@ def main(
         run = start(job, recipe)
     except RayloomError as error:
         print(f"error: {error}", file=sys.stderr)
-        refused = Result(job=job, run_id="", recipe=arguments.recipe, status="failed", duration_s=0.0, error=str(error))
+        title = title_of(arguments.recipe)
+        refused = Result(job=job, run_id="", recipe=title, status="failed", duration_s=0.0, error=str(error))
         print(refused.to_line())
         return 2
     result = execute(run, step)

@@ -72,9 +72,19 @@ def env() -> None:
 
 
 @app.command()
-def submit(job: str, recipe: str, overrides: Overrides = None) -> None:
+def submit(
+    job: str,
+    recipe: Annotated[str | None, typer.Argument(help="Path or URI of a recipe; - is standard input.")] = None,
+    overrides: Overrides = None,
+    recipe_option: Annotated[str | None, typer.Option("--recipe", help="The recipe, instead of in its place.")] = None,
+) -> None:
     """Send a job (train, tune, compile, deploy, undeploy, lifecycle) to the cluster and follow it to its end."""
-    raise typer.Exit(submit_job(job, recipe, overrides or []))
+    given = [*([recipe] if recipe else []), *(overrides or [])]
+    if recipe_option is not None:
+        given.insert(0, recipe_option)
+    if not given:
+        raise RequestError("no recipe is given: write its path or URI after the job, or - for standard input")
+    raise typer.Exit(submit_job(job, given[0], given[1:]))
 
 
 @app.command()

@@ -15,8 +15,8 @@ import httpx
 
 from app.cluster.jobs import Job, JobsApi
 from app.cluster.state import read_state, running_cluster
-from app.config import load_recipe
-from app.errors import ClusterError, RecipeError
+from app.config import embedded, load_recipe, read_text, title_of
+from app.errors import ClusterError
 from app.storage import absolute_location
 
 JOBS = Path("jobs")
@@ -35,6 +35,9 @@ _LOST_TIMEOUT_S = 300.0
 def submit(job: str, recipe: str, overrides: list[str]) -> int:
     """Submit ``python -m jobs.JOB RECIPE …`` from the current folder, show its log, return its exit code.
 
+    The recipe is a path, a URI, or ``-`` for standard input. One that is not in the copy of the current folder that Ray
+    makes is sent along in the job's command, where it also is when a lost job is submitted again.
+
     The local cluster is used, unless ``RAY_API_SERVER_ADDRESS`` names another one. If the cluster is lost while the job
     runs, the one that its supervisor submits in its place is followed.
 
@@ -46,19 +49,22 @@ def submit(job: str, recipe: str, overrides: list[str]) -> int:
     known = sorted(file.stem for file in JOBS.glob("[!_]*.py"))
     if job not in known:
         raise ClusterError(f"job {job!r} is not in {str(JOBS.absolute())!r}: known are {', '.join(known) or 'none'}")
-    if kept := _kept_recipe(recipe):
-        return send_job(job, kept, overrides)
-    if Path(recipe).is_absolute() or ".." in Path(recipe).parts:
-        raise RecipeError(f"recipe {recipe!r} lies outside the working directory, which is what a job gets a copy of")
-    storage = load_recipe(recipe, overrides).storage
-    return send_job(job, recipe, [*overrides, *([f"storage={absolute_location(storage)}"] if storage else [])])
+    sent = recipe if _is_in_the_copy(recipe) else embedded(read_text(recipe), title_of(recipe))
+    storage = load_recipe(sent, overrides).storage
+    return send_job(job, sent, [*overrides, *([f"storage={absolute_location(storage)}"] if storage else [])])
 
 
-def _kept_recipe(recipe: str) -> str | None:
-    """The absolute path of a recipe in the local cluster's storage, such as a search's best.yaml; else None."""
-    local = read_state()
-    path = Path(recipe).absolute()
-    return str(path) if local and path.is_relative_to(local.storage) and path.is_file() else None
+def _is_in_the_copy(recipe: str) -> bool:
+    """Whether Ray packs the recipe with the working directory, which it does not with what git ignores."""
+    path = Path(recipe)
+    if path.is_absolute() or ".." in path.parts or not path.is_file():
+        return False
+    try:
+        command = ["git", "check-ignore", "--no-index", "-q", recipe]
+        ignored = subprocess.run(command, capture_output=True, check=False)
+    except OSError:  # there is no git
+        return False
+    return ignored.returncode == 1
 
 
 def send_job(job: str, recipe: str, overrides: list[str]) -> int:

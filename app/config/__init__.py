@@ -17,6 +17,7 @@ from app.config.layout import Layout
 from app.config.loading import dump_recipe, load_recipe, with_values
 from app.config.plan import PlanConfig, Precision
 from app.config.plan_rules import ModelTraits, Setting, refusal
+from app.config.reading import embedded, read_text, title_of
 from app.config.recipe import LANGUAGE_MODELING, ModelConfig, Recipe
 from app.config.rollout import Percent, Role
 from app.config.serve import BatchingConfig, ServeConfig, TensorParallelConfig, TlsConfig
@@ -76,7 +77,10 @@ __all__ = [
     "TuneConfig",
     "WebhookConfig",
     "dump_recipe",
+    "embedded",
     "load_recipe",
+    "read_text",
     "refusal",
+    "title_of",
     "with_values",
 ]

@@ -10,9 +10,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from app.config.overrides import apply_overrides, parse_yaml, set_value
+from app.config.reading import read_text, title_of
 from app.config.recipe import Recipe
 from app.errors import RecipeError
-from app.storage import to_path
 from app.suggestions import did_you_mean
 
 _PATTERNS = {
@@ -23,27 +23,19 @@ _PATTERNS = {
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read the recipe at ``path``, apply ``overrides`` and check the whole.
+    """Read the recipe at ``path``, or any URI, apply ``overrides`` and check the whole.
 
     Raises:
-        RecipeError: no such file, broken YAML, or keys, types or combinations that are refused.
+        RecipeError: nothing to read there, broken YAML, or keys, types or combinations that are refused.
     """
+    title = title_of(path)
     try:
-        text = to_path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise RecipeError(
-            f"recipe {str(path)!r} cannot be read ({error.strerror}): give the path of a YAML file, "
-            "for example recipes/reviews.yaml"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"recipe {str(path)!r} is not a text in UTF-8: give a YAML file") from error
-    try:
-        tree = parse_yaml(text)
+        tree = parse_yaml(read_text(path))
     except yaml.YAMLError as error:
-        raise RecipeError(f"recipe {str(path)!r} is not YAML: {' '.join(str(error).split())}") from error
+        raise RecipeError(f"recipe {title!r} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
-        raise RecipeError(f"recipe {str(path)!r} holds {_show(tree)}: expected keys such as name, task and data")
-    return parse_recipe(apply_overrides(tree, overrides), source=str(path))
+        raise RecipeError(f"recipe {title!r} holds {_show(tree)}: expected keys such as name, task and data")
+    return parse_recipe(apply_overrides(tree, overrides), source=title)
 
 
 def parse_recipe(tree: dict[str, Any], source: str = "recipe") -> Recipe:

@@ -19,7 +19,7 @@ from tritonclient.utils import InferenceServerException
 
 from app.config import DataConfig
 from app.data.sources import load_examples
-from tests.helpers import run, submit
+from tests.helpers import result_of, run, submit
 
 DIGITS = ["recipes/digits.yaml", "train.epochs=8", "tune.trials=2", "tune.epochs=1"]
 
@@ -297,11 +297,20 @@ def test_a_submitted_job_that_is_refused_fails(
     assert sorted(Path(cluster["RAYLOOM_STORAGE"]).glob("*/*/*")) == before
 
 
+def test_a_recipe_from_elsewhere_goes_with_its_job(cluster: dict[str, str], tmp_path: Path) -> None:
+    text = Path("recipes/digits.yaml").read_text(encoding="utf-8").replace("name: digits", "name: from-elsewhere")
+    (tmp_path / "best.yaml").write_text(text, encoding="utf-8")
+    done = run("rayloom", "submit", "compile", str(tmp_path / "best.yaml"), environment=cluster)
+    result = result_of(done.stdout.partition("Status message:")[0])
+    assert (done.returncode, result["recipe"]) == (1, "from-elsewhere")
+    assert "no finished train run of recipe 'from-elsewhere'" in result["error"]
+
+
 def test_submit_refuses_before_it_sends_anything(cluster: dict[str, str]) -> None:
     for arguments, words in (
         (["train", "recipes/digits.yaml", "train.epoch=1"], "'epochs'"),
         (["trian", "recipes/digits.yaml"], "known are compile, deploy, lifecycle, train, tune"),
-        (["train", "/etc/hostname"], "outside the working directory"),
+        (["train", "/etc/hostname"], "recipe '/etc/hostname' holds "),
     ):
         refused = run("rayloom", "submit", *arguments, environment=cluster)
         assert refused.returncode == 2
