@@ -12,14 +12,15 @@ from torch.backends import mha
 from app.engines.base import EngineSettings, PooledEngine, Signature
 from app.errors import EngineError
 from app.models.factory import logits_of
-from app.models.precision import TORCH_DTYPES
+from app.models.precision import TORCH_DTYPES, allow_tf32
 from app.tensors import Tensors
 
 
 class TorchEngine(PooledEngine[nn.Module]):
     """A module, run as it is; below float32 with autocast.
 
-    The number of threads is the process's, since PyTorch has one for all: the engine that was made last decides.
+    The number of threads is the process's, since PyTorch has one for all: the engine that was made last decides. So is
+    TF32, which is off: float32 is computed in float32.
     """
 
     name = "torch"
@@ -41,6 +42,7 @@ class TorchEngine(PooledEngine[nn.Module]):
         self._device = torch.device("cuda" if settings.device == "gpu" else "cpu")
         self._dtype = TORCH_DTYPES[settings.precision]
         torch.set_num_threads(settings.threads)
+        allow_tf32(False)
         super().__init__(signature, (model.to(self._device).eval() for _ in range(settings.streams)))
 
     def _run(self, member: nn.Module, inputs: Tensors) -> Tensors:

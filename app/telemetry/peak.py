@@ -64,9 +64,8 @@ def computes_in_bf16(device: torch.device) -> bool:
 def gpu_peak_flops(name: str, dtype: torch.dtype) -> float | None:
     """Operations per second of the GPU that torch calls ``name``.
 
-    float32 is taken for TF32 if torch may use it in matrix products or convolutions; in the latter it
-    does by default. None, with a warning, for other dtypes, for a GPU that is not in the table, and for
-    a slice of one (MIG).
+    float32 is taken for TF32 if torch may use it in matrix products or convolutions. None, with a
+    warning, for other dtypes, for a GPU that is not in the table, and for a slice of one (MIG).
     """
     peak = next((peak for pattern, peak in _GPUS.items() if re.fullmatch(pattern, name)), None)
     if peak is None or dtype not in (torch.float16, torch.bfloat16, torch.float32):

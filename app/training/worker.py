@@ -13,6 +13,7 @@ from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-d
 
 from app.config import TrainConfig
 from app.errors import RayloomError, TrainingError
+from app.models.precision import allow_tf32
 
 os.environ.setdefault("DS_LOG_LEVEL", "warning")
 
@@ -88,7 +89,7 @@ def start_worker(config: TrainConfig) -> Worker:
         os.environ.setdefault(name, value)
     if device == "gpu":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        torch.set_float32_matmul_precision("high")  # TF32
+        allow_tf32(True)
     deepspeed = import_deepspeed()
     if not torch.distributed.is_initialized() and os.environ["WORLD_SIZE"] == "1":
         torch.distributed.init_process_group(_backend(device), store=HashStore(), rank=0, world_size=1)

@@ -16,9 +16,9 @@ from app.compile.export import export_onnx
 from app.compile.parity import compare
 from app.compile.quantization.search import quantize_fp8
 from app.compile.subject import load_subject
-from app.config import ComputePrecision, Precision, load_recipe
+from app.config import ComputePrecision, GatesConfig, Precision, load_recipe
 from app.engines.architecture import compute_capability
-from app.engines.base import Engine, EngineSettings
+from app.engines.base import Engine, EngineSettings, Signature
 from app.engines.registry import installed_engines, open_engine
 from app.engines.shapes import ShapeProfile
 from app.engines.tensorrt.build import build_plan
@@ -26,9 +26,10 @@ from app.engines.tensorrt.library import Flavour, load_library
 from app.engines.tensorrt.manifest import BuildSettings, manifest_path
 from app.engines.torch import TorchEngine
 from app.errors import EngineError
+from app.models.image import small_cnn
 from app.runs import Run, execute
 from app.serving.model.loaded import load_model
-from app.tensors import OUTPUT
+from app.tensors import OUTPUT, TensorSpec
 from benchmarks.compile.models import leave_fresh, write_weights
 from jobs.compile import compile_model
 from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, EngineContract, encoder, exported, rows
@@ -150,3 +151,18 @@ class TestPyTorchOnGpu(EngineContract):
     @pytest.fixture
     def opener(self) -> Callable[[], Engine]:
         return lambda: TorchEngine(copy.deepcopy(encoder()), SIGNATURE, EngineSettings(streams=2, device="gpu"))
+
+
+def test_convolutions_in_float32_hold_the_gate_of_fp32_on_the_gpu() -> None:
+    """TF32 has 10 bits of mantissa, and misses it; it is torch's default in convolutions."""
+    network = small_cnn(num_labels=10, channels=3, width=64).eval()
+    signature = Signature(
+        (TensorSpec("pixel_values", np.dtype(np.float32), (-1, 3, 32, 32)),),
+        (TensorSpec(OUTPUT, np.dtype(np.float32), (-1, 10)),),
+    )
+    pictures = {"pixel_values": np.random.default_rng(0).standard_normal((64, 3, 32, 32), np.float32)}
+    answers = [
+        TorchEngine(copy.deepcopy(network), signature, EngineSettings(device=device)).infer(pictures)[OUTPUT]
+        for device in ("cpu", "gpu")
+    ]
+    assert np.abs(answers[0] - answers[1]).max() <= GatesConfig().max_difference

@@ -21,6 +21,7 @@ from app.engines.onnxruntime import open_oracle
 from app.engines.registry import installed_engines, open_engine
 from app.engines.torch import CompiledTorchEngine, TorchEngine
 from app.errors import EngineError
+from app.models.precision import allow_tf32
 from app.tensors import OUTPUT, Tensors, TensorSpec
 from tests.engine_contract import SIGNATURE, EngineContract, encoder, exported, rows
 from tests.onnx_files import save_onnx
@@ -85,6 +86,13 @@ class Meeting(PooledEngine[str]):
         self.running.release()
         self.barrier.wait()
         return {}
+
+
+def test_pytorch_computes_float32_in_float32_whatever_the_process_did_before() -> None:
+    allow_tf32(True)  # as training does, on GPUs
+    TorchEngine(encoder(), SIGNATURE, TWO_STREAMS)
+    assert not torch.backends.cudnn.allow_tf32
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_compiled_pytorch_answers_for_every_size() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from app.models.precision import allow_tf32
 from app.telemetry.flops import flops_per_sample, utilisation
 from app.telemetry.memory import memory_record
 from app.telemetry.peak import gpu_peak_flops, peak_flops
@@ -67,6 +68,13 @@ def test_counting_leaves_model_and_chance_as_they_were(training: bool) -> None:
     assert torch.equal(torch.get_rng_state(), chance)
 
 
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    allow_tf32(True)
+    yield
+    allow_tf32(False)
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "teraflops"),
     [
@@ -74,22 +82,17 @@ def test_counting_leaves_model_and_chance_as_they_were(training: bool) -> None:
         ("NVIDIA H100 PCIe", torch.float16, 756),
         ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312),
         ("NVIDIA A10G", torch.bfloat16, 70),
-        ("NVIDIA L40S", torch.float32, 183),  # TF32: torch's default in convolutions
+        ("NVIDIA L40S", torch.float32, 183),  # TF32, as training allows it
     ],
 )
+@pytest.mark.usefixtures("tf32")
 def test_peaks_are_those_of_the_data_sheets(name: str, dtype: torch.dtype, teraflops: float) -> None:
     assert gpu_peak_flops(name, dtype) == teraflops * 1e12
 
 
-@pytest.fixture
-def _no_tf32() -> Iterator[None]:
-    torch.backends.cudnn.conv.fp32_precision = "ieee"
-    yield
-    torch.backends.cudnn.conv.fp32_precision = "tf32"
-
-
-@pytest.mark.usefixtures("_no_tf32")
+@pytest.mark.usefixtures("tf32")
 def test_without_tf32_the_peak_is_that_of_fp32() -> None:
+    allow_tf32(False)
     assert gpu_peak_flops("NVIDIA A100-SXM4-80GB", torch.float32) == 19.5e12
 
 
