@@ -11,7 +11,7 @@ from app.training.records import Ending, EpochRecord
 from app.training.reporting.recorder import Report
 
 LOG_FILE = "log.txt"
-_CUT_TIMEOUT_S = 30.0
+CUT_TIMEOUT_S = 30.0
 
 Train = Callable[[Report], Ending]
 
@@ -39,11 +39,15 @@ class Attempt:
             raise said
         return said
 
-    def cut(self) -> None:
-        """Leave the rest of the training out; returns once nothing of it runs, or after half a minute."""
+    def cut(self) -> bool:
+        """Leave the rest of the training out, and wait until its last checkpoint is stored.
+
+        Returns whether nothing of it runs any more: False if that takes longer than half a minute.
+        """
         if self._thread.is_alive():
             self._go_on.put(False)
-            self._thread.join(_CUT_TIMEOUT_S)
+            self._thread.join(CUT_TIMEOUT_S)
+        return not self._thread.is_alive()
 
     def _run(self, train: Train) -> None:
         try:

@@ -1,5 +1,6 @@
 """What Ray Tune says of trials, written into the study as it happens."""
 
+import logging
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -11,6 +12,7 @@ from ray.tune.experiment import Trial
 from upath import UPath
 
 from app.config import TuneConfig
+from app.errors import ActorBusyError
 from app.training.run_folder import FAILURE_FILE
 from app.tuning.budget import Budget
 from app.tuning.promotion import Promotion
@@ -18,6 +20,7 @@ from app.tuning.results import CLONED, ENDED, HEARD, NUMBER, VALUES, EpochResult
 from app.tuning.study import SearchStudy
 from app.tuning.table import Table
 
+LOG = logging.getLogger(__name__)
 Hook = TypeVar("Hook", bound=Callable[..., None])
 
 
@@ -94,15 +97,19 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
     @_writes
     def on_trial_recover(self, trial: Trial, **_: Any) -> None:
         """A failure, after which the trial is run again."""
-        number, cause = trial.config[NUMBER], self._cause(trial)
+        number, cause = trial.config[NUMBER], self._cause(trial, _pickled_error(trial))
         self._study.note_failure(number, cause)
         self._table.failed(number, trial.config[VALUES], cause)
 
     @_writes
     def on_trial_error(self, trial: Trial, **_: Any) -> None:
-        """The last failure."""
-        number = trial.config[NUMBER]
-        self._study.fail(number, self._cause(trial))
+        """The last failure; a trial that met a busy actor has not failed, and gets another one."""
+        number, error = trial.config[NUMBER], _pickled_error(trial)
+        if isinstance(error, ActorBusyError):
+            LOG.warning("trial %d starts in a new actor: %s", number, error)
+            self._study.put_back(number)
+            return
+        self._study.fail(number, self._cause(trial, error))
         if self._promotion:
             self._promotion.drop(number)
         self._ended(number)
@@ -115,20 +122,26 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
     def _folder(self, number: int) -> UPath:
         return self._trials / f"{number:04d}"
 
-    def _cause(self, trial: Trial) -> str:
+    def _cause(self, trial: Trial, error: Exception | None) -> str:
         """What a worker noted before it ended itself, else the error, without Ray's traceback."""
         note = self._folder(trial.config[NUMBER]) / FAILURE_FILE
         if note.exists():
             return note.read_text(encoding="utf-8")
-        file = Path(trial.pickled_error_file or "")  # in storage it is only later
-        if not file.is_file():
+        if error is None:
             return _noted_last(Path(trial.error_file).read_text(encoding="utf-8"))
-        error = cloudpickle.loads(file.read_bytes())
-        file.unlink()  # the next failure may be of a kind that Ray Tune does not pickle, such as a lack of memory
         if isinstance(error, RayActorError):
             return f"the trial's process ended: {_exit_detail(str(error))}"
-        cause = getattr(error, "cause", None) or error
-        return f"{type(cause).__name__}: {_last_line(str(cause))}"
+        return f"{type(error).__name__}: {_last_line(str(error))}"
+
+
+def _pickled_error(trial: Trial) -> Exception | None:
+    """What the trial raised, as Ray Tune pickled it; None for a failure that it only describes."""
+    file = Path(trial.pickled_error_file or "")  # in storage it is only later
+    if not file.is_file():
+        return None
+    error = cloudpickle.loads(file.read_bytes())
+    file.unlink()  # the next failure may be of a kind that Ray Tune does not pickle, such as a lack of memory
+    return cast(Exception, getattr(error, "cause", None) or error)
 
 
 def _noted_last(text: str) -> str:

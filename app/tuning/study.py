@@ -169,6 +169,10 @@ class SearchStudy:
                     return proposal
             return self._new(most)
 
+    def put_back(self, number: int) -> None:
+        """The trial could not be started: it is proposed again, before any new one."""
+        self._interrupted.append(number)
+
     def go_on(self, number: int) -> Proposal:
         """A waiting trial, which trains on."""
         with explained(self.url):

@@ -9,7 +9,7 @@ from ray import tune
 from upath import UPath
 
 from app.config import Recipe
-from app.errors import TrainingError
+from app.errors import ActorBusyError, TrainingError
 from app.storage import to_path
 from app.training.checkpoints.store import CheckpointStore
 from app.training.records import Ending, EpochRecord
@@ -39,8 +39,13 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         self._begin(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Leave the trial that this actor had, and begin another."""
-        self._attempt.cut()
+        """Leave the trial that this actor had, and begin another.
+
+        Raises:
+            ActorBusyError: the last trial's checkpoint is still being stored; the ledger starts this one elsewhere.
+        """
+        if not self._attempt.cut():
+            raise ActorBusyError(f"{str(self._trial_folder)!r} is still being written")
         if self._has_ended or self._tune.scheduler != "asha":  # there, the others wait for a promotion
             remove_checkpoints(self._trial_folder)
         self._begin(new_config)

@@ -8,6 +8,7 @@ from ray import cloudpickle
 from sqlalchemy.engine import URL
 from upath import UPath
 
+from app.errors import ActorBusyError
 from app.tuning.budget import Budget
 from app.tuning.ledger import Ledger
 from app.tuning.results import FinalResult
@@ -96,3 +97,16 @@ def test_a_trial_is_retried_as_often_as_the_recipe_says_over_promotions_and_rest
     after.on_trial_start(trial=resumed)
     assert resumed.max_failures == 1
     assert (ledger.broken, after.broken) == (None, None)
+
+
+def test_a_trial_that_met_a_busy_actor_is_proposed_again_and_has_not_failed(
+    url: URL, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    study, ledger = begin(url, tmp_path)
+    proposal, pickled = propose(study), tmp_path / "error.pkl"
+    pickled.write_bytes(cloudpickle.dumps(ActorBusyError("trials/0000 is still being written")))
+    ledger.on_trial_error(trial=ray_trial(proposal, pickled_error_file=str(pickled)))
+    assert ledger.broken is None
+    assert not study.ended
+    assert propose(study) == proposal
+    assert "trials/0000 is still being written" in caplog.text

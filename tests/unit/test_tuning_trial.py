@@ -1,5 +1,6 @@
 """A trial as the search runs it."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,9 +10,11 @@ import pytest
 from upath import UPath
 
 from app.config import load_recipe
-from app.errors import RecipeError, TrainingError
+from app.errors import ActorBusyError, RecipeError, TrainingError
 from app.telemetry.alerts import Action
+from app.training.checkpoints.writer import CheckpointWriter
 from app.training.coordination.control import request
+from app.tuning import attempt
 from app.tuning.results import HEARD, NUMBER, VALUES
 from app.tuning.trainable import TRIALS, TrialActor
 from tests.helpers import ROOT
@@ -67,3 +70,23 @@ def test_a_trial_that_was_asked_to_stop_is_not_complete(begin: Begin, tmp_path: 
     time.sleep(1.1)  # training looks once a second
     with pytest.raises(TrainingError, match="asked to stop"):
         actor.step()
+
+
+def test_an_actor_that_still_stores_its_last_trial_takes_no_other(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored, close = threading.Event(), CheckpointWriter.close
+
+    def slowly(writer: CheckpointWriter) -> None:
+        stored.wait()
+        close(writer)
+
+    monkeypatch.setattr(CheckpointWriter, "close", slowly)
+    monkeypatch.setattr(attempt, "CUT_TIMEOUT_S", 0.1)
+    actor = begin()
+    actor.step()
+    with pytest.raises(ActorBusyError, match="trials/0000' is still being written"):
+        actor.reset_config({NUMBER: 1, VALUES: {}, HEARD: 0})
+    stored.set()
+    monkeypatch.setattr(attempt, "CUT_TIMEOUT_S", 30.0)
+    assert actor.reset_config({NUMBER: 1, VALUES: {}, HEARD: 0})
