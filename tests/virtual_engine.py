@@ -11,6 +11,7 @@ import numpy as np
 
 from app.serving.batching.batcher import Batcher
 from app.serving.batching.policy import BatchingPolicy
+from app.serving.batching.statistics import ComputeTime
 from app.serving.batching.threads import Done, Infer, Outcome, call
 from app.tensors import Tensors
 
@@ -64,12 +65,14 @@ class Answered:
 class VirtualEngine:
     """Answers twice what it is given, and notes each call. It fails on a call with a negative value in it.
 
-    Calls of n rows take ``row_s * n + call_s`` seconds.
+    Calls of n rows take ``row_s * n + call_s`` seconds, to which ``input_s`` and ``output_s`` belong.
     """
 
-    def __init__(self, call_s: float, row_s: float = 0.0) -> None:
+    def __init__(self, call_s: float, row_s: float = 0.0, input_s: float = 0.0, output_s: float = 0.0) -> None:
         self.call_s = call_s
         self.row_s = row_s
+        self.input_s = input_s
+        self.output_s = output_s
         self.started_s: list[float] = []
         self.calls: list[list[float]] = []
         """The values of each."""
@@ -94,28 +97,28 @@ class VirtualEngine:
         return Batcher(self.infer, BatchingPolicy(**knobs), slots, threads=self._slots, clock=clock)
 
     def _slots(self, infer: Infer, slots: int) -> "_VirtualSlots":
-        return _VirtualSlots(infer, slots, lambda rows: self.row_s * rows + self.call_s)
+        return _VirtualSlots(infer, slots, self._time)
+
+    def _time(self, rows: int) -> ComputeTime:
+        seconds = self.row_s * rows + self.call_s
+        return ComputeTime(self.input_s, seconds - self.input_s - self.output_s, self.output_s)
 
 
 class _VirtualSlots:
-    def __init__(self, infer: Infer, slots: int, seconds: Callable[[int], float]) -> None:
+    def __init__(self, infer: Infer, slots: int, time: Callable[[int], ComputeTime]) -> None:
         self._infer = infer
         self._free_s = [0.0] * slots  # a heap: when each will be free
-        self._seconds = seconds
+        self._time = time
 
     def start(self, parts: Sequence[Tensors], done: Done) -> None:
-        loop, seconds = asyncio.get_running_loop(), self._seconds(sum(len(part["x"]) for part in parts))
+        loop, time = asyncio.get_running_loop(), self._time(sum(len(part["x"]) for part in parts))
         starts_s = max(loop.time(), self._free_s[0])
-        heapq.heapreplace(self._free_s, starts_s + seconds)
-        loop.call_at(starts_s, self._run, parts, seconds, done)
+        heapq.heapreplace(self._free_s, starts_s + time.total_s)
+        loop.call_at(starts_s, self._run, parts, time, done)
 
-    def _run(self, parts: Sequence[Tensors], seconds: float, done: Done) -> None:
-        answer: Tensors | Exception
-        try:
-            answer = call(self._infer, parts)
-        except Exception as error:
-            answer = error
-        asyncio.get_running_loop().call_later(seconds, done, Outcome(answer, seconds))
+    def _run(self, parts: Sequence[Tensors], time: ComputeTime, done: Done) -> None:
+        outcome = Outcome(call(self._infer, parts).answer, time)
+        asyncio.get_running_loop().call_later(time.total_s, done, outcome)
 
     def close(self) -> None:
         pass

@@ -10,7 +10,7 @@ import pytest
 from app.errors import DeadlineError, EngineError, OverloadError
 from app.serving.batching.batcher import Batcher
 from app.serving.batching.policy import BatchingPolicy
-from app.serving.batching.statistics import BatchingStatistics
+from app.serving.batching.statistics import BatchingStatistics, ComputeDurations
 from app.tensors import Tensors
 from tests.virtual_engine import Answered, VirtualEngine, ask, row, run
 
@@ -141,6 +141,11 @@ def test_an_engine_that_is_not_measured_yet_asks_to_come_back_in_a_second() -> N
     assert error.retry_after_s == 1.0
 
 
+def counts_and_ns(durations: ComputeDurations) -> list[tuple[int, int]]:
+    """Of input, inference and output."""
+    return [(each.count, each.ns) for each in (durations.input, durations.infer, durations.output)]
+
+
 def test_what_is_counted() -> None:
     async def scenario() -> BatchingStatistics:
         batcher = engine.batcher(max_batch_size=4)
@@ -148,16 +153,16 @@ def test_what_is_counted() -> None:
         await batcher.close()
         return batcher.statistics
 
-    engine = VirtualEngine(call_s=0.1)
+    engine = VirtualEngine(call_s=0.1, input_s=0.01, output_s=0.02)
     counted = run(scenario())
     assert counted.inferences == 8
     assert counted.executions == 3
-    assert {rows: batch.count for rows, batch in counted.batches.items()} == {2: 2, 4: 1}
-    assert counted.batches[2].ns == 2e8
-    assert counted.success.count == counted.queue.count == counted.compute_infer.count == 4
+    assert counted.success.count == counted.queue.count == 4
     assert counted.queue.ns == pytest.approx(2 * 5e7 + 1.5e8, abs=10)
-    assert counted.compute_infer.ns == 4e8
-    assert counted.success.ns == pytest.approx(counted.queue.ns + counted.compute_infer.ns, abs=10)
+    assert counts_and_ns(counted.compute) == [(4, 4e7), (4, 28e7), (4, 8e7)], "each request has the times of its call"
+    assert counted.success.ns == pytest.approx(counted.queue.ns + 4e8, abs=10)
+    assert counts_and_ns(counted.batches[2]) == [(2, 2e7), (2, 14e7), (2, 4e7)]
+    assert counts_and_ns(counted.batches[4]) == [(1, 1e7), (1, 7e7), (1, 2e7)]
     assert counted.fail.count == 0
 
 

@@ -14,7 +14,7 @@ from app.serving.batching.policy import BatchingPolicy
 from app.serving.batching.queue import Group, Request, WaitingQueue
 from app.serving.batching.release import Batch, GiveUp, Hold, Part, release
 from app.serving.batching.rows import cut, join, rows_of, shape_of
-from app.serving.batching.statistics import BatchingStatistics, FailureReason, ReleaseReason
+from app.serving.batching.statistics import BatchingStatistics, ComputeTime, FailureReason, ReleaseReason
 from app.serving.batching.threads import EngineThreads, Infer, Outcome, Slots
 from app.tensors import Tensors
 
@@ -256,9 +256,9 @@ class Batcher:
         self._expire(self._clock())
         del self._running[batch]
         if not isinstance(outcome.answer, Exception):
-            self._learn(batch, outcome.seconds)
+            self._learn(batch, outcome.time.total_s)
             self._dispatch()
-            self._give_out(batch, outcome.answer, outcome.seconds)
+            self._give_out(batch, outcome.answer, outcome.time)
         elif len(batch.parts) > 1:
             half = len(batch.parts) // 2
             for parts in (batch.parts[:half], batch.parts[half:]):
@@ -268,23 +268,26 @@ class Batcher:
             self._fail(batch.parts[0].request, outcome.answer, FailureReason.ENGINE)
             self._dispatch()
 
-    def _give_out(self, batch: Batch, outputs: Tensors, seconds: float) -> None:
+    def _give_out(self, batch: Batch, outputs: Tensors, time: ComputeTime) -> None:
         """Give each request its own rows."""
-        self._statistics.batches[batch.rows].add(seconds)
-        start = 0
+        began_s, start = self._clock(), 0
         for part in batch.parts:
             stop = start + part.rows
             if not part.request.answer.done():
-                part.request.compute_s += seconds
-                self._answer(part, outputs if len(batch.parts) == 1 else cut(outputs, start, stop))
+                part.request.compute.add(time)
+                self._answer(part, outputs if len(batch.parts) == 1 else cut(outputs, start, stop), began_s)
             start = stop
+        time.output_s += self._clock() - began_s
+        self._statistics.batches[batch.rows].add(time)
 
-    def _answer(self, part: Part, outputs: Tensors) -> None:
+    def _answer(self, part: Part, outputs: Tensors, began_s: float) -> None:
+        """Answer a request, if these rows were its last; the call's answers are given out since ``began_s``."""
         request = part.request
         if part.rows < request.rows:
             request.answers[part.start] = outputs
             request.answered += part.rows
             if request.answered < request.rows:
+                request.compute.output_s += self._clock() - began_s
                 return
             outputs = join([request.answers[start] for start in sorted(request.answers)])
         try:
@@ -293,9 +296,11 @@ class Batcher:
             self._fail(request, error, FailureReason.ENGINE)
             return
         request.answer.set_result(outputs)
-        self._statistics.success.add(self._clock() - request.arrived_s)
+        now_s = self._clock()
+        request.compute.output_s += now_s - began_s
+        self._statistics.success.add(now_s - request.arrived_s)
         self._statistics.queue.add(request.queue_s)
-        self._statistics.compute_infer.add(request.compute_s)
+        self._statistics.compute.add(request.compute)
         self._statistics.inferences += request.rows
 
     def _fail(self, request: Request, error: Exception, reason: FailureReason) -> None:

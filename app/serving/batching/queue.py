@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from app.serving.batching.arrivals import Arrivals
 from app.serving.batching.latency import LatencyModel
 from app.serving.batching.policy import BatchingPolicy
+from app.serving.batching.statistics import ComputeTime
 from app.tensors import Tensors
 
 _MOST_GROUPS = 64
@@ -32,7 +33,7 @@ class Request:
     """Of a request that takes several calls, by their first rows."""
     answered: int = 0
     queue_s: float = 0.0
-    compute_s: float = 0.0
+    compute: ComputeTime = field(default_factory=ComputeTime)
 
     @property
     def waits(self) -> bool:

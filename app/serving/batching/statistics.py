@@ -50,21 +50,60 @@ class Durations:
         self.ns += round(seconds * 1e9)
 
 
+@dataclass(slots=True)
+class ComputeTime:
+    """How long one call took, or the calls of one request, in seconds."""
+
+    input_s: float = 0.0
+    """To join the rows of the call's requests."""
+    infer_s: float = 0.0
+    """In the engine. A copy to and from a GPU belongs to it: engines take and give tensors of the host."""
+    output_s: float = 0.0
+    """To check the answer and to give each request its rows."""
+
+    @property
+    def total_s(self) -> float:
+        """All three."""
+        return self.input_s + self.infer_s + self.output_s
+
+    def add(self, other: "ComputeTime") -> None:
+        """Count another call."""
+        self.input_s += other.input_s
+        self.infer_s += other.infer_s
+        self.output_s += other.output_s
+
+
+@dataclass
+class ComputeDurations:
+    """Sums of compute times. All three have the same count, which load generators rely on."""
+
+    input: Durations = field(default_factory=Durations)
+    infer: Durations = field(default_factory=Durations)
+    output: Durations = field(default_factory=Durations)
+
+    def add(self, time: ComputeTime) -> None:
+        """One more."""
+        self.input.add(time.input_s)
+        self.infer.add(time.infer_s)
+        self.output.add(time.output_s)
+
+
 @dataclass
 class BatchingStatistics:
     """Sums since the batcher was made, as the statistics extension of the Open Inference Protocol has them.
 
-    ``success``, ``fail``, ``queue`` and ``compute_infer`` count requests, and the last two only those that succeeded:
-    from arrival until the first of its rows is handed to the engine, and the calls that its rows were in.
+    ``success``, ``fail``, ``queue`` and ``compute`` count requests, and the last two only those that succeeded:
+    ``queue`` is the time from arrival until the first of its rows is handed to the engine. ``compute`` is the time of
+    the calls that its rows were in, whoever shared them.
     """
 
     success: Durations = field(default_factory=Durations)
     fail: Durations = field(default_factory=Durations)
     queue: Durations = field(default_factory=Durations)
-    compute_infer: Durations = field(default_factory=Durations)
+    compute: ComputeDurations = field(default_factory=ComputeDurations)
     inferences: int = 0
     """Rows of the requests that succeeded."""
-    batches: defaultdict[int, Durations] = field(default_factory=lambda: defaultdict(Durations))
+    batches: defaultdict[int, ComputeDurations] = field(default_factory=lambda: defaultdict(ComputeDurations))
     """The engine's calls that succeeded, by their rows."""
     releases: Counter[ReleaseReason] = field(default_factory=Counter)
     """All calls, by why they were made."""
@@ -79,4 +118,4 @@ class BatchingStatistics:
     @property
     def executions(self) -> int:
         """The engine's calls that succeeded."""
-        return sum(batches.count for batches in self.batches.values())
+        return sum(batches.infer.count for batches in self.batches.values())

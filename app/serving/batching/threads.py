@@ -11,6 +11,7 @@ from typing import Protocol
 
 from app.errors import EngineError
 from app.serving.batching.rows import join
+from app.serving.batching.statistics import ComputeTime
 from app.tensors import Tensors
 
 Infer = Callable[[Tensors], Tensors]
@@ -18,10 +19,10 @@ Infer = Callable[[Tensors], Tensors]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a call that took so many seconds."""
+    """What became of a call, and how long it took."""
 
     answer: Tensors | Exception
-    seconds: float
+    time: ComputeTime
 
 
 Done = Callable[[Outcome], None]
@@ -39,25 +40,37 @@ class Slots(Protocol):
         ...
 
 
-def call(infer: Infer, parts: Sequence[Tensors]) -> Tensors:
+def call(infer: Infer, parts: Sequence[Tensors]) -> Outcome:
     """Run the rows of all parts in one call.
 
-    Raises:
-        EngineError: the answer has more or fewer rows; whatever ``infer`` raises.
+    The outcome is an EngineError if the answer has more or fewer rows, else whatever ``infer`` raises.
     """
-    inputs = join(parts)
-    rows = len(next(iter(inputs.values())))
+    began_s = time.perf_counter()
     try:
-        outputs = infer(inputs)
+        inputs = join(parts)
+        joined_s = time.perf_counter()
+        outputs = _run(infer, inputs)
+        inferred_s = time.perf_counter()
+        _check_rows(outputs, len(next(iter(inputs.values()))))
+    except Exception as error:  # whoever waits is told
+        return Outcome(error, ComputeTime())
+    return Outcome(outputs, ComputeTime(joined_s - began_s, inferred_s - joined_s, time.perf_counter() - inferred_s))
+
+
+def _run(infer: Infer, inputs: Tensors) -> Tensors:
+    try:
+        return infer(inputs)
     except BaseException as error:
         if isinstance(error, Exception) and not isinstance(error, StopIteration):
             raise
         # The others would end the event loop, or are refused by its futures.
         raise EngineError(f"the engine failed on a batch: it raised {type(error).__name__}") from error
+
+
+def _check_rows(outputs: Tensors, rows: int) -> None:
     for name, output in outputs.items():
         if output.shape[:1] != (rows,):
             raise EngineError(f"output {name!r} has shape {list(output.shape)} for {rows} rows: expected {rows} first")
-    return outputs
 
 
 class EngineThreads:
@@ -83,16 +96,7 @@ class EngineThreads:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             loop, parts, done = work
-            outcome = self._outcome(parts)
+            outcome = call(self._infer, parts)
             with suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits for the answer
                 loop.call_soon_threadsafe(done, outcome)
             del work, parts, done, outcome  # else they live on until the next call
-
-    def _outcome(self, parts: Sequence[Tensors]) -> Outcome:
-        started = time.perf_counter()
-        answer: Tensors | Exception
-        try:
-            answer = call(self._infer, parts)
-        except Exception as error:  # whoever waits is told, and the thread lives on
-            answer = error
-        return Outcome(answer, time.perf_counter() - started)

@@ -13,7 +13,7 @@ from app.errors import DeadlineError, EngineError, OverloadError, RequestError
 from app.serving.batching.batcher import Batcher
 from app.serving.batching.policy import BatchingPolicy
 from app.serving.batching.rows import in_order
-from app.serving.batching.statistics import BatchingStatistics, Durations, FailureReason
+from app.serving.batching.statistics import BatchingStatistics, ComputeDurations, Durations, FailureReason
 from app.serving.latencies import RecentLatencies
 from app.serving.model.health import EngineHealth
 from app.serving.model.loaded import Alike, LoadedModel
@@ -224,11 +224,10 @@ class ServedModel:
                 success=_duration(counted.success),
                 fail=_duration(counted.fail),
                 queue=_duration(counted.queue),
-                compute_infer=_duration(counted.compute_infer),
+                **_compute(counted.compute),
             ),
             batch_stats=[
-                BatchStatistics(batch_size=rows, compute_infer=_duration(calls))
-                for rows, calls in sorted(counted.batches.items())
+                BatchStatistics(batch_size=rows, **_compute(calls)) for rows, calls in sorted(counted.batches.items())
             ],
         )
 
@@ -254,3 +253,11 @@ def _check_finite(outputs: Tensors) -> None:
 
 def _duration(durations: Durations) -> Duration:
     return Duration(count=durations.count, ns=durations.ns)
+
+
+def _compute(durations: ComputeDurations) -> dict[str, Duration]:
+    return {
+        "compute_input": _duration(durations.input),
+        "compute_infer": _duration(durations.infer),
+        "compute_output": _duration(durations.output),
+    }

@@ -90,26 +90,29 @@ class Duration(_Message):
     ns: int = 0
 
 
-class InferenceStatistics(_Message):
+class _ComputeStatistics(_Message):
+    compute_input: Duration = Duration()
+    """To join requests into a call."""
+    compute_infer: Duration = Duration()
+    """In the engine."""
+    compute_output: Duration = Duration()
+    """To check an answer and to give each request its part."""
+
+
+class InferenceStatistics(_ComputeStatistics):
     """Of requests. Nothing is cached here, so the last two stay 0."""
 
     success: Duration = Duration()
     fail: Duration = Duration()
     queue: Duration = Duration()
-    compute_input: Duration = Duration()
-    compute_infer: Duration = Duration()
-    compute_output: Duration = Duration()
     cache_hit: Duration = Duration()
     cache_miss: Duration = Duration()
 
 
-class BatchStatistics(_Message):
+class BatchStatistics(_ComputeStatistics):
     """Of calls of the engine with this many rows."""
 
     batch_size: int
-    compute_input: Duration = Duration()
-    compute_infer: Duration = Duration()
-    compute_output: Duration = Duration()
 
 
 class ModelStatistics(_Message):
@@ -125,6 +128,10 @@ class ModelStatistics(_Message):
     """Calls of the engine."""
     inference_stats: InferenceStatistics = InferenceStatistics()
     batch_stats: list[BatchStatistics] = []
+    response_stats: dict[str, Any] = {}
+    """Of models with several answers to a request: there are none here."""
+    memory_usage: list[Any] = []
+    """Not measured: engines share the memory of their process."""
 
 
 class Statistics(_Message):
