@@ -26,6 +26,30 @@ def message(method: str, path: str, content: bytes = b"", *lines: str) -> bytes:
     return "\r\n".join(head).encode("latin-1") + content
 
 
+def drip(address: str, head: bytes, pause_s: float, patience_s: float) -> bytes:
+    """Send the head of a request and then single bytes, until the server closes; what it said.
+
+    Raises:
+        TimeoutError: it does not close.
+    """
+    host, _, port = address.rpartition(":")
+    said, deadline_s = b"", time.monotonic() + patience_s
+    with socket.create_connection((host, int(port)), patience_s) as connection:
+        connection.sendall(head)
+        while time.monotonic() < deadline_s:
+            try:
+                if select.select([connection], [], [], pause_s)[0]:
+                    part = connection.recv(2**16)
+                    if not part:
+                        return said
+                    said += part
+                else:
+                    connection.sendall(b" ")
+            except ConnectionError:
+                return said
+    raise TimeoutError(f"the server said {said!r} and does not close the connection")
+
+
 def exchange(
     address: str, *parts: bytes, pause_s: float = 0.0, whole: bool = True, patience_s: float = _PATIENCE_S
 ) -> Reply:

@@ -20,7 +20,7 @@ from tests.launch import Cluster
 from tests.load import load, percentile_s
 from tests.tables import Faults
 from tests.toy import answering, body, deploy, publish
-from tests.wire import exchange
+from tests.wire import drip, exchange
 
 pytestmark = pytest.mark.faults
 
@@ -207,10 +207,14 @@ def test_a_replica_that_is_slow_gets_fewer_requests(replicas: Cluster, url: str,
 
 def test_requests_that_never_end_are_given_up(replicas: Cluster, url: str, faults: Faults) -> None:
     address = urlsplit(url).netloc
-    with faults("S7", f"{SLOW} connections whose headers never end", "408 in 35 s; others are answered") as fault:
-        with load(url, BODY, 40) as sent, ThreadPoolExecutor(SLOW) as pool:
+    never = f"{SLOW} connections whose headers never end, and {SLOW} whose bodies drip"
+    head = f"POST {urlsplit(url).path} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n".encode()
+    with faults("S7", never, "408 and closed in 35 s; others are answered") as fault:
+        with load(url, BODY, 40) as sent, ThreadPoolExecutor(2 * SLOW) as pool:
             began_s = time.monotonic()
+            dripping = [pool.submit(drip, address, head, pause_s=1, patience_s=60) for _ in range(SLOW)]
             replies = list(pool.map(lambda _: exchange(address, b"POST / HTTP/1.1\r\n", patience_s=60), range(SLOW)))
+            assert {said.result()[:13] for said in dripping} == {b"HTTP/1.1 408 "}
             given_up_s = time.monotonic() - began_s
         fault.saw(f"{Counter(each.status for each in replies)} after {given_up_s:.1f} s; {sent.summary}")
         assert {each.status for each in replies} == {408}

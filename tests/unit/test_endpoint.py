@@ -16,11 +16,13 @@ from tritonclient.utils import InferenceServerException
 from upath import UPath
 
 from app.errors import EngineError
+from app.serving.transport import asgi
 from app.tensors import OUTPUT, Tensors
 from tests.engine_contract import TEXTS, exported, rows
 from tests.helpers import wait_until
 from tests.serving import Server, serving
 from tests.toy import LABELS, answering, asked, body, config, publish
+from tests.wire import drip
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +230,18 @@ def test_odd_requests_are_refused(server: Server, path: str, content: object, st
     answer = httpx.post(f"http://{server.http}{path}", json=content)
     assert answer.status_code == status
     assert words in answer.json()["error"]
+
+
+@pytest.mark.parametrize("path", ["/v2/models/toy/infer", "/v1/models/toy/predict", "/v2/repository/index"])
+@pytest.mark.parametrize("size", [1000, 2**25])
+def test_a_body_that_drips_is_told_so_and_its_connection_closed(
+    server: Server, monkeypatch: pytest.MonkeyPatch, path: str, size: int
+) -> None:
+    monkeypatch.setattr(asgi, "_RECEIVE_TIMEOUT_S", 0.1)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n".encode()
+    said = drip(server.http, head, pause_s=0.02, patience_s=3)
+    assert said.startswith(b"HTTP/1.1 408 ")
+    assert b"the body did not come within 0.1 s" in said
 
 
 def test_what_grpc_does_not_speak_is_said_so(server: Server) -> None:

@@ -37,7 +37,8 @@ async def read_body(headers: Mapping[str, str], receive: Receive, most_bytes: in
     Raises:
         RequestTooLargeError: it is larger.
         RequestError: the client went away in the middle of it.
-        TimeoutError: it does not come in time.
+        TimeoutError: it does not come in time. The answer must close the connection: else the rest, which nobody
+            reads, could drip for ever.
     """
     parts: list[bytes] = []
     size = int(headers.get("content-length", 0))  # announced, or what came of it; servers let nothing in but digits
@@ -58,8 +59,7 @@ async def read_body(headers: Mapping[str, str], receive: Receive, most_bytes: in
                 if not message.get("more_body"):
                     break
     except TimeoutError:
-        if size <= most_bytes:
-            raise TimeoutError(f"the body did not come within {_RECEIVE_TIMEOUT_S:g} s: send it faster") from None
+        raise TimeoutError(f"the body did not come within {_RECEIVE_TIMEOUT_S:g} s: send it faster") from None
     if size > most_bytes:
         raise RequestTooLargeError(
             f"the body is larger than {most_bytes} bytes: send less in a request, and large tensors of infer as bytes"
