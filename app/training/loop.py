@@ -137,7 +137,10 @@ class Loop:
         self.profiler.step()
 
     def _tell(self) -> Action:
-        """Exchange the last steps with the other workers, and record them; also those before a broken one, and it."""
+        """Exchange the last steps with the other workers, and record them; also those before a broken one, and it.
+
+        If a checkpoint was lost, the state is stored now.
+        """
         self.activity.begin(f"the exchange after step {self.position.step}")
         exchanged = self.exchange.run()
         self.position.loss_sum += sum(exchanged.applied_losses)
@@ -145,6 +148,8 @@ class Loop:
         self.recorder.record_steps(self.position, exchanged)
         if exchanged.broken is not None:
             self._break(exchanged.steps, exchanged.broken)
+        if exchanged.has_lost_state:
+            self.checkpoints.save(self.position, self.records, again=True)
         return exchanged.request
 
     def _break(self, steps: Sequence[LocalStep], broken: int) -> NoReturn:

@@ -150,7 +150,7 @@ def _begin(
         engine=engine,
         feed=Feed(data, config, layout, worker, activity),
         checkpoints=checkpoints,
-        exchange=Exchange(worker, (control.asked, alerts.pending, announced)),
+        exchange=Exchange(worker, (control.asked, alerts.pending, announced), checkpoints.has_lost),
         recorder=Recorder(config, worker.device, data.tokens_per_sample, report_at_rest, open_sinks, started),
         meter=meter,
         profiler=stack.enter_context(profile_steps(config.profile, run_folder, worker.rank)),

@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -86,7 +87,7 @@ def write_without_end(rank: int, meeting_point: Path, store: CheckpointStore, st
     dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=RANKS)
     writer = CheckpointWriter(store, CheckpointConfig(num_to_keep=2))
     while True:
-        writer.save(snapshot(rank, step), best=None)
+        writer.save(partial(snapshot, rank, step), best=None)
         step += 1
 
 

@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -127,7 +127,8 @@ def compare(row: Row, folder: UPath) -> dict[str, list[float]]:
     writer = CheckpointWriter(CheckpointStore(folder / row.slug), CheckpointConfig())
     losses = train(engine, layout, range(HALF))
     if row.is_kept:
-        writer.save(take_snapshot(engine, layout, Position(step=HALF), [], row.config.precision), best=None)
+        take = partial(take_snapshot, engine, layout, Position(step=HALF), [], row.config.precision)
+        writer.save(take, best=None)
     losses += train(engine, layout, range(HALF, STEPS))
     writer.wait()
     return {"plan": [*losses, validate(engine, layout)], "plain": plain_losses(row.model, row.config.optimizer.name)}

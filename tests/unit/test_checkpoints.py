@@ -1,7 +1,9 @@
 """Checkpoints: how parts are cut, which of them are whole, what is kept."""
 
+import weakref
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from math import inf, nan
 from pathlib import Path
 
@@ -27,10 +29,13 @@ from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.state import Position, TrainState
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.checkpoints.writer import STATE_FILE, CheckpointWriter
+from app.training.coordination.exchange import Exchange
 from app.training.records import Ending, EpochRecord
 from app.training.run import finish_run
 from app.training.run_folder import CHECKPOINTS, WEIGHTS
-from tests.helpers import flip
+from app.training.session import train
+from app.training.worker import Worker, start_worker
+from tests.helpers import flip, wait_until
 from tests.tables import Faults
 
 
@@ -67,6 +72,10 @@ def state_at(step: int) -> TrainState:
         position=Position(step=step), records=[], workers=1, tensor=1, pipeline=1, optimizer_steps=step,
         schedule_steps=step, loss_scale=None, precision="fp32", shapes={},
     )  # fmt: skip
+
+
+def snapshot_at(step: int) -> Snapshot:
+    return Snapshot(state_at(step), {buffer("step"): torch.tensor([step])})
 
 
 def test_a_loss_that_is_not_finite_can_be_read_again() -> None:
@@ -238,7 +247,7 @@ def test_what_is_written_is_read_wherever_storage_is(place: str, tmp_path: Path)
         weight = torch.rand(3, 4)
         parts = {(0, 0): weight[:2], (2, 0): weight[2:]}
         content = {parameter("layer.weight", WEIGHT): Shards((3, 4), parts)}
-        writer.save(Snapshot(state_at(step), content), best=10)
+        writer.save(partial(Snapshot, state_at(step), content), best=10)
     writer.wait()
     newest = store.newest_intact()
     assert store.committed() == [Checkpoint(10), newest] == [Checkpoint(10), Checkpoint(20, 2)]
@@ -262,9 +271,61 @@ def test_slow_storage_is_heard_piece_by_piece(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_named_with_the_cause(tmp_path: Path) -> None:
     (tmp_path / "run").write_bytes(b"")  # root may write into any folder, but not into a file
     writer = CheckpointWriter(CheckpointStore(UPath(tmp_path / "run" / "checkpoints")), CheckpointConfig())
-    writer.save(Snapshot(state_at(10), {buffer("mean"): torch.zeros(3)}), best=None)
+    writer.save(partial(snapshot_at, 10), best=None)
     with pytest.raises(TrainingError, match=r"checkpoints/step_00000010' cannot be written: .*Not a directory.* free"):
         writer.wait()
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_a_write_that_fails_once_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = []
+
+    def fail_once(folder: UPath, sums: dict[str, str]) -> None:
+        tries.append(folder)
+        if len(tries) == 1:
+            raise OSError("503 Slow Down")
+        write_checksums(folder, sums)
+
+    monkeypatch.setattr("app.training.checkpoints.writer.write_checksums", fail_once)
+    store = CheckpointStore(UPath(tmp_path))
+    writer = CheckpointWriter(store, CheckpointConfig())
+    writer.save(partial(snapshot_at, 10), best=None)
+    writer.wait()
+    assert store.newest_intact() == Checkpoint(10)
+    assert len(tries) == 2
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_a_state_that_is_lost_does_not_cost_the_next_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    blocker = tmp_path / "run"
+    blocker.write_bytes(b"")
+    store = CheckpointStore(UPath(blocker / "checkpoints"))
+    writer = CheckpointWriter(store, CheckpointConfig())
+    writer.save(partial(snapshot_at, 10), best=None)
+    wait_until(lambda: writer.has_failed)
+    blocker.unlink()
+    writer.save(partial(snapshot_at, 20), best=None)
+    assert store.committed() == [Checkpoint(20)]
+    assert "step_00000010' cannot be written" in capsys.readouterr().err
+    assert not writer.has_failed
+    writer.wait()
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_one_copy_of_the_state_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def take(step: int) -> Snapshot:
+        assert not any(each() is not None for each in alive), "the copy before is still there"
+        snapshot = snapshot_at(step)
+        alive.extend(map(weakref.ref, snapshot.content.values()))
+        return snapshot
+
+    writer = CheckpointWriter(CheckpointStore(UPath(tmp_path)), CheckpointConfig())
+    for step in range(1, 6):
+        writer.save(partial(take, step), best=None)
+    writer.wait()
+    assert len(alive) == 5
 
 
 @pytest.mark.usefixtures("_process_group")
@@ -276,7 +337,7 @@ def test_the_best_epoch_whose_checkpoint_is_not_damaged_is_published(
     writer = CheckpointWriter(store, CheckpointConfig(num_to_keep=9, background=False))
     records = []
     for epoch, val_loss in enumerate([0.4, 0.1, 0.3], start=1):
-        writer.save(Snapshot(state_at(epoch), {buffer("epoch"): torch.tensor([epoch])}), best=None)
+        writer.save(partial(snapshot_at, epoch), best=None)
         records.append(EpochRecord(epoch=epoch, step=epoch, train_loss=1.0, val_loss=val_loss, val_accuracy=0.5,
                                    samples_per_s=1.0))  # fmt: skip
     flip(store.folder_of(Checkpoint(2)) / "__0_0.distcp")
@@ -284,8 +345,36 @@ def test_the_best_epoch_whose_checkpoint_is_not_damaged_is_published(
     outcome = finish_run(run, prepare(run.recipe), ending)
     assert outcome.metrics.model_dump()["best_epoch"] == 3
     assert "checkpoint step_00000002 is damaged and left out" in capsys.readouterr().err
-    assert safetensors.torch.load_file(run.folder / WEIGHTS / "model.safetensors")["epoch"] == 3
+    assert safetensors.torch.load_file(run.folder / WEIGHTS / "model.safetensors")["step"] == 3
     for step in (1, 3):
         flip(store.folder_of(Checkpoint(step)) / "__0_0.distcp")
     with pytest.raises(StorageError, match="no checkpoint of a whole epoch"):
         finish_run(run, prepare(run.recipe), ending)
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_training_goes_on_when_a_checkpoint_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures, next_of = ["try", "second try"], CheckpointStore.next
+
+    def fail_twice(store: CheckpointStore, step: int) -> Checkpoint:
+        if failures:
+            raise OSError(f"503 Slow Down, {failures.pop(0)}")
+        return next_of(store, step)
+
+    monkeypatch.setattr(CheckpointStore, "next", fail_twice)
+    given = ["train.epochs=1", "model.args.width=8", "train.checkpoint={every_steps: 8, num_to_keep: 9}"]
+    recipe = load_recipe("recipes/digits.yaml", given)
+    ending = train(recipe, prepare(recipe), start_worker(recipe.train), UPath(tmp_path))
+    kept = steps(CheckpointStore(UPath(tmp_path) / CHECKPOINTS))
+    assert 8 not in kept
+    assert {16, ending.step} <= {*kept}
+    assert "503 Slow Down, second try. The state was stored since" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_process_group")
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_lost_checkpoint_is_told_at_the_next_exchange(is_lost: bool) -> None:
+    exchange = Exchange(Worker(0, 1, torch.device("cpu")), [lambda: Action.CONTINUE], lambda: is_lost)
+    assert exchange.run().has_lost_state is is_lost

@@ -1,5 +1,7 @@
 """The checkpoints of a run as its training loop uses them."""
 
+from functools import partial
+
 from upath import UPath
 
 from app.config import Layout, TrainConfig
@@ -59,14 +61,22 @@ class CheckpointManager:
         every = self._config.checkpoint.every_steps
         return every is not None and step % every == 0
 
-    def save(self, position: Position, records: list[EpochRecord]) -> None:
-        """Keep the state, unless this very state was kept. Raises TrainingError if it cannot be written."""
-        if self._saved_step == position.step:
+    def save(self, position: Position, records: list[EpochRecord], again: bool = False) -> None:
+        """Keep the state, unless this very state was kept, or in place of one that was lost, ``again``.
+
+        Raises:
+            TrainingError: it cannot be written.
+        """
+        if self._saved_step == position.step and not again:
             return
         self._activity.begin(f"the checkpoint of step {position.step}")
-        snapshot = take_snapshot(self._engine, self._layout, position, records, self._config.precision)
-        self._writer.save(snapshot, best_of(records, self._config).step if records else None)
+        take = partial(take_snapshot, self._engine, self._layout, position, records, self._config.precision)
+        self._writer.save(take, best_of(records, self._config).step if records else None)
         self._saved_step = position.step
+
+    def has_lost(self) -> bool:
+        """Whether this process knows that the state that was saved last could not be written."""
+        return self._writer.has_failed
 
     def wait(self) -> None:
         """Until everything that was saved is stored. Raises TrainingError if it cannot be."""

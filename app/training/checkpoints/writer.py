@@ -2,9 +2,11 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 from upath import UPath
@@ -15,37 +17,51 @@ from app.errors import TrainingError
 from app.storage import Advance, is_local, local_folder, unheard, upload
 from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
-from app.warnings import attempt
+from app.warnings import attempt, warn
 
 STATE_FILE = "state.json"
+T = TypeVar("T")
 
 
 class CheckpointWriter:
-    """Writes snapshots one after the other. Every process of the run has one, and calls it in the same order."""
+    """Writes snapshots one after the other. Every process of the run has one, and calls it in the same order.
+
+    At most one snapshot is in memory. One that cannot be written is tried a second time, at once.
+    """
 
     def __init__(self, store: CheckpointStore, config: CheckpointConfig, advance: Advance = unheard) -> None:
         self._store, self._config, self._advance = store, config, advance
         # Of its own: what the thread says to the others must not mix with what training says.
         self._group = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: Future[None] | None = None
+        self._pending: Future[str | None] | None = None
 
-    def save(self, snapshot: Snapshot, best: int | None) -> None:
-        """Store ``snapshot`` once the one before it is stored, then remove old ones, but never that of step ``best``.
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last snapshot is known to be lost; processes learn of it one after the other."""
+        pending = self._pending
+        return pending is not None and pending.done() and pending.result() is not None
+
+    def save(self, take: Callable[[], Snapshot], best: int | None) -> None:
+        """Store what ``take`` returns, then remove old checkpoints, but never that of step ``best``.
+
+        ``take`` is called once the snapshot before is stored, and its memory is free. If that one was lost, this one
+        takes its place, and is waited for.
 
         Raises:
-            TrainingError: the one before cannot be written; or this one, unless that is found out in the background.
+            TrainingError: the snapshot cannot be written; in the background the next ``wait`` raises it.
         """
-        self.wait()
-        self._pending = self._thread.submit(self._write, snapshot, best)
-        if not self._config.background:
+        lost = self._settle()
+        self._pending = self._thread.submit(self._try_twice, take(), best)
+        if lost or not self._config.background:
             self.wait()
+        if lost and dist.get_rank() == 0:
+            warn(f"{lost}. The state was stored since, and training goes on")
 
     def wait(self) -> None:
         """Until everything that was saved is stored. Raises TrainingError if it cannot be."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            pending.result()
+        if lost := self._settle():
+            raise TrainingError(f"{lost}. Those before it are whole: go on from them with train.resume=latest")
 
     def close(self) -> None:
         """Let what is being written be finished, also where training breaks off, and end the group's threads.
@@ -55,48 +71,88 @@ class CheckpointWriter:
         self._thread.shutdown()
         dist.destroy_process_group(self._group)
 
-    def _write(self, snapshot: Snapshot, best: int | None) -> None:
-        checkpoint = self._agree_on_next(snapshot.state.position.step)
-        folder = self._store.folder_of(checkpoint)
-        is_first = dist.get_rank() == 0
+    def _settle(self) -> str | None:
+        """Wait for what is being written; why it could not be."""
+        pending, self._pending = self._pending, None
+        return pending.result() if pending else None
+
+    def _try_twice(self, snapshot: Snapshot, best: int | None) -> str | None:
+        """Write the snapshot; why it could not be. An error itself would keep the snapshot in memory."""
         try:
-            sums = self._write_part(snapshot, folder, is_first)
-            parts: list[dict[str, str] | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(parts, sums, group=self._group)
-            if is_first:
-                write_checksums(folder, {name: each for part in parts if part for name, each in part.items()})
-        except OSError as error:
-            if is_local(folder):
+            return self._try(snapshot, best) and self._try(snapshot, best)
+        finally:
+            snapshot.content.clear()  # the executor lets go of it a moment later
+
+    def _try(self, snapshot: Snapshot, best: int | None) -> str | None:
+        try:
+            self._write(snapshot, best)
+        except TrainingError as error:
+            return str(error)
+        return None
+
+    def _write(self, snapshot: Snapshot, best: int | None) -> None:
+        first = dist.get_rank() == 0
+        checkpoint = cast(Checkpoint, self._together(partial(self._next, snapshot.state.position.step))[0])
+        folder = self._store.folder_of(checkpoint)
+        try:
+            parts = self._together(partial(self._write_part, snapshot, folder, first))
+            sums = {name: each for part in parts for name, each in part.items()}
+            self._together(partial(_commit, folder, sums, snapshot, first))
+        except TrainingError:
+            if first and is_local(folder):
                 shutil.rmtree(folder.path, ignore_errors=True)
-            raise TrainingError(_cannot_write(folder, snapshot, error)) from error
-        if is_first:
+            raise
+        if first:
             keep = partial(self._store.prune, checkpoint, self._config.num_to_keep, best)
             attempt(keep, "old checkpoints cannot be removed")
 
-    def _agree_on_next(self, step: int) -> Checkpoint:
-        """The checkpoint that all processes write: the first looks which are there."""
+    def _together(self, work: Callable[[], T]) -> list[T]:
+        """What ``work`` answers in every process. Raises TrainingError in all if it does in any."""
         try:
-            message = [self._store.next(step) if dist.get_rank() == 0 else None]
-        except OSError as error:
+            answer: T | TrainingError = work()
+        except TrainingError as error:
+            answer = error
+        answers: list[T | TrainingError | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(answers, answer, group=self._group)
+        for each in answers:
+            if isinstance(each, TrainingError):
+                raise each
+        return cast("list[T]", answers)
+
+    def _next(self, step: int) -> Checkpoint | None:
+        """The checkpoint that all processes write: the first looks which are there."""
+        if dist.get_rank() != 0:
+            return None
+        try:
+            return self._store.next(step)
+        except Exception as error:
             raise TrainingError(f"checkpoints in {str(self._store.folder)!r} cannot be listed: {error}") from error
-        dist.broadcast_object_list(message, src=0, group=self._group)
-        assert message[0] is not None
-        return message[0]
 
     def _write_part(self, snapshot: Snapshot, folder: UPath, is_first: bool) -> dict[str, str]:
         """Write this process's files; their checksums."""
         from app.training.checkpoints.parts import write_parts
 
-        with local_folder(folder) as local:
-            before = set(local.iterdir()) if local.exists() else set()
-            write_parts(snapshot.content, local, self._group, self._advance)
-            if is_first:
-                (local / STATE_FILE).write_text(snapshot.state.model_dump_json(indent=1), encoding="utf-8")
-            own = [file for file in local.iterdir() if file not in before and _is_own(file.name, is_first)]
-            if not is_local(folder):
-                for file in own:
-                    upload(file, folder / file.name, self._advance)
-            return checksums_of(own, self._advance)
+        try:
+            with local_folder(folder) as local:
+                before = set(local.iterdir()) if local.exists() else set()
+                write_parts(snapshot.content, local, self._group, self._advance)
+                if is_first:
+                    (local / STATE_FILE).write_text(snapshot.state.model_dump_json(indent=1), encoding="utf-8")
+                own = [file for file in local.iterdir() if file not in before and _is_own(file.name, is_first)]
+                if not is_local(folder):
+                    for file in own:
+                        upload(file, folder / file.name, self._advance)
+                return checksums_of(own, self._advance)
+        except Exception as error:  # each protocol's driver has errors of its own
+            raise TrainingError(_cannot_write(folder, snapshot, error)) from error
+
+
+def _commit(folder: UPath, sums: dict[str, str], snapshot: Snapshot, is_first: bool) -> None:
+    if is_first:
+        try:
+            write_checksums(folder, sums)
+        except Exception as error:
+            raise TrainingError(_cannot_write(folder, snapshot, error)) from error
 
 
 def _is_own(name: str, is_first: bool) -> bool:
@@ -104,7 +160,7 @@ def _is_own(name: str, is_first: bool) -> bool:
     return name.startswith(f"__{dist.get_rank()}_") or (is_first and not name.startswith("__"))
 
 
-def _cannot_write(folder: UPath, snapshot: Snapshot, error: OSError) -> str:
+def _cannot_write(folder: UPath, snapshot: Snapshot, error: Exception) -> str:
     """What went wrong, and whether there was room."""
     room = "check its rights and quota"
     if is_local(folder):
@@ -112,5 +168,5 @@ def _cannot_write(folder: UPath, snapshot: Snapshot, error: OSError) -> str:
         room = f"{shutil.disk_usage(there).free:,} bytes are free there"
     return (
         f"checkpoint {str(folder)!r} cannot be written: {error}; this process's part takes "
-        f"{snapshot.nbytes:,} bytes, {room}. Those before it are whole: go on from them with train.resume=latest"
+        f"{snapshot.nbytes:,} bytes, {room}"
     )

@@ -43,6 +43,8 @@ class Exchanged:
     """The mean loss of each over all workers."""
     request: Action
     """The strongest that any of them heard."""
+    has_lost_state: bool
+    """Whether one of them knows of a checkpoint that could not be written."""
 
     @property
     def applied_losses(self) -> list[float]:
@@ -65,6 +67,8 @@ class Exchange:
     worker: Worker
     sources: Sequence[Callable[[], Action]]
     """Each says what this worker heard: from a person, a signal or an alert."""
+    has_lost_state: Callable[[], bool]
+    """Says whether a checkpoint could not be written, as far as this worker knows."""
     steps: list[LocalStep] = field(default_factory=list)
     _interval: int = 1
     _began: float = field(default_factory=time.monotonic)
@@ -91,20 +95,21 @@ class Exchange:
         request = max(heard() for heard in self.sources)
         steps, self.steps = self.steps, []
         elapsed, self._began = time.monotonic() - self._began, time.monotonic()
-        sizes = [len(steps), len(Action), 1, self.worker.size]
+        sizes = [len(steps), len(Action), 1, 1, self.worker.size]
         told = torch.zeros(sum(sizes), dtype=torch.float64)
-        losses, asked, interval, busy = torch.split(told, sizes)
+        losses, asked, lost, interval, busy = torch.split(told, sizes)
         if steps:
             losses.copy_(torch.stack([step.result.loss for step in steps]) / self.worker.size)
             busy[self.worker.rank] = sum(step.busy_s for step in steps) / len(steps)
         asked[request] = 1.0
+        lost.fill_(float(self.has_lost_state()))
         if self.worker.is_first:
             interval.fill_(self._next_interval(len(steps), elapsed))
-        losses, asked, interval, busy = torch.split(self.worker.all_reduce(told), sizes)
+        losses, asked, lost, interval, busy = torch.split(self.worker.all_reduce(told), sizes)
         self._interval = int(interval)
         strongest = max(action for action in Action if asked[action])
         self._stragglers.look(busy.tolist())
-        return Exchanged(steps, losses.tolist(), strongest)
+        return Exchanged(steps, losses.tolist(), strongest, bool(lost))
 
     def _next_interval(self, steps: int, elapsed: float) -> int:
         """So many steps take about a second."""
