@@ -1,9 +1,11 @@
 """Search a recipe's best values on the Ray cluster: python -m jobs.tune RECIPE [key=value …]"""
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
-
-from sqlalchemy.engine import URL
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from app.config import Recipe, TuneConfig
 from app.errors import RecipeError
@@ -18,8 +20,9 @@ from app.tuning.outcome import BEST_FILE, FrontTrial, StoppedMetrics, TuneMetric
 from app.tuning.report import write_report, write_trials
 from app.tuning.schedulers import check_scheduler
 from app.tuning.search import Search
+from app.tuning.snapshots import keep_snapshots
 from app.tuning.space import Space, load_space
-from app.tuning.storage import study_url
+from app.tuning.storage import StudyPlace, study_place
 from app.tuning.study import SearchStudy
 from app.tuning.trainable import DATA
 from app.tuning.trial_data import keep_data
@@ -35,7 +38,9 @@ def tune(run: Run) -> Outcome:
     if config is None:
         raise RecipeError(f"recipe {recipe.name} has no tune section: give it one, with a space at least")
     space = load_space(config.space, recipe)
-    url = study_url(run.storage, run.run_id, config.storage)
+    scratch = Path(run.until_result.enter_context(TemporaryDirectory(prefix="rayloom-study-")))
+    place_of = partial(study_place, run.storage, config.storage, scratch)
+    place = place_of(run.run_id)
     own = trial_recipe(recipe, {}, config)
     check_scheduler(config, own.train, space)
     data = prepare_run(replace(run, recipe=own))
@@ -46,24 +51,33 @@ def tune(run: Run) -> Outcome:
         require_dashboard("a trial's workers")
     if config.scheduler == "pbt":
         require(resources_of(own.train, 2 * workers), "the two trials of the smallest population")
-    study = _study(run, url, space, config)
+    study = _study(run, place_of, space, config)
     budget = Budget(config.stop, config.objectives[0], study.epochs_trained, study.seconds)
     search = Search(recipe, config, study, run.folder, budget)
     run.until_result.enter_context(held(run.folder))
-    run.open()
-    keep_data(data, own, run.folder / DATA)
-    print(f"study {run.run_id} in {url.render_as_string()}, {search.at_once()} trials at once", flush=True)
-    with on_sigterm(budget.ask, "the search goes on with tune.resume=true"):
-        search.run()
-    return _outcome(run, search, url.render_as_string())
+    with keep_snapshots(place):
+        run.open()
+        keep_data(data, own, run.folder / DATA)
+        print(f"study {run.run_id} in {place}, {search.at_once()} trials at once", flush=True)
+        with on_sigterm(budget.ask, "the search goes on with tune.resume=true"):
+            search.run()
+    return _outcome(run, search)
 
 
-def _study(run: Run, url: URL, space: Space, config: TuneConfig) -> SearchStudy:
+def _study(run: Run, place_of: Callable[[str], StudyPlace], space: Space, config: TuneConfig) -> SearchStudy:
     """The run's own study if it goes on, else a new one that knows what earlier ones found."""
+    place = place_of(run.run_id)
     if run.folder.exists():
-        return SearchStudy.resume(run.run_id, url, space, run.recipe, config)
-    earlier = [(name, study_url(run.storage, name, config.storage)) for name in config.warm_start]
-    return SearchStudy.create(run.run_id, url, space, run.recipe, config, earlier)
+        study = SearchStudy.resume(run.run_id, place, space, run.recipe, config)
+        if place.remote is not None:
+            print(
+                f"the study is as {place} had it at {place.written}, with {len(study.trials)} trials and "
+                f"{study.epochs_trained} epochs; what was reported later is lost",
+                flush=True,
+            )
+        return study
+    earlier = [(name, place_of(name)) for name in config.warm_start]
+    return SearchStudy.create(run.run_id, place, space, run.recipe, config, earlier)
 
 
 def start_or_resume(job: str, recipe: Recipe) -> Run:
@@ -82,11 +96,12 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
     return Run.start(job, recipe, run_id)
 
 
-def _outcome(run: Run, search: Search, url: str) -> Outcome:
+def _outcome(run: Run, search: Search) -> Outcome:
     study, metrics = search.study, [each.metric for each in search.config.objectives]
+    kept = {"study": str(study.place)}
     if search.budget.was_asked:
         stopped = StoppedMetrics(trials=len(study.ended), epochs_trained=study.epochs_trained)
-        return Outcome(stopped, {"study": url}, status="stopped")
+        return Outcome(stopped, kept, status="stopped")
     reached = TuneMetrics.of(study, metrics, search.budget.reason or study.exhausted)
     best = FrontTrial(
         trial=reached.best_trial,
@@ -101,7 +116,7 @@ def _outcome(run: Run, search: Search, url: str) -> Outcome:
         "report": write_report(study.study, objectives, reached, run.folder),
         "trials": write_trials(study.study, objectives, run.folder),
     }
-    return Outcome(reached, {"study": url, **{name: str(path) for name, path in made.items()}})
+    return Outcome(reached, kept | {name: str(path) for name, path in made.items()})
 
 
 if __name__ == "__main__":

@@ -22,4 +22,9 @@ def search(cluster: dict[str, str], *overrides: str, succeeds: bool = True) -> t
 def trials_of(cluster: dict[str, str], run_id: str) -> list[FrozenTrial]:
     """The trials in a search's study."""
     file = Path(cluster["RAYLOOM_STORAGE"]) / "studies" / f"{run_id}.db"
+    return trials_in(file, run_id)
+
+
+def trials_in(file: Path, run_id: str) -> list[FrozenTrial]:
+    """The trials in a study's file."""
     return optuna.load_study(study_name=run_id, storage=f"sqlite:///{file}").get_trials(deepcopy=False)

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ from sqlalchemy.engine import URL
 from app.config import Recipe, load_recipe
 from app.tuning.results import HEARD, NUMBER, VALUES
 from app.tuning.space import Space, load_space
+from app.tuning.storage import StudyPlace
 from app.tuning.study import Proposal, SearchStudy
 from tests.helpers import ROOT
 
@@ -26,16 +27,23 @@ def space_of(recipe: Recipe) -> Space:
     return load_space("tune_spaces.image:space", recipe)
 
 
-def create(url: URL, *overrides: str, name: str = "one", earlier: list[tuple[str, URL]] | None = None) -> SearchStudy:
-    recipe = recipe_with(*overrides)
-    assert recipe.tune is not None
-    return SearchStudy.create(name, url, space_of(recipe), recipe, recipe.tune, earlier or [])
+def placed(where: URL | StudyPlace) -> StudyPlace:
+    return where if isinstance(where, StudyPlace) else StudyPlace(where)
 
 
-def resume(url: URL, *overrides: str, name: str = "one") -> SearchStudy:
+def create(
+    where: URL | StudyPlace, *overrides: str, name: str = "one", earlier: Sequence[tuple[str, URL | StudyPlace]] = ()
+) -> SearchStudy:
     recipe = recipe_with(*overrides)
     assert recipe.tune is not None
-    return SearchStudy.resume(name, url, space_of(recipe), recipe, recipe.tune)
+    known = [(study, placed(there)) for study, there in earlier]
+    return SearchStudy.create(name, placed(where), space_of(recipe), recipe, recipe.tune, known)
+
+
+def resume(where: URL | StudyPlace, *overrides: str, name: str = "one") -> SearchStudy:
+    recipe = recipe_with(*overrides)
+    assert recipe.tune is not None
+    return SearchStudy.resume(name, placed(where), space_of(recipe), recipe, recipe.tune)
 
 
 def ask(study: SearchStudy) -> int:

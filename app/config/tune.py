@@ -101,7 +101,7 @@ class TuneConfig(Section):
     storage: Annotated[str, BeforeValidator(_check_storage)] | None = Field(
         default=None,
         description="URL of SQLAlchemy where the study is kept, or env:NAME or file:/PATH that hold one; "
-        "default: a SQLite file of its own under studies/ in storage",
+        "default: a SQLite file of its own under studies/ in storage, an object store too",
     )
     warm_start: list[str] = Field(default=[], description="ids of earlier tune runs whose trials this one learns from")
     resume: bool = Field(

@@ -3,30 +3,29 @@
 import optuna
 from optuna.study import Study
 from optuna.trial import TrialState, create_trial
-from sqlalchemy.engine import URL
 
 from app.errors import TuningError
 from app.tuning.space import Space
-from app.tuning.storage import explained, is_missing, open_storage, require_study_file
+from app.tuning.storage import StudyPlace, explained, is_missing, open_storage, require_study_file
 from app.tuning.trials import DUPLICATE_OF, LEARNED_FROM, best_trials
 from app.tuning.view import values_at_last
 
 
-def load_study(name: str, url: URL) -> Study:
+def load_study(name: str, place: StudyPlace) -> Study:
     """A study that is there. Raises StorageError or TuningError."""
-    require_study_file(url)
-    storage = open_storage(url)
-    with explained(url):
+    require_study_file(place)
+    storage = open_storage(place)
+    with explained(place):
         if name not in optuna.get_all_study_names(storage):
-            raise TuningError(f"there is no study {name!r} in {url}: give the id of a tune run that has been started")
+            raise TuningError(f"there is no study {name!r} in {place}: give the id of a tune run that has been started")
         return optuna.load_study(study_name=name, storage=storage)
 
 
-def load_earlier(name: str, url: URL) -> Study:
+def load_earlier(name: str, place: StudyPlace) -> Study:
     """A study that ``tune.warm_start`` names. Raises StorageError or TuningError."""
-    if is_missing(url):
-        raise TuningError(f"tune.warm_start names {name!r}, and there is no study {url}: give ids of tune runs")
-    return load_study(name, url)
+    if is_missing(place):
+        raise TuningError(f"tune.warm_start names {name!r}, and there is no study {place}: give ids of tune runs")
+    return load_study(name, place)
 
 
 def learn(study: Study, earlier: Study, space: Space) -> None:

@@ -20,6 +20,7 @@ from app.tuning.study import SearchStudy
 from app.tuning.table import Table
 from app.tuning.trainable import TRIALS, TrialActor, remove_checkpoints
 from app.tuning.trial_recipe import trial_recipe
+from app.tuning.trials import VALUES
 
 _NEXT_TO_NOTHING = {"memory": 1.0}
 """One byte: an actor of Ray Tune must reserve something."""
@@ -81,6 +82,7 @@ class Search:
         """
         os.environ.update(_ENVIRONMENT)
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # the ledger says what fails
+        remove_lost_trials(self.study, self.folder / TRIALS)
         config, study = self.config, self.study
         promotion = create_promotion(config, self._train.epochs, study.trials)
         scheduler = create_scheduler(config, self._train.epochs, study.space, promotion)
@@ -137,3 +139,15 @@ class Search:
                 return cause
             cause = cause.__cause__ or cause.__context__
         return TuningError(f"Ray Tune stopped: {str(error).strip().splitlines()[-1]}")
+
+
+def remove_lost_trials(study: SearchStudy, folder: UPath) -> None:
+    """Remove from ``folder`` what trials left that the study does not know: it will give their numbers to others.
+
+    They began after the copy of the study with which the search is resumed was made.
+    """
+    known = {f"{trial.number:04d}" for trial in study.trials if VALUES in trial.user_attrs}
+    for lost in folder.iterdir() if folder.exists() else ():
+        if lost.name not in known:
+            print(f"trial {lost.name} began after the study was last copied: what it trained is lost", flush=True)
+            lost.fs.rm(lost.path, recursive=True)

@@ -1,9 +1,10 @@
-"""Where studies are kept: a SQLite file for each, or any database that SQLAlchemy reaches."""
+"""Where studies are kept: a SQLite file for each, in storage, or any database that SQLAlchemy reaches."""
 
 import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -36,51 +37,103 @@ DATABASE_ERRORS = (SQLAlchemyError, StorageInternalError, sqlite3.Error)
 """What a database raises, and nothing else does."""
 
 
-def study_url(storage: UPath, run_id: str, given: str | None) -> URL:
-    """The database of a run's study: the one that the recipe gives, or a SQLite file under ``studies/``.
+@dataclass(frozen=True)
+class StudyPlace:
+    """A study's database. Where storage is an object store, a local file whose last copy is in storage."""
+
+    url: URL
+    """What Optuna opens."""
+    remote: UPath | None = None
+    """The copy in storage, if ``url`` is not where the study stays."""
+
+    def __str__(self) -> str:
+        return self.url.render_as_string(hide_password=True) if self.remote is None else str(self.remote)
+
+    @property
+    def file(self) -> Path | None:
+        """The SQLite file; None of a database server."""
+        is_file = self.url.get_backend_name() == "sqlite" and self.url.database
+        return Path(str(self.url.database)) if is_file else None
+
+    @property
+    def backup(self) -> Path | None:
+        """The copy beside a SQLite file that stays; None of any other."""
+        return self.file.with_name(f"{self.file.name}.backup") if self.file and self.remote is None else None
+
+    @property
+    def written(self) -> str:
+        """When the copy in storage, or beside the file, was made. Raises FileNotFoundError if there is none."""
+        copy = self.remote or self.backup or Path()
+        return datetime.fromtimestamp(copy.stat().st_mtime).isoformat(" ", "seconds")
+
+    def publish(self, copy: Path) -> None:
+        """Put a copy of the file in storage, or make it the backup. Raises OSError or StorageError."""
+        if self.backup is not None:
+            copy.rename(self.backup)
+        if self.remote is None:
+            return
+        try:
+            self.remote.fs.put_file(str(copy), self.remote.path)
+        except Exception as error:  # each protocol's driver has errors of its own
+            raise StorageError(f"the study {self} cannot be written ({error}): check its rights") from error
+
+    def fetch(self) -> None:
+        """Begin with the copy in storage, if there is one. Raises StorageError if it cannot be read."""
+        if self.remote is None or self.file is None:
+            return
+        try:
+            self.remote.fs.get_file(self.remote.path, str(self.file))
+        except FileNotFoundError:
+            self.file.unlink(missing_ok=True)
+        except Exception as error:  # each protocol's driver has errors of its own
+            raise StorageError(f"the study {self} cannot be read ({error}): check its rights") from error
+
+
+def study_place(storage: UPath, given: str | None, scratch: Path, run_id: str) -> StudyPlace:
+    """The database of a run's study: the one that the recipe gives, or a SQLite file under ``studies/`` in storage.
+
+    ``scratch`` is the local folder to work in where storage is an object store.
 
     Raises:
         RecipeError: what is given is no URL, or a relative path.
-        StorageError: storage is not a local folder, where alone SQLite can write, and nothing else is given.
     """
     if given is None:
-        if not is_local(storage):
-            raise StorageError(
-                f"storage is {str(storage)!r}, where SQLite cannot keep a study: set tune.storage to a database, such "
-                "as postgresql+psycopg://host/name"
-            )
-        return URL.create("sqlite", database=str(Path(storage.path) / STUDIES / f"{run_id}.db"))
+        name = f"{run_id}.db"
+        if is_local(storage):
+            return StudyPlace(URL.create("sqlite", database=str(Path(storage.path) / STUDIES / name)))
+        return StudyPlace(URL.create("sqlite", database=str(scratch / name)), storage / STUDIES / name)
     try:
         url = make_url(read_secret("tune.storage", given) if is_reference(given) else given)
     except DeliveryError as error:
         raise RecipeError(str(error)) from None
     except ArgumentError as error:
         raise RecipeError(f"tune.storage {given!r} is no URL of SQLAlchemy: write dialect://host/database") from error
-    if _file_of(url) and not Path(str(url.database)).is_absolute():
+    place = StudyPlace(url)
+    if place.file and not place.file.is_absolute():
         raise RecipeError(f"tune.storage {given!r} is a relative path: write it as sqlite:////folder/studies.db")
-    return url
+    return place
 
 
-def open_storage(url: URL) -> OnlyWriter:
+def open_storage(place: StudyPlace) -> OnlyWriter:
     """Connect, and make the tables if there are none.
 
     Raises:
         StorageError: the database cannot be reached, its driver is missing; the file is damaged, read-only or locked.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    file = _file_of(url)
-    options = {"connect_args": {"timeout": LOCK_TIMEOUT_S}} if file else {"pool_pre_ping": True}
-    with explained(url):
-        if file is not None:
-            _check_file(file)
-        backend = RDBStorage(url.render_as_string(hide_password=False), engine_kwargs=options)
-    if file is None:
+    options = {"connect_args": {"timeout": LOCK_TIMEOUT_S}} if place.file else {"pool_pre_ping": True}
+    place.fetch()
+    with explained(place):
+        if place.file is not None:
+            _check_file(place)
+        backend = RDBStorage(place.url.render_as_string(hide_password=False), engine_kwargs=options)
+    if place.file is None:
         _outlast_restarts(backend.engine)
     return OnlyWriter(backend)
 
 
 @contextmanager
-def explained(url: URL) -> Iterator[None]:
+def explained(place: StudyPlace) -> Iterator[None]:
     """Turns what a database says into one sentence. Raises StorageError."""
     began = time.monotonic()
     try:
@@ -88,39 +141,32 @@ def explained(url: URL) -> Iterator[None]:
     except (*DATABASE_ERRORS, OSError, ImportError, RuntimeError) as error:
         cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
         reason = str(getattr(cause, "orig", cause)).strip().splitlines()[0]
-        shown = url.render_as_string(hide_password=True)
         if "locked" in reason:
             raise StorageError(
-                f"the study {shown} was locked by another process for {time.monotonic() - began:.0f} s: end that "
+                f"the study {place} was locked by another process for {time.monotonic() - began:.0f} s: end that "
                 "process, and go on with tune.resume=true"
             ) from error
-        raise StorageError(f"the study's storage {shown} cannot be used ({reason}): check tune.storage") from error
+        raise StorageError(f"the study's storage {place} cannot be used ({reason}): check tune.storage") from error
 
 
-def back_up(url: URL) -> None:
-    """Keep a copy of a SQLite file beside it, whole at any time."""
-    file = _file_of(url)
-    if file is None:
-        return
-    copy, aside = _backup_of(file), file.with_name(f".{file.name}.tmp")
-    aside.unlink(missing_ok=True)
-    with closing(sqlite3.connect(file, timeout=LOCK_TIMEOUT_S)) as source, closing(sqlite3.connect(aside)) as target:
-        source.backup(target)
-    aside.rename(copy)
-
-
-def require_study_file(url: URL) -> None:
+def require_study_file(place: StudyPlace) -> None:
     """Refuse to go on with a study whose SQLite file is gone, instead of starting an empty one. Raises StorageError."""
-    file = _file_of(url)
-    if file is not None and not (file.exists() and file.stat().st_size):
-        what = "empty" if file.exists() else "missing"
-        raise StorageError(f"the study's file {str(file)!r} is {what}: {_way_out(file)}")
+    size = _size(place)
+    if not size and place.file is not None:
+        what = "missing" if size is None else "empty"
+        raise StorageError(f"the study's file {_shown_file(place)!r} is {what}: {_way_out(place)}")
 
 
-def is_missing(url: URL) -> bool:
+def is_missing(place: StudyPlace) -> bool:
     """Whether there was never a study's SQLite file; any other database has to be asked."""
-    file = _file_of(url)
-    return file is not None and not file.exists() and not _backup_of(file).exists()
+    has_backup = place.backup is not None and place.backup.exists()
+    return place.file is not None and _size(place) is None and not has_backup
+
+
+def _size(place: StudyPlace) -> int | None:
+    """Bytes of the study's SQLite file, or of its copy in storage; None if it is not there."""
+    path = place.remote or place.file
+    return path.stat().st_size if path is not None and path.exists() else None
 
 
 def _outlast_restarts(engine: Engine) -> None:
@@ -137,12 +183,9 @@ def _outlast_restarts(engine: Engine) -> None:
         return retrying(dialect.connect, *arguments, **options)
 
 
-def _file_of(url: URL) -> Path | None:
-    return Path(url.database) if url.get_backend_name() == "sqlite" and url.database else None
-
-
-def _check_file(file: Path) -> None:
+def _check_file(place: StudyPlace) -> None:
     """Raises StorageError, or ``sqlite3.OperationalError`` if the file stays locked."""
+    file, shown = Path(str(place.url.database)), _shown_file(place)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if not file.exists():
@@ -151,7 +194,7 @@ def _check_file(file: Path) -> None:
             pass
     except OSError as error:
         raise StorageError(
-            f"the study's file {str(file)!r} cannot be written ({error.strerror}): check its rights, or tune.storage"
+            f"the study's file {shown!r} cannot be written ({error.strerror}): check its rights, or tune.storage"
         ) from error
     try:
         with closing(sqlite3.connect(file, timeout=LOCK_TIMEOUT_S)) as connection:
@@ -161,16 +204,15 @@ def _check_file(file: Path) -> None:
             raise  # to wait once more would take two minutes
         answer = str(error)
     if answer != "ok":
-        raise StorageError(f"the study's file {str(file)!r} is damaged ({answer.splitlines()[0]}): {_way_out(file)}")
+        raise StorageError(f"the study's file {shown!r} is damaged ({answer.splitlines()[0]}): {_way_out(place)}")
 
 
-def _way_out(file: Path) -> str:
-    backup = _backup_of(file)
-    if not backup.exists():
+def _way_out(place: StudyPlace) -> str:
+    backup = place.backup
+    if backup is None or not backup.exists():
         return "there is no backup of it; start a new search"
-    written = datetime.fromtimestamp(backup.stat().st_mtime).isoformat(" ", "seconds")
-    return f"copy its backup {str(backup)!r}, written {written}, over it and try again, or start a new search"
+    return f"copy its backup {str(backup)!r}, written {place.written}, over it and try again, or start a new search"
 
 
-def _backup_of(file: Path) -> Path:
-    return file.with_name(f"{file.name}.backup")
+def _shown_file(place: StudyPlace) -> str:
+    return str(place.remote or place.file)

@@ -11,7 +11,6 @@ from optuna.exceptions import ExperimentalWarning
 from optuna.samplers import BaseSampler, RandomSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
-from sqlalchemy.engine import URL
 
 from app.config import Recipe, TuneConfig
 from app.errors import RecipeError, TuningError
@@ -19,7 +18,7 @@ from app.tuning.earlier import learn, load_earlier, load_study
 from app.tuning.question import directions_of, note_question, require_objectives, require_same
 from app.tuning.samplers import KEEPS_STATE, create_sampler, create_substitute
 from app.tuning.space import Space, Value
-from app.tuning.storage import back_up, explained, open_storage
+from app.tuning.storage import StudyPlace, explained, open_storage
 from app.tuning.trials import (
     CAUSE,
     DUPLICATE_OF,
@@ -59,8 +58,8 @@ class Proposal:
 class SearchStudy:
     """Proposes trials, and is told what became of them. Every answer of it is a sentence or in the database."""
 
-    def __init__(self, study: Study, url: URL, space: Space, config: TuneConfig) -> None:
-        self.study, self.url, self.space, self._config = study, url, space, config
+    def __init__(self, study: Study, place: StudyPlace, space: Space, config: TuneConfig) -> None:
+        self.study, self.place, self.space, self._config = study, place, space, config
         self._open: dict[int, Trial] = {}
         for each in self.trials:
             if each.state == TrialState.RUNNING:
@@ -77,11 +76,11 @@ class SearchStudy:
     def create(
         cls,
         name: str,
-        url: URL,
+        place: StudyPlace,
         space: Space,
         recipe: Recipe,
         config: TuneConfig,
-        earlier: Sequence[tuple[str, URL]] = (),
+        earlier: Sequence[tuple[str, StudyPlace]] = (),
     ) -> Self:
         """A new study, whose first trial will be the recipe's own values, and the next ones the best of ``earlier``.
 
@@ -94,12 +93,10 @@ class SearchStudy:
         known = [load_earlier(each, where) for each, where in earlier]
         for each in known:
             require_objectives(each, config)
-        storage = open_storage(url)
-        with explained(url):
+        storage = open_storage(place)
+        with explained(place):
             if name in optuna.get_all_study_names(storage):
-                raise TuningError(
-                    f"study {name!r} is in {url.render_as_string()} already: two searches never share one"
-                )
+                raise TuningError(f"study {name!r} is in {place} already: two searches never share one")
             study = optuna.create_study(
                 study_name=name,
                 storage=storage,
@@ -115,26 +112,26 @@ class SearchStudy:
             study.enqueue_trial(space.own_values())
             for each in known:
                 learn(study, each, space)
-        return cls(study, url, space, config)
+        return cls(study, place, space, config)
 
     @classmethod
-    def resume(cls, name: str, url: URL, space: Space, recipe: Recipe, config: TuneConfig) -> Self:
+    def resume(cls, name: str, place: StudyPlace, space: Space, recipe: Recipe, config: TuneConfig) -> Self:
         """The study of an earlier search, if it asks the same question.
 
         Raises:
             StorageError: it cannot be opened, or is not there.
             TuningError: its space, objectives or recipe are others, or keys that make its trials comparable.
         """
-        study = load_study(name, url)
-        with explained(url):
+        study = load_study(name, place)
+        with explained(place):
             require_same(study, space, recipe, config)
             study.sampler = create_sampler(config, past=len(study.get_trials(deepcopy=False)))
-        return cls(study, url, space, config)
+        return cls(study, place, space, config)
 
     @property
     def trials(self) -> list[FrozenTrial]:
         """The trials of this search, in order: without those it learned from, and without duplicates."""
-        with explained(self.url):
+        with explained(self.place):
             return own_trials(self.study)
 
     @property
@@ -145,7 +142,7 @@ class SearchStudy:
     @property
     def best(self) -> list[FrozenTrial]:
         """The trial that is worth most so far; of several objectives the Pareto front, best first in the first one."""
-        with explained(self.url):
+        with explained(self.place):
             return best_trials(self.study)
 
     @property
@@ -163,7 +160,7 @@ class SearchStudy:
 
         It is also None once nothing new can be drawn, as ``exhausted`` then says.
         """
-        with explained(self.url):
+        with explained(self.place):
             while self._interrupted:
                 if proposal := self._take_up(self._interrupted.pop(0)):
                     return proposal
@@ -175,23 +172,22 @@ class SearchStudy:
 
     def go_on(self, number: int) -> Proposal:
         """A waiting trial, which trains on."""
-        with explained(self.url):
+        with explained(self.place):
             trial = self._open[number]
             trial.set_user_attr(WAITS, False)
             return Proposal(number, trial.user_attrs[VALUES])
 
     def wait(self, number: int) -> None:
         """The trial waits for a promotion: in the study it still runs."""
-        with explained(self.url):
+        with explained(self.place):
             self._open[number].set_user_attr(WAITS, True)
-            back_up(self.url)
 
     def report(self, number: int, epoch: int, value: float | None, cost: float) -> None:
         """The objective after an epoch; of several objectives Optuna keeps none.
 
         ``cost`` is by what training chooses the epoch whose weights it keeps: the lowest one.
         """
-        with explained(self.url):
+        with explained(self.place):
             trial = self._open[number]
             if value is not None and len(self.study.directions) == 1:
                 with warnings.catch_warnings(action="ignore"):  # an epoch that is trained again keeps its first value
@@ -203,17 +199,17 @@ class SearchStudy:
 
     def heard(self, number: int) -> int:
         """The last epoch that was reported of a trial that runs."""
-        with explained(self.url):
+        with explained(self.place):
             return int(self._open[number].user_attrs.get(EPOCHS, 0))
 
     def note_seconds(self, seconds: float) -> None:
         """So long the search has taken until now; one that goes on counts from there."""
-        with explained(self.url):
+        with explained(self.place):
             self.study.set_user_attr(_SECONDS, seconds)
 
     def note_rest(self, number: int) -> list[float | None]:
         """A trial ended, or waits at a rung: what it is worth, after what those were that did so before it."""
-        with explained(self.url):
+        with explained(self.place):
             worth = worth_of(self.study.get_trials(deepcopy=False)[number])
             rests = [*self.study.user_attrs.get(_RESTS, []), worth[0] if worth else None]
             self.study.set_user_attr(_RESTS, rests)
@@ -221,39 +217,36 @@ class SearchStudy:
 
     def complete(self, number: int, values: Sequence[float], stopped_early: bool) -> None:
         """The trial trained to its end, or stopped early by itself."""
-        with explained(self.url):
+        with explained(self.place):
             self._open[number].set_user_attr(STOPPED_EARLY, stopped_early)
             self._tell(number, TrialState.COMPLETE, list(values))
-            back_up(self.url)
 
     def prune(self, number: int, cause: str) -> None:
         """The trial was cut short by somebody else; what it reported stays."""
-        with explained(self.url):
+        with explained(self.place):
             self._open[number].set_user_attr(CAUSE, cause)
             self._tell(number, TrialState.PRUNED, None)
-            back_up(self.url)
 
     def note_failure(self, number: int, cause: str) -> None:
         """The trial failed and is run again."""
-        with explained(self.url):
+        with explained(self.place):
             trial = self._open[number]
             trial.set_user_attr(FAILURES, [*trial.user_attrs.get(FAILURES, []), cause])
 
     def failures(self, number: int) -> int:
         """How often the trial failed before, in this search or in one that it goes on with."""
-        with explained(self.url):
+        with explained(self.place):
             return len(self._open[number].user_attrs.get(FAILURES, []))
 
     def fail(self, number: int, cause: str) -> None:
         """The trial failed for good."""
-        with explained(self.url):
+        with explained(self.place):
             self._open[number].set_user_attr(CAUSE, cause)
             self._tell(number, TrialState.FAIL, None)
-            back_up(self.url)
 
     def take_over(self, number: int, values: dict[str, Value], epoch: int) -> None:
         """The trial goes on with other values, from another's checkpoint after ``epoch``: population-based training."""
-        with explained(self.url):
+        with explained(self.place):
             trial = self._open[number]
             known = trial.user_attrs
             if (known.get(VALUES), known.get(EPOCHS, 0)) == (values, epoch):

@@ -15,6 +15,7 @@ from app.tuning.samplers import create_sampler
 from app.tuning.schedulers import SeenTrial, create_promotion
 from app.tuning.searcher import StudySearcher
 from app.tuning.space import Space
+from app.tuning.storage import StudyPlace
 from app.tuning.study import SearchStudy
 from app.tuning.trials import epochs_of
 
@@ -101,7 +102,7 @@ class _Rayloom:
 
     def __init__(self, space: Space, config: TuneConfig, epochs: int) -> None:
         study = optuna.create_study(direction="maximize", sampler=create_sampler(config, past=0))
-        self.study = SearchStudy(study, make_url("sqlite://"), space, config)
+        self.study = SearchStudy(study, StudyPlace(make_url("sqlite://")), space, config)
         promotion = create_promotion(config, epochs, known=[])
         assert promotion is not None
         self._promotion = promotion

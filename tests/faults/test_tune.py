@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -9,12 +10,13 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import make_url
+from upath import UPath
 
 from app.tuning.trials import epochs_of, waits
 from tests.helpers import run, wait_until
 from tests.launch import Cluster, Launch, Launched
 from tests.postgres import PostgresServer
-from tests.search import DIGITS, search, trials_of
+from tests.search import DIGITS, search, trials_in, trials_of
 from tests.studies import locked
 from tests.tables import Faults
 
@@ -80,7 +82,12 @@ def rest(cluster: dict[str, str], storage: Path) -> list[FrozenTrial]:
     """The trials of the one search that have ended, or wait at a rung."""
     found = list(storage.glob("runs/tune/*-killed-*/config.yaml"))
     trials = trials_of(cluster, found[0].parent.name) if found else []
-    return [each for each in trials if each.state.is_finished() or waits(each)]
+    return at_rest(trials)
+
+
+def at_rest(trials: list[FrozenTrial]) -> list[FrozenTrial]:
+    """Those that have ended, or wait at a rung."""
+    return [trial for trial in trials if trial.state.is_finished() or waits(trial)]
 
 
 def wait_for_more(before: int, client: Launched, cluster: dict[str, str], storage: Path) -> None:
@@ -195,6 +202,48 @@ def test_a_search_waits_for_its_database_server(
         assert_all_complete(study.get_trials(deepcopy=False), 4)
         assert "not-to-be-shown" not in client.output
         fault.saw("4 trials complete, with every epoch")
+
+
+def test_a_search_on_s3_goes_on_when_its_machine_is_lost(
+    cluster: dict[str, str],
+    launch: Launch,
+    s3: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    faults: Faults,
+) -> None:
+    for name, value in s3.items():
+        monkeypatch.setenv(name, value)
+    root = UPath("s3://searches", use_listings_cache=False)
+    root.mkdir()
+    environment = ["--runtime-env-json", json.dumps({"env_vars": {**s3, "TMPDIR": str(tmp_path)}})]
+    overrides = [*LONG, "storage=s3://searches/storage", "tune.resume=true"]
+    command = ["ray", "job", "submit", *environment, "--working-dir", ".", "--", "python", "-m", "jobs.tune", DIGITS]
+
+    def copied() -> list[FrozenTrial]:
+        for remote in (root / "storage").glob("studies/*.db"):
+            (tmp_path / "copy.db").write_bytes(remote.read_bytes())
+            return trials_in(tmp_path / "copy.db", remote.stem)
+        return []
+
+    with faults("U3", "SIGKILL of a search on S3, its disk removed", "goes on; 0 trials repeated") as fault:
+        client = launch(*command, *overrides, **cluster)
+        wait_until(lambda: len(at_rest(copied())) >= 2 or client.process.poll() is not None, timeout_s=300)
+        kill(client, Cluster(cluster))
+        client.ends()
+        known = copied()
+        for scratch in tmp_path.glob("rayloom-study-*"):
+            shutil.rmtree(scratch)
+        client = launch(*command, *overrides, **cluster)
+        result = client.result()
+        assert f"the study is as {result['artifacts']['study']} had it at" in client.output
+        after = copied()
+        fault.saw(f"{len(at_rest(known))} of 8 trials had ended or waited, none was run again")
+        assert_none_was_repeated(known, after)
+        assert len(after) == 8
+        assert {trial.state for trial in after} == {TrialState.COMPLETE, TrialState.PRUNED}
+        assert not list(tmp_path.glob("rayloom-study-*"))
+        assert list((root / "storage").glob("runs/tune/*/best.yaml"))
 
 
 def epochs_in(storage: Path, name: str) -> int:

@@ -1,4 +1,4 @@
-"""Where studies are kept: damaged, locked, on a database server."""
+"""Where studies are kept: damaged, locked, on an object store, on a database server."""
 
 import os
 import pwd
@@ -14,8 +14,11 @@ from sqlalchemy.engine import URL
 from upath import UPath
 
 from app.errors import RecipeError, StorageError, TuningError
-from app.tuning import storage
-from app.tuning.storage import open_storage, study_url
+from app.tuning import snapshots, storage
+from app.tuning.search import remove_lost_trials
+from app.tuning.snapshots import Snapshots, keep_snapshots
+from app.tuning.storage import StudyPlace, open_storage, study_place
+from tests.helpers import wait_until
 from tests.postgres import PostgresServer
 from tests.studies import ask, create, locked, resume
 from tests.tables import Faults
@@ -24,7 +27,8 @@ from tests.tables import Faults
 @pytest.mark.faults
 def test_a_damaged_study_is_refused_and_its_backup_named(url: URL, tmp_path: Path, faults: Faults) -> None:
     study = create(url)
-    study.complete(ask(study), [0.5], stopped_early=False)
+    with keep_snapshots(StudyPlace(url)):
+        study.complete(ask(study), [0.5], stopped_early=False)
     file = tmp_path / "study.db"
     whole = file.read_bytes()
     for broken in (whole[: len(whole) // 2], b"", None):
@@ -58,10 +62,10 @@ def nobody() -> Iterator[Path]:
 def test_a_study_that_cannot_be_written_is_refused(nobody: Path, faults: Faults) -> None:
     with faults("U4", "the study's file is read-only", "refused, with the file") as fault:
         url = make_url(f"sqlite:///{nobody / 'study.db'}")
-        open_storage(url)
+        open_storage(StudyPlace(url))
         (nobody / "study.db").chmod(0o400)
         with pytest.raises(StorageError, match=r"study\.db' cannot be written \(Permission denied\): check its rights"):
-            open_storage(url)
+            open_storage(StudyPlace(url))
         fault.saw("refused, with the file")
 
 
@@ -75,9 +79,7 @@ def test_storage_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match=words):
             create(make_url(given))
     with pytest.raises(RecipeError, match="relative path"):
-        study_url(UPath(tmp_path), "one", "sqlite:///studies.db")
-    with pytest.raises(StorageError, match=r"set tune\.storage to a database"):
-        study_url(UPath("memory://x"), "one", None)
+        study_place(UPath(tmp_path), "sqlite:///studies.db", tmp_path, "one")
 
 
 @pytest.mark.faults
@@ -131,3 +133,99 @@ def test_a_database_server_that_restarts_is_waited_for(postgres: PostgresServer,
             completing.result()
         assert [each.value for each in resume(postgres.url, name="restarted").ended] == [0.5]
         fault.saw("the value is in the study")
+
+
+@pytest.fixture
+def bucket() -> Iterator[UPath]:
+    """Storage that is no disk."""
+    root = UPath("memory://bucket")
+    yield root
+    root.fs.rm(root.path, recursive=True)
+
+
+def place_on(machine: Path, bucket: UPath, name: str = "one") -> StudyPlace:
+    """Of a study in the bucket, for a search on a machine with this disk."""
+    machine.mkdir(exist_ok=True)
+    return study_place(bucket, None, machine, name)
+
+
+def test_a_study_on_an_object_store_goes_on_on_another_machine(
+    bucket: UPath, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = place_on(tmp_path / "lost", bucket)
+    study = create(lost)
+    with keep_snapshots(lost):
+        study.report(number := ask(study), 1, 0.5, cost=-0.5)
+        study.complete(number, [0.5], stopped_early=False)
+        running = ask(study)
+    for unknown in (ask(study), ask(study)):  # nobody copied the study any more
+        (tmp_path / f"trials/{unknown:04d}").mkdir(parents=True)
+    for known in (number, running):
+        (tmp_path / f"trials/{known:04d}").mkdir()
+    shutil.rmtree(tmp_path / "lost")
+
+    after = resume(place_on(tmp_path / "new", bucket))
+    assert [(trial.value, trial.intermediate_values) for trial in after.ended] == [(0.5, {1: 0.5})]
+    remove_lost_trials(after, UPath(tmp_path / "trials"))
+    assert sorted(folder.name for folder in (tmp_path / "trials").iterdir()) == ["0000", "0001"]
+    assert capsys.readouterr().out.count("what it trained is lost") == 2
+    assert [ask(after), ask(after)] == [running, 2]
+    with pytest.raises(TuningError, match=r"study 'one' is in memory://.*bucket/studies/one\.db already"):
+        create(place_on(tmp_path / "second", bucket))
+
+
+def test_a_study_that_an_object_store_does_not_have_is_refused(bucket: UPath, tmp_path: Path) -> None:
+    nowhere = place_on(tmp_path / "new", bucket)
+    with pytest.raises(StorageError, match=r"bucket/studies/one\.db' is missing: there is no backup of it"):
+        resume(nowhere)
+    with pytest.raises(TuningError, match=r"names 'one', and there is no study memory://.*bucket/studies/one\.db"):
+        create(place_on(tmp_path / "new", bucket, "two"), name="two", earlier=[("one", nowhere)])
+    assert nowhere.remote is not None
+    nowhere.remote.write_bytes(b"torn" * 999)
+    with pytest.raises(StorageError, match=r"bucket/studies/one\.db' is damaged"):
+        resume(nowhere)
+
+
+def test_a_study_is_copied_while_the_search_goes_on_and_only_if_it_has_changed(
+    bucket: UPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "_INTERVAL_S", 0.01)
+    place = place_on(tmp_path / "first", bucket)
+    study = create(place)
+    with keep_snapshots(place):
+        study.complete(ask(study), [0.5], stopped_early=False)
+        wait_until(lambda: bool(resume(place_on(tmp_path / "second", bucket)).ended))
+    copies: list[bytes] = []
+    assert place.file is not None
+    taken = Snapshots(place.file, lambda copy: copies.append(copy.read_bytes()))
+    assert [taken.take(), taken.take()] == [True, False]
+    study.note_seconds(7.0)
+    assert [taken.take(), taken.take()] == [True, False]
+    taken.close()
+    assert len(copies) == 2
+
+
+def test_a_study_that_cannot_be_copied_is_a_warning_and_at_the_end_an_error(
+    bucket: UPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(snapshots, "_INTERVAL_S", 0.01)
+    place, said = place_on(tmp_path / "machine", bucket), ""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("403")
+
+    def is_said() -> bool:
+        nonlocal said
+        said += capsys.readouterr().err
+        return "cannot be copied to" in said
+
+    def search() -> None:
+        with keep_snapshots(place):
+            monkeypatch.setattr(place.remote.fs, "put_file", refuse)
+            study.note_seconds(7.0)
+            wait_until(is_said)
+
+    study = create(place)
+    with pytest.raises(StorageError, match=r"bucket/studies/one\.db cannot be written \(403\)"):
+        search()
+    assert said.count("warning") == 1

@@ -1,0 +1,103 @@
+"""Copies of a study's SQLite file, made in the background while a search writes to it.
+
+On a disk the copy is a backup beside the file. SQLite cannot write to an object store: there the search works on a
+local file, and storage holds the last copy, with which a search that is resumed begins.
+"""
+
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from app.tuning.storage import StudyPlace, explained
+from app.warnings import Attempts
+
+_INTERVAL_S = 2.0
+_MAX_SHARE = 0.1
+"""Of the time that copying may take: with thousands of trials, one copy takes seconds."""
+
+_LOCK_TIMEOUT_S = 5.0
+"""For a file that another process holds; the next attempt follows soon."""
+
+
+class Snapshots:
+    """Copies a SQLite file whenever others have changed it."""
+
+    def __init__(self, file: Path, publish: Callable[[Path], None]) -> None:
+        """``publish`` puts a finished copy where it belongs."""
+        self._publish, self._copy = publish, file.with_name(f".{file.name}.tmp")
+        self._source = sqlite3.connect(file, timeout=_LOCK_TIMEOUT_S, check_same_thread=False)
+        self._copied_version: int | None = None
+
+    def take(self) -> bool:
+        """Copy the file if it has changed since the last copy, and return whether it has.
+
+        Raises:
+            sqlite3.Error: the file cannot be read.
+            OSError, StorageError: the copy cannot be written.
+        """
+        (version,) = self._source.execute("PRAGMA data_version").fetchone()
+        if version == self._copied_version:
+            return False
+        self._copy.unlink(missing_ok=True)
+        with closing(sqlite3.connect(self._copy)) as copy:
+            self._source.backup(copy)
+        self._publish(self._copy)
+        self._copied_version = version
+        return True
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._source.close()
+        self._copy.unlink(missing_ok=True)
+
+
+@contextmanager
+def keep_snapshots(place: StudyPlace) -> Iterator[None]:
+    """Copy a study's file on entry, every few seconds while it changes, and on exit; a database server needs none.
+
+    Raises:
+        StorageError: the first copy cannot be made, or the last one that storage should hold.
+    """
+    if place.file is None:
+        yield
+        return
+    copy = str(place.remote or place.backup)
+    attempts = Attempts(f"the study cannot be copied to {copy!r}, and lies in {str(place.file)!r} alone")
+    with closing(Snapshots(place.file, place.publish)) as snapshots:
+        with explained(place):
+            snapshots.take()
+        try:
+            with _repeated(lambda: attempts(snapshots.take)):
+                yield
+        except BaseException:
+            attempts(snapshots.take)
+            raise
+        if place.remote is None:
+            attempts(snapshots.take)
+            return
+        with explained(place):
+            snapshots.take()
+
+
+@contextmanager
+def _repeated(action: Callable[[], object]) -> Iterator[None]:
+    """Run ``action`` over and over in a thread, at most a tenth of the time."""
+    stopped = threading.Event()
+
+    def go_on() -> None:
+        pause_s = _INTERVAL_S
+        while not stopped.wait(pause_s):
+            began = time.monotonic()
+            action()
+            pause_s = max(_INTERVAL_S, (time.monotonic() - began) / _MAX_SHARE)
+
+    thread = threading.Thread(target=go_on, daemon=True, name="snapshots")
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
