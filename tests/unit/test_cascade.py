@@ -50,9 +50,13 @@ def test_the_small_stage_answers_as_far_as_nothing_is_lost() -> None:
     assert rule.expected_shares == (0.6, 0.4)
     assert rule.expected_compute == pytest.approx(1 / 10 + 0.4)
     assert (rule.expected_accuracy, rule.rows, rule.asked) == (1.0, 1000, [0, 1])
-    summary = rule.summary(["tiny/1", "big/2"])
-    assert "tiny/1 answers 60.0%, with a probability of" in summary
-    assert "1.0000 of the accuracy of big/2, for 0.500 of its compute" in summary
+    assert rule.summary(["tiny/1", "big/2"]).splitlines() == [
+        "a cascade, calibrated on 1,000 validation rows:",
+        f"  tiny/1 answers 60.0%, with a probability of {rule.thresholds[0]:.4f} or more",
+        "  big/2 answers 40.0%",
+        "  there 1.0000 of the accuracy of big/2, for 0.500 of its compute",
+        "  elsewhere 0.99 of its accuracy or more, with confidence 0.95",
+    ]
     assert CascadeRule.model_validate_json(rule.model_dump_json()) == rule
 
 

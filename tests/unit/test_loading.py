@@ -24,7 +24,7 @@ from app.engines.registry import open_engine
 from app.engines.shapes import ShapeProfile
 from app.errors import EngineError, RecipeError, StorageError
 from app.repository.known_answers import KnownAnswers
-from app.repository.manifest import Manifest, ModelCard, ServingDefaults
+from app.repository.manifest import Manifest, ModelCard, Quantization, ServingDefaults
 from app.repository.repository import Repository
 from app.serving.model.engine import open_published
 from app.serving.model.loaded import LoadedModel, load_model
@@ -364,7 +364,16 @@ HALVES = TensorParallelConfig(size=2, cpus_per_process=4.5)
         ),
         (ServeConfig(threads=1), MEASURED.model_copy(update={"threads": 1})),
         (ServeConfig(replicas=3), MEASURED.model_copy(update={"replicas": 3, "threads": 2})),  # of the same six cores
+        (ServeConfig(replicas=4), MEASURED.model_copy(update={"replicas": 4, "threads": 1})),
         (ServeConfig(replicas=8), MEASURED.model_copy(update={"replicas": 8, "threads": 1})),
+        (
+            ServeConfig(batching=BatchingConfig(max_batch_size=1)),
+            MEASURED.model_copy(update={"max_batch_size": 1, "preferred_batch_sizes": ()}),
+        ),
+        (
+            ServeConfig(batching=BatchingConfig(preferred_batch_sizes=[2, 16])),
+            MEASURED.model_copy(update={"preferred_batch_sizes": (2, 16)}),
+        ),
         (
             ServeConfig(batching=BatchingConfig(max_batch_size=64)),
             MEASURED.model_copy(update={"max_batch_size": 64}),
@@ -383,5 +392,24 @@ def test_a_batch_is_not_larger_than_a_plan_takes() -> None:
     profile = ShapeProfile(batch_sizes=(1, 16), lengths=(16,))
     plan = card(engine="tensorrt", profile=profile).model_copy(update={"serving": MEASURED})
     assert plan.served(ServeConfig()) == MEASURED
-    with pytest.raises(RecipeError, match=r"serve\.batching\.max_batch_size is 17: the plan was built for 16 rows"):
+    with pytest.raises(RecipeError) as refused:
         plan.served(ServeConfig(batching=BatchingConfig(max_batch_size=17)))
+    assert str(refused.value) == (
+        "serve.batching.max_batch_size is 17: the plan was built for 16 rows at most; give as many, or more in "
+        "compile.batch_sizes and run jobs.compile"
+    )
+
+
+def test_rows_that_no_batch_reaches_are_not_preferred() -> None:
+    measured = card().model_copy(update={"serving": MEASURED})
+    with pytest.raises(RecipeError) as refused:
+        measured.served(ServeConfig(batching=BatchingConfig(preferred_batch_sizes=[4, 17])))
+    assert str(refused.value) == (
+        "serve.batching.preferred_batch_sizes are [4, 17]: expected 16 at most, which is max_batch_size"
+    )
+
+
+@pytest.mark.parametrize(("weights_only", "end"), [(False, ""), (True, " but for weights")])
+def test_a_quantization_says_how_it_was_made(weights_only: bool, end: str) -> None:
+    made = Quantization(method="minmax", smoothing=0.5, exempt=("a", "b"), weights_only=weights_only)
+    assert str(made) == f"minmax, smoothing 0.5, 2 nodes in float{end}"

@@ -61,6 +61,7 @@ def test_validation_sees_each_sample_once(world_size: int) -> None:
         ([1.0, 1.0, 1.0], 2, 0.0, True),  # equal is no better
         ([1.0, 0.95, 0.94], 2, 0.1, True),  # better, but by less than min_delta
         ([1.0, 0.8, 1.2], 2, 0.1, False),
+        ([1.0, 0.5, 0.75], 2, 0.5, False),  # better by just min_delta
         ([1.0, 2.0, 0.5, 2.0], 2, 0.0, False),
         ([nan, 1.0, 2.0, 2.0], 2, 0.0, True),  # no number is worse than any
         ([nan, 2.0, 1.0], 2, 0.5, False),

@@ -34,6 +34,14 @@ def test_a_trial_that_failed_takes_nobodys_place() -> None:
     assert promotion.promote(at_least=1) == 1
 
 
+def test_a_trial_that_failed_is_promoted_anew_if_at_all() -> None:
+    promotion = Promotion(epochs=9, grace=1, factor=2, mode="max")
+    promotion.goes_on(0, 1, 0.5)
+    assert promotion.goes_on(1, 1, 0.9)
+    promotion.drop(1)
+    assert not promotion.goes_on(1, 1, 0.1)
+
+
 def test_what_was_known_before_is_known_again() -> None:
     promotion = Promotion(epochs=9, grace=1, factor=3, mode="max")
     promotion.recall(0, {1: 0.9, 2: 0.9, 3: 0.9}, waits=True)

@@ -1,0 +1,152 @@
+"""What a free slot does, by hand. A call of n rows takes 4 + n seconds, and now is 0 s."""
+
+import asyncio
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from app.serving.batching.policy import BatchingPolicy
+from app.serving.batching.queue import Group, Request
+from app.serving.batching.release import Batch, GiveUp, Hold, release
+from app.serving.batching.statistics import ReleaseReason
+from app.tensors import Tensors
+
+POLICY = BatchingPolicy(max_batch_size=8, priority_levels=2)
+NEVER = -math.inf
+
+
+@pytest.fixture(autouse=True)
+def _loop() -> Iterator[None]:
+    """Requests have futures."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    yield
+    loop.close()
+    asyncio.set_event_loop(None)
+
+
+def request(rows: int = 1, deadline_s: float = math.inf, level: int = 1, taken: int = 0) -> Request:
+    group, answer = Group(POLICY), asyncio.get_event_loop().create_future()
+    tensors: Tensors = {"x": np.arange(rows)}
+    return Request(tensors, rows, level, 0, 0.0, deadline_s, group, answer, taken)
+
+
+def group_of(*requests: Request, expected_in_s: float | None = None, policy: BatchingPolicy = POLICY) -> Group:
+    """Requests that wait, in their order; another one is expected so many seconds from now."""
+    group = Group(policy)
+    group.latency.row_s, group.latency.call_s = 1.0, 4.0
+    for waiting in requests:
+        group.levels[waiting.level - 1].append(waiting)
+    if expected_in_s is not None:
+        group.arrivals.since_s, group.arrivals.gap_s = 0.0, expected_in_s
+    return group
+
+
+def released(group: Group, policy: BatchingPolicy = POLICY) -> tuple[list[tuple[Request, int, int]], ReleaseReason]:
+    """What runs now."""
+    batch = release(group, policy, 0.0, NEVER)
+    assert isinstance(batch, Batch)
+    assert batch.group is group
+    assert batch.rows == sum(part.rows for part in batch.parts)
+    return [tuple(part) for part in batch.parts], batch.reason
+
+
+def given_up(group: Group) -> Sequence[Request]:
+    decision = release(group, POLICY, 0.0, NEVER)
+    assert isinstance(decision, GiveUp)
+    return decision.requests
+
+
+def test_a_request_that_does_not_fit_gives_the_rows_that_fit() -> None:
+    begun, next_one = request(rows=5, taken=2), request(rows=9)
+    assert released(group_of(begun, next_one)) == ([(begun, 2, 5), (next_one, 0, 5)], ReleaseReason.FULL)
+
+
+def test_a_part_has_the_tensors_of_its_rows() -> None:
+    whole, begun = request(rows=2), request(rows=3, taken=1)
+    batch = release(group_of(whole, begun), POLICY, 0.0, NEVER)
+    assert isinstance(batch, Batch)
+    assert [part.tensors["x"].tolist() for part in batch.parts] == [[0, 1], [1, 2]]
+
+
+def test_a_call_ends_with_the_largest_preferred_size_that_whole_requests_add_up_to() -> None:
+    policy = BatchingPolicy(max_batch_size=8, preferred_batch_sizes=(2, 4), priority_levels=2)
+    waiting = [request(), request(), request(rows=2), request()]
+    taken, reason = released(group_of(*waiting, policy=policy), policy)
+    assert [part[0] for part in taken] == waiting[:3]
+    assert reason is ReleaseReason.PREFERRED
+
+
+def test_a_call_that_ends_at_a_deadline_is_in_time() -> None:
+    first, second = request(deadline_s=6.0), request(deadline_s=6.0)
+    assert released(group_of(first, second)) == ([(first, 0, 1), (second, 0, 1)], ReleaseReason.IDLE)
+
+
+def test_one_that_is_late_by_itself_is_tried_all_the_same() -> None:
+    late, other = request(deadline_s=3.0), request(level=2)
+    assert released(group_of(late)) == ([(late, 0, 1)], ReleaseReason.IDLE)
+    assert released(group_of(late, other)) == ([(late, 0, 1)], ReleaseReason.DEADLINE)
+
+
+def test_a_call_stays_small_for_an_urgent_request_whatever_becomes_of_others() -> None:
+    urgent, *others = request(deadline_s=5.0), request(deadline_s=5.5, level=2), request(deadline_s=5.5, level=2)
+    assert released(group_of(urgent, *others)) == ([(urgent, 0, 1)], ReleaseReason.DEADLINE)
+
+
+def test_a_call_stays_small_if_the_others_of_its_level_are_in_time_after_it() -> None:
+    """The first call ends at 5 s, and the next one, of the other request, at 10 s; the eight rows come after both."""
+    first, less_urgent = request(rows=3, taken=2, deadline_s=5.0), request(rows=8, level=2)
+    assert released(group_of(first, request(deadline_s=10.0), less_urgent)) == (
+        [(first, 2, 3)],
+        ReleaseReason.DEADLINE,
+    )
+    assert given_up(group_of(first, request(deadline_s=9.75), less_urgent)) == [first]
+
+
+@pytest.mark.parametrize(
+    ("deadlines_s", "lost"),
+    [
+        ((5.0, 6.0, 6.0), 1),  # the other two together take 6 s
+        ((5.0, 5.0, 6.0), 2),
+        ((5.0, 5.0), 1),
+        ((3.0, 3.0, 3.0), 2),  # one is tried in any case
+    ],
+)
+def test_those_with_the_least_time_are_given_up_until_the_others_are_in_time(
+    deadlines_s: tuple[float, ...], lost: int
+) -> None:
+    waiting = [request(deadline_s=deadline_s) for deadline_s in deadlines_s]
+    assert given_up(group_of(*waiting)) == waiting[:lost]
+    assert given_up(group_of(*reversed(waiting)))[0].deadline_s == deadlines_s[0]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "expected_in_s", "decision"),
+    # Two that wait are held for half of 4 s / 2, so for 1 s, if the next one is expected sooner; one for 2 s.
+    [(1, 1.75, Hold(2.0)), (2, 0.75, Hold(1.0)), (2, 1.0, ReleaseReason.IDLE), (2, None, ReleaseReason.IDLE)],
+)
+def test_a_slot_is_kept_idle_as_long_as_that_pays(
+    waiting: int, expected_in_s: float | None, decision: Hold | ReleaseReason
+) -> None:
+    group = group_of(*(request() for _ in range(waiting)), expected_in_s=expected_in_s)
+    found = release(group, POLICY, 0.0, hold_until_s=10.0)
+    assert (found.reason if isinstance(found, Batch) else found) == decision
+
+
+@pytest.mark.parametrize(
+    ("hold_until_s", "deadline_s", "decision"),
+    [
+        (1.5, math.inf, Hold(1.5)),
+        (1.5, 6.5, Hold(1.5)),  # it is answered at 6.5 s, if nobody comes until 1.5 s
+        (1.5, 6.25, ReleaseReason.DEADLINE),
+        (0.0, math.inf, ReleaseReason.DELAY),
+        (NEVER, math.inf, ReleaseReason.IDLE),
+    ],
+)
+def test_nobody_is_held_beyond_the_bound_or_into_a_deadline(
+    hold_until_s: float, deadline_s: float, decision: Hold | ReleaseReason
+) -> None:
+    found = release(group_of(request(deadline_s=deadline_s), expected_in_s=0.0), POLICY, 0.0, hold_until_s)
+    assert (found.reason if isinstance(found, Batch) else found) == decision
