@@ -5,13 +5,14 @@ INSTALLED_DEV := .venv/.installed-dev
 INSTALLED_BENCH := .venv/.installed-bench
 
 .NOTPARALLEL:  # what is installed for two goals goes into one environment
-.PHONY: help install demo test test-gpu test-faults bench-training bench-tuning bench-compile bench-serving lint format
+.PHONY: help install demo test test-slow test-faults test-gpu bench-training bench-tuning bench-compile bench-serving lint format
 
 help:
 	@echo "make demo            from a fresh clone to a prediction: install, start a cluster, tune, train, compile, deploy, ask"
 	@echo "make test            the tests that need no GPU, but for those that take longest"
+	@echo "make test-slow       the tests that 'make test' leaves out, but for the faults"
+	@echo "make test-faults     every fault that is survived, injected, with a table of them"
 	@echo "make test-gpu        the tests that need a GPU"
-	@echo "make test-faults     every fault that is survived, injected, with a table of them; and all other tests that take longest"
 	@echo "make bench-training  training beside its peers, into benchmarks/training/RESULTS.md; the machine must be quiet"
 	@echo "make bench-tuning    a search beside its peers, counted in epochs, into benchmarks/tuning/RESULTS.md; the machine must be quiet"
 	@echo "make bench-compile   compiled models beside PyTorch and ONNX Runtime, into benchmarks/compile/RESULTS.md; the machine must be quiet"
@@ -43,14 +44,18 @@ demo: $(INSTALLED)
 	@echo "Next: ask it yourself, paste the curl line with a text of your own; look at the runs in the dashboard;"
 	@echo "train it in full with '$(BIN)/rayloom submit lifecycle recipes/reviews.yaml tune=null'; stop with '$(BIN)/rayloom down'."
 
+# One process for each of two cores: what shares an expensive fixture runs in one of them, see tests/conftest.py.
 test: $(INSTALLED_DEV)
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadgroup
+
+test-slow: $(INSTALLED_DEV)
+	@$(BIN)/python -m pytest -m "slow and not faults and not gpu" tests
+
+test-faults: $(INSTALLED_DEV)
+	@$(BIN)/python -m pytest -m faults tests
 
 test-gpu: $(INSTALLED_DEV)
 	@$(BIN)/python -m pytest tests/gpu
-
-test-faults: $(INSTALLED_DEV)
-	@$(BIN)/python -m pytest -m "faults or slow" tests
 
 bench-training: $(INSTALLED_BENCH)
 	@$(BIN)/python -m benchmarks.training

@@ -1,5 +1,6 @@
 """Shared by every test: folders decide the kind of a test, and storage and cache are never the user's."""
 
+import os
 import secrets
 import shutil
 import tempfile
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 from upath import UPath
 
-from tests.helpers import ROOT, local_cluster
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests share the cores; torch reads it when it is loaded
+from tests.helpers import CLUSTER, ROOT, local_cluster
 from tests.launch import Cluster, Launch, Trained
 from tests.postgres import PostgresServer
 from tests.receiver import HttpReceiver
@@ -53,9 +55,15 @@ def http() -> Iterator[Callable[..., HttpReceiver]]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test by its folder: 'pytest -m integration'."""
+    """Mark each test by its folder: 'pytest -m integration'.
+
+    Where tests run in several processes, those of the cluster run in one, and so do those of each file.
+    """
     for item in items:
         item.add_marker(item.path.relative_to(ROOT / "tests").parts[0])
+        if not item.get_closest_marker("xdist_group"):
+            needs_cluster = CLUSTER in getattr(item, "fixturenames", ())
+            item.add_marker(pytest.mark.xdist_group(CLUSTER if needs_cluster else item.path.stem))
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tests.forks import TRAINING, Command, Forks
+
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
+CLUSTER = "cluster"
+"""The fixture, and the group of its tests: they run in one process, on one cluster."""
 
 
 def run(
@@ -103,11 +108,14 @@ def write_sums(folder: Path) -> Path:
     return folder
 
 
+@cache
+def _trainings() -> Forks:
+    return Forks({**os.environ, "DS_ACCELERATOR": "cpu"}, TRAINING)
+
+
 def train_alone(*overrides: str, processes: int = 1, recipe: str = "recipes/digits.yaml") -> dict[str, Any]:
-    done = run(
-        *("torchrun", f"--nproc-per-node={processes}", "-m", "app.training", recipe, *overrides),
-        environment={"OMP_NUM_THREADS": "1"},
-    )
+    """The result of a training without Ray; one that is watched or harmed is started with ``Launch.torchrun``."""
+    done = _trainings().run(Command("app.training", [recipe, *overrides], dict(os.environ), processes), timeout_s=300)
     assert done.returncode == 0, done.stderr
     return result_of(done.stdout)
 

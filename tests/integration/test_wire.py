@@ -24,7 +24,7 @@ from app.serving.transport import asgi
 from app.tensors import OUTPUT
 from tests.engine_contract import rows
 from tests.fuzzing import LENGTHS, NASTY, damage, put_something
-from tests.helpers import wait_until
+from tests.helpers import CLUSTER, wait_until
 from tests.hostile import GOOD, HEADERS, INFER, NO_HTTP, REQUESTS
 from tests.launch import Cluster
 from tests.tables import Faults
@@ -39,7 +39,10 @@ REFUSED = {400, 404, 413, 503, 504}
 GRPC_REFUSED = {"INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED"}
 
 
-@pytest.fixture(scope="module", params=["alone", "in serve"])
+IN_SERVE = pytest.param("in serve", marks=pytest.mark.xdist_group(CLUSTER))
+
+
+@pytest.fixture(scope="module", params=["alone", IN_SERVE])
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     folder = tmp_path_factory.mktemp("wire")
     with alone(folder) if request.param == "alone" else in_serve(request.getfixturevalue("cluster")) as target:
@@ -173,14 +176,14 @@ def begin_over_grpc(target: Target) -> Callable[[], None]:
     return leave
 
 
-@pytest.mark.parametrize("target", ["in serve"], indirect=True)
+@pytest.mark.parametrize("target", [IN_SERVE], indirect=True)
 def test_haproxy_is_on_loopback_only(target: Target, cluster: dict[str, str]) -> None:
     found = open_ports(Cluster(cluster).processes("/haproxy"))
     assert len(found) == 4, "HTTP, gRPC, metrics, statistics"
     assert all(each.is_loopback for each in found)
 
 
-@pytest.mark.parametrize("target", ["in serve"], indirect=True)
+@pytest.mark.parametrize("target", [IN_SERVE], indirect=True)
 def test_serve_sees_all_but_inference(target: Target) -> None:
     url, header = f"http://{target.http}", "x-request-id"
     assert header in httpx.get(f"{url}/v2").raise_for_status().headers, "Serve adds it"
@@ -188,7 +191,7 @@ def test_serve_sees_all_but_inference(target: Target) -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("target", ["in serve"], indirect=True)
+@pytest.mark.parametrize("target", [IN_SERVE], indirect=True)
 @pytest.mark.parametrize("how", ["disconnect over HTTP", "cancel over gRPC"])
 def test_who_goes_away_is_not_run_and_frees_the_queue(target: Target, how: str, faults: Faults) -> None:
     with faults("S9", f"{CLIENTS} clients with {MANY} rows each {how}", "queue 0 in 1 s; most are not run") as fault:
