@@ -10,7 +10,7 @@ from upath import UPath
 from app.compile.compilation import Compilation
 from app.compile.operating_points import OperatingPoint
 from app.compile.publication import publish
-from app.compile.records import BuiltPlan, VariantRecord
+from app.compile.records import BuiltPlan, PublishedAccuracy, VariantRecord
 from app.compile.report import report_of, write_report
 from app.compile.subject import load_subject
 from app.compile.variants import Skipped, wanted_variants
@@ -33,10 +33,11 @@ class CompileMetrics(BaseModel):
     chosen: VariantRecord
     point: OperatingPoint
     serving: ServingDefaults
+    accuracy: PublishedAccuracy
 
 
 def compile_model(run: Run) -> Outcome:
-    """Make every variant of the weights, prove it equal to PyTorch, measure it, and publish the best."""
+    """Make every variant of the weights, compare it with PyTorch, measure it, and publish the best."""
     config = run.recipe.compile
     find_processor(run.recipe.task)  # refuses a task that cannot be compiled
     wanted = wanted_variants(config)
@@ -64,6 +65,7 @@ def _compile(run: Run, compilation: Compilation) -> Outcome:
     yardstick = compilation.yardstick_of(choice.point)
     beside = f" (PyTorch: {yardstick.latency_ms:.2f} ms, {yardstick.throughput:,.0f} rows/s)" if yardstick else ""
     _tell(f"chosen, by {recipe.compile.objective}: {choice.point}{beside}")
+    _tell(f"accuracy of what is published: {choice.accuracy}")
     page = write_report(report_of(compilation, recipe.name, choice), run.folder)
     manifest = publish(compilation, choice, recipe.name, Repository(run.storage), run.folder)
     _tell(f"published {manifest.name}, version {manifest.version}, now in production: {manifest.engine_key}")
@@ -74,6 +76,7 @@ def _compile(run: Run, compilation: Compilation) -> Outcome:
         chosen=choice.record,
         point=choice.point,
         serving=choice.serving,
+        accuracy=choice.accuracy,
     )
     return Outcome(metrics, {"model": f"{manifest.name}/{manifest.version}", "report": str(page), **plans})
 
@@ -86,7 +89,7 @@ def _weights_folder(run: Run) -> UPath:
 
 
 def _keep_plans(run: Run, compilation: Compilation) -> dict[str, str]:
-    """Plans for other machines lie in the run's folder: nothing here could run them, and so prove them."""
+    """Plans for other machines lie in the run's folder: nothing here could run them, and so judge them."""
     kept = {}
     for precision, plan in compilation.build_ahead():
         target = run.folder / "plans" / precision

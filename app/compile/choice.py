@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from app.compile.operating_points import OperatingPoint
-from app.compile.records import VariantRecord
+from app.compile.records import PublishedAccuracy, VariantRecord
 from app.config import ObjectiveConfig
 from app.errors import CompileError
 from app.repository.manifest import ServingDefaults
@@ -19,6 +19,7 @@ class Choice:
     """The best setting of the variant."""
 
     serving: ServingDefaults
+    accuracy: PublishedAccuracy
 
 
 def ranked(points: Sequence[OperatingPoint], objective: ObjectiveConfig) -> list[OperatingPoint]:

@@ -1,4 +1,4 @@
-"""One compile run: every variant is proven and timed, the best are measured in every setting, one is chosen."""
+"""One compile run: compare every variant with PyTorch, time it, measure the best in every setting, choose one."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
@@ -11,7 +11,8 @@ from app.compile.files import ModelFile, Tell
 from app.compile.operating_points import OperatingPoint, operating_points
 from app.compile.parity import check_signature, compare
 from app.compile.race import race
-from app.compile.records import BuiltPlan, VariantRecord
+from app.compile.records import BuiltPlan, PublishedAccuracy, VariantRecord
+from app.compile.reference import accuracy_on
 from app.compile.subject import Subject
 from app.compile.sweep import Concurrency, Point, concurrencies, measure
 from app.compile.variants import BUILT_AHEAD, Skipped, Variant, Wanted
@@ -81,6 +82,8 @@ class Compilation:
     def choose(self) -> Choice:
         """Measure the best variants in every setting, and choose by the objective between the best setting of each.
 
+        What is chosen is asked for the test split then, once.
+
         Raises:
             CompileError: no variant holds the gates, or no setting the objective.
         """
@@ -88,7 +91,8 @@ class Compilation:
         for record in finalists:
             self.points += self._measure_other_settings(record)
         point = best_point(self._raced([self._best_of(each) for each in finalists]), self.config.objective)
-        return Choice(self.record_of(point), point, serving_defaults(point, self.points, self.config.objective))
+        record, serving = self.record_of(point), serving_defaults(point, self.points, self.config.objective)
+        return Choice(record, point, serving, self._published_accuracy(record, point))
 
     def yardstick_of(self, point: OperatingPoint) -> OperatingPoint | None:
         """PyTorch with as many rows on the same device, if it was measured."""
@@ -187,6 +191,15 @@ class Compilation:
     def _measure(self, engine: Engine, concurrency: Concurrency) -> Iterator[Point]:
         calls = _CALLS_FOR_A_PERCENTILE if self.config.objective.latency_ms is not None else _CALLS_FOR_A_MEDIAN
         return measure(engine, concurrency, sorted(self.config.batch_sizes), self.subject.rows_by_length, calls)
+
+    def _published_accuracy(self, record: VariantRecord, point: OperatingPoint) -> PublishedAccuracy:
+        """Ask what was chosen for the test split, which nothing was chosen by; without one, what validation said."""
+        if (test := self.subject.load_test()) is None:
+            rows = len(self.subject.reference.classes)
+            return PublishedAccuracy(split="validation", rows=rows, accuracy=record.accuracy)
+        with closing(self._open(record.variant, point.concurrency)) as engine:
+            accuracy = accuracy_on(engine, test, max(self.config.batch_sizes))
+        return PublishedAccuracy(split="test", rows=len(test), accuracy=accuracy)
 
     def _skip(self, skipped: Iterable[Skipped]) -> None:
         for each in skipped:

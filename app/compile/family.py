@@ -56,6 +56,5 @@ class Families:
 
     def _prune(self) -> Family:
         subject = pruned(self._whole.subject)
-        accuracy = subject.reference.accuracy_of(subject.reference.logits)
-        self._tell(f"pruned, two of four weights: accuracy {accuracy:.4f}")
+        self._tell(f"pruned, two of four weights: accuracy {subject.reference.accuracy:.4f}")
         return Family(subject, self._config, (), self._folder / "sparse", self._tell)

@@ -6,11 +6,10 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from app.compile.subject import BATCH, Reference
+from app.compile.reference import BATCH, Reference
 from app.config import ComputePrecision, GatesConfig
 from app.engines.base import Engine, Signature
 from app.errors import CompileError
-from app.serving.batching.together import infer_together
 from app.tensors import OUTPUT
 
 _ROUNDING = 1e-9
@@ -34,16 +33,23 @@ class Parity(BaseModel):
         return f"accuracy {self.accuracy:.4f}, cosine {self.cosine:.5f}, largest difference {self.max_difference:.1e}"
 
 
-def compare(engine: Engine, reference: Reference, most_rows: int = BATCH) -> Parity:
-    """Run every row of the reference, ``most_rows`` at once at most."""
-    logits = [answer[OUTPUT] for answer in infer_together(engine, reference.inputs, most_rows)]
-    given, expected = (torch.from_numpy(np.concatenate(each)).double() for each in (logits, reference.logits))
-    cosines = torch.cosine_similarity(given, expected)
+def compare(engine: Engine, reference: Reference, max_rows: int = BATCH) -> Parity:
+    """Run every row of the reference, ``max_rows`` at once at most; one batch is in memory at a time."""
+    done, right, cosine, worst_cosine, max_difference = 0, 0, 0.0, np.inf, 0.0
+    for batch in reference.rows.batches(max_rows):
+        given = engine.infer(batch.inputs)[OUTPUT].astype(np.float64)
+        expected = reference.logits[done : done + len(given)].astype(np.float64)
+        cosines = torch.cosine_similarity(torch.from_numpy(given), torch.from_numpy(expected)).numpy()
+        right += int((given.argmax(-1) == batch.targets).sum())
+        cosine += float(cosines.sum())
+        worst_cosine = np.minimum(worst_cosine, cosines.min())  # unlike min, it keeps NaN
+        max_difference = np.maximum(max_difference, np.abs(given - expected).max())
+        done += len(given)
     return Parity(
-        accuracy=reference.accuracy_of(logits),
-        max_difference=float((given - expected).abs().max()),
-        cosine=float(cosines.mean()),
-        worst_cosine=float(cosines.min()),
+        accuracy=right / done,
+        max_difference=float(max_difference),
+        cosine=cosine / done,
+        worst_cosine=float(worst_cosine),
     )
 
 

@@ -10,7 +10,7 @@ from app.code_revision import code_revision
 from app.compile.choice import Choice
 from app.compile.compilation import Compilation
 from app.compile.records import VariantRecord
-from app.compile.subject import Reference
+from app.compile.reference import Reference
 from app.data.classification import save_labels
 from app.engines.architecture import architecture_of
 from app.engines.tensorrt.manifest import manifest_path
@@ -69,9 +69,9 @@ def _model_files(compilation: Compilation, record: VariantRecord) -> dict[str, U
 
 
 def _known_answers(reference: Reference) -> KnownAnswers:
-    """The first rows of the validation split."""
-    inputs = {name: array[:_ROWS_KEPT] for name, array in reference.inputs[0].items()}
-    return KnownAnswers(inputs, reference.logits[0][:_ROWS_KEPT])
+    """The first rows of the reference."""
+    inputs = next(reference.rows.batches(_ROWS_KEPT)).inputs
+    return KnownAnswers(inputs, reference.logits[: len(next(iter(inputs.values())))])
 
 
 def _card(compilation: Compilation, choice: Choice, compile_run: UPath, files: Path) -> ModelCard:
@@ -98,7 +98,9 @@ def _card(compilation: Compilation, choice: Choice, compile_run: UPath, files: P
         outputs=tuple(map(Tensor.of, subject.signature.outputs)),
         serving=choice.serving,
         quantization=record.quantization,
-        accuracy=record.accuracy,
+        accuracy=choice.accuracy.accuracy,
+        accuracy_split=choice.accuracy.split,
+        accuracy_rows=choice.accuracy.rows,
         max_difference=record.max_difference,
         cosine=record.cosine,
     )

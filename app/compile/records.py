@@ -1,5 +1,7 @@
 """What the result and the report of a compile run hold of each variant, and of plans."""
 
+from typing import Literal
+
 from pydantic import BaseModel, computed_field
 
 from app.compile.parity import Parity
@@ -8,8 +10,19 @@ from app.config import ComputePrecision
 from app.repository.manifest import Quantization
 
 
+class PublishedAccuracy(BaseModel):
+    """How often what is published is right, on a split that nothing was chosen by if there is one."""
+
+    split: Literal["test", "validation"]
+    rows: int
+    accuracy: float
+
+    def __str__(self) -> str:
+        return f"{self.accuracy:.4f} on the {self.rows:,} rows of the {self.split} split"
+
+
 class BuiltPlan(BaseModel):
-    """A plan that was built ahead of time for other machines: nothing here could run it, and so prove it."""
+    """A plan that was built ahead of time for other machines: nothing here could run it, and so judge it."""
 
     precision: ComputePrecision
     targets: list[str]

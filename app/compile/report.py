@@ -11,7 +11,7 @@ from app.compile.compilation import Compilation
 from app.compile.files import ModelFile
 from app.compile.operating_points import OperatingPoint, pareto_front
 from app.compile.plots import front_plot
-from app.compile.records import BuiltPlan, VariantRecord
+from app.compile.records import BuiltPlan, PublishedAccuracy, VariantRecord
 from app.compile.variants import BUILT_AHEAD, Skipped
 from app.page import Page
 from app.repository.manifest import Quantization, ServingDefaults
@@ -41,6 +41,9 @@ class CompileReport(BaseModel):
     """The setting that the chosen variant is served in."""
 
     serving: ServingDefaults | None
+    accuracy: PublishedAccuracy | None = None
+    """Of what was chosen."""
+
     error: str | None
     """Why nothing was chosen."""
 
@@ -69,6 +72,7 @@ def report_of(
         chosen=choice and choice.record,
         point=choice and choice.point,
         serving=choice and choice.serving,
+        accuracy=choice and choice.accuracy,
         error=error,
     )
 
@@ -99,6 +103,7 @@ def _facts(report: CompileReport) -> dict[str, object]:
     return {
         "chosen": report.point or f"nothing: {report.error}",
         **serving,
+        **({"accuracy of what is published": report.accuracy} if report.accuracy else {}),
         "accuracy of PyTorch": f"{report.accuracy_to_keep:.4f} on {report.validation_rows:,} validation samples",
         "machine": f"{report.machine}, {report.threads} cores",
     }

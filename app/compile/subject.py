@@ -1,20 +1,19 @@
 """What is compiled: a trained model, its data, and PyTorch's answers that everything made of it is compared with."""
 
 import inspect
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 from upath import UPath
 
 from app.checksums import verify_checksums
+from app.compile.reference import BATCH, EncodedBatches, Reference, cut, varying_axis
 from app.compile.sparsity import prune_2_to_4
 from app.config import Recipe
-from app.data.classification import ClassificationData, LabelledDataset
-from app.engines.base import Engine, EngineSettings, Signature
+from app.data.classification import ClassificationData, LabelledDataset, load_test
+from app.engines.base import EngineSettings, Signature
 from app.engines.shapes import ShapeProfile
 from app.engines.torch import TorchEngine
 from app.errors import CompileError, StorageError
@@ -22,24 +21,8 @@ from app.tensors import OUTPUT, Tensors, TensorSpec
 from app.training.run_folder import DATA, WEIGHTS
 from app.training.weights import TrainedModel, load_weights
 
-BATCH = 64
-"""Rows of the reference that are answered at once, at most."""
-
 _CALIBRATION_BATCH = 16
 _CALIBRATION_SAMPLES = 512
-
-
-@dataclass(frozen=True)
-class Reference:
-    """PyTorch's answers on a split, in batches: inputs, logits (rows, labels), and the right classes (rows)."""
-
-    inputs: list[Tensors]
-    logits: list[NDArray[np.float32]]
-    classes: NDArray[np.int64]
-
-    def accuracy_of(self, logits: Sequence[NDArray[np.float32]]) -> float:
-        """Share of the rows that ``logits`` answer right."""
-        return float((np.concatenate([batch.argmax(-1) for batch in logits]) == self.classes).mean())
 
 
 @dataclass(frozen=True)
@@ -74,27 +57,32 @@ class Subject:
     @property
     def sample(self) -> Tensors:
         """A real batch to export with, of two rows or more."""
-        first = self.reference.inputs[0]
+        first = next(self.reference.rows.batches()).inputs
         return resized(first, max(2, _num_rows(first)))
 
     @cached_property
     def shares(self) -> dict[int | None, float]:
         """The share of validation rows that alone are padded to each length; None where inputs are of one size."""
-        counts: Counter[int | None] = Counter()
-        for batch in self.reference.inputs:
-            counts[_length_of(batch, self.signature)] += _num_rows(batch)
-        return {length: count / counts.total() for length, count in counts.items()}
+        rows = self.reference.rows
+        counts = zip(self.rows_by_length, map(len, rows.groups), strict=True)
+        return {length: count / len(rows) for length, count in counts}
 
     @cached_property
     def rows_by_length(self) -> dict[int | None, Tensors]:
-        """Real rows that alone are padded to each length: the first batch of them in the reference, its fullest."""
-        return {_length_of(batch, self.signature): batch for batch in reversed(self.reference.inputs)}
+        """Real rows that alone are padded to each length, a batch of each."""
+        rows = self.reference.rows
+        firsts = (rows.split.batch(group[:BATCH]).inputs for group in rows.groups)
+        return {_length_of(batch, self.signature): batch for batch in firsts}
 
     def profile(self, batch_sizes: Sequence[int]) -> ShapeProfile:
         """The sizes that the model is measured at, and that plans are built for: lengths of rows, and the longest."""
         lengths = {length for length in self.shares if length is not None}
         lengths |= {spec.longest for spec in self.signature.inputs if spec.longest is not None}
         return ShapeProfile(batch_sizes=tuple(sorted(batch_sizes)), lengths=tuple(sorted(lengths)))
+
+    def load_test(self) -> LabelledDataset | None:
+        """Read the test split, if the data has one. Call it once, for what is published: nothing is chosen by it."""
+        return load_test(self.weights.parent / DATA, self.data.processor)
 
     def require_samples(self, count: int | None) -> None:
         """Refuse to calibrate with more samples than the training split has. Raises CompileError."""
@@ -105,14 +93,14 @@ class Subject:
                 "more data, or leave int8 and fp8 out of compile.precisions"
             )
 
-    def calibration_batches(self, count: int | None) -> list[Tensors]:
+    def calibration_batches(self, count: int | None) -> EncodedBatches:
         """``count`` samples spread over the training split, in batches of like lengths. Raises CompileError."""
         self.require_samples(count)
         train = self.data.train
         chosen = np.linspace(0, len(train) - 1, min(count or _CALIBRATION_SAMPLES, len(train)), dtype=int)
         lengths = train.lengths
         ordered = sorted(chosen.tolist(), key=lambda index: lengths[index])
-        return [train.batch(indices).inputs for indices in _cut(ordered, _CALIBRATION_BATCH)]
+        return EncodedBatches(train, list(cut(ordered, _CALIBRATION_BATCH)))
 
 
 def resized(rows: Tensors, size: int) -> Tensors:
@@ -147,50 +135,20 @@ def load_subject(weights: UPath, recipe: Recipe, threads: int) -> Subject:
 
 def _subject(trained: TrainedModel, weights: UPath, data: ClassificationData, threads: int) -> Subject:
     engine = TorchEngine(trained.model, _signature_of(trained), EngineSettings(threads=threads))
-    reference = _reference(engine, data.validation)
-    return Subject(trained, weights, data, threads, reference.accuracy_of(reference.logits), reference)
+    reference = Reference.of(engine, data.validation)
+    return Subject(trained, weights, data, threads, reference.accuracy, reference)
 
 
 def _signature_of(trained: TrainedModel) -> Signature:
     return Signature(trained.processor.inputs, (TensorSpec(OUTPUT, np.dtype(np.float32), (-1, len(trained.labels))),))
 
 
-def _reference(engine: Engine, split: LabelledDataset) -> Reference:
-    """Rows that alone are padded to one length share batches: each is answered as when it is served alone."""
-    groups = _by_length(split, engine.signature)
-    batches = [split.batch(indices) for group in groups for indices in _cut(group, BATCH)]
-    return Reference(
-        [batch.inputs for batch in batches],
-        [engine.infer(batch.inputs)[OUTPUT] for batch in batches],
-        np.concatenate([batch.targets for batch in batches]),
-    )
-
-
-def _by_length(split: LabelledDataset, signature: Signature) -> list[list[int]]:
-    """Rows by the length that each alone is padded to, the shortest first."""
-    if (place := _varying_axis(signature)) is None:
-        return [list(range(len(split)))]
-    name, axis = place
-    groups: defaultdict[int, list[int]] = defaultdict(list)
-    for index in range(len(split)):
-        groups[split.batch([index]).inputs[name].shape[axis]].append(index)
-    return [groups[length] for length in sorted(groups)]
-
-
 def _length_of(batch: Tensors, signature: Signature) -> int | None:
     """The size that varies beside the rows."""
-    if (place := _varying_axis(signature)) is None:
+    if (place := varying_axis(signature)) is None:
         return None
     name, axis = place
     return int(batch[name].shape[axis])
-
-
-def _varying_axis(signature: Signature) -> tuple[str, int] | None:
-    """An input and its axis beside the rows that varies; None where inputs are of one size."""
-    places = (
-        (spec.name, axis) for spec in signature.inputs for axis, size in enumerate(spec.shape) if axis and size < 0
-    )
-    return next(places, None)
 
 
 def _num_rows(batch: Tensors) -> int:
@@ -216,7 +174,3 @@ def _prepared_data(weights: UPath, trained: TrainedModel) -> ClassificationData:
         )
     verify_checksums(folder)
     return ClassificationData.load(folder, type(trained.processor))
-
-
-def _cut(indices: list[int], size: int) -> Iterator[list[int]]:
-    return (indices[start : start + size] for start in range(0, len(indices), size))

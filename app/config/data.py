@@ -59,6 +59,16 @@ class DataConfig(Section):
     validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
         default=0.1, description="share of the examples, or for language modelling of the documents"
     )
+    test_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
+        default=None,
+        description="share of the examples that jobs.compile alone sees, for the accuracy of what it publishes; "
+        "they are taken out of the training split; default: none",
+    )
+    test_source: str | None = Field(
+        default=None,
+        description="in place of test_fraction: where those examples come from, of the same kind as source; "
+        "builtin:fashion and a folder of IDX files: their test files",
+    )
     seed: int = Field(default=0, description="seed of the split")
     columns: ColumnsConfig = ColumnsConfig()
     clean: CleanConfig = CleanConfig()
@@ -71,6 +81,17 @@ class DataConfig(Section):
     block_length: PositiveInt = Field(
         default=256, description="for language modelling: tokens in a sample, and the longest that the model reads"
     )
+
+    @model_validator(mode="after")
+    def _splits_leave_room(self) -> Self:
+        if self.test_fraction is not None and self.test_source is not None:
+            raise ValueError("test_fraction and test_source both say what the test split is: leave one out")
+        if (held_out := self.validation_fraction + (self.test_fraction or 0.0)) >= 1.0:
+            raise ValueError(
+                f"validation_fraction and test_fraction are {held_out:g} together, which leaves nothing to train on: "
+                "lower one"
+            )
+        return self
 
     @field_validator("buckets")
     @classmethod

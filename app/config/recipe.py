@@ -56,7 +56,7 @@ class Recipe(Section):
         unread: list[tuple[Section, str]] = []
         if self.is_language_model:
             unread = [(data, "data.buckets"), (data, "data.image"), (data.columns, "data.columns.label")]
-            unread += [(self.train, "train.linear_baseline")]
+            unread += [(data, "data.test_fraction"), (data, "data.test_source"), (self.train, "train.linear_baseline")]
         elif ":" not in self.task:
             unread = [(data, "data.block_length"), (data.tokenizer, "data.tokenizer.kind")]
         for section, key in unread:

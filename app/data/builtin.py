@@ -2,11 +2,12 @@
 
 import sysconfig
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
 from app.data.examples import Examples
-from app.data.idx import LABELS_FILE, holds_idx, read_idx_folder
+from app.data.idx import LABELS_FILE, TEST_LABELS_FILE, holds_idx, read_idx_folder
 from app.data.images import encode_png
 from app.errors import DataError
 from app.storage import to_path
@@ -36,19 +37,23 @@ def _digits() -> Examples:
     return Examples("image", [encode_png(image) for image in images], [str(label) for label in digits.target])
 
 
-def _fashion() -> Examples:
-    """Fashion-MNIST (Xiao, Rasul and Vollgraf 2017, arXiv:1708.07747): its 60,000 training pictures of 28 x 28."""
+def _fashion(test: bool = False) -> Examples:
+    """Fashion-MNIST (Xiao, Rasul and Vollgraf 2017, arXiv:1708.07747): its 60,000 training pictures of 28 x 28.
+
+    Or with ``test`` its 10,000 others.
+    """
     folder = to_path(FASHION_FOLDER)
-    if not holds_idx(folder):
+    if not holds_idx(folder, test):
         raise DataError(
             f"data.source 'builtin:fashion' reads {FASHION_FOLDER}, which is not there: apt-get install "
             "dataset-fashion-mnist, on every machine that prepares data; or give the folder that has its IDX files"
         )
-    examples = read_idx_folder(folder)
+    examples = read_idx_folder(folder, test)
     numbers = [int(label) for label in examples.labels]
     if (most := max(numbers, default=0)) >= len(_FASHION_LABELS):
+        file = TEST_LABELS_FILE if test else LABELS_FILE
         raise DataError(
-            f"{FASHION_FOLDER}/{LABELS_FILE} has the label {most}: expected 0 to {len(_FASHION_LABELS) - 1}; "
+            f"{FASHION_FOLDER}/{file} has the label {most}: expected 0 to {len(_FASHION_LABELS) - 1}; "
             "the file is damaged, install dataset-fashion-mnist again"
         )
     return Examples("image", examples.inputs, [_FASHION_LABELS[number] for number in numbers])
@@ -67,6 +72,8 @@ def _reviews() -> Examples:
 
 
 BUILTIN: dict[str, Callable[[], Examples]] = {"digits": _digits, "fashion": _fashion, "reviews": _reviews}
+BUILTIN_TEST: dict[str, Callable[[], Examples]] = {"fashion": partial(_fashion, test=True)}
+"""Those that their makers have split, by ``data.test_source``."""
 
 
 def _standard_library() -> Iterator[bytes]:

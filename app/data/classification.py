@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,13 @@ from app.data.cleaning import CleaningReport, clean
 from app.data.dataset import Batch
 from app.data.examples import Examples, Split
 from app.data.processor import Processor
-from app.data.sources import load_examples
+from app.data.sources import load_examples, load_test_examples
 from app.errors import DataError
 from app.storage import write_atomically
 
 LABELS_FILE = "labels.json"
+_TRAIN, _VALIDATION, _TEST = "train", "validation", "test"
+"""The files of the splits, without their suffix."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,15 @@ class LabelledDataset:
 
 @dataclass(frozen=True)
 class ClassificationData:
-    """Both splits, the labels that classes index, the processor fitted on the training split, what was dropped."""
+    """The splits, the labels that classes index, the processor fitted on the training split, what was dropped."""
 
     train: LabelledDataset
     validation: LabelledDataset
     labels: list[str]
     processor: Processor
     report: CleaningReport
+    test: LabelledDataset | None = None
+    """What is asked once, of the version that is published. ``load`` leaves it in its file: see ``load_test``."""
 
     @property
     def facts(self) -> Mapping[str, int]:
@@ -64,11 +69,14 @@ class ClassificationData:
 
     @property
     def summary(self) -> str:
-        return f"{self.report}\ntraining on {len(self.train):,} examples, validating on {len(self.validation):,}"
+        tested = f", testing what is published on {len(self.test):,}" if self.test else ""
+        return (
+            f"{self.report}\ntraining on {len(self.train):,} examples, validating on {len(self.validation):,}{tested}"
+        )
 
     @property
     def fingerprint(self) -> str:
-        """sha256 over every input and class of both splits, in order."""
+        """sha256 over every input and class of what models are trained and chosen on, in order."""
         digest = hashlib.sha256(json.dumps(self.labels).encode())
         for split in (self.train.split, self.validation.split):
             for given, label in zip(split.inputs, split.classes, strict=True):
@@ -81,7 +89,8 @@ class ClassificationData:
         import pandas as pd
 
         folder.mkdir(parents=True, exist_ok=True)
-        for name, split in (("train", self.train.split), ("validation", self.validation.split)):
+        splits = {_TRAIN: self.train, _VALIDATION: self.validation, _TEST: self.test}
+        for name, split in ((name, data.split) for name, data in splits.items() if data):
             write_atomically(
                 folder / f"{name}.parquet", pd.DataFrame({"input": split.inputs, "class": split.classes}).to_parquet()
             )
@@ -96,11 +105,11 @@ class ClassificationData:
 
     @classmethod
     def load(cls, folder: UPath, processor_type: type[Processor]) -> Self:
-        """What ``save`` wrote."""
+        """What ``save`` wrote, without the test split."""
         processor = processor_type.load(folder)
         return cls(
-            LabelledDataset(_load_split(folder, "train"), processor),
-            LabelledDataset(_load_split(folder, "validation"), processor),
+            LabelledDataset(_load_split(folder, _TRAIN), processor),
+            LabelledDataset(_load_split(folder, _VALIDATION), processor),
             load_labels(folder),
             processor,
             CleaningReport.load(folder),
@@ -115,16 +124,19 @@ def prepare(config: DataConfig, processor_type: type[Processor]) -> Classificati
             too few examples or classes.
     """
     examples = load_examples(config)
-    if examples.modality != processor_type.modality:
-        raise DataError(
-            f"data.source {config.source!r} holds {examples.modality}s, the task takes {processor_type.modality}s: "
-            "change one of them"
-        )
-    examples, report = clean(examples, config.clean)
+    _require_modality(examples, processor_type, f"data.source {config.source!r}")
+    given = _load_test_source(config, processor_type) if config.test_source else None
+    examples, report = clean(examples, config.clean, frozenset(given.inputs if given else ()))
     train, validation, labels = split(examples, config)
+    train, test = (train, _classed(given, labels, config)) if given else _hold_out(train, len(examples), config)
     processor = processor_type.fit(train.inputs, config)
     return ClassificationData(
-        LabelledDataset(train, processor), LabelledDataset(validation, processor), labels, processor, report
+        LabelledDataset(train, processor),
+        LabelledDataset(validation, processor),
+        labels,
+        processor,
+        report,
+        LabelledDataset(test, processor) if test else None,
     )
 
 
@@ -151,6 +163,56 @@ def split(examples: Examples, config: DataConfig) -> tuple[Split, Split, list[st
             f"{config.validation_fraction}: give more examples or another fraction"
         ) from error
     return Split(parts[0], parts[2]), Split(parts[1], parts[3]), labels
+
+
+def load_test(folder: UPath, processor: Processor) -> LabelledDataset | None:
+    """Return the test split that ``save`` wrote, if there is one: for the job that publishes, and no other."""
+    return LabelledDataset(_load_split(folder, _TEST), processor) if (folder / f"{_TEST}.parquet").exists() else None
+
+
+def _hold_out(train: Split, num_examples: int, config: DataConfig) -> tuple[Split, Split | None]:
+    """Take ``data.test_fraction`` of all examples out of the training split, so that validation stays as it is."""
+    from sklearn.model_selection import train_test_split
+
+    if config.test_fraction is None:
+        return train, None
+    size = math.ceil(config.test_fraction * num_examples)
+    try:
+        parts = train_test_split(
+            train.inputs, train.classes, test_size=size, random_state=config.seed, stratify=train.classes
+        )
+    except ValueError as error:
+        raise DataError(
+            f"{len(train)} examples are left beside the validation split, and {size} of them cannot be held out with "
+            f"data.test_fraction {config.test_fraction}: each class needs one or more in every split; give more "
+            "examples or another fraction"
+        ) from error
+    return Split(parts[0], parts[2]), Split(parts[1], parts[3])
+
+
+def _load_test_source(config: DataConfig, processor_type: type[Processor]) -> Examples:
+    """The examples of ``data.test_source``, cleaned by themselves."""
+    examples = load_test_examples(config)
+    _require_modality(examples, processor_type, f"data.test_source {config.test_source!r}")
+    return clean(examples, config.clean)[0]
+
+
+def _classed(examples: Examples, labels: Sequence[str], config: DataConfig) -> Split:
+    """Examples under the classes of the training split."""
+    class_of = {label: index for index, label in enumerate(labels)}
+    if unknown := sorted(set(examples.labels) - class_of.keys()):
+        raise DataError(
+            f"data.test_source {config.test_source!r} has the label {unknown[0]!r}, and data.source {config.source!r} "
+            f"has {', '.join(labels)}: give a test source with these labels alone"
+        )
+    return Split(examples.inputs, [class_of[label] for label in examples.labels])
+
+
+def _require_modality(examples: Examples, processor_type: type[Processor], source: str) -> None:
+    if examples.modality != processor_type.modality:
+        raise DataError(
+            f"{source} holds {examples.modality}s, the task takes {processor_type.modality}s: change one of them"
+        )
 
 
 def _load_split(folder: UPath, name: str) -> Split:

@@ -1,6 +1,7 @@
 """Cleaning, before the split: what is dropped and why."""
 
 from collections import Counter
+from collections.abc import Collection
 from typing import Literal, Self
 
 from pydantic import BaseModel
@@ -11,13 +12,14 @@ from app.data.examples import Examples, Input
 from app.storage import write_atomically
 
 _REPORT_FILE = "cleaning.json"
-Reason = Literal["not_text", "empty", "unlabelled", "duplicate", "conflicting"]
+Reason = Literal["not_text", "empty", "unlabelled", "duplicate", "conflicting", "in_test"]
 _WORDS: dict[Reason, str] = {
     "not_text": "not text in UTF-8",
     "empty": "empty",
     "unlabelled": "without a label",
     "duplicate": "exact duplicates",
     "conflicting": "under several labels",
+    "in_test": "also in data.test_source",
 }
 
 
@@ -43,12 +45,15 @@ class CleaningReport(BaseModel):
         return cls.model_validate_json((folder / _REPORT_FILE).read_bytes())
 
 
-def clean(examples: Examples, config: CleanConfig) -> tuple[Examples, CleaningReport]:
+def clean(
+    examples: Examples, config: CleanConfig, in_test: Collection[Input] = frozenset()
+) -> tuple[Examples, CleaningReport]:
     """Drop what would teach or measure wrongly; the first of several equal inputs stays.
 
     An input that stands under several labels has no right answer: all of its copies go. Texts are
     compared without the white space around them. Cleaning comes before the split because a duplicate
-    on both sides of it would be a validation example that the model was trained on.
+    on both sides of it would be a validation example that the model was trained on. For the same reason an example
+    that is ``in_test``, cleaned itself, goes from here whatever its label.
     """
     labels_of: dict[Input, set[str]] = {}
     for given, label in examples:
@@ -59,7 +64,7 @@ def clean(examples: Examples, config: CleanConfig) -> tuple[Examples, CleaningRe
     inputs, labels = [], []
     for given, label in examples:
         key = _strip(given)
-        if reason := _reason_to_drop(key, label, labels_of, seen, config):
+        if reason := "in_test" if key in in_test else _reason_to_drop(key, label, labels_of, seen, config):
             dropped[reason] += 1
         else:
             inputs.append(key)

@@ -19,24 +19,32 @@ from app.errors import DataError
 
 IMAGES_FILE = "train-images-idx3-ubyte"
 LABELS_FILE = "train-labels-idx1-ubyte"
+TEST_IMAGES_FILE = "t10k-images-idx3-ubyte"
+TEST_LABELS_FILE = "t10k-labels-idx1-ubyte"
 _UNSIGNED_BYTE = 0x08
 
 
-def holds_idx(folder: UPath) -> bool:
+def holds_idx(folder: UPath, test: bool = False) -> bool:
     """Whether the folder has one of the files that ``read_idx_folder`` reads."""
-    return any(_find(folder, name) for name in (IMAGES_FILE, LABELS_FILE))
+    return any(_find(folder, name) for name in _names(test))
 
 
-def read_idx_folder(folder: UPath) -> Examples:
+def _names(test: bool) -> tuple[str, str]:
+    """The files of pictures and of labels."""
+    return (TEST_IMAGES_FILE, TEST_LABELS_FILE) if test else (IMAGES_FILE, LABELS_FILE)
+
+
+def read_idx_folder(folder: UPath, test: bool = False) -> Examples:
     """The grey pictures of the training files, plain or in gzip, each with its number as the label.
 
-    The test files ``t10k-…`` are left alone: models are chosen on the validation split, so that a test set which
-    was read here would be none.
+    Args:
+        test: read the test files ``t10k-…`` instead, for ``data.test_source``; nothing is chosen by them.
 
     Raises:
         DataError: a file is missing, damaged or of another format, or the two differ in length.
     """
-    images_path, labels_path = _require(folder, IMAGES_FILE), _require(folder, LABELS_FILE)
+    names = _names(test)
+    images_path, labels_path = (_require(folder, name, names) for name in names)
     images, labels = read_idx(images_path, dimensions=3), read_idx(labels_path, dimensions=1)
     if len(images) != len(labels):
         raise DataError(
@@ -80,11 +88,11 @@ def _find(folder: UPath, name: str) -> UPath | None:
     return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
 
 
-def _require(folder: UPath, name: str) -> UPath:
+def _require(folder: UPath, name: str, expected: tuple[str, str]) -> UPath:
     if (path := _find(folder, name)) is None:
         raise DataError(
-            f"data.source {str(folder)!r} has neither {name} nor {name}.gz: expected both {IMAGES_FILE} and "
-            f"{LABELS_FILE}, plain or in gzip"
+            f"data.source {str(folder)!r} has neither {name} nor {name}.gz: expected both {' and '.join(expected)}, "
+            "plain or in gzip"
         )
     return path
 

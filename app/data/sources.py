@@ -1,12 +1,12 @@
 """Sources of labelled examples: built-in sets, tables, image folders and IDX files."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from upath import UPath
 
 from app.config import DataConfig
-from app.data.builtin import BUILTIN
+from app.data.builtin import BUILTIN, BUILTIN_TEST
 from app.data.examples import Examples
 from app.data.idx import holds_idx, read_idx_folder
 from app.errors import DataError
@@ -24,19 +24,34 @@ def load_examples(config: DataConfig) -> Examples:
     Raises:
         DataError: no such source, a format that is not known, a column that is missing, or no rows.
     """
-    examples = _read(config)
+    examples = _read(config, BUILTIN, test=False)
     if not examples:
         raise DataError(f"data.source {config.source!r} has no examples: give a source with at least two a class")
     return examples
 
 
-def _read(config: DataConfig) -> Examples:
-    if (builtin := find_builtin(config.source, BUILTIN)) is not None:
+def load_test_examples(config: DataConfig) -> Examples:
+    """Read every example of ``config.test_source``, which is read as a source is; of IDX files, those for tests.
+
+    Raises:
+        DataError: as ``load_examples``.
+    """
+    try:
+        examples = _read(config.model_copy(update={"source": config.test_source}), BUILTIN_TEST, test=True)
+    except DataError as error:
+        raise DataError(str(error).replace("data.source", "data.test_source")) from error
+    if not examples:
+        raise DataError(f"data.test_source {config.test_source!r} has no examples: give a source that has some")
+    return examples
+
+
+def _read(config: DataConfig, known: Mapping[str, Callable[[], Examples]], test: bool) -> Examples:
+    if (builtin := find_builtin(config.source, known)) is not None:
         return builtin()
     path = open_source(config)
     if not path.is_dir():
         return _read_examples(path, config)
-    return read_idx_folder(path) if holds_idx(path) else _read_image_folder(path)
+    return read_idx_folder(path, test) if holds_idx(path, test) else _read_image_folder(path)
 
 
 def find_builtin(source: str, known: Mapping[str, Found]) -> Found | None:

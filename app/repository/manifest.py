@@ -1,7 +1,7 @@
 """The manifest of a version: what it is, where it came from, and how it is served."""
 
 from datetime import datetime
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, NonNegativeInt, PositiveInt, model_validator
 
@@ -128,6 +128,14 @@ class ModelCard(BaseModel):
     """None: it is in float."""
 
     accuracy: float
+    """Of what is published, on the test split; where there is none on the validation split, by which it was chosen."""
+
+    accuracy_split: Literal["test", "validation"] = "validation"
+    """Where ``accuracy`` was measured."""
+
+    accuracy_rows: PositiveInt | None = None
+    """Of that split; None in versions from before this was kept."""
+
     max_difference: float
     """Of a logit from PyTorch's, the largest on the validation split."""
 

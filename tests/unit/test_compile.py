@@ -3,7 +3,8 @@
 import json
 import math
 import shutil
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,16 +24,22 @@ from app.compile.judge import Judge
 from app.compile.opening import Opener
 from app.compile.publication import publish
 from app.compile.quantization.search import Verdict
+from app.compile.reference import BATCH, Reference
 from app.compile.report import CompileReport, report_of, write_report
 from app.compile.subject import Subject, load_subject, pruned
 from app.compile.sweep import Concurrency
 from app.compile.variants import Variant, Wanted
 from app.config import CompileConfig, ComputePrecision, EngineName, GatesConfig, load_recipe
+from app.data.classification import LabelledDataset, load_test
+from app.data.dataset import Batch
+from app.data.examples import Split
+from app.data.processor import Processor
 from app.engines.architecture import usable_cores
 from app.engines.base import Engine, EngineSettings
 from app.engines.onnxruntime import open_oracle
 from app.engines.registry import installed_engines, open_engine, runs_plans
 from app.engines.tensorrt.manifest import read_plan
+from app.engines.torch import TorchEngine
 from app.errors import CompileError, EngineError
 from app.models.image import small_cnn
 from app.repository.manifest import Quantization
@@ -99,6 +106,7 @@ def test_the_best_variant_is_published_with_all_that_is_known_of_it(
     assert key.onnx_sha256 == checksums_of([repository.folder(name, int(version)) / "model.onnx"])["model.onnx"]
     assert (key.profile.batch_sizes, key.profile.lengths) == ((1, 8), ())
     assert (manifest.accuracy, manifest.cosine) == (chosen["accuracy"], chosen["cosine"])
+    assert (manifest.accuracy_split, manifest.accuracy_rows) == ("validation", 360)
     assert (manifest.quantization is not None) == (key.precision == "int8")
     assert manifest.serving.replicas * manifest.serving.threads == usable_cores()
     assert (manifest.serving.max_batch_size, manifest.serving.timeout_us) == (8, 0)
@@ -106,6 +114,71 @@ def test_the_best_variant_is_published_with_all_that_is_known_of_it(
     assert manifest.lineage.compile_run == str(run.folder)
     assert manifest.lineage.data_fingerprint == subject.data.fingerprint
     assert set(manifest.files) == {"model.onnx", "image.json", "labels.json", "answers.npz"}
+
+
+def test_the_figure_of_a_version_is_of_the_test_split_which_chooses_nothing_and_is_read_once(
+    storage: UPath, weights: UPath, subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = UPath(tmp_path / "run")
+    shutil.copytree(weights.parent.path, folder.path)
+    right = subject.data.validation.split
+    wrong = Split(right.inputs[:100], [(label + (row >= 40)) % 10 for row, label in enumerate(right.classes[:100])])
+    replace(subject.data, test=LabelledDataset(wrong, subject.data.processor)).save(folder / "data")
+    reads: list[UPath] = []
+
+    def counted(folder: UPath, processor: Processor) -> LabelledDataset | None:
+        reads.append(folder)
+        return load_test(folder, processor)
+
+    monkeypatch.setattr("app.compile.subject.load_test", counted)
+    run, result = compiled(storage, *FAST, f"compile.weights={folder / 'weights'}", "name=tested")
+    assert result.status == "succeeded", result.error
+    assert result.metrics["chosen"]["accuracy"] > 0.9
+    accuracy, manifest = result.metrics["accuracy"], Repository(storage).manifest("tested", 1)
+    assert (accuracy["split"], accuracy["rows"]) == ("test", 100)
+    assert 0.3 < accuracy["accuracy"] <= 0.42
+    assert (manifest.accuracy, manifest.accuracy_split, manifest.accuracy_rows) == (accuracy["accuracy"], "test", 100)
+    assert "on the 100 rows of the test split" in (run.folder / "report.html").read_text(encoding="utf-8")
+    assert len(reads) == 1
+
+
+class Counted:
+    """A split, several times over, that knows how many of its encoded rows are in memory."""
+
+    def __init__(self, split: LabelledDataset, times: int) -> None:
+        self._split, self._times = split, times
+        self._alive = self.most = 0
+
+    def __len__(self) -> int:
+        return self._times * len(self._split)
+
+    @property
+    def lengths(self) -> list[int]:
+        return self._times * self._split.lengths
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        batch = self._split.batch([index % len(self._split) for index in indices])
+        self._alive += len(indices)
+        self.most = max(self.most, self._alive)
+        weakref.finalize(next(iter(batch.inputs.values())), self._forget, len(indices))
+        return batch
+
+    def _forget(self, rows: int) -> None:
+        self._alive -= rows
+
+
+def test_memory_does_not_grow_with_the_split(subject: Subject, tmp_path: Path) -> None:
+    validation, train = Counted(subject.data.validation, 3), Counted(subject.data.train, 1)
+    data = replace(subject.data, validation=validation, train=train)
+    settings = EngineSettings(threads=1)
+    engine = TorchEngine(subject.trained.model, subject.signature, settings)
+    long = replace(subject, data=data, reference=Reference.of(engine, validation))
+    compilation = compilation_of(long, tmp_path, on_cpu("onnxruntime", "fp32"), on_cpu("onnxruntime", "int8"))
+    compilation.prove()
+    assert all(record.passed for record in compilation.records)
+    assert len(validation) == 1080
+    assert validation.most <= 3 * BATCH, "one that is answered, the one before, and one that is timed"
+    assert train.most <= 2 * 16, "of the 512 that int8 is calibrated on"
 
 
 def test_for_throughput_a_version_is_served_in_the_batches_that_were_fastest(storage: UPath, weights: UPath) -> None:
@@ -133,8 +206,8 @@ def test_a_module_is_published_as_it_was_trained_where_pytorch_alone_is_named(
     assert manifest.engine_key.onnx_sha256 == manifest.files["model.safetensors"]
     model = load_model(storage, "module", 1, threads=1)
     assert model.platform == "torch_safetensors"
-    (rows, *_), (logits, *_) = subject.reference.inputs, subject.reference.logits
-    np.testing.assert_allclose(model.engine.infer(rows)[OUTPUT], logits, atol=1e-5)
+    rows = next(subject.reference.rows.batches()).inputs
+    np.testing.assert_allclose(model.engine.infer(rows)[OUTPUT], subject.reference.logits[:64], atol=1e-5)
 
 
 def test_every_variant_that_could_be_published_was_timed_with_one_row(published: tuple[Run, Result]) -> None:
@@ -463,7 +536,7 @@ def test_every_length_is_measured_with_rows_that_alone_are_padded_to_it(tmp_path
 def test_a_pruned_model_is_to_keep_the_accuracy_of_the_whole_one(subject: Subject) -> None:
     sparse = pruned(subject)
     assert sparse.accuracy_to_keep == subject.accuracy_to_keep
-    assert not np.array_equal(sparse.reference.logits[0], subject.reference.logits[0])
+    assert not np.array_equal(sparse.reference.logits, subject.reference.logits)
 
 
 needs_rtx = pytest.mark.skipif("tensorrt_rtx" not in installed_engines(), reason="needs TensorRT for RTX")

@@ -1,17 +1,20 @@
 """Data: sources, cleaning, the split and the processors."""
 
 import io
+import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 from PIL import Image
+from pydantic import ValidationError
 from upath import UPath
 
-from app.config import CleanConfig, DataConfig, TokenizerConfig
-from app.data.classification import ClassificationData, prepare, split
+from app.config import CleanConfig, DataConfig, ImageConfig, TokenizerConfig
+from app.data.classification import ClassificationData, load_test, prepare, split
 from app.data.cleaning import clean
 from app.data.examples import Examples
 from app.data.images import ImageProcessor
@@ -62,6 +65,76 @@ def test_prepared_data_is_read_as_it_was_written(reviews: ClassificationData, tm
     texts = reviews.validation.split.inputs[:5]
     assert loaded.fingerprint == reviews.fingerprint
     assert np.array_equal(loaded.processor.encode(texts)["input_ids"], reviews.processor.encode(texts)["input_ids"])
+
+
+def table(path: Path, texts: list[str], labels: list[str]) -> str:
+    pd.DataFrame({"text": texts, "label": labels}).to_csv(path, index=False)
+    return str(path)
+
+
+def test_a_test_split_is_taken_out_of_training_alone_and_left_on_disk(tmp_path: Path) -> None:
+    image = ImageConfig(size=8, channels=1)
+    before = prepare(DataConfig(source="builtin:digits", image=image), ImageProcessor)
+    data = prepare(DataConfig(source="builtin:digits", image=image, test_fraction=0.2), ImageProcessor)
+    assert data.validation.split == before.validation.split, "figures with and without a test split compare"
+    assert data.test is not None
+    assert len(data.test) == math.ceil(0.2 * 1_797)
+    assert not set(data.test.split.inputs) & {*data.train.split.inputs, *data.validation.split.inputs}
+    assert {*data.test.split.inputs, *data.train.split.inputs} == set(before.train.split.inputs)
+    shares = [Counter(part.split.classes)[0] / len(part) for part in (data.train, data.test)]
+    assert shares[0] == pytest.approx(shares[1], abs=1e-2)
+    assert f"testing what is published on {len(data.test):,}" in data.summary
+    data.save(UPath(tmp_path / "with"))
+    loaded = ClassificationData.load(UPath(tmp_path / "with"), ImageProcessor)
+    assert loaded.test is None
+    tested = load_test(UPath(tmp_path / "with"), loaded.processor)
+    assert tested is not None
+    assert tested.split == data.test.split
+    before.save(UPath(tmp_path / "without"))
+    assert before.test is None
+    assert load_test(UPath(tmp_path / "without"), before.processor) is None
+
+
+def test_what_is_in_the_test_source_is_neither_trained_nor_validated_on(tmp_path: Path) -> None:
+    texts = [f"text {number}" for number in range(40)]
+    source = table(tmp_path / "all.csv", texts, ["yes", "no"] * 20)
+    tests = table(tmp_path / "test.csv", ["text 0 ", "text 1", "other", "other"], ["no", "yes", "yes", "yes"])
+    data = prepare(DataConfig(source=source, test_source=tests, validation_fraction=0.25), TextProcessor)
+    assert data.test is not None
+    assert list(zip(data.test.split.inputs, data.test.split.classes, strict=True)) == [
+        ("text 0", 0), ("text 1", 1), ("other", 1)]  # fmt: skip
+    assert {*data.train.split.inputs, *data.validation.split.inputs} == set(texts[2:])
+    assert "2 also in data.test_source" in data.summary
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"test_fraction": 0.1, "test_source": "x.csv"}, "both say what the test split is"),
+        ({"test_fraction": 0.6, "validation_fraction": 0.4}, "leaves nothing to train on"),
+        ({"test_fraction": 0.0}, "greater than 0"),
+    ],
+)
+def test_a_test_split_that_makes_no_sense_is_refused(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        DataConfig(source="builtin:reviews", **keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"test_source": "{folder}/strange.csv"}, "has the label 'maybe', and data.source '.*all.csv' has no, yes"),
+        ({"test_source": "/nowhere.csv"}, "data.test_source '/nowhere.csv' does not exist"),
+        ({"test_source": "builtin:reviews"}, "data.test_source 'builtin:reviews': no built-in set 'reviews'"),
+        ({"test_fraction": 0.05, "validation_fraction": 0.9}, "1 of them cannot be held out with data.test_fraction"),
+    ],
+)
+def test_a_test_split_that_cannot_be_made_is_told(tmp_path: Path, keys: dict[str, Any], words: str) -> None:
+    source = table(tmp_path / "all.csv", [f"text {number}" for number in range(20)], ["yes", "no"] * 10)
+    table(tmp_path / "strange.csv", ["a", "b"], ["yes", "maybe"])
+    given = {key: value.format(folder=tmp_path) if isinstance(value, str) else value for key, value in keys.items()}
+    with pytest.raises(DataError, match=words):
+        prepare(DataConfig(source=source, **given), TextProcessor)
 
 
 def test_cleaning_drops_each_example_for_one_reason() -> None:

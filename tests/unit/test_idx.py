@@ -84,6 +84,19 @@ def test_fashion_has_the_names_of_its_classes(tmp_path: Path, monkeypatch: pytes
     assert examples.labels[9] == "Ankle boot"
 
 
+def test_the_test_files_are_the_test_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtin, "FASHION_FOLDER", str(tmp_path))
+    names = {IMAGES: "t10k-images-idx3-ubyte", LABELS: "t10k-labels-idx1-ubyte"}
+    others = {names[IMAGES]: idx(255 - PICTURES[:4]), names[LABELS]: idx(NUMBERS[:4])}
+    write(tmp_path, {**SET, **others})
+    for source in ("builtin:fashion", str(tmp_path)):
+        data = prepare(DataConfig(source=source, test_source=source, validation_fraction=0.5), ImageProcessor)
+        assert data.test is not None
+        assert (len(data.train), len(data.validation), len(data.test)) == (10, 10, 4)
+        assert data.test.split.classes == [data.labels.index(label) for label in load_examples(
+            DataConfig(source=source)).labels[:4]]  # fmt: skip
+
+
 def test_a_label_that_fashion_has_not_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtin, "FASHION_FOLDER", str(tmp_path))
     write(tmp_path, {**SET, LABELS: idx(np.full(20, 10, np.uint8))})

@@ -1,6 +1,6 @@
 """What the tensors of a model are on real samples: ONNX Runtime runs it, with them among the outputs."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +16,7 @@ from app.errors import CompileError
 from app.tensors import Tensors
 
 
-def observe(source: Path, layers: Sequence[Layer], samples: Sequence[Tensors]) -> dict[str, Histogram]:
+def observe(source: Path, layers: Sequence[Layer], samples: Iterable[Tensors]) -> dict[str, Histogram]:
     """The magnitudes of every value that the layers quantise, by its name.
 
     Raises:
@@ -43,7 +43,7 @@ def observe(source: Path, layers: Sequence[Layer], samples: Sequence[Tensors]) -
 
 
 def largest_by_channel(
-    source: Path, names: Sequence[str], samples: Sequence[Tensors]
+    source: Path, names: Sequence[str], samples: Iterable[Tensors]
 ) -> dict[str, NDArray[np.float32]]:
     """The largest magnitude in each element of the last axis of these values, by name."""
     largest: dict[str, NDArray[np.float32]] = {}
@@ -62,7 +62,7 @@ def _readers(model: ir.Model, layers: Sequence[Layer]) -> dict[str, str]:
 
 
 def _runs(
-    source: Path, names: Sequence[str], samples: Sequence[Tensors]
+    source: Path, names: Sequence[str], samples: Iterable[Tensors]
 ) -> Iterator[Mapping[str, NDArray[np.float32]]]:
     """These values in each batch of samples."""
     with TemporaryDirectory(prefix="rayloom-") as folder:

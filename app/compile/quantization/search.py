@@ -2,7 +2,7 @@
 
 import shutil
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,7 +53,7 @@ JudgeFile = Callable[[Path], Verdict]
 
 def find_quantization(
     source: Path,
-    samples: Sequence[Tensors],
+    samples: Iterable[Tensors],
     config: CalibrationConfig,
     judge: JudgeFile,
     target: Path,
@@ -66,7 +66,7 @@ def find_quantization(
 
     Args:
         source: in float32, as ``export_onnx`` writes it.
-        samples: batches of inputs of the training split.
+        samples: batches of inputs of the training split; iterated several times.
         judge: compares a file with PyTorch; each call may take a while, so there are few.
         tell: takes a line on each try.
 
@@ -77,7 +77,7 @@ def find_quantization(
     with _prepared(source, samples, target) as prepared:
         search = _Search(prepared, judge, tell)
         methods = _AUTO if config.method == "auto" else (config.method,)
-        attempt = search.by_method(methods) or search.by_exemption(samples[0])
+        attempt = search.by_method(methods) or search.by_exemption(next(iter(samples)))
         attempt.write(prepared.file.with_name("passed.onnx")).replace(target)
     return Quantization(
         method=attempt.method,
@@ -87,7 +87,7 @@ def find_quantization(
     )
 
 
-def quantize_fp8(source: Path, samples: Sequence[Tensors], target: Path) -> Quantization:
+def quantize_fp8(source: Path, samples: Iterable[Tensors], target: Path) -> Quantization:
     """Write ``source`` in float8 (e4m3) for TensorRT, with every range up to the largest value that was seen.
 
     Clipping gains nothing there: small values have as many bits of mantissa as large ones.
@@ -117,7 +117,7 @@ class _Prepared:
 
 
 @contextmanager
-def _prepared(source: Path, samples: Sequence[Tensors], target: Path) -> Iterator[_Prepared]:
+def _prepared(source: Path, samples: Iterable[Tensors], target: Path) -> Iterator[_Prepared]:
     """What is quantised; its folder lies beside ``target``, so that a file moves there in one step."""
     _check_samples(samples)
     if not find_layers(load_model(source)):
@@ -133,13 +133,16 @@ def _prepared(source: Path, samples: Sequence[Tensors], target: Path) -> Iterato
         yield _Prepared(file, layers, observe(file, layers, samples), smoothing)
 
 
-def _check_samples(samples: Sequence[Tensors]) -> None:
-    rows = sum(len(next(iter(batch.values()))) for batch in samples)
-    if rows < _FEWEST_ROWS:
-        raise CompileError(
-            f"{rows} samples are too few to find int8's ranges: expected {_FEWEST_ROWS} or more; see "
-            "compile.calibration.samples, and the size of the training split"
-        )
+def _check_samples(samples: Iterable[Tensors]) -> None:
+    rows = 0
+    for batch in samples:  # each is encoded for this
+        rows += len(next(iter(batch.values())))
+        if rows >= _FEWEST_ROWS:
+            return
+    raise CompileError(
+        f"{rows} samples are too few to find int8's ranges: expected {_FEWEST_ROWS} or more; see "
+        "compile.calibration.samples, and the size of the training split"
+    )
 
 
 @dataclass(frozen=True)

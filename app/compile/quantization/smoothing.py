@@ -5,7 +5,7 @@ all of them leaves these few bits. Each channel j is divided by s_j = max|x_j|^a
 that meet it are multiplied by s_j, which is the same product in float.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +38,7 @@ class _Group:
         return tensor.numpy().T if _transposed(node) else tensor.numpy()
 
 
-def smooth(source: Path, samples: Sequence[Tensors], target: Path) -> bool:
+def smooth(source: Path, samples: Iterable[Tensors], target: Path) -> bool:
     """Write the same model in float with smoothed inputs of products after layer norms; False if it has none."""
     model = load_model(source)
     groups = [group for value in _values(model) if (group := _group(value)) is not None]
