@@ -52,17 +52,25 @@ def write_checksums(folder: UPath, sums: Mapping[str, str] | None = None) -> Non
     write_atomically(folder / CHECKSUMS_FILE, "".join(lines).encode())
 
 
+def read_checksums(folder: UPath) -> dict[str, str]:
+    """The sha256 of each file of ``folder``, by name. Raises StorageError if there are none."""
+    try:
+        content = (folder / CHECKSUMS_FILE).read_bytes()
+    except FileNotFoundError as error:
+        raise StorageError(
+            f"{str(folder)!r} has no {CHECKSUMS_FILE}: it is not a folder that Rayloom wrote whole"
+        ) from error
+    lines = content.decode(errors="replace").splitlines()
+    return {name: sha256 for sha256, _, name in (line.partition("  ") for line in lines)}
+
+
 def verify_checksums(folder: UPath, advance: Advance = unheard) -> None:
     """Compare every file of ``folder`` with its checksum.
 
     Raises:
         StorageError: there are no checksums, or a file is missing, differs or has none; it is named.
     """
-    path = folder / CHECKSUMS_FILE
-    if not path.exists():
-        raise StorageError(f"{str(folder)!r} has no {CHECKSUMS_FILE}: it is not a folder that Rayloom wrote whole")
-    lines = path.read_bytes().decode(errors="replace").splitlines()
-    expected = {name: sha256 for sha256, _, name in (line.partition("  ") for line in lines)}
+    path, expected = folder / CHECKSUMS_FILE, read_checksums(folder)
     files = {file.name: file for file in folder.iterdir() if file.is_file() and file.name != CHECKSUMS_FILE}
     if missing := sorted(expected.keys() - files.keys()):
         raise StorageError(f"{str(folder / missing[0])!r} is missing: make it again")

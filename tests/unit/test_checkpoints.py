@@ -2,14 +2,18 @@
 
 import weakref
 import zipfile
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from math import inf, nan
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import safetensors.torch
 import torch
+from fsspec import register_implementation
+from fsspec.implementations.memory import MemoryFileSystem
 from torch.distributed.checkpoint import FileSystemWriter, save
 from upath import UPath
 
@@ -22,6 +26,7 @@ from app.tasks import prepare
 from app.telemetry.alerts import Action
 from app.training.checkpoints.fragments import Fragment, Slice, boxes_of, matrix_shape
 from app.training.checkpoints.names import WEIGHT, buffer, own, parameter
+from app.training.checkpoints.parts import SavedParts
 from app.training.checkpoints.reader import export_weights
 from app.training.checkpoints.rng import random_state, restore_random_state
 from app.training.checkpoints.shards import Shards
@@ -94,6 +99,7 @@ def test_all_weights_and_buffers_are_exported_whatever_the_model_calls_them(tmp_
     content |= {named: each for name, each in buffers.items() for named in (buffer(name), own(0, buffer(name)))}
     save(content, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
     (tmp_path / STATE_FILE).write_text(state_at(0).model_dump_json(), encoding="utf-8")
+    write_checksums(UPath(tmp_path))
     export_weights(UPath(tmp_path), tmp_path / "model.safetensors")
     exported = safetensors.torch.load_file(tmp_path / "model.safetensors")
     assert exported.keys() == model.keys() | buffers.keys()
@@ -276,6 +282,70 @@ def test_a_folder_that_cannot_be_made_is_named_with_the_cause(tmp_path: Path) ->
         writer.wait()
 
 
+class CountingStorage(MemoryFileSystem):
+    """In memory; counts what is read of it."""
+
+    protocol = "counting"
+    bytes_read: ClassVar[Counter[str]] = Counter()
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        content: bytes = super().cat_file(path, start, end, **kwargs)
+        self.bytes_read[Path(path).suffix] += len(content)
+        return content
+
+
+ROWS, COLUMNS = 2048, 1024
+
+
+@pytest.fixture
+def two_halves(tmp_path: Path) -> tuple[UPath, torch.Tensor]:
+    """A checkpoint whose matrix lies in two parts, as two ranks write it, in storage that counts."""
+    register_implementation("counting", CountingStorage, clobber=True)
+    whole, folder = torch.rand(ROWS, COLUMNS), UPath(f"counting://{tmp_path}")
+    parts = {(row, 0): whole[row : row + ROWS // 2].clone() for row in (0, ROWS // 2)}
+    writer = CheckpointWriter(CheckpointStore(folder), CheckpointConfig(background=False))
+    writer.save(lambda: Snapshot(state_at(1), {parameter("a", WEIGHT): Shards((ROWS, COLUMNS), parts)}), best=None)
+    CountingStorage.bytes_read.clear()
+    return CheckpointStore(folder).folder_of(Checkpoint(1)), whole
+
+
+@pytest.mark.usefixtures("_process_group")
+@pytest.mark.parametrize("row", [0, ROWS // 2, ROWS // 4, ROWS - ROWS // 4])
+@pytest.mark.parametrize("height", [ROWS // 2, ROWS // 4])
+def test_a_process_reads_its_own_bytes(two_halves: tuple[UPath, torch.Tensor], row: int, height: int) -> None:
+    """The same half, or what is another's under another plan."""
+    folder, whole = two_halves
+    height = min(height, ROWS - row)
+    part = torch.zeros(height, COLUMNS)
+    SavedParts(folder).read_into({parameter("a", WEIGHT): Shards((ROWS, COLUMNS), {(row, 0): part})})
+    assert torch.equal(part, whole[row : row + height])
+    assert part.nbytes <= CountingStorage.bytes_read[".distcp"] <= 1.2 * part.nbytes
+    assert CountingStorage.bytes_read.total() <= 1.2 * part.nbytes
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_what_a_process_reads_is_verified(two_halves: tuple[UPath, torch.Tensor]) -> None:
+    folder, whole = two_halves
+    file = folder / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) * 3 // 4] ^= 1
+    file.write_bytes(content)
+    upper = torch.zeros(ROWS // 8, COLUMNS)
+    saved = SavedParts(folder)
+    saved.read_into({parameter("a", WEIGHT): Shards((ROWS, COLUMNS), {(0, 0): upper})})
+    assert torch.equal(upper, whole[: ROWS // 8]), "which is elsewhere in the file"
+    with pytest.raises(StorageError, match=r"__0_0.distcp' was changed: piece"):
+        saved.read_into({parameter("a", WEIGHT): Shards((ROWS, COLUMNS), {(0, 0): torch.zeros(ROWS, COLUMNS)})})
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_a_column_is_read_from_rows(two_halves: tuple[UPath, torch.Tensor]) -> None:
+    folder, whole = two_halves
+    part = torch.zeros(ROWS, 8)
+    SavedParts(folder).read_into({parameter("a", WEIGHT): Shards((ROWS, COLUMNS), {(0, 512): part})})
+    assert torch.equal(part, whole[:, 512:520])
+
+
 @pytest.mark.usefixtures("_process_group")
 def test_a_write_that_fails_once_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tries = []
@@ -353,7 +423,7 @@ def test_the_best_epoch_whose_checkpoint_is_not_damaged_is_published(
 
 
 @pytest.mark.usefixtures("_process_group")
-def test_training_goes_on_when_a_checkpoint_is_lost(
+def test_training_goes_on_when_a_checkpoint_is_lost_and_from_the_one_before_a_damaged_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failures, next_of = ["try", "second try"], CheckpointStore.next
@@ -366,11 +436,18 @@ def test_training_goes_on_when_a_checkpoint_is_lost(
     monkeypatch.setattr(CheckpointStore, "next", fail_twice)
     given = ["train.epochs=1", "model.args.width=8", "train.checkpoint={every_steps: 8, num_to_keep: 9}"]
     recipe = load_recipe("recipes/digits.yaml", given)
-    ending = train(recipe, prepare(recipe), start_worker(recipe.train), UPath(tmp_path))
-    kept = steps(CheckpointStore(UPath(tmp_path) / CHECKPOINTS))
+    data, worker, store = prepare(recipe), start_worker(recipe.train), CheckpointStore(UPath(tmp_path) / CHECKPOINTS)
+    ending = train(recipe, data, worker, UPath(tmp_path))
+    kept = steps(store)
     assert 8 not in kept
     assert {16, ending.step} <= {*kept}
     assert "503 Slow Down, second try. The state was stored since" in capsys.readouterr().err
+
+    flip(store.folder_of(store.committed()[-1]) / "__0_0.distcp")
+    again = train(recipe, data, worker, UPath(tmp_path))
+    assert again.resumed_from_step == kept[-2]
+    assert f"step_{ending.step:08d} is damaged and left out" in capsys.readouterr().err
+    assert (store.folder / f"damaged_step_{ending.step:08d}").exists()
 
 
 @pytest.mark.usefixtures("_process_group")

@@ -15,6 +15,7 @@ from app.training.checkpoints.writer import CheckpointWriter
 from app.training.engine import TrainingEngine
 from app.training.records import EpochRecord, best_of
 from app.training.worker import Worker
+from app.warnings import warn
 
 
 class CheckpointManager:
@@ -33,7 +34,7 @@ class CheckpointManager:
         fragments_of(engine, layout)
         self._engine, self._config, self._layout = engine, config, layout
         self._worker, self._activity = worker, activity
-        self._store = CheckpointStore(folder, activity.advance)
+        self._store = CheckpointStore(folder, activity.advance, warn if worker.is_first else _to_nobody)
         self._writer = CheckpointWriter(self._store, config.checkpoint, activity.advance)
         self._saved_step: int | None = None
 
@@ -46,11 +47,11 @@ class CheckpointManager:
         """
         self._activity.begin("looking for a checkpoint")
         self._saved_step = None
-        found = self._worker.on_first(self._find)
-        if found is None:
-            return None
-        self._activity.begin(f"reading the checkpoint of step {found.step}")
-        return load_checkpoint(self._engine, self._layout, self._store.folder_of(found), self._activity.advance)
+        committed = self._worker.on_first(self._store.committed)
+        found = self._store.newest_readable(committed, self._load)
+        if self._worker.is_first:
+            self._store.sweep(after=found[0] if found else None)
+        return found[1] if found else None
 
     def has_any(self) -> bool:
         """Whether there is a whole one."""
@@ -86,7 +87,11 @@ class CheckpointManager:
         """Let what is being written be finished, also where training breaks off."""
         self._writer.close()
 
-    def _find(self) -> Checkpoint | None:
-        found = self._store.newest_intact()
-        self._store.sweep(after=found)
-        return found
+    def _load(self, checkpoint: Checkpoint) -> tuple[Checkpoint, TrainState]:
+        self._activity.begin(f"reading the checkpoint of step {checkpoint.step}")
+        folder = self._store.folder_of(checkpoint)
+        return checkpoint, load_checkpoint(self._engine, self._layout, folder, self._activity.advance)
+
+
+def _to_nobody(message: str) -> None:
+    """The first process says it."""

@@ -14,14 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
+from upath import UPath
 
 from app.storage import Advance, unheard
+from app.training.checkpoints.part_reader import PartReader
 
 
 def write_parts(
@@ -36,12 +38,13 @@ def write_parts(
 
 
 class SavedParts:
-    """The tensors that a folder has, whoever wrote which part of them."""
+    """The tensors that a folder has, whoever wrote which part of them. What is read is verified."""
 
-    def __init__(self, folder: Path, advance: Advance = unheard) -> None:
+    def __init__(self, folder: UPath, advance: Advance = unheard) -> None:
+        """Raises StorageError if the folder is not what was written."""
         self._advance = advance
-        self._reader = FileSystemReader(folder)
-        self._saved = self._reader.read_metadata().state_dict_metadata
+        self._reader = PartReader(folder, advance)
+        self._saved = self._reader.metadata.state_dict_metadata
 
     @property
     def names(self) -> frozenset[str]:
@@ -58,11 +61,18 @@ class SavedParts:
         return content
 
     def read_into(self, content: Mapping[str, Tensor]) -> None:
-        """Fill the tensors, or those parts of them that they hold; each process reads for itself."""
+        """Fill the tensors, or those parts of them that they hold; each process reads for itself.
+
+        Raises:
+            StorageError: what is read is not what was written.
+        """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             planner = _LoadPlanner(self._advance)
-            load(dict(content), storage_reader=self._reader, planner=planner, no_dist=True)
+            try:
+                load(dict(content), storage_reader=self._reader, planner=planner, no_dist=True)
+            except CheckpointException as error:
+                raise next(iter(error.failures.values()))[0] from error
 
 
 class _SavePlanner(DefaultSavePlanner):

@@ -7,31 +7,55 @@ import torch.distributed as dist
 from torch import Tensor
 from upath import UPath
 
+from app.checksums import read_checksums, read_verified
 from app.config import Layout, Precision
-from app.errors import TrainingError
+from app.errors import RayloomError, StorageError, TrainingError
 from app.models.precision import TORCH_DTYPES
-from app.storage import Advance, local_copy, unheard
+from app.storage import Advance, unheard
 from app.training.checkpoints import names
 from app.training.checkpoints.restore import apply_own, apply_state, destinations
 from app.training.checkpoints.state import TrainState
+from app.training.checkpoints.together import together
 from app.training.checkpoints.writer import STATE_FILE
 from app.training.engine import TrainingEngine
 
+Own = dict[str, Tensor]
+
 
 def load_checkpoint(engine: TrainingEngine, layout: Layout, folder: UPath, advance: Advance = unheard) -> TrainState:
-    """Bring ``engine`` to the state of a verified checkpoint. Every process calls it.
+    """Bring ``engine`` to the state of a checkpoint. Every process calls it, and an error is raised in all.
 
-    Each process reads what its plan has it hold, however the checkpoint was cut when it was written. Random
-    numbers go on where they were if there are as many processes as then.
+    Each process reads what its plan has it hold, however the checkpoint was cut when it was written, and verifies it.
+    Random numbers go on where they were if there are as many processes as then.
 
     Raises:
-        TrainingError: the checkpoint is of another model.
+        TrainingError: the checkpoint is of another model, or storage cannot be read just now.
+        StorageError: the checkpoint is damaged; the engine's state is neither the one before nor that one.
     """
+    read: list[tuple[TrainState, Own]] = []
+    together(lambda: read.append(_read(engine, layout, folder, advance)))
+    ((state, own),) = read
+    apply_state(engine, state)
+    if own:
+        apply_own(engine, own)
+    return state
+
+
+def load_state(folder: UPath) -> TrainState:
+    """Where training stood. Raises StorageError if the file is not what was written."""
+    sums = read_checksums(folder)
+    if STATE_FILE not in sums:
+        raise StorageError(f"{str(folder)!r} has no checksum of {STATE_FILE!r}: it was changed")
+    return TrainState.model_validate_json(read_verified(folder / STATE_FILE, sums[STATE_FILE]))
+
+
+def _read(engine: TrainingEngine, layout: Layout, folder: UPath, advance: Advance) -> tuple[TrainState, Own]:
+    """Read the tensors into ``engine``; the rest of the state, and what only this process had."""
     from app.training.checkpoints.parts import SavedParts
 
-    state = load_state(folder)
-    with local_copy(folder, advance) as local:
-        saved = SavedParts(local, advance)
+    try:
+        state = load_state(folder)
+        saved = SavedParts(folder, advance)
         for content in destinations(engine, layout, state, saved.names):
             if missing := sorted(content.keys() - saved.names):
                 raise TrainingError(
@@ -42,15 +66,11 @@ def load_checkpoint(engine: TrainingEngine, layout: Layout, folder: UPath, advan
         alike = (state.workers, state.tensor, state.pipeline) == (layout.workers, layout.tensor, layout.pipeline)
         prefix = names.own(dist.get_rank(), "")
         own = saved.read({name for name in saved.names if name.startswith(prefix)}) if alike else {}
-    apply_state(engine, state)
-    if own:
-        apply_own(engine, {name.removeprefix(prefix): each for name, each in own.items()})
-    return state
-
-
-def load_state(folder: UPath) -> TrainState:
-    """Where training stood."""
-    return TrainState.model_validate_json((folder / STATE_FILE).read_bytes())
+    except RayloomError:
+        raise
+    except Exception as error:  # each protocol's driver has errors of its own
+        raise TrainingError(f"checkpoint {str(folder)!r} cannot be read: {error}") from error
+    return state, {name.removeprefix(prefix): each for name, each in own.items()}
 
 
 def export_weights(folder: UPath, path: Path) -> None:
@@ -61,10 +81,9 @@ def export_weights(folder: UPath, path: Path) -> None:
     from app.training.checkpoints.parts import SavedParts
 
     state = load_state(folder)
-    with local_copy(folder) as local:
-        saved = SavedParts(local)
-        wanted = {each: name for each in saved.names if (name := names.in_model(each)) is not None}
-        found = saved.read(set(wanted))
+    saved = SavedParts(folder)
+    wanted = {each: name for each in saved.names if (name := names.in_model(each)) is not None}
+    found = saved.read(set(wanted))
     tensors = {wanted[each]: _as_validated(tensor, state.precision) for each, tensor in found.items()}
     shaped = {name: each.reshape(state.shapes.get(name, each.shape)).contiguous() for name, each in tensors.items()}
     safetensors.torch.save_file(shaped, str(path))

@@ -1,10 +1,11 @@
 """The checkpoints of a run: one folder each, there when its checksums are."""
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Self
+from typing import Self, TypeVar
 
 from upath import UPath
 
@@ -13,6 +14,7 @@ from app.errors import StorageError
 from app.storage import Advance, unheard
 from app.warnings import attempt, warn
 
+T = TypeVar("T")
 _NAME = re.compile(r"step_(\d+)(?:-(\d+))?")
 
 
@@ -42,8 +44,9 @@ class Checkpoint:
 class CheckpointStore:
     """The folder of a run's checkpoints."""
 
-    def __init__(self, folder: UPath, advance: Advance = unheard) -> None:
-        self.folder, self._advance = folder, advance
+    def __init__(self, folder: UPath, advance: Advance = unheard, tell: Callable[[str], None] = warn) -> None:
+        """``tell`` hears of damaged checkpoints."""
+        self.folder, self._advance, self._tell = folder, advance, tell
 
     def folder_of(self, checkpoint: Checkpoint) -> UPath:
         """Where its files are."""
@@ -63,12 +66,7 @@ class CheckpointStore:
         Raises:
             OSError: storage cannot be read just now, which says nothing of the checkpoint.
         """
-        try:
-            verify_checksums(self.folder_of(checkpoint), self._advance)
-        except StorageError as error:
-            warn(f"checkpoint {checkpoint.name} is damaged and left out: {error}")
-            return False
-        return True
+        return self._attempt(checkpoint, self._verify) is not None
 
     def newest_intact(self) -> Checkpoint | None:
         """The newest that is intact; None if there never was a whole one.
@@ -77,15 +75,37 @@ class CheckpointStore:
             StorageError: there are checkpoints, and all of them are damaged.
             OSError: storage cannot be read just now, which says nothing of the checkpoints.
         """
-        committed = self.committed()
-        if intact := next(filter(self.is_intact, reversed(committed)), None):
-            return intact
+        return self.newest_readable(self.committed(), self._verify)
+
+    def newest_readable(self, committed: Sequence[Checkpoint], read: Callable[[Checkpoint], T]) -> T | None:
+        """What ``read`` answers of the newest of ``committed`` that it reads; None if there are none.
+
+        ``read`` raises StorageError of one that is damaged; a warning says so.
+
+        Raises:
+            StorageError: there are checkpoints, and all of them are damaged.
+        """
+        for checkpoint in reversed(committed):
+            if (answer := self._attempt(checkpoint, read)) is not None:
+                return answer
         if committed:
             raise StorageError(
                 f"all checkpoints in {str(self.folder)!r} are damaged: restore one of them, "
                 "or delete the folder to start over"
             )
         return None
+
+    def _attempt(self, checkpoint: Checkpoint, read: Callable[[Checkpoint], T]) -> T | None:
+        """What ``read`` answers; None, and a warning, of a damaged checkpoint."""
+        try:
+            return read(checkpoint)
+        except StorageError as error:
+            self._tell(f"checkpoint {checkpoint.name} is damaged and left out: {error}")
+            return None
+
+    def _verify(self, checkpoint: Checkpoint) -> Checkpoint:
+        verify_checksums(self.folder_of(checkpoint), self._advance)
+        return checkpoint
 
     def intact_of(self, step: int) -> Checkpoint:
         """The newest of ``step`` that is intact.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
 import torch.distributed as dist
 from upath import UPath
@@ -17,10 +17,12 @@ from app.errors import TrainingError
 from app.storage import Advance, is_local, local_folder, unheard, upload
 from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
+from app.training.checkpoints.together import together
+from app.training.checkpoints.verified_file import write_piece_sums
 from app.warnings import attempt, warn
 
 STATE_FILE = "state.json"
-T = TypeVar("T")
+PARTS_SUFFIX = ".distcp"
 
 
 class CheckpointWriter:
@@ -92,12 +94,12 @@ class CheckpointWriter:
 
     def _write(self, snapshot: Snapshot, best: int | None) -> None:
         first = dist.get_rank() == 0
-        checkpoint = cast(Checkpoint, self._together(partial(self._next, snapshot.state.position.step))[0])
+        checkpoint = cast(Checkpoint, together(partial(self._next, snapshot.state.position.step), self._group)[0])
         folder = self._store.folder_of(checkpoint)
         try:
-            parts = self._together(partial(self._write_part, snapshot, folder, first))
+            parts = together(partial(self._write_part, snapshot, folder, first), self._group)
             sums = {name: each for part in parts for name, each in part.items()}
-            self._together(partial(_commit, folder, sums, snapshot, first))
+            together(partial(_commit, folder, sums, snapshot, first), self._group)
         except TrainingError:
             if first and is_local(folder):
                 shutil.rmtree(folder.path, ignore_errors=True)
@@ -105,19 +107,6 @@ class CheckpointWriter:
         if first:
             keep = partial(self._store.prune, checkpoint, self._config.num_to_keep, best)
             attempt(keep, "old checkpoints cannot be removed")
-
-    def _together(self, work: Callable[[], T]) -> list[T]:
-        """What ``work`` answers in every process. Raises TrainingError in all if it does in any."""
-        try:
-            answer: T | TrainingError = work()
-        except TrainingError as error:
-            answer = error
-        answers: list[T | TrainingError | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(answers, answer, group=self._group)
-        for each in answers:
-            if isinstance(each, TrainingError):
-                raise each
-        return cast("list[T]", answers)
 
     def _next(self, step: int) -> Checkpoint | None:
         """The checkpoint that all processes write: the first looks which are there."""
@@ -139,6 +128,7 @@ class CheckpointWriter:
                 if is_first:
                     (local / STATE_FILE).write_text(snapshot.state.model_dump_json(indent=1), encoding="utf-8")
                 own = [file for file in local.iterdir() if file not in before and _is_own(file.name, is_first)]
+                own += [write_piece_sums(file) for file in own if file.suffix == PARTS_SUFFIX]
                 if not is_local(folder):
                     for file in own:
                         upload(file, folder / file.name, self._advance)

@@ -1,0 +1,136 @@
+"""Reads of a checkpoint's files those bytes that a process needs, in the format of ``torch.distributed.checkpoint``.
+
+Imported where a checkpoint is read, and not before, as ``parts.py`` is.
+"""
+
+import io
+import pickle
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from math import prod
+from operator import attrgetter
+from typing import IO, Any, cast
+
+import torch
+from torch import Size, Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.utils import _create_file_view
+from upath import UPath
+
+from app.checksums import read_checksums, read_verified
+from app.errors import StorageError
+from app.storage import Advance
+from app.training.checkpoints.verified_file import PIECE_BYTES, Span, VerifiedFile, pieces_name
+
+_METADATA_FILE = ".metadata"
+_BATCH_BYTES = 2**25
+"""What is asked of storage at once, if a tensor is no larger."""
+_FRAME_BYTES = 2**12
+"""More than ``torch.save`` writes before a tensor's values, and after them."""
+
+
+class PartReader(FileSystemReader):
+    """Reads from storage directly, and verifies what it reads; a file without checksums of pieces is read whole."""
+
+    def __init__(self, folder: UPath, advance: Advance) -> None:
+        """Raises StorageError if the folder has no checksums, or the metadata are not what was written."""
+        super().__init__("")
+        self._folder, self._advance = folder, advance
+        self._sums = read_checksums(folder)
+        self.metadata: Metadata = pickle.loads(self._read_small(_METADATA_FILE))  # noqa: S301 # verified, and ours
+        self.metadata.storage_meta = self.metadata.storage_meta or StorageMeta()
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Which tensors there are, and where their parts lie."""
+        return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        """Fill the tensors of ``plan``. Raises StorageError if what is read is not what was written."""
+        stored = self.storage_data
+        items = sorted(plan.items, key=lambda item: attrgetter("relative_path", "offset")(stored[item.storage_index]))
+        for name, of_file in groupby(items, key=lambda item: cast(str, stored[item.storage_index].relative_path)):
+            file = self._open(name)
+            for batch in self._batches(list(of_file)):
+                file.fetch(span for item in batch for span in self._spans(item))
+                for item in batch:
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(self._read(file, item))
+                    planner.commit_tensor(item, target)
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+    def _read_small(self, name: str) -> bytes:
+        if name not in self._sums:
+            raise StorageError(f"{str(self._folder)!r} has no checksum of {name!r}: it was changed")
+        return read_verified(self._folder / name, self._sums[name])
+
+    def _open(self, name: str) -> VerifiedFile:
+        if pieces_name(name) not in self._sums:
+            if name not in self._sums:
+                raise StorageError(f"{str(self._folder)!r} has no checksum of {name!r}: it was changed")
+            return VerifiedFile(self._folder / name, [self._sums[name]], None, self._advance)
+        sums = self._read_small(pieces_name(name)).decode().split()
+        return VerifiedFile(self._folder / name, sums, PIECE_BYTES, self._advance)
+
+    def _batches(self, items: list[ReadItem]) -> Iterator[list[ReadItem]]:
+        """Neighbours in a file, as many as are asked for at once."""
+        batch: list[ReadItem] = []
+        size = 0
+        for item in items:
+            batch.append(item)
+            size += sum(end - start for start, end in self._spans(item))
+            if size >= _BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+
+    def _spans(self, item: ReadItem) -> list[Span]:
+        """The bytes of the file that have the item's values, and what ``torch.save`` writes around them."""
+        stored = self.storage_data[item.storage_index]
+        start, end = stored.offset, stored.offset + stored.length
+        shape, dtype = self._stored_as(item)
+        if item.lengths == shape:
+            return [(start, end)]
+        first, last = _run(item, shape)
+        values = (start + first * dtype.itemsize, min(end, start + last * dtype.itemsize + _FRAME_BYTES))
+        return [(start, min(end, start + _FRAME_BYTES)), values, (max(start, end - _FRAME_BYTES), end)]
+
+    def _read(self, file: VerifiedFile, item: ReadItem) -> Tensor:
+        stored = self.storage_data[item.storage_index]
+        view = cast(IO[bytes], _create_file_view(file, stored.offset, stored.length))
+        shape, dtype = self._stored_as(item)
+        if item.lengths == shape:
+            whole: Tensor = torch.load(view, map_location="cpu", weights_only=True)
+            return whole
+        frame: Tensor = torch.load(view, map_location="meta", weights_only=True)
+        if not frame.is_contiguous():
+            view.seek(0)
+            whole = torch.load(view, map_location="cpu", weights_only=True)
+            return narrow_tensor_by_index(whole, item.storage_offsets, item.lengths)
+        first, last = _run(item, shape)
+        offset = frame.untyped_storage()._checkpoint_offset
+        assert offset is not None
+        view.seek(offset + first * dtype.itemsize, io.SEEK_SET)
+        values = torch.frombuffer(bytearray(view.read((last - first) * dtype.itemsize)), dtype=dtype)
+        return values.as_strided(item.lengths, frame.stride())
+
+    def _stored_as(self, item: ReadItem) -> tuple[Size, torch.dtype]:
+        """Shape and type of the part of a tensor that the item lies in."""
+        index = item.storage_index
+        tensor = cast(TensorStorageMetadata, self.metadata.state_dict_metadata[index.fqn])
+        corner = index.offset if index.offset is not None else Size([0] * len(tensor.size))
+        (shape,) = {chunk.sizes for chunk in tensor.chunks if chunk.offsets == corner}
+        return shape, tensor.properties.dtype
+
+
+def _run(item: ReadItem, shape: Sequence[int]) -> Span:
+    """The first element of a rectangle in a row-major array of ``shape``, and the one after the last."""
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    first = sum(offset * stride for offset, stride in zip(item.storage_offsets, strides, strict=True))
+    last = sum((length - 1) * stride for length, stride in zip(item.lengths, strides, strict=True))
+    return first, first + last + 1

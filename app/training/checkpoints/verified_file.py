@@ -1,0 +1,115 @@
+"""A file in storage of which any part can be read, and is compared with the checksums of its pieces."""
+
+import io
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from upath import UPath
+
+from app.checksums import sha256_of
+from app.errors import StorageError
+from app.storage import Advance, unheard
+
+PIECE_BYTES = 2**16
+"""What is read at least, and verified at once."""
+_SUFFIX = ".pieces"
+
+Span = tuple[int, int]
+"""The first byte, and the one after the last."""
+
+
+def write_piece_sums(file: Path) -> Path:
+    """Write the sha256 of each piece of ``file``, one a line, beside it."""
+    sums = file.with_name(pieces_name(file.name))
+    with file.open("rb") as content, sums.open("w", encoding="ascii") as lines:
+        while piece := content.read(PIECE_BYTES):
+            lines.write(f"{sha256_of(piece)}\n")
+    return sums
+
+
+def pieces_name(name: str) -> str:
+    """Of the file that has the checksums of the pieces of file ``name``."""
+    return name + _SUFFIX
+
+
+class VerifiedFile(io.RawIOBase):
+    """Reads pieces as they are needed. ``fetch`` reads many at once."""
+
+    def __init__(self, file: UPath, sums: Sequence[str], piece_bytes: int | None, advance: Advance = unheard) -> None:
+        """``sums`` are of pieces of ``piece_bytes``; None: there is one, the whole file."""
+        self._file, self._sums, self._piece_bytes, self._advance = file, sums, piece_bytes, advance
+        self._pieces: dict[int, bytes] = {}
+        self._position = 0
+
+    def fetch(self, spans: Iterable[Span]) -> None:
+        """Have these bytes in memory, and no others.
+
+        Raises:
+            StorageError: the file is missing, too short or changed.
+        """
+        wanted = sorted({number for span in spans for number in self._numbers(span)})
+        self._pieces = {number: self._pieces[number] for number in wanted if number in self._pieces}
+        self._read([number for number in wanted if number not in self._pieces])
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """``SEEK_END`` is not known: whoever reads knows where its part ends."""
+        if whence == io.SEEK_END:
+            raise io.UnsupportedOperation("the file's length is not known")
+        self._position = offset + (self._position if whence == io.SEEK_CUR else 0)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Fill ``buffer``, or as much of it as the file has. Raises what ``fetch`` raises."""
+        span = (self._position, self._position + len(buffer))
+        numbers = list(self._numbers(span))
+        self._read([number for number in numbers if number not in self._pieces])
+        first = self._position - (numbers[0] * (self._piece_bytes or 0) if numbers else 0)
+        content = memoryview(b"".join(self._pieces[number] for number in numbers))[first : first + len(buffer)]
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
+
+    def _numbers(self, span: Span) -> range:
+        """The pieces that have bytes of ``span``."""
+        start, end = span
+        if self._piece_bytes is None:
+            return range(int(end > start))
+        return range(start // self._piece_bytes, min(-(-end // self._piece_bytes), len(self._sums)))
+
+    def _read(self, numbers: list[int]) -> None:
+        """Neighbours in one request, all requests side by side."""
+        if not numbers:
+            return
+        breaks = [0, *(place for place, (one, other) in enumerate(pairwise(numbers), 1) if other > one + 1)]
+        runs = [numbers[start:end] for start, end in pairwise([*breaks, len(numbers)])]
+        size = self._piece_bytes
+        starts = [run[0] * (size or 0) for run in runs]
+        ends = [None if size is None else (run[-1] + 1) * size for run in runs]
+        try:
+            contents = self._file.fs.cat_ranges([self._file.path] * len(runs), starts, ends, on_error="raise")
+        except FileNotFoundError as error:
+            raise StorageError(f"{str(self._file)!r} is missing: make it again") from error
+        except OSError as error:
+            if self._file.stat().st_size < starts[-1]:  # object stores refuse to read past the end
+                raise StorageError(f"{str(self._file)!r} was changed: it is too short; make it again") from error
+            raise
+        for run, content in zip(runs, contents, strict=True):
+            for place, number in enumerate(run):
+                piece = content if size is None else content[place * size : (place + 1) * size]
+                self._keep(number, bytes(piece))
+
+    def _keep(self, number: int, piece: bytes) -> None:
+        if sha256_of(piece) != self._sums[number]:
+            raise StorageError(f"{str(self._file)!r} was changed: piece {number} has another sha256; make it again")
+        self._pieces[number] = piece
+        self._advance()
