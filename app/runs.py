@@ -4,7 +4,7 @@ import secrets
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -15,7 +15,7 @@ from upath import UPath
 
 from app.config import Recipe, dump_recipe
 from app.errors import RayloomError, StorageError
-from app.storage import open_storage, write_atomically
+from app.storage import list_names, open_storage, write_atomically
 
 RESULT_FILE, CONFIG_FILE = "result.json", "config.yaml"
 _MARK = "RESULT "
@@ -153,13 +153,14 @@ def recipe_named_in(run_id: str) -> str:
 
 def newest_first(runs: UPath) -> list[UPath]:
     """The folders of a job's runs: ids begin with the time."""
-    return sorted(runs.iterdir(), key=lambda each: each.name, reverse=True) if runs.exists() else []
+    return [runs / name for name in sorted(list_names(runs), reverse=True)]
 
 
 def latest_result(storage: UPath, job: str, recipe_name: str) -> Result:
     """The newest run of a job that succeeded for a recipe. Raises StorageError if there is none."""
-    for result in _results(runs_folder(storage, job)):
-        if result.recipe == recipe_name and result.status == "succeeded":
+    of_recipe = [run for run in newest_first(runs_folder(storage, job)) if recipe_named_in(run.name) == recipe_name]
+    for result in _results(of_recipe):
+        if result.status == "succeeded":
             return result
     raise StorageError(
         f"storage {str(storage)!r} has no finished {job} run of recipe {recipe_name!r}: run jobs.{job} first"
@@ -172,9 +173,9 @@ def has_succeeded(run: UPath) -> bool:
     return file.exists() and Result.model_validate_json(file.read_bytes()).status == "succeeded"
 
 
-def _results(runs: UPath) -> Iterator[Result]:
-    """Results of finished runs, the newest first."""
-    for run in newest_first(runs):
+def _results(runs: Iterable[UPath]) -> Iterator[Result]:
+    """The results of those runs that have finished."""
+    for run in runs:
         try:
             yield Result.model_validate_json((run / RESULT_FILE).read_bytes())
         except (FileNotFoundError, ValidationError):

@@ -67,6 +67,15 @@ def is_local(path: UPath) -> bool:
     return path.protocol in ("", "file", "local")
 
 
+def list_names(folder: UPath) -> list[str]:
+    """Return the names in a folder in one request, in no order; none if there is no such folder."""
+    try:
+        entries: list[str] = folder.fs.ls(folder.path, detail=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [entry.rstrip("/").rpartition("/")[2] for entry in entries]
+
+
 @contextmanager
 def local_folder(folder: UPath) -> Iterator[Path]:
     """``folder`` itself where it lies on a disk, else an empty temporary one to upload from."""

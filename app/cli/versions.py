@@ -2,18 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 
-from app.errors import StorageError
 from app.repository.manifest import Manifest, Quantization, ServingDefaults
-from app.repository.repository import Repository
+from app.repository.repository import ListedVersion, Repository
 
 _HEAD = ("model", "version", "aliases", "precision", "engine", "accuracy", "size", "created")
 
 
 def table_of(repository: Repository) -> Iterator[str]:
     """A line for each version of each model, under a head."""
-    names = repository.names()
-    rows = [_row(repository, name, version) for name in names for version in repository.versions(name)]
-    return _aligned([_HEAD, *rows])
+    return _aligned([_HEAD, *map(_row, repository.list_versions())])
 
 
 def description_of(manifest: Manifest, aliases: Sequence[str], folder: str) -> Iterator[str]:
@@ -44,16 +41,13 @@ def description_of(manifest: Manifest, aliases: Sequence[str], folder: str) -> I
     )
 
 
-def _row(repository: Repository, name: str, version: int) -> tuple[str, ...]:
-    aliases = ", ".join(repository.aliases(name).of(version))
-    try:
-        manifest = repository.manifest(name, version)
-    except StorageError:
-        return name, str(version), aliases, "damaged", "", "", "", ""
+def _row(listed: ListedVersion) -> tuple[str, ...]:
+    head = listed.name, str(listed.version), ", ".join(listed.aliases)
+    manifest = listed.manifest
+    if manifest is None:
+        return *head, "damaged", "", "", "", ""
     return (
-        name,
-        str(version),
-        aliases,
+        *head,
         manifest.engine_key.precision,
         manifest.engine_key.engine,
         f"{manifest.accuracy:.4f}",

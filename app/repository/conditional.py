@@ -1,15 +1,25 @@
-"""Writing to storage only if nobody else has written meanwhile."""
+"""Reading storage that others write, and writing only if nobody else has written meanwhile."""
 
 import fcntl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from upath import UPath
 
 from app.storage import is_local, write_atomically
 
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+
 _LOCK_FILE = ".lock"
+_S3 = ("s3", "s3a")
+_ONE_REQUEST = {"max_concurrency": 1}
+"""Else s3fs asks for the size first, to read large files in pieces."""
+_MAX_REQUESTS = 32
+"""At once, of an object store."""
 _REFUSALS = ("PreconditionFailed", "ConditionalRequestConflict")
 """What S3 answers when a condition of a write does not hold, or somebody writes at the same time."""
 
@@ -25,14 +35,22 @@ def alone(folder: UPath) -> Iterator[None]:
         yield
 
 
+def map_at_once(storage: UPath, work: Callable[[Item], Made], items: Iterable[Item]) -> list[Made]:
+    """Do the same work for each item, in order; on an object store, where it waits for requests, many at once."""
+    if is_local(storage):
+        return list(map(work, items))
+    with ThreadPoolExecutor(_MAX_REQUESTS, thread_name_prefix="storage") as pool:
+        return list(pool.map(work, items))
+
+
 def read(path: UPath) -> bytes | None:
     """The content of a file that others may replace just now, old or new; None if there is none.
 
     In one request: a file that is opened on S3 cannot be read on once it has been replaced.
     """
     try:
-        content: bytes = path.fs.cat_file(path.path)
-    except FileNotFoundError:
+        content: bytes = path.fs.cat_file(path.path, **(_ONE_REQUEST if path.protocol in _S3 else {}))
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return content
 
@@ -54,7 +72,7 @@ def change(path: UPath, changed: Callable[[bytes], bytes]) -> None:
     Nothing that another writes meanwhile is lost: on a local disk writers take turns, on S3 ``changed`` is asked again
     when the file has become another. On other object stores there is no such guarantee, and writers must take turns.
     """
-    if path.protocol in ("s3", "s3a"):
+    if path.protocol in _S3:
         while not _changed_on_s3(path, changed):
             pass
         return

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import compress
 
 from pydantic import ValidationError
 from upath import UPath
@@ -9,12 +11,23 @@ from upath import UPath
 from app.config import Role
 from app.errors import StorageError
 from app.repository.aliases import ALIASES_FILE, Alias, Aliases
-from app.repository.conditional import alone, change, read
+from app.repository.conditional import Made, alone, change, map_at_once, read
 from app.repository.manifest import Manifest, ModelCard
 from app.repository.publishing import add_version
 from app.repository.triton import CONFIG_FILE, config_of
 from app.repository.version import check_files, is_published, read_manifest, withdraw
-from app.storage import write_atomically
+from app.storage import list_names, write_atomically
+
+
+@dataclass(frozen=True)
+class ListedVersion:
+    """A published version in a list of all."""
+
+    name: str
+    version: int
+    aliases: tuple[str, ...]
+    manifest: Manifest | None
+    """None: it was changed."""
 
 
 class Repository:
@@ -25,17 +38,30 @@ class Repository:
 
     def names(self) -> list[str]:
         """The models that have a version."""
-        if not self._root.exists():
-            return []
-        return sorted(each.name for each in self._root.iterdir() if each.is_dir() and self._published(each.name))
+        return [name for name, newest in self._of_each_model(self._newest).items() if newest is not None]
+
+    def list_versions(self) -> list[ListedVersion]:
+        """Every published version of every model, by name and number. Raises StorageError as ``aliases``."""
+        numbers = {name: some for name, some in self._of_each_model(self._numbers).items() if some}
+        aliases = dict(zip(numbers, map_at_once(self._root, self.aliases, numbers), strict=True))
+
+        def listed(name: str, number: int) -> ListedVersion | None:
+            try:
+                manifest = read_manifest(self.folder(name, number))
+            except FileNotFoundError:  # a publisher has begun it, or somebody just deleted it
+                return None
+            except StorageError:
+                manifest = None
+            return ListedVersion(name, number, tuple(aliases[name].of(number)), manifest)
+
+        begun = [(name, number) for name, some in numbers.items() for number in some]
+        return [each for each in map_at_once(self._root, lambda version: listed(*version), begun) if each]
 
     def versions(self, name: str) -> list[int]:
         """The published versions of a model, ascending. Raises StorageError if there are none."""
         if published := self._published(name):
             return published
-        raise StorageError(
-            f"{str(self._root)!r} has no model {name!r}: models there are {', '.join(self.names()) or 'none'}"
-        )
+        raise self._no_model(name)
 
     def folder(self, name: str, version: int) -> UPath:
         """Where a version lies."""
@@ -83,7 +109,9 @@ class Repository:
 
     def current(self, name: str) -> int:
         """The version in production, else the newest. Raises StorageError if there is none."""
-        return self.aliases(name).production or self.versions(name)[-1]
+        if current := self.aliases(name).production or self._newest(name):
+            return current
+        raise self._no_model(name)
 
     def promote(self, name: str, version: int, alias: Alias = "production") -> Aliases:
         """Give a version an alias and return all of the model. Raises StorageError if it is not published."""
@@ -158,19 +186,32 @@ class Repository:
         manifest, folder = self.manifest(name, version), self.folder(name, version)
         files = {file: sha256 for file, sha256 in manifest.files.items() if file not in besides}
         target.mkdir(parents=True, exist_ok=True)
-        for file in files:
-            if (folder / file).exists():
-                (folder / file).copy(target / file)
+
+        def copy(file: str) -> None:
+            with suppress(FileNotFoundError):  # check_files says what is missing
+                folder.fs.get_file((folder / file).path, str(target / file))
+
+        map_at_once(folder, copy, files)
         check_files(folder, files, read_from=target)
         return manifest
 
     def _numbers(self, name: str) -> list[int]:
         """Of versions, and of what publishers have begun."""
-        model = self._root / name
-        return sorted(int(each.name) for each in model.iterdir() if each.name.isdecimal()) if model.exists() else []
+        return sorted(int(each) for each in list_names(self._root / name) if each.isdecimal())
 
     def _published(self, name: str) -> list[int]:
-        return [number for number in self._numbers(name) if is_published(self.folder(name, number))]
+        numbers = self._numbers(name)
+        published = map_at_once(self._root, lambda number: is_published(self.folder(name, number)), numbers)
+        return list(compress(numbers, published))
+
+    def _newest(self, name: str) -> int | None:
+        """The last published version; it costs the same however many there are before."""
+        return next((each for each in reversed(self._numbers(name)) if is_published(self.folder(name, each))), None)
+
+    def _of_each_model(self, work: Callable[[str], Made]) -> dict[str, Made]:
+        """What ``work`` makes of the name of each model's folder, sorted by names."""
+        names = sorted(list_names(self._root))
+        return dict(zip(names, map_at_once(self._root, work, names), strict=True))
 
     def _next_number(self, name: str) -> int:
         return max([*self._numbers(name), *self.aliases(name).deleted], default=0) + 1
@@ -178,6 +219,11 @@ class Repository:
     def _require(self, name: str, version: int) -> None:
         if not is_published(self.folder(name, version)):
             raise self._no_version(name, version)
+
+    def _no_model(self, name: str) -> StorageError:
+        return StorageError(
+            f"{str(self._root)!r} has no model {name!r}: models there are {', '.join(self.names()) or 'none'}"
+        )
 
     def _no_version(self, name: str, version: int) -> StorageError:
         return StorageError(f"model {name!r} has no version {version}: published are {self.versions(name)}")
@@ -197,7 +243,7 @@ class Repository:
 
     def _wanted_config(self, name: str) -> str | None:
         """The configuration of the version in production, else of the newest."""
-        shown = self.aliases(name).production or max(self._published(name), default=None)
+        shown = self.aliases(name).production or self._newest(name)
         return config_of(self.manifest(name, shown)) if shown else None
 
     def _config(self, name: str) -> str | None:

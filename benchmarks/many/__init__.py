@@ -1,0 +1,1 @@
+"""What runs, versions and deployed models cost when there are many."""

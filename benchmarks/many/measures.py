@@ -1,0 +1,119 @@
+"""What is measured: seconds of one call, and how many requests it makes of an object store."""
+
+import asyncio
+import gc
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from s3fs import S3FileSystem
+from upath import UPath
+
+from app.cli.versions import table_of
+from app.repository.repository import Repository
+from app.runs import latest_result
+from app.serving.config import DeployedModel, EndpointConfig
+from app.serving.endpoint import Endpoint
+from app.serving.plan import deployed_model
+from app.training.resume import newest_unfinished
+from benchmarks.many.population import a_model, card, name_of, recipe_in, write_runs, write_versions
+
+_RECIPE = "digits"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one call took."""
+
+    seconds: float
+    requests: int
+    """Of the object store; 0 on a disk."""
+
+    def __str__(self) -> str:
+        seconds = f"{self.seconds:.2f} s" if self.seconds >= 0.1 else f"{self.seconds * 1e3:.1f} ms"
+        return f"{seconds}, {self.requests:,}" if self.requests else seconds
+
+
+def of_runs(storage: UPath, count: int) -> dict[str, Cost]:
+    """Look for a recipe's run, the oldest of all."""
+    write_runs(storage, count, _RECIPE)
+    return {
+        "jobs.compile finds the newest training": _cost(lambda: latest_result(storage, "train", _RECIPE)),
+        "train.resume=latest": _cost(lambda: newest_unfinished(storage, "train", _RECIPE)),
+    }
+
+
+def of_versions(storage: UPath, count: int, models: int = 1) -> dict[str, Cost]:
+    """List, publish, promote and plan a deploy."""
+    write_versions(storage, models, count // models)
+    repository, recipe = Repository(storage), recipe_in(storage, name_of(0))
+    with a_model() as files:
+        return {
+            "rayloom models list": _cost(lambda: list(table_of(repository))),
+            "the names of all models": _cost(repository.names),
+            "the newest version, where none is in production": _cost(lambda: repository.current(name_of(0))),
+            "publish, where none is in production": _cost(lambda: repository.publish(name_of(0), UPath(files), card())),
+            "promote": _cost(lambda: repository.promote(name_of(0), 1)),
+            "publish": _cost(lambda: repository.publish(name_of(0), UPath(files), card())),
+            "jobs.deploy reads what it deploys": _cost(lambda: deployed_model(recipe, storage)),
+        }
+
+
+def of_endpoint(storage: UPath, count: int) -> dict[str, Cost]:
+    """Serve so many models in one replica."""
+    write_versions(storage, count + 1, 1)
+    models = [deployed_model(recipe_in(storage, name_of(number)), storage) for number in range(count + 1)]
+    return asyncio.run(_of_endpoint(models))
+
+
+async def _of_endpoint(models: list[DeployedModel]) -> dict[str, Cost]:
+    def config(served: list[DeployedModel]) -> EndpointConfig:
+        return EndpointConfig(models={model.production.name: model for model in served})
+
+    endpoint, sent = Endpoint(), config(models).model_dump(mode="json")
+    costs = {
+        "a new replica loads all": await _async_cost(lambda: endpoint.update(config(models[:-1]))),
+        "a replica loads one more": await _async_cost(lambda: endpoint.update(config(models))),
+        "the configuration is read": _cost(lambda: EndpointConfig.model_validate(sent)),
+        "rayloom status asks for the index": _cost(lambda: endpoint.index),
+        "statistics of all": _cost(endpoint.statistics),
+        "a look at the health of all": await _async_cost(endpoint.check),
+        "a request finds its model": _cost(lambda: endpoint.route(name_of(0))),
+    }
+    await endpoint.update(EndpointConfig())
+    return costs
+
+
+def _cost(work: Callable[[], object]) -> Cost:
+    gc.collect()
+    with _counted() as requests:
+        began_s = time.perf_counter()
+        work()
+        return Cost(time.perf_counter() - began_s, len(requests))
+
+
+async def _async_cost(work: Callable[[], Awaitable[object]]) -> Cost:
+    gc.collect()
+    with _counted() as requests:
+        began_s = time.perf_counter()
+        await work()
+        return Cost(time.perf_counter() - began_s, len(requests))
+
+
+@contextmanager
+def _counted() -> Iterator[list[str]]:
+    """The methods of S3 that are called meanwhile."""
+    called: list[str] = []
+    original = S3FileSystem._call_s3
+
+    async def call(self: Any, method: str, *arguments: Any, **fields: Any) -> Any:
+        called.append(method)
+        return await original(self, method, *arguments, **fields)
+
+    S3FileSystem._call_s3 = call
+    try:
+        yield called
+    finally:
+        S3FileSystem._call_s3 = original
