@@ -8,7 +8,7 @@ RayloomError
 ├── TrainingError          training cannot start or go on
 │   └── NonFiniteLossError a loss or gradient is not a number, or infinite
 ├── TuningError            a search cannot start or go on
-│   └── ActorBusyError     an actor still stores what its last trial kept
+│   └── ActorBusyError     an actor cannot take another trial
 ├── CompileError           a model cannot be exported, or its numbers differ too much
 ├── EngineError            a compiled model cannot be loaded
 ├── RequestError           a request to the endpoint is malformed
@@ -58,7 +58,7 @@ class TuningError(RayloomError):
 
 
 class ActorBusyError(TuningError):
-    """A trial's actor still stores what its last trial kept: the next one needs another actor."""
+    """A trial's actor still stores what its last trial kept, or cannot free it: the next one needs another actor."""
 
 
 class CompileError(RayloomError):

@@ -129,6 +129,7 @@ def _begin(
     meter = Meter.of(model, config, layout, worker)
     activity.begin("making DeepSpeed's engine")
     engine = create_engine(model, config, layout, total_steps)
+    stack.callback(engine.deepspeed.destroy)  # its hooks on gradients would keep the model as long as the process
     seed_random(config.seed + layout.data_rank(worker.rank))  # other dropout in each share
     control = Control(run_folder)
     control.listen()

@@ -67,6 +67,11 @@ class Search:
         """Of the trial's actor: it trains itself, or leads workers that Ray Train starts beside it."""
         return self.resources if self._workers == 1 else _NEXT_TO_NOTHING
 
+    @property
+    def _reuses_actors(self) -> bool:
+        """Whether an actor takes one trial after another; it would keep a trial's workers, and what ZeRO 3 leaks."""
+        return self._workers == 1 and self._train.plan.zero_stage != 3
+
     def at_once(self) -> int:
         """Trials that the cluster has room for, or fewer if the recipe says so."""
         cluster = ray.cluster_resources()
@@ -98,7 +103,7 @@ class Search:
                 search_alg=StudySearcher(study, config.trials, promotion),
                 scheduler=scheduler,
                 max_concurrent_trials=self.at_once(),  # without it, Ray Tune runs one at a time
-                reuse_actors=self._workers == 1,  # one that is kept would keep its trial's workers
+                reuse_actors=self._reuses_actors,
             ),
             run_config=tune.RunConfig(
                 name="tune",

@@ -1,5 +1,6 @@
 """A trial as Ray Tune runs it: an actor that trains one trial after another and imports everything once."""
 
+import gc
 import time
 from functools import partial
 from pathlib import Path
@@ -42,12 +43,16 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         """Leave the trial that this actor had, and begin another.
 
         Raises:
-            ActorBusyError: the last trial's checkpoint is still being stored; the ledger starts this one elsewhere.
+            ActorBusyError: the last trial's checkpoint is still being stored, or its memory cannot be freed; the
+                ledger starts this one elsewhere.
         """
         if not self._attempt.cut():
             raise ActorBusyError(f"{str(self._trial_folder)!r} is still being written")
         if self._has_ended or self._tune.scheduler != "asha":  # there, the others wait for a promotion
             remove_checkpoints(self._trial_folder)
+        if self._has_leaked:
+            raise ActorBusyError("ZeRO 3 keeps the last trial's model in memory")
+        gc.collect()  # engine and model refer to each other
         self._begin(new_config)
         return True
 
@@ -82,12 +87,13 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         assert self._recipe.tune is not None
         self._tune = self._recipe.tune
         self._trial_folder = self._folder / TRIALS / f"{config[NUMBER]:04d}"
-        self._has_ended = False
+        self._has_ended = self._has_leaked = False
         self._attempt = Attempt(partial(self._train_trial, config[VALUES], config[HEARD]))
 
     def _train_trial(self, values: dict[str, Any], heard: int, report: Report) -> Ending:
         """As part of the attempt, so that values that the recipe refuses are a failure of the trial like any other."""
         self._trial = trial_recipe(self._recipe, values, self._tune)
+        self._has_leaked = self._trial.train.plan.zero_stage == 3  # github.com/deepspeedai/DeepSpeed/issues/7204
         train = train_here if self._trial.train.workers == 1 else train_with_workers
         return train(self._trial, self._data, self._trial_folder, report, heard)
 

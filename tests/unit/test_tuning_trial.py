@@ -1,7 +1,9 @@
 """A trial as the search runs it."""
 
+import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,15 @@ from upath import UPath
 
 from app.config import load_recipe
 from app.errors import ActorBusyError, RecipeError, TrainingError
+from app.models.factory import build_model
 from app.telemetry.alerts import Action
+from app.training import session
 from app.training.checkpoints.writer import CheckpointWriter
 from app.training.coordination.control import request
 from app.tuning import attempt
 from app.tuning.results import HEARD, NUMBER, VALUES
 from app.tuning.trainable import TRIALS, TrialActor
-from tests.helpers import ROOT
+from tests.helpers import ROOT, run
 
 Begin = Callable[..., TrialActor]
 
@@ -90,3 +94,36 @@ def test_an_actor_that_still_stores_its_last_trial_takes_no_other(
     stored.set()
     monkeypatch.setattr(attempt, "CUT_TIMEOUT_S", 30.0)
     assert actor.reset_config({NUMBER: 1, VALUES: {}, HEARD: 0})
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_actor_frees_the_model_of_its_last_trial(begin: Begin, monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
+    models: list[weakref.ref[Any]] = []
+
+    def build(*given: Any) -> Any:
+        model = build_model(*given)
+        models.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(session, "build_model", build)
+    actor = begin(**{"train.plan.zero_stage": stage})
+    actor.step()
+    assert actor.reset_config({NUMBER: 1, VALUES: {}, HEARD: 0})
+    assert [model() for model in models] == [None]
+
+
+def test_an_actor_that_trained_with_zero_3_takes_no_other_trial(begin: Begin) -> None:
+    actor = begin(**{"train.plan.zero_stage": 3})
+    actor.step()
+    with pytest.raises(ActorBusyError, match="ZeRO 3 keeps the last trial's model"):
+        actor.reset_config({NUMBER: 1, VALUES: {}, HEARD: 0})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_actor_takes_no_more_memory_after_20_trials_than_after_3(tmp_path: Path, stage: int) -> None:
+    allocator = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # freed tensors go back to the system, instead of into a heap
+    done = run("python", "-m", "tests.actor_memory", str(tmp_path), str(stage), environment=allocator)
+    assert done.returncode == 0, done.stderr
+    resident = json.loads(done.stdout.splitlines()[-1])
+    assert resident[19] < 1.05 * resident[2], resident

@@ -1,0 +1,43 @@
+"""Print the resident bytes of a trial's actor after each of 20 trials of a wide network: FOLDER ZERO_STAGE"""
+
+import json
+import sys
+from typing import Any
+
+import psutil
+
+from app.config import load_recipe
+from app.tuning.results import HEARD, NUMBER, VALUES
+from app.tuning.trainable import TrialActor
+from tests.helpers import ROOT
+
+TRIALS = 20
+RECIPE = load_recipe(
+    ROOT / "recipes/digits.yaml",
+    [
+        "train.epochs=1",
+        "train.max_steps=1",
+        "model.factory=tests.faults.models:WideMlp",
+        "model.args={width: 2048, pause_s: 0}",
+    ],
+)
+
+
+class Actor(TrialActor):
+    def setup(self, config: dict[str, Any]) -> None:  # type: ignore[override]
+        super().setup(config, RECIPE.model_dump_json(), sys.argv[1])
+
+
+def main() -> None:
+    configs = [
+        {NUMBER: number, VALUES: {"train.plan.zero_stage": int(sys.argv[2])}, HEARD: 0} for number in range(TRIALS + 1)
+    ]
+    actor, resident = Actor(configs[0]), []
+    for config in configs[1:]:
+        assert "ended" in actor.step()
+        actor.reset_config(config)
+        resident.append(psutil.Process().memory_info().rss)
+    print(json.dumps(resident))
+
+
+main()
