@@ -53,6 +53,8 @@ class DataParallelEngine:
         """One optimizer step on this rank's micro-batches."""
         self.deepspeed.train()
         factors, losses = Factors.of(self.deepspeed), []
+        if self.layout.gradient_accumulation > 1:
+            _begin_gradients_in_float32(self.deepspeed)
         for number, batch in enumerate(batches, start=1):
             with self._reduction(is_last=number == self.layout.gradient_accumulation):
                 with activity.phase(Phase.FORWARD):
@@ -88,6 +90,17 @@ def _undo_first_step(engine: Any) -> None:
     for low, master in master_pairs(engine.optimizer):
         master.copy_(low)
     engine.basic_optimizer.state.clear()
+
+
+def _begin_gradients_in_float32(engine: Any) -> None:
+    """Have torch add up the gradients of a step in float32, where DeepSpeed keeps masters itself: without ZeRO.
+
+    DeepSpeed would add them up in the parameters' own bf16 or fp16. It would also give a parameter that no sample
+    reaches a gradient of that type, which torch then refuses: so all begin with zeros.
+    """
+    for low, _ in master_pairs(engine.optimizer):
+        low.grad_dtype = torch.float32
+        low.grad = torch.zeros_like(low, dtype=torch.float32)
 
 
 def _clip(engine: Any) -> None:

@@ -96,9 +96,12 @@ def _clipping(config: TrainConfig) -> float:
 
 
 def _accumulation_dtype(config: TrainConfig, layout: Layout) -> str | None:
-    """float32 where low-precision gradients are added up; None is the model's own type."""
+    """float32 where ZeRO adds up gradients of a lower precision; None is the model's own type.
+
+    DeepSpeed refuses float32 without ZeRO, where ``DataParallelEngine`` sees to it.
+    """
     adds_up = layout.gradient_accumulation > 1 or layout.pipeline > 1
-    return "fp32" if config.precision == "bf16" and config.plan.zero_stage and adds_up else None
+    return "fp32" if config.precision != "fp32" and config.plan.zero_stage and adds_up else None
 
 
 def _merge(ours: dict[str, Any], given: dict[str, Any], path: str) -> dict[str, Any]:
