@@ -27,7 +27,7 @@ def train(run: Run) -> Outcome:
     data = prepare_run(run)
     _set_timeouts(config)
     connect()
-    least, _ = config.workers_range
+    least = config.worker_counts[0]
     require(resources_of(config, least), f"train.workers, of which there are {least},")
     open_run(run, data)
     with on_sigterm(lambda: request(run.folder, Action.STOP), "keeping the state"):

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from app.config.plan import PlanConfig
 
-_LARGEST_MICRO_BATCH = 64
+LARGEST_MICRO_BATCH = 64
+"""Samples, where the plan does not say."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,11 @@ class Layout:
     pipeline: int
     data: int
     micro_batch: int
-    """Samples that a data-parallel rank computes at once."""
+    """Samples that a data-parallel rank computes at once; one less in some micro-batches of an uneven share."""
     gradient_accumulation: int
     """Micro-batches of a data-parallel rank in an optimizer step."""
+    share: int
+    """Samples of a data-parallel rank in an optimizer step."""
 
     @property
     def model_parallel(self) -> int:
@@ -46,13 +49,18 @@ def lay_out(plan: PlanConfig, global_batch_size: int, workers: int) -> Layout:
     """The layout of ``plan`` on ``workers`` processes.
 
     Raises:
-        ValueError: a rank's share of the global batch is not a multiple of the micro-batch.
+        ValueError: the global batch cannot be shared out evenly, or a share is not a multiple of the micro-batch.
     """
     data = workers // plan.model_parallel
+    if global_batch_size % data:
+        raise ValueError(
+            f"global_batch_size {global_batch_size} cannot be shared out evenly over {data} data-parallel ranks: "
+            f"choose a multiple of {data}, such as {-(-global_batch_size // data) * data}"
+        )
     share = global_batch_size // data
-    divisors = [size for size in range(1, share + 1) if share % size == 0]
-    micro_batch = plan.micro_batch or max(size for size in divisors if size <= _LARGEST_MICRO_BATCH)
-    if share % micro_batch:
+    micro_batch = plan.micro_batch or _largest_micro_batch(share, is_uneven_allowed=plan.model_parallel == 1)
+    if plan.micro_batch and share % plan.micro_batch:
+        divisors = [size for size in range(1, share + 1) if share % size == 0]
         nearest = min(divisors, key=lambda size: abs(size - micro_batch))
         raise ValueError(
             f"global_batch_size {global_batch_size} over {data} data-parallel ranks is {share} samples each, not "
@@ -60,4 +68,12 @@ def lay_out(plan: PlanConfig, global_batch_size: int, workers: int) -> Layout:
             "(global_batch_size = micro_batch x gradient accumulation x data-parallel ranks); "
             f"the nearest plan that can run has micro_batch: {nearest}"
         )
-    return Layout(plan.tensor, plan.pipeline, data, micro_batch, share // micro_batch)
+    return Layout(plan.tensor, plan.pipeline, data, micro_batch, -(-share // micro_batch), share)
+
+
+def _largest_micro_batch(share: int, is_uneven_allowed: bool) -> int:
+    """The size of the fewest micro-batches of 64 samples at most; a pipeline takes those of one size alone."""
+    count = -(-share // LARGEST_MICRO_BATCH)
+    while share % count and not is_uneven_allowed:
+        count += 1
+    return -(-share // count)

@@ -36,6 +36,7 @@ class Setting:
     """None: not known yet, its rules are left out."""
     inputs: tuple[str, ...] = ()
     """The tensors that a batch has for the model, by name; none: not known yet."""
+    sync_batch_norm: bool = False
 
 
 Rule = Callable[[PlanConfig, Setting], str | None]
@@ -154,6 +155,15 @@ def _fp16_takes_a_gpu(_: PlanConfig, setting: Setting) -> str | None:
     return None
 
 
+def _pipeline_takes_bf16(plan: PlanConfig, setting: Setting) -> str | None:
+    if plan.pipeline > 1 and setting.precision == "fp16":
+        return (
+            f"pipeline {plan.pipeline} would add up the gradients of tied layers in fp16: set precision to bf16, whose "
+            "gradients are added up in float32"
+        )
+    return None
+
+
 def _zero_plus_plus_takes_gpus(plan: PlanConfig, setting: Setting) -> str | None:
     if plan.zero_plus_plus == ZeroPlusPlusConfig():
         return None
@@ -169,6 +179,15 @@ def _powersgd_takes_plain_data_parallel(plan: PlanConfig, setting: Setting) -> s
         return None
     if plan.zero_stage or plan.model_parallel > 1 or setting.precision != "fp32":
         return "powersgd replaces DeepSpeed's reduction: zero_stage 0, fp32, tensor 1, pipeline 1"
+    return None
+
+
+def _sync_batch_norm_takes_whole_models(plan: PlanConfig, setting: Setting) -> str | None:
+    if setting.sync_batch_norm and plan.model_parallel > 1:
+        return (
+            "sync_batch_norm adds up over workers that each hold the whole model: tensor 1 and pipeline 1, got tensor "
+            f"{plan.tensor} and pipeline {plan.pipeline}"
+        )
     return None
 
 
@@ -215,6 +234,7 @@ def _activations_can_be_recomputed(plan: PlanConfig, setting: Setting) -> str | 
 
 _RULES: tuple[Rule, ...] = (
     _fp16_takes_a_gpu,
+    _pipeline_takes_bf16,
     _degrees_divide_workers,
     _pipeline_takes_zero_1,
     _tensor_takes_zero_1,
@@ -223,6 +243,7 @@ _RULES: tuple[Rule, ...] = (
     _offload_takes_adamw,
     _zero_plus_plus_takes_gpus,
     _powersgd_takes_plain_data_parallel,
+    _sync_batch_norm_takes_whole_models,
     _model_is_staged,
     _cut_model_takes_one_input,
     _tensor_divides,

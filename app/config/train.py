@@ -97,6 +97,9 @@ class TrainConfig(Section):
     )
     cpus_per_worker: Annotated[float, Field(gt=0.0)] = 1.0
     device: Device = Field(default="cpu", description="gpu: one GPU a worker")
+    sync_batch_norm: bool = Field(
+        default=False, description="batch norm: statistics over the micro-batches of all workers"
+    )
     plan: Plan = Field(default=PlanConfig(), validate_default=True)
     deepspeed: dict[str, Any] = Field(default={}, description="further keys of DeepSpeed's own configuration")
     torch_compile: bool = Field(default=False, description="compile the model with torch.compile")
@@ -131,19 +134,40 @@ class TrainConfig(Section):
         """The fewest and the most processes."""
         return self.workers if isinstance(self.workers, tuple) else (self.workers, self.workers)
 
+    @property
+    def worker_counts(self) -> list[int]:
+        """The numbers of processes in the range that can share out the global batch, ascending."""
+        least, most = self.workers_range
+        return [workers for workers in range(least, most + 1) if self._can_lay_out(workers)]
+
+    def _can_lay_out(self, workers: int) -> bool:
+        try:
+            self.layout(workers)
+        except ValueError:
+            return False
+        return True
+
     def layout(self, workers: int) -> Layout:
         """How the plan lies on ``workers`` processes. Raises ValueError if the global batch cannot be shared out."""
         return lay_out(self.plan, self.global_batch_size, workers)
 
     def setting(self, model: ModelTraits | None, inputs: Iterable[str] = ()) -> Setting:
         """What the plan has to fit; ``inputs`` are the names of what a batch has for the model."""
-        return Setting(self.workers_range, self.precision, self.device, self.optimizer.name, model, tuple(inputs))
+        return Setting(
+            self.workers_range,
+            self.precision,
+            self.device,
+            self.optimizer.name,
+            model,
+            tuple(inputs),
+            self.sync_batch_norm,
+        )
 
     @field_validator("plan")
     @classmethod
     def _plan_can_run(cls, plan: PlanConfig, info: ValidationInfo) -> PlanConfig:
         """With the keys above it; what is wrong in them is told by itself."""
-        if not info.data.keys() >= {"precision", "optimizer", "workers", "device"}:
+        if not info.data.keys() >= {"precision", "optimizer", "workers", "device", "sync_batch_norm"}:
             return plan
         if reason := refusal(plan, cls.model_construct(None, **info.data).setting(model=None)):
             raise ValueError(reason)
@@ -151,13 +175,6 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _global_batch_divides(self) -> Self:
-        least, most = self.workers_range
-        step = math.lcm(*(workers // self.plan.model_parallel for workers in range(least, most + 1)))
-        if self.global_batch_size % step:
-            raise ValueError(
-                f"global_batch_size {self.global_batch_size} cannot be shared out evenly with workers "
-                f"{self.workers}: choose a multiple of {step}, such as {-(-self.global_batch_size // step) * step}"
-            )
-        for workers in range(least, most + 1):
-            self.layout(workers)
+        if not self.worker_counts:
+            self.layout(self.workers_range[1])  # raises, and says why
         return self

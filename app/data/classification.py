@@ -6,9 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 from upath import UPath
 
 from app.checksums import write_checksums
@@ -36,10 +38,11 @@ class LabelledDataset:
     def __len__(self) -> int:
         return len(self.split)
 
-    @property
-    def lengths(self) -> list[int]:
-        """The characters of each text; pictures are all of one size."""
-        return [len(given) if isinstance(given, str) else 0 for given in self.split.inputs]
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """The characters of each text, of shape (samples,); pictures are all of one size."""
+        lengths = (len(given) if isinstance(given, str) else 0 for given in self.split.inputs)
+        return np.fromiter(lengths, np.int64, len(self))
 
     def batch(self, indices: Sequence[int]) -> Batch:
         inputs = self.processor.encode([self.split.inputs[index] for index in indices])
@@ -152,7 +155,8 @@ def split(examples: Examples, config: DataConfig) -> tuple[Split, Split, list[st
             f"data.source {config.source!r} has one example only of {', '.join(rare)}: each class needs two or more"
         )
     labels = sorted(counts)
-    classes = [labels.index(label) for label in examples.labels]
+    class_of = {label: number for number, label in enumerate(labels)}
+    classes = [class_of[label] for label in examples.labels]
     try:
         parts = train_test_split(
             examples.inputs, classes, test_size=config.validation_fraction, random_state=config.seed, stratify=classes

@@ -32,7 +32,7 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     @property
-    def lengths(self) -> Sequence[int]:
+    def lengths(self) -> NDArray[np.int64] | Sequence[int]:
         """A key for each sample: samples of like keys pad alike."""
         ...
 

@@ -37,9 +37,9 @@ class TokenBlocks:
         return max(len(self.tokens) - 1, 0) // self.block_length
 
     @property
-    def lengths(self) -> list[int]:
-        """All equal: blocks are not padded."""
-        return [self.block_length] * len(self)
+    def lengths(self) -> NDArray[np.int64]:
+        """All equal, of shape (blocks,): blocks are not padded."""
+        return np.full(len(self), self.block_length)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """``input_ids`` and targets, each int64 of shape (batch, block_length)."""

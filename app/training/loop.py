@@ -18,10 +18,10 @@ from app.training.checkpoints.manager import CheckpointManager
 from app.training.checkpoints.state import Position
 from app.training.coordination.exchange import Exchange, LocalStep
 from app.training.data.feed import Feed
-from app.training.data.loader import Loader
 from app.training.data.micro_batch import MicroBatch
 from app.training.early_stopping import should_stop
 from app.training.engine import TrainingEngine
+from app.training.engine.buffers import average_buffers
 from app.training.engine.objective import Totals
 from app.training.records import EpochRecord
 from app.training.reporting.meter import Meter
@@ -101,11 +101,10 @@ class Loop:
             for number in range(position.batches_done, self.feed.batches_per_epoch)
             if (position.epoch, number) not in position.left_out
         ][: self._steps_left()]
-        loader = self.feed.train(position.epoch, numbers)
-        stream = iter(loader)
-        self.recorder.begin_epoch(position)
+        stream = self.feed.train(position.epoch, numbers)
+        self.recorder.begin_epoch()
         for number in numbers:
-            self._step(number, loader, stream)
+            self._step(number, stream)
             is_last = number == numbers[-1]
             keeps = not is_last and self.checkpoints.is_due(position.step)
             asked = self._tell() if self.exchange.is_due or is_last or keeps else Action.CONTINUE
@@ -115,14 +114,14 @@ class Loop:
                 self.checkpoints.save(position, self.records)
         return Action.CONTINUE
 
-    def _step(self, number: int, loader: Loader, stream: Iterator[MicroBatch]) -> None:
+    def _step(self, number: int, stream: Iterator[MicroBatch]) -> None:
         """One optimizer step on global batch ``number`` of the epoch."""
         began, seconds_in = time.monotonic(), self.activity.start_clock()
         accumulation = self.feed.layout.gradient_accumulation
         result = self.engine.train_step(islice(stream, accumulation), self.activity)
         self.position.step += 1
         self.position.batches_done = number + 1
-        seconds = time.monotonic() - began
+        seconds, last = time.monotonic() - began, self.feed.loader.last
         self.recorder.end_step()
         self.exchange.add(
             LocalStep(
@@ -131,7 +130,7 @@ class Loop:
                 busy_s=seconds_in[Phase.DATA] + seconds_in[Phase.FORWARD],
                 data_s=seconds_in[Phase.DATA],
                 seconds=seconds,
-                mfu=self.meter.utilisation(loader.last, seconds) if loader.last else None,
+                mfu=self.meter.utilisation(last, seconds) if last else None,
             )
         )
         self.profiler.step()
@@ -176,7 +175,8 @@ class Loop:
         self.recorder.record_epoch(record)
 
     def _validate(self) -> Totals:
-        """Over the validation split, each sample counted once over all workers."""
+        """Over the validation split, each sample counted once over all workers, which have the same model."""
+        average_buffers(self.engine)
         return Totals.of(self.worker.all_reduce(self.engine.evaluate(self._validation())))
 
     def _validation(self) -> Iterator[MicroBatch]:

@@ -4,12 +4,14 @@ import logging
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import ray.train
+from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import ReservedResources
 from ray.train import UserCallback
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.execution import context as ray_context
+from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy
 from upath import UPath
 
 from app.config import Recipe, TrainConfig
@@ -51,7 +53,8 @@ def fit(
         NonFiniteLossError: a loss or gradient is not finite.
     """
     config = recipe.train
-    trainer = TorchTrainer(
+    counts = config.worker_counts
+    trainer = _Trainer(
         train_worker,
         torch_config=TorchConfig(timeout_s=int(collective_timeout(config).total_seconds())),
         train_loop_config=WorkerArguments(
@@ -61,7 +64,7 @@ def fit(
             heard=heard,
         ),
         scaling_config=ray.train.ScalingConfig(
-            num_workers=config.workers,
+            num_workers=(counts[0], counts[-1]) if isinstance(config.workers, tuple) else config.workers,
             use_gpu=config.device == "gpu",
             resources_per_worker=resources_of(config, workers=1),
             elastic_resize_monitor_interval_s=_RESIZE_INTERVAL_S,
@@ -76,6 +79,7 @@ def fit(
             callbacks=list(callbacks),
         ),
     )
+    trainer.worker_counts = counts
     try:
         answer: Ending | NonFiniteLossError = trainer.fit().return_value
     except ray.train.TrainingFailedError as error:
@@ -83,6 +87,29 @@ def fit(
     if isinstance(answer, NonFiniteLossError):
         raise answer
     return answer
+
+
+class SharingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
+    """Ray's elastic policy, which skips numbers of workers that cannot share out the global batch."""
+
+    def __init__(self, config: ray.train.ScalingConfig, worker_counts: Sequence[int]) -> None:
+        super().__init__(config)
+        self._worker_counts = worker_counts
+
+    def _count_possible_workers(self, reserved_resources: ReservedResources) -> int:
+        possible = super()._count_possible_workers(reserved_resources)
+        return max((count for count in self._worker_counts if count <= possible), default=0)
+
+
+class _Trainer(TorchTrainer):  # type: ignore[misc]
+    """Ray's, with our policy where the number of workers is a range."""
+
+    worker_counts: Sequence[int]
+
+    def _initialize_and_run_controller(self, **arguments: Any) -> ray.train.Result:
+        if self.scaling_config.elasticity_enabled:
+            arguments["scaling_policy"] = SharingPolicy(self.scaling_config, self.worker_counts)
+        return super()._initialize_and_run_controller(**arguments)
 
 
 def resources_of(config: TrainConfig, workers: int) -> dict[str, float]:

@@ -5,6 +5,7 @@ from upath import UPath
 
 from app.checksums import CHECKSUMS_FILE, verify_checksums
 from app.config import TrainConfig, load_recipe, refusal
+from app.config.layout import LARGEST_MICRO_BATCH
 from app.data.baseline import LINEAR_BASELINE, linear_baseline
 from app.data.classification import ClassificationData
 from app.data.prepared import PreparedData
@@ -19,11 +20,13 @@ from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.coordination.control import withdraw
 from app.training.coordination.heartbeat import held
 from app.training.data.batches import count_steps
+from app.training.engine.batch_norm import has_batch_norm
 from app.training.engine.deepspeed_config import deepspeed_config
 from app.training.engine.nvme import require_asynchronous_io
 from app.training.records import Ending, EpochRecord, StoppedMetrics, TrainMetrics, best_of
 from app.training.run_folder import CHECKPOINTS, DATA, FAILURE_FILE, WEIGHTS
 from app.training.weights import publish_weights
+from app.warnings import warn
 
 
 def prepare_run(run: Run) -> PreparedData:
@@ -128,12 +131,37 @@ def _is_saved(run: Run) -> bool:
 
 
 def _check_plan(config: TrainConfig, model: nn.Module, data: PreparedData) -> None:
-    """Refuse a plan that the model or the data cannot run, and DeepSpeed keys that contradict it."""
+    """Refuse a plan that the model or the data cannot run, and DeepSpeed keys that contradict it; say what it costs."""
     if reason := refusal(config.plan, config.setting(traits_of(model), data.train.batch([0]).inputs)):
         raise RecipeError(f"train.plan: {reason}")
+    if config.sync_batch_norm and not has_batch_norm(model):
+        raise RecipeError(
+            f"train.sync_batch_norm is true, and model {type(model).__name__} has no batch norm: leave it out"
+        )
     if config.plan.offload == "nvme":
         require_asynchronous_io()
-    deepspeed_config(config, config.layout(config.workers_range[1]), kind_of(model))
+    layout = config.layout(config.worker_counts[-1])
+    deepspeed_config(config, layout, kind_of(model))
+    if said := skipped_workers(config):
+        print(said, flush=True)
+    if config.plan.micro_batch is None and 2 * layout.micro_batch < min(layout.share, LARGEST_MICRO_BATCH):
+        warn(
+            f"each rank computes its {layout.share} samples of a step as {layout.gradient_accumulation} micro-batches "
+            f"of {layout.micro_batch}, since tensor and pipeline parallelism take micro-batches of one size: a "
+            f"global_batch_size that gives a rank a multiple of {LARGEST_MICRO_BATCH} samples costs least"
+        )
+
+
+def skipped_workers(config: TrainConfig) -> str | None:
+    """Which numbers of an elastic run's workers train, where others cannot share out the global batch."""
+    least, most = config.workers_range
+    counts = config.worker_counts
+    if len(counts) == most - least + 1:
+        return None
+    return (
+        f"train.workers [{least}, {most}]: {', '.join(map(str, counts))} workers can share out a global batch of "
+        f"{config.global_batch_size}; other numbers are skipped"
+    )
 
 
 def _texts_of(data: PreparedData) -> ClassificationData:

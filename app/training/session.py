@@ -16,7 +16,6 @@ from app.telemetry.profiler import profile_steps
 from app.telemetry.tensorboard import TensorBoardLog
 from app.training.activity import Activity
 from app.training.checkpoints.manager import CheckpointManager
-from app.training.checkpoints.rng import seed_random
 from app.training.checkpoints.state import Position
 from app.training.coordination.control import Control
 from app.training.coordination.exchange import Exchange
@@ -31,7 +30,7 @@ from app.training.reporting.metrics_log import MetricsLog
 from app.training.reporting.progress import Progress
 from app.training.reporting.recorder import Recorder, Report, Sink
 from app.training.run_folder import CHECKPOINTS, FAILURE_FILE
-from app.training.worker import Worker
+from app.training.worker import Worker, seed_random
 from app.warnings import warn
 
 _MOST_ROLLBACKS = 3
@@ -144,12 +143,14 @@ def _begin(
         with watchdog.rest():
             report(record)
 
+    feed = Feed(data, config, layout, worker, activity)
+    stack.callback(feed.close)
     loop = Loop(
         config=config,
         total_steps=total_steps,
         worker=worker,
         engine=engine,
-        feed=Feed(data, config, layout, worker, activity),
+        feed=feed,
         checkpoints=checkpoints,
         exchange=Exchange(worker, (control.asked, alerts.pending, announced), checkpoints.has_lost),
         recorder=Recorder(config, worker.device, data.tokens_per_sample, report_at_rest, open_sinks, started),

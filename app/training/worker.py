@@ -1,12 +1,14 @@
 """One process of a training run, among the others."""
 
 import os
+import random
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined]
@@ -98,6 +100,13 @@ def start_worker(config: TrainConfig) -> Worker:
         setattr(distributed_c10d, name, timeout)
     place = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
     return Worker(torch.distributed.get_rank(), torch.distributed.get_world_size(), place)
+
+
+def seed_random(seed: int) -> None:
+    """Begin the sequences of torch, of Python and of NumPy, which a model or its data may draw from."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # it takes no others
 
 
 def _backend(device: str) -> str:

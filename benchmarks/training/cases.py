@@ -63,7 +63,7 @@ class Case:
         recipe = self.recipe(folder)
         data, optimizer = language.prepare(recipe.data), recipe.train.optimizer
         batches = train_batches(data.train.lengths, self.global_batch, recipe.train.seed, epoch=1)[: self.steps]
-        blocks = data.train.batch([index for batch in batches for index in batch])
+        blocks = data.train.batch(batches.ravel().tolist())
         blocks_file = folder / f"{self.name}.npy"
         np.save(blocks_file, np.column_stack([blocks.inputs["input_ids"], blocks.targets[:, -1]]))
         return Workload(

@@ -33,8 +33,10 @@ def poison() -> str:
     """
     recipe = load_recipe(RECIPE, [])
     pictures = prepare(recipe).train
-    batch = train_batches(pictures.lengths, BATCH, recipe.train.seed, epoch=1)[NUMBER]
-    return fingerprints(torch.from_numpy(pictures.batch([batch[3]]).inputs["pixel_values"]))[0]
+    first, second = (train_batches(pictures.lengths, BATCH, recipe.train.seed, epoch) for epoch in (1, 2))
+    met_by_rank_1 = [index for index in first[NUMBER, 1::2].tolist() if index in second[:, 1::2]]
+    chosen = next(index for index in met_by_rank_1 if pictures.split.classes[index] == 0)
+    return fingerprints(torch.from_numpy(pictures.batch([chosen]).inputs["pixel_values"]))[0]
 
 
 def start(launch: Launch, model: str, poison: str, *overrides: str) -> Launched:

@@ -1,39 +1,85 @@
-"""python -m tests.parity.numerics: what a few ranks find of gradients, as a line of JSON."""
+"""python -m tests.parity.numerics FOLDER: what one and two ranks find of gradients and batch norm, as JSON in FOLDER.
+
+A run of two ranks is kept in FOLDER/run.
+"""
 
 import json
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from itertools import product
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.multiprocessing.spawn import start_processes
+from torch.nn import functional
+from upath import UPath
 
-from app.config import TrainConfig
+from app.config import Recipe, TrainConfig, load_recipe
 from app.models.factory import build_model
+from app.tasks import prepare
 from app.training.activity import Activity
+from app.training.data.batches import Shard, micro_batches
 from app.training.data.micro_batch import MicroBatch
 from app.training.engine import create_engine
+from app.training.session import train
 from app.training.worker import import_deepspeed, start_worker
 from tests.parity.plans import FACTS, LENGTH, MODELS
 
 ACCUMULATED = 64
-Norms = dict[str, list[float]]
-"""By precision and plan: the norm of one sample's gradient, then of the same sample many times."""
+STEPS = 4
+UNEVEN = 67
+RECIPE = ["model.factory=tests.parity.numerics:NormalisedCnn", "model.args={}", "train.epochs=1", "train.max_steps=6"]
+Found = dict[str, list[float]]
 
 
 class Classifier(nn.Module):
-    """A small network with a layer that no sample reaches."""
+    """A small network with a layer that no sample reaches, and batch norm on request."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: bool = False) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+        hidden = [nn.BatchNorm1d(32)] if norm else []
+        self.layers = nn.Sequential(nn.Linear(16, 32), *hidden, nn.GELU(), nn.Linear(32, 4))
         self.unused = nn.Linear(4, 4)
 
     def forward(self, features: Tensor) -> Tensor:
         logits: Tensor = self.layers(features)
         return logits
+
+
+class NormalisedCnn(nn.Module):
+    """A small network of pictures with batch norm, whose statistics move fast."""
+
+    def __init__(self, num_labels: int, channels: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(channels, 8, 3), nn.BatchNorm2d(8, momentum=0.5), nn.GELU(), nn.AdaptiveAvgPool2d(1)
+        )
+        self.classifier = nn.Linear(8, num_labels)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(self.layers(pixel_values).flatten(1))
+        return logits
+
+
+def config_of(workers: int, batch: int, precision: str = "fp32", sync_batch_norm: bool = False, **plan: Any) -> Any:
+    return TrainConfig.model_validate(
+        {
+            "global_batch_size": batch,
+            "workers": workers,
+            "precision": precision,
+            "device": "gpu" if precision == "fp16" else "cpu",  # the recipe's rule; the engine runs where it is
+            "optimizer": {"name": "sgd", "lr": 0.1},
+            "schedule": {"name": "constant", "warmup_fraction": 0.0},
+            "gradient_clipping": 0.0,
+            "sync_batch_norm": sync_batch_norm,
+            "plan": plan,
+        }
+    )
 
 
 def features() -> MicroBatch:
@@ -45,8 +91,8 @@ def tokens() -> MicroBatch:
     return MicroBatch({"input_ids": drawn[:, :-1]}, drawn[:, 1:])
 
 
-def precisions() -> Iterable[str]:
-    """Those of fewer bits than fp32 that this processor computes in."""
+def low_precisions() -> Iterable[str]:
+    """Those that this processor computes in."""
     from deepspeed.accelerator import get_accelerator
 
     return ["bf16", "fp16"] if get_accelerator().is_fp16_supported() else ["bf16"]
@@ -57,17 +103,8 @@ def grad_norm(
 ) -> float:
     """The norm of the gradient of one sample that makes up every micro-batch of a step."""
     workers = torch.distributed.get_world_size()
-    data = workers // plan.get("pipeline", 1)
-    config = TrainConfig.model_validate(
-        {
-            "global_batch_size": times * data,
-            "workers": workers,
-            "precision": precision,
-            "device": "gpu" if precision == "fp16" else "cpu",  # the recipe's rule; the engine runs where it is
-            "optimizer": {"name": "sgd", "lr": 1.0e-3},
-            "plan": {**plan, "micro_batch": 1},
-        }
-    )
+    batch = times * workers // plan.get("pipeline", 1)
+    config = config_of(workers, batch, precision, **plan, micro_batch=1)
     torch.manual_seed(0)
     engine = create_engine(build(), config, config.layout(workers), total_steps=1)
     torch.manual_seed(1)
@@ -77,55 +114,105 @@ def grad_norm(
     return norm
 
 
-def grad_norms() -> Norms:
-    return {
+def one_rank(folder: Path) -> dict[str, Found]:
+    """The norm of the gradient of one sample, then of the same sample many times, by precision and plan."""
+    norms = {
         f"{precision}, ZeRO {stage}": [
             grad_norm(Classifier, features, precision, times, zero_stage=stage) for times in (1, ACCUMULATED)
         ]
-        for precision, stage in product(precisions(), range(4))
+        for precision, stage in product(low_precisions(), range(4))
     }
+    return {"grad norms": norms}
 
 
-def pipeline_grad_norms() -> Norms:
-    return {
-        f"{precision}, pipeline 2": [
-            grad_norm(lambda: build_model(MODELS["short gpt"], FACTS), tokens, precision, times, pipeline=2)
-            for times in (2, ACCUMULATED)
-        ]
-        for precision in precisions()
-    }
+def batches(size: int) -> tuple[Tensor, Tensor]:
+    """The samples of ``STEPS`` batches: features of shape (steps, size, 16) and classes."""
+    generator = torch.Generator().manual_seed(2)
+    drawn = torch.randn(STEPS, size, 16, generator=generator)
+    return drawn * 3 + drawn.mean(-1, keepdim=True), torch.randint(4, (STEPS, size), generator=generator)
 
 
-def work(find: Callable[[], Norms]) -> Norms:
-    """One rank's part."""
+def plain_losses(norm: bool, size: int) -> list[float]:
+    """Of each step of plain PyTorch in one process on whole batches, then the first layer's running statistics."""
+    torch.manual_seed(0)
+    model, losses = Classifier(norm), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for inputs, classes in zip(*batches(size), strict=True):
+        loss = functional.cross_entropy(model(inputs), classes)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses + statistics_of(model)
+
+
+def statistics_of(model: nn.Module) -> list[float]:
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    return [value for norm in norms for each in (norm.running_mean, norm.running_var) for value in each.tolist()]
+
+
+def planned_losses(norm: bool, size: int, **plan: int) -> list[float]:
+    """The same of the trainer."""
+    workers = torch.distributed.get_world_size()
+    config = config_of(workers, size, sync_batch_norm=norm, **plan)
+    config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"weight_decay": 0.0})})
+    layout = config.layout(workers)
+    torch.manual_seed(0)
+    engine = create_engine(Classifier(norm), config, layout, total_steps=STEPS)
+    shard, losses = Shard(torch.distributed.get_rank(), workers), []
+    for inputs, classes in zip(*batches(size), strict=True):
+        shares = micro_batches(np.arange(size), shard, layout.gradient_accumulation)
+        stream = (MicroBatch({"features": inputs[share]}, classes[share]) for share in shares)
+        loss = engine.train_step(stream, Activity()).loss
+        torch.distributed.all_reduce(loss)
+        losses.append(loss.item() / workers)
+    return losses + statistics_of(engine.deepspeed.module)
+
+
+def two_ranks(folder: Path) -> dict[str, Found]:
+    """Uneven micro-batches and batch norm under ZeRO, and pipelines last: DeepSpeed remembers their grid."""
+    os.environ["WORLD_SIZE"] = "2"
+    losses = {"plain, uneven": plain_losses(False, 2 * UNEVEN), "plain, batch norm": plain_losses(True, 32)}
+    for stage in range(4):
+        losses[f"ZeRO {stage}, uneven"] = planned_losses(False, 2 * UNEVEN, zero_stage=stage)
+        losses[f"ZeRO {stage}, batch norm"] = planned_losses(True, 32, zero_stage=stage)
+    recipe = recipe_of()
+    worker = start_worker(recipe.train)
+    record = train(recipe, prepare(recipe), worker, UPath(folder / "run")).records[-1]
+    norms = [
+        grad_norm(lambda: build_model(MODELS["short gpt"], FACTS), tokens, "bf16", times, pipeline=2)
+        for times in (2, ACCUMULATED)
+    ]
+    return {"losses": losses, "run": {"val_loss": [record.val_loss]}, "grad norms": {"bf16, pipeline 2": norms}}
+
+
+def recipe_of() -> Recipe:
+    """Of the run that is kept."""
+    return load_recipe("recipes/digits.yaml", [*RECIPE, "train.workers=2"])
+
+
+def work(rank: int, size: int, folder: Path, find: Callable[[Path], dict[str, Found]]) -> None:
+    """One rank's part; the first keeps what it found."""
     torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    meeting_point = f"file://{folder / find.__name__}-meeting"
+    torch.distributed.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=size)
     start_worker(TrainConfig())
-    found = find()
+    found = find(folder)
+    if rank == 0:
+        (folder / f"{find.__name__}.json").write_text(json.dumps(found), encoding="utf-8")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-    return found
-
-
-def launch(processes: int, find: Callable[[], Norms]) -> Norms:
-    """What so many processes find, in their first one's words; forked, since imports take longest."""
-    here = "127.0.0.1"
-    config = LaunchConfig(
-        *(1, 1, processes),
-        run_id="numerics",
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"{here}:0",
-        local_addr=here,
-        start_method="fork",
-    )
-    found: Norms = elastic_launch(config, work)(find)[0]
-    return found
 
 
 def main() -> None:
     warnings.filterwarnings("ignore")
     os.environ["DS_ACCELERATOR"] = "cpu"
     import_deepspeed()
-    print("FOUND " + json.dumps(launch(1, grad_norms) | launch(2, pipeline_grad_norms)), flush=True)
+    folder = Path(sys.argv[1])
+    (folder / "run").mkdir()
+    for size, find in ((1, one_rank), (2, two_ranks)):
+        start_processes(work, (size, folder, find), nprocs=size, start_method="fork")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 
+import numpy as np
 import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn import functional
@@ -98,7 +99,7 @@ def train(engine: TrainingEngine, layout: Layout, steps: range) -> list[float]:
     shard = Shard(layout.data_rank(torch.distributed.get_rank()), layout.data)
 
     def stream(tokens: torch.Tensor) -> Iterator[MicroBatch]:
-        for indices in micro_batches(range(BATCH), shard, layout.micro_batch):
+        for indices in micro_batches(np.arange(BATCH), shard, layout.gradient_accumulation):
             yield MicroBatch({"input_ids": tokens[indices][:, :-1]}, tokens[indices][:, 1:])
 
     losses = []

@@ -2,6 +2,7 @@
 
 import io
 import math
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -230,3 +231,14 @@ def test_a_small_file_that_is_a_huge_image_is_refused(side: int) -> None:
     Image.new("1", (side, side)).save(buffer, "PNG")
     with pytest.raises(DataError, match=r"too large \(.*pixels.*\): scale it down"):
         ImageProcessor.fit([], DataConfig(source="-")).encode([buffer.getvalue()])
+
+
+def test_many_labels_are_split_in_seconds() -> None:
+    labels = [f"label {number}" for number in range(20_000)] * 2
+    examples = Examples("text", [str(number) for number in range(len(labels))], labels)
+    began = time.process_time()
+    train, validation, found = split(examples, DataConfig(source="labels.csv", validation_fraction=0.5))
+    assert time.process_time() - began < 3.0
+    assert found == sorted(set(labels))
+    assert [found[label] for label in train.classes] == [labels[int(str(given))] for given in train.inputs]
+    assert sorted(validation.classes) == list(range(20_000))

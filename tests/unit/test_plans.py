@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from ray.train import ScalingConfig
 
 from app.config import load_recipe
 from app.config.layout import lay_out
@@ -14,8 +16,10 @@ from app.models.factory import build_model
 from app.models.kind import ModelKind
 from app.models.traits import traits_of
 from app.runs import Run
+from app.training.data.batches import Shard, micro_batches
 from app.training.engine.deepspeed_config import deepspeed_config
-from app.training.run import prepare_run
+from app.training.ray_worker import SharingPolicy
+from app.training.run import prepare_run, skipped_workers
 from tests.helpers import ROOT
 from tests.parity.plans import FACTS, MODELS
 
@@ -37,6 +41,9 @@ GPT = ROOT / "recipes/stdlib_gpt.yaml"
         (["train.plan={offload: nvme, zero_stage: 3, nvme_path: /disk}", "train.workers=[1, 2]"], ["got [1, 2]"]),
         (["train.plan.offload_param=cpu"], ["moves split parameters", "got 1"]),
         (["train.plan.offload=cpu", "train.optimizer.name=sgd"], ["optimizer adamw, got sgd"]),
+        (["train.precision=fp16", "train.device=gpu", "train.plan.pipeline=2"], ["tied layers", "pipeline: 1"]),
+        (["train.sync_batch_norm=true", "train.plan.pipeline=2"], ["sync_batch_norm", "pipeline 2", "pipeline: 1"]),
+        (["train.sync_batch_norm=true", "train.plan.tensor=2"], ["sync_batch_norm", "tensor 2", "tensor: 1"]),
         (["train.workers=[1, 2]", "train.plan.pipeline=2"], ["grow and shrink", "pipeline: 1"]),
         (["train.plan.powersgd={}"], ["powersgd", "zero_stage 0"]),
         (["train.plan={zero_stage: 3, zero_plus_plus: {quantized_weights: true}}"], ["on gpus", "zero_plus_plus"]),
@@ -56,6 +63,41 @@ def test_a_micro_batch_that_does_not_divide_is_refused_with_the_nearest_that_doe
     words = rf"is 16 samples each, not divisible by plan.micro_batch {micro_batch} .*has micro_batch: {nearest}$"
     with pytest.raises(RecipeError, match=words):
         load_recipe(GPT, [f"train.plan.micro_batch={micro_batch}"])
+
+
+@pytest.mark.parametrize(
+    ("share", "plan", "sizes"),
+    [
+        (67, {}, [34, 33]),
+        (64, {}, [64]),
+        (96, {}, [48, 48]),
+        (131, {}, [44, 44, 43]),
+        (96, {"micro_batch": 32}, [32, 32, 32]),
+        (96, {"pipeline": 2}, [48, 48]),
+        (67, {"pipeline": 2}, [1] * 67),  # which takes micro-batches of one size
+    ],
+)
+def test_a_share_becomes_the_fewest_micro_batches_that_fit(share: int, plan: dict[str, int], sizes: list[int]) -> None:
+    layout = lay_out(PlanConfig(**plan), global_batch_size=2 * share, workers=2 * plan.get("pipeline", 1))
+    made = micro_batches(np.arange(2 * share), Shard(1, 2), layout.gradient_accumulation)
+    assert [len(micro_batch) for micro_batch in made] == sizes
+    assert (layout.micro_batch, layout.share) == (sizes[0], share)
+
+
+def test_a_range_of_workers_skips_those_that_cannot_share_out_the_batch_and_says_so() -> None:
+    config = load_recipe(ROOT / "recipes/digits.yaml", ["train.workers=[8, 64]"]).train
+    assert config.worker_counts == [8, 16, 32, 64]
+    assert skipped_workers(config) == (
+        "train.workers [8, 64]: 8, 16, 32, 64 workers can share out a global batch of 64; other numbers are skipped"
+    )
+    assert skipped_workers(load_recipe(ROOT / "recipes/digits.yaml", ["train.workers=[1, 2]"]).train) is None
+
+
+def test_ray_is_asked_for_no_number_of_workers_that_cannot_share_out_the_batch() -> None:
+    scaling = ScalingConfig(num_workers=(8, 64), resources_per_worker={"CPU": 2.0})
+    policy = SharingPolicy(scaling, [8, 16, 32, 64])
+    counts = {cpus: policy._count_possible_workers({"node": {"CPU": cpus}}) for cpus in (14.0, 30.0, 126.0, 128.0)}
+    assert counts == {14.0: 0, 30.0: 8, 126.0: 32, 128.0: 64}
 
 
 def test_the_model_has_a_say() -> None:
@@ -96,6 +138,12 @@ def test_a_model_that_is_cut_takes_one_input_and_is_refused_another_before_worke
         "train.plan: tensor 2 x pipeline 1 takes one input for staged model GPT, got input_ids, attention_mask of the "
         "task; the nearest plan that can run has tensor: 1"
     )
+
+
+def test_statistics_over_all_workers_are_refused_to_a_model_without_batch_norm() -> None:
+    recipe = load_recipe(ROOT / "recipes/digits.yaml", ["train.sync_batch_norm=true"])
+    with pytest.raises(RecipeError, match="sync_batch_norm is true, and model SmallCnn has no batch norm"):
+        prepare_run(Run.start("train", recipe))
 
 
 def test_neighbours_share_matrices_and_ranks_of_one_stage_share_data() -> None:

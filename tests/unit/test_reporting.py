@@ -14,6 +14,7 @@ from app.training.checkpoints.state import Position
 from app.training.coordination.control import CONTROL_FILE, Control, request
 from app.training.coordination.exchange import Exchanged, LocalStep
 from app.training.engine import StepResult
+from app.training.engine.objective import Totals
 from app.training.engine.step import Factors
 from app.training.records import EpochRecord
 from app.training.reporting.metrics_log import MetricsLog
@@ -32,7 +33,7 @@ def exchanged(step_s: float) -> Exchanged:
     """Steps of ``step_s`` seconds."""
     result = StepResult(torch.tensor(1.0), Factors(lr=0.1, loss_scale=None), grad_norm=1.0, is_applied=True)
     steps = [LocalStep(0, result, busy_s=0.0, data_s=0.0, seconds=step_s, mfu=None) for _ in range(STEPS)]
-    return Exchanged(steps, [1.0] * STEPS, Action.CONTINUE)
+    return Exchanged(steps, [1.0] * STEPS, Action.CONTINUE, has_lost_state=False)
 
 
 def test_a_run_that_becomes_slow_is_noticed_with_its_first_slow_steps() -> None:
@@ -40,11 +41,28 @@ def test_a_run_that_becomes_slow_is_noticed_with_its_first_slow_steps() -> None:
     alerts = Alerts([rule], Notifier(), "run-1", "digits")
     recorder = Recorder(TrainConfig(), torch.device("cpu"), None, report, lambda *_: [alerts], started=0.0)
     recorder.begin(Position(), [])
-    recorder.begin_epoch(Position())
+    recorder.begin_epoch()
     for number, step_s in enumerate([0.1] * 50 + [0.3], start=1):
         assert alerts.pending() is Action.CONTINUE
         recorder.record_steps(Position(step=number * STEPS), exchanged(step_s))
     assert alerts.pending() is Action.PAUSE
+
+
+def test_a_run_that_was_paused_on_an_epochs_last_batch_still_knows_its_rate() -> None:
+    def begin(position: Position) -> Recorder:
+        recorder = Recorder(TrainConfig(), torch.device("cpu"), None, report, lambda *_: [], 0.0, clock=lambda: now)
+        recorder.begin(position, [])
+        recorder.begin_epoch()
+        return recorder
+
+    now, position = 100.0, Position()
+    recorder = begin(position)
+    now = 104.0
+    recorder.record_steps(position, exchanged(0.4))
+    paused = Position.model_validate_json(position.model_dump_json())
+    now = 5000.0  # an hour later, in another process, with no batch left
+    validated = Totals(loss=1.0, right=1.0, count=2.0)
+    assert begin(paused).make_epoch(paused, validated).samples_per_s == STEPS * 64 / 4.0
 
 
 def record(step: int) -> EpochRecord:

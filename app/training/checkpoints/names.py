@@ -16,7 +16,7 @@ def parameter(name: str, key: str) -> str:
 
 
 def buffer(name: str) -> str:
-    """A buffer of the model, as the first data-parallel rank sees it."""
+    """A buffer of the model, the mean over the data-parallel ranks."""
     return f"buffer/{name}"
 
 

@@ -10,9 +10,10 @@ from app.config import Layout
 from app.training.checkpoints import names
 from app.training.checkpoints.fragments import Fragment, by_master, fragments_of
 from app.training.checkpoints.rng import restore_random_state
-from app.training.checkpoints.snapshot import Content, buffers_of, master_tensors, shards_of
+from app.training.checkpoints.snapshot import Content, master_tensors, shards_of
 from app.training.checkpoints.state import TrainState
 from app.training.engine import TrainingEngine
+from app.training.engine.buffers import buffers_of
 from app.training.engine.loss_scale import scaler_of
 from app.training.engine.masters import master_pairs
 from app.training.engine.nvme import is_swapped, read_from_nvme, written_to_nvme

@@ -7,13 +7,6 @@ import torch
 from torch import Tensor
 
 
-def seed_random(seed: int) -> None:
-    """Begin the sequences of torch, of Python and of NumPy, which a model or its data may draw from."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # it takes no others
-
-
 def random_state(device: torch.device) -> dict[str, Tensor]:
     """The states of torch's, Python's and NumPy's generators; copies."""
     _, words, gauss = random.getstate()

@@ -13,6 +13,7 @@ from app.training.checkpoints.rng import random_state
 from app.training.checkpoints.shards import Shards
 from app.training.checkpoints.state import LossScale, Position, TrainState
 from app.training.engine import TrainingEngine
+from app.training.engine.buffers import buffers_of, mean_buffers
 from app.training.engine.loss_scale import scaler_of
 from app.training.engine.nvme import read_from_nvme
 from app.training.records import EpochRecord
@@ -49,11 +50,14 @@ def take_snapshot(
                 for key, flat in master_tensors(optimizer, fragment).items():
                     content[names.parameter(fragment.name, key)] = shards_of(fragment, flat, copy=True)
     rank = torch.distributed.get_rank()
-    buffers = {names.buffer(name): each.detach().to("cpu", copy=True) for name, each in buffers_of(engine).items()}
+    shared, buffers = (
+        {names.buffer(name): buffer.detach().to("cpu", copy=True) for name, buffer in found.items()}
+        for found in (mean_buffers(engine), buffers_of(engine))
+    )
     own = buffers | {names.random(name): each for name, each in random_state(engine.deepspeed.device).items()}
     content |= {names.own(rank, name): each for name, each in own.items()}
     if layout.data_rank(rank) == layout.tensor_rank(rank) == 0:
-        content |= buffers
+        content |= shared
     state = TrainState(
         position=position.model_copy(deep=True),
         records=records,
@@ -67,16 +71,6 @@ def take_snapshot(
         shapes=_shapes(fragments),
     )
     return Snapshot(state, content)
-
-
-def buffers_of(engine: TrainingEngine) -> dict[str, Tensor]:
-    """The buffers that belong to the model's state, such as running means, by their name in the whole model."""
-    found = {}
-    for module in engine.deepspeed.module.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set and id(module) in engine.names:
-                found[f"{engine.names[id(module)]}.{name}".lstrip(".")] = buffer
-    return found
 
 
 def master_tensors(optimizer: torch.optim.Optimizer, fragment: Fragment) -> dict[str, Tensor]:

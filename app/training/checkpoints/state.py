@@ -20,6 +20,9 @@ class Position(BaseModel):
     loss_sum: float = 0.0
     losses: int = 0
     """Sum and number of their losses."""
+    samples: int = 0
+    seconds: float = 0.0
+    """Samples that the epoch was trained on, and how long that took."""
     left_out: list[tuple[int, int]] = []
     """Batches, as (epoch, number), that a roll-back leaves out."""
 

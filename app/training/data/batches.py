@@ -1,12 +1,16 @@
 """Which samples form which batch: the same global batches for any number of workers."""
 
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from app.config import TrainConfig
 from app.errors import TrainingError
 
+Indices = NDArray[np.int64]
+Lengths = NDArray[np.int64] | Sequence[int]
 _GROUP = 32  # batches whose samples are sorted by length together: more pads less, fewer mixes better
 
 
@@ -33,39 +37,30 @@ def count_steps(config: TrainConfig, num_samples: int) -> int:
     return min(config.epochs * per_epoch, config.max_steps or config.epochs * per_epoch)
 
 
-def train_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -> list[list[int]]:
-    """The global batches of an epoch, as indices into the split.
+def train_batches(lengths: Lengths, batch_size: int, seed: int, epoch: int) -> Indices:
+    """The global batches of an epoch, as indices into the split, of shape (batches, batch_size).
 
     Samples are shuffled, then sorted by length within groups of batches, so that a batch pads little.
-    Samples that do not fill a last batch are left out of this epoch.
+    Those that do not fill a last batch are left out of this epoch, whatever their lengths.
     """
-    generator = random.Random(f"{seed}/{epoch}")
-    order = list(range(len(lengths)))
-    generator.shuffle(order)
-    batches: list[list[int]] = []
-    for start in range(0, len(order), _GROUP * batch_size):
-        group = sorted(order[start : start + _GROUP * batch_size], key=lengths.__getitem__)
-        batches += [group[first : first + batch_size] for first in range(0, len(group), batch_size)]
-    full = [batch for batch in batches if len(batch) == batch_size]
-    generator.shuffle(full)
-    return full
+    generator = np.random.default_rng((seed % 2**64, epoch))
+    order = generator.permutation(len(lengths))[: len(lengths) // batch_size * batch_size]
+    group = np.arange(len(order)) // (_GROUP * batch_size)
+    by_length = np.lexsort((np.asarray(lengths)[order], group))
+    return generator.permutation(order[by_length].reshape(-1, batch_size))
 
 
-def micro_batches(batch: Sequence[int], shard: Shard, size: int) -> Iterator[list[int]]:
-    """This rank's share of a global batch, in micro-batches of ``size``."""
-    share = batch[shard.rank :: shard.size]
-    for start in range(0, len(share), size):
-        yield list(share[start : start + size])
+def micro_batches(batch: Indices, shard: Shard, count: int) -> list[Indices]:
+    """This rank's share of a global batch, in ``count`` micro-batches whose sizes differ by one at most."""
+    return np.array_split(batch[shard.rank :: shard.size], count)
 
 
-def validation_batches(lengths: Sequence[int], shard: Shard, size: int) -> Iterator[list[int]]:
+def validation_batches(lengths: Lengths, shard: Shard, size: int) -> list[Indices]:
     """This rank's share of a split, each sample in one rank, in batches of ``size`` and similar length.
 
     Every rank gets as many batches as any other, since those of ZeRO 3 and of a pipeline compute together;
     where samples have run out the batch is empty.
     """
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    share = order[shard.rank :: shard.size]
-    most = -(-len(order) // shard.size)
-    for start in range(0, most, size):
-        yield share[start : start + size]
+    share = np.argsort(lengths, kind="stable")[shard.rank :: shard.size]
+    largest_share = -(-len(lengths) // shard.size)
+    return [share[start : start + size] for start in range(0, largest_share, size)]

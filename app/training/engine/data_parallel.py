@@ -58,7 +58,7 @@ class DataParallelEngine:
         for number, batch in enumerate(batches, start=1):
             with self._reduction(is_last=number == self.layout.gradient_accumulation):
                 with activity.phase(Phase.FORWARD):
-                    loss = self.objective.loss(self.deepspeed(**batch.inputs), batch.targets)
+                    loss = self.objective.loss(self.deepspeed(**batch.inputs), batch.targets) * self._weight(batch)
                 with activity.phase(Phase.BACKWARD):
                     self.deepspeed.backward(loss)
             with activity.phase(Phase.OPTIMIZER):
@@ -74,6 +74,10 @@ class DataParallelEngine:
         for batch in batches:
             sums += self.objective.sums(self.deepspeed(**batch.inputs), batch.targets)
         return sums
+
+    def _weight(self, batch: MicroBatch) -> float:
+        """By which the mean over micro-batches is the mean over samples; 1 where all are of one size."""
+        return len(batch.targets) * self.layout.gradient_accumulation / self.layout.share
 
     def _reduction(self, is_last: bool) -> AbstractContextManager[None]:
         """Where torch reduces gradients, it waits for the last micro-batch; DeepSpeed does so by itself."""

@@ -36,7 +36,8 @@ def deepspeed_config(config: TrainConfig, layout: Layout, kind: ModelKind) -> di
     """
     autotp_size = layout.tensor if layout.tensor > 1 and kind is not ModelKind.STAGED else 0
     ours: dict[str, Any] = {
-        "train_batch_size": config.global_batch_size,
+        # As DeepSpeed checks it; more than the global batch where micro-batches are uneven.
+        "train_batch_size": layout.micro_batch * layout.gradient_accumulation * layout.data,
         "train_micro_batch_size_per_gpu": layout.micro_batch,
         "gradient_accumulation_steps": layout.gradient_accumulation,
         "gradient_clipping": _clipping(config),

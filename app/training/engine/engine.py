@@ -10,6 +10,7 @@ from app.models.kind import ModelKind, kind_of
 from app.training.activity import Activity
 from app.training.data.micro_batch import MicroBatch
 from app.training.engine.activation_checkpointing import recompute_activations
+from app.training.engine.batch_norm import synchronize_batch_norm
 from app.training.engine.data_parallel import DataParallelEngine
 from app.training.engine.objective import Objective
 from app.training.engine.pipeline import PipelineEngine
@@ -44,6 +45,8 @@ class TrainingEngine(Protocol):
 def create_engine(model: nn.Module, config: TrainConfig, layout: Layout, total_steps: int) -> TrainingEngine:
     """The engine for ``model`` under the recipe's plan."""
     objective = Objective(config.label_smoothing)
+    if config.sync_batch_norm:
+        model = synchronize_batch_norm(model)
     if kind_of(model) is ModelKind.STAGED and layout.model_parallel > 1:
         return PipelineEngine.create(model, config, layout, total_steps, objective)
     if config.plan.activation_checkpointing:

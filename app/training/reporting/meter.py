@@ -39,8 +39,7 @@ class Meter:
         flops = self._flops(batch.inputs)
         if flops is None:
             return None
-        samples = self.layout.micro_batch * self.layout.gradient_accumulation
-        return utilisation(samples / seconds, flops, self.layout.model_parallel, self._peak)
+        return utilisation(self.layout.share / seconds, flops, self.layout.model_parallel, self._peak)
 
     @cached_property
     def _peak(self) -> float | None:

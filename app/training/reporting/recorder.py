@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -42,27 +42,29 @@ class Recorder:
     _sinks: Sequence[Sink] = ()
     first_step_s: float | None = None
     """From then to the end of the first step; None before it."""
-    _samples_per_s: float = 0.0
-    """The mean since the epoch under way began."""
-    _epoch_began: float = field(default_factory=time.monotonic)
-    _epoch_first_step: int = 0
+    clock: Callable[[], float] = time.monotonic
+    """Seconds, from any start."""
+    _last_recorded: float = 0.0
+    """By the clock: when steps were recorded last, or the epoch began."""
 
     def begin(self, position: Position, records: list[EpochRecord]) -> None:
         """Go on after ``position``."""
         self._sinks = self.open_sinks(position, records)
 
-    def begin_epoch(self, position: Position) -> None:
+    def begin_epoch(self) -> None:
         """The clock of an epoch, or of what is left of it, starts."""
-        self._epoch_began, self._epoch_first_step = time.monotonic(), position.step
+        self._last_recorded = self.clock()
 
     def end_step(self) -> None:
         """Take the time from the start to the end of the first step."""
         self.first_step_s = self.first_step_s or time.monotonic() - self.started
 
     def record_steps(self, position: Position, exchanged: Exchanged) -> None:
-        """Record the steps up to ``position`` that all workers now know of, with the rate of all of them."""
-        steps_done = position.step - self._epoch_first_step
-        self._samples_per_s = steps_done * self.config.global_batch_size / (time.monotonic() - self._epoch_began)
+        """Record the steps up to ``position`` that all workers now know of, and add them to its samples and time."""
+        now = self.clock()
+        position.seconds += now - self._last_recorded
+        position.samples += len(exchanged.steps) * self.config.global_batch_size
+        self._last_recorded = now
         if not self._sinks:
             return
         seconds = sum(step.seconds for step in exchanged.steps)
@@ -97,7 +99,7 @@ class Recorder:
             val_loss=validation.mean_loss,
             val_accuracy=validation.accuracy,
             val_perplexity=perplexity(validation.mean_loss) if self.tokens_per_sample else None,
-            samples_per_s=self._samples_per_s,
+            samples_per_s=position.samples / position.seconds if position.seconds else 0.0,
         )
 
     def record_epoch(self, record: EpochRecord) -> None:

@@ -1,0 +1,59 @@
+"""Batch norm on several workers (Ioffe and Szegedy 2015, arXiv:1502.03167): statistics over all of them."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether any layer of ``model`` normalises by statistics of the batch."""
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
+def synchronize_batch_norm(model: nn.Module) -> nn.Module:
+    """``model`` with batch norm over the micro-batches of all workers; its parameters are the same tensors."""
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    for module in converted.modules():
+        if type(module) is nn.SyncBatchNorm:
+            module.__class__ = SyncBatchNorm
+    return converted
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """torch's, which refuses CPUs, and for CPUs the same by differentiable sums over all workers."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Normalise each channel of ``input``, of shape (batch, channels, …)."""
+        if input.device.type != "cpu" or not self.training:
+            return super().forward(input)
+        values = input.float()
+        others = [dim for dim in range(values.ndim) if dim != 1]
+        shape = [1, -1] + [1] * (values.ndim - 2)
+        count = torch.full((1,), float(values.numel() // values.shape[1]))
+        sums = _sum_over_workers(torch.cat([values.sum(others), count]))
+        mean, total = sums[:-1] / sums[-1], sums[-1].detach()
+        deviations = values - mean.view(shape)
+        variance = _sum_over_workers(deviations.square().sum(others)) / total
+        self._track(mean, variance * total / (total - 1))
+        normal = deviations * torch.rsqrt(variance + self.eps).view(shape)
+        if self.affine:
+            normal = normal * self.weight.float().view(shape) + self.bias.float().view(shape)
+        return normal.to(input.dtype)
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor) -> None:
+        """Move the running statistics, as torch does: by ``momentum``, or to the mean of all batches."""
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        factor = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), factor)
+
+
+def _sum_over_workers(values: Tensor) -> Tensor:
+    """Whose gradient is added up likewise."""
+    total: Tensor = all_reduce(values)  # type: ignore[no-untyped-call]
+    return total

@@ -1,0 +1,68 @@
+"""The gradient of a step is that of its samples, and a model with batch norm is one model on all workers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch.nn import functional
+from upath import UPath
+
+from app.tasks import prepare
+from app.training.checkpoints.names import buffer, own
+from app.training.checkpoints.reader import export_weights
+from tests.helpers import run
+from tests.launch import newest_checkpoint, tensors_of
+from tests.parity.numerics import NormalisedCnn, recipe_of
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("numerics")
+    done = run("python", "-m", "tests.parity.numerics", str(folder), environment={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def losses(folder: Path) -> dict[str, list[float]]:
+    found: dict[str, dict[str, list[float]]] = json.loads((folder / "two_ranks.json").read_bytes())
+    return found["losses"]
+
+
+@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
+def test_one_sample_many_times_has_the_gradient_of_the_sample(folder: Path, ranks: str) -> None:
+    norms = json.loads((folder / f"{ranks}.json").read_bytes())["grad norms"]
+    assert norms
+    assert {plan: many for plan, (_, many) in norms.items()} == pytest.approx(
+        {plan: once for plan, (once, _) in norms.items()}, rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("zero_stage", range(4))
+@pytest.mark.parametrize("what", ["uneven", "batch norm"])
+def test_two_ranks_train_the_model_of_one_process(losses: dict[str, list[float]], what: str, zero_stage: int) -> None:
+    """With 67 samples a rank, in micro-batches of 34 and 33; and with statistics over both ranks' samples."""
+    assert losses[f"ZeRO {zero_stage}, {what}"] == pytest.approx(losses[f"plain, {what}"], abs=1e-5)
+
+
+def test_all_workers_validate_and_keep_one_model(folder: Path, tmp_path: Path) -> None:
+    """Each has seen other samples, so its running statistics moved elsewhere."""
+    recipe, checkpoint = recipe_of(), newest_checkpoint(folder / "run")
+    saved = tensors_of(checkpoint)
+    kept = [name for name in saved if name.startswith(buffer(""))]
+    assert any(name.endswith("running_mean") for name in kept)
+    for name in kept:
+        assert torch.equal(saved[name], saved[own(0, name)])
+        assert torch.equal(saved[name], saved[own(1, name)])
+    export_weights(UPath(checkpoint), tmp_path / "weights.safetensors")
+    validation = prepare(recipe).validation
+    batch = validation.batch(range(len(validation)))
+    model = NormalisedCnn(num_labels=10, channels=1).eval()
+    safetensors.torch.load_model(model, str(tmp_path / "weights.safetensors"))
+    with torch.no_grad():
+        logits = model(torch.from_numpy(batch.inputs["pixel_values"]))
+    loss = functional.cross_entropy(logits, torch.from_numpy(batch.targets)).item()
+    (reported,) = json.loads((folder / "two_ranks.json").read_bytes())["run"]["val_loss"]
+    assert loss == pytest.approx(reported, rel=1e-5)

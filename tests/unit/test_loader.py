@@ -1,0 +1,108 @@
+"""The processes that read ahead: started once, and random alike wherever a run goes on."""
+
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from app.config import Layout, TrainConfig
+from app.config.layout import lay_out
+from app.config.plan import PlanConfig
+from app.data.dataset import Batch
+from app.training.activity import Activity
+from app.training.data.feed import Feed
+from app.training.worker import Worker
+
+SAMPLES, BATCH = 64, 16
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Samples that are random numbers, and whose target is the process that read them."""
+
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    @property
+    def lengths(self) -> list[int]:
+        return [0] * self.size
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        noise = [[torch.rand(()).item(), np.random.random(), random.random()] for _ in indices]
+        return Batch({"noise": np.array(noise)}, np.full(len(indices), os.getpid()))
+
+
+@dataclass(frozen=True)
+class NoiseData:
+    """Both splits; no more is read of prepared data here."""
+
+    train: Noise = Noise(SAMPLES)
+    validation: Noise = Noise(SAMPLES)
+
+
+@contextmanager
+def feed(rank: int = 0, num_workers: int = 2, seed: int = 0) -> Iterator[Feed]:
+    """What a rank of two reads, in micro-batches of 4."""
+    loader = {"num_workers": num_workers}
+    config = TrainConfig.model_validate({"global_batch_size": BATCH, "seed": seed, "loader": loader, "workers": 2})
+    layout: Layout = lay_out(PlanConfig(micro_batch=4), BATCH, workers=2)
+    worker = Worker(rank, 2, torch.device("cpu"))
+    with closing(Feed(NoiseData(), config, layout, worker, Activity())) as opened:  # type: ignore[arg-type]
+        yield opened
+
+
+def noise_of(opened: Feed, epoch: int, first: int = 0) -> list[list[float]]:
+    """The numbers of each micro-batch from global batch ``first`` of the epoch on."""
+    numbers = range(first, opened.batches_per_epoch)
+    return [batch.inputs["noise"].flatten().tolist() for batch in opened.train(epoch, numbers)]
+
+
+def test_no_two_micro_batches_of_a_run_have_the_same_random_numbers() -> None:
+    drawn = []
+    for rank in (0, 1):
+        with feed(rank) as opened:
+            drawn += [*noise_of(opened, 1), *noise_of(opened, 2)]
+    numbers = [number for batch in drawn for number in batch]
+    assert len(set(numbers)) == len(numbers) == 2 * SAMPLES * 3
+
+
+def test_a_run_that_goes_on_draws_the_random_numbers_that_it_would_have_drawn() -> None:
+    with feed() as opened:
+        whole = noise_of(opened, 1)
+    with feed(num_workers=1) as opened:
+        assert noise_of(opened, 1, first=2) == whole[4:]
+    with feed(seed=-1) as opened:
+        assert noise_of(opened, 1) != whole
+
+
+def test_the_processes_that_read_ahead_live_as_long_as_the_run() -> None:
+    with feed() as opened:
+        readers = [
+            {int(pid) for batch in batches for pid in batch.targets}
+            for batches in (opened.train(1, range(4)), opened.validation(), opened.train(2, range(4)))
+        ]
+        abandoned = opened.train(3, range(4))
+        next(abandoned)
+        assert {len(batch.targets) for batch in opened.train(3, [0])} == {4}
+        assert readers[0] == readers[1] == readers[2]
+        assert len(readers[0]) == 2
+        assert os.getpid() not in readers[0]
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in readers[0])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_training_process_reads_without_touching_its_own_sequence(rank: int) -> None:
+    """Of which dropout draws, and which a checkpoint keeps."""
+    with feed(rank, num_workers=0) as opened:
+        torch.manual_seed(5)
+        drawn = torch.rand(4, 8).tolist()
+        torch.manual_seed(5)
+        read = torch.cat([batch.inputs["noise"][:, 0] for batch in opened.train(1, range(4))])
+    assert read.tolist() == pytest.approx([number for row in drawn for number in row])
