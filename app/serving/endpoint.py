@@ -15,6 +15,7 @@ from app.serving.answering import Answering
 from app.serving.cascade.served import ServedCascade
 from app.serving.config import DeployedModel, EndpointConfig, Share, VersionConfig
 from app.serving.model.engine import open_published
+from app.serving.model.health import may_be_asked
 from app.serving.model.loaded import load_model
 from app.serving.model.served import ServedModel
 from app.serving.protocol.management import ModelIndex, ModelMetadata, ModelStatistics, ServerMetadata
@@ -171,8 +172,10 @@ class Endpoint:
         Raises:
             EngineError: one does not.
         """
-        answering = {id(served): served for model in self._rollouts for served in model.answering}
-        await asyncio.gather(*map(self._check, answering.values()))  # an engine may let each check wait for a moment
+        answering = {served.health: served for model in self._rollouts for served in model.answering}
+        asked = may_be_asked(answering)
+        # An engine may let each check wait for a moment.
+        await asyncio.gather(*(self._check(served, health in asked) for health, served in answering.items()))
 
     async def _load(self, wanted: VersionConfig) -> ServedModel:
         model = await asyncio.to_thread(
@@ -191,9 +194,9 @@ class Endpoint:
     def _rollouts(self) -> list[Rollout]:
         return [self._models[name] for name in sorted(self._models)]
 
-    async def _check(self, served: ServedModel) -> None:
+    async def _check(self, served: ServedModel, may_ask: bool) -> None:
         try:
-            await served.check()
+            await served.check(may_ask=may_ask)
         except EngineError:
             if served in self._served.values():  # else it was let go of meanwhile
                 raise

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from app.errors import EngineError
 
@@ -12,25 +12,32 @@ _STUCK_S = 60.0
 """An engine that is at work on one call for so long will not come back."""
 _WAIT_S = 0.2
 """For an answer to a check; what comes later, the next check hears."""
+_MAX_BLANKS_S = 0.1
+"""That blank requests of one look at all engines may take together, one of them at least."""
 
 
 class EngineHealth:
     """What is known of an engine by what it answered, and by blank requests to it, one at a time."""
 
-    def __init__(self, run_blank: Callable[[], object]) -> None:
+    def __init__(self, run_blank: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> None:
         """Of one that has answered just now.
 
         Args:
             run_blank: has the engine answer a blank request, in whichever thread; raises EngineError.
+            clock: in seconds.
         """
         self._run_blank = run_blank
-        self._answered_s = time.monotonic()
+        self._clock = clock
+        self.answered_s = clock()
+        """When it answered last."""
+        self.blank_takes_s = 0.0
+        """The last blank request; 0 until there was one."""
         self._blank: asyncio.Task[None] | None = None
         self._blank_s = 0.0
 
     def answered(self) -> None:
         """It has answered a request."""
-        self._answered_s = time.monotonic()
+        self.answered_s = self._clock()
 
     async def ask(self) -> None:
         """Have it answer a blank request: that which it is at, else a new one.
@@ -40,16 +47,22 @@ class EngineHealth:
         """
         await asyncio.shield(self._asked())  # others may wait for the same answer
 
-    async def check(self, running_s: float) -> None:
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether it has not answered for so long that it should be asked."""
+        return self._clock() - self.answered_s > _TRUSTED_S
+
+    async def check(self, running_s: float, *, may_ask: bool = True) -> None:
         """See whether it answers. One that is at work is left to it, however long others wait behind that.
 
         Args:
             running_s: how long it has been at work on requests; 0 if it is not.
+            may_ask: whether a blank request may be sent to it now.
 
         Raises:
             EngineError: it fails, answers numbers that are not finite, or does not come back from a call.
         """
-        if self._blank is None and not running_s and time.monotonic() - self._answered_s > _TRUSTED_S:
+        if may_ask and self._blank is None and not running_s and self.is_doubtful:
             self._asked()
         if self._blank:  # not waited for: an engine may need longer than Serve gives a check
             await asyncio.wait([self._blank], timeout=_WAIT_S)
@@ -57,7 +70,7 @@ class EngineHealth:
                 ended, self._blank = self._blank, None
                 ended.result()
             else:
-                running_s = max(running_s, time.monotonic() - self._blank_s)
+                running_s = max(running_s, self._clock() - self._blank_s)
         if running_s > _STUCK_S:
             raise EngineError(f"the engine has been at work on one call for {running_s:.0f} s: the replica is replaced")
 
@@ -68,9 +81,27 @@ class EngineHealth:
 
     def _asked(self) -> asyncio.Task[None]:
         if self._blank is None or self._blank.done():
-            self._blank, self._blank_s = asyncio.create_task(self._run()), time.monotonic()
+            self._blank, self._blank_s = asyncio.create_task(self._run()), self._clock()
         return self._blank
 
     async def _run(self) -> None:
-        await asyncio.to_thread(self._run_blank)
+        self.blank_takes_s = await asyncio.to_thread(self._timed_blank)
         self.answered()
+
+    def _timed_blank(self) -> float:
+        began_s = self._clock()
+        self._run_blank()
+        return self._clock() - began_s
+
+
+def may_be_asked(engines: Iterable[EngineHealth]) -> set[EngineHealth]:
+    """Those to which one look may send blank requests: who has not answered for longest comes first.
+
+    The time that they take is bounded. Else many idle engines would keep the cores busy with these alone.
+    """
+    chosen: set[EngineHealth] = set()
+    for engine in sorted(filter(lambda engine: engine.is_doubtful, engines), key=lambda engine: engine.answered_s):
+        if sum(other.blank_takes_s for other in chosen) >= _MAX_BLANKS_S:
+            break
+        chosen.add(engine)
+    return chosen

@@ -55,7 +55,8 @@ class ServedModel:
         self._unused = asyncio.Event()
         self._unused.set()
         self._last_inference_ms = 0
-        self._health = EngineHealth(model.check)
+        self.health = EngineHealth(model.check)
+        """Of its engine."""
         self.latencies = RecentLatencies()
         """Of requests that were answered, or would have been too late."""
 
@@ -170,23 +171,26 @@ class ServedModel:
         """Requests that the engine has not begun with."""
         return self._batcher.waiting
 
-    async def check(self) -> None:
+    async def check(self, *, may_ask: bool = True) -> None:
         """See whether the engine answers. One that is at work is left to it, however long others wait behind that.
+
+        Args:
+            may_ask: whether a blank request may be sent to it.
 
         Raises:
             EngineError: it fails, answers numbers that are not finite, or does not come back from a call.
         """
-        await self._health.check(self._batcher.running_s)
+        await self.health.check(self._batcher.running_s, may_ask=may_ask)
 
     async def _call(self, tensors: Tensors, priority: int, timeout_s: float | None) -> Tensors:
         """The engine's answer; its failure is the request's fault if it answers another one."""
         try:
             outputs = await self._batcher.infer(tensors, priority=priority, timeout_s=timeout_s)
         except EngineError as error:
-            await self._health.ask()
+            await self.health.ask()
             raise RequestError(f"the model cannot run these inputs: {error}") from error
         self._last_inference_ms = round(time.time() * 1e3)
-        self._health.answered()
+        self.health.answered()
         return outputs
 
     @property
@@ -235,7 +239,7 @@ class ServedModel:
         """Answer what was asked, then give the engine's memory back."""
         await self._unused.wait()  # who reads texts goes on to the batcher before this does
         await self._batcher.close()
-        await self._health.close()
+        await self.health.close()
         await asyncio.to_thread(self._encoder.shutdown)  # it may still read for a client that has gone
         await asyncio.to_thread(self.model.engine.close)
 
