@@ -26,14 +26,15 @@ from app.tuning.trials import (
     FAILURES,
     INHERITED,
     KEPT,
+    RESTS,
     STOPPED_EARLY,
     VALUES,
     WAITS,
     best_trials,
     epochs_of,
     own_trials,
+    rests_of,
     waits,
-    worth_of,
 )
 from app.tuning.view import view_of
 
@@ -42,7 +43,7 @@ LOG = logging.getLogger(__name__)
 _MOST_REPEATS = 20
 """Draws in a row, after which a sampler is taken to have nothing new."""
 
-_SECONDS, _RESTS = "seconds", "rests"
+_SECONDS = "seconds"
 """Noted of the study."""
 
 
@@ -68,6 +69,8 @@ class SearchStudy:
         if not isinstance(self._sampler, KEEPS_STATE):  # it is shown views, and Optuna's refuse a second study
             study.sampler = RandomSampler(seed=config.seed)  # for what an enqueued trial leaves open
         self._substitute = create_substitute(config, space.is_finite)
+        self.rests = rests_of(study)
+        """The first objective of each trial that ended or came to wait, in this order; None: it has no value."""
         self.exhausted: str | None = None
         """Why there are fewer trials than were asked for."""
         self._interrupted = [each.number for each in self.trials if each.number in self._open and not waits(each)]
@@ -181,6 +184,7 @@ class SearchStudy:
         """The trial waits for a promotion: in the study it still runs."""
         with explained(self.place):
             self._open[number].set_user_attr(WAITS, True)
+            self._note_rest(number, _kept(self._open[number]))
 
     def report(self, number: int, epoch: int, value: float | None, cost: float) -> None:
         """The objective after an epoch; of several objectives Optuna keeps none.
@@ -207,24 +211,18 @@ class SearchStudy:
         with explained(self.place):
             self.study.set_user_attr(_SECONDS, seconds)
 
-    def note_rest(self, number: int) -> list[float | None]:
-        """A trial ended, or waits at a rung: what it is worth, after what those were that did so before it."""
-        with explained(self.place):
-            worth = worth_of(self.study.get_trials(deepcopy=False)[number])
-            rests = [*self.study.user_attrs.get(_RESTS, []), worth[0] if worth else None]
-            self.study.set_user_attr(_RESTS, rests)
-            return rests
-
     def complete(self, number: int, values: Sequence[float], stopped_early: bool) -> None:
         """The trial trained to its end, or stopped early by itself."""
         with explained(self.place):
             self._open[number].set_user_attr(STOPPED_EARLY, stopped_early)
+            self._note_rest(number, values[0])
             self._tell(number, TrialState.COMPLETE, list(values))
 
     def prune(self, number: int, cause: str) -> None:
         """The trial was cut short by somebody else; what it reported stays."""
         with explained(self.place):
             self._open[number].set_user_attr(CAUSE, cause)
+            self._note_rest(number, _kept(self._open[number]))
             self._tell(number, TrialState.PRUNED, None)
 
     def note_failure(self, number: int, cause: str) -> None:
@@ -242,6 +240,7 @@ class SearchStudy:
         """The trial failed for good."""
         with explained(self.place):
             self._open[number].set_user_attr(CAUSE, cause)
+            self._note_rest(number, None)
             self._tell(number, TrialState.FAIL, None)
 
     def take_over(self, number: int, values: dict[str, Value], epoch: int) -> None:
@@ -262,6 +261,12 @@ class SearchStudy:
         for number in numbers:
             self.prune(number, cause)
         return numbers
+
+    def _note_rest(self, number: int, value: float | None) -> None:
+        """The trial ends, or waits at a rung. Each trial keeps its own: a database may limit how long one note is."""
+        trial = self._open[number]
+        trial.set_user_attr(RESTS, [*trial.user_attrs.get(RESTS, []), [len(self.rests), value]])
+        self.rests.append(value)
 
     def _new(self, most: int) -> Proposal | None:
         for sampler in (self._sampler, self._substitute):
@@ -308,7 +313,8 @@ class SearchStudy:
         except RecipeError as error:
             LOG.warning("trial %d cannot be drawn: %s", trial.number, error)
             trial.set_user_attr(VALUES, trial.params)
-            self.fail(trial.number, str(error))
+            trial.set_user_attr(CAUSE, str(error))
+            self._tell(trial.number, TrialState.FAIL, None)
             return None
         first = self._first_with(values)
         if first is not None:
@@ -335,3 +341,9 @@ class SearchStudy:
 
     def _tell(self, number: int, state: TrialState, values: list[float] | None) -> None:
         self.study.tell(self._open.pop(number), values, state)
+
+
+def _kept(trial: Trial) -> float | None:
+    """The objective in the epoch whose weights training keeps so far."""
+    kept = trial.user_attrs.get(KEPT)
+    return kept[1] if kept else None

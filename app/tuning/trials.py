@@ -1,6 +1,7 @@
 """What a study holds of each trial."""
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
@@ -17,6 +18,12 @@ INHERITED = "inherited"
 
 WAITS = "waits"
 """Noted of a trial that runs in the study, and waits at a rung for a promotion."""
+
+RESTS = "rests"
+"""Noted of a trial each time that it ended or came to wait: how many trials did before, and its first objective.
+
+In a study of an earlier version, noted of the study instead: the objectives alone, of all trials in order.
+"""
 
 KEPT = "kept"
 """Noted of a trial with one objective: of the epoch whose weights training keeps so far, its cost and the objective."""
@@ -60,6 +67,12 @@ def best_trials(study: Study) -> list[FrozenTrial]:
 def waits(trial: FrozenTrial) -> bool:
     """Whether the trial waits at a rung for a promotion."""
     return trial.state == TrialState.RUNNING and bool(trial.user_attrs.get(WAITS))
+
+
+def rests_of(study: Study) -> list[float | None]:
+    """The first objective of each trial that ended or came to wait, in this order; None: it had no value."""
+    noted = [rest for trial in study.get_trials(deepcopy=False) for rest in trial.user_attrs.get(RESTS, [])]
+    return [*study.user_attrs.get(RESTS, []), *(value for _, value in sorted(noted, key=itemgetter(0)))]
 
 
 def epochs_of(trial: FrozenTrial) -> int:

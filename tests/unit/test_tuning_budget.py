@@ -1,5 +1,6 @@
 """What ends a search before its last trial: time and epochs, also those that were spent before a stop."""
 
+import json
 from pathlib import Path
 
 from sqlalchemy.engine import URL
@@ -9,6 +10,7 @@ from app.tuning.budget import Budget
 from app.tuning.ledger import Ledger
 from app.tuning.results import EpochResult
 from app.tuning.schedulers import create_promotion
+from app.tuning.study import SearchStudy
 from app.tuning.table import Table
 from tests.studies import MOST, ask, create, ray_trial, recipe_with, resume
 
@@ -42,13 +44,35 @@ def test_patience_counts_trials_in_the_order_in_which_they_ended_also_over_a_res
     late, *others = [ask(study) for _ in range(5)]
     for number, value in zip(others[:2], (0.5, 0.4), strict=True):
         study.complete(number, [value], stopped_early=False)
-        budget_with(PATIENT).trial_rests(study, number)
+        budget_with(PATIENT).trial_rests(study)
     study, budget = resume(url), budget_with(PATIENT)
     for number, value in ((late, 0.9), (others[2], 0.3), (others[3], 0.9)):
         study.complete(number, [value], stopped_early=False)
         assert budget.reason is None
-        budget.trial_rests(study, number)
+        budget.trial_rests(study)
     assert budget.reason == "tune.stop.patience: nothing better in the last 2 trials that ended or came to wait"
+
+
+def test_no_note_grows_with_the_number_of_trials_and_those_of_an_earlier_version_count(url: URL) -> None:
+    """MySQL keeps 65,535 bytes of one."""
+    study = create(url)
+    for _ in range(2):
+        study.complete(ask(study), [0.25], stopped_early=False)
+    before = sizes_of_notes(study)
+    for _ in range(6):
+        study.complete(ask(study), [0.25], stopped_early=False)
+    assert sizes_of_notes(study) == before
+
+    study.study.set_user_attr("rests", [0.75, None])
+    after = resume(url)
+    assert after.rests == [0.75, None, *[0.25] * 8]
+
+
+def sizes_of_notes(study: SearchStudy) -> tuple[dict[str, int], dict[str, int]]:
+    """Characters of each note, of the study and of its last trial."""
+    notes = (study.study.user_attrs, study.trials[-1].user_attrs)
+    of_study, of_trial = ({key: len(json.dumps(value)) for key, value in noted.items()} for noted in notes)
+    return of_study, {**of_trial, "values": 0}  # drawn
 
 
 def test_patience_counts_trials_that_wait_at_a_rung(url: URL, tmp_path: Path) -> None:
