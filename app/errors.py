@@ -4,6 +4,7 @@ RayloomError
 ├── RecipeError            the recipe, an override or a name in it is wrong
 ├── DataError              the data cannot be read, or is not what the recipe says
 ├── StorageError           a place in storage is missing, taken or damaged
+│   └── UnsharedStorageError  a node does not see what another has written
 ├── ClusterError           the local cluster is not in the state that a command needs
 ├── TrainingError          training cannot start or go on
 │   └── NonFiniteLossError a loss or gradient is not a number, or infinite
@@ -39,6 +40,10 @@ class DataError(RayloomError):
 
 class StorageError(RayloomError):
     """A place in storage is missing, taken or damaged."""
+
+
+class UnsharedStorageError(StorageError):
+    """A node does not see what another has written to storage."""
 
 
 class ClusterError(RayloomError):

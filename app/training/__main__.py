@@ -8,10 +8,11 @@ from functools import partial
 import torch
 
 from app.config import Recipe, load_recipe
-from app.errors import RayloomError
+from app.errors import RayloomError, UnsharedStorageError
 from app.runs import Outcome, Run, execute
 from app.storage import absolute_location, to_path
 from app.tasks import load_prepared
+from app.training.coordination.shared_folder import marked, require_shared
 from app.training.resume import start_or_resume
 from app.training.run import finish_run, open_run, prepare_run
 from app.training.run_folder import DATA
@@ -64,16 +65,22 @@ def _lead(worker: Worker, run: Run) -> Outcome:
     except BaseException:
         worker.broadcast(None)
         raise
-    worker.broadcast(str(run.folder))
+    with marked(run.folder) as mark:
+        worker.broadcast((str(run.folder), mark))
+        require_shared(worker, run.folder, mark)
     return finish_run(run, data, train(run.recipe, data, worker, run.folder))
 
 
 def _follow(worker: Worker, recipe: Recipe) -> None:
     """Every other process trains on what the first has prepared."""
-    location: str | None = worker.broadcast()
-    if location is None:
+    begun: tuple[str, str] | None = worker.broadcast()
+    if begun is None:
         return  # the first process says why
-    folder = to_path(location)
+    folder, mark = to_path(begun[0]), begun[1]
+    try:
+        require_shared(worker, folder, mark)
+    except UnsharedStorageError:
+        return  # likewise
     train(recipe, load_prepared(recipe, folder / DATA), worker, folder)
 
 

@@ -15,11 +15,12 @@ from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy
 from upath import UPath
 
 from app.config import Recipe, TrainConfig
-from app.errors import NonFiniteLossError, TrainingError
+from app.errors import NonFiniteLossError, RayloomError, TrainingError, UnsharedStorageError
 from app.storage import to_path
 from app.tasks import load_prepared
 from app.telemetry.alerts import Action
 from app.training.coordination.heartbeat import Heartbeat
+from app.training.coordination.shared_folder import marked, require_shared
 from app.training.records import Ending, EpochRecord
 from app.training.run_folder import DATA, FAILURE_FILE
 from app.training.session import train
@@ -34,6 +35,7 @@ class WorkerArguments(TypedDict):
     recipe: str
     run_folder: str
     data_folder: str
+    mark: str
     heard: int | None
 
 
@@ -51,18 +53,34 @@ def fit(
     Raises:
         TrainingError: the workers failed more often than the recipe allows.
         NonFiniteLossError: a loss or gradient is not finite.
+        UnsharedStorageError: a worker's node does not see the run's folder.
     """
-    config = recipe.train
+    with marked(run_folder) as mark:
+        arguments = WorkerArguments(
+            recipe=recipe.model_dump_json(),
+            run_folder=str(run_folder),
+            data_folder=str(data_folder or run_folder / DATA),
+            mark=mark,
+            heard=heard,
+        )
+        try:
+            answer = _trainer(recipe.train, run_folder, arguments, callbacks).fit().return_value
+        except ray.train.TrainingFailedError as error:
+            raise TrainingError(f"training failed: {_cause(run_folder, error)}") from error
+    if isinstance(answer, RayloomError):
+        raise answer
+    ending: Ending = answer
+    return ending
+
+
+def _trainer(
+    config: TrainConfig, run_folder: UPath, arguments: WorkerArguments, callbacks: Sequence[UserCallback]
+) -> "_Trainer":
     counts = config.worker_counts
     trainer = _Trainer(
         train_worker,
         torch_config=TorchConfig(timeout_s=int(collective_timeout(config).total_seconds())),
-        train_loop_config=WorkerArguments(
-            recipe=recipe.model_dump_json(),
-            run_folder=str(run_folder),
-            data_folder=str(data_folder or run_folder / DATA),
-            heard=heard,
-        ),
+        train_loop_config=arguments,
         scaling_config=ray.train.ScalingConfig(
             num_workers=(counts[0], counts[-1]) if isinstance(config.workers, tuple) else config.workers,
             use_gpu=config.device == "gpu",
@@ -80,13 +98,7 @@ def fit(
         ),
     )
     trainer.worker_counts = counts
-    try:
-        answer: Ending | NonFiniteLossError = trainer.fit().return_value
-    except ray.train.TrainingFailedError as error:
-        raise TrainingError(f"training failed: {_cause(run_folder, error)}") from error
-    if isinstance(answer, NonFiniteLossError):
-        raise answer
-    return answer
+    return trainer
 
 
 class SharingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
@@ -118,16 +130,20 @@ def resources_of(config: TrainConfig, workers: int) -> dict[str, float]:
     return {"CPU": config.cpus_per_worker * workers, **gpus}
 
 
-def train_worker(arguments: WorkerArguments) -> Ending | NonFiniteLossError:
+def train_worker(arguments: WorkerArguments) -> Ending | RayloomError:
     """Train as one of Ray Train's workers; what is returned is the result's ``return_value``.
 
-    An error that is raised would have Ray train the same batches once more: so one of these is returned.
+    Ray starts the workers again after an error that is raised. One that they would meet again is returned instead.
     """
     ray_context.logger.setLevel(logging.WARNING)  # it prints the whole of each report, past LoggingConfig
     recipe = Recipe.model_validate_json(arguments["recipe"])
     run_folder = to_path(arguments["run_folder"])
-    data = load_prepared(recipe, to_path(arguments["data_folder"]))
     worker = start_worker(recipe.train)
+    try:
+        require_shared(worker, run_folder, arguments["mark"])
+    except UnsharedStorageError as error:
+        return error
+    data = load_prepared(recipe, to_path(arguments["data_folder"]))
     with ExitStack() as stack:
         if worker.is_first:  # the job's own heart stops at once where the job is killed, its workers seconds later
             stack.enter_context(Heartbeat(run_folder))

@@ -56,6 +56,12 @@ class Worker:
         torch.distributed.broadcast_object_list(message, src=0)
         return message[0]
 
+    def gather(self, value: T) -> list[T]:
+        """Every worker's ``value``, by rank, in all of them."""
+        values: list[T | None] = [None] * self.size
+        torch.distributed.all_gather_object(values, value)
+        return cast("list[T]", values)
+
     def on_first(self, work: Callable[[], T]) -> T:
         """What ``work`` answers, or raises, in the first worker; the same in all."""
         answer: T | RayloomError | None = None

@@ -12,7 +12,7 @@ from ray.tune.experiment import Trial
 from upath import UPath
 
 from app.config import TuneConfig
-from app.errors import ActorBusyError
+from app.errors import ActorBusyError, UnsharedStorageError
 from app.training.run_folder import FAILURE_FILE
 from app.tuning.budget import Budget
 from app.tuning.promotion import Promotion
@@ -131,6 +131,8 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
             return _noted_last(Path(trial.error_file).read_text(encoding="utf-8"))
         if isinstance(error, RayActorError):
             return f"the trial's process ended: {_exit_detail(str(error))}"
+        if isinstance(error, UnsharedStorageError):
+            raise error  # every trial on that node would fail of it
         return f"{type(error).__name__}: {_last_line(str(error))}"
 
 

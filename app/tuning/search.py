@@ -11,6 +11,7 @@ from upath import UPath
 
 from app.config import Recipe, TrainConfig, TuneConfig
 from app.errors import RayloomError, TuningError
+from app.training.coordination.shared_folder import marked
 from app.training.ray_worker import resources_of
 from app.tuning.budget import Budget
 from app.tuning.ledger import Ledger
@@ -83,8 +84,13 @@ class Search:
 
         Raises:
             StorageError: the study cannot be written; what was written before stays.
+            UnsharedStorageError: a trial's node does not see the search's folder.
             TuningError: Ray Tune cannot go on.
         """
+        with marked(self.folder) as mark:
+            self._run(mark)
+
+    def _run(self, mark: str) -> None:
         os.environ.update(_ENVIRONMENT)
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # the ledger says what fails
         remove_lost_trials(self.study, self.folder / TRIALS)
@@ -95,7 +101,8 @@ class Search:
         table = self._table()
         ledger = Ledger(study, config, self.folder / TRIALS, self.budget, table, promotion)
         own_files = self.folder / "ray"
-        trainable = tune.with_parameters(TrialActor, recipe=self.recipe.model_dump_json(), run_folder=str(self.folder))
+        own = {"recipe": self.recipe.model_dump_json(), "run_folder": str(self.folder), "mark": mark}
+        trainable = tune.with_parameters(TrialActor, **own)
         tuner = tune.Tuner(
             tune.with_resources(trainable, self._actor_resources),
             tune_config=tune.TuneConfig(

@@ -13,6 +13,7 @@ from app.config import Recipe
 from app.errors import ActorBusyError, TrainingError
 from app.storage import to_path
 from app.training.checkpoints.store import CheckpointStore
+from app.training.coordination.shared_folder import require_mark
 from app.training.records import Ending, EpochRecord
 from app.training.reporting.recorder import Report
 from app.training.run_folder import CHECKPOINTS
@@ -32,10 +33,10 @@ _WRITE_TIMEOUT_S = 60.0
 class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
     """Trains the trial that its configuration describes, one epoch for each call of ``step``."""
 
-    def setup(self, config: dict[str, Any], recipe: str, run_folder: str) -> None:
-        """``recipe`` as JSON, which the trials change; ``run_folder`` of the search."""
+    def setup(self, config: dict[str, Any], recipe: str, run_folder: str, mark: str) -> None:
+        """``recipe`` as JSON, which the trials change; ``run_folder`` of the search, which has left ``mark`` in it."""
         self._recipe = Recipe.model_validate_json(recipe)
-        self._folder = to_path(run_folder)
+        self._folder, self._mark = to_path(run_folder), mark
         self._data = DataCache(self._folder / DATA)
         self._begin(config)
 
@@ -92,6 +93,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
 
     def _train_trial(self, values: dict[str, Any], heard: int, report: Report) -> Ending:
         """As part of the attempt, so that values that the recipe refuses are a failure of the trial like any other."""
+        require_mark(self._folder, self._mark)
         self._trial = trial_recipe(self._recipe, values, self._tune)
         self._has_leaked = self._trial.train.plan.zero_stage == 3  # github.com/deepspeedai/DeepSpeed/issues/7204
         train = train_here if self._trial.train.workers == 1 else train_with_workers

@@ -8,7 +8,7 @@ from ray import cloudpickle
 from sqlalchemy.engine import URL
 from upath import UPath
 
-from app.errors import ActorBusyError
+from app.errors import ActorBusyError, UnsharedStorageError
 from app.tuning.budget import Budget
 from app.tuning.ledger import Ledger
 from app.tuning.results import FinalResult
@@ -64,6 +64,15 @@ def test_a_trial_whose_process_never_began_fails_alone(
     (ended,) = study.ended
     assert (ended.state, ended.user_attrs["failures"]) == (TrialState.FAIL, ["no room for the process"])
     assert "retried" in capsys.readouterr().out
+
+
+def test_a_node_that_does_not_see_the_search_ends_it(url: URL, tmp_path: Path) -> None:
+    study, ledger = begin(url, tmp_path)
+    pickled = tmp_path / "error.pkl"
+    pickled.write_bytes(cloudpickle.dumps(UnsharedStorageError("the nodes do not share storage")))
+    ledger.on_trial_recover(trial=ray_trial(propose(study), pickled_error_file=str(pickled)))
+    assert isinstance(ledger.broken, UnsharedStorageError)
+    assert not study.ended
 
 
 def test_a_trial_that_ran_out_of_memory_says_so_whatever_it_failed_of_before(url: URL, tmp_path: Path) -> None:

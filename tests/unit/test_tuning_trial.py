@@ -12,12 +12,13 @@ import pytest
 from upath import UPath
 
 from app.config import load_recipe
-from app.errors import ActorBusyError, RecipeError, TrainingError
+from app.errors import ActorBusyError, RecipeError, TrainingError, UnsharedStorageError
 from app.models.factory import build_model
 from app.telemetry.alerts import Action
 from app.training import session
 from app.training.checkpoints.writer import CheckpointWriter
 from app.training.coordination.control import request
+from app.training.coordination.shared_folder import marked
 from app.tuning import attempt
 from app.tuning.results import HEARD, NUMBER, VALUES
 from app.tuning.trainable import TRIALS, TrialActor
@@ -33,14 +34,15 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
 
     class Actor(TrialActor):
         def setup(self, config: dict[str, Any]) -> None:  # type: ignore[override]
-            super().setup(config, recipe.model_dump_json(), str(tmp_path))
+            super().setup(config, recipe.model_dump_json(), str(tmp_path), mark)
 
     def begin(heard: int = 0, **values: Any) -> TrialActor:
         actor = Actor({NUMBER: 0, VALUES: values, HEARD: heard})
         actors.append(actor)
         return actor
 
-    yield begin
+    with marked(UPath(tmp_path)) as mark:
+        yield begin
     for each in actors:
         each.cleanup()
 
@@ -127,3 +129,11 @@ def test_an_actor_takes_no_more_memory_after_20_trials_than_after_3(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     resident = json.loads(done.stdout.splitlines()[-1])
     assert resident[19] < 1.05 * resident[2], resident
+
+
+def test_a_trial_on_a_node_that_does_not_see_the_search_writes_nothing_there(begin: Begin, tmp_path: Path) -> None:
+    for mark in tmp_path.glob(".mark-*"):
+        mark.unlink()
+    with pytest.raises(UnsharedStorageError, match=r"the nodes do not share storage.*set storage"):
+        begin().step()
+    assert not list(tmp_path.iterdir())

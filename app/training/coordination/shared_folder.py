@@ -1,0 +1,54 @@
+"""A mark in the folder of a run, by which workers on other nodes tell that they see the same storage."""
+
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from upath import UPath
+
+from app.errors import UnsharedStorageError
+from app.training.worker import Worker
+
+
+@contextmanager
+def marked(folder: UPath) -> Iterator[str]:
+    """Leave a new mark in ``folder`` while this is entered.
+
+    The mark is a file with a name of its own: NFS may show the old content of a file that was there before.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    mark = folder / f".mark-{uuid.uuid4().hex}"
+    mark.write_bytes(b"")
+    try:
+        yield mark.name
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+def require_mark(folder: UPath, mark: str) -> None:
+    """Check that this process sees the ``mark`` that another left in ``folder``.
+
+    Raises:
+        UnsharedStorageError: it does not.
+    """
+    if not (folder / mark).exists():
+        raise _unshared(folder, socket.gethostname())
+
+
+def require_shared(worker: Worker, folder: UPath, mark: str) -> None:
+    """Check that every worker sees the ``mark``. Collective: either all return, or all raise.
+
+    Raises:
+        UnsharedStorageError: some do not.
+    """
+    here = "" if (folder / mark).exists() else f"rank {worker.rank} on {socket.gethostname()}"
+    if blind := [name for name in worker.gather(here) if name]:
+        raise _unshared(folder, ", ".join(blind))
+
+
+def _unshared(folder: UPath, who: str) -> UnsharedStorageError:
+    return UnsharedStorageError(
+        f"the nodes do not share storage: {who} cannot see {str(folder)!r}, which was just written: set storage, or "
+        "RAYLOOM_STORAGE, to a folder that every node mounts, or to an object store such as s3://bucket/prefix"
+    )
