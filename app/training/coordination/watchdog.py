@@ -34,8 +34,8 @@ class Beat(BaseModel):
     """Whether it is in an exchange with other workers, and so waits for them."""
     idle_s: float
     """Seconds since then."""
-    written: float
-    """Unix time at which its watching thread wrote this."""
+    told: int
+    """How often its watching thread has told the others; it does so every second or so, whatever the worker does."""
 
 
 class Watchdog:
@@ -48,12 +48,19 @@ class Watchdog:
         """
         self._worker, self._timeout_s, self._give_up = worker, timeout_s, give_up
         self._interval_s = min(1.0, timeout_s / 5)
+        self._silent_s = 3 * self._interval_s + 1.0
+        """Who has told nothing for so long has ended, or is stopped."""
         self._count, self._doing, self._moved = 0, "starting", time.monotonic()
         self._trainer = threading.get_ident()
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._stopped = threading.Event()
         # A connection of its own: one that waits for the other workers would block this thread too.
         self._store: Store | None = _get_default_store().clone() if worker.size > 1 else None  # type: ignore[attr-defined]
+        self._told = 0
+        self._last_told: dict[int, tuple[int, float]] = {}
+        """By rank, the newest ``told`` and when this worker saw it first: clocks of other nodes are not compared."""
+        self._asking: threading.Thread | None = None
+        self._answer: str | None = None
         self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
         self._thread.start()
 
@@ -85,7 +92,10 @@ class Watchdog:
             if self._launcher not in (None, os.getppid()):
                 self._end("torchrun is gone, and whoever starts the run again would find its folder in use")
             self._tell()
-            if self._idle_s > self._timeout_s and (held_up := self._ask()):
+            if self._idle_s < self._timeout_s - self._silent_s - 2 * self._interval_s:
+                continue  # who is silent shows only after some time: the others are watched from here on
+            held_up = self._ask()
+            if held_up and self._idle_s > self._timeout_s:
                 self._end(f"no progress for {self._timeout_s:g} s: {held_up}")
 
     @property
@@ -93,27 +103,36 @@ class Watchdog:
         return time.monotonic() - self._moved
 
     def _tell(self) -> None:
-        if self._store is not None:
+        if self._store is not None and not self._is_asking:  # a store serves one call at a time
+            self._told += 1
             beat = Beat(
                 rank=self._worker.rank,
                 count=self._count,
                 doing=self._doing,
                 waits=_is_in_exchange(self._trainer),
                 idle_s=self._idle_s,
-                written=time.time(),
+                told=self._told,
             )
             try:
                 self._store.set(_key(self._worker.rank), beat.model_dump_json())
             except RuntimeError:
                 return  # the first worker keeps the store: if it is gone, reading says so
 
+    @property
+    def _is_asking(self) -> bool:
+        return self._asking is not None and self._asking.is_alive()
+
     def _ask(self) -> str | None:
         """``_look``, in a thread of its own: a store whose keeper is frozen never answers."""
-        answers: list[str | None] = []
-        asking = threading.Thread(target=lambda: answers.append(self._look()), daemon=True)
-        asking.start()
-        asking.join(_STORE_TIMEOUT_S)
-        return answers[0] if answers else _NO_STORE
+        if not self._is_asking:
+            self._asking = threading.Thread(target=self._look_once, daemon=True)
+            self._asking.start()
+        assert self._asking is not None
+        self._asking.join(_STORE_TIMEOUT_S)
+        return _NO_STORE if self._is_asking else self._answer
+
+    def _look_once(self) -> None:
+        self._answer = self._look()
 
     def _look(self) -> str | None:
         """Which workers hold up the others, and where they are; None if one goes on, and the others wait for it."""
@@ -123,7 +142,7 @@ class Watchdog:
             beats = [self._beat_of(rank) for rank in range(self._worker.size)]
         except RuntimeError:
             return _NO_STORE
-        silent = [rank for rank, beat in enumerate(beats) if beat is None or self._is_old(beat)]
+        silent = [rank for rank, beat in enumerate(beats) if beat is None or self._is_silent(beat)]
         if silent:
             return f"{_ranks(silent)} not answer: stopped, or gone"
         heard = [beat for beat in beats if beat is not None]
@@ -134,8 +153,11 @@ class Watchdog:
         known = self._store.check([_key(rank)])
         return Beat.model_validate_json(self._store.get(_key(rank))) if known else None
 
-    def _is_old(self, beat: Beat) -> bool:
-        return time.time() - beat.written > 3 * self._interval_s + 1.0
+    def _is_silent(self, beat: Beat) -> bool:
+        told, since = self._last_told.get(beat.rank, (0, 0.0))
+        if beat.told != told:
+            told, since = self._last_told[beat.rank] = beat.told, time.monotonic()
+        return time.monotonic() - since > self._silent_s
 
     def _end(self, reason: str) -> None:
         print(f"error: {reason}; the stacks of rank {self._worker.rank}:", file=sys.stderr, flush=True)
