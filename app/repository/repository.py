@@ -8,10 +8,10 @@ from itertools import compress
 from pydantic import ValidationError
 from upath import UPath
 
+from app.conditional import Made, alone, change, map_at_once, read
 from app.config import Role
 from app.errors import StorageError
 from app.repository.aliases import ALIASES_FILE, Alias, Aliases
-from app.repository.conditional import Made, alone, change, map_at_once, read
 from app.repository.manifest import Manifest, ModelCard
 from app.repository.publishing import add_version
 from app.repository.triton import CONFIG_FILE, config_of

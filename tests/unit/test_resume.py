@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from app.config import Recipe, dump_recipe, load_recipe
 from app.errors import StorageError
 from app.runs import CONFIG_FILE, RESULT_FILE, Outcome, Result, Run, execute
+from app.storage import to_path
+from app.training.coordination import heartbeat
 from app.training.coordination.heartbeat import HEARTBEAT_FILE
 from app.training.records import StoppedMetrics
 from app.training.resume import LATEST, start_or_resume
@@ -20,20 +23,20 @@ DIGITS = ROOT / "recipes/digits.yaml"
 
 def test_a_run_is_its_jobs_from_its_opening_until_its_result_is_kept() -> None:
     run = Run.start("train", load_recipe(DIGITS))
-    heartbeat = run.folder / HEARTBEAT_FILE
+    beat = run.folder / HEARTBEAT_FILE
 
     def step(run: Run) -> Outcome:
         data = prepare_run(run)
         open_run(run, data)
-        first = heartbeat.read_bytes()
-        wait_until(lambda: heartbeat.read_bytes() != first, timeout_s=10)
+        first = beat.read_bytes()
+        wait_until(lambda: beat.read_bytes() != first, timeout_s=10)
         with pytest.raises(StorageError, match=r"is being trained right now: pause it with 'rayloom pause"):
             open_run(Run.start("train", run.recipe, run.run_id), data)
         return Outcome(StoppedMetrics(steps=1, epochs=0, paused=True), {}, status="stopped")
 
     assert execute(run, step).status == "stopped"
     assert (run.folder / RESULT_FILE).exists()
-    assert not heartbeat.exists()
+    assert not beat.exists()
 
 
 @pytest.fixture
@@ -42,7 +45,7 @@ def finishing(tmp_path: Path) -> Run:
     run = Run.start("train", load_recipe(DIGITS))
     run.folder.mkdir(parents=True)
     (run.folder / CONFIG_FILE).write_text(dump_recipe(run.recipe), encoding="utf-8")
-    (run.folder / HEARTBEAT_FILE).touch()
+    (run.folder / HEARTBEAT_FILE).write_bytes(b"a beat")
 
     def finish() -> None:
         time.sleep(0.5)
@@ -52,6 +55,32 @@ def finishing(tmp_path: Path) -> Run:
 
     threading.Thread(target=finish).start()
     return run
+
+
+def test_of_jobs_that_take_a_run_at_once_one_succeeds(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They find the beat of a job that was killed."""
+    monkeypatch.setattr(heartbeat, "_INTERVAL_S", 0.05)
+    monkeypatch.setattr(heartbeat, "_SILENT_S", 1.0)
+    folder = to_path(storage) / "runs/train/run-1"
+    folder.mkdir(parents=True)
+    (folder / HEARTBEAT_FILE).write_bytes(b"a beat")
+    ready, refused = threading.Barrier(4), threading.Semaphore(0)
+
+    def take() -> bool:
+        ready.wait()
+        try:
+            heartbeat.require_silence(folder)
+            with heartbeat.held(folder):
+                return all(refused.acquire(timeout=10.0) for _ in range(3))
+        except StorageError:
+            refused.release()
+            return False
+
+    with ThreadPoolExecutor(4) as pool:
+        taken = [pool.submit(take) for _ in range(4)]
+    assert sorted(each.result() for each in taken) == [False, False, False, True]
+    with heartbeat.held(folder):
+        pass  # once it has let go, another may go on at once
 
 
 def resuming(what: str) -> Recipe:

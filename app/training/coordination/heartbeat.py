@@ -9,6 +9,7 @@ from typing import Self
 
 from upath import UPath
 
+from app.conditional import change, read
 from app.errors import StorageError
 from app.storage import write_atomically
 from app.warnings import Attempts
@@ -49,12 +50,17 @@ class Heartbeat:
 def held(run_folder: UPath) -> Iterator[None]:
     """Keep the run to this job; when it lets go, another may go on with it at once.
 
+    Of all jobs that try at once, one succeeds: on a local disk, and on S3. Other object stores cannot promise it.
+
     Raises:
-        StorageError: another job has taken it since ``require_silence``.
+        StorageError: another job has taken it since ``require_silence``, or storage cannot be written.
     """
     path = run_folder / HEARTBEAT_FILE
-    if _read(path) is not None:
-        raise _taken(run_folder)
+    try:
+        run_folder.mkdir(parents=True, exist_ok=True)
+        _replace(path, b"", uuid.uuid4().hex.encode())
+    except OSError as error:
+        raise StorageError(f"storage {str(run_folder)!r} cannot be written ({error}): check its rights") from error
     try:
         with Heartbeat(run_folder):
             yield
@@ -65,27 +71,38 @@ def held(run_folder: UPath) -> Iterator[None]:
 def require_silence(run_folder: UPath) -> None:
     """Wait until nobody trains the run; a worker whose job was killed may need a few seconds to end.
 
-    What a killed job has left of its beats is removed. Two writers would remove each other's checkpoints. No clock is
+    The file that a killed job has left is emptied. Two writers would remove each other's checkpoints. No clock is
     compared: what counts is whether the file changes.
 
     Raises:
         StorageError: the run is being trained.
     """
     path = run_folder / HEARTBEAT_FILE
-    seen = _read(path)
-    if seen is None:
+    seen = read(path)
+    if not seen:
         return
     print(f"run {run_folder.name} was being trained; waiting {_SILENT_S:.0f} s to see whether it still is", flush=True)
     changes, deadline = 0, time.monotonic() + _SILENT_S
     while time.monotonic() < deadline:
         time.sleep(0.2)
-        if (now := _read(path)) is None:
+        if not (now := read(path)):
             return
         if now != seen:
             seen, changes, deadline = now, changes + 1, time.monotonic() + _SILENT_S
         if changes > _LAST_BEATS:
             raise _taken(run_folder)
-    path.unlink(missing_ok=True)
+    _replace(path, seen, b"")
+
+
+def _replace(path: UPath, expected: bytes, new: bytes) -> None:
+    """Replace the beat of a run that nobody trains, ``expected`` or none. Raises StorageError if there is another."""
+
+    def replaced(now: bytes) -> bytes:
+        if now not in (expected, b""):
+            raise _taken(path.parent)
+        return new
+
+    change(path, replaced)
 
 
 def _taken(run_folder: UPath) -> StorageError:
@@ -93,10 +110,3 @@ def _taken(run_folder: UPath) -> StorageError:
         f"run {run_folder.name} is being trained right now: pause it with 'rayloom pause {run_folder.name}', "
         "or wait for its end"
     )
-
-
-def _read(path: UPath) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
