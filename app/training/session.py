@@ -10,7 +10,9 @@ from app.config import Recipe, TrainConfig
 from app.data.prepared import PreparedData
 from app.errors import NonFiniteLossError, TrainingError
 from app.models.factory import build_model
+from app.storage import unheard
 from app.telemetry.alerts import Action, Alerts, Notifier
+from app.telemetry.mirror import Mirror
 from app.telemetry.peak import computes_in_bf16
 from app.telemetry.profiler import profile_steps
 from app.telemetry.tensorboard import TensorBoardLog
@@ -40,24 +42,20 @@ def _nobody(record: EpochRecord) -> None:
     pass
 
 
-def _nothing() -> Action:
-    return Action.CONTINUE
-
-
 def train(
     recipe: Recipe,
     data: PreparedData,
     worker: Worker,
     run_folder: UPath,
     report: Report = _nobody,
-    announced: Callable[[], Action] = _nothing,
+    announced: Callable[[], Action] | None = None,
     heard: int | None = None,
 ) -> Ending:
     """Train the recipe's model as one worker of the run, from its newest intact checkpoint if it has any.
 
     ``report`` is told of each epoch. ``announced`` is what the workers' surroundings ask of the run; all workers call
-    it equally often. ``heard`` is the last epoch of which ``report`` was told before: later ones of the checkpoint are
-    reported now. None: all of them were.
+    it equally often, about once a second. ``heard`` is the last epoch of which ``report`` was told before: later ones
+    of the checkpoint are reported now. None: all of them were.
 
     Raises:
         RecipeError: the model cannot be built from the recipe.
@@ -107,7 +105,7 @@ def _begin(
     worker: Worker,
     run_folder: UPath,
     report: Report,
-    announced: Callable[[], Action],
+    announced: Callable[[], Action] | None,
     stack: ExitStack,
 ) -> Loop:
     """Build the model, with the same weights in every worker, and all that trains it; ``stack`` ends what was begun."""
@@ -130,14 +128,21 @@ def _begin(
     engine = create_engine(model, config, layout, total_steps)
     stack.callback(engine.deepspeed.destroy)  # its hooks on gradients would keep the model as long as the process
     seed_random(config.seed + layout.data_rank(worker.rank))  # other dropout in each share
-    control = Control(run_folder)
+    control = Control(run_folder, polls=worker.is_first)
     control.listen()
-    checkpoints = CheckpointManager(run_folder / CHECKPOINTS, engine, config, layout, worker, activity)
+    mirror = Mirror(run_folder) if worker.is_first else None
+    if mirror:
+        stack.callback(mirror.close)
+    checkpoints = CheckpointManager(
+        run_folder / CHECKPOINTS, engine, config, layout, worker, activity, mirror.flush if mirror else unheard
+    )
     stack.callback(checkpoints.close)
 
     def open_sinks(position: Position, records: list[EpochRecord]) -> Sequence[Sink]:
+        if mirror is None:
+            return ()
         progress = Progress(config, total_steps, position.step, records)
-        return (*_open_logs(run_folder, position.step, stack), alerts, progress) if worker.is_first else ()
+        return (*_open_logs(mirror, position.step, records, stack), alerts, progress)
 
     def report_at_rest(record: EpochRecord) -> None:
         with watchdog.rest():
@@ -152,7 +157,7 @@ def _begin(
         engine=engine,
         feed=feed,
         checkpoints=checkpoints,
-        exchange=Exchange(worker, (control.asked, alerts.pending, announced), checkpoints.has_lost),
+        exchange=Exchange(worker, (control.asked, alerts.pending), checkpoints.has_lost, announced),
         recorder=Recorder(config, worker.device, data.tokens_per_sample, report_at_rest, open_sinks, started),
         meter=meter,
         profiler=stack.enter_context(profile_steps(config.profile, run_folder, worker.rank)),
@@ -175,11 +180,11 @@ def _warn_of_imitated_bf16(config: TrainConfig, worker: Worker) -> None:
         warn("this machine does not compute in bf16, and is many times slower at it: set train.precision to fp32")
 
 
-def _open_logs(run_folder: UPath, step: int, stack: ExitStack) -> tuple[Sink, Sink]:
-    """The run's files of metrics, without what they have of steps after ``step``."""
-    log = MetricsLog(run_folder)
-    log.forget_after(step)
-    tensorboard = TensorBoardLog(run_folder, step + 1)
+def _open_logs(mirror: Mirror, step: int, records: list[EpochRecord], stack: ExitStack) -> tuple[Sink, Sink]:
+    """The run's files of metrics, with the epochs ``records`` and without steps after ``step``."""
+    log = MetricsLog(mirror)
+    log.restore(step, records)
+    tensorboard = TensorBoardLog(mirror, step + 1)
     stack.callback(tensorboard.close)
     return log, tensorboard
 

@@ -7,6 +7,7 @@ from queue import SimpleQueue
 
 from upath import UPath
 
+from app.telemetry.mirror import Mirror
 from app.training.records import Ending, EpochRecord
 from app.training.reporting.recorder import Report
 
@@ -67,5 +68,10 @@ class Attempt:
 def log_to(folder: UPath) -> Iterator[None]:
     """What is printed goes into a file of the trial's folder instead of on the screen."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOG_FILE).open("a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
+    with (
+        Mirror(folder) as mirror,
+        mirror.fetch(LOG_FILE).open("a", encoding="utf-8", buffering=1) as log,
+        redirect_stdout(log),
+        redirect_stderr(log),
+    ):
         yield

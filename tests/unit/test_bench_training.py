@@ -7,6 +7,7 @@ import pytest
 from upath import UPath
 
 from app.telemetry.memory import MemoryRecord
+from app.telemetry.mirror import Mirror
 from app.telemetry.tensorboard import TensorBoardLog
 from app.training.records import StepRecord
 from benchmarks.training.cases import CASES
@@ -22,7 +23,7 @@ def test_bytes_held_are_those_of_the_papers_first_figure(stage: int, gigabytes: 
 
 
 def test_a_run_tells_when_the_last_step_of_each_exchange_ended(tmp_path: Path) -> None:
-    log = TensorBoardLog(UPath(tmp_path), first_step=1)
+    log = TensorBoardLog(Mirror(UPath(tmp_path)), first_step=1)
     for rate, exchanged in ((4.0, (1,)), (5.0, (2, 3)), (6.0, (4, 5, 6))):
         time.sleep(0.01)
         log.append(*(_record(step, rate) for step in exchanged))

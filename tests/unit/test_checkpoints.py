@@ -399,6 +399,16 @@ def test_one_copy_of_the_state_is_in_memory_at_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_process_group")
+def test_metrics_are_stored_before_the_checkpoint_that_a_run_goes_on_from(tmp_path: Path) -> None:
+    store, seen = CheckpointStore(UPath(tmp_path)), list[list[int]]()
+    writer = CheckpointWriter(store, CheckpointConfig(), before_commit=lambda: seen.append(steps(store)))
+    for step in (10, 20):
+        writer.save(partial(snapshot_at, step), best=None)
+    writer.wait()
+    assert seen == [[], [10]]
+
+
+@pytest.mark.usefixtures("_process_group")
 def test_the_best_epoch_whose_checkpoint_is_not_damaged_is_published(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

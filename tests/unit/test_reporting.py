@@ -1,28 +1,44 @@
 """What a run records of its steps, and what it hears, also where its storage fails for a while."""
 
+import json
 import resource
+import threading
 import time
+import uuid
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from upath import UPath
+from upath.implementations.memory import MemoryPath
 
 from app.config import AlertConfig, TrainConfig
+from app.storage import to_path
 from app.telemetry.alerts import Action, Alerts, Notifier
+from app.telemetry.mirror import Mirror
+from app.telemetry.tensorboard import TensorBoardLog
 from app.training.checkpoints.state import Position
 from app.training.coordination.control import CONTROL_FILE, Control, request
-from app.training.coordination.exchange import Exchanged, LocalStep
+from app.training.coordination.exchange import Exchange, Exchanged, LocalStep
 from app.training.engine import StepResult
 from app.training.engine.objective import Totals
 from app.training.engine.step import Factors
 from app.training.records import EpochRecord
-from app.training.reporting.metrics_log import MetricsLog
+from app.training.reporting.metrics_log import METRICS_FILE, MetricsLog
 from app.training.reporting.recorder import Recorder
-from tests.helpers import records_of
+from app.training.worker import Worker
+from tests.helpers import records_of, wait_until
 
 STEPS = 10
 """Of an exchange."""
+
+
+class Alone(Worker):
+    """A worker without others."""
+
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
+        return values
 
 
 def report(record: EpochRecord) -> None:
@@ -72,7 +88,7 @@ def record(step: int) -> EpochRecord:
 def test_what_storage_refuses_is_written_with_the_next_and_only_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log, file = MetricsLog(UPath(tmp_path)), tmp_path / "metrics.jsonl"
+    log, file = MetricsLog(Mirror(UPath(tmp_path))), tmp_path / "metrics.jsonl"
     log.append(record(1))
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size * 3 // 2, most))  # as a full disk tears a line
@@ -97,3 +113,96 @@ def test_a_request_that_cannot_be_read_is_heard_once_it_can(tmp_path: Path, caps
     request(UPath(tmp_path), Action.PAUSE)
     assert control.asked() is Action.PAUSE
     assert capsys.readouterr().err.count("cannot be read") == 1
+
+
+def test_the_platform_is_asked_once_a_second_however_often_workers_exchange() -> None:
+    now, asked = 0.0, list[float]()
+
+    def announced() -> Action:
+        asked.append(now)
+        return Action.STOP if now >= 2.5 else Action.CONTINUE
+
+    exchange = Exchange(
+        Alone(0, 1, torch.device("cpu")), [lambda: Action.CONTINUE], lambda: False, announced, lambda: now
+    )
+    while exchange.run().request is Action.CONTINUE:
+        now += 0.125
+    assert now <= 3.75
+    assert len(asked) <= 4
+
+
+def test_only_one_worker_reads_what_is_asked_of_the_run(tmp_path: Path) -> None:
+    request(UPath(tmp_path), Action.PAUSE)
+    first, other = Control(UPath(tmp_path)), Control(UPath(tmp_path), polls=False)
+    assert (first.asked(), other.asked()) == (Action.PAUSE, Action.CONTINUE)
+    other.ask(Action.STOP)
+    assert other.asked() is Action.STOP
+
+
+def logged(folder: UPath) -> list[int]:
+    """The steps in the file that storage has."""
+    return [json.loads(line)["step"] for line in (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("storage", ["s3"], indirect=True)
+def test_a_run_that_goes_on_elsewhere_neither_loses_nor_repeats_a_line(storage: str) -> None:
+    folder = to_path(storage) / "run-1"
+    killed = Mirror(folder)
+    log = MetricsLog(killed)
+    for step in (1, 2, 3):
+        log.append(record(step))
+    killed.flush()  # before the checkpoint of step 3 is there
+    log.append(record(4))
+    killed.flush()
+    with Mirror(folder) as elsewhere:
+        log = MetricsLog(elsewhere)
+        log.restore(3, [record(1), record(2), record(3)])
+        log.append(record(4), record(5))
+    assert logged(folder) == [1, 2, 3, 4, 5]
+
+
+def test_an_epoch_whose_line_was_lost_gets_it_back(tmp_path: Path) -> None:
+    """A kill between the commit of its checkpoint and its line."""
+    log = MetricsLog(Mirror(UPath(tmp_path)))
+    log.append(record(1), record(3))
+    log.restore(2, [record(1), record(2)])
+    log.append(record(3))
+    assert logged(UPath(tmp_path)) == [1, 2, 3]
+
+
+def test_storage_that_is_slow_holds_up_neither_steps_nor_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, writers, slow = UPath(f"memory://{uuid.uuid4().hex}/run-1"), set[str](), threading.Event()
+    write = MemoryPath.write_bytes
+
+    def slowly(path: MemoryPath, data: bytes) -> int:
+        writers.add(threading.current_thread().name)
+        slow.wait()
+        return int(write(path, data))
+
+    monkeypatch.setattr(MemoryPath, "write_bytes", slowly)
+    with Mirror(folder, interval_s=0.01) as mirror:
+        log, tensorboard = MetricsLog(mirror), TensorBoardLog(mirror, first_step=1)
+        wait_until(lambda: bool(writers))
+        for step in (1, 2, 3):
+            log.append(record(step))
+            tensorboard.append(record(step))
+        assert writers == {"mirror"}
+        slow.set()
+    assert logged(folder) == [1, 2, 3]
+
+
+def test_what_an_object_store_refuses_is_copied_later(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = UPath(f"memory://{uuid.uuid4().hex}/run-1")
+    with Mirror(folder) as mirror:
+        log = MetricsLog(mirror)
+        log.append(record(1))
+        with monkeypatch.context() as refusing:
+            refusing.setattr(MemoryPath, "write_bytes", Mock(side_effect=OSError("no room")))
+            mirror.flush()
+            log.append(record(2))
+            mirror.flush()
+        assert capsys.readouterr().err.count("cannot be written, and is tried again (OSError: no room)") == 1
+        mirror.flush()
+        assert logged(folder) == [1, 2]

@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from upath import UPath
 
 from app.telemetry.memory import MemoryRecord
+from app.telemetry.mirror import Mirror
 from app.telemetry.record import Record
 from app.telemetry.tensorboard import TensorBoardLog
 
@@ -58,10 +59,12 @@ def files_of_at_most(size: int) -> Iterator[None]:
 
 
 def test_numbers_become_scalars_named_by_record_and_field(folder: UPath, tmp_path: Path) -> None:
-    log = TensorBoardLog(folder, first_step=1)
+    mirror = Mirror(folder)
+    log = TensorBoardLog(mirror, first_step=1)
     log.append(StepRecord(step=1, loss=0.5, memory=MemoryRecord(peak_bytes=1024)), EpochRecord(step=1, loss=0.25))
     log.append(StepRecord(step=2, loss=float("nan"), loss_scale=2.0))
     log.close()
+    mirror.close()
     scalars = read(folder, tmp_path)
     assert str(scalars.pop("step/loss")) == "[(1, 0.5), (2, nan)]"
     assert scalars == {
@@ -74,12 +77,13 @@ def test_numbers_become_scalars_named_by_record_and_field(folder: UPath, tmp_pat
 
 
 def test_a_resumed_run_has_no_step_twice(folder: UPath, tmp_path: Path) -> None:
-    killed = TensorBoardLog(folder, first_step=1)
-    killed.append(*steps(1, 2, 3, 4))
-    killed.flush()
-    resumed = TensorBoardLog(folder, first_step=3)
-    resumed.append(StepRecord(step=3, loss=8.0))
-    resumed.close()
+    with Mirror(folder) as mirror:  # what a kill leaves of it
+        killed = TensorBoardLog(mirror, first_step=1)
+        killed.append(*steps(1, 2, 3, 4))
+    with Mirror(folder) as mirror:
+        resumed = TensorBoardLog(mirror, first_step=3)
+        resumed.append(StepRecord(step=3, loss=8.0))
+        resumed.close()
     assert read(folder, tmp_path) == {
         "step/loss": [(1, 0.25), (2, 0.5), (3, 8.0)],
         "step/epoch": [(1, 1.0), (2, 1.0), (3, 1.0)],
@@ -88,14 +92,14 @@ def test_a_resumed_run_has_no_step_twice(folder: UPath, tmp_path: Path) -> None:
 
 def test_training_goes_on_when_storage_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("not a folder")
-    log = TensorBoardLog(UPath(tmp_path / "file"), first_step=1)
+    log = TensorBoardLog(Mirror(UPath(tmp_path / "file")), first_step=1)
     log.append(*steps(1, 2))
     log.close()
     assert capsys.readouterr().err.count("training goes on") == 1
 
 
 def test_training_goes_on_when_the_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = TensorBoardLog(UPath(tmp_path), first_step=1)
+    log = TensorBoardLog(Mirror(UPath(tmp_path)), first_step=1)
     with files_of_at_most(20_000):
         for number in range(1, 1_000):
             log.append(*steps(number))

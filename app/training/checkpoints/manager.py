@@ -1,10 +1,12 @@
 """The checkpoints of a run as its training loop uses them."""
 
+from collections.abc import Callable
 from functools import partial
 
 from upath import UPath
 
 from app.config import Layout, TrainConfig
+from app.storage import unheard
 from app.training.activity import Activity
 from app.training.checkpoints.fragments import fragments_of
 from app.training.checkpoints.reader import load_checkpoint
@@ -29,13 +31,17 @@ class CheckpointManager:
         layout: Layout,
         worker: Worker,
         activity: Activity,
+        before_commit: Callable[[], None] = unheard,
     ) -> None:
-        """Raises TrainingError if the state of ``engine`` cannot be kept, before there is work to lose."""
+        """Raises TrainingError if the state of ``engine`` cannot be kept, before there is work to lose.
+
+        ``before_commit`` as ``CheckpointWriter`` has it.
+        """
         fragments_of(engine, layout)
         self._engine, self._config, self._layout = engine, config, layout
         self._worker, self._activity = worker, activity
         self._store = CheckpointStore(folder, activity.advance, warn if worker.is_first else _to_nobody)
-        self._writer = CheckpointWriter(self._store, config.checkpoint, activity.advance)
+        self._writer = CheckpointWriter(self._store, config.checkpoint, activity.advance, before_commit)
         self._saved_step: int | None = None
 
     def restore(self) -> TrainState | None:

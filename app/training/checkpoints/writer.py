@@ -31,8 +31,18 @@ class CheckpointWriter:
     At most one snapshot is in memory. One that cannot be written is tried a second time, at once.
     """
 
-    def __init__(self, store: CheckpointStore, config: CheckpointConfig, advance: Advance = unheard) -> None:
-        self._store, self._config, self._advance = store, config, advance
+    def __init__(
+        self,
+        store: CheckpointStore,
+        config: CheckpointConfig,
+        advance: Advance = unheard,
+        before_commit: Callable[[], None] = unheard,
+    ) -> None:
+        """``before_commit`` is called in the first process, from a thread, when all files of a checkpoint are stored.
+
+        Whatever it stores is there when the checkpoint is.
+        """
+        self._store, self._config, self._advance, self._before_commit = store, config, advance, before_commit
         # Of its own: what the thread says to the others must not mix with what training says.
         self._group = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -99,6 +109,8 @@ class CheckpointWriter:
         try:
             parts = together(partial(self._write_part, snapshot, folder, first), self._group)
             sums = {name: each for part in parts for name, each in part.items()}
+            if first:
+                self._before_commit()
             together(partial(_commit, folder, sums, snapshot, first), self._group)
         except TrainingError:
             if first and is_local(folder):

@@ -7,6 +7,7 @@ from types import FrameType
 
 from upath import UPath
 
+from app.conditional import read
 from app.storage import write_atomically
 from app.telemetry.alerts import Action
 from app.warnings import Attempts
@@ -22,10 +23,8 @@ def request(run_folder: UPath, what: Action) -> None:
 
 def requested(run_folder: UPath) -> Action:
     """What is asked of the run, and was not withdrawn."""
-    try:
-        return Action[(run_folder / CONTROL_FILE).read_text(encoding="utf-8").strip().upper()]
-    except FileNotFoundError:
-        return Action.CONTINUE
+    content = read(run_folder / CONTROL_FILE)
+    return Action.CONTINUE if content is None else Action[content.decode().strip().upper()]
 
 
 def withdraw(run_folder: UPath) -> None:
@@ -36,8 +35,9 @@ def withdraw(run_folder: UPath) -> None:
 class Control:
     """What is asked of this process's run, from the file and from SIGTERM."""
 
-    def __init__(self, run_folder: UPath) -> None:
-        self._run_folder = run_folder
+    def __init__(self, run_folder: UPath, polls: bool = True) -> None:
+        """``polls`` tells whether this process reads the file; one of a run does, and tells the others."""
+        self._run_folder, self._polls = run_folder, polls
         self._reading = Attempts(f"what is asked of the run cannot be read from {str(run_folder / CONTROL_FILE)!r}")
         self._polled = 0.0
         self._asked = Action.CONTINUE
@@ -48,7 +48,7 @@ class Control:
 
     def asked(self) -> Action:
         """What is asked now; the file is read once a second at most."""
-        if time.monotonic() - self._polled >= _POLL_S:
+        if self._polls and time.monotonic() - self._polled >= _POLL_S:
             self._polled = time.monotonic()
             self._reading(lambda: self.ask(requested(self._run_folder)))
         return self._asked

@@ -14,6 +14,7 @@ from app.training.worker import Worker
 
 _INTERVAL_S = 1.0
 _MOST_STEPS = 20
+_ASK_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -69,17 +70,25 @@ class Exchange:
     """Each says what this worker heard: from a person, a signal or an alert."""
     has_lost_state: Callable[[], bool]
     """Says whether a checkpoint could not be written, as far as this worker knows."""
+    announced: Callable[[], Action] | None = None
+    """What the workers' surroundings ask of the run. Collective and slow: all workers call it about once a second."""
+    clock: Callable[[], float] = time.monotonic
     steps: list[LocalStep] = field(default_factory=list)
     _interval: int = 1
-    _began: float = field(default_factory=time.monotonic)
+    _began: float = field(init=False)
+    _asks: bool = True
+    """Whether this exchange calls ``announced``; the first worker said so at the one before."""
+    _asked: float = field(init=False)
+    """When the first worker last said so."""
     _stragglers: StragglerWarning = field(init=False)
 
     def __post_init__(self) -> None:
+        self._began = self._asked = self.clock()
         self._stragglers = StragglerWarning(self.worker)
 
     def forget(self) -> None:
         """Begin anew: the steps not told yet are undone."""
-        self.steps, self._interval, self._began = [], 1, time.monotonic()
+        self.steps, self._interval, self._began = [], 1, self.clock()
 
     def add(self, step: LocalStep) -> None:
         """Take note of a step."""
@@ -92,12 +101,12 @@ class Exchange:
 
     def run(self) -> Exchanged:
         """Tell and hear; every worker calls it, after as many steps."""
-        request = max(heard() for heard in self.sources)
+        request = self._heard()
         steps, self.steps = self.steps, []
-        elapsed, self._began = time.monotonic() - self._began, time.monotonic()
-        sizes = [len(steps), len(Action), 1, 1, self.worker.size]
+        elapsed, self._began = self.clock() - self._began, self.clock()
+        sizes = [len(steps), len(Action), 1, 1, 1, self.worker.size]
         told = torch.zeros(sum(sizes), dtype=torch.float64)
-        losses, asked, lost, interval, busy = torch.split(told, sizes)
+        losses, asked, lost, interval, asks, busy = torch.split(told, sizes)
         if steps:
             losses.copy_(torch.stack([step.result.loss for step in steps]) / self.worker.size)
             busy[self.worker.rank] = sum(step.busy_s for step in steps) / len(steps)
@@ -105,11 +114,23 @@ class Exchange:
         lost.fill_(float(self.has_lost_state()))
         if self.worker.is_first:
             interval.fill_(self._next_interval(len(steps), elapsed))
-        losses, asked, lost, interval, busy = torch.split(self.worker.all_reduce(told), sizes)
-        self._interval = int(interval)
+            asks.fill_(self._is_time_to_ask())
+        losses, asked, lost, interval, asks, busy = torch.split(self.worker.all_reduce(told), sizes)
+        self._interval, self._asks = int(interval), bool(asks)
         strongest = max(action for action in Action if asked[action])
         self._stragglers.look(busy.tolist())
         return Exchanged(steps, losses.tolist(), strongest, bool(lost))
+
+    def _heard(self) -> Action:
+        heard = max(source() for source in self.sources)
+        return max(heard, self.announced()) if self.announced and self._asks else heard
+
+    def _is_time_to_ask(self) -> bool:
+        """Whether the next exchange should call ``announced``."""
+        if self.clock() - self._asked < _ASK_INTERVAL_S:
+            return False
+        self._asked = self.clock()
+        return True
 
     def _next_interval(self, steps: int, elapsed: float) -> int:
         """So many steps take about a second."""

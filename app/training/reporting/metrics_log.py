@@ -1,58 +1,80 @@
 """``metrics.jsonl``: one object a step, one an epoch."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Iterable
 
-from pydantic import BaseModel
 from upath import UPath
 
-from app.storage import write_atomically
+from app.storage import to_path, write_atomically
+from app.telemetry.mirror import Mirror
+from app.training.records import EpochRecord, StepRecord
 from app.warnings import Attempts
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class _Line:
+    """A line of the file, and what it is of."""
+
+    def __init__(self, text: str) -> None:
+        entry = json.loads(text)
+        self.text = text
+        self.step: int = entry["step"]
+        self.epoch: int | None = entry["epoch"] if "val_loss" in entry else None
+        """None: it is of a step."""
 
 
 class MetricsLog:
     """Appends records to ``metrics.jsonl`` in the run's folder."""
 
-    def __init__(self, folder: UPath) -> None:
-        self._path = folder / "metrics.jsonl"
+    def __init__(self, mirror: Mirror) -> None:
+        """``mirror`` of the run's folder. Raises OSError if the file is in storage, and cannot be read."""
+        self._path: UPath = to_path(mirror.fetch(METRICS_FILE))
         self._pending: list[str] = []
-        """Lines that storage has not taken yet."""
+        """Lines that the disk has not taken yet."""
         self._may_be_torn = False
         self._writing = Attempts(f"{str(self._path)!r} cannot be written, and waits for the next step")
 
-    def append(self, *records: BaseModel) -> None:
-        """Write one line for each record; what storage refuses is written with the next."""
-        self._pending += [record.model_dump_json(exclude_none=True) for record in records]
+    def append(self, *records: StepRecord | EpochRecord) -> None:
+        """Write one line for each record; what the disk refuses is written with the next."""
+        self._pending += [_text(record) for record in records]
         if self._writing(self._write):
             self._pending = []
 
-    def forget_after(self, step: int) -> None:
-        """Drop what is of later steps, which a run that goes on from ``step`` does again; and a torn last line."""
-        self._keep(lambda line: _step_of(line) <= step)
+    def restore(self, step: int, epochs: Iterable[EpochRecord]) -> None:
+        """Leave what belongs to a run that goes on from ``step``, after ``epochs``.
+
+        Later steps are dropped, since the run does them again, and so is a torn last line. An epoch whose line was lost
+        gets it back: the checkpoint that the run goes on from knows it.
+        """
+        kept = [line for line in self._whole_lines() if line.step <= step]
+        known = {line.epoch for line in kept}
+        lost = (_Line(_text(epoch)) for epoch in epochs)
+        self._replace(sorted([*kept, *(line for line in lost if line.epoch not in known)], key=lambda line: line.step))
 
     def _write(self) -> None:
         if self._may_be_torn:
-            self._keep(lambda line: line not in self._pending)
+            self._replace([line for line in self._whole_lines() if line.text not in self._pending])
         self._may_be_torn = True
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in self._pending)
         self._may_be_torn = False
 
-    def _keep(self, belongs: Callable[[str], bool]) -> None:
-        """Leave the whole lines that belong there."""
+    def _whole_lines(self) -> list[_Line]:
         if not self._path.exists():
-            return
-        lines = self._path.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if _is_whole(line) and belongs(line)]
-        write_atomically(self._path, "".join(f"{line}\n" for line in kept).encode())
+            return []
+        return [_Line(text) for text in self._path.read_text(encoding="utf-8").splitlines() if _is_whole(text)]
+
+    def _replace(self, lines: Iterable[_Line]) -> None:
+        write_atomically(self._path, "".join(f"{line.text}\n" for line in lines).encode())
 
 
-def _is_whole(line: str) -> bool:
+def _text(record: StepRecord | EpochRecord) -> str:
+    return record.model_dump_json(exclude_none=True)
+
+
+def _is_whole(text: str) -> bool:
     try:
-        return "step" in json.loads(line)
+        return "step" in json.loads(text)
     except ValueError:
         return False
-
-
-def _step_of(line: str) -> int:
-    return int(json.loads(line)["step"])
