@@ -17,6 +17,7 @@ from app.runs import latest_result
 from app.serving.config import DeployedModel, EndpointConfig
 from app.serving.endpoint import Endpoint
 from app.serving.plan import deployed_model
+from app.storage import to_path
 from app.training.resume import newest_unfinished
 from benchmarks.many.population import a_model, card, name_of, recipe_in, write_runs, write_versions
 
@@ -54,9 +55,11 @@ def of_versions(storage: UPath, count: int, models: int = 1) -> dict[str, Cost]:
             "rayloom models list": _cost(lambda: list(table_of(repository))),
             "the names of all models": _cost(repository.names),
             "the newest version, where none is in production": _cost(lambda: repository.current(name_of(0))),
-            "publish, where none is in production": _cost(lambda: repository.publish(name_of(0), UPath(files), card())),
+            "publish, where none is in production": _cost(
+                lambda: repository.publish(name_of(0), to_path(files), card())
+            ),
             "promote": _cost(lambda: repository.promote(name_of(0), 1)),
-            "publish": _cost(lambda: repository.publish(name_of(0), UPath(files), card())),
+            "publish": _cost(lambda: repository.publish(name_of(0), to_path(files), card())),
             "jobs.deploy reads what it deploys": _cost(lambda: deployed_model(recipe, storage)),
         }
 

@@ -23,7 +23,7 @@ from app.repository.manifest import MODEL_FILE, EngineKey, Lineage, Manifest, Mo
 from app.repository.repository import Repository
 from app.repository.version import MANIFEST_FILE, SEAL_FILE
 from app.runs import CONFIG_FILE, RESULT_FILE, Result, runs_folder
-from app.storage import is_local
+from app.storage import is_local, to_path
 from app.tensors import OUTPUT, Tensor, TensorSpec
 
 RECIPE = "recipes/digits.yaml"
@@ -57,7 +57,7 @@ def write_runs(storage: UPath, count: int, recipe_name: str) -> None:
 def write_versions(storage: UPath, models: int, versions: int) -> None:
     """Write models of so many versions each, of which none is in production."""
     with a_model() as files, tempfile.TemporaryDirectory() as elsewhere:
-        template = Repository(UPath(elsewhere)).publish("template", UPath(files), card())
+        template = Repository(to_path(elsewhere)).publish("template", to_path(files), card())
         contents = {name: (files / name).read_bytes() for name in template.files}
     _write(_versions(storage, models, versions, template, contents))
 
@@ -95,8 +95,8 @@ def a_model() -> Iterator[Path]:
     """A folder with the files of a small model that ONNX Runtime serves."""
     with tempfile.TemporaryDirectory(prefix="rayloom-many-") as temporary:
         folder = Path(temporary)
-        ImageProcessor(ImageConfig(size=8, channels=1)).save(UPath(folder))
-        save_labels(_LABELS, UPath(folder))
+        ImageProcessor(ImageConfig(size=8, channels=1)).save(to_path(folder))
+        save_labels(_LABELS, to_path(folder))
         (folder / MODEL_FILE).write_bytes(_onnx_file())
         yield folder
 
