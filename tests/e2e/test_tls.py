@@ -19,7 +19,12 @@ from tests.helpers import local_cluster, run, submit
 from tests.toy import LABELS, asked, expected, publish_version
 
 
-@pytest.fixture(params=["1", "0"], ids=["HAProxy", "Serve's own proxy"])
+@pytest.fixture(
+    params=[
+        pytest.param("1", id="HAProxy"),
+        pytest.param("0", id="Serve's own proxy", marks=pytest.mark.slow),
+    ]
+)
 def proxied(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
     """A cluster with this ingress, beside the one of the other tests."""
     with (

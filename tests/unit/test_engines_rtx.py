@@ -121,7 +121,13 @@ def build(
 @pytest.mark.parametrize(
     ("name", "precision"),
     # Small models in int8 and fp8 are built where they are quantised, in test_quantization.
-    [*itertools.product(SUBJECTS, ("fp32", "fp16", "bf16")), ("resnet50", "int8")],
+    [
+        *itertools.product(("digits", "reviews"), ("fp32", "fp16", "bf16")),
+        *(
+            pytest.param("resnet50", precision, marks=pytest.mark.slow)
+            for precision in ("fp32", "fp16", "bf16", "int8")
+        ),
+    ],
 )
 def test_a_plan_is_built_and_says_what_it_takes(
     name: str, precision: str, files: Callable[[str, str], Path], tmp_path: Path
