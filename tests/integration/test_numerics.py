@@ -13,7 +13,7 @@ from app.tasks import prepare
 from app.training.checkpoints.names import buffer, own
 from app.training.checkpoints.reader import export_weights
 from tests.helpers import run
-from tests.launch import newest_checkpoint, tensors_of
+from tests.launch import newest_checkpoint, state_of, tensors_of
 from tests.parity.numerics import NormalisedCnn, recipe_of
 
 
@@ -66,3 +66,14 @@ def test_all_workers_validate_and_keep_one_model(folder: Path, tmp_path: Path) -
     loss = functional.cross_entropy(logits, torch.from_numpy(batch.targets)).item()
     (reported,) = json.loads((folder / "two_ranks.json").read_bytes())["run"]["val_loss"]
     assert loss == pytest.approx(reported, rel=1e-5)
+
+
+def test_running_statistics_go_on_to_the_bit_when_a_run_was_stopped_within_an_epoch(folder: Path) -> None:
+    stopped = tensors_of(folder / "parts" / "checkpoints" / "step_00000003")
+    first, second, kept = (
+        next(tensor for name, tensor in stopped.items() if name.startswith(whose) and name.endswith("running_mean"))
+        for whose in ("rank/0/", "rank/1/", "buffer/")
+    )
+    assert not torch.equal(first, second)
+    assert torch.allclose(kept, (first + second) / 2)
+    assert state_of(newest_checkpoint(folder / "parts")) == state_of(newest_checkpoint(folder / "run"))

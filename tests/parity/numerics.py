@@ -1,6 +1,6 @@
 """python -m tests.parity.numerics FOLDER: what one and two ranks find of gradients and batch norm, as JSON in FOLDER.
 
-A run of two ranks is kept in FOLDER/run.
+A run of two ranks is kept in FOLDER/run; in FOLDER/parts the same, which was stopped and went on.
 """
 
 import json
@@ -176,9 +176,10 @@ def two_ranks(folder: Path) -> dict[str, Found]:
     for stage in range(4):
         losses[f"ZeRO {stage}, uneven"] = planned_losses(False, 2 * UNEVEN, zero_stage=stage)
         losses[f"ZeRO {stage}, batch norm"] = planned_losses(True, 32, zero_stage=stage)
-    recipe = recipe_of()
-    worker = start_worker(recipe.train)
-    record = train(recipe, prepare(recipe), worker, UPath(folder / "run")).records[-1]
+    worker, data = start_worker(recipe_of().train), prepare(recipe_of())
+    record = train(recipe_of(), data, worker, UPath(folder / "run")).records[-1]
+    for stop in (3, None):
+        train(recipe_of(stop), data, worker, UPath(folder / "parts"))
     norms = [
         grad_norm(lambda: build_model(MODELS["short gpt"], FACTS), tokens, "bf16", times, pipeline=2)
         for times in (2, ACCUMULATED)
@@ -186,9 +187,10 @@ def two_ranks(folder: Path) -> dict[str, Found]:
     return {"losses": losses, "run": {"val_loss": [record.val_loss]}, "grad norms": {"bf16, pipeline 2": norms}}
 
 
-def recipe_of() -> Recipe:
-    """Of the run that is kept."""
-    return load_recipe("recipes/digits.yaml", [*RECIPE, "train.workers=2"])
+def recipe_of(stop: int | None = None) -> Recipe:
+    """Of the runs that are kept; ``stop``: of one that an alert ends after this step, in the middle of its epoch."""
+    rules = [f"alerts=[{{when: step above {stop - 2}, do: [stop]}}]", "train.checkpoint.every_steps=1"] if stop else []
+    return load_recipe("recipes/digits.yaml", [*RECIPE, "train.workers=2", *rules])
 
 
 def work(rank: int, size: int, folder: Path, find: Callable[[Path], dict[str, Found]]) -> None:
@@ -210,7 +212,8 @@ def main() -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import_deepspeed()
     folder = Path(sys.argv[1])
-    (folder / "run").mkdir()
+    for name in ("run", "parts"):
+        (folder / name).mkdir()
     for size, find in ((1, one_rank), (2, two_ranks)):
         start_processes(work, (size, folder, find), nprocs=size, start_method="fork")
 
