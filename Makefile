@@ -3,9 +3,10 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 INSTALLED_DEV := .venv/.installed-dev
 INSTALLED_BENCH := .venv/.installed-bench
+INSTALLED_MUTATION := .venv/.installed-mutation
 
 .NOTPARALLEL:  # what is installed for two goals goes into one environment
-.PHONY: help install demo test test-slow test-faults test-gpu bench-training bench-tuning bench-compile bench-serving lint format
+.PHONY: help install demo test test-slow test-faults test-gpu mutation bench-training bench-tuning bench-compile bench-serving lint format
 
 help:
 	@echo "make demo            from a fresh clone to a prediction: install, start a cluster, tune, train, compile, deploy, ask"
@@ -13,6 +14,7 @@ help:
 	@echo "make test-slow       the tests that 'make test' leaves out, but for the faults"
 	@echo "make test-faults     every fault that is survived, injected, with a table of them"
 	@echo "make test-gpu        the tests that need a GPU"
+	@echo "make mutation        changes six modules in every small way, and tells which changes no unit test notices"
 	@echo "make bench-training  training beside its peers, into benchmarks/training/RESULTS.md; the machine must be quiet"
 	@echo "make bench-tuning    a search beside its peers, counted in epochs, into benchmarks/tuning/RESULTS.md; the machine must be quiet"
 	@echo "make bench-compile   compiled models beside PyTorch and ONNX Runtime, into benchmarks/compile/RESULTS.md; the machine must be quiet"
@@ -25,7 +27,8 @@ install: $(INSTALLED)
 # Each of them holds Rayloom and what it runs on, so none has to wait for another.
 $(INSTALLED_DEV): EXTRAS := [dev]
 $(INSTALLED_BENCH): EXTRAS := [bench]
-$(INSTALLED) $(INSTALLED_DEV) $(INSTALLED_BENCH): pyproject.toml constraints.txt
+$(INSTALLED_MUTATION): EXTRAS := [mutation]
+$(INSTALLED) $(INSTALLED_DEV) $(INSTALLED_BENCH) $(INSTALLED_MUTATION): pyproject.toml constraints.txt
 	@echo "installing rayloom$(EXTRAS) into .venv, a few minutes"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: set PYTHON=...")'
 	@$(PYTHON) -m venv .venv
@@ -56,6 +59,10 @@ test-faults: $(INSTALLED_DEV)
 
 test-gpu: $(INSTALLED_DEV)
 	@$(BIN)/python -m pytest tests/gpu
+
+mutation: $(INSTALLED_MUTATION)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m mutmut run --max-children 1
+	@$(BIN)/python -m mutmut results
 
 bench-training: $(INSTALLED_BENCH)
 	@$(BIN)/python -m benchmarks.training
