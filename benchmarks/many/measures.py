@@ -1,7 +1,6 @@
 """What is measured: seconds of one call, and how many requests it makes of an object store."""
 
 import asyncio
-import gc
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -90,7 +89,6 @@ async def _of_endpoint(models: list[DeployedModel]) -> dict[str, Cost]:
 
 
 def _cost(work: Callable[[], object]) -> Cost:
-    gc.collect()
     with _counted() as requests:
         began_s = time.perf_counter()
         work()
@@ -98,7 +96,6 @@ def _cost(work: Callable[[], object]) -> Cost:
 
 
 async def _async_cost(work: Callable[[], Awaitable[object]]) -> Cost:
-    gc.collect()
     with _counted() as requests:
         began_s = time.perf_counter()
         await work()

@@ -34,7 +34,10 @@ _AT_ONCE = 5000
 
 def recipe_in(storage: UPath, name: str) -> Recipe:
     """The recipe of the digits under another name."""
-    return load_recipe(RECIPE, [f"name={name}", f"storage={storage}", "serve.version=1", "serve.replicas=1"])
+    return load_recipe(
+        RECIPE,
+        [f"name={name}", f"storage={storage}", "serve.version=1", "serve.replicas=1", "serve.cpus_per_replica=0"],
+    )
 
 
 def write_runs(storage: UPath, count: int, recipe_name: str) -> None:
@@ -55,7 +58,7 @@ def write_runs(storage: UPath, count: int, recipe_name: str) -> None:
 
 
 def write_versions(storage: UPath, models: int, versions: int) -> None:
-    """Write models of so many versions each, of which none is in production."""
+    """Write models of so many versions each, of which none is in production and only the first has its files."""
     with a_model() as files, tempfile.TemporaryDirectory() as elsewhere:
         template = Repository(to_path(elsewhere)).publish("template", to_path(files), card())
         contents = {name: (files / name).read_bytes() for name in template.files}
@@ -130,7 +133,7 @@ def _versions(
             folder = storage / "models" / name_of(model) / str(version)
             manifest = template.model_copy(update={"name": name_of(model), "version": version})
             content = manifest.model_dump_json(indent=1).encode()
-            for name, data in contents.items():
+            for name, data in contents.items() if version == 1 else ():
                 yield folder / name, data
             yield folder / SEAL_FILE, f"{sha256_of(content)}  {MANIFEST_FILE}\n".encode()
             yield folder / MANIFEST_FILE, content

@@ -1,0 +1,111 @@
+"""Measure what many runs, versions and deployed models cost, on a disk and on S3, and write RESULTS.md."""
+
+import argparse
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from tenacity import retry, stop_after_delay, wait_fixed
+from upath import UPath
+
+from app.cluster import ports
+from app.storage import open_storage
+from benchmarks.machine import load_average, machine, today, versions
+from benchmarks.many.deploys import of_deploys
+from benchmarks.many.measures import Cost, of_endpoint, of_runs, of_versions
+from benchmarks.markdown import table
+
+RESULTS = Path(__file__).with_name("RESULTS.md")
+_HEAD = """# Many of everything
+
+Made by `python -m benchmarks.many`. A cell is the time of one call, and on S3 the requests that it took. S3 is moto, in
+a process of its own on this machine: one request after the other, some milliseconds each. Over a network the requests
+count; lists send 32 at a time.
+"""
+_MODELS = 100
+
+Costs = Mapping[str, Cost]
+
+
+def main() -> None:
+    """Measure the chosen sections, and write the page; it keeps the other sections from the last time."""
+    arguments = _arguments()
+    page = _sections_of(arguments.results)
+    for title in arguments.sections:
+        load = load_average()
+        rows = _SECTIONS[title]()
+        page[title] = f"{machine()}; {versions(['s3fs', 'moto', 'ray'])}; {today()}, load average {load}\n\n{rows}\n"
+    text = "\n".join([_HEAD, *(f"## {title}\n\n{page[title]}" for title in _SECTIONS if title in page)])
+    arguments.results.write_text(text, encoding="utf-8")
+    print(text)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.many", description=__doc__)
+    parser.add_argument("--sections", nargs="+", choices=_SECTIONS, default=list(_SECTIONS), help="default: all")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="file to write")
+    return parser.parse_args()
+
+
+def _sections_of(results: Path) -> dict[str, str]:
+    """The sections of a page by their titles; none if there is no page yet."""
+    parts = results.read_text(encoding="utf-8").split("## ")[1:] if results.exists() else []
+    return {title: text.strip() + "\n" for title, _, text in (part.partition("\n") for part in parts)}
+
+
+def _stored(measure: Callable[[UPath, int], Costs], counts: Sequence[int]) -> str:
+    """A table of each count on a disk and on S3, with storage of its own."""
+    columns: dict[str, Costs] = {}
+    with tempfile.TemporaryDirectory(prefix="bench-many-") as disk, _s3() as bucket:
+        for place, root in (("a disk", open_storage(disk)), ("S3", bucket)):
+            for count in counts:
+                columns[f"{count:,} on {place}"] = measure(root / secrets.token_hex(4), count)
+    first = next(iter(columns.values()))
+    return _table(list(columns), {what: [costs[what] for costs in columns.values()] for what in first})
+
+
+def _deploys() -> str:
+    return _table(["beside 1 model", f"beside {_MODELS} models"], of_deploys(_MODELS))
+
+
+def _table(columns: Sequence[str], costs: Mapping[str, Sequence[Cost]]) -> str:
+    return table(["", *columns], [[what, *map(str, some)] for what, some in costs.items()])
+
+
+@contextmanager
+def _s3() -> Iterator[UPath]:
+    """Storage on an S3 server that ends with the block."""
+    (port,) = ports.unused(1)
+    os.environ |= {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            retry(wait=wait_fixed(0.2), stop=stop_after_delay(30))(httpx.get)(os.environ["AWS_ENDPOINT_URL"])
+            UPath(f"s3://bucket-{port}").mkdir()
+            yield open_storage(f"s3://bucket-{port}/storage")
+        finally:
+            server.terminate()
+
+
+_SECTIONS: Mapping[str, Callable[[], str]] = {
+    "Runs": lambda: _stored(of_runs, [1_000, 10_000]),
+    "Versions of one model": lambda: _stored(of_versions, [1_000, 10_000]),
+    "Versions of 100 models": lambda: _stored(lambda storage, count: of_versions(storage, count, _MODELS), [1_000]),
+    "Models in a replica": lambda: _stored(of_endpoint, [1, _MODELS]),
+    "Deploys on a local cluster": _deploys,
+}
+
+
+if __name__ == "__main__":
+    main()

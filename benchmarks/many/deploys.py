@@ -1,0 +1,54 @@
+"""A deploy beside few and many models, on a local cluster: Serve, HAProxy and a replica's reload are in it."""
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from app.storage import open_storage
+from benchmarks.cluster import Cluster, local_cluster
+from benchmarks.many.measures import Cost
+from benchmarks.many.population import RECIPE, name_of, write_versions
+
+_ROOT = Path(__file__).parents[2]
+_OPTIONS = ("serve.version=1", "serve.replicas=1")
+
+
+def of_deploys(count: int) -> dict[str, list[Cost]]:
+    """What a deploy and the status cost where one model is served, and where ``count`` are."""
+    with local_cluster() as cluster:
+        write_versions(open_storage(cluster.environment["RAYLOOM_STORAGE"]), count + 2, 1)
+        _deploy(cluster, count)  # starts Serve
+        few = [_deploy(cluster, count + 1), _status(cluster)]
+        _fill(cluster, count - 1)
+        many = [_deploy(cluster, count - 1), _status(cluster)]
+    whats = ("a deploy until requests find it", "rayloom status, the command")
+    return {what: [one, other] for what, one, other in zip(whats, few, many, strict=True)}
+
+
+def _deploy(cluster: Cluster, model: int) -> Cost:
+    submitted = cluster.submit("deploy", RECIPE, f"name={name_of(model)}", *_OPTIONS)
+    return Cost(float(submitted.result.metrics["ready_s"]), 0)
+
+
+def _status(cluster: Cluster) -> Cost:
+    began_s = time.perf_counter()
+    subprocess.run([_command("rayloom"), "status"], env=cluster.environment, stdout=subprocess.DEVNULL, check=True)
+    return Cost(time.perf_counter() - began_s, 0)
+
+
+def _fill(cluster: Cluster, count: int) -> None:
+    told = subprocess.run(
+        [_command("rayloom"), "env"], env=cluster.environment, capture_output=True, text=True, check=True
+    )
+    words = shlex.split(told.stdout)
+    reached = dict(word.split("=", 1) for word in words if "=" in word)
+    entrypoint = ["python", "-m", "benchmarks.many.fill", str(count)]
+    command = [_command("ray"), "job", "submit", "--working-dir", ".", "--", *entrypoint]
+    subprocess.run(command, cwd=_ROOT, env={**os.environ, **cluster.environment, **reached}, check=True)
+
+
+def _command(name: str) -> str:
+    return str(Path(sys.executable).with_name(name))
