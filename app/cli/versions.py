@@ -32,6 +32,7 @@ def description_of(manifest: Manifest, aliases: Sequence[str], folder: str) -> I
             ("data", lineage.data_fingerprint),
             ("recipe", f"sha256:{lineage.recipe}"),
             ("code", lineage.code),
+            *([("trial", lineage.trial)] if lineage.trial else []),
             ("train run", lineage.train_run),
             ("compile run", lineage.compile_run),
             ("made of", f"sha256:{key.onnx_sha256}"),

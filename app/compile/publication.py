@@ -76,6 +76,7 @@ def _known_answers(reference: Reference) -> KnownAnswers:
 
 def _card(compilation: Compilation, choice: Choice, compile_run: UPath, files: Path) -> ModelCard:
     subject, record = compilation.subject, choice.record
+    tuned_from = subject.trained.recipe.tuned_from
     return ModelCard(
         task=subject.trained.recipe.task,
         engine_key=EngineKey(
@@ -89,6 +90,7 @@ def _card(compilation: Compilation, choice: Choice, compile_run: UPath, files: P
         ),
         lineage=Lineage(
             train_run=str(subject.weights.parent),
+            trial=str(tuned_from) if tuned_from else None,
             compile_run=str(compile_run),
             recipe=sha256_of(subject.trained.recipe.model_dump_json().encode()),
             data_fingerprint=subject.data.fingerprint,

@@ -25,6 +25,16 @@ class ModelConfig(Section):
     args: dict[str, Any] = Field(default={})
 
 
+class TunedFrom(Section):
+    """The trial of a search that found a recipe's values."""
+
+    run: str = Field(description="id of the tune run")
+    trial: int
+
+    def __str__(self) -> str:
+        return f"trial {self.trial} of {self.run}"
+
+
 class Recipe(Section):
     """One task, its data and its model, from training to the endpoint."""
 
@@ -43,6 +53,9 @@ class Recipe(Section):
     serve: ServeConfig = ServeConfig()
     alerts: list[AlertConfig] = Field(default=[], description="rules over what training reports")
     notify: NotifyConfig = NotifyConfig()
+    tuned_from: TunedFrom | None = Field(
+        default=None, description="where the values are from; a search writes it into best.yaml"
+    )
 
     @property
     def is_language_model(self) -> bool:

@@ -65,6 +65,9 @@ class Lineage(BaseModel):
     """Where a version came from."""
 
     train_run: str
+    trial: str | None = None
+    """The trial of a search whose values were trained; None if none was."""
+
     compile_run: str
     recipe: str
     data_fingerprint: str

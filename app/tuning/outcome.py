@@ -84,7 +84,7 @@ class StoppedMetrics(BaseModel):
 def recipe_of(recipe: Recipe, trial: FrontTrial, study_name: str) -> str:
     """The recipe with a trial's values, as YAML that ``jobs.train`` takes, and where they are from."""
     values = ", ".join(f"{metric} {value:.6g}" for metric, value in trial.values.items())
-    tuned = with_values(recipe, trial.params)
+    tuned = with_values(recipe, {**trial.params, "tuned_from": {"run": study_name, "trial": trial.trial}})
     if tuned.tune is not None:
         tuned = tuned.model_copy(update={"tune": tuned.tune.model_copy(update={"resume": False})})
     head = (

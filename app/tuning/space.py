@@ -27,7 +27,7 @@ from app.tuning.walk import Suggest, Suggests, Walk, require_one
 Value = Any
 """Of a key: None, a bool, a number or a text; one that a space derives may be a list or a dictionary of them."""
 
-_FOREIGN = ("tune", "compile", "serve", "alerts", "notify", "name", "task", "storage", "train.resume")
+_FOREIGN = ("tune", "compile", "serve", "alerts", "notify", "name", "task", "storage", "train.resume", "tuned_from")
 """What a trial does not depend on."""
 _RESERVED = ("train.workers", "train.device", "train.cpus_per_worker")
 """What Ray reserves for a trial: the same for all."""

@@ -58,6 +58,10 @@ def test_the_result_says_what_was_reached(deployed: dict[str, Any], cluster: dic
     assert asked >= {(engine, precision) for engine in ("openvino", "onnxruntime") for precision in ("bf16", "int8")}
     assert metrics["compile"]["chosen"]["accuracy"] == pytest.approx(metrics["train"]["val_accuracy"], abs=0.011)
     assert metrics["deploy"]["ready_s"] > 0
+    manifest = Path(cluster["RAYLOOM_STORAGE"]) / "models" / deployed["artifacts"]["model"] / "manifest.json"
+    search = Path(deployed["artifacts"]["best_recipe"]).parent.name
+    trial = json.loads(manifest.read_text(encoding="utf-8"))["lineage"]["trial"]
+    assert trial == f"trial {metrics['tune']['best_trial']} of {search}"
     for job in ("tune", "train", "compile", "deploy", "lifecycle"):
         kept = max(Path(cluster["RAYLOOM_STORAGE"]).glob(f"runs/{job}/*-digits-*/result.json"))
         assert json.loads(kept.read_text(encoding="utf-8"))["status"] == "succeeded"

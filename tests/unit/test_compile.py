@@ -52,6 +52,7 @@ from jobs.compile import compile_model
 from tests.helpers import ROOT, run
 
 DIGITS = str(ROOT / "recipes/digits.yaml")
+TUNED = ["tuned_from={run: 20261123-search, trial: 3}"]
 FAST = ["compile.precisions=[fp32]", "compile.engines=[openvino]", "compile.batch_sizes=[1]"]
 
 
@@ -60,7 +61,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> UPath:
     """Where a model of the digits was trained."""
     folder = tmp_path_factory.mktemp("storage")
     # A process of its own: DeepSpeed remembers process groups that a run in this one would leave behind.
-    trained = run("python", "-m", "app.training", DIGITS, f"storage={folder}", "train.epochs=4")
+    trained = run("python", "-m", "app.training", DIGITS, f"storage={folder}", "train.epochs=4", *TUNED)
     assert trained.returncode == 0, trained.stdout + trained.stderr
     return UPath(folder)
 
@@ -110,6 +111,7 @@ def test_the_best_variant_is_published_with_all_that_is_known_of_it(
     assert (manifest.quantization is not None) == (key.precision == "int8")
     assert manifest.serving.replicas * manifest.serving.threads == usable_cores()
     assert (manifest.serving.max_batch_size, manifest.serving.timeout_us) == (8, 0)
+    assert manifest.lineage.trial == "trial 3 of 20261123-search"
     assert manifest.lineage.train_run == str(weights.parent)
     assert manifest.lineage.compile_run == str(run.folder)
     assert manifest.lineage.data_fingerprint == subject.data.fingerprint

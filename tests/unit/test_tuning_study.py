@@ -11,7 +11,7 @@ from sqlalchemy import event, make_url
 from sqlalchemy.engine import URL
 from upath import UPath
 
-from app.config import Objective
+from app.config import Objective, load_recipe
 from app.errors import TuningError
 from app.tuning.outcome import FrontTrial, TuneMetrics, recipe_of
 from app.tuning.report import write_report
@@ -55,7 +55,7 @@ def test_a_stopped_trial_is_pruned_and_keeps_what_it_reported(url: URL) -> None:
     assert (metrics.best_value, metrics.best_trial_epochs, metrics.trials_pruned) == (0.9, 2, 1)
 
 
-def test_a_trial_that_was_cut_short_is_the_best_by_the_epoch_that_training_would_keep(url: URL) -> None:
+def test_a_trial_that_was_cut_short_is_the_best_by_the_epoch_that_training_would_keep(url: URL, tmp_path: Path) -> None:
     study = create(url)
     for first, second in ((0.6, 0.7), (0.75, 0.5)):
         number = ask(study)
@@ -67,7 +67,9 @@ def test_a_trial_that_was_cut_short_is_the_best_by_the_epoch_that_training_would
     metrics = TuneMetrics.of(study, ["val_accuracy"], "tune.stop.epochs 4 are trained")
     assert (metrics.best_trial, metrics.best_value, metrics.best_trial_epochs) == (1, 0.75, 2)
     ended = FrontTrial(trial=1, epochs=2, values=metrics.best_values, params=metrics.best_params)
-    assert "# val_accuracy 0.75 in 2 epochs: trial 1 of study one." in recipe_of(recipe_with(), ended, "one")
+    (file := tmp_path / "best.yaml").write_text(best := recipe_of(recipe_with(), ended, "one"), encoding="utf-8")
+    assert "# val_accuracy 0.75 in 2 epochs: trial 1 of study one." in best
+    assert str(load_recipe(file).tuned_from) == "trial 1 of one"
 
 
 @pytest.mark.parametrize(("epoch", "trained"), [(5, 3), (1, 3)])
