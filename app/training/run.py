@@ -1,5 +1,7 @@
 """A whole training run, whoever runs it: what comes before the workers, and what comes after."""
 
+from functools import partial
+
 from torch import nn
 from upath import UPath
 
@@ -10,6 +12,7 @@ from app.data.baseline import LINEAR_BASELINE, linear_baseline
 from app.data.classification import ClassificationData
 from app.data.prepared import PreparedData
 from app.errors import RecipeError, StorageError
+from app.models.blueprint import Blueprint
 from app.models.factory import build_model
 from app.models.kind import kind_of
 from app.models.traits import traits_of
@@ -40,7 +43,7 @@ def prepare_run(run: Run) -> PreparedData:
     recipe = run.recipe
     data = _data_of(run)
     print(f"data {recipe.data.source}: {data.summary}", flush=True)
-    model = build_model(recipe.model, data.facts)
+    model = Blueprint.of(partial(build_model, recipe.model, data.facts)).model
     print(f"model {recipe.model.factory}: {sum(each.numel() for each in model.parameters()):,} parameters", flush=True)
     count_steps(recipe.train, len(data.train))
     _check_plan(recipe.train, model, data)

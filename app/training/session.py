@@ -3,12 +3,14 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from upath import UPath
 
 from app.config import Recipe, TrainConfig
 from app.data.prepared import PreparedData
 from app.errors import NonFiniteLossError, TrainingError
+from app.models.blueprint import Blueprint
 from app.models.factory import build_model
 from app.storage import unheard
 from app.telemetry.alerts import Action, Alerts, Notifier
@@ -122,10 +124,10 @@ def _begin(
     if worker.is_first:
         _warn_of_imitated_bf16(config, worker)
     activity.begin("building the model")
-    model = build_model(recipe.model, data.facts)
-    meter = Meter.of(model, config, layout, worker)
+    blueprint = Blueprint.of(partial(build_model, recipe.model, data.facts))
+    meter = Meter.of(blueprint.model, config, layout, worker)
     activity.begin("making DeepSpeed's engine")
-    engine = create_engine(model, config, layout, total_steps)
+    engine = create_engine(blueprint, config, layout, total_steps)
     stack.callback(engine.deepspeed.destroy)  # its hooks on gradients would keep the model as long as the process
     seed_random(config.seed + layout.data_rank(worker.rank))  # other dropout in each share
     control = Control(run_folder, polls=worker.is_first)

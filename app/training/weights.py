@@ -2,6 +2,7 @@
 
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from app.config import Recipe, dump_recipe, load_recipe
 from app.data.classification import load_labels
 from app.data.prepared import PreparedData
 from app.data.processor import Processor
+from app.models.blueprint import Blueprint
 from app.models.factory import build_model
 from app.models.kind import ModelKind, kind_of
 from app.storage import local_copy, to_path
@@ -38,7 +40,7 @@ def publish_weights(checkpoint: UPath, data: PreparedData, recipe: Recipe, folde
     That of a Hugging Face model has its ``config.json`` too, so that ``from_pretrained`` reads the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    model = build_model(recipe.model, data.facts)
+    model = Blueprint.of(partial(build_model, recipe.model, data.facts)).model
     with tempfile.TemporaryDirectory(prefix="rayloom-weights-") as temporary:
         export_weights(checkpoint, Path(temporary) / WEIGHTS_FILE)
         if kind_of(model) is ModelKind.HUGGING_FACE:

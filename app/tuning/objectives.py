@@ -4,6 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from app.config import Objective, Recipe
 from app.data.prepared import PreparedData
 from app.errors import NonFiniteLossError
+from app.models.blueprint import Blueprint
 from app.models.factory import build_model
 from app.training.records import EpochRecord, best_of
 
@@ -40,7 +42,8 @@ def final_values(
 def _measure(objective: Objective, best: EpochRecord, recipe: Recipe, data: PreparedData) -> float:
     match objective.metric:
         case "parameters":
-            return float(sum(each.numel() for each in build_model(recipe.model, data.facts).parameters()))
+            model = Blueprint.of(partial(build_model, recipe.model, data.facts)).model
+            return float(sum(each.numel() for each in model.parameters()))
         case "latency_ms":
             return _latency_ms(build_model(recipe.model, data.facts), data)
     return objective_of(best, objective)

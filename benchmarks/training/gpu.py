@@ -8,6 +8,7 @@ import argparse
 import os
 import time
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from statistics import median
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from app.config import Recipe, load_recipe
+from app.models.blueprint import Blueprint
 from app.models.factory import build_model
 from app.models.precision import TORCH_DTYPES
 from app.telemetry.flops import flops_per_sample, utilisation
@@ -89,9 +91,8 @@ def measure(recipe: Recipe, worker: Worker, warm_up: int, steps: int) -> Reached
     if worker.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(config.seed)
-    with worker.device:
-        model = build_model(recipe.model, facts)
-    engine = create_engine(model, config, config.layout(worker.size), total_steps=warm_up + steps)
+    blueprint = Blueprint.of(partial(build_model, recipe.model, facts))
+    engine = create_engine(blueprint, config, config.layout(worker.size), total_steps=warm_up + steps)
     step_s = _time_steps(engine, MicroBatch({"input_ids": tokens}, tokens), recipe, worker, warm_up, steps)
     samples_per_s = config.global_batch_size / step_s
     peak = peak_flops(worker.device, TORCH_DTYPES[config.precision])

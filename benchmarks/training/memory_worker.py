@@ -7,6 +7,7 @@ bytes.
 import gc
 import json
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from app.config import TrainConfig
+from app.models.blueprint import Blueprint
 from app.models.gpt import GPT
 from app.training.engine import create_engine
 from app.training.worker import Worker, start_worker
@@ -47,9 +49,9 @@ def _measure(worker: Worker, stage: int, accumulation: int) -> list[int]:
     config = TrainConfig.model_validate(
         {"global_batch_size": samples, "workers": worker.size, "precision": "bf16", "plan": plan}
     )
-    model = GPT(_VOCABULARY, _LENGTH, layers=3, width=512, heads=4)
-    count = sum(each.numel() for each in model.parameters())
-    engine = create_engine(model, config, config.layout(worker.size), total_steps=10).deepspeed
+    blueprint = Blueprint.of(partial(GPT, _VOCABULARY, _LENGTH, layers=3, width=512, heads=4))
+    count = sum(each.numel() for each in blueprint.model.parameters())
+    engine = create_engine(blueprint, config, config.layout(worker.size), total_steps=10).deepspeed
     tokens = torch.zeros(_SAMPLES, _LENGTH, dtype=torch.int64)
     last = 2 * accumulation - 1
     for number in range(last + 1):

@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch.nn import functional
 from upath import UPath
 
 from app.config import Recipe, TrainConfig, load_recipe
+from app.models.blueprint import Blueprint
 from app.models.factory import build_model
 from app.tasks import prepare
 from app.training.activity import Activity
@@ -106,7 +108,7 @@ def grad_norm(
     batch = times * workers // plan.get("pipeline", 1)
     config = config_of(workers, batch, precision, **plan, micro_batch=1)
     torch.manual_seed(0)
-    engine = create_engine(build(), config, config.layout(workers), total_steps=1)
+    engine = create_engine(Blueprint.of(build), config, config.layout(workers), total_steps=1)
     torch.manual_seed(1)
     sample = draw().to(torch.device("cpu"), config)
     norm = engine.train_step(iter([sample] * times), Activity()).grad_norm
@@ -158,7 +160,7 @@ def planned_losses(norm: bool, size: int, **plan: int) -> list[float]:
     config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"weight_decay": 0.0})})
     layout = config.layout(workers)
     torch.manual_seed(0)
-    engine = create_engine(Classifier(norm), config, layout, total_steps=STEPS)
+    engine = create_engine(Blueprint.of(partial(Classifier, norm)), config, layout, total_steps=STEPS)
     shard, losses = Shard(torch.distributed.get_rank(), workers), []
     for inputs, classes in zip(*batches(size), strict=True):
         shares = micro_batches(np.arange(size), shard, layout.gradient_accumulation)

@@ -14,6 +14,7 @@ from torch.nn import functional
 from upath import UPath
 
 from app.config import CheckpointConfig, Layout, TrainConfig
+from app.models.blueprint import Blueprint
 from app.models.factory import build_model, logits_of
 from app.training.activity import Activity
 from app.training.checkpoints.reader import load_checkpoint
@@ -91,7 +92,8 @@ def plain_losses(model_name: str, optimizer_name: str) -> list[float]:
 
 def planned(row: Row) -> tuple[TrainingEngine, Layout]:
     layout = row.config.layout(torch.distributed.get_world_size())
-    return create_engine(build(row.model), row.config, layout, STEPS), layout
+    torch.manual_seed(0)
+    return create_engine(Blueprint.of(partial(build, row.model)), row.config, layout, STEPS), layout
 
 
 def train(engine: TrainingEngine, layout: Layout, steps: range) -> list[float]:

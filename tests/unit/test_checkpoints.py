@@ -41,6 +41,7 @@ from app.training.run_folder import CHECKPOINTS, WEIGHTS
 from app.training.session import train
 from app.training.worker import Worker, start_worker
 from tests.helpers import flip, wait_until
+from tests.memory import peak_growth
 from tests.tables import Faults
 
 
@@ -104,6 +105,22 @@ def test_all_weights_and_buffers_are_exported_whatever_the_model_calls_them(tmp_
     exported = safetensors.torch.load_file(tmp_path / "model.safetensors")
     assert exported.keys() == model.keys() | buffers.keys()
     assert all(torch.equal(exported[name], each) for name, each in (model | buffers).items())
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_weights_are_exported_one_at_a_time(tmp_path: Path) -> None:
+    each, number = 2**22, 24
+
+    def take() -> Snapshot:
+        parts = {name: Shards((1024, 1024), {(0, 0): torch.ones(1024, 1024)}) for name in map(str, range(number))}
+        return Snapshot(state_at(1), {parameter(name, WEIGHT): part for name, part in parts.items()})
+
+    store = CheckpointStore(UPath(tmp_path))
+    CheckpointWriter(store, CheckpointConfig(background=False)).save(take, best=None)
+    with peak_growth() as grown:
+        export_weights(store.folder_of(Checkpoint(1)), tmp_path / "model.safetensors")
+    assert grown() < 6 * each
+    assert len(safetensors.torch.load_file(tmp_path / "model.safetensors")) == number
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint import FileSystemWriter, save
 from transformers import AutoModelForCausalLM
 from upath import UPath
 
+from app.checksums import write_checksums
 from app.config import ModelConfig, load_recipe
 from app.errors import RecipeError
 from app.models.factory import build_model, logits_of
@@ -62,6 +63,7 @@ def test_transformers_reads_the_weights_that_training_keeps(tmp_path: Path) -> N
         loss_scale=None, precision="fp32", shapes={},
     )  # fmt: skip
     (checkpoint / STATE_FILE).write_text(state.model_dump_json(), encoding="utf-8")
+    write_checksums(UPath(checkpoint))
     publish_weights(UPath(checkpoint), data, recipe, UPath(weights))
     ids = torch.randint(0, 256, (2, 16))
     read = AutoModelForCausalLM.from_pretrained(weights)

@@ -53,12 +53,16 @@ class SavedParts:
 
     def read(self, names: set[str]) -> dict[str, Tensor]:
         """The tensors of these names, whole."""
-        found = {name: each for name, each in self._saved.items() if isinstance(each, TensorStorageMetadata)}
-        content = {
-            name: torch.empty(found[name].size, dtype=found[name].properties.dtype) for name in found.keys() & names
-        }
+        forms = {name: self.form_of(name) for name in names}
+        content = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in forms.items()}
         self.read_into(content)
         return content
+
+    def form_of(self, name: str) -> tuple[torch.Size, torch.dtype]:
+        """Shape and type of a whole tensor."""
+        saved = self._saved[name]
+        assert isinstance(saved, TensorStorageMetadata)
+        return saved.size, saved.properties.dtype
 
     def read_into(self, content: Mapping[str, Tensor]) -> None:
         """Fill the tensors, or those parts of them that they hold; each process reads for itself.

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import safetensors.torch
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from upath import UPath
@@ -11,6 +11,7 @@ from app.checksums import read_checksums, read_verified
 from app.config import Layout, Precision
 from app.errors import RayloomError, StorageError, TrainingError
 from app.models.precision import TORCH_DTYPES
+from app.models.safetensors_file import Form, write_safetensors
 from app.storage import Advance, unheard
 from app.training.checkpoints import names
 from app.training.checkpoints.restore import apply_own, apply_state, destinations
@@ -76,17 +77,24 @@ def _read(engine: TrainingEngine, layout: Layout, folder: UPath, advance: Advanc
 def export_weights(folder: UPath, path: Path) -> None:
     """Write a checkpoint of any plan as one safetensors file, equal to the weights of a single process.
 
-    float32; after training in bf16 or fp16 the values are those that validation saw, rounded.
+    float32; after training in bf16 or fp16 the values are those that validation saw, rounded. One tensor is in memory
+    at a time.
     """
     from app.training.checkpoints.parts import SavedParts
 
     state = load_state(folder)
     saved = SavedParts(folder)
-    wanted = {each: name for each in saved.names if (name := names.in_model(each)) is not None}
-    found = saved.read(set(wanted))
-    tensors = {wanted[each]: _as_validated(tensor, state.precision) for each, tensor in found.items()}
-    shaped = {name: each.reshape(state.shapes.get(name, each.shape)).contiguous() for name, each in tensors.items()}
-    safetensors.torch.save_file(shaped, str(path))
+    wanted = {name: each for each in saved.names if (name := names.in_model(each)) is not None}
+
+    def read(name: str) -> Tensor:
+        (tensor,) = saved.read({wanted[name]}).values()
+        return _as_validated(tensor, state.precision).reshape(state.shapes.get(name, tensor.shape))
+
+    def form_of(name: str) -> Form:
+        shape, dtype = saved.form_of(wanted[name])
+        return Form(torch.float32 if dtype.is_floating_point else dtype, tuple(state.shapes.get(name, shape)))
+
+    write_safetensors(path, {name: form_of(name) for name in wanted}, read)
 
 
 def _as_validated(tensor: Tensor, precision: Precision) -> Tensor:

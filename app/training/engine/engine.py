@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from app.config import Layout, TrainConfig
+from app.models.blueprint import Blueprint
 from app.models.kind import ModelKind, kind_of
 from app.training.activity import Activity
 from app.training.data.micro_batch import MicroBatch
@@ -14,6 +15,7 @@ from app.training.engine.batch_norm import synchronize_batch_norm
 from app.training.engine.data_parallel import DataParallelEngine
 from app.training.engine.objective import Objective
 from app.training.engine.pipeline import PipelineEngine
+from app.training.engine.placement import make_in_place
 from app.training.engine.step import StepResult
 
 
@@ -42,13 +44,14 @@ class TrainingEngine(Protocol):
         ...
 
 
-def create_engine(model: nn.Module, config: TrainConfig, layout: Layout, total_steps: int) -> TrainingEngine:
-    """The engine for ``model`` under the recipe's plan."""
+def create_engine(blueprint: Blueprint, config: TrainConfig, layout: Layout, total_steps: int) -> TrainingEngine:
+    """The engine for the blueprint's model under the recipe's plan; its tensors are made where they stay."""
     objective = Objective(config.label_smoothing)
+    if kind_of(blueprint.model) is ModelKind.STAGED and layout.model_parallel > 1:
+        return PipelineEngine.create(blueprint.make(), config, layout, total_steps, objective)
+    model = make_in_place(blueprint, config, layout)
     if config.sync_batch_norm:
         model = synchronize_batch_norm(model)
-    if kind_of(model) is ModelKind.STAGED and layout.model_parallel > 1:
-        return PipelineEngine.create(model, config, layout, total_steps, objective)
     if config.plan.activation_checkpointing:
         recompute_activations(model)
     return DataParallelEngine.create(model, config, layout, total_steps, objective)

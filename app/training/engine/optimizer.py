@@ -15,8 +15,8 @@ def create_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optim
     optimizer = config.optimizer
     learned = [each for each in model.parameters() if each.requires_grad]
     groups = [
-        {"params": [each for each in learned if each.ndim > 1], "weight_decay": optimizer.weight_decay},
-        {"params": [each for each in learned if each.ndim < 2], "weight_decay": 0.0},
+        {"params": [each for each in learned if len(_shape(each)) > 1], "weight_decay": optimizer.weight_decay},
+        {"params": [each for each in learned if len(_shape(each)) < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     if optimizer.name == "sgd":
@@ -31,6 +31,12 @@ def create_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optim
         )
         return offloaded
     return torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, fused=True)
+
+
+def _shape(parameter: nn.Parameter) -> torch.Size:
+    """Of all of it; under ZeRO 3 it may be partitioned already."""
+    whole: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return whole
 
 
 def recall_steps(optimizer: Any, steps: int) -> None:

@@ -31,7 +31,7 @@ class Meter:
     @classmethod
     def of(cls, model: nn.Module, config: TrainConfig, layout: Layout, worker: Worker) -> "Meter":
         """A meter for the whole ``model``, before it is cut."""
-        shape = copy.deepcopy(model).to("meta") if worker.is_first else None
+        shape = _without_memory(model) if worker.is_first else None
         return cls(layout, worker.device, TORCH_DTYPES[config.precision], shape)
 
     def utilisation(self, batch: MicroBatch, seconds: float) -> float | None:
@@ -59,3 +59,10 @@ class Meter:
         shapes = {name: torch.empty_like(each, device="meta") for name, each in inputs.items()}
         floats = {name: each.float() if each.is_floating_point() else each for name, each in shapes.items()}
         self._by_shape[key] = flops_per_sample(self.model, floats)
+
+
+def _without_memory(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` on the meta device, made without a copy of its values."""
+    empty: dict[int, Tensor] = {id(each): torch.empty_like(each, device="meta") for each in model.buffers()}
+    empty |= {id(each): nn.Parameter(torch.empty_like(each, device="meta")) for each in model.parameters()}
+    return copy.deepcopy(model, empty)

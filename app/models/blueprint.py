@@ -1,0 +1,295 @@
+"""A model without memory, and the operations that initialise it: each tensor is made when and where it is wanted.
+
+The factory runs once, with fake tensors; what it does to them is written down. ``make`` then does it in
+the same order, so that every value is drawn as if the model had been built whole, and holds little more than one tensor
+at a time: one that nothing touches any more is handed over, and one that is overwritten next is let go.
+(The idea is torchdistX's deferred initialisation: https://pytorch.org/torchdistx/latest/deferred_init.html)
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from app.models.heap import return_freed_memory
+
+Finish = Callable[[Tensor], Tensor]
+Place = Callable[[nn.Parameter], None]
+
+_COMPUTED = frozenset({"arange", "linspace", "logspace", "scalar_tensor"})
+"""Computed at once: factories read their values."""
+_TRIM_BYTES = 2**26
+"""Made between two calls that give freed memory back."""
+_UNINITIALISED = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
+_OVERWRITES = frozenset(
+    {"normal_", "uniform_", "zero_", "fill_", "copy_", "bernoulli_", "exponential_", "log_normal_", "random_"}
+)
+
+
+def _nothing(parameter: nn.Parameter) -> None:
+    pass
+
+
+class _UnrecordableError(Exception):
+    """The factory does something that cannot be put off, such as reading a value."""
+
+
+@dataclass(frozen=True)
+class _Window:
+    """A tensor as a view of a storage."""
+
+    storage: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @property
+    def layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.shape, self.stride
+
+    def over(self, storage: UntypedStorage) -> Tensor:
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
+
+
+@dataclass(frozen=True)
+class _Operation:
+    function: Any
+    arguments: tuple[Any, ...]
+    """Tensors are windows, or constants."""
+    options: Mapping[str, Any]
+    results: tuple[_Window | None, ...]
+    """Those with a storage of their own; None: a view of an argument."""
+    overwrites: int | None
+    """The storage of which nothing is left that was in it."""
+
+    def touches(self) -> set[int]:
+        given = [each for each in tree_iter((self.arguments, self.options)) if isinstance(each, _Window)]
+        return {each.storage for each in (*given, *self.results) if each is not None}
+
+
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down what a factory does to fake tensors, which say that they lie on the CPU and have no memory."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[_Operation] = []
+        self.storages: dict[int, UntypedStorage] = {}
+        """Of the fake tensors, kept so that no other gets their identity."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        given = [each for each in tree_iter((args, options)) if isinstance(each, Tensor)]
+        name = func.overloadpacket.__name__
+        if not any(isinstance(each, FakeTensor) for each in given) and (given or name in _COMPUTED):
+            with unset_fake_temporarily():
+                return func(*args, **options)
+        if torch.device(options.get("device") or "cpu").type != "cpu":
+            raise _UnrecordableError(f"{func} makes a tensor on {options['device']}")
+        _refuse_writes_to_constants(func, args)
+        recorded = tree_map_only(Tensor, self._window_or_constant, (args, options))
+        made = func(*args, **options)
+        self._note(func, name, recorded, made)
+        return made
+
+    def window(self, tensor: Tensor) -> _Window:
+        """Where ``tensor`` lies."""
+        storage = tensor.untyped_storage()
+        self.storages[storage._cdata] = storage
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        return _Window(storage._cdata, shape, stride, int(tensor.storage_offset()), tensor.dtype)
+
+    def _note(self, func: Any, name: str, recorded: Any, made: Any) -> None:
+        results = tuple(
+            self.window(each) if isinstance(each, Tensor) and not self._knows(each) else None
+            for each in (made if isinstance(made, list | tuple) else (made,))
+        )
+        is_view = not func._schema.is_mutable and all(each is None for each in results)
+        if is_view or name in _UNINITIALISED:
+            return
+        arguments, options = recorded
+        target = arguments[0] if arguments and isinstance(arguments[0], _Window) else None
+        overwritten = target.storage if target and name in _OVERWRITES and self._covers(target) else None
+        self.operations.append(_Operation(func, arguments, options, results, overwritten))
+
+    def _knows(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self.storages
+
+    def _covers(self, window: _Window) -> bool:
+        size = torch.Size(window.shape).numel() * window.dtype.itemsize
+        return window.offset == 0 and size == self.storages[window.storage].nbytes()
+
+    def _window_or_constant(self, tensor: Tensor) -> "_Window | Tensor":
+        if isinstance(tensor, FakeTensor):
+            return self.window(tensor)
+        with unset_fake_temporarily():
+            return tensor.detach().clone()
+
+
+def _refuse_writes_to_constants(func: Any, args: tuple[Any, ...]) -> None:
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written and isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+            raise _UnrecordableError(f"{func} writes into a tensor that is there already")
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A model on the meta device, until ``make``; what is small and computed from nothing is there already."""
+
+    model: nn.Module
+    _windows: dict[int, _Window] = field(default_factory=dict, repr=False)
+    """By the ``id`` of a parameter or buffer."""
+    _operations: list[_Operation] = field(default_factory=list, repr=False)
+    _storages: dict[int, UntypedStorage] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, build: Callable[[], nn.Module]) -> "Blueprint":
+        """What ``build`` makes; whole at once where it does what cannot be put off, such as to read a weight.
+
+        torch's random numbers are drawn in ``make``. Raises what ``build`` raises.
+        """
+        before, recording = _random_states(), _Recording()
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True), recording:
+                model = build()
+            windows = _to_meta(model, recording)
+            if not torch.equal(before[0], torch.get_rng_state()):
+                raise _UnrecordableError("random numbers were drawn at once")
+        except Exception:  # the factory's own errors are raised when it is called again
+            _restore_random_states(*before)
+            return cls(build())
+        return cls(model, windows, recording.operations, recording.storages)
+
+    def make(self, finish: Finish = lambda tensor: tensor, place: Place = _nothing) -> nn.Module:
+        """Give the model its tensors, and return it.
+
+        Args:
+            finish: makes of each parameter's value, on the CPU, what is kept, such as a type of less precision.
+            place: is told of each parameter once it is in the model, such as to keep a part of it alone.
+        """
+        places = _places_of(self.model)
+        wanted: dict[int, list[Tensor]] = {}
+        for tensor, _ in places.values():
+            if id(tensor) in self._windows:
+                wanted.setdefault(self._windows[id(tensor)].storage, []).append(tensor)
+            elif isinstance(tensor, nn.Parameter):
+                _put(tensor, finish(tensor.detach()), places, place)
+        since_trim = 0
+        for key, storage in self._replay(wanted.keys()):
+            since_trim += storage.nbytes()
+            for tensor in wanted[key]:
+                value = self._windows[id(tensor)].over(storage)
+                _put(tensor, finish(value) if isinstance(tensor, nn.Parameter) else value, places, place)
+            del storage, value
+            if since_trim > _TRIM_BYTES:
+                return_freed_memory()
+                since_trim = 0
+        return self.model
+
+    @torch.no_grad()
+    def _replay(self, wanted: Any) -> Iterator[tuple[int, UntypedStorage]]:
+        """Each wanted storage, as soon as it is finished."""
+        uses = _uses(self._operations)
+        held: dict[int, UntypedStorage] = {}
+        for key in wanted - uses.keys():
+            yield key, _storage(self._storages[key].nbytes())
+        for number, operation in enumerate(self._operations):
+            self._run(operation, held)
+            for key in operation.touches():
+                later = uses[key][uses[key].index(number) + 1 :]
+                if not later and key in wanted:
+                    yield key, held.pop(key)
+                elif not later or self._operations[later[0]].overwrites == key:
+                    held.pop(key, None)
+
+    def _run(self, operation: _Operation, held: dict[int, UntypedStorage]) -> None:
+        def real(window: _Window) -> Tensor:
+            if window.storage not in held:
+                held[window.storage] = _storage(self._storages[window.storage].nbytes())
+            return window.over(held[window.storage])
+
+        arguments, options = tree_map_only(_Window, real, (operation.arguments, operation.options))
+        made = operation.function(*arguments, **options)
+        for window, tensor in zip(operation.results, made if isinstance(made, list | tuple) else (made,), strict=True):
+            if window is not None:
+                held[window.storage] = tensor.untyped_storage()
+
+
+def _storage(nbytes: int) -> UntypedStorage:
+    return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+
+
+def _uses(operations: list[_Operation]) -> dict[int, list[int]]:
+    """The numbers of the operations that touch each storage."""
+    uses: dict[int, list[int]] = {}
+    for number, operation in enumerate(operations):
+        for key in operation.touches():
+            uses.setdefault(key, []).append(number)
+    return uses
+
+
+_Places = dict[int, tuple[Tensor, list[tuple[nn.Module, str]]]]
+
+
+def _places_of(model: nn.Module) -> _Places:
+    """Each parameter and buffer of the model, by ``id``, with all places that have it."""
+    places: _Places = {}
+    for module in model.modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                places.setdefault(id(tensor), (tensor, []))[1].append((module, name))
+    return places
+
+
+def _to_meta(model: nn.Module, recording: _Recording) -> dict[int, _Window]:
+    """Put the model's fake tensors on the meta device; where each lay. They would not live without their mode."""
+    windows, places = {}, _places_of(model)
+    for fake, _ in places.values():
+        if isinstance(fake, FakeTensor):
+            window = recording.window(fake)
+            new = _put(fake, torch.empty_strided(*window.layout, dtype=fake.dtype, device="meta"), places)
+            windows[id(new)] = window
+    for module in model.modules():
+        if any(isinstance(each, FakeTensor) for each in tree_iter(dict(module.__dict__))):
+            raise _UnrecordableError(f"{type(module).__name__} has a tensor that is neither parameter nor buffer")
+    return windows
+
+
+@cache
+def _fake_attributes() -> frozenset[str]:
+    """Of a parameter that is fake, beside those that a factory gave it."""
+    with FakeTensorMode():
+        return frozenset(nn.Parameter(torch.empty(0)).__dict__)
+
+
+def _put(old: Tensor, value: Tensor, places: _Places, place: Place = _nothing) -> Tensor:
+    """Put ``value`` where the model has ``old``, as a parameter if that is one."""
+    if not isinstance(old, nn.Parameter):
+        for module, name in places[id(old)][1]:
+            module._buffers[name] = value
+        return value
+    new = nn.Parameter(value, requires_grad=old.requires_grad)
+    new.__dict__.update({name: each for name, each in old.__dict__.items() if name not in _fake_attributes()})
+    for module, name in places[id(old)][1]:
+        setattr(module, name, new)
+    place(new)
+    return new
+
+
+def _random_states() -> tuple[Tensor, Any, Any]:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def _restore_random_states(of_torch: Tensor, of_python: Any, of_numpy: Any) -> None:
+    torch.set_rng_state(of_torch)
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)

@@ -1,0 +1,134 @@
+"""A model that is built when and where it is wanted is the model that is built at once."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from app.config import ModelConfig
+from app.models.blueprint import Blueprint
+from app.models.factory import build_model
+from app.models.gpt import GPT
+from app.training.worker import seed_random
+from tests.memory import peak_growth
+
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+Build = Callable[[], nn.Module]
+
+
+class Varied(nn.Module):
+    """Initialised in the ways that factories know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.tied = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.tied.weight = self.linear.weight
+        nn.init.orthogonal_(self.linear.weight)
+        self.norm = nn.utils.parametrizations.weight_norm(nn.Linear(6, 4))
+        self.scale = nn.Parameter(torch.full((3,), 0.5) * torch.rand(3))
+        self.table = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), requires_grad=False)
+        self.embedding = nn.Embedding(9, 4, padding_idx=0)
+        self.batch_norm = nn.BatchNorm1d(4)
+        self.register_buffer("mask", torch.ones(5, 5).tril().bool())
+        with torch.no_grad():
+            self.linear.bias[:3] = torch.linspace(0, 1, 3)
+            self.embedding.weight[1].copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        self.scale.is_special = True  # type: ignore[attr-defined]
+
+
+class Reads(nn.Module):
+    """Looks at a weight while it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        with torch.no_grad():
+            self.linear.weight /= self.linear.weight.norm().item()
+
+
+class KeepsATensor(nn.Module):
+    """Has one that is neither parameter nor buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(6, 6), torch.rand(3)
+
+
+def hugging_face(kind: str, **args: Any) -> nn.Module:
+    facts = {"vocab_size": 60, "max_length": 16, "num_labels": 3}
+    return build_model(ModelConfig(factory=f"app.models.huggingface:{kind}", args=SMALL | args), facts)
+
+
+def small_cnn() -> nn.Module:
+    return build_model(ModelConfig(factory="app.models.image:small_cnn"), {"num_labels": 10, "channels": 1})
+
+
+RECORDED = {
+    "GPT": partial(GPT, 64, 16, layers=2, width=16, heads=2),
+    "GPT with learned positions": partial(GPT, 64, 16, layers=1, width=16, heads=2, positions="learned", tied=False),
+    "convolutions": small_cnn,
+    "Llama": partial(hugging_face, "causal_lm", model_type="llama"),
+    "BERT": partial(hugging_face, "sequence_classifier", model_type="bert"),
+    "varied": Varied,
+    "copied layers": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 2),
+}
+WHOLE = {"reads a weight": Reads, "keeps a tensor": KeepsATensor, "LSTM": partial(nn.LSTM, 4, 4)}
+
+
+def content(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+@pytest.mark.parametrize("build", (RECORDED | WHOLE).values(), ids=RECORDED | WHOLE)
+def test_the_values_are_those_of_a_model_that_is_built_at_once(build: Build) -> None:
+    seed_random(7)
+    expected = content(build())
+    drawn = torch.rand(3)
+    seed_random(7)
+    made = content(Blueprint.of(build).make())
+    assert torch.equal(torch.rand(3), drawn), "the random numbers go on elsewhere"
+    assert made.keys() == expected.keys()
+    for name, each in made.items():
+        assert torch.equal(each, expected[name]), name
+        assert each.stride() == expected[name].stride()
+        assert each.requires_grad == expected[name].requires_grad
+
+
+@pytest.mark.parametrize("build", RECORDED.values(), ids=RECORDED)
+def test_a_blueprint_has_no_memory_and_is_made_one_tensor_at_a_time(build: Build) -> None:
+    blueprint = Blueprint.of(build)
+    drawn = [each for each in blueprint.model.parameters() if each.is_meta]
+    assert sum(each.numel() for each in drawn) > 0.9 * sum(each.numel() for each in blueprint.model.parameters())
+    placed: list[nn.Parameter] = []
+
+    def place(parameter: nn.Parameter) -> None:
+        assert not parameter.is_meta
+        placed.append(parameter)
+
+    model = blueprint.make(finish=Tensor.bfloat16, place=place)
+    assert {id(each) for each in placed} == {id(each) for each in model.parameters()}
+    assert len(placed) == len(list(model.parameters()))
+    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+
+
+def test_a_parameter_keeps_what_its_factory_noted_and_where_it_is_shared() -> None:
+    model = Blueprint.of(Varied).make()
+    assert model.tied.weight is model.linear.weight
+    assert model.scale.is_special
+    assert not hasattr(model.scale, "fake_mode")
+
+
+def test_what_is_wrong_with_a_factory_is_said_as_ever() -> None:
+    with pytest.raises(ValueError, match="not divisible"):
+        Blueprint.of(partial(GPT, 64, 16, width=10, heads=3))
+
+
+def test_one_tensor_is_in_memory_at_a_time() -> None:
+    megabytes, layers = 16, 16
+    blueprint = Blueprint.of(lambda: nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(layers))))
+    with peak_growth() as grown:
+        blueprint.make(finish=lambda value: value.new_empty(0))
+    assert grown() < 0.5 * layers * megabytes * 2**20
