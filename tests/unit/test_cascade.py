@@ -134,6 +134,13 @@ def rule_of(*thresholds: float | None) -> CascadeRule:
     )
 
 
+def test_a_stage_answers_a_row_of_which_it_is_just_sure_enough() -> None:
+    logits = np.array([[2.0, 0.0], [1.9, 0.0], [0.0, 2.1]])
+    rule = rule_of(float(max_probability(logits)[0]))
+    assert rule.is_sure(0, logits).tolist() == [True, False, True]
+    assert rule.is_sure(1, logits).tolist() == [True, True, True]
+
+
 class Asked:
     """Stages that answer with rows of given logits, and note what they are asked."""
 
