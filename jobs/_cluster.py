@@ -33,6 +33,11 @@ def connect() -> None:
         ) from error
 
 
+def may_grow() -> bool:
+    """Whether the cluster may get nodes while a job runs: the local one never does."""
+    return MARK not in os.environ
+
+
 def require(needed: Mapping[str, float], who: str) -> None:
     """Refuse what the local cluster, which never grows, cannot hold; ``who`` needs it, for the message.
 
@@ -47,7 +52,7 @@ def require(needed: Mapping[str, float], who: str) -> None:
         if amount <= held:
             continue
         sentence = f"{who} need {amount:g} {resource}s, and the cluster has {held:g}"
-        if MARK in os.environ:
+        if not may_grow():
             raise ClusterError(f"{sentence}: ask for fewer, or start a larger cluster")
         print(f"{sentence}; waiting for it to grow", flush=True)
 

@@ -27,7 +27,7 @@ from app.tuning.study import SearchStudy
 from app.tuning.trainable import DATA
 from app.tuning.trial_data import keep_data
 from app.tuning.trial_recipe import trial_recipe
-from jobs._cluster import connect, require, require_dashboard
+from jobs._cluster import connect, may_grow, require, require_dashboard
 from jobs._runner import main
 from jobs._sigterm import on_sigterm
 
@@ -53,12 +53,13 @@ def tune(run: Run) -> Outcome:
         require(resources_of(own.train, 2 * workers), "the two trials of the smallest population")
     study = _study(run, place_of, space, config)
     budget = Budget(config.stop, config.objectives[0], study.epochs_trained, study.seconds)
-    search = Search(recipe, config, study, run.folder, budget)
+    search = Search(recipe, config, study, run.folder, budget, may_grow())
     run.until_result.enter_context(held(run.folder))
     with keep_snapshots(place):
         run.open()
         keep_data(data, own, run.folder / DATA)
-        print(f"study {run.run_id} in {place}, {search.at_once()} trials at once", flush=True)
+        more = f", up to {search.max_at_once} as the cluster grows" if search.room() < search.at_once() else ""
+        print(f"study {run.run_id} in {place}, {max(1, search.room())} trials at once{more}", flush=True)
         with on_sigterm(budget.ask, "the search goes on with tune.resume=true"):
             search.run()
     return _outcome(run, search)

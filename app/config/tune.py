@@ -95,7 +95,8 @@ class TuneConfig(Section):
         default=None, description="processes of a trial; default: as few as its plan needs, so that more run at once"
     )
     concurrent: PositiveInt | None = Field(
-        default=None, description="trials at once, at most; default: as many as the cluster has room for"
+        default=None,
+        description="trials at once, at most; default: as many as the cluster has room for, or asks to grow for",
     )
     seed: int = Field(default=0, description="of the sampler; trials all train with train.seed")
     storage: Annotated[str, BeforeValidator(_check_storage)] | None = Field(

@@ -26,6 +26,9 @@ from app.tuning.trials import VALUES
 _NEXT_TO_NOTHING = {"memory": 1.0}
 """One byte: an actor of Ray Tune must reserve something."""
 
+_MIN_AHEAD = 4
+"""Trials that a cluster without room is asked for: as many nodes start together instead of one after another."""
+
 _FEW_CHECKPOINTS = 3
 """Of each trial that others go on from: the newest, and those that somebody may be reading just now."""
 
@@ -49,6 +52,8 @@ class Search:
     folder: UPath
     """Of the run."""
     budget: Budget
+    cluster_grows: bool = False
+    """Whether it may get nodes while the search runs."""
 
     @property
     def resources(self) -> dict[str, float]:
@@ -73,11 +78,25 @@ class Search:
         """Whether an actor takes one trial after another; it would keep a trial's workers, and what ZeRO 3 leaks."""
         return self._workers == 1 and self._train.plan.zero_stage != 3
 
-    def at_once(self) -> int:
-        """Trials that the cluster has room for, or fewer if the recipe says so."""
+    @property
+    def max_at_once(self) -> int:
+        """Trials at once on a cluster of any size."""
+        return min(self.config.concurrent or self.config.trials, self.config.trials)
+
+    def room(self) -> int:
+        """Trials that the cluster has room for now, or fewer if the recipe says so."""
         cluster = ray.cluster_resources()
         room = min(int(cluster.get(name, 0.0) // amount) for name, amount in self.resources.items())
-        return max(1, min(room, self.config.concurrent or room, self.config.trials))
+        return min(room, self.max_at_once)
+
+    def at_once(self) -> int:
+        """Trials that should run now. A cluster that grows is asked for more: trials that wait for nodes make it grow.
+
+        No more wait than run, for they are drawn before the search knows how those end; but a few, if few run.
+        """
+        room = self.room()
+        ahead = max(room, _MIN_AHEAD) if self.cluster_grows else 0
+        return max(1, min(room + ahead, self.max_at_once))
 
     def run(self) -> None:
         """Run trials until there are enough; everything that comes out of them is in the study.
@@ -107,9 +126,9 @@ class Search:
             tune.with_resources(trainable, self._actor_resources),
             tune_config=tune.TuneConfig(
                 num_samples=-1,
-                search_alg=StudySearcher(study, config.trials, promotion),
+                search_alg=StudySearcher(study, config.trials, promotion, self.at_once),
                 scheduler=scheduler,
-                max_concurrent_trials=self.at_once(),  # without it, Ray Tune runs one at a time
+                max_concurrent_trials=self.max_at_once,  # without it, Ray Tune runs one at a time
                 reuse_actors=self._reuses_actors,
             ),
             run_config=tune.RunConfig(

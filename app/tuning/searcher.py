@@ -1,5 +1,6 @@
 """Ray Tune's question for the next trial, answered by the study."""
 
+from collections.abc import Callable
 from typing import Any
 
 from ray.tune.search import Searcher
@@ -16,13 +17,16 @@ class StudySearcher(Searcher):  # type: ignore[misc] # Ray has no types
     time, and loses every running trial with its process. What becomes of trials is written by the ``Ledger``.
     """
 
-    def __init__(self, study: SearchStudy, most: int, promotion: Promotion | None) -> None:
+    def __init__(self, study: SearchStudy, most: int, promotion: Promotion | None, at_once: Callable[[], int]) -> None:
+        """``at_once`` says how many trials should run now; it is asked each time, for clusters grow and shrink."""
         super().__init__()
-        self._study, self._most, self._promotion = study, most, promotion
+        self._study, self._most, self._promotion, self._at_once = study, most, promotion, at_once
         self._running = 0
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # noqa: ARG002
-        """The configuration of the next trial, or that there is none."""
+        """The configuration of the next trial, or that there is none, or none yet."""
+        if self._running >= self._at_once():
+            return None
         proposal = self._next()
         if proposal is None:
             return None if self._running else str(Searcher.FINISHED)

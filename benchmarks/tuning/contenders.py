@@ -106,7 +106,7 @@ class _Rayloom:
         promotion = create_promotion(config, epochs, known=[])
         assert promotion is not None
         self._promotion = promotion
-        self._searcher = StudySearcher(self.study, most=10**6, promotion=promotion)
+        self._searcher = StudySearcher(self.study, most=10**6, promotion=promotion, at_once=lambda: 10**6)
         self._number = 0
 
     def propose(self) -> Task | None:

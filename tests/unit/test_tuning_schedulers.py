@@ -3,14 +3,22 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import ray
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from ray.tune.schedulers import TrialScheduler
+from sqlalchemy.engine import URL
+from upath import UPath
 
 from app.config import Recipe, load_recipe
+from app.tuning.budget import Budget
 from app.tuning.results import CLONED, EPOCH, HEARD, NUMBER, VALUE, VALUES
 from app.tuning.schedulers import create_scheduler, replay
+from app.tuning.search import Search
+from app.tuning.searcher import StudySearcher
 from app.tuning.space import load_space
 from tests.helpers import ROOT
+from tests.studies import create, recipe_with
 
 EPOCHS = 4
 LR, MOMENTUM = "train.optimizer.lr", "train.optimizer.momentum"
@@ -85,3 +93,50 @@ def test_a_population_changes_the_keys_that_a_trial_has_within_their_ranges() ->
         assert (config[NUMBER], config[HEARD]) == (2, 5)
         assert config[VALUES].keys() == {LR, "train.optimizer.name"}
         assert space.contains(config[VALUES])
+
+
+def search_on(
+    monkeypatch: pytest.MonkeyPatch, url: URL, *overrides: str, grows: bool
+) -> tuple[Search, dict[str, float]]:
+    """A search on a cluster that has the resources in the dictionary, which a test may change."""
+    cluster = {"CPU": 0.0}
+    monkeypatch.setattr(ray, "cluster_resources", lambda: cluster)
+    recipe, study = recipe_with(*overrides), create(url, *overrides)
+    assert recipe.tune is not None
+    budget = Budget(recipe.tune.stop, recipe.tune.objectives[0], 0, 0.0)
+    return Search(recipe, recipe.tune, study, UPath("memory://x"), budget, grows), cluster
+
+
+@pytest.mark.parametrize(
+    ("grows", "overrides", "expected"),
+    [
+        (True, ["tune.trials=30"], [4, 5, 8, 16, 30]),
+        (True, ["tune.trials=30", "tune.concurrent=6"], [4, 5, 6, 6, 6]),
+        (False, ["tune.trials=30"], [1, 1, 4, 8, 30]),
+    ],
+)
+def test_a_cluster_that_grows_is_asked_for_more_trials_than_it_has_room_for(
+    monkeypatch: pytest.MonkeyPatch, url: URL, grows: bool, overrides: list[str], expected: list[int]
+) -> None:
+    search, cluster = search_on(monkeypatch, url, *overrides, grows=grows)
+    seen = []
+    for cluster["CPU"] in (0.0, 1.0, 4.0, 8.0, 40.0):
+        seen.append(search.at_once())
+    assert seen == expected
+
+
+def test_trials_are_proposed_as_the_cluster_grows(monkeypatch: pytest.MonkeyPatch, url: URL) -> None:
+    search, cluster = search_on(monkeypatch, url, "tune.trials=30", grows=True)
+    searcher = StudySearcher(search.study, 30, None, search.at_once)
+
+    def proposed() -> int:
+        count = 0
+        while searcher.suggest("any") is not None:
+            count += 1
+        return count
+
+    assert [proposed(), proposed()] == [4, 0]
+    cluster["CPU"] = 3.0
+    assert proposed() == 3
+    searcher.on_trial_complete("any")
+    assert proposed() == 1
