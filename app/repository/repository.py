@@ -41,7 +41,7 @@ class Repository:
         return [name for name, newest in self._of_each_model(self._newest).items() if newest is not None]
 
     def list_versions(self) -> list[ListedVersion]:
-        """Every published version of every model, by name and number. Raises StorageError as ``aliases``."""
+        """List every published version of every model, by name and number. Raises StorageError as ``aliases``."""
         numbers = {name: some for name, some in self._of_each_model(self._numbers).items() if some}
         aliases = dict(zip(numbers, map_at_once(self._root, self.aliases, numbers), strict=True))
 
@@ -55,7 +55,7 @@ class Repository:
             return ListedVersion(name, number, tuple(aliases[name].of(number)), manifest)
 
         begun = [(name, number) for name, some in numbers.items() for number in some]
-        return [each for each in map_at_once(self._root, lambda version: listed(*version), begun) if each]
+        return list(filter(None, map_at_once(self._root, lambda version: listed(*version), begun)))
 
     def versions(self, name: str) -> list[int]:
         """The published versions of a model, ascending. Raises StorageError if there are none."""
@@ -205,11 +205,12 @@ class Repository:
         return list(compress(numbers, published))
 
     def _newest(self, name: str) -> int | None:
-        """The last published version; it costs the same however many there are before."""
-        return next((each for each in reversed(self._numbers(name)) if is_published(self.folder(name, each))), None)
+        """Return the last published version, at a cost that does not grow with the versions before it."""
+        numbers = reversed(self._numbers(name))
+        return next((number for number in numbers if is_published(self.folder(name, number))), None)
 
     def _of_each_model(self, work: Callable[[str], Made]) -> dict[str, Made]:
-        """What ``work`` makes of the name of each model's folder, sorted by names."""
+        """Return what ``work`` makes of the name of each model's folder, sorted by names."""
         names = sorted(list_names(self._root))
         return dict(zip(names, map_at_once(self._root, work, names), strict=True))
 

@@ -143,7 +143,7 @@ def test_an_engine_that_is_not_measured_yet_asks_to_come_back_in_a_second() -> N
 
 def counts_and_ns(durations: ComputeDurations) -> list[tuple[int, int]]:
     """Of input, inference and output."""
-    return [(each.count, each.ns) for each in (durations.input, durations.infer, durations.output)]
+    return [(part.count, part.ns) for part in (durations.input, durations.infer, durations.output)]
 
 
 def test_what_is_counted() -> None:
