@@ -15,7 +15,7 @@ from tenacity import retry, stop_after_delay, wait_fixed
 from upath import UPath
 
 from app.cluster import ports
-from app.storage import open_storage
+from app.storage import open_storage, to_path
 from benchmarks.machine import load_average, machine, today, versions
 from benchmarks.many.deploys import of_deploys
 from benchmarks.many.measures import Cost, of_endpoint, of_runs, of_versions
@@ -29,6 +29,7 @@ a process of its own on this machine: one request after the other, some millisec
 count; lists send 32 at a time.
 """
 _MODELS = 100
+_BUCKET = "s3://many"
 
 Costs = Mapping[str, Cost]
 
@@ -37,10 +38,12 @@ def main() -> None:
     """Measure the chosen sections, and write the page; it keeps the other sections from the last time."""
     arguments = _arguments()
     page = _sections_of(arguments.results)
-    for title in arguments.sections:
-        load = load_average()
-        rows = _SECTIONS[title]()
-        page[title] = f"{machine()}; {versions(['s3fs', 'moto', 'ray'])}; {today()}, load average {load}\n\n{rows}\n"
+    with _s3():
+        for title in arguments.sections:
+            load = load_average()
+            rows = _SECTIONS[title]()
+            packages = versions(["s3fs", "moto", "ray"])
+            page[title] = f"{machine()}; {packages}; {today()}, load average {load}\n\n{rows}\n"
     text = "\n".join([_HEAD, *(f"## {title}\n\n{page[title]}" for title in _SECTIONS if title in page)])
     arguments.results.write_text(text, encoding="utf-8")
     print(text)
@@ -62,10 +65,10 @@ def _sections_of(results: Path) -> dict[str, str]:
 def _stored(measure: Callable[[UPath, int], Costs], counts: Sequence[int]) -> str:
     """A table of each count on a disk and on S3, with storage of its own."""
     columns: dict[str, Costs] = {}
-    with tempfile.TemporaryDirectory(prefix="bench-many-") as disk, _s3() as bucket:
-        for place, root in (("a disk", open_storage(disk)), ("S3", bucket)):
+    with tempfile.TemporaryDirectory(prefix="bench-many-") as disk:
+        for place, root in (("a disk", disk), ("S3", _BUCKET)):
             for count in counts:
-                columns[f"{count:,} on {place}"] = measure(root / secrets.token_hex(4), count)
+                columns[f"{count:,} on {place}"] = measure(open_storage(f"{root}/{secrets.token_hex(4)}"), count)
     first = next(iter(columns.values()))
     return _table(list(columns), {what: [costs[what] for costs in columns.values()] for what in first})
 
@@ -79,8 +82,8 @@ def _table(columns: Sequence[str], costs: Mapping[str, Sequence[Cost]]) -> str:
 
 
 @contextmanager
-def _s3() -> Iterator[UPath]:
-    """Storage on an S3 server that ends with the block."""
+def _s3() -> Iterator[None]:
+    """An S3 server with a bucket, until the end of the block."""
     (port,) = ports.unused(1)
     os.environ |= {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
@@ -92,8 +95,8 @@ def _s3() -> Iterator[UPath]:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
             retry(wait=wait_fixed(0.2), stop=stop_after_delay(30))(httpx.get)(os.environ["AWS_ENDPOINT_URL"])
-            UPath(f"s3://bucket-{port}").mkdir()
-            yield open_storage(f"s3://bucket-{port}/storage")
+            to_path(_BUCKET).mkdir()
+            yield
         finally:
             server.terminate()
 

@@ -1,6 +1,7 @@
 """The page of what many runs, versions and models cost."""
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from benchmarks.many import __main__ as many
 def test_a_page_keeps_what_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page, rows = tmp_path / "RESULTS.md", {"Runs": "| runs |", "Versions": "| first |"}
     monkeypatch.setattr(many, "_SECTIONS", {title: lambda title=title: rows[title] for title in rows})
+    monkeypatch.setattr(many, "_s3", nullcontext)
     monkeypatch.setattr(sys, "argv", ["many", "--results", str(page)])
     many.main()
     rows["Runs"], rows["Versions"] = "never", "| second |"
