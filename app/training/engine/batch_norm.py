@@ -21,7 +21,7 @@ def synchronize_batch_norm(model: nn.Module) -> nn.Module:
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """torch's, which refuses CPUs, and for CPUs the same by differentiable sums over all workers."""
+    """torch's layer on GPUs; on CPUs, which torch refuses, the same through differentiable sums over all workers."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
@@ -54,6 +54,6 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 def _sum_over_workers(values: Tensor) -> Tensor:
-    """Whose gradient is added up likewise."""
+    """Return the sum of ``values`` over all workers; its gradient is summed likewise."""
     total: Tensor = all_reduce(values)  # type: ignore[no-untyped-call]
     return total
