@@ -36,7 +36,7 @@ from app.tuning.trials import (
     rests_of,
     waits,
 )
-from app.tuning.view import view_of
+from app.tuning.view import Seen, view_of
 
 LOG = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ class SearchStudy:
         self._substitute = create_substitute(config, space.is_finite)
         self.rests = rests_of(study)
         """The first objective of each trial that ended or came to wait, in this order; None: it has no value."""
+        self._seen: Seen = {}
         self.exhausted: str | None = None
         """Why there are fewer trials than were asked for."""
         self._interrupted = [each.number for each in self.trials if each.number in self._open and not waits(each)]
@@ -290,7 +291,7 @@ class SearchStudy:
         enqueued = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
         if enqueued or isinstance(sampler, KEEPS_STATE):
             return self.study.ask()
-        drawn = view_of(self.study, sampler, self.space).ask()
+        drawn = view_of(self.study, sampler, self.space, self._seen).ask()
         try:
             values = self.space.draw(drawn)
         except RecipeError:  # the trial fails as this one does, and is filed

@@ -61,7 +61,11 @@ def best_trials(study: Study) -> list[FrozenTrial]:
     known.sort(key=lambda each: (losses[each.number], each.number))
     if len(signs) == 1:
         return known[:1]
-    return [each for each in known if not any(_dominates(other, losses[each.number]) for other in losses.values())]
+    front: list[FrozenTrial] = []
+    for trial in known:  # in this order, only one before it dominates it, and then one of the front does
+        if not any(_dominates(losses[other.number], losses[trial.number]) for other in front):
+            front.append(trial)
+    return front
 
 
 def waits(trial: FrozenTrial) -> bool:

@@ -6,13 +6,14 @@ from typing import Any
 import optuna
 import pytest
 from optuna.storages._rdb.models import TrialModel
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial, TrialState, create_trial
 from sqlalchemy import event, make_url
 from sqlalchemy.engine import URL
 from upath import UPath
 
 from app.config import Objective, load_recipe
 from app.errors import TuningError
+from app.tuning import trials, view
 from app.tuning.outcome import FrontTrial, TuneMetrics, recipe_of
 from app.tuning.report import write_report
 from app.tuning.space import Value
@@ -395,3 +396,28 @@ def test_trials_that_wait_are_not_read_anew_and_all_that_is_written_is_known(url
     known = study.study.get_trials(deepcopy=False)
     assert known == optuna.load_study(study_name="one", storage=str(url)).trials
     assert [each.state for each in known].count(TrialState.RUNNING) == 11
+
+
+def test_a_proposal_makes_ready_only_the_trials_that_are_new(url: URL, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[TrialState] = []
+
+    def make(**given: Any) -> FrozenTrial:
+        made.append(given["state"])
+        return create_trial(**given)
+
+    monkeypatch.setattr(view, "create_trial", make)
+    study = create(url)
+    for _ in range(8):
+        made.clear()
+        study.complete(ask(study), [0.5], stopped_early=False)
+    assert made == [TrialState.COMPLETE], "the last one that ended"
+
+
+def test_a_front_is_found_without_comparing_every_trial_with_every_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    study, compared = optuna.create_study(directions=["minimize", "minimize"]), []
+    for number in range(100):
+        study.add_trial(create_trial(values=[number % 50, 3.0 if number % 50 else 9.0]))
+    dominates = trials._dominates
+    monkeypatch.setattr(trials, "_dominates", lambda one, other: compared.append(one) or dominates(one, other))
+    assert [trial.number for trial in trials.best_trials(study)] == [0, 50, 1, 51]
+    assert len(compared) < 4 * 100
