@@ -36,9 +36,12 @@ def run(
 
 @contextmanager
 def local_cluster(home: Path, **settings: str) -> Iterator[dict[str, str]]:
-    """A cluster with its state, storage and cache in ``home``; its value is the environment that reaches it."""
+    """A cluster with its state, storage and cache in ``home``; its value is the environment that reaches it.
+
+    ``settings`` are environment variables, also in place of these.
+    """
     folders = {"HOME": home, "STORAGE": home / "storage", "CACHE": home / "cache"}
-    environment = settings | {f"RAYLOOM_{name}": str(folder) for name, folder in folders.items()}
+    environment = {f"RAYLOOM_{name}": str(folder) for name, folder in folders.items()} | settings
     try:
         started = run("rayloom", "up", environment=environment)
         assert started.returncode == 0, started.stderr
