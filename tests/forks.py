@@ -27,7 +27,8 @@ TRAINING = [
     *("app.training.__main__", "deepspeed", "deepspeed.ops"),
     *("deepspeed.runtime.zero.muon.muon_optimizer", "sklearn.datasets", "tensorboardX", "torch._dynamo"),
 ]  # what would else be loaded late, by a model or an optimizer, too
-JOBS = [*TRAINING, "jobs.lifecycle", "ray.serve", "ray.train", "ray.tune"]
+JOBS = [*TRAINING, "jobs.tune", "jobs.deploy", "transformers", "onnxscript"]
+"""Without ONNX Runtime: it starts a thread when it is loaded, which a fork does not have and waits for at its end."""
 _LONGEST_MESSAGE = 2**17
 T = TypeVar("T")
 

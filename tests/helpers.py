@@ -116,9 +116,17 @@ def _trainings() -> Forks:
     return Forks({**os.environ, "DS_ACCELERATOR": "cpu"}, TRAINING)
 
 
+def in_fork(
+    module: str, *arguments: str, environment: dict[str, str] | None = None, processes: int = 0, timeout: float = 900
+) -> subprocess.CompletedProcess[str]:
+    """``python -m MODULE ARGUMENT…`` in a process that has loaded what it takes to train."""
+    command = Command(module, list(arguments), {**os.environ, **(environment or {})}, processes)
+    return _trainings().run(command, timeout)
+
+
 def train_alone(*overrides: str, processes: int = 1, recipe: str = "recipes/digits.yaml") -> dict[str, Any]:
     """The result of a training without Ray; one that is watched or harmed is started with ``Launch.torchrun``."""
-    done = _trainings().run(Command("app.training", [recipe, *overrides], dict(os.environ), processes), timeout_s=300)
+    done = in_fork("app.training", recipe, *overrides, processes=processes, timeout=300)
     assert done.returncode == 0, done.stderr
     return result_of(done.stdout)
 

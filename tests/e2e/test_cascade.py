@@ -7,14 +7,15 @@ from upath import UPath
 from app.repository.repository import Repository
 from tests.cascades import publish_stages
 from tests.engine_contract import TEXTS
-from tests.helpers import run, submit
+from tests.helpers import run
+from tests.jobs import run_job
 
 
 @pytest.mark.usefixtures("emptied")
 def test_a_cascade_is_calibrated_deployed_and_says_who_answered(cluster: dict[str, str]) -> None:
     publish_stages(UPath(cluster["RAYLOOM_STORAGE"]))
     cascade = "serve.cascade={before: [tiny], accuracy_floor: 0.8}"
-    deployed = submit(cluster, "deploy", "recipes/reviews.yaml", "name=toy", "serve.threads=1", cascade)
+    deployed = run_job(cluster, "deploy", "recipes/reviews.yaml", "name=toy", "serve.threads=1", cascade)
     rule = deployed["metrics"]["cascade"]
     assert (rule["rows"], rule["accuracy_floor"], rule["confidence"]) == (32, 0.8, 0.95)
     asked = f"{deployed['artifacts']['http']}/v1/models/toy/predict"

@@ -288,7 +288,7 @@ def test_a_gate_that_does_not_hold_publishes_nothing(cluster: dict[str, str], de
     ("job", "overrides", "words"),
     [
         ("train", "train.workers=64", "train.workers, of which there are 64, need 64 CPUs, and the cluster has"),
-        ("deploy", "serve.cpus_per_replica=64 serve.replicas=1", "need 128 CPUs, and the cluster has"),
+        ("deploy", "serve.cpus_per_replica=64 serve.replicas=9", "need 640 CPUs, and the cluster has"),
         ("deploy", "serve.port=9", "serve.port is 9 and serve.grpc_port "),
     ],
 )

@@ -9,7 +9,8 @@ import pytest
 from upath import UPath
 
 from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, exported
-from tests.helpers import run, submit
+from tests.helpers import run
+from tests.jobs import run_job
 from tests.toy import LABELS, publish_version
 
 DEPLOY = ["deploy", "recipes/reviews.yaml", "name=tried", "serve.threads=1"]
@@ -27,7 +28,7 @@ def test_a_canary_is_served_promoted_and_then_answers_everything(cluster: dict[s
 
     for _ in range(2):
         publish_version(UPath(cluster["RAYLOOM_STORAGE"]), "tried", exported(), SIGNATURE, PROCESSOR, LABELS)
-    tried = submit(
+    tried = run_job(
         cluster, *DEPLOY, "serve.version=1", "serve.canary={percent: 50, version: 2}", "serve.replicas=[1, 2]"
     )
     assert tried["artifacts"]["model"] == "tried/1"
@@ -39,7 +40,7 @@ def test_a_canary_is_served_promoted_and_then_answers_everything(cluster: dict[s
     assert (code, "version 2, is served at" in told) == (2, True), told
     code, told = models("promote", "tried", "2")
     assert (code, "the endpoint goes on with version 1" in told) == (0, True), told
-    submit(cluster, *DEPLOY)
+    run_job(cluster, *DEPLOY)
     assert versions(endpoint) == {"2": 40}
     code, told = models("delete", "tried", "1")
     assert (code, "version 1, is previous" in told) == (2, True), told
@@ -50,7 +51,7 @@ def test_deploys_at_one_time_add_up_one_that_is_late_changes_nothing_and_undeplo
     cluster: dict[str, str],
 ) -> None:
     def job(name: str, kind: str = "deploy", *overrides: str, succeeds: bool = True) -> dict[str, Any]:
-        return submit(
+        return run_job(
             cluster, kind, "recipes/reviews.yaml", f"name={name}", "serve.version=1", *overrides, succeeds=succeeds
         )
 

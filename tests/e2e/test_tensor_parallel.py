@@ -12,7 +12,8 @@ from upath import UPath
 from app.data.builtin import BUILTIN
 from app.training.weights import load_weights
 from tests.engine_contract import TEXTS
-from tests.helpers import submit, wait_until
+from tests.helpers import train_alone, wait_until
+from tests.jobs import run_job
 from tests.launch import Cluster
 
 pytestmark = pytest.mark.usefixtures("emptied")
@@ -39,15 +40,16 @@ def trained(cluster: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
     few = tmp_path_factory.mktemp("reviews") / "few.jsonl"
     rows = [{"text": text, "label": label} for text, label in list(BUILTIN["reviews"]())[::29]]
     few.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    result = submit(cluster, "train", *RECIPE, f"data.source={few}")
-    published = submit(cluster, "compile", *RECIPE)
+    recipe, *overrides = RECIPE
+    result = train_alone(*overrides, f"data.source={few}", f"storage={cluster['RAYLOOM_STORAGE']}", recipe=recipe)
+    published = run_job(cluster, "compile", *RECIPE)
     assert (published["metrics"]["chosen"]["engine"], published["artifacts"]["model"]) == ("torch", "shared/1")
     return result
 
 
 @pytest.fixture
 def endpoint(cluster: dict[str, str], trained: dict[str, Any]) -> str:
-    return submit(cluster, "deploy", *RECIPE, SPLIT)["artifacts"]["http"]
+    return run_job(cluster, "deploy", *RECIPE, SPLIT)["artifacts"]["http"]
 
 
 def asked(endpoint: str) -> httpx.Response:
@@ -75,7 +77,7 @@ def test_it_answers_as_the_whole_model_does_and_comes_back_when_a_part_dies(
     np.testing.assert_allclose(scores(asked(endpoint)), expected, atol=2e-5)
     assert len(there.processes("ray::Shard")) == 2
 
-    submit(cluster, "undeploy", *RECIPE)
+    run_job(cluster, "undeploy", *RECIPE)
     wait_until(lambda: not there.processes("ray::Shard") and not there.cpus()[0])
 
 
@@ -89,6 +91,6 @@ def test_it_answers_as_the_whole_model_does_and_comes_back_when_a_part_dies(
 def test_what_cannot_be_sharded_so_is_refused_before_anything_is_started(
     cluster: dict[str, str], trained: dict[str, Any], split: str, words: str
 ) -> None:
-    refused = submit(cluster, "deploy", *RECIPE, f"serve.tensor_parallel={split}", succeeds=False)
+    refused = run_job(cluster, "deploy", *RECIPE, f"serve.tensor_parallel={split}", succeeds=False)
     assert words in refused["error"]
     assert not Cluster(cluster).processes("ray::Shard")

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.helpers import run
-from tests.parity.plans import GOES_ON, HALF, KEPT, PLANS, STEPS, rows_of
+from tests.helpers import in_fork
+from tests.parity.plans import HALF, SELECTIONS, STEPS, Selection, rows_of
 from tests.tables import Tables
 
 Losses = dict[str, dict[str, list[float]]]
@@ -23,58 +23,55 @@ def difference(losses: list[float], expected: list[float]) -> float:
 
 @dataclass(frozen=True)
 class Trained:
-    """What every row of the table came to, by the number of processes."""
+    """What every row came to, by the number of processes."""
 
+    selected: Selection
     compared: dict[int, Losses]
     went_on: dict[int, Losses]
     """From each state that was kept after half of the steps."""
 
     def second_half(self) -> dict[str, list[float]]:
         """The losses that each kept state went on to, by its folder's name."""
-        rows = {processes: rows_of(processes) for processes in PLANS}
         return {
-            rows[processes][name].slug: each["plan"][HALF:STEPS]
+            rows_of(processes)[name].slug: losses["plan"][HALF:STEPS]
             for processes, found in self.compared.items()
-            for name, each in found.items()
-            if rows[processes][name].is_kept
+            for name, losses in found.items()
+            if name in self.selected.kept
         }
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    done = run(
-        *("python", "-m", "tests.parity.worker", str(tmp_path_factory.mktemp("states"))),
-        environment={"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
-        timeout=900,
-    )
+@pytest.fixture(scope="module", params=["covering", pytest.param("whole", marks=pytest.mark.slow)])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = str(tmp_path_factory.mktemp("states"))
+    done = in_fork("tests.parity.worker", folder, request.param, environment={"TORCH_CPP_LOG_LEVEL": "ERROR"})
     lines = [line for line in done.stdout.splitlines() if line.startswith("LOSSES ")]
     assert lines, done.stdout + done.stderr
     found = json.loads(lines[0].removeprefix("LOSSES "))
     compared, went_on = (
         {int(number): losses for number, losses in found[what].items()} for what in ("compare", "go on")
     )
-    return Trained(compared, went_on)
+    return Trained(SELECTIONS[request.param], compared, went_on)
 
 
-@pytest.mark.parametrize("processes", PLANS)
-def test_every_plan_trains_the_same_model(processes: int, trained: Trained, tables: Tables) -> None:
-    found, rows = trained.compared[processes], rows_of(processes)
-    apart = {name: difference(losses["plan"], losses["plain"]) for name, losses in found.items()}
-    tables.add(
-        f"losses of {STEPS} steps against one process of plain PyTorch, {processes} processes",
-        ("plan", "largest relative difference", "allowed"),
-        [(name, f"{apart[name]:.1e}", f"{rows[name].tolerance:.0e}") for name in apart],
-    )
-    assert apart.keys() == rows.keys()
-    for name, losses in found.items():
-        assert losses["plain"][-1] < 0.9 * losses["plain"][0], "nothing was learned, so nothing was compared"
-        assert apart[name] <= rows[name].tolerance, name
+def test_every_plan_trains_the_same_model(trained: Trained, tables: Tables) -> None:
+    for processes, names in trained.selected.compared.items():
+        found, rows = trained.compared[processes], rows_of(processes)
+        apart = {name: difference(losses["plan"], losses["plain"]) for name, losses in found.items()}
+        tables.add(
+            f"losses of {STEPS} steps against one process of plain PyTorch, {processes} processes",
+            ("plan", "largest relative difference", "allowed"),
+            [(name, f"{apart[name]:.1e}", f"{rows[name].tolerance:.0e}") for name in apart],
+        )
+        assert apart.keys() == set(names)
+        for name, losses in found.items():
+            assert losses["plain"][-1] < 0.9 * losses["plain"][0], "nothing was learned, so nothing was compared"
+            assert apart[name] <= rows[name].tolerance, name
 
 
 def test_a_run_goes_on_under_any_plan_on_any_number_of_processes(trained: Trained, tables: Tables) -> None:
     expected, table = trained.second_half(), []
-    assert len(expected) == len(KEPT)
-    for processes, wanted in GOES_ON.items():
+    assert len(expected) == len(trained.selected.kept)
+    for processes, wanted in trained.selected.goes_on.items():
         assert trained.went_on[processes].keys() == set(wanted)
         for name, found in trained.went_on[processes].items():
             for slug, losses in found.items():

@@ -50,11 +50,6 @@ class Row:
         return 1e-4 if exact else 2e-2
 
     @property
-    def is_kept(self) -> bool:
-        """Whether other plans go on from its state after half of the steps."""
-        return self.name in KEPT
-
-    @property
     def slug(self) -> str:
         """The name as a folder."""
         return self.name.replace(" ", "_").replace(",", "")
@@ -88,6 +83,12 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
         "pipeline 2, learned positions, untied": {"pipeline": 2, "model": "untied gpt"},
         "pipeline 2, bf16": {"pipeline": 2, "micro_batch": 4, "precision": "bf16"},
     },
+    4: {
+        "tensor 2 x data 2": {"tensor": 2},
+        "pipeline 2 x data 2, accumulation 2": {"pipeline": 2, "micro_batch": 4},
+        "pipeline 2 x tensor 2": {"pipeline": 2, "tensor": 2},
+        "pipeline 2 x tensor 2, bf16": {"pipeline": 2, "tensor": 2, "micro_batch": 4, "precision": "bf16"},
+    },
     8: {
         "pipeline 2 x tensor 2 x data 2": {"pipeline": 2, "tensor": 2},
         "pipeline 2 x tensor 2 x data 2, accumulation 4": {"pipeline": 2, "tensor": 2, "micro_batch": 2},
@@ -97,8 +98,9 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
 KEPT = (
     "ZeRO 0, sgd", "ZeRO 3, sgd", "pipeline 2, sgd", "ZeRO 1, adamw", "ZeRO 3, adamw", "ZeRO 1, bf16, adamw",
     "ZeRO 2, offload, adamw", "ZeRO 3, offload, adamw", "tensor 2, adamw", "pipeline 2, adamw",
-    "pipeline 2 x tensor 2 x data 2, adamw",
+    "pipeline 2 x tensor 2, adamw", "pipeline 2 x tensor 2 x data 2, adamw",
 )  # fmt: skip
+"""The plans whose state after half of the steps others go on from."""
 GOES_ON = {
     1: ["one process, sgd", "one process, adamw"],
     2: ["ZeRO 1, sgd", "ZeRO 1, adamw", "ZeRO 3, adamw", "ZeRO 2, offload, adamw", "ZeRO 3, offload, adamw",
@@ -115,6 +117,21 @@ def rows_of(workers: int) -> dict[str, Row]:
         for optimizer in OPTIMIZERS
         if optimizer == "adamw" or "offload" not in keys
     }
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Rows of the table, each by the number of processes."""
+
+    compared: dict[int, list[str]]
+    """With plain PyTorch."""
+    goes_on: dict[int, list[str]]
+    """From the state of every row that is compared and kept."""
+
+    @property
+    def kept(self) -> list[str]:
+        """Rows whose state after half of the steps others go on from."""
+        return [name for names in self.compared.values() for name in names if name in KEPT]
 
 
 def _row(
@@ -138,3 +155,33 @@ def _row(
         "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
     }
     return Row(name, model, TrainConfig.model_validate(config))
+
+
+SELECTIONS = {
+    "whole": Selection({processes: list(rows_of(processes)) for processes in PLANS}, GOES_ON),
+    "covering": Selection(
+        compared={
+            1: ["one process, sgd", "one process, accumulation 4, adamw"],
+            2: [
+                *("ZeRO 0, bf16, sgd", "ZeRO 0, accumulation 4, adamw", "ZeRO 0, PowerSGD, adamw"),
+                *("ZeRO 1, adamw", "ZeRO 1, bf16, accumulation 4, sgd", "ZeRO 1, gradients travel as bf16, sgd"),
+                *("ZeRO 1, recomputed activations, sgd", "ZeRO 1, offload, adamw"),
+                *("ZeRO 2, bf16, adamw", "ZeRO 2, accumulation 4, sgd", "ZeRO 2, torch.compile, adamw"),
+                *("ZeRO 2, offload, adamw", "ZeRO 3, sgd", "ZeRO 3, bf16, sgd", "ZeRO 3, accumulation 4, adamw"),
+                *("ZeRO 3, offload, adamw", "Llama, tensor 2, ZeRO 0, sgd", "Llama, tensor 2, ZeRO 1, adamw"),
+                *("tensor 2, adamw", "tensor 2, bf16, sgd", "pipeline 2, adamw", "pipeline 2, bf16, sgd"),
+                *("pipeline 2, recomputed activations, adamw", "pipeline 2, learned positions, untied, sgd"),
+            ],
+            4: [
+                *("tensor 2 x data 2, sgd", "pipeline 2 x data 2, accumulation 2, adamw"),
+                *("pipeline 2 x tensor 2, adamw", "pipeline 2 x tensor 2, bf16, sgd"),
+            ],
+        },
+        goes_on={
+            1: ["one process, sgd", "one process, adamw"],
+            2: ["ZeRO 3, offload, adamw", "tensor 2, adamw", "pipeline 2, adamw"],
+        },
+    ),
+}
+"""The covering array has, for every way to share a model, each optimizer, precision and accumulation, and each pair of
+these; and every other key once."""

@@ -1,15 +1,17 @@
-"""python -m tests.parity.worker FOLDER: what plans do to the loss, as a line of JSON; states are kept in FOLDER."""
+"""python -m tests.parity.worker FOLDER SELECTION: what plans do to the loss, as a line of JSON.
+
+States are kept in FOLDER.
+"""
 
 import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 
 import numpy as np
 import torch
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn import functional
 from upath import UPath
 
@@ -28,16 +30,17 @@ from app.training.engine import TrainingEngine, create_engine
 from app.training.engine.objective import Totals
 from app.training.engine.schedule import lr_factor
 from app.training.worker import import_deepspeed, start_worker
+from tests.forks import run_ranks
 from tests.parity.plans import (
     BATCH,
     CLIPPING,
     FACTS,
-    GOES_ON,
     HALF,
+    KEPT,
     LENGTH,
     MODELS,
     OPTIMIZERS,
-    PLANS,
+    SELECTIONS,
     STEPS,
     Row,
     rows_of,
@@ -129,7 +132,7 @@ def compare(row: Row, folder: UPath) -> dict[str, list[float]]:
     engine, layout = planned(row)
     writer = CheckpointWriter(CheckpointStore(folder / row.slug), CheckpointConfig())
     losses = train(engine, layout, range(HALF))
-    if row.is_kept:
+    if row.name in KEPT:
         take = partial(take_snapshot, engine, layout, Position(step=HALF), [], row.config.precision)
         writer.save(take, best=None)
     losses += train(engine, layout, range(HALF, STEPS))
@@ -146,8 +149,6 @@ def go_on(row: Row, folder: UPath) -> dict[str, list[float]]:
         found[kept] = train(engine, layout, range(HALF, STEPS))
     return found
 
-
-_HERE = "127.0.0.1"
 
 Losses = dict[str, list[float]]
 """By whose they are."""
@@ -166,33 +167,20 @@ def work(make: Callable[[Row, UPath], Losses], folder: str, wanted: list[str]) -
     return found
 
 
-def launch(processes: int, make: Callable[[Row, UPath], Losses], folder: str, wanted: Iterable[str]) -> Found:
-    """What so many processes find, in their first one's words.
+def launch(make: Callable[[Row, UPath], Losses], folder: str, wanted: dict[int, list[str]]) -> dict[int, Found]:
+    """What so many processes find, in their first one's words, for each number of them.
 
-    They are forked: what eight processes import takes longer than what they train. Where to meet is a number, not a
-    name: one that is forked while a thread looks up a name waits for ever when it looks up one itself.
+    They are forked: what they import takes longer than what they train.
     """
-    config = LaunchConfig(
-        *(1, 1, processes),
-        run_id="parity",
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"{_HERE}:0",
-        local_addr=_HERE,
-        start_method="fork",
-    )
-    found: Found = elastic_launch(config, work)(make, folder, list(wanted))[0]
-    return found
+    return {processes: run_ranks(processes, work, make, folder, names) for processes, names in wanted.items()}
 
 
 def main() -> None:
     warnings.filterwarnings("ignore")
     os.environ["DS_ACCELERATOR"] = "cpu"
     import_deepspeed()
-    folder = sys.argv[1]
-    found = {
-        "compare": {processes: launch(processes, compare, folder, rows_of(processes)) for processes in PLANS},
-        "go on": {processes: launch(processes, go_on, folder, wanted) for processes, wanted in GOES_ON.items()},
-    }
+    folder, selected = sys.argv[1], SELECTIONS[sys.argv[2]]
+    found = {"compare": launch(compare, folder, selected.compared), "go on": launch(go_on, folder, selected.goes_on)}
     print("LOSSES " + json.dumps(found), flush=True)
 
 
