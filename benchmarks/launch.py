@@ -7,9 +7,10 @@ import sys
 _ON_CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
-def torchrun(processes: int, module: str, *arguments: str) -> str:
+def torchrun(processes: int, module: str, *arguments: str, **environment: str) -> str:
     """Run ``module`` in so many processes on the CPU; what they printed. Raises RuntimeError if one fails."""
-    return python("torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", module, *arguments)
+    launcher = ("torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")
+    return python(*launcher, "-m", module, *arguments, **environment)
 
 
 def python(module: str, *arguments: str, **environment: str) -> str:

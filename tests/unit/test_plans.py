@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from ray.train import ScalingConfig
+from torch import nn
 
-from app.config import load_recipe
+from app.config import TrainConfig, load_recipe
 from app.config.layout import lay_out
 from app.config.plan import PlanConfig
 from app.config.plan_rules import ModelTraits, Setting, refusal
@@ -17,7 +18,8 @@ from app.models.kind import ModelKind
 from app.models.traits import traits_of
 from app.runs import Run
 from app.training.data.batches import Shard, micro_batches
-from app.training.engine.deepspeed_config import deepspeed_config
+from app.training.engine.deepspeed_config import deepspeed_config, with_bounded_buffers
+from app.training.engine.optimizer import create_optimizer
 from app.training.ray_worker import SharingPolicy
 from app.training.run import prepare_run, skipped_workers
 from tests.helpers import ROOT
@@ -199,3 +201,25 @@ def test_a_deepspeed_key_that_contradicts_the_recipe_is_refused(given: str, word
     config = load_recipe(GPT, [f"train.deepspeed={given}"]).train
     with pytest.raises(RecipeError, match=words):
         deepspeed_config(config, config.layout(2), ModelKind.HUGGING_FACE)
+
+
+@pytest.mark.parametrize(("num_parameters", "elements"), [(10**5, 2**20), (2**30, 2**24), (10**12, 5 * 10**8)])
+def test_buffers_are_a_small_part_of_the_model_unless_the_recipe_sets_them(num_parameters: int, elements: int) -> None:
+    given = {"workers": 2, "plan": {"zero_stage": 3}, "deepspeed": {"zero_optimization": {"sub_group_size": 7}}}
+    config = TrainConfig.model_validate(given)
+    made = with_bounded_buffers(deepspeed_config(config, config.layout(2), ModelKind.PLAIN), num_parameters)
+    zero = made["zero_optimization"]
+    assert (zero["reduce_bucket_size"], zero["sub_group_size"], zero["stage"]) == (elements, 7, 3)
+
+
+def test_a_large_model_has_groups_of_parameters_and_all_in_their_order() -> None:
+    config = TrainConfig.model_validate({"optimizer": {"name": "sgd", "lr": 0.1}})
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(32)))
+    groups = create_optimizer(model, config).param_groups
+    matrices = [group["params"] for group in groups if group["weight_decay"]]
+    assert len(matrices) == 11, "each ends once it has a sixteenth of the model, here three matrices"
+    assert [id(each) for part in matrices for each in part] == [id(each.weight) for each in model]
+    assert len(groups) == 12
+    small = create_optimizer(nn.Linear(8, 8), config).param_groups
+    assert len(small) == 2

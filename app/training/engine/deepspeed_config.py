@@ -7,6 +7,8 @@ from app.config import Layout, PlanConfig, TrainConfig
 from app.errors import RecipeError
 from app.models.kind import ModelKind
 
+_BUFFERS, _MIN_BUFFER, _MAX_BUFFER = 64, 2**20, 5 * 10**8
+"""What part of the model a buffer holds, and how many elements at least and at most."""
 MIN_LOSS_SCALE = 1
 """fp16: a gradient that overflows without a factor is not finite."""
 
@@ -67,6 +69,22 @@ def deepspeed_config(config: TrainConfig, layout: Layout, kind: ModelKind) -> di
     if autotp_size:
         del merged["train_batch_size"]  # it would be checked before the workers are known to split matrices
     return merged
+
+
+def with_bounded_buffers(deepspeed: dict[str, Any], num_parameters: int) -> dict[str, Any]:
+    """``deepspeed`` with buffers of a small part of the model, where the recipe does not set them.
+
+    DeepSpeed's own are of 5e8 to 1e9 elements, more than a model of that size has.
+    """
+    size = max(num_parameters // _BUFFERS, _MIN_BUFFER)
+    sizes = {"reduce_bucket_size": size, "allgather_bucket_size": size}
+    if deepspeed["zero_optimization"]["stage"] == 3:
+        sizes |= {"stage3_prefetch_bucket_size": size, "stage3_max_live_parameters": size}
+        sizes |= {"stage3_max_reuse_distance": size}
+        if "offload_optimizer" not in deepspeed["zero_optimization"]:  # where groups are what passes through memory
+            sizes["sub_group_size"] = size
+    bounded = {name: min(number, _MAX_BUFFER) for name, number in sizes.items()}
+    return deepspeed | {"zero_optimization": bounded | deepspeed["zero_optimization"]}
 
 
 def _zero(plan: PlanConfig, on_gpu: bool) -> dict[str, Any]:

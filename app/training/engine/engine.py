@@ -7,6 +7,7 @@ from torch import Tensor
 
 from app.config import Layout, TrainConfig
 from app.models.blueprint import Blueprint
+from app.models.heap import return_freed_memory
 from app.models.kind import ModelKind, kind_of
 from app.training.activity import Activity
 from app.training.data.micro_batch import MicroBatch
@@ -54,4 +55,6 @@ def create_engine(blueprint: Blueprint, config: TrainConfig, layout: Layout, tot
         model = synchronize_batch_norm(model)
     if config.plan.activation_checkpointing:
         recompute_activations(model)
-    return DataParallelEngine.create(model, config, layout, total_steps, objective)
+    engine = DataParallelEngine.create(model, config, layout, total_steps, objective)
+    return_freed_memory()
+    return engine

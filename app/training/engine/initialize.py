@@ -6,7 +6,7 @@ from typing import Any
 
 from app.config import Layout, TrainConfig
 from app.models.kind import ModelKind
-from app.training.engine.deepspeed_config import deepspeed_config
+from app.training.engine.deepspeed_config import deepspeed_config, with_bounded_buffers
 from app.training.engine.nvme import load_asynchronous_io, require_aligned_gradients, with_own_folder
 from app.training.engine.optimizer import create_optimizer, create_scheduler
 from app.training.worker import import_deepspeed
@@ -24,10 +24,15 @@ def initialize(model: Any, config: TrainConfig, layout: Layout, total_steps: int
             model=model,
             optimizer=optimizer,
             lr_scheduler=create_scheduler(optimizer, config, total_steps),
-            config=deepspeed_config(config, layout, kind),
+            config=with_bounded_buffers(deepspeed_config(config, layout, kind), _count(model)),
         )
     if engine.fp16_enabled() and hasattr(engine.optimizer, "loss_scaler"):
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False  # the loop does, and names step and rank
     if swaps:
         require_aligned_gradients(engine)
     return engine
+
+
+def _count(model: Any) -> int:
+    """The model's parameters, also those of which ZeRO 3 keeps a part here."""
+    return sum(getattr(each, "ds_numel", each.numel()) for each in model.parameters())

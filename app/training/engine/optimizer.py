@@ -1,5 +1,6 @@
 """The optimizer and its schedule."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,16 +10,23 @@ from app.config import TrainConfig
 from app.training.engine.extensions import load_extension
 from app.training.engine.schedule import lr_factor
 
+_GROUPS, _MIN_GROUP = 16, 2**22
+"""How many groups of parameters a large model has, and what a group has at least."""
+
 
 def create_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """The recipe's optimizer; vectors (biases, norms) are not decayed. On the CPU for a plan that offloads."""
     optimizer = config.optimizer
     learned = [each for each in model.parameters() if each.requires_grad]
+    size = sum(map(_count, learned)) if config.plan.offload == "nvme" else _group_size(learned)
     groups = [
-        {"params": [each for each in learned if len(_shape(each)) > 1], "weight_decay": optimizer.weight_decay},
-        {"params": [each for each in learned if len(_shape(each)) < 2], "weight_decay": 0.0},
+        {"params": part, "weight_decay": decay}
+        for decay, parameters in (
+            (optimizer.weight_decay, [each for each in learned if len(_shape(each)) > 1]),
+            (0.0, [each for each in learned if len(_shape(each)) < 2]),
+        )
+        for part in _parts(parameters, size)
     ]
-    groups = [group for group in groups if group["params"]]
     if optimizer.name == "sgd":
         return torch.optim.SGD(groups, lr=optimizer.lr, momentum=optimizer.momentum)
     if config.plan.offload != "none":
@@ -31,6 +39,27 @@ def create_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optim
         )
         return offloaded
     return torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, fused=True)
+
+
+def _group_size(parameters: Sequence[nn.Parameter]) -> int:
+    """Elements of a group: ZeRO holds the gradients of one group in float32 at a time."""
+    return max(sum(map(_count, parameters)) // _GROUPS, _MIN_GROUP)
+
+
+def _parts(parameters: Sequence[nn.Parameter], size: int) -> Iterator[list[nn.Parameter]]:
+    """The parameters in order, in lists that end once they have ``size`` elements."""
+    part: list[nn.Parameter] = []
+    for parameter in parameters:
+        part.append(parameter)
+        if sum(map(_count, part)) >= size:
+            yield part
+            part = []
+    if part:
+        yield part
+
+
+def _count(parameter: nn.Parameter) -> int:
+    return _shape(parameter).numel()
 
 
 def _shape(parameter: nn.Parameter) -> torch.Size:

@@ -1,0 +1,74 @@
+"""torchrun --nproc-per-node N -m benchmarks.training.peak_worker SIZE STAGE: the most memory that a rank ever holds.
+
+Over the making of the engine and the first optimizer step. Prints one line of JSON: parameters of the model; then bytes
+of the resident memory at its peak above what the process took with its libraries, until the engine was made and
+until the step was done, each the largest of any rank.
+"""
+
+import gc
+import json
+import re
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from app.config import TrainConfig
+from app.models.blueprint import Blueprint
+from app.models.gpt import GPT
+from app.models.heap import return_freed_memory
+from app.training.engine import create_engine
+from app.training.worker import start_worker
+from benchmarks.training.peak import SIZES
+
+_VOCABULARY, _LENGTH = 16_384, 16
+_PROCESS = Path("/proc/self")
+
+
+def main() -> None:
+    """Measure one model under one stage."""
+    size, stage = SIZES[sys.argv[1]], int(sys.argv[2])
+    torch.set_num_threads(1)
+    worker = start_worker(TrainConfig())
+    plan = {"zero_stage": stage, "micro_batch": 1}
+    config = TrainConfig.model_validate(
+        {"global_batch_size": worker.size, "workers": worker.size, "precision": "bf16", "plan": plan}
+    )
+    _train(partial(GPT, 256, _LENGTH, layers=1, width=64, heads=1), config, worker.size)  # loads libraries and kernels
+    return_freed_memory()
+    (_PROCESS / "clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+    before = _resident("VmRSS")
+    build = partial(GPT, _VOCABULARY, _LENGTH, layers=size.layers, width=size.width, heads=size.width // 64)
+    count, made = _train(build, config, worker.size)
+    found = torch.tensor([made - before, _resident("VmHWM") - before])
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+    if worker.is_first:
+        print("PEAK", json.dumps([count, *found.tolist()]), flush=True)
+    torch.distributed.destroy_process_group()
+
+
+def _train(build: partial[GPT], config: TrainConfig, workers: int) -> tuple[int, int]:
+    """Make the engine and train; parameters of the model, and the peak until the engine was made."""
+    blueprint = Blueprint.of(build)
+    count = sum(each.numel() for each in blueprint.model.parameters())
+    engine = create_engine(blueprint, config, config.layout(workers), total_steps=10).deepspeed
+    made = _resident("VmHWM")
+    tokens = torch.zeros(1, _LENGTH, dtype=torch.int64)
+    engine.backward(cross_entropy(engine(tokens).float().flatten(0, 1), tokens.flatten()))
+    engine.step()
+    engine.destroy()
+    gc.collect()
+    return count, made
+
+
+def _resident(name: str) -> int:
+    """Bytes; ``VmHWM`` is the peak of ``VmRSS``."""
+    found = re.search(rf"{name}:\s+(\d+) kB", (_PROCESS / "status").read_text(encoding="ascii"))
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+if __name__ == "__main__":
+    main()
