@@ -19,7 +19,10 @@ def machine() -> str:
     """The processor, its cores as this process sees them, and memory; nothing that names the machine."""
     found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
     model = found[1] if found else platform.machine()
-    return f"{usable_cores()} cores of {model}, {psutil.virtual_memory().total / 2**30:.0f} GiB of memory"
+    cores = usable_cores()
+    return (
+        f"{cores} core{'s' if cores > 1 else ''} of {model}, {psutil.virtual_memory().total / 2**30:.0f} GiB of memory"
+    )
 
 
 def cpu_features() -> tuple[str, ...]:
