@@ -32,7 +32,10 @@ class Cost:
     """Of the object store; 0 on a disk."""
 
     def __str__(self) -> str:
-        seconds = f"{self.seconds:.2f} s" if self.seconds >= 0.1 else f"{self.seconds * 1e3:.1f} ms"
+        unit, scale, digits = ("s", 1, 2) if self.seconds >= 0.1 else ("ms", 1e3, 1)
+        if self.seconds < 1e-3:
+            unit, scale, digits = "µs", 1e6, 0
+        seconds = f"{self.seconds * scale:.{digits}f} {unit}"
         return f"{seconds}, {self.requests:,}" if self.requests else seconds
 
 
