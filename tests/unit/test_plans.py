@@ -1,12 +1,16 @@
 """Plans that cannot run are refused before a worker starts, with the rule and the nearest plan that can."""
 
+import pickle
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ray.train import ScalingConfig
+from ray.train.torch import TorchTrainer
 from torch import nn
+from upath import UPath
 
 from app.config import TrainConfig, load_recipe
 from app.config.layout import lay_out
@@ -20,7 +24,7 @@ from app.runs import Run
 from app.training.data.batches import Shard, micro_batches
 from app.training.engine.deepspeed_config import deepspeed_config, with_bounded_buffers
 from app.training.engine.optimizer import create_optimizer
-from app.training.ray_worker import SharingPolicy
+from app.training.ray_worker import fit
 from app.training.run import prepare_run, skipped_workers
 from tests.helpers import ROOT
 from tests.parity.plans import FACTS, MODELS
@@ -95,11 +99,23 @@ def test_a_range_of_workers_skips_those_that_cannot_share_out_the_batch_and_says
     assert skipped_workers(load_recipe(ROOT / "recipes/digits.yaml", ["train.workers=[1, 2]"]).train) is None
 
 
-def test_ray_is_asked_for_no_number_of_workers_that_cannot_share_out_the_batch() -> None:
-    scaling = ScalingConfig(num_workers=(8, 64), resources_per_worker={"CPU": 2.0})
-    policy = SharingPolicy(scaling, [8, 16, 32, 64])
-    counts = {cpus: policy._count_possible_workers({"node": {"CPU": cpus}}) for cpus in (14.0, 30.0, 126.0, 128.0)}
-    assert counts == {14.0: 0, 30.0: 8, 126.0: 32, 128.0: 64}
+def test_ray_is_asked_for_no_number_of_workers_that_cannot_share_out_the_batch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = {}
+
+    def run(_: TorchTrainer, **arguments: Any) -> SimpleNamespace:
+        given.update(arguments)
+        return SimpleNamespace(error=None, return_value=None)
+
+    monkeypatch.setattr("ray.put", lambda _: None)
+    monkeypatch.setattr(TorchTrainer, "_initialize_and_run_controller", run)
+    fit(load_recipe(ROOT / "recipes/digits.yaml", ["train.workers=[5, 64]"]), UPath(tmp_path))
+    policy = pickle.loads(pickle.dumps(given["scaling_policy"]))  # as Ray sends it to its controller
+    scaling = policy.scaling_config
+    assert (scaling.min_workers, scaling.max_workers) == (8, 64)
+    rooms = (7.0, 15.0, 63.0, 64.0, 99.0)
+    assert [policy._count_possible_workers({"node": {"CPU": cpus}}) for cpus in rooms] == [0, 8, 32, 64, 64]
 
 
 def test_the_model_has_a_say() -> None:
