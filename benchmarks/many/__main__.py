@@ -102,8 +102,9 @@ def _s3() -> Iterator[None]:
 
 
 _SECTIONS: Mapping[str, Callable[[], str]] = {
-    "Runs": lambda: _stored(of_runs, [1_000, 10_000]),
-    "Versions of one model": lambda: _stored(of_versions, [1_000, 10_000], [1_000]),  # moto takes minutes for more
+    # For more on S3 moto takes minutes.
+    "Runs": lambda: _stored(of_runs, [1_000, 10_000], [1_000]),
+    "Versions of one model": lambda: _stored(of_versions, [1_000, 10_000], [1_000]),
     "Versions of 100 models": lambda: _stored(lambda storage, count: of_versions(storage, count, _MODELS), [1_000]),
     "Models in a replica": lambda: _stored(of_endpoint, [1, _MODELS]),
     "Deploys on a local cluster": _deploys,
