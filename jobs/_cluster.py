@@ -51,7 +51,8 @@ def require(needed: Mapping[str, float], who: str) -> None:
         held = available.get(resource, 0.0)
         if amount <= held:
             continue
-        sentence = f"{who} need {amount:g} {resource}s, and the cluster has {held:g}"
+        unit = f"{resource}s" if resource in ("CPU", "GPU") else f"of the resource {resource!r}"
+        sentence = f"{who} need {amount:g} {unit}, and the cluster has {held:g}"
         if not may_grow():
             raise ClusterError(f"{sentence}: ask for fewer, or start a larger cluster")
         print(f"{sentence}; waiting for it to grow", flush=True)

@@ -144,7 +144,7 @@ def _run_application(config: EndpointConfig, timeout_s: float) -> None:
         max_queued_requests=_QUEUED_REQUESTS,
         backpressure_config=_BACKPRESSURE,
         user_config=config.model_dump(mode="json"),
-        ray_actor_options={"num_cpus": scaling.cpus, "num_gpus": scaling.gpus},
+        ray_actor_options={"num_cpus": scaling.cpus, "num_gpus": scaling.gpus, "resources": scaling.resources},
         **(
             {"num_replicas": scaling.most}
             if scaling.least == scaling.most

@@ -1,108 +1,25 @@
 """Compile a recipe's trained model and publish it: python -m jobs.compile RECIPE [key=value …]"""
 
 import sys
-import tempfile
-from pathlib import Path
+from functools import partial
 
-from pydantic import BaseModel
-from upath import UPath
-
-from app.compile.compilation import Compilation
-from app.compile.operating_points import OperatingPoint
-from app.compile.publication import publish
-from app.compile.records import BuiltPlan, PublishedAccuracy, VariantRecord
-from app.compile.report import report_of, write_report
-from app.compile.subject import load_subject
-from app.compile.variants import Skipped, wanted_variants
-from app.engines.architecture import usable_cores
-from app.errors import RayloomError
-from app.repository.manifest import ServingDefaults
-from app.repository.repository import Repository
-from app.runs import Outcome, Run, latest_result
-from app.storage import to_path
+from app.compile.run import compile_model, find_weights
+from app.runs import Outcome, Run
 from app.tasks import find_processor
+from jobs._cluster import connect, require
+from jobs._node import run_on_node
 from jobs._runner import main
 
 
-class CompileMetrics(BaseModel):
-    """Every variant that was measured or could not be run, plans for other machines, and what was published."""
-
-    variants: list[VariantRecord]
-    skipped: list[Skipped]
-    plans: list[BuiltPlan]
-    chosen: VariantRecord
-    point: OperatingPoint
-    serving: ServingDefaults
-    accuracy: PublishedAccuracy
-
-
-def compile_model(run: Run) -> Outcome:
-    """Make every variant of the weights, compare it with PyTorch, measure it, and publish the best."""
-    config = run.recipe.compile
+def compile_on_node(run: Run) -> Outcome:
+    """Compile on a node that has what the recipe reserves, so that what is measured is that node."""
     find_processor(run.recipe.task)  # refuses a task that cannot be compiled
-    wanted = wanted_variants(config)
-    subject = load_subject(_weights_folder(run), run.recipe, usable_cores())
-    if wanted.calibrated:
-        subject.require_samples(config.calibration.samples)
-    run.open()
-    _tell(
-        f"weights {subject.weights}: checksums hold; PyTorch on {len(subject.reference.classes):,} validation samples: "
-        f"accuracy {subject.accuracy_to_keep:.4f}"
-    )
-    with tempfile.TemporaryDirectory(prefix="rayloom-compile-") as temporary:
-        return _compile(run, Compilation(subject, config, wanted, Path(temporary), _tell))
-
-
-def _compile(run: Run, compilation: Compilation) -> Outcome:
-    recipe = run.recipe
-    try:
-        compilation.prove()
-        plans = _keep_plans(run, compilation)
-        choice = compilation.choose()
-    except RayloomError as error:
-        write_report(report_of(compilation, recipe.name, None, str(error)), run.folder)
-        raise
-    yardstick = compilation.yardstick_of(choice.point)
-    beside = f" (PyTorch: {yardstick.latency_ms:.2f} ms, {yardstick.throughput:,.0f} rows/s)" if yardstick else ""
-    _tell(f"chosen, by {recipe.compile.objective}: {choice.point}{beside}")
-    _tell(f"accuracy of what is published: {choice.accuracy}")
-    page = write_report(report_of(compilation, recipe.name, choice), run.folder)
-    manifest = publish(compilation, choice, recipe.name, Repository(run.storage), run.folder)
-    _tell(f"published {manifest.name}, version {manifest.version}, now in production: {manifest.engine_key}")
-    metrics = CompileMetrics(
-        variants=compilation.records,
-        skipped=compilation.skipped,
-        plans=compilation.plans,
-        chosen=choice.record,
-        point=choice.point,
-        serving=choice.serving,
-        accuracy=choice.accuracy,
-    )
-    return Outcome(metrics, {"model": f"{manifest.name}/{manifest.version}", "report": str(page), **plans})
-
-
-def _weights_folder(run: Run) -> UPath:
-    config = run.recipe.compile
-    if config.weights is not None:
-        return to_path(config.weights)
-    return to_path(latest_result(run.storage, "train", run.recipe.name).artifacts["weights"])
-
-
-def _keep_plans(run: Run, compilation: Compilation) -> dict[str, str]:
-    """Plans for other machines lie in the run's folder: nothing here could run them, and so judge them."""
-    kept = {}
-    for precision, plan in compilation.build_ahead():
-        target = run.folder / "plans" / precision
-        target.mkdir(parents=True)
-        for file in plan.iterdir():
-            to_path(file).copy(target / file.name)
-        kept[f"plan_{precision}"] = str(target)
-    return kept
-
-
-def _tell(line: str) -> None:
-    print(line, flush=True)
+    find_weights(run)  # before a node is waited for
+    reserved = run.recipe.compile.reserved
+    connect()
+    require(reserved, "compile.cpus, compile.gpus and compile.resources")
+    return run_on_node("compile", partial(compile_model, run), reserved)
 
 
 if __name__ == "__main__":
-    sys.exit(main("compile", compile_model))
+    sys.exit(main("compile", compile_on_node))

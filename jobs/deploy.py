@@ -9,11 +9,12 @@ from app.repository.repository import Repository
 from app.runs import Outcome, Run
 from app.serving.access import access_of, token_file_of
 from app.serving.cascade.rule import CascadeRule
-from app.serving.config import EndpointConfig
+from app.serving.config import DeployedModel, EndpointConfig
 from app.serving.plan import deployed_model, promote_named
-from jobs._cluster import connect
+from jobs._cluster import connect, require
 from jobs._endpoint import alone, await_routes, change_over, require_room, running_replicas, wanted
 from jobs._ingress import start_serve
+from jobs._node import run_on_node
 from jobs._runner import main
 
 
@@ -29,11 +30,11 @@ class DeployMetrics(BaseModel):
 def deploy(run: Run) -> Outcome:
     """Put the production version behind the endpoint, or the one that the recipe makes so, and what is tried beside."""
     recipe = run.recipe
-    model = deployed_model(recipe, run.storage)
+    model = _planned(run)
     connect()
     with alone() as has_waited:
         if has_waited:  # for a job that may have promoted another version
-            model = deployed_model(recipe, run.storage)
+            model = _planned(run)
         if model.cascade:
             print(model.cascade.summary(model.production), flush=True)
         before = wanted()
@@ -58,6 +59,16 @@ def deploy(run: Run) -> Outcome:
         ),
         {"http": address.http, "grpc": address.grpc, "model": f"{recipe.name}/{version}"},
     )
+
+
+def _planned(run: Run) -> DeployedModel:
+    """What is served under the recipe's name. A cascade is calibrated on a node like those of its replicas."""
+    recipe, storage = run.recipe, run.storage
+    if recipe.serve.cascade is None:
+        return deployed_model(recipe, storage)
+    connect()
+    require(recipe.serve.reserved, "the calibration of serve.cascade")
+    return run_on_node("calibration", lambda _: deployed_model(recipe, storage), recipe.serve.reserved)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from app.training.coordination.control import requested
 from app.training.coordination.heartbeat import require_silence
 from app.training.resume import newest_unfinished, start_or_resume
 from jobs._runner import main
-from jobs.compile import compile_model
+from jobs.compile import compile_on_node
 from jobs.deploy import deploy
 from jobs.train import train
 from jobs.tune import tune
@@ -36,7 +36,8 @@ class LifecycleMetrics(BaseModel):
 def lifecycle(run: Run) -> Outcome:
     """Run every step on what the one before it made; each keeps a run of its own."""
     find_processor(run.recipe.task)  # refuses a task that cannot be compiled, before it is trained
-    wanted_variants(run.recipe.compile)  # refuses engines that are not here, likewise
+    if not run.recipe.compile.chooses_node:
+        wanted_variants(run.recipe.compile)  # refuses engines that are not here, likewise
     goes_on = run.recipe.train.resume or (run.recipe.tune and run.recipe.tune.resume)
     before = newest_unfinished(run.storage, run.job, run.recipe.name) if goes_on else None
     run.open()
@@ -47,7 +48,7 @@ def lifecycle(run: Run) -> Outcome:
     trained = _step(training, train)
     require_no_request(training)
     compiled = _step(
-        Run.start("compile", _with(recipe, "compile", weights=trained.artifacts["weights"])), compile_model
+        Run.start("compile", _with(recipe, "compile", weights=trained.artifacts["weights"])), compile_on_node
     )
     version = int(compiled.artifacts["model"].rpartition("/")[2])
     deployed = _step(Run.start("deploy", _with(recipe, "serve", version=version)), deploy)

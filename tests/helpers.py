@@ -35,15 +35,15 @@ def run(
 
 
 @contextmanager
-def local_cluster(home: Path, **settings: str) -> Iterator[dict[str, str]]:
+def local_cluster(home: Path, *options: str, **settings: str) -> Iterator[dict[str, str]]:
     """A cluster with its state, storage and cache in ``home``; its value is the environment that reaches it.
 
-    ``settings`` are environment variables, also in place of these.
+    ``options`` are of ``rayloom up``; ``settings`` are environment variables, also in place of these.
     """
     folders = {"HOME": home, "STORAGE": home / "storage", "CACHE": home / "cache"}
     environment = {f"RAYLOOM_{name}": str(folder) for name, folder in folders.items()} | settings
     try:
-        started = run("rayloom", "up", environment=environment)
+        started = run("rayloom", "up", *options, environment=environment)
         assert started.returncode == 0, started.stderr
         exports = run("rayloom", "env", environment=environment).stdout.splitlines()
         yield environment | dict(line.removeprefix("export ").split("=", 1) for line in exports)

@@ -38,7 +38,7 @@ def up(
     dashboard_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 8265, or a free one.")] = None,
     serve_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 8000, or a free one.")] = None,
     grpc_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 8001, or a free one.")] = None,
-    num_cpus: Annotated[int | None, typer.Option(min=1, help="Default: the cores of this machine.")] = None,
+    num_cpus: Annotated[int | None, typer.Option(min=0, help="Default: the cores of this machine.")] = None,
 ) -> None:
     """Start a Ray cluster on this machine, with token authentication and on loopback."""
     _describe(local.start(dashboard_port, serve_port, grpc_port, num_cpus))

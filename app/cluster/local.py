@@ -117,7 +117,7 @@ def _start_head(cluster: ClusterState) -> None:
         "--min-worker-port=0",
         "--max-worker-port=0",
         f"--temp-dir={cluster.runtime / 'ray'}",
-        *([f"--num-cpus={cluster.num_cpus}"] if cluster.num_cpus else []),
+        *([f"--num-cpus={cluster.num_cpus}"] if cluster.num_cpus is not None else []),
         f"--system-config={json.dumps(_store(cluster))}",
     ]
     log = cluster.runtime / "start.log"

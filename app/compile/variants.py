@@ -158,7 +158,8 @@ def _named(engines: list[EngineName], ahead: bool, has_gpu: bool) -> list[tuple[
             raise EngineError(f"compile.engines names {engine}: {error}") from error
         here = [device for name, device in _FILES if name == engine and _is_here(engine, device, has_gpu)]
         if not here and not (engine == BUILT_AHEAD and ahead):
-            hint = "name the GPUs to build for in compile.targets" if engine == BUILT_AHEAD else "leave it out"
+            ahead_of_time = "name the GPUs to build for in compile.targets"
+            hint = ahead_of_time if engine == BUILT_AHEAD else "reserve one with compile.gpus=1, or leave it out"
             raise CompileError(f"compile.engines names {engine}, and this machine has no GPU: {hint}")
         places += [(engine, device) for device in here]
     return places

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from app.config.section import Fraction, Section
+from app.config.section import CustomResources, Fraction, Section
 
 ComputePrecision = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
 EngineName = Literal["openvino", "onnxruntime", "tensorrt", "tensorrt_rtx", "torch"]
@@ -61,6 +61,13 @@ class CompileConfig(Section):
     weights: str | None = Field(
         default=None, description="URI of a weights folder; default: of the newest finished train run"
     )
+    cpus: Annotated[float, Field(ge=0.0)] = Field(
+        default=1.0, description="reserved in Ray, on one node; all of its CPUs: nothing else disturbs what is measured"
+    )
+    gpus: Annotated[int, Field(ge=0, le=1)] = Field(default=0, description="reserved in Ray; without one none is used")
+    resources: CustomResources = Field(
+        default={}, description="custom resources that Ray reserves; give the kind of node that will serve"
+    )
     precisions: list[ComputePrecision] = Field(default=["fp32", "bf16", "int8"], min_length=1)
     engines: Literal["auto"] | Annotated[list[EngineName], Field(min_length=1)] = Field(
         default="auto",
@@ -81,6 +88,16 @@ class CompileConfig(Section):
     batch_sizes: list[PositiveInt] = Field(
         default=[1, 4, 16, 32], min_length=1, description="that are measured, and that TensorRT's profiles are made for"
     )
+
+    @property
+    def reserved(self) -> dict[str, float]:
+        """What Ray reserves for the whole of it, on one node."""
+        return {"CPU": self.cpus, "GPU": float(self.gpus), **self.resources}
+
+    @property
+    def chooses_node(self) -> bool:
+        """Whether it may run on a node that is unlike that of the job."""
+        return bool(self.gpus or self.resources)
 
     @field_validator("precisions", "engines", "batch_sizes")
     @classmethod

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 IMPORT_STRING = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 NAME = r"[a-z0-9][a-z0-9_-]{0,62}"
@@ -18,6 +18,16 @@ def _read_range(given: object) -> object:
 
 
 NumberOrRange = Annotated[int | tuple[int, int], BeforeValidator(_read_range)]
+
+
+def _check_custom(resources: dict[str, float]) -> dict[str, float]:
+    if known := {"CPU", "GPU", "memory", "object_store_memory"} & resources.keys():
+        raise ValueError(f"{known.pop()} is no custom resource: there is a key of its own for CPUs and GPUs")
+    return resources
+
+
+CustomResources = Annotated[dict[str, Annotated[float, Field(gt=0.0)]], AfterValidator(_check_custom)]
+"""Amounts by the names that nodes were started with, such as {a10g: 1}: they choose the kind of node."""
 
 
 class Section(BaseModel):

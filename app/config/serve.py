@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_va
 
 from app.config.cascade import CascadeConfig
 from app.config.rollout import CanaryConfig, Role, ScalingConfig, ShadowConfig
-from app.config.section import NumberOrRange, Section
+from app.config.section import CustomResources, NumberOrRange, Section
 
 
 class BatchingConfig(Section):
@@ -102,6 +102,9 @@ class ServeConfig(Section):
     gpus_per_replica: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         default=0.0, description="share of a GPU that each replica reserves in Ray for this model, as 0.25; 0: none"
     )
+    resources: CustomResources = Field(
+        default={}, description="custom resources that each replica reserves in Ray for this model: the kind of node"
+    )
     threads: PositiveInt | None = Field(default=None, description="threads of a replica's engine")
     tensor_parallel: TensorParallelConfig | None = Field(
         default=None, description="for a model that is too large for one device, compiled with compile.engines=[torch]"
@@ -110,6 +113,11 @@ class ServeConfig(Section):
         default=600.0, description="seconds that replicas may take to load; then what was served before stays"
     )
     cascade: CascadeConfig | None = Field(default=None, description="cheaper models that answer what they are sure of")
+
+    @property
+    def reserved(self) -> dict[str, float]:
+        """What each replica reserves in Ray for this model."""
+        return {"CPU": self.cpus_per_replica, "GPU": self.gpus_per_replica, **self.resources}
 
     @property
     def replica_range(self) -> tuple[int, int] | None:

@@ -1,6 +1,6 @@
 """What an endpoint serves, and how."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Self
 
@@ -100,6 +100,9 @@ class Scaling(_Config):
     gpus: Annotated[float, Field(ge=0.0)] = 0.0
     """The same, as a share of the one GPU that a replica's engines use."""
 
+    resources: dict[str, float] = {}
+    """Custom ones, that choose the kind of node."""
+
     latency_target_s: float | None = None
     """Of 95 in 100 of its requests. None: only how many requests there are decides."""
 
@@ -118,10 +121,17 @@ class Scaling(_Config):
             most=max((each.most for each in wishes), default=1),
             cpus=sum(each.cpus for each in wishes),
             gpus=sum(each.gpus for each in wishes),
+            resources=_summed([each.resources for each in wishes]),
             latency_target_s=min((each.latency_target_s for each in scaling if each.latency_target_s), default=None),
             upscale_delay_s=min((each.upscale_delay_s for each in scaling), default=0.0),
             downscale_delay_s=max((each.downscale_delay_s for each in scaling), default=0.0),
         )
+
+
+def _summed(resources: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The amounts of all, by name."""
+    kinds = dict.fromkeys(kind for one in resources for kind in one)
+    return {kind: sum(one.get(kind, 0.0) for one in resources) for kind in kinds}
 
 
 class DeployedModel(_Config):
@@ -169,7 +179,7 @@ class EndpointConfig(_Config):
     @property
     def reserved(self) -> dict[str, float]:
         """By a replica in Ray, and by the processes of its sharded models."""
-        reserved = {"CPU": self.scaling.cpus, "GPU": self.scaling.gpus}
+        reserved = {"CPU": self.scaling.cpus, "GPU": self.scaling.gpus, **self.scaling.resources}
         for config in filter(None, (version.tensor_parallel for version in self.versions)):
             for kind, amount in config.reserved.items():
                 reserved[kind] += config.size * amount

@@ -87,6 +87,7 @@ def _scaling(serve: ServeConfig, production: Manifest) -> Scaling:
         most=most,
         cpus=serve.cpus_per_replica,
         gpus=serve.gpus_per_replica,
+        resources=serve.resources,
         latency_target_s=target_ms / 1e3 if target_ms else None,
         upscale_delay_s=serve.scaling.upscale_delay_s,
         downscale_delay_s=serve.scaling.downscale_delay_s,

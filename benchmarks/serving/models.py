@@ -69,7 +69,7 @@ class Models:
 
     Raises:
         RayloomError: the CNN cannot be trained, or the encoder's weights are not installed.
-        RuntimeError: jobs.compile fails; with what it printed.
+        RuntimeError: app.compile fails; with what it printed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -123,7 +123,7 @@ class Models:
             print(f"{name}: compiling", flush=True)
             fixed = (f"name={name}", f"storage={storage}", f"compile.weights={weights}")
             with _cores(THREADS):
-                python("jobs.compile", str(weights / RECIPE_FILE), *fixed, *overrides)
+                python("app.compile", str(weights / RECIPE_FILE), *fixed, *overrides)
         manifest = repository.manifest(name, repository.production(name))
         print(f"{name}: {manifest.engine_key}; {manifest.serving}", flush=True)
         return ServedModel(MODELS[source].recipe_file, storage, weights, manifest)

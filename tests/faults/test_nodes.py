@@ -14,11 +14,11 @@ from tests.tables import Faults
 
 
 class Node:
-    """A second node of a cluster, on the same machine and as large as its head."""
+    """A second node of a cluster, on the same machine."""
 
-    def __init__(self, cluster: Cluster, cpus: int) -> None:
+    def __init__(self, cluster: Cluster, cpus: int, *options: str) -> None:
         before = raylets(cluster)
-        options = ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
+        options = ("--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0", *options)
         joined = run(
             *("ray", "start", f"--address=127.0.0.1:{cluster.state.gcs_port}", f"--num-cpus={cpus}", *options),
             environment=min(before, key=lambda each: each.create_time()).environ(),

@@ -15,6 +15,7 @@ from upath import UPath
 from app.compile.export import export_onnx
 from app.compile.parity import compare
 from app.compile.quantization.search import quantize_fp8
+from app.compile.run import compile_model
 from app.compile.subject import load_subject
 from app.config import ComputePrecision, GatesConfig, Precision, load_recipe
 from app.engines.architecture import compute_capability
@@ -31,7 +32,6 @@ from app.runs import Run, execute
 from app.serving.model.loaded import load_model
 from app.tensors import OUTPUT, TensorSpec
 from benchmarks.compile.models import leave_fresh, write_weights
-from jobs.compile import compile_model
 from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, EngineContract, encoder, exported, rows
 from tests.helpers import ROOT
 from tests.quantizing import digits

@@ -41,3 +41,10 @@ def test_every_node_starts_as_a_local_cluster_does_with_the_same_storage(command
     of_serve = {name: value for name, value in settings.items() if name.startswith("RAY_SERVE_")}
     assert of_serve == {name: local[name] for name in of_serve}
     assert len(of_serve) == 10
+
+
+def test_nodes_with_gpus_install_tensorrt_and_all_that_the_others_do() -> None:
+    everywhere = CONFIG["setup_commands"]
+    assert any("'.[s3]'" in command for command in everywhere)
+    expected = [command.replace("'.[s3]'", "'.[s3,tensorrt]'") for command in everywhere]
+    assert CONFIG["available_node_types"]["gpu_spot"]["worker_setup_commands"] == expected

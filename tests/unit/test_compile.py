@@ -18,6 +18,7 @@ from onnx import numpy_helper
 from upath import UPath
 
 from app.checksums import checksums_of, write_checksums
+from app.compile.__main__ import main as compile_without_ray
 from app.compile.compilation import Compilation
 from app.compile.family import Family
 from app.compile.judge import Judge
@@ -26,6 +27,7 @@ from app.compile.publication import publish
 from app.compile.quantization.search import Verdict
 from app.compile.reference import BATCH, Reference
 from app.compile.report import CompileReport, report_of, write_report
+from app.compile.run import compile_model
 from app.compile.subject import Subject, load_subject, pruned
 from app.compile.sweep import Concurrency
 from app.compile.variants import Variant, Wanted
@@ -48,8 +50,7 @@ from app.runs import Result, Run, execute
 from app.serving.model.loaded import load_model
 from app.tensors import OUTPUT, Tensors
 from benchmarks.compile.models import leave_fresh, write_weights
-from jobs.compile import compile_model
-from tests.helpers import ROOT, run
+from tests.helpers import ROOT, result_of, run
 
 DIGITS = str(ROOT / "recipes/digits.yaml")
 TUNED = ["tuned_from={run: 20261123-search, trial: 3}"]
@@ -210,6 +211,16 @@ def test_a_module_is_published_as_it_was_trained_where_pytorch_alone_is_named(
     assert model.platform == "torch_safetensors"
     rows = next(subject.reference.rows.batches()).inputs
     np.testing.assert_allclose(model.engine.infer(rows)[OUTPUT], subject.reference.logits[:64], atol=1e-5)
+
+
+def test_it_compiles_on_this_machine_without_ray(
+    storage: UPath, weights: UPath, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = [f"storage={storage}", "name=alone", f"compile.weights={weights}", *FAST]
+    assert compile_without_ray([DIGITS, *alone]) == 0
+    assert Repository(storage).production("alone") == 1
+    assert result_of(capsys.readouterr().out)["artifacts"]["model"] == "alone/1"
+    assert compile_without_ray([DIGITS, "compile.gpus=2"]) == 2
 
 
 def test_every_variant_that_could_be_published_was_timed_with_one_row(published: tuple[Run, Result]) -> None:

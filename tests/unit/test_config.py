@@ -82,6 +82,8 @@ def test_overrides_set_one_value(override: str, read: Callable[[Recipe], bool]) 
         ("serve.canary={version: 2}", ["serve.canary.percent is missing"]),
         ("serve={version: 2, canary: {percent: 9, version: 2}}", ["serve", "version and canary.version are both 2"]),
         ("serve.replicas=[4, 1]", ["serve.replicas", "[least, most]", "[4, 1]"]),
+        ("compile.resources={GPU: 1}", ["compile.resources", "GPU is no custom resource"]),
+        ("serve.resources={rack: 0}", ["serve.resources.rack", "greater than 0"]),
         ("serve.replicas=0", ["serve.replicas", "[least, most]", "0"]),
         ("serve={replicas: 2, scaling: {latency_target_ms: 50}}", ["scaling.latency_target_ms is 50", "[least, most]"]),
         ("serve.token_file=token", ["serve.token_file", "'token'", "absolute"]),
@@ -100,6 +102,7 @@ def test_what_cannot_work_is_refused_with_key_value_and_way_out(override: str, w
     [
         ("data.buckets=[8, 16]", ["data.buckets", "[8, 16]", "language-modeling does not read"]),
         ("train.linear_baseline=true", ["train.linear_baseline", "does not read"]),
+        ("data.test_fraction=0.1", ["data.test_fraction", "does not read"]),
         ("data.tokenizer={kind: bytes, vocab_size: 512}", ["data.tokenizer", "leave vocab_size"]),
         ("data.tokenizer.vocab_size=256", ["256", "257 or more"]),
     ],

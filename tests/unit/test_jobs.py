@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from app.compile.run import compile_model
 from app.config import load_recipe
 from app.errors import RayloomError
 from app.runs import Outcome, Run, execute
@@ -13,7 +14,6 @@ from app.telemetry.alerts import Action
 from app.training.coordination.control import request, requested
 from jobs._runner import main
 from jobs._sigterm import on_sigterm
-from jobs.compile import compile_model
 from jobs.deploy import deploy
 from jobs.lifecycle import lifecycle, require_no_request
 from jobs.train import train

@@ -64,12 +64,16 @@ def test_a_full_call_of_the_smallest_engine_is_what_a_replica_should_hold() -> N
 
 
 def test_models_that_share_replicas_get_what_each_asked_for() -> None:
-    fixed = Scaling(least=2, most=2, cpus=0.5, gpus=0.25, upscale_delay_s=1, downscale_delay_s=900)
+    fixed = Scaling(least=2, most=2, cpus=0.5, gpus=0.25, upscale_delay_s=1, downscale_delay_s=900,
+                    resources={"rack": 0.5, "disk": 1.0})  # fmt: skip
     one = Scaling(least=1, most=4, cpus=0.25, gpus=0.5, latency_target_s=0.2, upscale_delay_s=5, downscale_delay_s=60)
-    other = Scaling(least=1, most=3, latency_target_s=0.1, upscale_delay_s=20, downscale_delay_s=300)
+    other = Scaling(
+        least=1, most=3, resources={"rack": 0.25}, latency_target_s=0.1, upscale_delay_s=20, downscale_delay_s=300
+    )
     together = Scaling.together([fixed, one, other])
     assert (together.least, together.most, together.cpus, together.gpus) == (2, 4, 0.75, 0.75)
     assert (together.latency_target_s, together.upscale_delay_s, together.downscale_delay_s) == (0.1, 5, 300)
+    assert together.resources == {"rack": 0.75, "disk": 1.0}
     assert Scaling.together([]) == Scaling()
 
 

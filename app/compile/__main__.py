@@ -1,0 +1,30 @@
+"""Compile on this machine, without Ray: python -m app.compile RECIPE [key=value …]"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from app.compile.run import compile_model
+from app.config import load_recipe
+from app.errors import RayloomError
+from app.runs import Run, execute
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compile as ``jobs.compile`` does. Returns 0, 1 if it failed, or 2 if the recipe was refused."""
+    parser = argparse.ArgumentParser(prog="python -m app.compile")
+    parser.add_argument("recipe", help="path or URI of a recipe, such as recipes/digits.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as compile.engines=[openvino]")
+    arguments = parser.parse_args(argv)
+    try:
+        run = Run.start("compile", load_recipe(arguments.recipe, arguments.overrides))
+    except RayloomError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    result = execute(run, compile_model)
+    print(result.to_line(), flush=True)
+    return int(result.status == "failed")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Compile a recipe's trained model and publish it, on the machine where this runs."""
+
+import tempfile
+from pathlib import Path
+
+from pydantic import BaseModel
+from upath import UPath
+
+from app.compile.compilation import Compilation
+from app.compile.files import Tell
+from app.compile.operating_points import OperatingPoint
+from app.compile.publication import publish
+from app.compile.records import BuiltPlan, PublishedAccuracy, VariantRecord
+from app.compile.report import report_of, write_report
+from app.compile.subject import load_subject
+from app.compile.variants import Skipped, wanted_variants
+from app.engines.architecture import usable_cores
+from app.errors import RayloomError
+from app.repository.manifest import ServingDefaults
+from app.repository.repository import Repository
+from app.runs import Outcome, Run, latest_result
+from app.storage import to_path
+from app.tasks import find_processor
+
+
+class CompileMetrics(BaseModel):
+    """Every variant that was measured or could not be run, plans for other machines, and what was published."""
+
+    variants: list[VariantRecord]
+    skipped: list[Skipped]
+    plans: list[BuiltPlan]
+    chosen: VariantRecord
+    point: OperatingPoint
+    serving: ServingDefaults
+    accuracy: PublishedAccuracy
+
+
+def print_line(line: str) -> None:
+    """Show a line at once."""
+    print(line, flush=True)
+
+
+def compile_model(run: Run, tell: Tell = print_line) -> Outcome:
+    """Make every variant of the weights, compare it with PyTorch, measure it, and publish the best.
+
+    Args:
+        tell: takes each line on what is done.
+
+    Raises:
+        RayloomError: something is refused, of which nothing is made; or no variant holds, which the report says.
+    """
+    config = run.recipe.compile
+    find_processor(run.recipe.task)  # refuses a task that cannot be compiled
+    wanted = wanted_variants(config)
+    subject = load_subject(find_weights(run), run.recipe, usable_cores())
+    if wanted.calibrated:
+        subject.require_samples(config.calibration.samples)
+    run.open()
+    tell(
+        f"weights {subject.weights}: checksums hold; PyTorch on {len(subject.reference.classes):,} validation samples: "
+        f"accuracy {subject.accuracy_to_keep:.4f}"
+    )
+    with tempfile.TemporaryDirectory(prefix="rayloom-compile-") as temporary:
+        return _compile(run, Compilation(subject, config, wanted, Path(temporary), tell), tell)
+
+
+def _compile(run: Run, compilation: Compilation, tell: Tell) -> Outcome:
+    recipe = run.recipe
+    try:
+        compilation.prove()
+        plans = _keep_plans(run, compilation)
+        choice = compilation.choose()
+    except RayloomError as error:
+        write_report(report_of(compilation, recipe.name, None, str(error)), run.folder)
+        raise
+    yardstick = compilation.yardstick_of(choice.point)
+    beside = f" (PyTorch: {yardstick.latency_ms:.2f} ms, {yardstick.throughput:,.0f} rows/s)" if yardstick else ""
+    tell(f"chosen, by {recipe.compile.objective}: {choice.point}{beside}")
+    tell(f"accuracy of what is published: {choice.accuracy}")
+    page = write_report(report_of(compilation, recipe.name, choice), run.folder)
+    manifest = publish(compilation, choice, recipe.name, Repository(run.storage), run.folder)
+    tell(f"published {manifest.name}, version {manifest.version}, now in production: {manifest.engine_key}")
+    metrics = CompileMetrics(
+        variants=compilation.records,
+        skipped=compilation.skipped,
+        plans=compilation.plans,
+        chosen=choice.record,
+        point=choice.point,
+        serving=choice.serving,
+        accuracy=choice.accuracy,
+    )
+    return Outcome(metrics, {"model": f"{manifest.name}/{manifest.version}", "report": str(page), **plans})
+
+
+def find_weights(run: Run) -> UPath:
+    """The folder that the recipe names, else of the newest finished training. Raises StorageError."""
+    config = run.recipe.compile
+    if config.weights is not None:
+        return to_path(config.weights)
+    return to_path(latest_result(run.storage, "train", run.recipe.name).artifacts["weights"])
+
+
+def _keep_plans(run: Run, compilation: Compilation) -> dict[str, str]:
+    """Plans for other machines lie in the run's folder: nothing here could run them, and so judge them."""
+    kept = {}
+    for precision, plan in compilation.build_ahead():
+        target = run.folder / "plans" / precision
+        target.mkdir(parents=True)
+        for file in plan.iterdir():
+            to_path(file).copy(target / file.name)
+        kept[f"plan_{precision}"] = str(target)
+    return kept
