@@ -64,8 +64,9 @@ def _nearest_plan(plan: PlanConfig, setting: Setting) -> str | None:
     return f"the nearest plan that can run has {values}"
 
 
-def _show(value: object) -> object:
-    return "null" if value is None else "{}" if isinstance(value, Section) else value
+def _show(value: object) -> str:
+    """Return a value as a recipe has it."""
+    return "null" if value is None else "{}" if isinstance(value, Section) else str(value).lower()
 
 
 def _neighbours(plan: PlanConfig, setting: Setting) -> Iterator[PlanConfig]:
