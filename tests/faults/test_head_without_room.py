@@ -1,6 +1,7 @@
 """A cluster whose head has neither CPUs nor GPUs nor the resource that the recipe asks for: all work is elsewhere."""
 
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -76,7 +77,7 @@ def test_what_compiles_ends_with_its_job(nodes: TwoNodes, launch: Launch) -> Non
     client = launch("rayloom", "submit", "compile", *DIGITS, *PLACED, **nodes.cluster.environment)
     client.says("file fp32")
     assert nodes.cluster.processes("ray::compile")
-    (submission_id,) = {word.strip("'") for word in client.output.split() if word.strip("'").startswith("compile-")}
+    (submission_id,) = re.findall(r"Job '(\S+)' submitted", client.output)
     assert run("ray", "job", "stop", submission_id, environment=nodes.cluster.environment).returncode == 0
     client.ends()
     wait_until(lambda: not nodes.cluster.processes("ray::compile"), timeout_s=10)
