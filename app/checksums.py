@@ -53,7 +53,7 @@ def write_checksums(folder: UPath, sums: Mapping[str, str] | None = None) -> Non
 
 
 def read_checksums(folder: UPath) -> dict[str, str]:
-    """The sha256 of each file of ``folder``, by name. Raises StorageError if there are none."""
+    """Return the sha256 of each file of ``folder``, by name. Raises StorageError if there are none."""
     try:
         content = (folder / CHECKSUMS_FILE).read_bytes()
     except FileNotFoundError as error:

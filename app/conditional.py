@@ -1,4 +1,4 @@
-"""Reading storage that others write, and writing only if nobody else has written meanwhile."""
+"""Read files that other processes write, and write only if no other process has written in between."""
 
 import fcntl
 from collections.abc import Callable, Iterable, Iterator
@@ -17,26 +17,26 @@ Made = TypeVar("Made")
 _LOCK_FILE = ".lock"
 _S3 = ("s3", "s3a")
 _ONE_REQUEST = {"max_concurrency": 1}
-"""Else s3fs asks for the size first, to read large files in pieces."""
+"""Without this, s3fs first requests the size, to read large files in pieces."""
 _MAX_REQUESTS = 32
-"""At once, of an object store."""
+"""Maximum number of concurrent requests to an object store."""
 _REFUSALS = ("PreconditionFailed", "ConditionalRequestConflict")
-"""What S3 answers when a condition of a write does not hold, or somebody writes at the same time."""
+"""S3 error codes for a conditional write whose condition fails, or that conflicts with a concurrent write."""
 
 
 @contextmanager
 def alone(folder: UPath) -> Iterator[None]:
-    """On a local disk keep everybody else who asks out of a folder; on an object store do nothing."""
+    """Hold an exclusive lock on a folder of a local disk. On an object store do nothing."""
     if not is_local(folder):
         yield
         return
-    with Path(folder.path, _LOCK_FILE).open("ab") as file:  # NFS locks only what is open for writing
+    with Path(folder.path, _LOCK_FILE).open("ab") as file:  # NFS locks only files that are open for writing
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def map_at_once(storage: UPath, work: Callable[[Item], Made], items: Iterable[Item]) -> list[Made]:
-    """Do the same work for each item, in order; on an object store, where it waits for requests, many at once."""
+    """Call ``work`` on each item and return the results in order. On an object store the calls run concurrently."""
     if is_local(storage):
         return list(map(work, items))
     with ThreadPoolExecutor(_MAX_REQUESTS, thread_name_prefix="storage") as pool:
@@ -44,9 +44,9 @@ def map_at_once(storage: UPath, work: Callable[[Item], Made], items: Iterable[It
 
 
 def read(path: UPath) -> bytes | None:
-    """The content of a file that others may replace just now, old or new; None if there is none.
+    """Return the content of a file that other processes may be replacing: old or new; None if there is no file.
 
-    In one request: a file that is opened on S3 cannot be read on once it has been replaced.
+    It is read in one request: after a file on S3 is replaced, reads from an open handle fail.
     """
     try:
         content: bytes = path.fs.cat_file(path.path, **(_ONE_REQUEST if path.protocol in _S3 else {}))
@@ -56,21 +56,21 @@ def read(path: UPath) -> bytes | None:
 
 
 def claim(path: UPath) -> bool:
-    """Make an empty file, unless it is there: of all who try at once, one succeeds."""
+    """Create an empty file and return True, or False if it exists. Of concurrent calls only one succeeds."""
     try:
         path.fs.pipe_file(path.path, b"", mode="create")
     except OSError as error:
-        if _was_late(error):
+        if _lost_race(error):
             return False
         raise
     return True
 
 
 def change(path: UPath, changed: Callable[[bytes], bytes]) -> None:
-    """Replace a file's content, ``b""`` if it is not there, by what ``changed`` makes of it.
+    """Replace a file's content with ``changed(content)``; the content of a missing file is ``b""``.
 
-    Nothing that another writes meanwhile is lost: on a local disk writers take turns, on S3 ``changed`` is asked again
-    when the file has become another. On other object stores there is no such guarantee, and writers must take turns.
+    No concurrent write is lost. On a local disk writers take a lock; on S3 ``changed`` is called again if the file was
+    replaced in between. Other object stores give no such guarantee: there the callers must serialize their writes.
     """
     if path.protocol in _S3:
         while not _changed_on_s3(path, changed):
@@ -81,30 +81,30 @@ def change(path: UPath, changed: Callable[[bytes], bytes]) -> None:
 
 
 def _changed_on_s3(path: UPath, changed: Callable[[bytes], bytes]) -> bool:
-    """Whether it was done, before the file became another."""
+    """Apply ``changed`` once. Returns False if the file was replaced in between."""
     try:
         content, condition = _read_from_s3(path)
         new = changed(content)
         if new != content:
             path.fs.pipe_file(path.path, new, **condition)
     except OSError as error:
-        if _was_late(error):
+        if _lost_race(error):
             return False
         raise
     return True
 
 
 def _read_from_s3(path: UPath) -> tuple[bytes, dict[str, str]]:
-    """The content, and the condition under which it is still so."""
+    """Return the content, and the write condition that it is still current."""
     try:
-        with path.fs.open(path.path, "rb") as file:  # reads what had this ETag, or fails
+        with path.fs.open(path.path, "rb") as file:  # reads the version with this ETag, or fails
             return file.read(), {"IfMatch": file.details["ETag"]}
     except FileNotFoundError:
         return b"", {"IfNoneMatch": "*"}
 
 
-def _was_late(error: BaseException | None) -> bool:
-    """Whether storage refused because somebody else was faster; s3fs says so in a cause."""
+def _lost_race(error: BaseException | None) -> bool:
+    """Return whether storage refused because another writer was faster; s3fs puts that error in ``__cause__``."""
     while error is not None:
         answer = getattr(error, "response", {}).get("Error", {})
         if isinstance(error, FileExistsError) or answer.get("Code") in _REFUSALS:

@@ -174,7 +174,7 @@ def has_succeeded(run: UPath) -> bool:
 
 
 def _results(runs: Iterable[UPath]) -> Iterator[Result]:
-    """The results of those runs that have finished."""
+    """Yield the results of the runs that have finished."""
     for run in runs:
         try:
             yield Result.model_validate_json((run / RESULT_FILE).read_bytes())

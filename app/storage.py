@@ -17,7 +17,7 @@ HOME = Path(os.environ.get("RAYLOOM_HOME", "~/.rayloom")).expanduser()
 
 
 _CACHE_LISTINGS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl")
-"""Protocols whose drivers cache listings, which hides what other processes write. Other drivers refuse the option."""
+"""Protocols whose drivers cache listings, which hides writes of other processes. Other drivers reject the option."""
 
 Advance = Callable[[], None]
 """Hears that reading or writing goes on, piece by piece: storage may be slow, and does not hang meanwhile."""
@@ -28,9 +28,9 @@ def unheard() -> None:
 
 
 def to_path(location: str | Path) -> UPath:
-    """Return ``location`` as a path that shows at once what other processes write.
+    """Return ``location`` as a path that shows writes of other processes at once.
 
-    Make every path here, also from a string that was made from a path: ``UPath(...)`` would cache listings again.
+    Create every path with this function, also from the string of another path: ``UPath(...)`` would cache listings.
     """
     path = UPath(location)
     return UPath(location, use_listings_cache=False) if path.protocol in _CACHE_LISTINGS else path
@@ -68,7 +68,7 @@ def is_local(path: UPath) -> bool:
 
 
 def list_names(folder: UPath) -> list[str]:
-    """Return the names in a folder in one request, in no order; none if there is no such folder."""
+    """List the names in a folder with one request, unordered. A missing folder has none."""
     try:
         entries: list[str] = folder.fs.ls(folder.path, detail=False)
     except (FileNotFoundError, NotADirectoryError):

@@ -40,7 +40,7 @@ def _digits() -> Examples:
 def _fashion(test: bool = False) -> Examples:
     """Fashion-MNIST (Xiao, Rasul and Vollgraf 2017, arXiv:1708.07747): its 60,000 training pictures of 28 x 28.
 
-    Or with ``test`` its 10,000 others.
+    With ``test`` return its 10,000 test pictures instead.
     """
     folder = to_path(FASHION_FOLDER)
     if not holds_idx(folder, test):
@@ -73,7 +73,7 @@ def _reviews() -> Examples:
 
 BUILTIN: dict[str, Callable[[], Examples]] = {"digits": _digits, "fashion": _fashion, "reviews": _reviews}
 BUILTIN_TEST: dict[str, Callable[[], Examples]] = {"fashion": partial(_fashion, test=True)}
-"""Those that their makers have split, by ``data.test_source``."""
+"""Test splits of the built-in sets that were published with one, by ``data.test_source``."""
 
 
 def _standard_library() -> Iterator[bytes]:

@@ -25,7 +25,7 @@ from app.storage import write_atomically
 
 LABELS_FILE = "labels.json"
 _TRAIN, _VALIDATION, _TEST = "train", "validation", "test"
-"""The files of the splits, without their suffix."""
+"""File names of the splits, without suffix."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class LabelledDataset:
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """The characters of each text, of shape (samples,); pictures are all of one size."""
+        """Number of characters of each text, of shape (samples,); 0 for pictures, which all have one size."""
         lengths = (len(given) if isinstance(given, str) else 0 for given in self.split.inputs)
         return np.fromiter(lengths, np.int64, len(self))
 
@@ -51,7 +51,7 @@ class LabelledDataset:
 
 @dataclass(frozen=True)
 class ClassificationData:
-    """The splits, the labels that classes index, the processor fitted on the training split, what was dropped."""
+    """The splits, the label of each class index, the processor fitted on the training split, the cleaning report."""
 
     train: LabelledDataset
     validation: LabelledDataset
@@ -59,7 +59,7 @@ class ClassificationData:
     processor: Processor
     report: CleaningReport
     test: LabelledDataset | None = None
-    """What is asked once, of the version that is published. ``load`` leaves it in its file: see ``load_test``."""
+    """The test split, used once, on the published version. ``load`` does not read it: see ``load_test``."""
 
     @property
     def facts(self) -> Mapping[str, int]:
@@ -79,7 +79,7 @@ class ClassificationData:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 over every input and class of what models are trained and chosen on, in order."""
+        """sha256 over every input and class of the training and validation splits, in order."""
         digest = hashlib.sha256(json.dumps(self.labels).encode())
         for split in (self.train.split, self.validation.split):
             for given, label in zip(split.inputs, split.classes, strict=True):
@@ -108,7 +108,7 @@ class ClassificationData:
 
     @classmethod
     def load(cls, folder: UPath, processor_type: type[Processor]) -> Self:
-        """What ``save`` wrote, without the test split."""
+        """Load the data that ``save`` wrote, without the test split."""
         processor = processor_type.load(folder)
         return cls(
             LabelledDataset(_load_split(folder, _TRAIN), processor),
@@ -131,7 +131,7 @@ def prepare(config: DataConfig, processor_type: type[Processor]) -> Classificati
     given = _load_test_source(config, processor_type) if config.test_source else None
     examples, report = clean(examples, config.clean, frozenset(given.inputs if given else ()))
     train, validation, labels = split(examples, config)
-    train, test = (train, _classed(given, labels, config)) if given else _hold_out(train, len(examples), config)
+    train, test = (train, _to_split(given, labels, config)) if given else _hold_out(train, len(examples), config)
     processor = processor_type.fit(train.inputs, config)
     return ClassificationData(
         LabelledDataset(train, processor),
@@ -170,12 +170,12 @@ def split(examples: Examples, config: DataConfig) -> tuple[Split, Split, list[st
 
 
 def load_test(folder: UPath, processor: Processor) -> LabelledDataset | None:
-    """Return the test split that ``save`` wrote, if there is one: for the job that publishes, and no other."""
+    """Return the test split that ``save`` wrote, or None. Only the job that publishes calls it."""
     return LabelledDataset(_load_split(folder, _TEST), processor) if (folder / f"{_TEST}.parquet").exists() else None
 
 
 def _hold_out(train: Split, num_examples: int, config: DataConfig) -> tuple[Split, Split | None]:
-    """Take ``data.test_fraction`` of all examples out of the training split, so that validation stays as it is."""
+    """Hold out ``data.test_fraction`` of all examples from the training split; the validation split is unchanged."""
     from sklearn.model_selection import train_test_split
 
     if config.test_fraction is None:
@@ -195,14 +195,14 @@ def _hold_out(train: Split, num_examples: int, config: DataConfig) -> tuple[Spli
 
 
 def _load_test_source(config: DataConfig, processor_type: type[Processor]) -> Examples:
-    """The examples of ``data.test_source``, cleaned by themselves."""
+    """Load the examples of ``data.test_source``, cleaned on their own."""
     examples = load_test_examples(config)
     _require_modality(examples, processor_type, f"data.test_source {config.test_source!r}")
     return clean(examples, config.clean)[0]
 
 
-def _classed(examples: Examples, labels: Sequence[str], config: DataConfig) -> Split:
-    """Examples under the classes of the training split."""
+def _to_split(examples: Examples, labels: Sequence[str], config: DataConfig) -> Split:
+    """Map the labels of ``examples`` to the classes of the training split."""
     class_of = {label: index for index, label in enumerate(labels)}
     if unknown := sorted(set(examples.labels) - class_of.keys()):
         raise DataError(

@@ -52,8 +52,8 @@ def clean(
 
     An input that stands under several labels has no right answer: all of its copies go. Texts are
     compared without the white space around them. Cleaning comes before the split because a duplicate
-    on both sides of it would be a validation example that the model was trained on. For the same reason an example
-    that is ``in_test``, cleaned itself, goes from here whatever its label.
+    on both sides of it would be a validation example that the model was trained on. For the same reason
+    examples whose input is in ``in_test``, the cleaned test inputs, are dropped, whatever their label.
     """
     labels_of: dict[Input, set[str]] = {}
     for given, label in examples:

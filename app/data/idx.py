@@ -30,7 +30,7 @@ def holds_idx(folder: UPath, test: bool = False) -> bool:
 
 
 def _names(test: bool) -> tuple[str, str]:
-    """The files of pictures and of labels."""
+    """Return the file names of pictures and labels."""
     return (TEST_IMAGES_FILE, TEST_LABELS_FILE) if test else (IMAGES_FILE, LABELS_FILE)
 
 
@@ -38,7 +38,7 @@ def read_idx_folder(folder: UPath, test: bool = False) -> Examples:
     """The grey pictures of the training files, plain or in gzip, each with its number as the label.
 
     Args:
-        test: read the test files ``t10k-…`` instead, for ``data.test_source``; nothing is chosen by them.
+        test: read the test files ``t10k-…`` instead, for ``data.test_source``. Model selection never uses them.
 
     Raises:
         DataError: a file is missing, damaged or of another format, or the two differ in length.

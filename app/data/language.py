@@ -38,7 +38,7 @@ class TokenBlocks:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """All equal, of shape (blocks,): blocks are not padded."""
+        """Equal lengths, of shape (blocks,): blocks are not padded."""
         return np.full(len(self), self.block_length)
 
     def batch(self, indices: Sequence[int]) -> Batch:

@@ -31,10 +31,10 @@ def load_examples(config: DataConfig) -> Examples:
 
 
 def load_test_examples(config: DataConfig) -> Examples:
-    """Read every example of ``config.test_source``, which is read as a source is; of IDX files, those for tests.
+    """Read every example of ``config.test_source``, in the formats of ``data.source``; of IDX folders, the test files.
 
     Raises:
-        DataError: as ``load_examples``.
+        DataError: for the same reasons as ``load_examples``.
     """
     try:
         examples = _read(config.model_copy(update={"source": config.test_source}), BUILTIN_TEST, test=True)

@@ -1,4 +1,4 @@
-"""Files of safetensors, written one tensor at a time: safetensors itself wants all of them in memory."""
+"""Write safetensors files one tensor at a time; the safetensors library needs all tensors in memory."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -18,24 +18,24 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class Form:
-    """What a reader must know of a tensor before its values."""
+    """Type and shape of a tensor, as the header lists them."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Of its values."""
+        """Size of the values in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 def write_safetensors(path: Path, forms: Mapping[str, Form], read: Callable[[str], Tensor]) -> None:
-    """Write the tensors of ``forms``; ``read`` is asked for one after the other, and answers it in its form.
+    """Write the tensors that ``forms`` lists. ``read`` is called once for each name and returns a tensor of its form.
 
-    Source of the format: https://huggingface.co/docs/safetensors/index#format
+    Format: https://huggingface.co/docs/safetensors/index#format
     """
-    names = sorted(forms, key=lambda name: (-forms[name].dtype.itemsize, name))  # so that each lies aligned
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    names = sorted(forms, key=lambda name: (-forms[name].dtype.itemsize, name))  # keeps each tensor aligned
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     offset = 0
     for name in names:
         form = forms[name]

@@ -1,4 +1,4 @@
-"""Files that grow: appended to on the local disk, and copied to storage in the background."""
+"""Growing files: written to the local disk and copied to storage in the background."""
 
 import tempfile
 import threading
@@ -14,27 +14,27 @@ from app.warnings import Attempts
 
 _INTERVAL_S = 5.0
 _MAX_BUSY = 0.1
-"""Share of the time that copying may take: object stores take whole files, and these grow."""
+"""Maximum share of time spent copying. Object stores take whole files, so each copy of a growing file costs more."""
 
 
 class Mirror:
     """A local folder for the growing files of a folder in storage.
 
-    Objects cannot be appended to. On an object store the files lie in a temporary folder, and every few seconds a
-    thread copies those that have changed. On a local disk ``folder`` is the folder in storage, and nothing is copied.
-    Training never fails for these files: what storage refuses is printed as a warning, and copied next time.
+    Objects cannot be appended to. For an object store the files are written to a temporary folder, and a thread copies
+    the changed ones every few seconds. On a local disk ``folder`` is the folder in storage, and nothing is copied.
+    Errors never stop training: if storage refuses a file, a warning is printed and the next copy retries.
     """
 
     def __init__(self, target: UPath, interval_s: float = _INTERVAL_S) -> None:
         self._target, self._interval_s = target, interval_s
         self._temporary = None if is_local(target) else tempfile.TemporaryDirectory(prefix="rayloom-mirror-")
         self.folder = Path(self._temporary.name if self._temporary else target.path)
-        """Where to write. It need not exist on a local disk."""
+        """The folder to write to. On a local disk it may not exist yet."""
         self._copied: dict[str, tuple[int, int]] = {}
-        """Time and size of each file as storage has it."""
-        self._copying = Attempts(f"{str(target)!r} cannot be written, and is tried again")
-        self._busy, self._stopped = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=self._go_on, daemon=True, name="mirror")
+        """Modification time and size of each file at its last copy."""
+        self._try_copy = Attempts(f"{str(target)!r} cannot be written, and is tried again")
+        self._copy_lock, self._stopped = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._copy_periodically, daemon=True, name="mirror")
         if self._temporary:
             self._thread.start()
 
@@ -45,7 +45,7 @@ class Mirror:
         self.close()
 
     def fetch(self, name: str) -> Path:
-        """Return the local file ``name``, with all that storage has of it, to append to.
+        """Return the local file ``name`` to append to, with the content that it has in storage.
 
         Raises:
             OSError: storage cannot be read.
@@ -59,20 +59,20 @@ class Mirror:
         return file
 
     def flush(self) -> None:
-        """Copy what has changed, and return once storage has it, or has refused it."""
+        """Copy the changed files. Returns once storage has accepted or refused them."""
         if self._temporary:
-            with self._busy:
-                self._copying(self._copy)
+            with self._copy_lock:
+                self._try_copy(self._copy)
 
     def close(self) -> None:
-        """Copy what has changed, and stop; what is appended later is lost."""
+        """Copy the changed files and stop. Later writes are not copied."""
         if self._temporary:
             self._stopped.set()
             self._thread.join()
             self.flush()
             self._temporary.cleanup()
 
-    def _go_on(self) -> None:
+    def _copy_periodically(self) -> None:
         pause_s = self._interval_s
         while not self._stopped.wait(pause_s):
             began = time.monotonic()
@@ -81,13 +81,13 @@ class Mirror:
 
     def _copy(self) -> None:
         for name in self._names():
-            version = _version(self.folder / name)  # before the content, which may grow meanwhile
+            version = _version(self.folder / name)  # before the content is read, since the file may grow
             if self._copied.get(name) != version:
                 write_atomically(self._target / name, (self.folder / name).read_bytes())
                 self._copied[name] = version
 
     def _names(self) -> Iterator[str]:
-        """Yield the files, except those that are being written aside."""
+        """Yield the files, except the temporary files of atomic writes."""
         for file in self.folder.rglob("[!.]*"):
             if file.is_file():
                 yield file.relative_to(self.folder).as_posix()

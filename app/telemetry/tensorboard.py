@@ -22,15 +22,15 @@ class TensorBoardLog:
     Each number of a record becomes a scalar of its step, named by the record's kind and the number's key:
     ``step/loss``, ``step/memory/peak_bytes``, ``epoch/val_loss``.
 
-    Training never fails for this log: what goes wrong is printed as a warning, and the records are in
-    ``metrics.jsonl`` too.
+    Errors never stop training: they are printed as warnings, and ``metrics.jsonl`` has the same
+    records.
     """
 
     def __init__(self, mirror: Mirror, first_step: int) -> None:
         """Open a file whose first step is ``first_step``: 1, or the one after the step that is resumed from.
 
         What earlier files have of that step and of later ones counts no more, so that no step is there twice.
-        ``mirror`` of the run's folder.
+        ``mirror`` is the one of the run's folder.
         """
         self._folder = mirror.folder / TENSORBOARD
         # SummaryWriter is not used: on a full disk its thread dies, and training then waits for it for ever.
