@@ -41,9 +41,9 @@ class Attempt:
         return said
 
     def cut(self) -> bool:
-        """Leave the rest of the training out, and wait until its last checkpoint is stored.
+        """Stop the training and wait until its last checkpoint is stored.
 
-        Returns whether nothing of it runs any more: False if that takes longer than half a minute.
+        Return whether its thread has ended: False if that takes longer than half a minute.
         """
         if self._thread.is_alive():
             self._go_on.put(False)

@@ -12,7 +12,7 @@ from app.tuning.view import values_at_last
 
 
 def load_study(name: str, place: StudyPlace) -> Study:
-    """A study that is there. Raises StorageError or TuningError."""
+    """Load a study that exists. Raises StorageError or TuningError."""
     require_study_file(place)
     storage = open_storage(place)
     with explained(place):
@@ -22,7 +22,7 @@ def load_study(name: str, place: StudyPlace) -> Study:
 
 
 def load_earlier(name: str, place: StudyPlace) -> Study:
-    """A study that ``tune.warm_start`` names. Raises StorageError or TuningError."""
+    """Load a study that ``tune.warm_start`` names. Raises StorageError or TuningError."""
     if is_missing(place):
         raise TuningError(f"tune.warm_start names {name!r}, and there is no study {place}: give ids of tune runs")
     return load_study(name, place)

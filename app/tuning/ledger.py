@@ -103,7 +103,7 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
 
     @_writes
     def on_trial_error(self, trial: Trial, **_: Any) -> None:
-        """The last failure; a trial that met a busy actor has not failed, and gets another one."""
+        """Record a trial's last failure. A trial whose actor was busy has not failed: it starts in another actor."""
         number, error = trial.config[NUMBER], _pickled_error(trial)
         if isinstance(error, ActorBusyError):
             LOG.warning("trial %d starts in a new actor: %s", number, error)
@@ -132,13 +132,13 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
         if isinstance(error, RayActorError):
             return f"the trial's process ended: {_exit_detail(str(error))}"
         if isinstance(error, UnsharedStorageError):
-            raise error  # every trial on that node would fail of it
+            raise error  # every trial on that node would fail the same way
         return f"{type(error).__name__}: {_last_line(str(error))}"
 
 
 def _pickled_error(trial: Trial) -> Exception | None:
-    """What the trial raised, as Ray Tune pickled it; None for a failure that it only describes."""
-    file = Path(trial.pickled_error_file or "")  # in storage it is only later
+    """Return the trial's exception, as Ray Tune pickled it; None for a failure that Ray Tune only describes."""
+    file = Path(trial.pickled_error_file or "")  # Ray Tune uploads it to storage later
     if not file.is_file():
         return None
     error = cloudpickle.loads(file.read_bytes())

@@ -43,7 +43,7 @@ def _measure(objective: Objective, best: EpochRecord, recipe: Recipe, data: Prep
     match objective.metric:
         case "parameters":
             model = Blueprint.of(partial(build_model, recipe.model, data.facts)).model
-            return float(sum(each.numel() for each in model.parameters()))
+            return float(sum(parameter.numel() for parameter in model.parameters()))
         case "latency_ms":
             return _latency_ms(build_model(recipe.model, data.facts), data)
     return objective_of(best, objective)

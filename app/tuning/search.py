@@ -27,7 +27,7 @@ _NEXT_TO_NOTHING = {"memory": 1.0}
 """One byte: an actor of Ray Tune must reserve something."""
 
 _MIN_AHEAD = 4
-"""Trials that a cluster without room is asked for: as many nodes start together instead of one after another."""
+"""Minimum number of trials that wait for room on a cluster that grows, so that it starts several nodes at once."""
 
 _FEW_CHECKPOINTS = 3
 """Of each trial that others go on from: the newest, and those that somebody may be reading just now."""
@@ -53,7 +53,7 @@ class Search:
     """Of the run."""
     budget: Budget
     cluster_grows: bool = False
-    """Whether it may get nodes while the search runs."""
+    """Whether the cluster may get more nodes while the search runs."""
 
     @property
     def resources(self) -> dict[str, float]:
@@ -75,24 +75,25 @@ class Search:
 
     @property
     def _reuses_actors(self) -> bool:
-        """Whether an actor takes one trial after another; it would keep a trial's workers, and what ZeRO 3 leaks."""
+        """Whether an actor runs several trials in turn. It would keep a trial's workers, and the memory of ZeRO 3."""
         return self._workers == 1 and self._train.plan.zero_stage != 3
 
     @property
     def max_at_once(self) -> int:
-        """Trials at once on a cluster of any size."""
+        """The maximum number of concurrent trials, on a cluster of any size."""
         return min(self.config.concurrent or self.config.trials, self.config.trials)
 
     def room(self) -> int:
-        """Trials that the cluster has room for now, or fewer if the recipe says so."""
+        """Return how many trials the cluster has room for now, or fewer if the recipe says so."""
         cluster = ray.cluster_resources()
         room = min(int(cluster.get(name, 0.0) // amount) for name, amount in self.resources.items())
         return min(room, self.max_at_once)
 
     def at_once(self) -> int:
-        """Trials that should run now. A cluster that grows is asked for more: trials that wait for nodes make it grow.
+        """Return how many trials should be proposed now: on a cluster that grows, more than it has room for.
 
-        No more wait than run, for they are drawn before the search knows how those end; but a few, if few run.
+        Trials that wait for nodes make the cluster grow. They are drawn before the running trials end, so no more wait
+        than run, but at least ``_MIN_AHEAD``.
         """
         room = self.room()
         ahead = max(room, _MIN_AHEAD) if self.cluster_grows else 0
@@ -103,7 +104,7 @@ class Search:
 
         Raises:
             StorageError: the study cannot be written; what was written before stays.
-            UnsharedStorageError: a trial's node does not see the search's folder.
+            UnsharedStorageError: a trial's node cannot see the search's folder.
             TuningError: Ray Tune cannot go on.
         """
         with marked(self.folder) as mark:
@@ -120,8 +121,8 @@ class Search:
         table = self._table()
         ledger = Ledger(study, config, self.folder / TRIALS, self.budget, table, promotion)
         own_files = self.folder / "ray"
-        own = {"recipe": self.recipe.model_dump_json(), "run_folder": str(self.folder), "mark": mark}
-        trainable = tune.with_parameters(TrialActor, **own)
+        parameters = {"recipe": self.recipe.model_dump_json(), "run_folder": str(self.folder), "mark": mark}
+        trainable = tune.with_parameters(TrialActor, **parameters)
         tuner = tune.Tuner(
             tune.with_resources(trainable, self._actor_resources),
             tune_config=tune.TuneConfig(
@@ -173,12 +174,12 @@ class Search:
 
 
 def remove_lost_trials(study: SearchStudy, folder: UPath) -> None:
-    """Remove from ``folder`` what trials left that the study does not know: it will give their numbers to others.
+    """Remove the folders of trials that the study does not know, because it will reuse their numbers.
 
-    They began after the copy of the study with which the search is resumed was made.
+    These trials began after the copy from which the search resumes was made.
     """
     known = {f"{trial.number:04d}" for trial in study.trials if VALUES in trial.user_attrs}
     for lost in folder.iterdir() if folder.exists() else ():
         if lost.name not in known:
-            print(f"trial {lost.name} began after the study was last copied: what it trained is lost", flush=True)
+            print(f"trial {lost.name} began after the last copy of the study: its training is lost", flush=True)
             lost.fs.rm(lost.path, recursive=True)

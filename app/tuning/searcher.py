@@ -18,13 +18,13 @@ class StudySearcher(Searcher):  # type: ignore[misc] # Ray has no types
     """
 
     def __init__(self, study: SearchStudy, most: int, promotion: Promotion | None, at_once: Callable[[], int]) -> None:
-        """``at_once`` says how many trials should run now; it is asked each time, for clusters grow and shrink."""
+        """``at_once`` returns how many trials should run now. It is called for each proposal: clusters change size."""
         super().__init__()
         self._study, self._most, self._promotion, self._at_once = study, most, promotion, at_once
         self._running = 0
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # noqa: ARG002
-        """The configuration of the next trial, or that there is none, or none yet."""
+        """Return the configuration of the next trial, FINISHED if there is none, or None if there is none yet."""
         if self._running >= self._at_once():
             return None
         proposal = self._next()

@@ -1,7 +1,7 @@
 """Copies of a study's SQLite file, made in the background while a search writes to it.
 
-On a disk the copy is a backup beside the file. SQLite cannot write to an object store: there the search works on a
-local file, and storage holds the last copy, with which a search that is resumed begins.
+On a disk the copy is a backup beside the file. SQLite cannot write to an object store. There the search writes a local
+file and uploads copies of it; a resumed search starts from the last copy.
 """
 
 import sqlite3
@@ -16,23 +16,23 @@ from app.warnings import Attempts
 
 _INTERVAL_S = 2.0
 _MAX_SHARE = 0.1
-"""Of the time that copying may take: with thousands of trials, one copy takes seconds."""
+"""Maximum share of the time that is spent on copying: with thousands of trials, one copy takes seconds."""
 
 _LOCK_TIMEOUT_S = 5.0
-"""For a file that another process holds; the next attempt follows soon."""
+"""Maximum wait for a file that another process has locked; the next attempt follows soon."""
 
 
 class Snapshots:
-    """Copies a SQLite file whenever others have changed it."""
+    """Copies a SQLite file that other connections change."""
 
     def __init__(self, file: Path, publish: Callable[[Path], None]) -> None:
-        """``publish`` puts a finished copy where it belongs."""
+        """``publish`` moves a finished copy to its destination."""
         self._publish, self._copy = publish, file.with_name(f".{file.name}.tmp")
         self._source = sqlite3.connect(file, timeout=_LOCK_TIMEOUT_S, check_same_thread=False)
         self._copied_version: int | None = None
 
     def take(self) -> bool:
-        """Copy the file if it has changed since the last copy, and return whether it has.
+        """Copy the file if it has changed since the last copy, and return whether it had changed.
 
         Raises:
             sqlite3.Error: the file cannot be read.
@@ -49,23 +49,23 @@ class Snapshots:
         return True
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the connection and remove an unfinished copy."""
         self._source.close()
         self._copy.unlink(missing_ok=True)
 
 
 @contextmanager
 def keep_snapshots(place: StudyPlace) -> Iterator[None]:
-    """Copy a study's file on entry, every few seconds while it changes, and on exit; a database server needs none.
+    """Copy a study's file on entry, every few seconds while it changes, and on exit. Skip database servers.
 
     Raises:
-        StorageError: the first copy cannot be made, or the last one that storage should hold.
+        StorageError: the first copy, or the last copy on an object store, cannot be made.
     """
     if place.file is None:
         yield
         return
     copy = str(place.remote or place.backup)
-    attempts = Attempts(f"the study cannot be copied to {copy!r}, and lies in {str(place.file)!r} alone")
+    attempts = Attempts(f"the study cannot be copied to {copy!r}; it is only in {str(place.file)!r}")
     with closing(Snapshots(place.file, place.publish)) as snapshots:
         with explained(place):
             snapshots.take()
@@ -84,17 +84,17 @@ def keep_snapshots(place: StudyPlace) -> Iterator[None]:
 
 @contextmanager
 def _repeated(action: Callable[[], object]) -> Iterator[None]:
-    """Run ``action`` over and over in a thread, at most a tenth of the time."""
+    """Repeat ``action`` in a thread, for at most a tenth of the time."""
     stopped = threading.Event()
 
-    def go_on() -> None:
+    def repeat() -> None:
         pause_s = _INTERVAL_S
         while not stopped.wait(pause_s):
             began = time.monotonic()
             action()
             pause_s = max(_INTERVAL_S, (time.monotonic() - began) / _MAX_SHARE)
 
-    thread = threading.Thread(target=go_on, daemon=True, name="snapshots")
+    thread = threading.Thread(target=repeat, daemon=True, name="snapshots")
     thread.start()
     try:
         yield

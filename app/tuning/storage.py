@@ -1,4 +1,4 @@
-"""Where studies are kept: a SQLite file for each, in storage, or any database that SQLAlchemy reaches."""
+"""The databases of studies: a SQLite file for each study in storage, or any database that SQLAlchemy supports."""
 
 import sqlite3
 import time
@@ -39,60 +39,60 @@ DATABASE_ERRORS = (SQLAlchemyError, StorageInternalError, sqlite3.Error)
 
 @dataclass(frozen=True)
 class StudyPlace:
-    """A study's database. Where storage is an object store, a local file whose last copy is in storage."""
+    """A study's database. On an object store: a local SQLite file and its last copy in storage."""
 
     url: URL
-    """What Optuna opens."""
+    """The database that Optuna opens."""
     remote: UPath | None = None
-    """The copy in storage, if ``url`` is not where the study stays."""
+    """The copy on an object store; None if the study stays at ``url``."""
 
     def __str__(self) -> str:
         return self.url.render_as_string(hide_password=True) if self.remote is None else str(self.remote)
 
     @property
     def file(self) -> Path | None:
-        """The SQLite file; None of a database server."""
+        """The SQLite file; None for a database server."""
         is_file = self.url.get_backend_name() == "sqlite" and self.url.database
         return Path(str(self.url.database)) if is_file else None
 
     @property
     def backup(self) -> Path | None:
-        """The copy beside a SQLite file that stays; None of any other."""
+        """The backup beside a SQLite file; None for a database server or a study on an object store."""
         return self.file.with_name(f"{self.file.name}.backup") if self.file and self.remote is None else None
 
     @property
     def written(self) -> str:
-        """When the copy in storage, or beside the file, was made. Raises FileNotFoundError if there is none."""
+        """The time of the copy in storage or of the backup. Raises FileNotFoundError if there is none."""
         copy = self.remote or self.backup or Path()
         return datetime.fromtimestamp(copy.stat().st_mtime).isoformat(" ", "seconds")
 
     def publish(self, copy: Path) -> None:
-        """Put a copy of the file in storage, or make it the backup. Raises OSError or StorageError."""
+        """Upload a copy of the file to storage, or make it the backup. Raises OSError or StorageError."""
         if self.backup is not None:
             copy.rename(self.backup)
         if self.remote is None:
             return
         try:
             self.remote.fs.put_file(str(copy), self.remote.path)
-        except Exception as error:  # each protocol's driver has errors of its own
+        except Exception as error:  # the driver of each protocol has its own exceptions
             raise StorageError(f"the study {self} cannot be written ({error}): check its rights") from error
 
     def fetch(self) -> None:
-        """Begin with the copy in storage, if there is one. Raises StorageError if it cannot be read."""
+        """Replace the local file by the copy in storage, if there is one. Raises StorageError if it cannot be read."""
         if self.remote is None or self.file is None:
             return
         try:
             self.remote.fs.get_file(self.remote.path, str(self.file))
         except FileNotFoundError:
             self.file.unlink(missing_ok=True)
-        except Exception as error:  # each protocol's driver has errors of its own
+        except Exception as error:  # the driver of each protocol has its own exceptions
             raise StorageError(f"the study {self} cannot be read ({error}): check its rights") from error
 
 
 def study_place(storage: UPath, given: str | None, scratch: Path, run_id: str) -> StudyPlace:
-    """The database of a run's study: the one that the recipe gives, or a SQLite file under ``studies/`` in storage.
+    """Return the database of a run's study: ``given``, or a SQLite file under ``studies/`` in storage.
 
-    ``scratch`` is the local folder to work in where storage is an object store.
+    ``scratch`` is the local folder of the SQLite file if storage is an object store.
 
     Raises:
         RecipeError: what is given is no URL, or a relative path.
@@ -164,7 +164,7 @@ def is_missing(place: StudyPlace) -> bool:
 
 
 def _size(place: StudyPlace) -> int | None:
-    """Bytes of the study's SQLite file, or of its copy in storage; None if it is not there."""
+    """Return the bytes of the study's SQLite file, or of its copy in storage; None if it does not exist."""
     path = place.remote or place.file
     return path.stat().st_size if path is not None and path.exists() else None
 

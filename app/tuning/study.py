@@ -36,7 +36,7 @@ from app.tuning.trials import (
     rests_of,
     waits,
 )
-from app.tuning.view import Seen, view_of
+from app.tuning.view import ViewCache, view_of
 
 LOG = logging.getLogger(__name__)
 
@@ -70,8 +70,8 @@ class SearchStudy:
             study.sampler = RandomSampler(seed=config.seed)  # for what an enqueued trial leaves open
         self._substitute = create_substitute(config, space.is_finite)
         self.rests = rests_of(study)
-        """The first objective of each trial that ended or came to wait, in this order; None: it has no value."""
-        self._seen: Seen = {}
+        """The first objective of each trial that ended or came to wait, in that order; None if it has no value."""
+        self._view_cache: ViewCache = {}
         self.exhausted: str | None = None
         """Why there are fewer trials than were asked for."""
         self._interrupted = [each.number for each in self.trials if each.number in self._open and not waits(each)]
@@ -171,7 +171,7 @@ class SearchStudy:
             return self._new(most)
 
     def put_back(self, number: int) -> None:
-        """The trial could not be started: it is proposed again, before any new one."""
+        """Propose a trial that could not be started again, before any new trial."""
         self._interrupted.append(number)
 
     def go_on(self, number: int) -> Proposal:
@@ -264,7 +264,7 @@ class SearchStudy:
         return numbers
 
     def _note_rest(self, number: int, value: float | None) -> None:
-        """The trial ends, or waits at a rung. Each trial keeps its own: a database may limit how long one note is."""
+        """Record that a trial ended or waits at a rung, in the trial: a database may limit the size of an attribute."""
         trial = self._open[number]
         trial.set_user_attr(RESTS, [*trial.user_attrs.get(RESTS, []), [len(self.rests), value]])
         self.rests.append(value)
@@ -291,7 +291,7 @@ class SearchStudy:
         enqueued = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
         if enqueued or isinstance(sampler, KEEPS_STATE):
             return self.study.ask()
-        drawn = view_of(self.study, sampler, self.space, self._seen).ask()
+        drawn = view_of(self.study, sampler, self.space, self._view_cache).ask()
         try:
             values = self.space.draw(drawn)
         except RecipeError:  # the trial fails as this one does, and is filed
@@ -345,6 +345,6 @@ class SearchStudy:
 
 
 def _kept(trial: Trial) -> float | None:
-    """The objective in the epoch whose weights training keeps so far."""
+    """Return the objective at the epoch whose weights training keeps so far; None if there is no value."""
     kept = trial.user_attrs.get(KEPT)
     return kept[1] if kept else None

@@ -34,18 +34,18 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
     """Trains the trial that its configuration describes, one epoch for each call of ``step``."""
 
     def setup(self, config: dict[str, Any], recipe: str, run_folder: str, mark: str) -> None:
-        """``recipe`` as JSON, which the trials change; ``run_folder`` of the search, which has left ``mark`` in it."""
+        """Begin a trial. ``recipe`` is JSON, ``run_folder`` the search's folder; the search wrote ``mark`` into it."""
         self._recipe = Recipe.model_validate_json(recipe)
         self._folder, self._mark = to_path(run_folder), mark
         self._data = DataCache(self._folder / DATA)
         self._begin(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Leave the trial that this actor had, and begin another.
+        """Leave this actor's last trial and begin another.
 
         Raises:
-            ActorBusyError: the last trial's checkpoint is still being stored, or its memory cannot be freed; the
-                ledger starts this one elsewhere.
+            ActorBusyError: the last trial's checkpoint is still being stored, or its memory cannot be freed. The ledger
+                then starts this trial in another actor.
         """
         if not self._attempt.cut():
             raise ActorBusyError(f"{str(self._trial_folder)!r} is still being written")
@@ -53,7 +53,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
             remove_checkpoints(self._trial_folder)
         if self._has_leaked:
             raise ActorBusyError("ZeRO 3 keeps the last trial's model in memory")
-        gc.collect()  # engine and model refer to each other
+        gc.collect()  # the engine and the model form a reference cycle
         self._begin(new_config)
         return True
 

@@ -20,9 +20,9 @@ WAITS = "waits"
 """Noted of a trial that runs in the study, and waits at a rung for a promotion."""
 
 RESTS = "rests"
-"""Noted of a trial each time that it ended or came to wait: how many trials did before, and its first objective.
+"""Attribute of a trial: for each time that it ended or came to wait, how many times trials did before, and its value.
 
-In a study of an earlier version, noted of the study instead: the objectives alone, of all trials in order.
+The value is the first objective. Earlier versions wrote an attribute of the study instead: only the values, in order.
 """
 
 KEPT = "kept"
@@ -62,7 +62,7 @@ def best_trials(study: Study) -> list[FrozenTrial]:
     if len(signs) == 1:
         return known[:1]
     front: list[FrozenTrial] = []
-    for trial in known:  # in this order, only one before it dominates it, and then one of the front does
+    for trial in known:  # only an earlier trial can dominate a trial; if one does, so does one of the front
         if not any(_dominates(losses[other.number], losses[trial.number]) for other in front):
             front.append(trial)
     return front
@@ -74,7 +74,7 @@ def waits(trial: FrozenTrial) -> bool:
 
 
 def rests_of(study: Study) -> list[float | None]:
-    """The first objective of each trial that ended or came to wait, in this order; None: it had no value."""
+    """Return the first objective of each trial that ended or came to wait, in that order; None if it has no value."""
     noted = [rest for trial in study.get_trials(deepcopy=False) for rest in trial.user_attrs.get(RESTS, [])]
     return [*study.user_attrs.get(RESTS, []), *(value for _, value in sorted(noted, key=itemgetter(0)))]
 

@@ -168,7 +168,7 @@ def test_a_study_on_an_object_store_goes_on_on_another_machine(
     assert [(trial.value, trial.intermediate_values) for trial in after.ended] == [(0.5, {1: 0.5})]
     remove_lost_trials(after, UPath(tmp_path / "trials"))
     assert sorted(folder.name for folder in (tmp_path / "trials").iterdir()) == ["0000", "0001"]
-    assert capsys.readouterr().out.count("what it trained is lost") == 2
+    assert capsys.readouterr().out.count("its training is lost") == 2
     assert [ask(after), ask(after)] == [running, 2]
     with pytest.raises(TuningError, match=r"study 'one' is in memory://.*bucket/studies/one\.db already"):
         create(place_on(tmp_path / "second", bucket))
