@@ -1,9 +1,9 @@
-"""A model without memory, and the operations that initialise it: each tensor is made when and where it is wanted.
+"""Deferred initialisation: a model on the meta device, with the recorded operations that initialise its tensors.
 
-The factory runs once, with fake tensors; what it does to them is written down. ``make`` then does it in
-the same order, so that every value is drawn as if the model had been built whole, and holds little more than one tensor
-at a time: one that nothing touches any more is handed over, and one that is overwritten next is let go.
-(The idea is torchdistX's deferred initialisation: https://pytorch.org/torchdistx/latest/deferred_init.html)
+The factory runs once on fake tensors, and every operation on them is recorded. ``make`` replays the operations in the
+same order, so random values are drawn as if the whole model had been built. It holds little more than one tensor at a
+time: a storage is handed over after its last operation, and freed if the next operation overwrites it.
+(After torchdistX's deferred initialisation: https://pytorch.org/torchdistx/latest/deferred_init.html)
 """
 
 import random
@@ -25,21 +25,21 @@ Finish = Callable[[Tensor], Tensor]
 Place = Callable[[nn.Parameter], None]
 
 _COMPUTED = frozenset({"arange", "linspace", "logspace", "scalar_tensor"})
-"""Computed at once: factories read their values."""
+"""Operations that run immediately, because factories read their values."""
 _TRIM_BYTES = 2**26
-"""Made between two calls that give freed memory back."""
+"""Bytes initialised between two calls of ``return_freed_memory``."""
 _UNINITIALISED = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
 _OVERWRITES = frozenset(
     {"normal_", "uniform_", "zero_", "fill_", "copy_", "bernoulli_", "exponential_", "log_normal_", "random_"}
 )
 
 
-def _nothing(parameter: nn.Parameter) -> None:
+def _no_op(parameter: nn.Parameter) -> None:
     pass
 
 
 class _UnrecordableError(Exception):
-    """The factory does something that cannot be put off, such as reading a value."""
+    """The factory does something that cannot be deferred, such as reading a value."""
 
 
 @dataclass(frozen=True)
@@ -64,32 +64,32 @@ class _Window:
 class _Operation:
     function: Any
     arguments: tuple[Any, ...]
-    """Tensors are windows, or constants."""
+    """Fake tensors are recorded as windows, real tensors as constants."""
     options: Mapping[str, Any]
     results: tuple[_Window | None, ...]
-    """Those with a storage of their own; None: a view of an argument."""
+    """Results with a new storage; None for a view of an argument."""
     overwrites: int | None
-    """The storage of which nothing is left that was in it."""
+    """The storage whose previous content is overwritten completely."""
 
     def touches(self) -> set[int]:
-        given = [each for each in tree_iter((self.arguments, self.options)) if isinstance(each, _Window)]
-        return {each.storage for each in (*given, *self.results) if each is not None}
+        given = [leaf for leaf in tree_iter((self.arguments, self.options)) if isinstance(leaf, _Window)]
+        return {window.storage for window in (*given, *self.results) if window is not None}
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down what a factory does to fake tensors, which say that they lie on the CPU and have no memory."""
+    """Record the operations of a factory on fake tensors, which report the CPU as device and have no memory."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[_Operation] = []
         self.storages: dict[int, UntypedStorage] = {}
-        """Of the fake tensors, kept so that no other gets their identity."""
+        """Storages of the fake tensors, kept alive so that no identity is reused."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
-        given = [each for each in tree_iter((args, options)) if isinstance(each, Tensor)]
+        given = [leaf for leaf in tree_iter((args, options)) if isinstance(leaf, Tensor)]
         name = func.overloadpacket.__name__
-        if not any(isinstance(each, FakeTensor) for each in given) and (given or name in _COMPUTED):
+        if not any(isinstance(tensor, FakeTensor) for tensor in given) and (given or name in _COMPUTED):
             with unset_fake_temporarily():
                 return func(*args, **options)
         if torch.device(options.get("device") or "cpu").type != "cpu":
@@ -97,22 +97,22 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _refuse_writes_to_constants(func, args)
         recorded = tree_map_only(Tensor, self._window_or_constant, (args, options))
         made = func(*args, **options)
-        self._note(func, name, recorded, made)
+        self._record(func, name, recorded, made)
         return made
 
     def window(self, tensor: Tensor) -> _Window:
-        """Where ``tensor`` lies."""
+        """Return the view of its storage that ``tensor`` is."""
         storage = tensor.untyped_storage()
         self.storages[storage._cdata] = storage
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         return _Window(storage._cdata, shape, stride, int(tensor.storage_offset()), tensor.dtype)
 
-    def _note(self, func: Any, name: str, recorded: Any, made: Any) -> None:
+    def _record(self, func: Any, name: str, recorded: Any, made: Any) -> None:
         results = tuple(
-            self.window(each) if isinstance(each, Tensor) and not self._knows(each) else None
-            for each in (made if isinstance(made, list | tuple) else (made,))
+            self.window(result) if isinstance(result, Tensor) and not self._is_known(result) else None
+            for result in (made if isinstance(made, list | tuple) else (made,))
         )
-        is_view = not func._schema.is_mutable and all(each is None for each in results)
+        is_view = not func._schema.is_mutable and all(result is None for result in results)
         if is_view or name in _UNINITIALISED:
             return
         arguments, options = recorded
@@ -120,7 +120,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         overwritten = target.storage if target and name in _OVERWRITES and self._covers(target) else None
         self.operations.append(_Operation(func, arguments, options, results, overwritten))
 
-    def _knows(self, tensor: Tensor) -> bool:
+    def _is_known(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self.storages
 
     def _covers(self, window: _Window) -> bool:
@@ -143,17 +143,17 @@ def _refuse_writes_to_constants(func: Any, args: tuple[Any, ...]) -> None:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A model on the meta device, until ``make``; what is small and computed from nothing is there already."""
+    """A model on the meta device, until ``make``. Tensors that were computed immediately are real already."""
 
     model: nn.Module
     _windows: dict[int, _Window] = field(default_factory=dict, repr=False)
-    """By the ``id`` of a parameter or buffer."""
+    """Windows by the ``id`` of a parameter or buffer."""
     _operations: list[_Operation] = field(default_factory=list, repr=False)
     _storages: dict[int, UntypedStorage] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, build: Callable[[], nn.Module]) -> "Blueprint":
-        """What ``build`` makes; whole at once where it does what cannot be put off, such as to read a weight.
+        """Record ``build``; build the model now if that does something that cannot be deferred, such as reading a weight.
 
         torch's random numbers are drawn in ``make``. Raises what ``build`` raises.
         """
@@ -164,17 +164,17 @@ class Blueprint:
             windows = _to_meta(model, recording)
             if not torch.equal(before[0], torch.get_rng_state()):
                 raise _UnrecordableError("random numbers were drawn at once")
-        except Exception:  # the factory's own errors are raised when it is called again
+        except Exception:  # an error of the factory itself is raised again by the second call
             _restore_random_states(*before)
             return cls(build())
         return cls(model, windows, recording.operations, recording.storages)
 
-    def make(self, finish: Finish = lambda tensor: tensor, place: Place = _nothing) -> nn.Module:
+    def make(self, finish: Finish = lambda tensor: tensor, place: Place = _no_op) -> nn.Module:
         """Give the model its tensors, and return it.
 
         Args:
-            finish: makes of each parameter's value, on the CPU, what is kept, such as a type of less precision.
-            place: is told of each parameter once it is in the model, such as to keep a part of it alone.
+            finish: converts the value of each parameter on the CPU, for example to a lower precision.
+            place: is called with each parameter once it is in the model, for example to partition it.
         """
         places = _places_of(self.model)
         wanted: dict[int, list[Tensor]] = {}
@@ -197,31 +197,31 @@ class Blueprint:
 
     @torch.no_grad()
     def _replay(self, wanted: Any) -> Iterator[tuple[int, UntypedStorage]]:
-        """Each wanted storage, as soon as it is finished."""
+        """Yield each wanted storage after its last operation."""
         uses = _uses(self._operations)
-        held: dict[int, UntypedStorage] = {}
+        live: dict[int, UntypedStorage] = {}
         for key in wanted - uses.keys():
             yield key, _storage(self._storages[key].nbytes())
         for number, operation in enumerate(self._operations):
-            self._run(operation, held)
+            self._run(operation, live)
             for key in operation.touches():
                 later = uses[key][uses[key].index(number) + 1 :]
                 if not later and key in wanted:
-                    yield key, held.pop(key)
+                    yield key, live.pop(key)
                 elif not later or self._operations[later[0]].overwrites == key:
-                    held.pop(key, None)
+                    live.pop(key, None)
 
-    def _run(self, operation: _Operation, held: dict[int, UntypedStorage]) -> None:
+    def _run(self, operation: _Operation, live: dict[int, UntypedStorage]) -> None:
         def real(window: _Window) -> Tensor:
-            if window.storage not in held:
-                held[window.storage] = _storage(self._storages[window.storage].nbytes())
-            return window.over(held[window.storage])
+            if window.storage not in live:
+                live[window.storage] = _storage(self._storages[window.storage].nbytes())
+            return window.over(live[window.storage])
 
         arguments, options = tree_map_only(_Window, real, (operation.arguments, operation.options))
         made = operation.function(*arguments, **options)
         for window, tensor in zip(operation.results, made if isinstance(made, list | tuple) else (made,), strict=True):
             if window is not None:
-                held[window.storage] = tensor.untyped_storage()
+                live[window.storage] = tensor.untyped_storage()
 
 
 def _storage(nbytes: int) -> UntypedStorage:
@@ -229,7 +229,7 @@ def _storage(nbytes: int) -> UntypedStorage:
 
 
 def _uses(operations: list[_Operation]) -> dict[int, list[int]]:
-    """The numbers of the operations that touch each storage."""
+    """Return the numbers of the operations that touch each storage."""
     uses: dict[int, list[int]] = {}
     for number, operation in enumerate(operations):
         for key in operation.touches():
@@ -241,7 +241,7 @@ _Places = dict[int, tuple[Tensor, list[tuple[nn.Module, str]]]]
 
 
 def _places_of(model: nn.Module) -> _Places:
-    """Each parameter and buffer of the model, by ``id``, with all places that have it."""
+    """Return each parameter and buffer by ``id``, with every module attribute that refers to it."""
     places: _Places = {}
     for module in model.modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -251,7 +251,10 @@ def _places_of(model: nn.Module) -> _Places:
 
 
 def _to_meta(model: nn.Module, recording: _Recording) -> dict[int, _Window]:
-    """Put the model's fake tensors on the meta device; where each lay. They would not live without their mode."""
+    """Replace the model's fake tensors by meta tensors, and return the window of each.
+
+    Fake tensors cannot be used outside their mode.
+    """
     windows, places = {}, _places_of(model)
     for fake, _ in places.values():
         if isinstance(fake, FakeTensor):
@@ -259,26 +262,26 @@ def _to_meta(model: nn.Module, recording: _Recording) -> dict[int, _Window]:
             new = _put(fake, torch.empty_strided(*window.layout, dtype=fake.dtype, device="meta"), places)
             windows[id(new)] = window
     for module in model.modules():
-        if any(isinstance(each, FakeTensor) for each in tree_iter(dict(module.__dict__))):
+        if any(isinstance(leaf, FakeTensor) for leaf in tree_iter(dict(module.__dict__))):
             raise _UnrecordableError(f"{type(module).__name__} has a tensor that is neither parameter nor buffer")
     return windows
 
 
 @cache
 def _fake_attributes() -> frozenset[str]:
-    """Of a parameter that is fake, beside those that a factory gave it."""
+    """Return the attributes that every fake parameter has, as opposed to those that a factory set."""
     with FakeTensorMode():
         return frozenset(nn.Parameter(torch.empty(0)).__dict__)
 
 
-def _put(old: Tensor, value: Tensor, places: _Places, place: Place = _nothing) -> Tensor:
-    """Put ``value`` where the model has ``old``, as a parameter if that is one."""
+def _put(old: Tensor, value: Tensor, places: _Places, place: Place = _no_op) -> Tensor:
+    """Replace ``old`` in the model by ``value``, as a parameter if ``old`` is one."""
     if not isinstance(old, nn.Parameter):
         for module, name in places[id(old)][1]:
             module._buffers[name] = value
         return value
     new = nn.Parameter(value, requires_grad=old.requires_grad)
-    new.__dict__.update({name: each for name, each in old.__dict__.items() if name not in _fake_attributes()})
+    new.__dict__.update({name: value for name, value in old.__dict__.items() if name not in _fake_attributes()})
     for module, name in places[id(old)][1]:
         setattr(module, name, new)
     place(new)

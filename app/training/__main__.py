@@ -80,7 +80,7 @@ def _follow(worker: Worker, recipe: Recipe) -> None:
     try:
         require_shared(worker, folder, mark)
     except UnsharedStorageError:
-        return  # likewise
+        return  # the first process reports it
     train(recipe, load_prepared(recipe, folder / DATA), worker, folder)
 
 

@@ -35,12 +35,12 @@ class CheckpointManager:
     ) -> None:
         """Raises TrainingError if the state of ``engine`` cannot be kept, before there is work to lose.
 
-        ``before_commit`` as ``CheckpointWriter`` has it.
+        ``before_commit`` is passed to ``CheckpointWriter``.
         """
         fragments_of(engine, layout)
         self._engine, self._config, self._layout = engine, config, layout
         self._worker, self._activity = worker, activity
-        self._store = CheckpointStore(folder, activity.advance, warn if worker.is_first else _to_nobody)
+        self._store = CheckpointStore(folder, activity.advance, warn if worker.is_first else _no_op)
         self._writer = CheckpointWriter(self._store, config.checkpoint, activity.advance, before_commit)
         self._saved_step: int | None = None
 
@@ -69,10 +69,10 @@ class CheckpointManager:
         return every is not None and step % every == 0
 
     def save(self, position: Position, records: list[EpochRecord], again: bool = False) -> None:
-        """Keep the state, unless this very state was kept, or in place of one that was lost, ``again``.
+        """Save the state, unless this step was saved already. ``again`` saves it anyway, after a save that failed.
 
         Raises:
-            TrainingError: it cannot be written.
+            TrainingError: the state cannot be written.
         """
         if self._saved_step == position.step and not again:
             return
@@ -82,7 +82,7 @@ class CheckpointManager:
         self._saved_step = position.step
 
     def has_lost(self) -> bool:
-        """Whether this process knows that the state that was saved last could not be written."""
+        """Return whether this process knows that the last save failed."""
         return self._writer.has_failed
 
     def wait(self) -> None:
@@ -99,5 +99,5 @@ class CheckpointManager:
         return checkpoint, load_checkpoint(self._engine, self._layout, folder, self._activity.advance)
 
 
-def _to_nobody(message: str) -> None:
-    """The first process says it."""
+def _no_op(message: str) -> None:
+    """Do nothing: the first process prints the warning."""

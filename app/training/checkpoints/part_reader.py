@@ -1,6 +1,6 @@
-"""Reads of a checkpoint's files those bytes that a process needs, in the format of ``torch.distributed.checkpoint``.
+"""Read those bytes of a checkpoint that a process needs, in the format of ``torch.distributed.checkpoint``.
 
-Imported where a checkpoint is read, and not before, as ``parts.py`` is.
+Like ``parts.py``, this module is imported only where a checkpoint is read.
 """
 
 import io
@@ -27,16 +27,16 @@ from app.training.checkpoints.verified_file import PIECE_BYTES, Span, VerifiedFi
 
 _METADATA_FILE = ".metadata"
 _BATCH_BYTES = 2**25
-"""What is asked of storage at once, if a tensor is no larger."""
+"""Bytes fetched from storage at once. A larger tensor is fetched in one go."""
 _FRAME_BYTES = 2**12
-"""More than ``torch.save`` writes before a tensor's values, and after them."""
+"""Upper bound of what ``torch.save`` writes before a tensor's values, and of what it writes after them."""
 
 
 class PartReader(FileSystemReader):
-    """Reads from storage directly, and verifies what it reads; a file without checksums of pieces is read whole."""
+    """Reads directly from storage and verifies every read. A file without piece checksums is read whole."""
 
     def __init__(self, folder: UPath, advance: Advance) -> None:
-        """Raises StorageError if the folder has no checksums, or the metadata are not what was written."""
+        """Raises StorageError if the folder has no checksums, or the metadata do not match theirs."""
         super().__init__("")
         self._folder, self._advance = folder, advance
         self._sums = read_checksums(folder)
@@ -44,11 +44,11 @@ class PartReader(FileSystemReader):
         self.metadata.storage_meta = self.metadata.storage_meta or StorageMeta()
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Which tensors there are, and where their parts lie."""
+        """Return the tensors of the checkpoint and where their parts are stored."""
         return self.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        """Fill the tensors of ``plan``. Raises StorageError if what is read is not what was written."""
+        """Fill the tensors of ``plan``. Raises StorageError if the data do not match their checksums."""
         stored = self.storage_data
         items = sorted(plan.items, key=lambda item: attrgetter("relative_path", "offset")(stored[item.storage_index]))
         for name, of_file in groupby(items, key=lambda item: cast(str, stored[item.storage_index].relative_path)):
@@ -77,7 +77,7 @@ class PartReader(FileSystemReader):
         return VerifiedFile(self._folder / name, sums, PIECE_BYTES, self._advance)
 
     def _batches(self, items: list[ReadItem]) -> Iterator[list[ReadItem]]:
-        """Neighbours in a file, as many as are asked for at once."""
+        """Group neighbours in a file into batches of about ``_BATCH_BYTES``."""
         batch: list[ReadItem] = []
         size = 0
         for item in items:
@@ -90,7 +90,7 @@ class PartReader(FileSystemReader):
             yield batch
 
     def _spans(self, item: ReadItem) -> list[Span]:
-        """The bytes of the file that have the item's values, and what ``torch.save`` writes around them."""
+        """Return the byte ranges with the item's values, and with what ``torch.save`` writes around them."""
         stored = self.storage_data[item.storage_index]
         start, end = stored.offset, stored.offset + stored.length
         shape, dtype = self._stored_as(item)
@@ -120,7 +120,7 @@ class PartReader(FileSystemReader):
         return values.as_strided(item.lengths, frame.stride())
 
     def _stored_as(self, item: ReadItem) -> tuple[Size, torch.dtype]:
-        """Shape and type of the part of a tensor that the item lies in."""
+        """Return shape and dtype of the stored part that contains the item."""
         index = item.storage_index
         tensor = cast(TensorStorageMetadata, self.metadata.state_dict_metadata[index.fqn])
         corner = index.offset if index.offset is not None else Size([0] * len(tensor.size))
@@ -129,7 +129,7 @@ class PartReader(FileSystemReader):
 
 
 def _run(item: ReadItem, shape: Sequence[int]) -> Span:
-    """The first element of a rectangle in a row-major array of ``shape``, and the one after the last."""
+    """Return the first flat index of a rectangle in a row-major array of ``shape``, and the last plus one."""
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     first = sum(offset * stride for offset, stride in zip(item.storage_offsets, strides, strict=True))
     last = sum((length - 1) * stride for length, stride in zip(item.lengths, strides, strict=True))

@@ -38,10 +38,10 @@ def write_parts(
 
 
 class SavedParts:
-    """The tensors that a folder has, whoever wrote which part of them. What is read is verified."""
+    """The tensors of a folder, whichever process wrote their parts. Every read is verified."""
 
     def __init__(self, folder: UPath, advance: Advance = unheard) -> None:
-        """Raises StorageError if the folder is not what was written."""
+        """Raises StorageError if the folder does not match its checksums."""
         self._advance = advance
         self._reader = PartReader(folder, advance)
         self._saved = self._reader.metadata.state_dict_metadata
@@ -59,16 +59,16 @@ class SavedParts:
         return content
 
     def form_of(self, name: str) -> tuple[torch.Size, torch.dtype]:
-        """Shape and type of a whole tensor."""
+        """Return shape and dtype of a whole tensor."""
         saved = self._saved[name]
         assert isinstance(saved, TensorStorageMetadata)
         return saved.size, saved.properties.dtype
 
     def read_into(self, content: Mapping[str, Tensor]) -> None:
-        """Fill the tensors, or those parts of them that they hold; each process reads for itself.
+        """Fill the tensors, or their local parts. Each process reads for itself.
 
         Raises:
-            StorageError: what is read is not what was written.
+            StorageError: the data do not match their checksums.
         """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -24,14 +24,14 @@ Own = dict[str, Tensor]
 
 
 def load_checkpoint(engine: TrainingEngine, layout: Layout, folder: UPath, advance: Advance = unheard) -> TrainState:
-    """Bring ``engine`` to the state of a checkpoint. Every process calls it, and an error is raised in all.
+    """Restore ``engine`` from a checkpoint. Collective: every process calls it, and an error is raised in all of them.
 
-    Each process reads what its plan has it hold, however the checkpoint was cut when it was written, and verifies it.
-    Random numbers go on where they were if there are as many processes as then.
+    Each process reads and verifies the part that its plan assigns to it, whatever plan wrote the checkpoint.
+    The random number generators are restored if the number of processes is the same.
 
     Raises:
-        TrainingError: the checkpoint is of another model, or storage cannot be read just now.
-        StorageError: the checkpoint is damaged; the engine's state is neither the one before nor that one.
+        TrainingError: the checkpoint is of another model, or storage cannot be read at the moment.
+        StorageError: the checkpoint is damaged. The engine's state is then neither the old nor the new one.
     """
     read: list[tuple[TrainState, Own]] = []
     together(lambda: read.append(_read(engine, layout, folder, advance)))
@@ -43,7 +43,7 @@ def load_checkpoint(engine: TrainingEngine, layout: Layout, folder: UPath, advan
 
 
 def load_state(folder: UPath) -> TrainState:
-    """Where training stood. Raises StorageError if the file is not what was written."""
+    """Load where training stood. Raises StorageError if the file does not match its checksum."""
     sums = read_checksums(folder)
     if STATE_FILE not in sums:
         raise StorageError(f"{str(folder)!r} has no checksum of {STATE_FILE!r}: it was changed")
@@ -51,7 +51,7 @@ def load_state(folder: UPath) -> TrainState:
 
 
 def _read(engine: TrainingEngine, layout: Layout, folder: UPath, advance: Advance) -> tuple[TrainState, Own]:
-    """Read the tensors into ``engine``; the rest of the state, and what only this process had."""
+    """Read the tensors into ``engine``. Returns the rest of the state, and the tensors that only this rank had."""
     from app.training.checkpoints.parts import SavedParts
 
     try:
@@ -71,20 +71,20 @@ def _read(engine: TrainingEngine, layout: Layout, folder: UPath, advance: Advanc
         raise
     except Exception as error:  # each protocol's driver has errors of its own
         raise TrainingError(f"checkpoint {str(folder)!r} cannot be read: {error}") from error
-    return state, {name.removeprefix(prefix): each for name, each in own.items()}
+    return state, {name.removeprefix(prefix): tensor for name, tensor in own.items()}
 
 
 def export_weights(folder: UPath, path: Path) -> None:
     """Write a checkpoint of any plan as one safetensors file, equal to the weights of a single process.
 
-    float32; after training in bf16 or fp16 the values are those that validation saw, rounded. One tensor is in memory
-    at a time.
+    float32; after training in bf16 or fp16 the values are those that validation saw, rounded. Only one
+    tensor is in memory at a time.
     """
     from app.training.checkpoints.parts import SavedParts
 
     state = load_state(folder)
     saved = SavedParts(folder)
-    wanted = {name: each for each in saved.names if (name := names.in_model(each)) is not None}
+    wanted = {name: key for key in saved.names if (name := names.in_model(key)) is not None}
 
     def read(name: str) -> Tensor:
         (tensor,) = saved.read({wanted[name]}).values()

@@ -54,7 +54,7 @@ def take_snapshot(
         {names.buffer(name): buffer.detach().to("cpu", copy=True) for name, buffer in found.items()}
         for found in (mean_buffers(engine), buffers_of(engine))
     )
-    own = buffers | {names.random(name): each for name, each in random_state(engine.deepspeed.device).items()}
+    own = buffers | {names.random(name): state for name, state in random_state(engine.deepspeed.device).items()}
     content |= {names.own(rank, name): each for name, each in own.items()}
     if layout.data_rank(rank) == layout.tensor_rank(rank) == 0:
         content |= shared

@@ -22,7 +22,7 @@ class Position(BaseModel):
     """Sum and number of their losses."""
     samples: int = 0
     seconds: float = 0.0
-    """Samples that the epoch was trained on, and how long that took."""
+    """Samples trained on in this epoch so far, and the time that they took."""
     left_out: list[tuple[int, int]] = []
     """Batches, as (epoch, number), that a roll-back leaves out."""
 

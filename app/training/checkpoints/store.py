@@ -45,7 +45,7 @@ class CheckpointStore:
     """The folder of a run's checkpoints."""
 
     def __init__(self, folder: UPath, advance: Advance = unheard, tell: Callable[[str], None] = warn) -> None:
-        """``tell`` hears of damaged checkpoints."""
+        """``tell`` is called with a message for each damaged checkpoint."""
         self.folder, self._advance, self._tell = folder, advance, tell
 
     def folder_of(self, checkpoint: Checkpoint) -> UPath:
@@ -78,9 +78,9 @@ class CheckpointStore:
         return self.newest_readable(self.committed(), self._verify)
 
     def newest_readable(self, committed: Sequence[Checkpoint], read: Callable[[Checkpoint], T]) -> T | None:
-        """What ``read`` answers of the newest of ``committed`` that it reads; None if there are none.
+        """Return the result of ``read`` for the newest readable checkpoint of ``committed``; None if there are none.
 
-        ``read`` raises StorageError of one that is damaged; a warning says so.
+        ``read`` raises StorageError for a damaged checkpoint, which is skipped with a warning.
 
         Raises:
             StorageError: there are checkpoints, and all of them are damaged.
@@ -96,7 +96,7 @@ class CheckpointStore:
         return None
 
     def _attempt(self, checkpoint: Checkpoint, read: Callable[[Checkpoint], T]) -> T | None:
-        """What ``read`` answers; None, and a warning, of a damaged checkpoint."""
+        """Return the result of ``read``. For a damaged checkpoint, warn and return None."""
         try:
             return read(checkpoint)
         except StorageError as error:

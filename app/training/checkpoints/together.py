@@ -1,4 +1,4 @@
-"""Work that every process does, and that fails in all of them if it fails in one."""
+"""Collective work: if it fails in one process, it fails in all."""
 
 from collections.abc import Callable
 from typing import TypeVar, cast
@@ -11,10 +11,11 @@ T = TypeVar("T")
 
 
 def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """What ``work`` answers in every process of ``group``, by rank.
+    """Run ``work`` in every process of ``group`` and return all results, by rank. Collective.
 
     Raises:
-        RayloomError: the first that ``work`` raised in any process, in all of them; nobody waits for one that failed.
+        RayloomError: ``work`` raised it in some process. The error of the lowest rank is raised in every process, so
+            none waits for one that failed.
     """
     try:
         answer: T | RayloomError = work()
@@ -22,7 +23,7 @@ def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> l
         answer = error
     answers: list[T | RayloomError | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(answers, answer, group=group)
-    for each in answers:
-        if isinstance(each, RayloomError):
-            raise each
+    for result in answers:
+        if isinstance(result, RayloomError):
+            raise result
     return cast("list[T]", answers)

@@ -1,4 +1,4 @@
-"""A file in storage of which any part can be read, and is compared with the checksums of its pieces."""
+"""Random access to a file in storage, verified by checksums of its pieces."""
 
 import io
 from collections.abc import Iterable, Sequence
@@ -12,15 +12,15 @@ from app.errors import StorageError
 from app.storage import Advance, unheard
 
 PIECE_BYTES = 2**16
-"""What is read at least, and verified at once."""
+"""Size of a piece: the unit of reading and verifying."""
 _SUFFIX = ".pieces"
 
 Span = tuple[int, int]
-"""The first byte, and the one after the last."""
+"""A half-open range: the first position, and the last plus one."""
 
 
 def write_piece_sums(file: Path) -> Path:
-    """Write the sha256 of each piece of ``file``, one a line, beside it."""
+    """Write the sha256 of each piece of ``file`` to a file beside it, one per line. Returns its path."""
     sums = file.with_name(pieces_name(file.name))
     with file.open("rb") as content, sums.open("w", encoding="ascii") as lines:
         while piece := content.read(PIECE_BYTES):
@@ -29,21 +29,21 @@ def write_piece_sums(file: Path) -> Path:
 
 
 def pieces_name(name: str) -> str:
-    """Of the file that has the checksums of the pieces of file ``name``."""
+    """Return the name of the file with the piece checksums of file ``name``."""
     return name + _SUFFIX
 
 
 class VerifiedFile(io.RawIOBase):
-    """Reads pieces as they are needed. ``fetch`` reads many at once."""
+    """A file that reads pieces on demand. ``fetch`` reads many at once."""
 
     def __init__(self, file: UPath, sums: Sequence[str], piece_bytes: int | None, advance: Advance = unheard) -> None:
-        """``sums`` are of pieces of ``piece_bytes``; None: there is one, the whole file."""
+        """``sums`` are the sha256 of pieces of ``piece_bytes``. None: the whole file is one piece."""
         self._file, self._sums, self._piece_bytes, self._advance = file, sums, piece_bytes, advance
         self._pieces: dict[int, bytes] = {}
         self._position = 0
 
     def fetch(self, spans: Iterable[Span]) -> None:
-        """Have these bytes in memory, and no others.
+        """Load the pieces of these byte ranges into memory, and drop all others.
 
         Raises:
             StorageError: the file is missing, too short or changed.
@@ -59,7 +59,7 @@ class VerifiedFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """``SEEK_END`` is not known: whoever reads knows where its part ends."""
+        """Set the position. ``SEEK_END`` is unsupported, since the length is unknown; readers know where their part ends."""
         if whence == io.SEEK_END:
             raise io.UnsupportedOperation("the file's length is not known")
         self._position = offset + (self._position if whence == io.SEEK_CUR else 0)
@@ -69,7 +69,7 @@ class VerifiedFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Fill ``buffer``, or as much of it as the file has. Raises what ``fetch`` raises."""
+        """Fill ``buffer``, up to the end of the file. Raises what ``fetch`` raises."""
         span = (self._position, self._position + len(buffer))
         numbers = list(self._numbers(span))
         self._read([number for number in numbers if number not in self._pieces])
@@ -80,14 +80,14 @@ class VerifiedFile(io.RawIOBase):
         return len(content)
 
     def _numbers(self, span: Span) -> range:
-        """The pieces that have bytes of ``span``."""
+        """Return the numbers of the pieces that overlap ``span``."""
         start, end = span
         if self._piece_bytes is None:
             return range(int(end > start))
         return range(start // self._piece_bytes, min(-(-end // self._piece_bytes), len(self._sums)))
 
     def _read(self, numbers: list[int]) -> None:
-        """Neighbours in one request, all requests side by side."""
+        """Read pieces: adjacent ones in one request, all requests concurrently."""
         if not numbers:
             return
         breaks = [0, *(place for place, (one, other) in enumerate(pairwise(numbers), 1) if other > one + 1)]
@@ -100,15 +100,15 @@ class VerifiedFile(io.RawIOBase):
         except FileNotFoundError as error:
             raise StorageError(f"{str(self._file)!r} is missing: make it again") from error
         except OSError as error:
-            if self._file.stat().st_size < starts[-1]:  # object stores refuse to read past the end
+            if self._file.stat().st_size < starts[-1]:  # object stores reject reads past the end
                 raise StorageError(f"{str(self._file)!r} was changed: it is too short; make it again") from error
             raise
         for run, content in zip(runs, contents, strict=True):
             for place, number in enumerate(run):
                 piece = content if size is None else content[place * size : (place + 1) * size]
-                self._keep(number, bytes(piece))
+                self._verify_and_keep(number, bytes(piece))
 
-    def _keep(self, number: int, piece: bytes) -> None:
+    def _verify_and_keep(self, number: int, piece: bytes) -> None:
         if sha256_of(piece) != self._sums[number]:
             raise StorageError(f"{str(self._file)!r} was changed: piece {number} has another sha256; make it again")
         self._pieces[number] = piece

@@ -26,9 +26,9 @@ PARTS_SUFFIX = ".distcp"
 
 
 class CheckpointWriter:
-    """Writes snapshots one after the other. Every process of the run has one, and calls it in the same order.
+    """Writes snapshots one after the other. Every process of the run has one and calls it in the same order.
 
-    At most one snapshot is in memory. One that cannot be written is tried a second time, at once.
+    At most one snapshot is in memory. A write that fails is retried once, immediately.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class CheckpointWriter:
         advance: Advance = unheard,
         before_commit: Callable[[], None] = unheard,
     ) -> None:
-        """``before_commit`` is called in the first process, from a thread, when all files of a checkpoint are stored.
+        """``before_commit`` runs in a thread of the first process once all files of a checkpoint are stored.
 
-        Whatever it stores is there when the checkpoint is.
+        What it stores is therefore complete before the checkpoint is committed.
         """
         self._store, self._config, self._advance, self._before_commit = store, config, advance, before_commit
         # Of its own: what the thread says to the others must not mix with what training says.
@@ -50,18 +50,18 @@ class CheckpointWriter:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last snapshot is known to be lost; processes learn of it one after the other."""
+        """Return whether this process knows that the last write failed. Other processes may not know yet."""
         pending = self._pending
         return pending is not None and pending.done() and pending.result() is not None
 
     def save(self, take: Callable[[], Snapshot], best: int | None) -> None:
-        """Store what ``take`` returns, then remove old checkpoints, but never that of step ``best``.
+        """Store the snapshot that ``take`` returns, then remove old checkpoints, but never the one of step ``best``.
 
-        ``take`` is called once the snapshot before is stored, and its memory is free. If that one was lost, this one
-        takes its place, and is waited for.
+        ``take`` is called after the previous snapshot is stored and its memory is free. If the previous write failed,
+        this call waits until the new snapshot is stored.
 
         Raises:
-            TrainingError: the snapshot cannot be written; in the background the next ``wait`` raises it.
+            TrainingError: the snapshot cannot be written. In the background the next ``wait`` raises it.
         """
         lost = self._settle()
         self._pending = self._thread.submit(self._try_twice, take(), best)
@@ -84,16 +84,19 @@ class CheckpointWriter:
         dist.destroy_process_group(self._group)
 
     def _settle(self) -> str | None:
-        """Wait for what is being written; why it could not be."""
+        """Wait for the pending write. Returns why it failed, or None."""
         pending, self._pending = self._pending, None
         return pending.result() if pending else None
 
     def _try_twice(self, snapshot: Snapshot, best: int | None) -> str | None:
-        """Write the snapshot; why it could not be. An error itself would keep the snapshot in memory."""
+        """Write the snapshot, with one retry. Returns why it failed, or None.
+
+        Returning the exception itself would keep the snapshot in memory.
+        """
         try:
             return self._try(snapshot, best) and self._try(snapshot, best)
         finally:
-            snapshot.content.clear()  # the executor lets go of it a moment later
+            snapshot.content.clear()  # the executor drops its reference only later
 
     def _try(self, snapshot: Snapshot, best: int | None) -> str | None:
         try:
@@ -108,7 +111,7 @@ class CheckpointWriter:
         folder = self._store.folder_of(checkpoint)
         try:
             parts = together(partial(self._write_part, snapshot, folder, first), self._group)
-            sums = {name: each for part in parts for name, each in part.items()}
+            sums = {name: sha256 for part in parts for name, sha256 in part.items()}
             if first:
                 self._before_commit()
             together(partial(_commit, folder, sums, snapshot, first), self._group)
