@@ -153,7 +153,7 @@ class Blueprint:
 
     @classmethod
     def of(cls, build: Callable[[], nn.Module]) -> "Blueprint":
-        """Record ``build``; build the model now if that does something that cannot be deferred, such as reading a weight.
+        """Record ``build``. If it cannot be deferred, for example because it reads a weight, build the model now.
 
         torch's random numbers are drawn in ``make``. Raises what ``build`` raises.
         """

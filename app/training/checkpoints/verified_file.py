@@ -59,7 +59,7 @@ class VerifiedFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Set the position. ``SEEK_END`` is unsupported, since the length is unknown; readers know where their part ends."""
+        """Set the position. ``SEEK_END`` is unsupported: the file's length is unknown."""
         if whence == io.SEEK_END:
             raise io.UnsupportedOperation("the file's length is not known")
         self._position = offset + (self._position if whence == io.SEEK_CUR else 0)
