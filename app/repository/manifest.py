@@ -66,7 +66,7 @@ class Lineage(BaseModel):
 
     train_run: str
     trial: str | None = None
-    """The trial of a search whose values were trained; None if none was."""
+    """The trial of a search whose values the training used; None if it used none."""
 
     compile_run: str
     recipe: str
@@ -131,13 +131,13 @@ class ModelCard(BaseModel):
     """None: it is in float."""
 
     accuracy: float
-    """Of what is published, on the test split; where there is none on the validation split, by which it was chosen."""
+    """Accuracy of the published model: on the test split, or without one on the validation split that chose it."""
 
     accuracy_split: Literal["test", "validation"] = "validation"
-    """Where ``accuracy`` was measured."""
+    """The split on which ``accuracy`` was measured."""
 
     accuracy_rows: PositiveInt | None = None
-    """Of that split; None in versions from before this was kept."""
+    """Rows of that split; None in versions that were published before it was recorded."""
 
     max_difference: float
     """Of a logit from PyTorch's, the largest on the validation split."""

@@ -21,13 +21,13 @@ from app.storage import list_names, write_atomically
 
 @dataclass(frozen=True)
 class ListedVersion:
-    """A published version in a list of all."""
+    """A published version in the list of all versions."""
 
     name: str
     version: int
     aliases: tuple[str, ...]
     manifest: Manifest | None
-    """None: it was changed."""
+    """None if the version was changed after publication."""
 
 
 class Repository:
@@ -41,21 +41,21 @@ class Repository:
         return [name for name, newest in self._of_each_model(self._newest).items() if newest is not None]
 
     def list_versions(self) -> list[ListedVersion]:
-        """List every published version of every model, by name and number. Raises StorageError as ``aliases``."""
-        numbers = {name: some for name, some in self._of_each_model(self._numbers).items() if some}
+        """List every published version of every model, by name and number. Raises StorageError as ``aliases`` does."""
+        numbers = {name: found for name, found in self._of_each_model(self._numbers).items() if found}
         aliases = dict(zip(numbers, map_at_once(self._root, self.aliases, numbers), strict=True))
 
         def listed(name: str, number: int) -> ListedVersion | None:
             try:
                 manifest = read_manifest(self.folder(name, number))
-            except FileNotFoundError:  # a publisher has begun it, or somebody just deleted it
+            except FileNotFoundError:  # it is being published, or was just deleted
                 return None
             except StorageError:
                 manifest = None
             return ListedVersion(name, number, tuple(aliases[name].of(number)), manifest)
 
-        begun = [(name, number) for name, some in numbers.items() for number in some]
-        return list(filter(None, map_at_once(self._root, lambda version: listed(*version), begun)))
+        versions = [(name, number) for name, found in numbers.items() for number in found]
+        return list(filter(None, map_at_once(self._root, lambda version: listed(*version), versions)))
 
     def versions(self, name: str) -> list[int]:
         """The published versions of a model, ascending. Raises StorageError if there are none."""
@@ -188,7 +188,7 @@ class Repository:
         target.mkdir(parents=True, exist_ok=True)
 
         def copy(file: str) -> None:
-            with suppress(FileNotFoundError):  # check_files says what is missing
+            with suppress(FileNotFoundError):  # check_files reports missing files
                 folder.fs.get_file((folder / file).path, str(target / file))
 
         map_at_once(folder, copy, files)
@@ -197,7 +197,7 @@ class Repository:
 
     def _numbers(self, name: str) -> list[int]:
         """Of versions, and of what publishers have begun."""
-        return sorted(int(each) for each in list_names(self._root / name) if each.isdecimal())
+        return sorted(int(entry) for entry in list_names(self._root / name) if entry.isdecimal())
 
     def _published(self, name: str) -> list[int]:
         numbers = self._numbers(name)
@@ -205,12 +205,12 @@ class Repository:
         return list(compress(numbers, published))
 
     def _newest(self, name: str) -> int | None:
-        """Return the last published version, at a cost that does not grow with the versions before it."""
+        """Return the last published version; None if there is none. Reads no version before it."""
         numbers = reversed(self._numbers(name))
         return next((number for number in numbers if is_published(self.folder(name, number))), None)
 
     def _of_each_model(self, work: Callable[[str], Made]) -> dict[str, Made]:
-        """Return what ``work`` makes of the name of each model's folder, sorted by names."""
+        """Call ``work`` with the name of each model's folder. Return the results by name, sorted."""
         names = sorted(list_names(self._root))
         return dict(zip(names, map_at_once(self._root, work, names), strict=True))
 

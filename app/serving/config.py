@@ -101,7 +101,7 @@ class Scaling(_Config):
     """The same, as a share of the one GPU that a replica's engines use."""
 
     resources: dict[str, float] = {}
-    """Custom ones, that choose the kind of node."""
+    """Custom resources of Ray that a replica reserves. They select the kind of node."""
 
     latency_target_s: float | None = None
     """Of 95 in 100 of its requests. None: only how many requests there are decides."""
@@ -129,9 +129,9 @@ class Scaling(_Config):
 
 
 def _summed(resources: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The amounts of all, by name."""
-    kinds = dict.fromkeys(kind for one in resources for kind in one)
-    return {kind: sum(one.get(kind, 0.0) for one in resources) for kind in kinds}
+    """Return the total amount of each resource."""
+    kinds = dict.fromkeys(kind for amounts in resources for kind in amounts)
+    return {kind: sum(amounts.get(kind, 0.0) for amounts in resources) for kind in kinds}
 
 
 class DeployedModel(_Config):

@@ -174,7 +174,7 @@ class Endpoint:
         """
         answering = {served.health: served for model in self._rollouts for served in model.answering}
         asked = may_be_asked(answering)
-        # An engine may let each check wait for a moment.
+        # Concurrently, because a check may wait a moment for its engine.
         await asyncio.gather(*(self._check(served, health in asked) for health, served in answering.items()))
 
     async def _load(self, wanted: VersionConfig) -> ServedModel:

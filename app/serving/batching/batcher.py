@@ -281,7 +281,7 @@ class Batcher:
         self._statistics.batches[batch.rows].add(time)
 
     def _answer(self, part: Part, outputs: Tensors, began_s: float) -> None:
-        """Answer a request, if these rows were its last; the call's answers are given out since ``began_s``."""
+        """Answer a request if these rows were its last. ``began_s`` is when the batcher began to split the outputs."""
         request = part.request
         if part.rows < request.rows:
             request.answers[part.start] = outputs

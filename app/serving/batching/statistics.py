@@ -52,22 +52,22 @@ class Durations:
 
 @dataclass(slots=True)
 class ComputeTime:
-    """How long one call took, or the calls of one request, in seconds."""
+    """Seconds that one call took, or all calls of one request."""
 
     input_s: float = 0.0
-    """To join the rows of the call's requests."""
+    """Time to join the rows of the call's requests."""
     infer_s: float = 0.0
-    """In the engine. A copy to and from a GPU belongs to it: engines take and give tensors of the host."""
+    """Time in the engine, including copies to and from a GPU: engines take and return tensors on the host."""
     output_s: float = 0.0
-    """To check the answer and to give each request its rows."""
+    """Time to check the answer and to give each request its rows."""
 
     @property
     def total_s(self) -> float:
-        """All three."""
+        """The sum of all three."""
         return self.input_s + self.infer_s + self.output_s
 
     def add(self, other: "ComputeTime") -> None:
-        """Count another call."""
+        """Add the time of another call."""
         self.input_s += other.input_s
         self.infer_s += other.infer_s
         self.output_s += other.output_s
@@ -75,14 +75,14 @@ class ComputeTime:
 
 @dataclass
 class ComputeDurations:
-    """Sums of compute times. All three have the same count, which load generators rely on."""
+    """Sums of compute times. All three have the same count: load generators rely on it."""
 
     input: Durations = field(default_factory=Durations)
     infer: Durations = field(default_factory=Durations)
     output: Durations = field(default_factory=Durations)
 
     def add(self, time: ComputeTime) -> None:
-        """One more."""
+        """Add one compute time."""
         self.input.add(time.input_s)
         self.infer.add(time.infer_s)
         self.output.add(time.output_s)
@@ -92,9 +92,9 @@ class ComputeDurations:
 class BatchingStatistics:
     """Sums since the batcher was made, as the statistics extension of the Open Inference Protocol has them.
 
-    ``success``, ``fail``, ``queue`` and ``compute`` count requests, and the last two only those that succeeded:
-    ``queue`` is the time from arrival until the first of its rows is handed to the engine. ``compute`` is the time of
-    the calls that its rows were in, whoever shared them.
+    ``success``, ``fail``, ``queue`` and ``compute`` count requests; the last two count only successful requests.
+    ``queue`` is the time from a request's arrival until its first row is handed to the engine. ``compute`` is the full
+    time of all calls that contained its rows, also if other requests shared them.
     """
 
     success: Durations = field(default_factory=Durations)

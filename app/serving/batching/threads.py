@@ -19,7 +19,7 @@ Infer = Callable[[Tensors], Tensors]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a call, and how long it took."""
+    """The result of a call, and its duration."""
 
     answer: Tensors | Exception
     time: ComputeTime
@@ -43,7 +43,8 @@ class Slots(Protocol):
 def call(infer: Infer, parts: Sequence[Tensors]) -> Outcome:
     """Run the rows of all parts in one call.
 
-    The outcome is an EngineError if the answer has more or fewer rows, else whatever ``infer`` raises.
+    Nothing is raised: the outcome holds what ``infer`` raised, or an EngineError if the answer has too many or too few
+    rows.
     """
     began_s = time.perf_counter()
     try:
@@ -52,7 +53,7 @@ def call(infer: Infer, parts: Sequence[Tensors]) -> Outcome:
         outputs = _run(infer, inputs)
         inferred_s = time.perf_counter()
         _check_rows(outputs, len(next(iter(inputs.values()))))
-    except Exception as error:  # whoever waits is told
+    except Exception as error:  # the batcher passes it to the requests
         return Outcome(error, ComputeTime())
     return Outcome(outputs, ComputeTime(joined_s - began_s, inferred_s - joined_s, time.perf_counter() - inferred_s))
 

@@ -13,7 +13,7 @@ _STUCK_S = 60.0
 _WAIT_S = 0.2
 """For an answer to a check; what comes later, the next check hears."""
 _MAX_BLANKS_S = 0.1
-"""That blank requests of one look at all engines may take together, one of them at least."""
+"""Limit on the total time of the blank requests of one round of checks; one request is always allowed."""
 
 
 class EngineHealth:
@@ -24,14 +24,14 @@ class EngineHealth:
 
         Args:
             run_blank: has the engine answer a blank request, in whichever thread; raises EngineError.
-            clock: in seconds.
+            clock: returns seconds.
         """
         self._run_blank = run_blank
         self._clock = clock
         self.answered_s = clock()
-        """When it answered last."""
+        """The time of its last answer, by ``clock``."""
         self.blank_takes_s = 0.0
-        """The last blank request; 0 until there was one."""
+        """The duration of the last blank request; 0 before the first one."""
         self._blank: asyncio.Task[None] | None = None
         self._blank_s = 0.0
 
@@ -49,7 +49,7 @@ class EngineHealth:
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether it has not answered for so long that it should be asked."""
+        """Whether its last answer is so old that it should be asked again."""
         return self._clock() - self.answered_s > _TRUSTED_S
 
     async def check(self, running_s: float, *, may_ask: bool = True) -> None:
@@ -57,7 +57,7 @@ class EngineHealth:
 
         Args:
             running_s: how long it has been at work on requests; 0 if it is not.
-            may_ask: whether a blank request may be sent to it now.
+            may_ask: whether the check may send it a blank request.
 
         Raises:
             EngineError: it fails, answers numbers that are not finite, or does not come back from a call.
@@ -95,9 +95,9 @@ class EngineHealth:
 
 
 def may_be_asked(engines: Iterable[EngineHealth]) -> set[EngineHealth]:
-    """Those to which one look may send blank requests: who has not answered for longest comes first.
+    """Return the engines to which one round of checks may send blank requests: those with the oldest answers first.
 
-    The time that they take is bounded. Else many idle engines would keep the cores busy with these alone.
+    The total time of these requests is limited. Otherwise, checks of many idle engines would keep the cores busy.
     """
     chosen: set[EngineHealth] = set()
     for engine in sorted(filter(lambda engine: engine.is_doubtful, engines), key=lambda engine: engine.answered_s):

@@ -56,7 +56,7 @@ class ServedModel:
         self._unused.set()
         self._last_inference_ms = 0
         self.health = EngineHealth(model.check)
-        """Of its engine."""
+        """The health of its engine."""
         self.latencies = RecentLatencies()
         """Of requests that were answered, or would have been too late."""
 
@@ -175,7 +175,7 @@ class ServedModel:
         """See whether the engine answers. One that is at work is left to it, however long others wait behind that.
 
         Args:
-            may_ask: whether a blank request may be sent to it.
+            may_ask: whether the check may send it a blank request.
 
         Raises:
             EngineError: it fails, answers numbers that are not finite, or does not come back from a call.

@@ -92,11 +92,11 @@ class Duration(_Message):
 
 class _ComputeStatistics(_Message):
     compute_input: Duration = Duration()
-    """To join requests into a call."""
+    """Time to join requests into a call."""
     compute_infer: Duration = Duration()
-    """In the engine."""
+    """Time in the engine."""
     compute_output: Duration = Duration()
-    """To check an answer and to give each request its part."""
+    """Time to check an answer and to give each request its part."""
 
 
 class InferenceStatistics(_ComputeStatistics):
@@ -129,9 +129,9 @@ class ModelStatistics(_Message):
     inference_stats: InferenceStatistics = InferenceStatistics()
     batch_stats: list[BatchStatistics] = []
     response_stats: dict[str, Any] = {}
-    """Of models with several answers to a request: there are none here."""
+    """Always empty: it is for models that give several answers to a request, and none does here."""
     memory_usage: list[Any] = []
-    """Not measured: engines share the memory of their process."""
+    """Always empty: engines share the memory of their process, so it is not measured."""
 
 
 class Statistics(_Message):

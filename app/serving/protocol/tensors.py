@@ -85,7 +85,7 @@ def from_bytes(
 
 
 def from_elements(name: str, datatype: object, shape: object, elements: Sequence[Any]) -> NDArray[Any]:
-    """The input of these elements: Python's numbers, bools or, for BYTES, ``bytes``. A bool is no number.
+    """The input of these elements: Python's numbers, bools or, for BYTES, ``bytes``. A bool is not a number.
 
     Raises:
         RequestError: they do not fit the datatype and shape, or the datatype is carried as bytes only; the input is
@@ -173,7 +173,7 @@ def _packed(name: str, datatype: str, dtype: np.dtype[Any], elements: Sequence[A
     tensor: NDArray[Any] = np.ndarray((len(elements),), dtype, packed)
     # What is too large for a C float becomes infinite without a word, unlike in the standard formats, which are slower.
     infinite = np.flatnonzero(np.isinf(tensor)).tolist() if datatype == "FP32" else []
-    # A bool packs as 0 or 1. To look at the types of these alone is much faster than to look at all.
+    # A bool packs as 0 or 1. Checking the types of only these elements is much faster than checking all.
     zeros_ones = np.flatnonzero((tensor == 0) | (tensor == 1)).tolist()
     if _has_bools(map(elements.__getitem__, zeros_ones)) or not _fit(datatype, [elements[index] for index in infinite]):
         raise _misfit(name, datatype, dtype, elements)

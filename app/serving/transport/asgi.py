@@ -37,8 +37,8 @@ async def read_body(headers: Mapping[str, str], receive: Receive, most_bytes: in
     Raises:
         RequestTooLargeError: it is larger.
         RequestError: the client went away in the middle of it.
-        TimeoutError: it does not come in time. The answer must close the connection: else the rest, which nobody
-            reads, could drip for ever.
+        TimeoutError: it does not come in time. The response must close the connection; otherwise a client could send
+            the rest, which is not read, for ever.
     """
     parts: list[bytes] = []
     size = int(headers.get("content-length", 0))  # announced, or what came of it; servers let nothing in but digits
