@@ -4,12 +4,12 @@ RayloomError
 ├── RecipeError            the recipe, an override or a name in it is wrong
 ├── DataError              the data cannot be read, or is not what the recipe says
 ├── StorageError           a place in storage is missing, taken or damaged
-│   └── UnsharedStorageError  a node does not see what another has written
+│   └── UnsharedStorageError  a node cannot see files that another node wrote
 ├── ClusterError           the local cluster is not in the state that a command needs
 ├── TrainingError          training cannot start or go on
 │   └── NonFiniteLossError a loss or gradient is not a number, or infinite
 ├── TuningError            a search cannot start or go on
-│   └── ActorBusyError     an actor cannot take another trial
+│   └── ActorBusyError     a trial's actor cannot run another trial
 ├── CompileError           a model cannot be exported, or its numbers differ too much
 ├── EngineError            a compiled model cannot be loaded
 ├── RequestError           a request to the endpoint is malformed
@@ -43,7 +43,7 @@ class StorageError(RayloomError):
 
 
 class UnsharedStorageError(StorageError):
-    """A node does not see what another has written to storage."""
+    """A node cannot see files that another node wrote to storage."""
 
 
 class ClusterError(RayloomError):
@@ -63,7 +63,7 @@ class TuningError(RayloomError):
 
 
 class ActorBusyError(TuningError):
-    """A trial's actor still stores what its last trial kept, or cannot free it: the next one needs another actor."""
+    """A trial's actor is still storing its last trial's state, or cannot free it. The next trial needs a new actor."""
 
 
 class CompileError(RayloomError):

@@ -34,7 +34,7 @@ def connect() -> None:
 
 
 def may_grow() -> bool:
-    """Whether the cluster may get nodes while a job runs: the local one never does."""
+    """Return True if the cluster may gain nodes while a job runs. The local cluster never does."""
     return MARK not in os.environ
 
 

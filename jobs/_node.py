@@ -1,4 +1,4 @@
-"""Work of a job on a node that has what it needs: a Ray task that reserves it."""
+"""Run a job's work on a node with the resources it needs, as a Ray task that reserves them."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -19,25 +19,25 @@ Work = Callable[[Tell], Answer]
 
 @dataclass(frozen=True)
 class _Done(Generic[Answer]):
-    """What the work came to."""
+    """The result of the work, which ends the stream of lines."""
 
     answer: Answer
 
 
 def run_on_node(what: str, work: Work[Answer], resources: Mapping[str, float]) -> Answer:
-    """Do ``work`` in a task of this job, and return its answer.
+    """Run ``work`` in a Ray task of this job, and return its result.
 
-    Each line that it tells is printed here. It ends with this process, as all tasks of a job do: ``ray job stop``
-    stops it, too.
+    This process prints each line that ``work`` logs. Like all tasks of a job, the task ends with this process, so
+    ``ray job stop`` stops it, too.
 
     Args:
-        what: names it in Ray's dashboard and in messages.
-        work: gets a function that takes a line; pickled, and its answer too.
-        resources: what Ray reserves on one node. Without a GPU the work sees none.
+        what: name of the task in Ray's dashboard and in messages.
+        work: called with a function that logs a line. ``work`` and its result are pickled.
+        resources: amounts that Ray reserves on one node. Without a GPU among them, ``work`` sees none.
 
     Raises:
         ClusterError: the node or the process was lost.
-        Exception: what the work raises, as it is.
+        Exception: any error that ``work`` raises, unchanged.
     """
     custom = {kind: amount for kind, amount in resources.items() if kind not in ("CPU", "GPU")}
     task = _streamed.options(
@@ -48,22 +48,22 @@ def run_on_node(what: str, work: Work[Answer], resources: Mapping[str, float]) -
     )
     try:
         for reference in task.remote(work):
-            told = ray.get(reference)
-            if isinstance(told, _Done):
-                return cast(Answer, told.answer)
-            print(told, flush=True)
+            item = ray.get(reference)
+            if isinstance(item, _Done):
+                return cast(Answer, item.answer)
+            print(item, flush=True)
     except RayTaskError as error:
         raise error.cause from error
     except RayError as error:
         raise ClusterError(
             f"{what} was lost with its node or process ({str(error).strip()}): submit it again"
         ) from error
-    raise ClusterError(f"{what} ended without an answer: look at Ray's logs")
+    raise ClusterError(f"{what} ended without a result: see Ray's logs")
 
 
 @ray.remote(num_returns="streaming", max_retries=0)  # type: ignore[untyped-decorator]
 def _streamed(work: Work[Answer]) -> Iterator[str | _Done[Answer]]:
-    """Yield the lines that ``work`` tells as it tells them, and its answer."""
+    """Yield the lines of ``work`` as it logs them, then its result."""
     if not ray.get_gpu_ids():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray shows all of a node's GPUs to a task that reserves none
     lines: SimpleQueue[str | None] = SimpleQueue()

@@ -12,9 +12,9 @@ from jobs._runner import main
 
 
 def compile_on_node(run: Run) -> Outcome:
-    """Compile on a node that has what the recipe reserves, so that what is measured is that node."""
-    find_processor(run.recipe.task)  # refuses a task that cannot be compiled
-    find_weights(run)  # before a node is waited for
+    """Compile on a node with the resources that the recipe reserves, so that this node is the one measured."""
+    find_processor(run.recipe.task)  # raises if the task cannot be compiled
+    find_weights(run)  # raises before the job waits for a node
     reserved = run.recipe.compile.reserved
     connect()
     require(reserved, "compile.cpus, compile.gpus and compile.resources")

@@ -62,7 +62,7 @@ def deploy(run: Run) -> Outcome:
 
 
 def _planned(run: Run) -> DeployedModel:
-    """What is served under the recipe's name. A cascade is calibrated on a node like those of its replicas."""
+    """Return the model to serve under the recipe's name. A cascade is calibrated on a node like its replicas'."""
     recipe, storage = run.recipe, run.storage
     if recipe.serve.cascade is None:
         return deployed_model(recipe, storage)

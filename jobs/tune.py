@@ -72,8 +72,8 @@ def _study(run: Run, place_of: Callable[[str], StudyPlace], space: Space, config
         study = SearchStudy.resume(run.run_id, place, space, run.recipe, config)
         if place.remote is not None:
             print(
-                f"the study is as {place} had it at {place.written}, with {len(study.trials)} trials and "
-                f"{study.epochs_trained} epochs; what was reported later is lost",
+                f"the study is restored from {place}, written at {place.written}, with {len(study.trials)} trials and "
+                f"{study.epochs_trained} epochs; results reported later are lost",
                 flush=True,
             )
         return study

@@ -76,14 +76,16 @@ def submit(
     job: str,
     recipe: Annotated[str | None, typer.Argument(help="Path or URI of a recipe; - is standard input.")] = None,
     overrides: Overrides = None,
-    recipe_option: Annotated[str | None, typer.Option("--recipe", help="The recipe, instead of in its place.")] = None,
+    recipe_option: Annotated[
+        str | None, typer.Option("--recipe", help="The recipe, instead of the second argument.")
+    ] = None,
 ) -> None:
     """Send a job (train, tune, compile, deploy, undeploy, lifecycle) to the cluster and follow it to its end."""
     given = [*([recipe] if recipe else []), *(overrides or [])]
     if recipe_option is not None:
         given.insert(0, recipe_option)
     if not given:
-        raise RequestError("no recipe is given: write its path or URI after the job, or - for standard input")
+        raise RequestError("no recipe given: pass its path or URI after the job, or - for standard input")
     raise typer.Exit(submit_job(job, given[0], given[1:]))
 
 

@@ -35,8 +35,8 @@ _LOST_TIMEOUT_S = 300.0
 def submit(job: str, recipe: str, overrides: list[str]) -> int:
     """Submit ``python -m jobs.JOB RECIPE …`` from the current folder, show its log, return its exit code.
 
-    The recipe is a path, a URI, or ``-`` for standard input. One that is not in the copy of the current folder that Ray
-    makes is sent along in the job's command, where it also is when a lost job is submitted again.
+    The recipe is a path, a URI, or ``-`` for standard input. Ray uploads the current folder with the job. A recipe that
+    is not part of this upload is embedded in the job's command, so a resubmitted job has it, too.
 
     The local cluster is used, unless ``RAY_API_SERVER_ADDRESS`` names another one. If the cluster is lost while the job
     runs, the one that its supervisor submits in its place is followed.
@@ -49,20 +49,20 @@ def submit(job: str, recipe: str, overrides: list[str]) -> int:
     known = sorted(file.stem for file in JOBS.glob("[!_]*.py"))
     if job not in known:
         raise ClusterError(f"job {job!r} is not in {str(JOBS.absolute())!r}: known are {', '.join(known) or 'none'}")
-    sent = recipe if _is_in_the_copy(recipe) else embedded(read_text(recipe), title_of(recipe))
+    sent = recipe if _is_uploaded(recipe) else embedded(read_text(recipe), title_of(recipe))
     storage = load_recipe(sent, overrides).storage
     return send_job(job, sent, [*overrides, *([f"storage={absolute_location(storage)}"] if storage else [])])
 
 
-def _is_in_the_copy(recipe: str) -> bool:
-    """Whether Ray packs the recipe with the working directory, which it does not with what git ignores."""
+def _is_uploaded(recipe: str) -> bool:
+    """Return True if Ray uploads the recipe with the working directory. Ray leaves out files that git ignores."""
     path = Path(recipe)
     if path.is_absolute() or ".." in path.parts or not path.is_file():
         return False
     try:
         command = ["git", "check-ignore", "--no-index", "-q", recipe]
         ignored = subprocess.run(command, capture_output=True, check=False)
-    except OSError:  # there is no git
+    except OSError:  # git is not installed
         return False
     return ignored.returncode == 1
 

@@ -1,1 +1,1 @@
-"""From weights to ONNX, compared with PyTorch on real samples: fp32 is equal, the rest within gates."""
+"""Export weights to ONNX and compare them with PyTorch on real samples: fp32 is equal, other precisions pass gates."""

@@ -11,7 +11,7 @@ from app.runs import Run, execute
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compile as ``jobs.compile`` does. Returns 0, 1 if it failed, or 2 if the recipe was refused."""
+    """Compile as ``jobs.compile`` does. Return 0 on success, 1 on failure, or 2 if the recipe is invalid."""
     parser = argparse.ArgumentParser(prog="python -m app.compile")
     parser.add_argument("recipe", help="path or URI of a recipe, such as recipes/digits.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as compile.engines=[openvino]")

@@ -1,4 +1,4 @@
-"""One compile run: compare every variant with PyTorch, time it, measure the best in every setting, choose one."""
+"""One compile run: compare and time every variant, measure the best ones in every setting, and choose one."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
@@ -82,7 +82,7 @@ class Compilation:
     def choose(self) -> Choice:
         """Measure the best variants in every setting, and choose by the objective between the best setting of each.
 
-        What is chosen is asked for the test split then, once.
+        Then measure the accuracy of the chosen variant on the test split, once.
 
         Raises:
             CompileError: no variant holds the gates, or no setting the objective.
@@ -193,7 +193,7 @@ class Compilation:
         return measure(engine, concurrency, sorted(self.config.batch_sizes), self.subject.rows_by_length, calls)
 
     def _published_accuracy(self, record: VariantRecord, point: OperatingPoint) -> PublishedAccuracy:
-        """Ask what was chosen for the test split, which nothing was chosen by; without one, what validation said."""
+        """Measure accuracy on the test split, which chooses nothing; without one, return the validation accuracy."""
         if (test := self.subject.load_test()) is None:
             rows = len(self.subject.reference.classes)
             return PublishedAccuracy(split="validation", rows=rows, accuracy=record.accuracy)

@@ -34,7 +34,7 @@ class Parity(BaseModel):
 
 
 def compare(engine: Engine, reference: Reference, max_rows: int = BATCH) -> Parity:
-    """Run every row of the reference, ``max_rows`` at once at most; one batch is in memory at a time."""
+    """Run every row of the reference in batches of at most ``max_rows``, with one batch in memory at a time."""
     done, right, cosine, worst_cosine, max_difference = 0, 0, 0.0, np.inf, 0.0
     for batch in reference.rows.batches(max_rows):
         given = engine.infer(batch.inputs)[OUTPUT].astype(np.float64)
@@ -42,7 +42,7 @@ def compare(engine: Engine, reference: Reference, max_rows: int = BATCH) -> Pari
         cosines = torch.cosine_similarity(torch.from_numpy(given), torch.from_numpy(expected)).numpy()
         right += int((given.argmax(-1) == batch.targets).sum())
         cosine += float(cosines.sum())
-        worst_cosine = np.minimum(worst_cosine, cosines.min())  # unlike min, it keeps NaN
+        worst_cosine = np.minimum(worst_cosine, cosines.min())  # unlike min, it propagates NaN
         max_difference = np.maximum(max_difference, np.abs(given - expected).max())
         done += len(given)
     return Parity(

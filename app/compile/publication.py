@@ -69,7 +69,7 @@ def _model_files(compilation: Compilation, record: VariantRecord) -> dict[str, U
 
 
 def _known_answers(reference: Reference) -> KnownAnswers:
-    """The first rows of the reference."""
+    """Return the first rows of the reference and their logits."""
     inputs = next(reference.rows.batches(_ROWS_KEPT)).inputs
     return KnownAnswers(inputs, reference.logits[: len(next(iter(inputs.values())))])
 

@@ -11,7 +11,7 @@ from app.repository.manifest import Quantization
 
 
 class PublishedAccuracy(BaseModel):
-    """How often what is published is right, on a split that nothing was chosen by if there is one."""
+    """Accuracy of the published variant, on the test split if there is one, else on the validation split."""
 
     split: Literal["test", "validation"]
     rows: int
@@ -22,7 +22,7 @@ class PublishedAccuracy(BaseModel):
 
 
 class BuiltPlan(BaseModel):
-    """A plan that was built ahead of time for other machines: nothing here could run it, and so judge it."""
+    """A plan that was built ahead of time for other machines. It cannot run here, so it was not evaluated."""
 
     precision: ComputePrecision
     targets: list[str]

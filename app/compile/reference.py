@@ -1,4 +1,4 @@
-"""PyTorch's answers on a split, and the split's rows in batches that are encoded as they are asked for."""
+"""PyTorch's logits on a split, and the rows of the split in batches that are encoded lazily."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,15 +12,15 @@ from app.engines.base import Engine, Signature
 from app.tensors import OUTPUT, Tensors
 
 BATCH = 64
-"""Rows that are answered at once, at most."""
+"""Maximum rows in one batch."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a split, in groups that alone are padded to one length, the shortest first.
+    """The rows of a split, grouped by padded length, shortest first.
 
-    A row shares batches with rows of its group alone, so it is answered as when it is served alone. No batch is kept:
-    what is in memory of the tensors is one batch, however long the split is.
+    A batch has rows of one group only, so a row has the same padding as when it is served alone. Batches are not kept:
+    only one is in memory at a time, whatever the size of the split.
     """
 
     split: Dataset
@@ -28,7 +28,7 @@ class Rows:
 
     @classmethod
     def of(cls, split: Dataset, signature: Signature) -> "Rows":
-        """Group the rows; where a length varies each is encoded once, to see it."""
+        """Group the rows. If the input length varies, encode each row once to find its length."""
         if (place := varying_axis(signature)) is None:
             return cls(split, [range(len(split))])
         name, axis = place
@@ -41,13 +41,13 @@ class Rows:
         return sum(map(len, self.groups))
 
     def batches(self, max_rows: int = BATCH) -> Iterator[Batch]:
-        """Yield every row, in batches of ``max_rows`` at most."""
+        """Yield every row, in batches of at most ``max_rows``."""
         return (self.split.batch(indices) for group in self.groups for indices in cut(group, max_rows))
 
 
 @dataclass(frozen=True)
 class Reference:
-    """PyTorch's logits on a split, float32 of shape (rows, labels), and the right classes of shape (rows).
+    """PyTorch's logits on a split, float32 of shape (rows, labels), and the target classes of shape (rows).
 
     Both are in the order of ``rows``.
     """
@@ -58,7 +58,7 @@ class Reference:
 
     @classmethod
     def of(cls, engine: Engine, split: Dataset) -> "Reference":
-        """Answer the whole split with ``engine``."""
+        """Run ``engine`` on the whole split."""
         rows = Rows.of(split, engine.signature)
         logits, classes = [], []
         for batch in rows.batches():
@@ -68,13 +68,13 @@ class Reference:
 
     @property
     def accuracy(self) -> float:
-        """Share of the rows that PyTorch answers right."""
+        """Share of the rows that PyTorch classifies correctly."""
         return float((self.logits.argmax(-1) == self.classes).mean())
 
 
 @dataclass(frozen=True)
 class EncodedBatches(Iterable[Tensors]):
-    """The inputs of some rows of a split, which are encoded anew in each iteration."""
+    """Inputs of selected rows of a split, encoded again in each iteration."""
 
     split: Dataset
     indices: Sequence[Sequence[int]]
@@ -84,14 +84,14 @@ class EncodedBatches(Iterable[Tensors]):
 
 
 def accuracy_on(engine: Engine, split: Dataset, max_rows: int = BATCH) -> float:
-    """Return the share of the split's rows that ``engine`` answers right, asked ``max_rows`` at once at most."""
+    """Return the share of rows that ``engine`` classifies correctly, in batches of at most ``max_rows``."""
     rows = Rows.of(split, engine.signature)
     answers = ((engine.infer(batch.inputs)[OUTPUT], batch.targets) for batch in rows.batches(max_rows))
     return sum(int((logits.argmax(-1) == classes).sum()) for logits, classes in answers) / len(rows)
 
 
 def varying_axis(signature: Signature) -> tuple[str, int] | None:
-    """Return an input and its axis beside the rows that varies; None where inputs are of one size."""
+    """Return the name of an input and its dynamic axis other than the rows; None if input sizes are fixed."""
     places = (
         (spec.name, axis) for spec in signature.inputs for axis, size in enumerate(spec.shape) if axis and size < 0
     )
@@ -99,5 +99,5 @@ def varying_axis(signature: Signature) -> tuple[str, int] | None:
 
 
 def cut(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    """Yield ``indices`` in slices of ``size`` at most."""
+    """Yield ``indices`` in slices of at most ``size``."""
     return (indices[start : start + size] for start in range(0, len(indices), size))

@@ -42,7 +42,7 @@ class CompileReport(BaseModel):
 
     serving: ServingDefaults | None
     accuracy: PublishedAccuracy | None = None
-    """Of what was chosen."""
+    """Accuracy of the chosen variant."""
 
     error: str | None
     """Why nothing was chosen."""
@@ -103,7 +103,7 @@ def _facts(report: CompileReport) -> dict[str, object]:
     return {
         "chosen": report.point or f"nothing: {report.error}",
         **serving,
-        **({"accuracy of what is published": report.accuracy} if report.accuracy else {}),
+        **({"published accuracy": report.accuracy} if report.accuracy else {}),
         "accuracy of PyTorch": f"{report.accuracy_to_keep:.4f} on {report.validation_rows:,} validation samples",
         "machine": f"{report.machine}, {report.threads} cores",
     }

@@ -1,4 +1,4 @@
-"""Compile a recipe's trained model and publish it, on the machine where this runs."""
+"""Compile a recipe's trained model on this machine, and publish it."""
 
 import tempfile
 from pathlib import Path
@@ -24,7 +24,7 @@ from app.tasks import find_processor
 
 
 class CompileMetrics(BaseModel):
-    """Every variant that was measured or could not be run, plans for other machines, and what was published."""
+    """Variants that were measured or skipped, plans for other machines, and the published variant."""
 
     variants: list[VariantRecord]
     skipped: list[Skipped]
@@ -36,7 +36,7 @@ class CompileMetrics(BaseModel):
 
 
 def print_line(line: str) -> None:
-    """Show a line at once."""
+    """Print a line and flush it."""
     print(line, flush=True)
 
 
@@ -44,13 +44,14 @@ def compile_model(run: Run, tell: Tell = print_line) -> Outcome:
     """Make every variant of the weights, compare it with PyTorch, measure it, and publish the best.
 
     Args:
-        tell: takes each line on what is done.
+        tell: called with each line of progress.
 
     Raises:
-        RayloomError: something is refused, of which nothing is made; or no variant holds, which the report says.
+        RayloomError: the recipe or the weights are refused, and no run is made; or no variant passes the gates or meets
+            the objective, and the report says why.
     """
     config = run.recipe.compile
-    find_processor(run.recipe.task)  # refuses a task that cannot be compiled
+    find_processor(run.recipe.task)  # raises if the task cannot be compiled
     wanted = wanted_variants(config)
     subject = load_subject(find_weights(run), run.recipe, usable_cores())
     if wanted.calibrated:
@@ -76,7 +77,7 @@ def _compile(run: Run, compilation: Compilation, tell: Tell) -> Outcome:
     yardstick = compilation.yardstick_of(choice.point)
     beside = f" (PyTorch: {yardstick.latency_ms:.2f} ms, {yardstick.throughput:,.0f} rows/s)" if yardstick else ""
     tell(f"chosen, by {recipe.compile.objective}: {choice.point}{beside}")
-    tell(f"accuracy of what is published: {choice.accuracy}")
+    tell(f"published accuracy: {choice.accuracy}")
     page = write_report(report_of(compilation, recipe.name, choice), run.folder)
     manifest = publish(compilation, choice, recipe.name, Repository(run.storage), run.folder)
     tell(f"published {manifest.name}, version {manifest.version}, now in production: {manifest.engine_key}")
@@ -93,7 +94,7 @@ def _compile(run: Run, compilation: Compilation, tell: Tell) -> Outcome:
 
 
 def find_weights(run: Run) -> UPath:
-    """The folder that the recipe names, else of the newest finished training. Raises StorageError."""
+    """Return the weights folder of the recipe, else of the newest finished train run. Raises StorageError."""
     config = run.recipe.compile
     if config.weights is not None:
         return to_path(config.weights)
@@ -101,7 +102,7 @@ def find_weights(run: Run) -> UPath:
 
 
 def _keep_plans(run: Run, compilation: Compilation) -> dict[str, str]:
-    """Plans for other machines lie in the run's folder: nothing here could run them, and so judge them."""
+    """Copy plans for other machines into the run's folder. They cannot run here, so they are not evaluated."""
     kept = {}
     for precision, plan in compilation.build_ahead():
         target = run.folder / "plans" / precision

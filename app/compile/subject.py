@@ -69,7 +69,7 @@ class Subject:
 
     @cached_property
     def rows_by_length(self) -> dict[int | None, Tensors]:
-        """Real rows that alone are padded to each length, a batch of each."""
+        """One batch of real rows for each padded length."""
         rows = self.reference.rows
         firsts = (rows.split.batch(group[:BATCH]).inputs for group in rows.groups)
         return {_length_of(batch, self.signature): batch for batch in firsts}
@@ -81,7 +81,7 @@ class Subject:
         return ShapeProfile(batch_sizes=tuple(sorted(batch_sizes)), lengths=tuple(sorted(lengths)))
 
     def load_test(self) -> LabelledDataset | None:
-        """Read the test split, if the data has one. Call it once, for what is published: nothing is chosen by it."""
+        """Read the test split; None if the data has none. Call it once, for the published variant, never to choose."""
         return load_test(self.weights.parent / DATA, self.data.processor)
 
     def require_samples(self, count: int | None) -> None:

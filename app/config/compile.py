@@ -62,11 +62,11 @@ class CompileConfig(Section):
         default=None, description="URI of a weights folder; default: of the newest finished train run"
     )
     cpus: Annotated[float, Field(ge=0.0)] = Field(
-        default=1.0, description="reserved in Ray, on one node; all of its CPUs: nothing else disturbs what is measured"
+        default=1.0, description="CPUs reserved in Ray on one node; reserve all of a node's for undisturbed timings"
     )
-    gpus: Annotated[int, Field(ge=0, le=1)] = Field(default=0, description="reserved in Ray; without one none is used")
+    gpus: Annotated[int, Field(ge=0, le=1)] = Field(default=0, description="GPUs reserved in Ray; 0: none is used")
     resources: CustomResources = Field(
-        default={}, description="custom resources that Ray reserves; give the kind of node that will serve"
+        default={}, description="custom resources reserved in Ray; choose the kind of node that will serve"
     )
     precisions: list[ComputePrecision] = Field(default=["fp32", "bf16", "int8"], min_length=1)
     engines: Literal["auto"] | Annotated[list[EngineName], Field(min_length=1)] = Field(
@@ -91,12 +91,12 @@ class CompileConfig(Section):
 
     @property
     def reserved(self) -> dict[str, float]:
-        """What Ray reserves for the whole of it, on one node."""
+        """Resources that Ray reserves on one node for the whole job."""
         return {"CPU": self.cpus, "GPU": float(self.gpus), **self.resources}
 
     @property
     def chooses_node(self) -> bool:
-        """Whether it may run on a node that is unlike that of the job."""
+        """True if compilation may run on another kind of node than the job's driver."""
         return bool(self.gpus or self.resources)
 
     @field_validator("precisions", "engines", "batch_sizes")

@@ -61,13 +61,13 @@ class DataConfig(Section):
     )
     test_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
         default=None,
-        description="share of the examples that jobs.compile alone sees, for the accuracy of what it publishes; "
-        "they are taken out of the training split; default: none",
+        description="share of the examples held out for a test split, which only jobs.compile reads, to measure the "
+        "published accuracy; taken from the training split; default: none",
     )
     test_source: str | None = Field(
         default=None,
-        description="in place of test_fraction: where those examples come from, of the same kind as source; "
-        "builtin:fashion and a folder of IDX files: their test files",
+        description="source of the test split, instead of test_fraction; of the same kind as source. "
+        "builtin:fashion or a folder of IDX files: their test files",
     )
     seed: int = Field(default=0, description="seed of the split")
     columns: ColumnsConfig = ColumnsConfig()
@@ -85,10 +85,10 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _splits_leave_room(self) -> Self:
         if self.test_fraction is not None and self.test_source is not None:
-            raise ValueError("test_fraction and test_source both say what the test split is: leave one out")
+            raise ValueError("test_fraction and test_source both define the test split: leave one out")
         if (held_out := self.validation_fraction + (self.test_fraction or 0.0)) >= 1.0:
             raise ValueError(
-                f"validation_fraction and test_fraction are {held_out:g} together, which leaves nothing to train on: "
+                f"validation_fraction and test_fraction add up to {held_out:g}, which leaves nothing to train on: "
                 "lower one"
             )
         return self

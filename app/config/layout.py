@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from app.config.plan import PlanConfig
 
 LARGEST_MICRO_BATCH = 64
-"""Samples, where the plan does not say."""
+"""Maximum samples in a micro-batch if the plan does not set ``micro_batch``."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Layout:
     pipeline: int
     data: int
     micro_batch: int
-    """Samples that a data-parallel rank computes at once; one less in some micro-batches of an uneven share."""
+    """Samples in a micro-batch of a data-parallel rank; one fewer in some micro-batches if the share is uneven."""
     gradient_accumulation: int
     """Micro-batches of a data-parallel rank in an optimizer step."""
     share: int
@@ -49,12 +49,12 @@ def lay_out(plan: PlanConfig, global_batch_size: int, workers: int) -> Layout:
     """The layout of ``plan`` on ``workers`` processes.
 
     Raises:
-        ValueError: the global batch cannot be shared out evenly, or a share is not a multiple of the micro-batch.
+        ValueError: the global batch cannot be divided evenly, or a share is not a multiple of the micro-batch.
     """
     data = workers // plan.model_parallel
     if global_batch_size % data:
         raise ValueError(
-            f"global_batch_size {global_batch_size} cannot be shared out evenly over {data} data-parallel ranks: "
+            f"global_batch_size {global_batch_size} cannot be divided evenly over {data} data-parallel ranks: "
             f"choose a multiple of {data}, such as {-(-global_batch_size // data) * data}"
         )
     share = global_batch_size // data
@@ -72,7 +72,10 @@ def lay_out(plan: PlanConfig, global_batch_size: int, workers: int) -> Layout:
 
 
 def _largest_micro_batch(share: int, is_uneven_allowed: bool) -> int:
-    """The size of the fewest micro-batches of 64 samples at most; a pipeline takes those of one size alone."""
+    """Return the largest micro-batch when a share is split into the fewest micro-batches of at most 64 samples.
+
+    A model-parallel plan takes micro-batches of one size only, so its count also divides the share.
+    """
     count = -(-share // LARGEST_MICRO_BATCH)
     while share % count and not is_uneven_allowed:
         count += 1

@@ -23,10 +23,10 @@ _PATTERNS = {
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read the recipe at ``path``, or any URI, apply ``overrides`` and check the whole.
+    """Read the recipe at ``path``, which may be any URI, apply ``overrides``, and validate it.
 
     Raises:
-        RecipeError: nothing to read there, broken YAML, or keys, types or combinations that are refused.
+        RecipeError: ``path`` cannot be read, the YAML is broken, or keys, types or combinations are invalid.
     """
     title = title_of(path)
     try:

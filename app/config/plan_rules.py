@@ -65,7 +65,7 @@ def _nearest_plan(plan: PlanConfig, setting: Setting) -> str | None:
 
 
 def _show(value: object) -> str:
-    """Return a value as a recipe has it."""
+    """Return a value as it is written in a recipe."""
     return "null" if value is None else "{}" if isinstance(value, Section) else str(value).lower()
 
 
@@ -159,8 +159,8 @@ def _fp16_takes_a_gpu(_: PlanConfig, setting: Setting) -> str | None:
 def _pipeline_takes_bf16(plan: PlanConfig, setting: Setting) -> str | None:
     if plan.pipeline > 1 and setting.precision == "fp16":
         return (
-            f"pipeline {plan.pipeline} would add up the gradients of tied layers in fp16: set precision to bf16, whose "
-            "gradients are added up in float32"
+            f"pipeline {plan.pipeline} would sum the gradients of tied layers in fp16: set precision to bf16, whose "
+            "gradients are summed in float32"
         )
     return None
 
@@ -186,7 +186,7 @@ def _powersgd_takes_plain_data_parallel(plan: PlanConfig, setting: Setting) -> s
 def _sync_batch_norm_takes_whole_models(plan: PlanConfig, setting: Setting) -> str | None:
     if setting.sync_batch_norm and plan.model_parallel > 1:
         return (
-            "sync_batch_norm adds up over workers that each hold the whole model: tensor 1 and pipeline 1, got tensor "
+            "sync_batch_norm needs the whole model on each worker: expected tensor 1 and pipeline 1, got tensor "
             f"{plan.tensor} and pipeline {plan.pipeline}"
         )
     return None

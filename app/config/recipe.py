@@ -54,7 +54,7 @@ class Recipe(Section):
     alerts: list[AlertConfig] = Field(default=[], description="rules over what training reports")
     notify: NotifyConfig = NotifyConfig()
     tuned_from: TunedFrom | None = Field(
-        default=None, description="where the values are from; a search writes it into best.yaml"
+        default=None, description="trial that found the values; a search writes it into best.yaml"
     )
 
     @property

@@ -22,12 +22,12 @@ NumberOrRange = Annotated[int | tuple[int, int], BeforeValidator(_read_range)]
 
 def _check_custom(resources: dict[str, float]) -> dict[str, float]:
     if known := {"CPU", "GPU", "memory", "object_store_memory"} & resources.keys():
-        raise ValueError(f"{known.pop()} is no custom resource: there is a key of its own for CPUs and GPUs")
+        raise ValueError(f"{known.pop()} is not a custom resource: CPUs and GPUs have keys of their own")
     return resources
 
 
 CustomResources = Annotated[dict[str, Annotated[float, Field(gt=0.0)]], AfterValidator(_check_custom)]
-"""Amounts by the names that nodes were started with, such as {a10g: 1}: they choose the kind of node."""
+"""Amounts by resource name, as declared when nodes start, such as {a10g: 1}. They select the kind of node."""
 
 
 class Section(BaseModel):

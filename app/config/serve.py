@@ -103,7 +103,7 @@ class ServeConfig(Section):
         default=0.0, description="share of a GPU that each replica reserves in Ray for this model, as 0.25; 0: none"
     )
     resources: CustomResources = Field(
-        default={}, description="custom resources that each replica reserves in Ray for this model: the kind of node"
+        default={}, description="custom resources that each replica reserves in Ray for this model; select the node"
     )
     threads: PositiveInt | None = Field(default=None, description="threads of a replica's engine")
     tensor_parallel: TensorParallelConfig | None = Field(
@@ -116,7 +116,7 @@ class ServeConfig(Section):
 
     @property
     def reserved(self) -> dict[str, float]:
-        """What each replica reserves in Ray for this model."""
+        """Resources that each replica reserves in Ray for this model."""
         return {"CPU": self.cpus_per_replica, "GPU": self.gpus_per_replica, **self.resources}
 
     @property

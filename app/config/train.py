@@ -98,7 +98,7 @@ class TrainConfig(Section):
     cpus_per_worker: Annotated[float, Field(gt=0.0)] = 1.0
     device: Device = Field(default="cpu", description="gpu: one GPU a worker")
     sync_batch_norm: bool = Field(
-        default=False, description="batch norm: statistics over the micro-batches of all workers"
+        default=False, description="compute batch norm statistics over the micro-batches of all workers"
     )
     plan: Plan = Field(default=PlanConfig(), validate_default=True)
     deepspeed: dict[str, Any] = Field(default={}, description="further keys of DeepSpeed's own configuration")
@@ -136,7 +136,7 @@ class TrainConfig(Section):
 
     @property
     def worker_counts(self) -> list[int]:
-        """The numbers of processes in the range that can share out the global batch, ascending."""
+        """Numbers of processes in the range that divide the global batch evenly, ascending."""
         least, most = self.workers_range
         return [workers for workers in range(least, most + 1) if self._can_lay_out(workers)]
 
@@ -176,5 +176,5 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _global_batch_divides(self) -> Self:
         if not self.worker_counts:
-            self.layout(self.workers_range[1])  # raises, and says why
+            self.layout(self.workers_range[1])  # raises ValueError with the reason
         return self

@@ -96,7 +96,7 @@ class TuneConfig(Section):
     )
     concurrent: PositiveInt | None = Field(
         default=None,
-        description="trials at once, at most; default: as many as the cluster has room for, or asks to grow for",
+        description="maximum concurrent trials; default: as many as the cluster has, or is asked to make, room for",
     )
     seed: int = Field(default=0, description="of the sampler; trials all train with train.seed")
     storage: Annotated[str, BeforeValidator(_check_storage)] | None = Field(

@@ -19,8 +19,8 @@ from app.tensors import Tensors
 class TorchEngine(PooledEngine[nn.Module]):
     """A module, run as it is; below float32 with autocast.
 
-    The number of threads is the process's, since PyTorch has one for all: the engine that was made last decides. So is
-    TF32, which is off: float32 is computed in float32.
+    The number of threads is process-wide in PyTorch: the engine that was made last sets it. TF32 is also a process-wide
+    setting; it is turned off, so float32 is computed in float32.
     """
 
     name = "torch"

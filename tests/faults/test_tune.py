@@ -236,7 +236,7 @@ def test_a_search_on_s3_goes_on_when_its_machine_is_lost(
             shutil.rmtree(scratch)
         client = launch(*command, *overrides, **cluster)
         result = client.result()
-        assert f"the study is as {result['artifacts']['study']} had it at" in client.output
+        assert f"the study is restored from {result['artifacts']['study']}, written at" in client.output
         after = copied()
         fault.saw(f"{len(at_rest(known))} of 8 trials had ended or waited, none was run again")
         assert_none_was_repeated(known, after)

@@ -82,7 +82,7 @@ def test_overrides_set_one_value(override: str, read: Callable[[Recipe], bool]) 
         ("serve.canary={version: 2}", ["serve.canary.percent is missing"]),
         ("serve={version: 2, canary: {percent: 9, version: 2}}", ["serve", "version and canary.version are both 2"]),
         ("serve.replicas=[4, 1]", ["serve.replicas", "[least, most]", "[4, 1]"]),
-        ("compile.resources={GPU: 1}", ["compile.resources", "GPU is no custom resource"]),
+        ("compile.resources={GPU: 1}", ["compile.resources", "GPU is not a custom resource"]),
         ("serve.resources={rack: 0}", ["serve.resources.rack", "greater than 0"]),
         ("serve.replicas=0", ["serve.replicas", "[least, most]", "0"]),
         ("serve={replicas: 2, scaling: {latency_target_ms: 50}}", ["scaling.latency_target_ms is 50", "[least, most]"]),

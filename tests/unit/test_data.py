@@ -111,7 +111,7 @@ def test_what_is_in_the_test_source_is_neither_trained_nor_validated_on(tmp_path
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"test_fraction": 0.1, "test_source": "x.csv"}, "both say what the test split is"),
+        ({"test_fraction": 0.1, "test_source": "x.csv"}, "both define the test split"),
         ({"test_fraction": 0.6, "validation_fraction": 0.4}, "leaves nothing to train on"),
         ({"test_fraction": 0.0}, "greater than 0"),
     ],

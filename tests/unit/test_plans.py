@@ -101,10 +101,10 @@ TWO = Setting((2, 2), "fp32", "cpu", "adamw")
          "model CNN is neither staged nor of Hugging Face: activation_checkpointing is false "
          "| activation_checkpointing: false"),
         ({"pipeline": 2}, replace(TWO, precision="fp16", device="gpu"),
-         "pipeline 2 would add up the gradients of tied layers in fp16: set precision to bf16, whose gradients are "
-         "added up in float32 | pipeline: 1"),
+         "pipeline 2 would sum the gradients of tied layers in fp16: set precision to bf16, whose gradients are "
+         "summed in float32 | pipeline: 1"),
         ({"tensor": 2}, replace(TWO, sync_batch_norm=True),
-         "sync_batch_norm adds up over workers that each hold the whole model: tensor 1 and pipeline 1, got tensor 2 "
+         "sync_batch_norm needs the whole model on each worker: expected tensor 1 and pipeline 1, got tensor 2 "
          "and pipeline 1 | tensor: 1"),
     ],
 )  # fmt: skip

@@ -135,7 +135,7 @@ def _prepared(source: Path, samples: Iterable[Tensors], target: Path) -> Iterato
 
 def _check_samples(samples: Iterable[Tensors]) -> None:
     rows = 0
-    for batch in samples:  # each is encoded for this
+    for batch in samples:  # iterating encodes a batch, so stop early
         rows += len(next(iter(batch.values())))
         if rows >= _FEWEST_ROWS:
             return
