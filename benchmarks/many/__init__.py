@@ -1,1 +1,1 @@
-"""What runs, versions and deployed models cost when there are many."""
+"""The cost of many runs, versions and deployed models."""

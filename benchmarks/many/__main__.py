@@ -1,4 +1,4 @@
-"""Measure what many runs, versions and deployed models cost, on a disk and on S3, and write RESULTS.md."""
+"""Measure the cost of many runs, versions and deployed models, on a disk and on S3. Write RESULTS.md."""
 
 import argparse
 import os
@@ -22,11 +22,11 @@ from benchmarks.many.measures import Cost, of_endpoint, of_runs, of_versions
 from benchmarks.markdown import table
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
-_HEAD = """# Many of everything
+_HEAD = """# The cost of many runs, versions and models
 
-Made by `python -m benchmarks.many`. A cell is the time of one call, and on S3 the requests that it took. S3 is moto, in
-a process of its own on this machine: one request after the other, some milliseconds each. Over a network the requests
-count; lists send 32 at a time.
+Written by `python -m benchmarks.many`. Each cell is the time of one call and, on S3, its number of requests. S3 is a
+moto server on the same machine. It answers one request at a time, in a few milliseconds each. Over a network, the
+number of requests matters most; lists send 32 at a time.
 """
 _MODELS = 100
 _BUCKET = "s3://many"
@@ -35,7 +35,7 @@ Costs = Mapping[str, Cost]
 
 
 def main() -> None:
-    """Measure the chosen sections, and write the page; it keeps the other sections from the last time."""
+    """Measure the chosen sections and write the page. Keep its other sections as they are."""
     arguments = _arguments()
     page = _sections_of(arguments.results)
     with _s3():
@@ -57,20 +57,20 @@ def _arguments() -> argparse.Namespace:
 
 
 def _sections_of(results: Path) -> dict[str, str]:
-    """The sections of a page by their titles; none if there is no page yet."""
+    """Return the sections of a page by title; none if there is no page yet."""
     parts = results.read_text(encoding="utf-8").split("## ")[1:] if results.exists() else []
     return {title: text.strip() + "\n" for title, _, text in (part.partition("\n") for part in parts)}
 
 
 def _stored(measure: Callable[[UPath, int], Costs], counts: Sequence[int], on_s3: Sequence[int] = ()) -> str:
-    """A table of each count on a disk and on S3, where fewer may be measured, with storage of its own."""
+    """Return a table of the costs with each count on a disk and on S3. Each column has a new storage folder."""
     columns: dict[str, Costs] = {}
     with tempfile.TemporaryDirectory(prefix="bench-many-") as disk:
-        for place, root, some in (("a disk", disk, counts), ("S3", _BUCKET, on_s3 or counts)):
-            for count in some:
+        for place, root, measured in (("a disk", disk, counts), ("S3", _BUCKET, on_s3 or counts)):
+            for count in measured:
                 columns[f"{count:,} on {place}"] = measure(open_storage(f"{root}/{secrets.token_hex(4)}"), count)
     first = next(iter(columns.values()))
-    return _table(list(columns), {what: [costs[what] for costs in columns.values()] for what in first})
+    return _table(list(columns), {call: [costs[call] for costs in columns.values()] for call in first})
 
 
 def _deploys() -> str:
@@ -78,12 +78,12 @@ def _deploys() -> str:
 
 
 def _table(columns: Sequence[str], costs: Mapping[str, Sequence[Cost]]) -> str:
-    return table(["", *columns], [[what, *map(str, some)] for what, some in costs.items()])
+    return table(["", *columns], [[call, *map(str, row)] for call, row in costs.items()])
 
 
 @contextmanager
 def _s3() -> Iterator[None]:
-    """An S3 server with a bucket, until the end of the block."""
+    """Run an S3 server with a bucket until the end of the block."""
     (port,) = ports.unused(1)
     os.environ |= {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
@@ -102,7 +102,7 @@ def _s3() -> Iterator[None]:
 
 
 _SECTIONS: Mapping[str, Callable[[], str]] = {
-    # For more on S3 moto takes minutes.
+    # With more than 1,000 on S3, moto takes minutes.
     "Runs": lambda: _stored(of_runs, [1_000, 10_000], [1_000]),
     "Versions of one model": lambda: _stored(of_versions, [1_000, 10_000], [1_000]),
     "Versions of 100 models": lambda: _stored(lambda storage, count: of_versions(storage, count, _MODELS), [1_000]),

@@ -1,4 +1,4 @@
-"""A deploy beside few and many models, on a local cluster: Serve, HAProxy and a replica's reload are in it."""
+"""Time a deploy beside few and many models on a local cluster. It includes Serve, HAProxy and a replica's reload."""
 
 import os
 import shlex
@@ -17,15 +17,15 @@ _OPTIONS = ("serve.version=1", "serve.replicas=1")
 
 
 def of_deploys(count: int) -> dict[str, list[Cost]]:
-    """What a deploy and the status cost where one model is served, and where ``count`` are."""
+    """Return the costs of a deploy and of the status beside one served model, and beside ``count``."""
     with local_cluster() as cluster:
         write_versions(open_storage(cluster.environment["RAYLOOM_STORAGE"]), count + 2, 1)
         _deploy(cluster, count)  # starts Serve
         few = [_deploy(cluster, count + 1), _status(cluster)]
         _fill(cluster, count - 1)
         many = [_deploy(cluster, count - 1), _status(cluster)]
-    whats = ("a deploy until requests find it", "rayloom status, the command")
-    return {what: [one, other] for what, one, other in zip(whats, few, many, strict=True)}
+    calls = ("a deploy, until requests reach the model", "the command rayloom status")
+    return {call: [beside_few, beside_many] for call, beside_few, beside_many in zip(calls, few, many, strict=True)}
 
 
 def _deploy(cluster: Cluster, model: int) -> Cost:
@@ -40,14 +40,14 @@ def _status(cluster: Cluster) -> Cost:
 
 
 def _fill(cluster: Cluster, count: int) -> None:
-    told = subprocess.run(
+    printed = subprocess.run(
         [_command("rayloom"), "env"], env=cluster.environment, capture_output=True, text=True, check=True
     )
-    words = shlex.split(told.stdout)
-    reached = dict(word.split("=", 1) for word in words if "=" in word)
+    words = shlex.split(printed.stdout)
+    address = dict(word.split("=", 1) for word in words if "=" in word)
     entrypoint = ["python", "-m", "benchmarks.many.fill", str(count)]
     command = [_command("ray"), "job", "submit", "--working-dir", ".", "--", *entrypoint]
-    subprocess.run(command, cwd=_ROOT, env={**os.environ, **cluster.environment, **reached}, check=True)
+    subprocess.run(command, cwd=_ROOT, env={**os.environ, **cluster.environment, **address}, check=True)
 
 
 def _command(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Serve many models at once, in one change, as a job of the cluster: python -m benchmarks.many.fill COUNT"""
+"""Deploy many models in one step, as a job of the cluster: python -m benchmarks.many.fill COUNT"""
 
 import sys
 
@@ -13,7 +13,7 @@ _READY_S = 240.0
 
 
 def main(count: int) -> None:
-    """Serve the first ``count`` models of the cluster's storage beside what is served."""
+    """Serve the first ``count`` models of the cluster's storage beside those that are already served."""
     storage = open_storage(None)
     models = {name_of(number): deployed_model(recipe_in(storage, name_of(number)), storage) for number in range(count)}
     connect()

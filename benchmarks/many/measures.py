@@ -1,4 +1,4 @@
-"""What is measured: seconds of one call, and how many requests it makes of an object store."""
+"""Measure the seconds of one call and the number of its requests to an object store."""
 
 import asyncio
 import time
@@ -25,11 +25,11 @@ _RECIPE = "digits"
 
 @dataclass(frozen=True)
 class Cost:
-    """What one call took."""
+    """The cost of one call."""
 
     seconds: float
     requests: int
-    """Of the object store; 0 on a disk."""
+    """To the object store; 0 on a disk."""
 
     def __str__(self) -> str:
         unit, scale, digits = ("s", 1, 2) if self.seconds >= 0.1 else ("ms", 1e3, 1)
@@ -40,7 +40,7 @@ class Cost:
 
 
 def of_runs(storage: UPath, count: int) -> dict[str, Cost]:
-    """Look for a recipe's run, the oldest of all."""
+    """Measure finding the run of a recipe, which is the oldest of all runs."""
     write_runs(storage, count, _RECIPE)
     return {
         "jobs.compile finds the newest training": _cost(lambda: latest_result(storage, "train", _RECIPE)),
@@ -49,25 +49,23 @@ def of_runs(storage: UPath, count: int) -> dict[str, Cost]:
 
 
 def of_versions(storage: UPath, count: int, models: int = 1) -> dict[str, Cost]:
-    """List, publish, promote and plan a deploy."""
+    """Measure listing, publishing, promoting and planning a deploy."""
     write_versions(storage, models, count // models)
     repository, recipe = Repository(storage), recipe_in(storage, name_of(0))
     with a_model() as files:
         return {
             "rayloom models list": _cost(lambda: list(table_of(repository))),
-            "the names of all models": _cost(repository.names),
-            "the newest version, where none is in production": _cost(lambda: repository.current(name_of(0))),
-            "publish, where none is in production": _cost(
-                lambda: repository.publish(name_of(0), to_path(files), card())
-            ),
+            "list the names of all models": _cost(repository.names),
+            "find the newest version (none in production)": _cost(lambda: repository.current(name_of(0))),
+            "publish (none in production)": _cost(lambda: repository.publish(name_of(0), to_path(files), card())),
             "promote": _cost(lambda: repository.promote(name_of(0), 1)),
             "publish": _cost(lambda: repository.publish(name_of(0), to_path(files), card())),
-            "jobs.deploy reads what it deploys": _cost(lambda: deployed_model(recipe, storage)),
+            "jobs.deploy reads the version to deploy": _cost(lambda: deployed_model(recipe, storage)),
         }
 
 
 def of_endpoint(storage: UPath, count: int) -> dict[str, Cost]:
-    """Serve so many models in one replica."""
+    """Measure a replica that serves ``count`` models."""
     write_versions(storage, count + 1, 1)
     models = [deployed_model(recipe_in(storage, name_of(number)), storage) for number in range(count + 1)]
     return asyncio.run(_of_endpoint(models))
@@ -79,13 +77,13 @@ async def _of_endpoint(models: list[DeployedModel]) -> dict[str, Cost]:
 
     endpoint, sent = Endpoint(), config(models).model_dump(mode="json")
     costs = {
-        "a new replica loads all": await _async_cost(lambda: endpoint.update(config(models[:-1]))),
-        "a replica loads one more": await _async_cost(lambda: endpoint.update(config(models))),
-        "the configuration is read": _cost(lambda: EndpointConfig.model_validate(sent)),
-        "rayloom status asks for the index": _cost(lambda: endpoint.index),
-        "statistics of all": _cost(endpoint.statistics),
-        "a look at the health of all": await _async_cost(endpoint.check),
-        "a request finds its model": _cost(lambda: endpoint.route(name_of(0))),
+        "a new replica loads all models": await _async_cost(lambda: endpoint.update(config(models[:-1]))),
+        "a replica loads one more model": await _async_cost(lambda: endpoint.update(config(models))),
+        "parse the configuration": _cost(lambda: EndpointConfig.model_validate(sent)),
+        "list the index for rayloom status": _cost(lambda: endpoint.index),
+        "read the statistics of all models": _cost(endpoint.statistics),
+        "check the health of all models": await _async_cost(endpoint.check),
+        "route a request to its model": _cost(lambda: endpoint.route(name_of(0))),
     }
     await endpoint.update(EndpointConfig())
     return costs
@@ -107,7 +105,7 @@ async def _async_cost(work: Callable[[], Awaitable[object]]) -> Cost:
 
 @contextmanager
 def _counted() -> Iterator[list[str]]:
-    """The methods of S3 that are called meanwhile."""
+    """Yield a list of the S3 methods that are called in the block."""
     called: list[str] = []
     original = S3FileSystem._call_s3
 

@@ -1,4 +1,4 @@
-"""Storage with many runs, versions and models in it, written as the jobs write them."""
+"""Fill storage with many runs, versions and models, in the layout that the jobs write."""
 
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -29,11 +29,11 @@ from app.tensors import OUTPUT, Tensor, TensorSpec
 RECIPE = "recipes/digits.yaml"
 _LABELS = ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]
 _AT_ONCE = 5000
-"""Files that are written in one go."""
+"""Files that are written to an object store in one call."""
 
 
 def recipe_in(storage: UPath, name: str) -> Recipe:
-    """The recipe of the digits under another name."""
+    """Return the recipe of the digits under another name."""
     return load_recipe(
         RECIPE,
         [f"name={name}", f"storage={storage}", "serve.version=1", "serve.replicas=1", "serve.cpus_per_replica=0"],
@@ -41,7 +41,7 @@ def recipe_in(storage: UPath, name: str) -> Recipe:
 
 
 def write_runs(storage: UPath, count: int, recipe_name: str) -> None:
-    """Write training runs that succeeded: the oldest of one recipe, all others of another one."""
+    """Write succeeded training runs: the oldest of ``recipe_name``, all others of another recipe."""
     other, chosen = recipe_in(storage, "other"), recipe_in(storage, recipe_name)
 
     def files() -> Iterator[tuple[UPath, bytes]]:
@@ -58,7 +58,7 @@ def write_runs(storage: UPath, count: int, recipe_name: str) -> None:
 
 
 def write_versions(storage: UPath, models: int, versions: int) -> None:
-    """Write models of so many versions each, of which none is in production and only the first has its files."""
+    """Write models with ``versions`` versions each. None is in production; only version 1 has its files."""
     with a_model() as files, tempfile.TemporaryDirectory() as elsewhere:
         template = Repository(to_path(elsewhere)).publish("template", to_path(files), card())
         contents = {name: (files / name).read_bytes() for name in template.files}
@@ -66,12 +66,12 @@ def write_versions(storage: UPath, models: int, versions: int) -> None:
 
 
 def name_of(model: int) -> str:
-    """The name of a model by its number."""
+    """Return the name of a model by its number."""
     return f"model-{model}"
 
 
 def card() -> ModelCard:
-    """What is known of the model."""
+    """Return the card of the model."""
     return ModelCard(
         task="image-classification",
         engine_key=EngineKey(
@@ -95,7 +95,7 @@ def card() -> ModelCard:
 
 @contextmanager
 def a_model() -> Iterator[Path]:
-    """A folder with the files of a small model that ONNX Runtime serves."""
+    """Yield a folder with the files of a small model that ONNX Runtime serves."""
     with tempfile.TemporaryDirectory(prefix="rayloom-many-") as temporary:
         folder = Path(temporary)
         ImageProcessor(ImageConfig(size=8, channels=1)).save(to_path(folder))
@@ -110,7 +110,7 @@ def _signature() -> Signature:
 
 
 def _onnx_file() -> bytes:
-    """A matrix over the pixels."""
+    """Return an ONNX model that multiplies the pixels by a matrix."""
     (pixels,) = _signature().inputs
     weights = np.random.default_rng(0).normal(size=(64, len(_LABELS))).astype(np.float32)
     graph = helper.make_graph(
@@ -140,11 +140,11 @@ def _versions(
 
 
 def _write(files: Iterator[tuple[UPath, bytes]]) -> None:
-    """Write many files; on an object store many at once."""
-    while some := list(islice(files, _AT_ONCE)):
-        if is_local(some[0][0]):
-            for path, content in some:
+    """Write files; on an object store, many in one call."""
+    while chunk := list(islice(files, _AT_ONCE)):
+        if is_local(chunk[0][0]):
+            for path, content in chunk:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
         else:
-            some[0][0].fs.pipe({path.path: content for path, content in some})
+            chunk[0][0].fs.pipe({path.path: content for path, content in chunk})

@@ -1,4 +1,4 @@
-"""A cascade of a small and a large model beside the large one alone: python -m benchmarks.serving.cascade"""
+"""Compare a cascade of a small and a large model with the large one alone: python -m benchmarks.serving.cascade"""
 
 import argparse
 import asyncio
@@ -43,7 +43,7 @@ from benchmarks.serving.tradeoff import Tradeoff, picture
 from benchmarks.spread import Spread
 
 RESULTS = Path(__file__).with_name("CASCADE.md")
-FLOOR, MOST_COMPUTE, LEAST_LEAD = 0.995, 0.5, 0.02
+FLOOR, MAX_COMPUTE, MIN_LEAD = 0.995, 0.5, 0.02
 FLOORS = (0.97, 0.98, 0.99, FLOOR, 0.998)
 _RECIPE = "recipes/fashion.yaml"
 _SMALL = (
@@ -61,7 +61,7 @@ _PACKAGES = ("rayloom", "openvino", "torch")
 
 
 class Perceptron(nn.Module):
-    """The small model: one hidden layer over all pixels."""
+    """The small model: a perceptron with one hidden layer."""
 
     def __init__(self, num_labels: int, channels: int, image_size: int, width: int) -> None:
         super().__init__()
@@ -70,39 +70,39 @@ class Perceptron(nn.Module):
         )
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Logits of shape (batch, labels) from pixels of shape (batch, channels, height, width)."""
+        """Return logits of shape (batch, labels) for pixels of shape (batch, channels, height, width)."""
         logits: torch.Tensor = self.layers(pixel_values)
         return logits
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A published model, and the operations that it takes for a row."""
+    """A published model, and its operations per row."""
 
     model: LoadedModel
     flops: float
 
     def logits(self, batches: Sequence[Tensors]) -> NDArray[np.floating]:
-        """Of shape (rows, labels)."""
+        """Return the logits of all rows, of shape (rows, labels)."""
         return np.concatenate([self.model.engine.infer(batch)[OUTPUT] for batch in batches])
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What was measured on the test split."""
+    """The measurements on the test split."""
 
     tradeoff: Tradeoff
     rules: dict[float, CascadeRule]
-    """By the floor that each was calibrated for, on the validation split."""
+    """By accuracy floor; each was calibrated on the validation split."""
     seconds: dict[int, Spread]
-    """Of the cascade / of the large model, by the rows of a batch."""
+    """Time of the cascade / time of the large model, by batch size."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print what was found and keep it, with a picture beside it."""
+    """Measure, print the report, and write it and its plot to files."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.cascade", description=__doc__)
-    parser.add_argument("--output", type=Path, default=RESULTS, help="file that is written")
-    parser.add_argument("--models", type=Path, help="folder of trained models; a training that was stopped goes on")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="file to write")
+    parser.add_argument("--models", type=Path, help="folder of trained models; an interrupted training resumes")
     arguments = parser.parse_args(argv)
     load = load_average()
     with tempfile.TemporaryDirectory(prefix="bench-cascade-") as temporary:
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(folder: Path) -> Findings:
-    """Train and publish both models, calibrate on their validation split, and measure on Fashion-MNIST's test files."""
+    """Train and publish both models, calibrate on the validation split, and measure on Fashion-MNIST's test files."""
     small, large = (_contender(name, size, folder) for name, size in (("small", _SMALL), ("large", _LARGE)))
     models = [small.model, large.model]
     require_alike(models)
@@ -132,14 +132,14 @@ def measure(folder: Path) -> Findings:
 
 
 def _load_test(model: LoadedModel) -> Split:
-    """The pictures of the test files, which no training and no calibration saw."""
+    """Return the images of the test files, which no training and no calibration saw."""
     test = load_test(to_path(model.manifest.lineage.train_run) / DATA, model.processor)
     assert test
     return test.split
 
 
 def _contender(name: str, overrides: Sequence[str], folder: Path) -> Contender:
-    """The version in production; the first is trained in a process of its own and compiled for this CPU in float32."""
+    """Return the version in production. If there is none, train one in a new process and compile it in float32."""
     storage = to_path(folder / "storage")
     repository = Repository(storage)
     if name not in repository.names():
@@ -149,7 +149,7 @@ def _contender(name: str, overrides: Sequence[str], folder: Path) -> Contender:
     model = load_model(storage, name, manifest.version, _THREADS)
     module = load_weights(to_path(manifest.lineage.train_run) / WEIGHTS).model
     row = {spec.name: torch.zeros(1, *spec.shape[1:]) for spec in model.processor.inputs}
-    return Contender(model, flops_per_sample(module, row) / 3)  # it counts a step of training, thrice the forward pass
+    return Contender(model, flops_per_sample(module, row) / 3)  # a training step is three forward passes
 
 
 def _publish(name: str, weights: UPath, repository: Repository) -> None:
@@ -166,7 +166,7 @@ def _batches(model: LoadedModel, split: Split, size: int) -> list[Tensors]:
 
 
 async def _cascade(rule: CascadeRule, models: Sequence[LoadedModel], batch: Tensors) -> None:
-    """The cascade as a replica runs it, without its queues."""
+    """Run the cascade as a replica does, without its queues."""
 
     async def ask(stage: int, rows: NDArray[np.intp]) -> Tensors:
         return models[stage].engine.infer(taken(batch, rows))
@@ -179,8 +179,8 @@ async def _alone(models: Sequence[LoadedModel], batch: Tensors) -> None:
 
 
 def _times(rule: CascadeRule, models: Sequence[LoadedModel], batches: Sequence[Tensors]) -> Spread:
-    """Time of the cascade / time of the large model, round by round; in a round they take turns."""
-    some = batches[: _TIMED_ROWS // _num_rows(batches[0])]
+    """Return the time of the cascade / the time of the large model in each round; the two take turns."""
+    timed = batches[: _TIMED_ROWS // _num_rows(batches[0])]
     contenders: dict[str, Callable[[Tensors], Awaitable[None]]] = {
         "large": partial(_alone, models),
         "cascade": partial(_cascade, rule, models),
@@ -188,7 +188,7 @@ def _times(rule: CascadeRule, models: Sequence[LoadedModel], batches: Sequence[T
 
     async def run(name: str) -> float:
         began = time.perf_counter()
-        for batch in some:
+        for batch in timed:
             await contenders[name](batch)
         return time.perf_counter() - began
 
@@ -203,10 +203,11 @@ def _num_rows(batch: Tensors) -> int:
 
 
 def report(found: Findings, circumstances: str, curve: str) -> str:
-    """What was reached, beside the goals."""
+    """Return the report: the measurements and the goals."""
     tradeoff, rule = found.tradeoff, found.rules[FLOOR]
     small, large = tradeoff.small_alone, tradeoff.large_alone
-    header = ("", "threshold", "small answers, validation", "test", "accuracy", "of the large's", "operations a row")
+    header = ("", "threshold", "small answers, validation", "small answers, test", "accuracy",
+        "accuracy / large", "operations per row, / large")  # fmt: skip
     rows = [
         ("small alone", "", "", "100%", f"{small.accuracy:.4f}", f"{small.accuracy / large.accuracy:.4f}",
          f"{small.compute:.3f}"),
@@ -222,18 +223,18 @@ def report(found: Findings, circumstances: str, curve: str) -> str:
 
 ![Accuracy against operations]({curve})
 
-The blue curve is the cascade under every threshold. The dashed line is what rows passed on at random would give.
+The blue curve shows the cascade with every threshold. The dashed line shows a cascade that passes rows on at random.
 
 {table(header, rows)}
 
 The data is Fashion-MNIST. Both models are trained on its training files, compiled in float32 and run by OpenVINO with
-{_THREADS} thread. The thresholds are chosen on the {rule.rows:,} pictures of the validation split. Each floor is shown
+{_THREADS} thread. The thresholds are chosen on the {rule.rows:,} images of the validation split. Each floor is met
 there with confidence {rule.confidence:g} (`app/serving/cascade/calibration.py`). Accuracy is measured on the
-{len(tradeoff.classes):,} pictures of the test files, which no training and no calibration saw. ± is a standard error.
+{len(tradeoff.classes):,} images of the test files, which no training and no calibration saw. ± is a standard error.
 
-PyTorch counts the operations: {tradeoff.small_flops / 1e6:.2f} million for a picture in the small model,
-{tradeoff.large_flops / 1e6:.1f} million in the large one. A row that is passed on costs both. Time is the median of
-{_ROUNDS} rounds with {_TIMED_ROWS:,} pictures each, and the range.
+PyTorch counts the operations: {tradeoff.small_flops / 1e6:.2f} million per image in the small model,
+{tradeoff.large_flops / 1e6:.1f} million in the large one. A row that is passed on costs both. Times are the median and
+the range of {_ROUNDS} rounds with {_TIMED_ROWS:,} images each.
 
 The small model is a perceptron with one hidden layer: `{" ".join(_SMALL)}`.
 The large one is the network of `{_RECIPE}`: `{" ".join(_LARGE)}`.
@@ -255,17 +256,17 @@ def _row(tradeoff: Tradeoff, floor: float, rule: CascadeRule) -> tuple[str, ...]
 
 
 def _goals(found: Findings) -> Iterator[tuple[str, ...]]:
-    """Of the cascade with the floor of the goal, as shares of the large model's figures."""
+    """Yield a row for each goal. They are for the cascade with the accuracy floor ``FLOOR``."""
     tradeoff, rule = found.tradeoff, found.rules[FLOOR]
     lead = tradeoff.large_alone.accuracy - tradeoff.small_alone.accuracy
-    yield "accuracy, large − small, points", f"≥ {100 * LEAST_LEAD:g}", f"{100 * lead:.1f}", verdict(lead >= LEAST_LEAD)
+    yield "accuracy, large − small, points", f"≥ {100 * MIN_LEAD:g}", f"{100 * lead:.1f}", verdict(lead >= MIN_LEAD)
     relative, error = tradeoff.relative_accuracy(rule)
     yield "accuracy, cascade / large", f"≥ {FLOOR}", f"{relative:.4f} ± {error:.4f}", verdict(relative >= FLOOR)
     compute = tradeoff.under(rule).compute
-    yield "operations a row, cascade / large", f"≤ {MOST_COMPUTE}", f"{compute:.3f}", verdict(compute <= MOST_COMPUTE)
+    yield "operations per row, cascade / large", f"≤ {MAX_COMPUTE}", f"{compute:.3f}", verdict(compute <= MAX_COMPUTE)
     for size, ratio in found.seconds.items():
         what = f"time, cascade / large, batches of {size}"
-        yield what, f"≤ {MOST_COMPUTE}", str(ratio), verdict(ratio.median <= MOST_COMPUTE)
+        yield what, f"≤ {MAX_COMPUTE}", str(ratio), verdict(ratio.median <= MAX_COMPUTE)
 
 
 if __name__ == "__main__":

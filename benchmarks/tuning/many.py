@@ -1,4 +1,4 @@
-"""Measure what a search itself costs in a study of many trials, into MANY.md: python -m benchmarks.tuning.many"""
+"""Measure the cost of a search in a study of many trials, and write MANY.md: python -m benchmarks.tuning.many"""
 
 import argparse
 import statistics
@@ -31,16 +31,16 @@ _T = TypeVar("_T")
 
 _HEAD = """# A study of many trials
 
-Made by `python -m benchmarks.tuning.many`. Milliseconds that the search's own process spends, beside the training of
-trials, in a study on a local disk that has so many trials already: the median of 5, without the first. The space is
-`tune_spaces.image:space`, the sampler `tpe`.
+Written by `python -m benchmarks.tuning.many`. Milliseconds of the search process, without the training of trials. The
+study is on a local disk and already has the given number of trials. `resume` is measured once. The other rows are
+medians of 5 trials, after a first one that does not count. The space is `tune_spaces.image:space`, the sampler `tpe`.
 
 """
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Milliseconds, with so many trials before."""
+    """Milliseconds in a study that already has ``trials`` trials."""
 
     trials: int
     resume: float
@@ -51,7 +51,7 @@ class Costs:
 
 
 class Many:
-    """A study of ``trials`` that a random search has drawn."""
+    """A study whose first ``trials`` trials were drawn at random."""
 
     def __init__(self, trials: int, folder: Path) -> None:
         self.trials, self._most = trials, trials + _PROPOSALS + 1
@@ -62,7 +62,7 @@ class Many:
         self._place = StudyPlace(make_url(f"sqlite:///{folder / f'{trials}.db'}"))
 
     def fill(self) -> None:
-        """Write the study."""
+        """Create the study with its trials."""
         study = SearchStudy.create("many", self._place, self._space, self._recipe, self._config)
         drawn = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
         now = datetime.now()
@@ -86,7 +86,7 @@ class Many:
             )
 
     def measure(self) -> Costs:
-        """Resume the study and run a few more trials."""
+        """Measure resuming the study and running a few more trials."""
         study, resume = _timed(self._resume)
         laps = [self._run_trial(study) for _ in range(_PROPOSALS + 1)]
         proposal, epoch, end, best = (statistics.median(column) for column in zip(*laps[1:], strict=True))
@@ -111,12 +111,12 @@ def _timed(action: Callable[[], _T]) -> tuple[_T, float]:
 
 
 def _write_without_waiting(connection: DBAPIConnection, _: object) -> None:
-    """The disk is waited for in what is measured, not in what is prepared."""
+    """Do not wait for the disk while the study is prepared."""
     connection.cursor().execute("PRAGMA synchronous=OFF")
 
 
 def main() -> None:
-    """Print a table, and keep it."""
+    """Print the table and write it to MANY.md."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tuning.many", description=__doc__)
     parser.add_argument("--trials", type=int, nargs="+", default=[100, 1_000, 10_000])
     measured = []
@@ -130,10 +130,10 @@ def main() -> None:
             print(measured[-1], flush=True)
     rows = [
         ("resume", *(f"{costs.resume:,.0f}" for costs in measured)),
-        ("a proposal", *(f"{costs.proposal:,.0f}" for costs in measured)),
-        ("an epoch is reported", *(f"{costs.epoch:,.1f}" for costs in measured)),
-        ("a trial ends", *(f"{costs.end:,.1f}" for costs in measured)),
-        ("the best trial", *(f"{costs.best:,.1f}" for costs in measured)),
+        ("propose a trial", *(f"{costs.proposal:,.0f}" for costs in measured)),
+        ("report an epoch", *(f"{costs.epoch:,.1f}" for costs in measured)),
+        ("end a trial", *(f"{costs.end:,.1f}" for costs in measured)),
+        ("find the best trial", *(f"{costs.best:,.1f}" for costs in measured)),
     ]
     header = ("", *(f"{costs.trials:,} trials" for costs in measured))
     about = f"{machine()}; {versions(['optuna', 'sqlalchemy'])}; {today()}, load average {load_average()}"

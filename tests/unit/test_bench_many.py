@@ -22,4 +22,4 @@ def test_a_page_keeps_what_is_not_measured_again(tmp_path: Path, monkeypatch: py
     assert written.index("## Runs") < written.index("| runs |") < written.index("## Versions")
     assert written.index("## Versions") < written.index("| second |")
     assert "first" not in written
-    assert written.count("# Many of everything") == 1
+    assert written.count("# The cost of many runs") == 1
