@@ -2,18 +2,19 @@
 
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
 from upath import UPath
 
+from app.background import repeat_in_background
 from app.storage import is_local, write_atomically
 from app.warnings import Attempts
 
 _INTERVAL_S = 5.0
-_MAX_BUSY = 0.1
+_MAX_SHARE = 0.1
 """Maximum share of time spent copying. Object stores take whole files, so each copy of a growing file costs more."""
 
 
@@ -33,16 +34,20 @@ class Mirror:
         self._copied: dict[str, tuple[int, int]] = {}
         """Modification time and size of each file at its last copy."""
         self._try_copy = Attempts(f"{str(target)!r} cannot be written, and is tried again")
-        self._copy_lock, self._stopped = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=self._copy_periodically, daemon=True, name="mirror")
-        if self._temporary:
-            self._thread.start()
+        self._copy_lock, self._resources = threading.Lock(), ExitStack()
 
     def __enter__(self) -> Self:
+        if self._temporary:
+            self._resources.callback(self._temporary.cleanup)
+            self._resources.callback(self.flush)
+            self._resources.enter_context(
+                repeat_in_background(self.flush, self._interval_s, name="mirror", max_share=_MAX_SHARE)
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """Copy the changed files and stop. Later writes are not copied."""
+        self._resources.close()
 
     def fetch(self, name: str) -> Path:
         """Return the local file ``name`` to append to, with the content that it has in storage.
@@ -63,21 +68,6 @@ class Mirror:
         if self._temporary:
             with self._copy_lock:
                 self._try_copy(self._copy)
-
-    def close(self) -> None:
-        """Copy the changed files and stop. Later writes are not copied."""
-        if self._temporary:
-            self._stopped.set()
-            self._thread.join()
-            self.flush()
-            self._temporary.cleanup()
-
-    def _copy_periodically(self) -> None:
-        pause_s = self._interval_s
-        while not self._stopped.wait(pause_s):
-            began = time.monotonic()
-            self.flush()
-            pause_s = max(self._interval_s, (time.monotonic() - began) / _MAX_BUSY)
 
     def _copy(self) -> None:
         for name in self._names():

@@ -19,7 +19,7 @@ from app.errors import NonFiniteLossError, RayloomError, TrainingError, Unshared
 from app.storage import to_path
 from app.tasks import load_prepared
 from app.telemetry.alerts import Action
-from app.training.coordination.heartbeat import Heartbeat
+from app.training.coordination.heartbeat import keep_heartbeat
 from app.training.coordination.shared_folder import marked, require_shared
 from app.training.records import Ending, EpochRecord
 from app.training.run_folder import DATA, FAILURE_FILE
@@ -146,7 +146,7 @@ def train_worker(arguments: WorkerArguments) -> Ending | RayloomError:
     data = load_prepared(recipe, to_path(arguments["data_folder"]))
     with ExitStack() as stack:
         if worker.is_first:  # the job's own heart stops at once where the job is killed, its workers seconds later
-            stack.enter_context(Heartbeat(run_folder))
+            stack.enter_context(keep_heartbeat(run_folder))
         try:
             return train(recipe, data, worker, run_folder, _report, _announced, arguments["heard"])
         except NonFiniteLossError as error:

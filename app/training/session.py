@@ -132,9 +132,7 @@ def _begin(
     seed_random(config.seed + layout.data_rank(worker.rank))  # other dropout in each share
     control = Control(run_folder, polls=worker.is_first)
     control.listen()
-    mirror = Mirror(run_folder) if worker.is_first else None
-    if mirror:
-        stack.callback(mirror.close)
+    mirror = stack.enter_context(Mirror(run_folder)) if worker.is_first else None
     checkpoints = CheckpointManager(
         run_folder / CHECKPOINTS, engine, config, layout, worker, activity, mirror.flush if mirror else unheard
     )

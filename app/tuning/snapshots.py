@@ -5,12 +5,11 @@ file and uploads copies of it; a resumed search starts from the last copy.
 """
 
 import sqlite3
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from app.background import repeat_in_background
 from app.tuning.storage import StudyPlace, explained
 from app.warnings import Attempts
 
@@ -70,7 +69,9 @@ def keep_snapshots(place: StudyPlace) -> Iterator[None]:
         with explained(place):
             snapshots.take()
         try:
-            with _repeated(lambda: attempts(snapshots.take)):
+            with repeat_in_background(
+                lambda: attempts(snapshots.take), _INTERVAL_S, name="snapshots", max_share=_MAX_SHARE
+            ):
                 yield
         except BaseException:
             attempts(snapshots.take)
@@ -80,24 +81,3 @@ def keep_snapshots(place: StudyPlace) -> Iterator[None]:
             return
         with explained(place):
             snapshots.take()
-
-
-@contextmanager
-def _repeated(action: Callable[[], object]) -> Iterator[None]:
-    """Repeat ``action`` in a thread, for at most a tenth of the time."""
-    stopped = threading.Event()
-
-    def repeat() -> None:
-        pause_s = _INTERVAL_S
-        while not stopped.wait(pause_s):
-            began = time.monotonic()
-            action()
-            pause_s = max(_INTERVAL_S, (time.monotonic() - began) / _MAX_SHARE)
-
-    thread = threading.Thread(target=repeat, daemon=True, name="snapshots")
-    thread.start()
-    try:
-        yield
-    finally:
-        stopped.set()
-        thread.join()

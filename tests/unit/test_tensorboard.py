@@ -59,12 +59,11 @@ def files_of_at_most(size: int) -> Iterator[None]:
 
 
 def test_numbers_become_scalars_named_by_record_and_field(folder: UPath, tmp_path: Path) -> None:
-    mirror = Mirror(folder)
-    log = TensorBoardLog(mirror, first_step=1)
-    log.append(StepRecord(step=1, loss=0.5, memory=MemoryRecord(peak_bytes=1024)), EpochRecord(step=1, loss=0.25))
-    log.append(StepRecord(step=2, loss=float("nan"), loss_scale=2.0))
-    log.close()
-    mirror.close()
+    with Mirror(folder) as mirror:
+        log = TensorBoardLog(mirror, first_step=1)
+        log.append(StepRecord(step=1, loss=0.5, memory=MemoryRecord(peak_bytes=1024)), EpochRecord(step=1, loss=0.25))
+        log.append(StepRecord(step=2, loss=float("nan"), loss_scale=2.0))
+        log.close()
     scalars = read(folder, tmp_path)
     assert str(scalars.pop("step/loss")) == "[(1, 0.5), (2, nan)]"
     assert scalars == {

@@ -1,14 +1,13 @@
 """A file that tells whether a run is being trained: its job writes it anew every few seconds."""
 
-import threading
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Self
 
 from upath import UPath
 
+from app.background import repeat_in_background
 from app.conditional import change, read
 from app.errors import StorageError
 from app.storage import write_atomically
@@ -20,30 +19,17 @@ _SILENT_S = 3 * _INTERVAL_S
 _LAST_BEATS = 5  # of a worker whose job was killed just now
 
 
-class Heartbeat:
-    """Beats while it is entered, from a thread, whatever else the process does."""
+@contextmanager
+def keep_heartbeat(run_folder: UPath) -> Iterator[None]:
+    """Write the heartbeat at once and then every few seconds, from a thread, until the block ends."""
+    attempts = Attempts("the heartbeat cannot be written")
 
-    def __init__(self, run_folder: UPath) -> None:
-        self._path = run_folder / HEARTBEAT_FILE
-        self._writing = Attempts("the heartbeat cannot be written")
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._go_on, daemon=True, name="heartbeat")
+    def beat() -> None:
+        attempts(lambda: write_atomically(run_folder / HEARTBEAT_FILE, uuid.uuid4().hex.encode()))
 
-    def __enter__(self) -> Self:
-        self._beat()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def _go_on(self) -> None:
-        while not self._stopped.wait(_INTERVAL_S):
-            self._beat()
-
-    def _beat(self) -> None:
-        self._writing(lambda: write_atomically(self._path, uuid.uuid4().hex.encode()))
+    beat()
+    with repeat_in_background(beat, _INTERVAL_S, name="heartbeat"):
+        yield
 
 
 @contextmanager
@@ -62,7 +48,7 @@ def held(run_folder: UPath) -> Iterator[None]:
     except OSError as error:
         raise StorageError(f"storage {str(run_folder)!r} cannot be written ({error}): check its rights") from error
     try:
-        with Heartbeat(run_folder):
+        with keep_heartbeat(run_folder):
             yield
     finally:
         path.unlink(missing_ok=True)
