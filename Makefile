@@ -10,11 +10,11 @@ INSTALLED_MUTATION := .venv/.installed-mutation
 
 help:
 	@echo "make demo            from a fresh clone to a prediction: install, start a cluster, tune, train, compile, deploy, ask"
-	@echo "make test            the tests that need no GPU, but for those that take longest"
-	@echo "make test-slow       the tests that 'make test' leaves out, but for the faults"
-	@echo "make test-faults     every fault that is survived, injected, with a table of them"
+	@echo "make test            the tests that need no GPU, except slow ones"
+	@echo "make test-slow       the slow tests, except fault injection"
+	@echo "make test-faults     fault injection, with a table of the outcomes"
 	@echo "make test-gpu        the tests that need a GPU"
-	@echo "make mutation        changes six modules in every small way, and tells which changes no unit test notices"
+	@echo "make mutation        mutation tests of six modules; lists the mutants that no unit test catches"
 	@echo "make bench-training  training beside its peers, into benchmarks/training/RESULTS.md; the machine must be quiet"
 	@echo "make bench-tuning    a search beside its peers, counted in epochs, into benchmarks/tuning/RESULTS.md; the machine must be quiet"
 	@echo "make bench-compile   compiled models beside PyTorch and ONNX Runtime, into benchmarks/compile/RESULTS.md; the machine must be quiet"
@@ -47,7 +47,7 @@ demo: $(INSTALLED)
 	@echo "Next: ask it yourself, paste the curl line with a text of your own; look at the runs in the dashboard;"
 	@echo "train it in full with '$(BIN)/rayloom submit lifecycle recipes/reviews.yaml tune=null'; stop with '$(BIN)/rayloom down'."
 
-# One process for each of two cores: what shares an expensive fixture runs in one of them, see tests/conftest.py.
+# One process for each of two cores. Tests that share an expensive fixture run in the same process: see tests/conftest.py.
 test: $(INSTALLED_DEV)
 	@$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadgroup
 
