@@ -136,9 +136,9 @@ class Loop:
         self.profiler.step()
 
     def _tell(self) -> Action:
-        """Exchange the last steps with the other workers, and record them; also those before a broken one, and it.
+        """Exchange the last steps with the other workers and record them, up to and including a broken one.
 
-        If a checkpoint was lost, the state is stored now.
+        If a checkpoint could not be written, save the current state.
         """
         self.activity.begin(f"the exchange after step {self.position.step}")
         exchanged = self.exchange.run()
@@ -175,7 +175,7 @@ class Loop:
         self.recorder.record_epoch(record)
 
     def _validate(self) -> Totals:
-        """Over the validation split, each sample counted once over all workers, which have the same model."""
+        """Validate, after averaging the buffers of all workers. Each sample counts once over all workers."""
         average_buffers(self.engine)
         return Totals.of(self.worker.all_reduce(self.engine.evaluate(self._validation())))
 

@@ -102,7 +102,7 @@ def _trainer(
 
 
 class SharingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
-    """Ray's elastic policy, which skips numbers of workers that cannot share out the global batch."""
+    """Ray's elastic policy, limited to numbers of workers that can share out the global batch."""
 
     def __init__(self, config: ray.train.ScalingConfig, worker_counts: Sequence[int]) -> None:
         super().__init__(config)
@@ -114,7 +114,7 @@ class SharingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
 
 
 class _Trainer(TorchTrainer):  # type: ignore[misc]
-    """Ray's, with our policy where the number of workers is a range."""
+    """Ray's trainer, with ``SharingPolicy`` if the number of workers is a range."""
 
     worker_counts: Sequence[int]
 
@@ -133,7 +133,7 @@ def resources_of(config: TrainConfig, workers: int) -> dict[str, float]:
 def train_worker(arguments: WorkerArguments) -> Ending | RayloomError:
     """Train as one of Ray Train's workers; what is returned is the result's ``return_value``.
 
-    Ray starts the workers again after an error that is raised. One that they would meet again is returned instead.
+    Ray restarts the workers after an exception. An error that would recur is returned instead.
     """
     ray_context.logger.setLevel(logging.WARNING)  # it prints the whole of each report, past LoggingConfig
     recipe = Recipe.model_validate_json(arguments["recipe"])

@@ -134,29 +134,29 @@ def _is_saved(run: Run) -> bool:
 
 
 def _check_plan(config: TrainConfig, model: nn.Module, data: PreparedData) -> None:
-    """Refuse a plan that the model or the data cannot run, and DeepSpeed keys that contradict it; say what it costs."""
+    """Refuse a plan that the model or data cannot run, and DeepSpeed keys that contradict it. Warn if it is costly."""
     if reason := refusal(config.plan, config.setting(traits_of(model), data.train.batch([0]).inputs)):
         raise RecipeError(f"train.plan: {reason}")
     if config.sync_batch_norm and not has_batch_norm(model):
         raise RecipeError(
-            f"train.sync_batch_norm is true, and model {type(model).__name__} has no batch norm: leave it out"
+            f"train.sync_batch_norm is true, but model {type(model).__name__} has no batch norm: leave it out"
         )
     if config.plan.offload == "nvme":
         require_asynchronous_io()
     layout = config.layout(config.worker_counts[-1])
     deepspeed_config(config, layout, kind_of(model))
-    if said := skipped_workers(config):
-        print(said, flush=True)
+    if message := skipped_workers(config):
+        print(message, flush=True)
     if config.plan.micro_batch is None and 2 * layout.micro_batch < min(layout.share, LARGEST_MICRO_BATCH):
         warn(
             f"each rank computes its {layout.share} samples of a step as {layout.gradient_accumulation} micro-batches "
-            f"of {layout.micro_batch}, since tensor and pipeline parallelism take micro-batches of one size: a "
-            f"global_batch_size that gives a rank a multiple of {LARGEST_MICRO_BATCH} samples costs least"
+            f"of {layout.micro_batch}, since tensor and pipeline parallelism need micro-batches of one size: choose a "
+            f"global_batch_size that gives each rank a multiple of {LARGEST_MICRO_BATCH} samples"
         )
 
 
 def skipped_workers(config: TrainConfig) -> str | None:
-    """Which numbers of an elastic run's workers train, where others cannot share out the global batch."""
+    """Describe which numbers of workers an elastic run uses; None if all in its range can share out the batch."""
     least, most = config.workers_range
     counts = config.worker_counts
     if len(counts) == most - least + 1:

@@ -55,9 +55,9 @@ def train(
 ) -> Ending:
     """Train the recipe's model as one worker of the run, from its newest intact checkpoint if it has any.
 
-    ``report`` is told of each epoch. ``announced`` is what the workers' surroundings ask of the run; all workers call
-    it equally often, about once a second. ``heard`` is the last epoch of which ``report`` was told before: later ones
-    of the checkpoint are reported now. None: all of them were.
+    ``report`` is called with the record of each epoch. ``announced`` polls the platform for a stop request. It is
+    collective: every worker calls it, about once a second. ``heard`` is the last epoch that was reported before; later
+    epochs of the checkpoint are reported now. None: all of them were reported.
 
     Raises:
         RecipeError: the model cannot be built from the recipe.
@@ -128,7 +128,7 @@ def _begin(
     meter = Meter.of(blueprint.model, config, layout, worker)
     activity.begin("making DeepSpeed's engine")
     engine = create_engine(blueprint, config, layout, total_steps)
-    stack.callback(engine.deepspeed.destroy)  # its hooks on gradients would keep the model as long as the process
+    stack.callback(engine.deepspeed.destroy)  # else its gradient hooks keep the model alive until the process ends
     seed_random(config.seed + layout.data_rank(worker.rank))  # other dropout in each share
     control = Control(run_folder, polls=worker.is_first)
     control.listen()
@@ -181,7 +181,7 @@ def _warn_of_imitated_bf16(config: TrainConfig, worker: Worker) -> None:
 
 
 def _open_logs(mirror: Mirror, step: int, records: list[EpochRecord], stack: ExitStack) -> tuple[Sink, Sink]:
-    """The run's files of metrics, with the epochs ``records`` and without steps after ``step``."""
+    """Open the run's metrics files, with the epochs ``records`` and without steps after ``step``."""
     log = MetricsLog(mirror)
     log.restore(step, records)
     tensorboard = TensorBoardLog(mirror, step + 1)

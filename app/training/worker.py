@@ -57,7 +57,7 @@ class Worker:
         return message[0]
 
     def gather(self, value: T) -> list[T]:
-        """Every worker's ``value``, by rank, in all of them."""
+        """Return every worker's ``value``, by rank. Collective."""
         values: list[T | None] = [None] * self.size
         torch.distributed.all_gather_object(values, value)
         return cast("list[T]", values)
@@ -109,7 +109,7 @@ def start_worker(config: TrainConfig) -> Worker:
 
 
 def seed_random(seed: int) -> None:
-    """Begin the sequences of torch, of Python and of NumPy, which a model or its data may draw from."""
+    """Seed the generators of torch, Python and NumPy, which a model or its data may draw from."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # it takes no others

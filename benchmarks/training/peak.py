@@ -1,6 +1,6 @@
-"""The most memory that a rank ever holds beside what ZeRO says: python -m benchmarks.training.peak [SIZE …]
+"""Peak memory of a rank, compared with the formula of ZeRO: python -m benchmarks.training.peak [SIZE …]
 
-Prints a table; that in MEMORY.md was made with it.
+Prints the table of MEMORY.md.
 """
 
 import json
@@ -13,14 +13,14 @@ from benchmarks.training.memory import paper
 WORKERS = 2
 GIB = 2**30
 _ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
-"""Has glibc give back what is freed: by default it keeps blocks of up to 32 MB, which are no part of ZeRO."""
+"""Makes glibc return freed memory. By default it keeps blocks of up to 32 MB, which are no part of ZeRO."""
 _MACHINE_BYTES = 21 * GIB
-"""What all ranks may take."""
+"""Memory that all ranks together may use."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of a GPT."""
+    """Size of a GPT."""
 
     layers: int
     width: int
@@ -32,28 +32,30 @@ SIZES = {"0.1B": Size(12, 768, 0.0975e9), "0.35B": Size(26, 1024, 0.344e9), "0.7
 
 @dataclass(frozen=True)
 class Peak:
-    """Of the rank that held most."""
+    """Peak memory of the rank that held most."""
 
     size: str
     stage: int
     num_parameters: int
     made: int
-    """Bytes until the engine was there."""
+    """Peak in bytes until the engine was created."""
     trained: int
-    """Bytes until the first step was done."""
+    """Peak in bytes until the first step was done."""
 
     def row(self) -> str:
-        """Of the table."""
-        says = paper(self.stage, WORKERS).total * self.num_parameters
+        """Return the row of the table."""
+        formula = paper(self.stage, WORKERS).total * self.num_parameters
         return (
-            f"| {self.size} | {self.stage} | {says / GIB:.2f} | {self.made / GIB:.2f} | {self.trained / GIB:.2f} | "
-            f"{self.trained / says:.2f} |"
+            f"| {self.size} | {self.stage} | {formula / GIB:.2f} | {self.made / GIB:.2f} | {self.trained / GIB:.2f} | "
+            f"{self.trained / formula:.2f} |"
         )
 
 
 def main() -> None:
-    """Measure the sizes that are named, or all."""
-    print("| parameters | ZeRO | ZeRO says, GiB | peak until the engine is made | peak of the step | step / ZeRO |")
+    """Measure the sizes given as arguments, or all."""
+    print(
+        "| parameters | ZeRO stage | formula, GiB | peak of creation, GiB | peak of first step, GiB | step / formula |"
+    )
     print("| --- | --- | --- | --- | --- | --- |")
     for size in sys.argv[1:] or SIZES:
         for stage in range(4):

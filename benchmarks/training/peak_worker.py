@@ -1,8 +1,8 @@
-"""torchrun --nproc-per-node N -m benchmarks.training.peak_worker SIZE STAGE: the most memory that a rank ever holds.
+"""Peak memory of a rank: torchrun --nproc-per-node N -m benchmarks.training.peak_worker SIZE STAGE
 
-Over the making of the engine and the first optimizer step. Prints one line of JSON: parameters of the model; then bytes
-of the resident memory at its peak above what the process took with its libraries, until the engine was made and
-until the step was done, each the largest of any rank.
+Measures engine creation and the first optimizer step. Prints one JSON list: the number of parameters, the peak until
+the engine was created, and the peak until the step was done. Peaks are bytes of resident memory above what the process
+uses with its libraries loaded, each the maximum over the ranks.
 """
 
 import gc
@@ -28,7 +28,7 @@ _PROCESS = Path("/proc/self")
 
 
 def main() -> None:
-    """Measure one model under one stage."""
+    """Measure one model under one ZeRO stage."""
     size, stage = SIZES[sys.argv[1]], int(sys.argv[2])
     torch.set_num_threads(1)
     worker = start_worker(TrainConfig())
@@ -38,7 +38,7 @@ def main() -> None:
     )
     _train(partial(GPT, 256, _LENGTH, layers=1, width=64, heads=1), config, worker.size)  # loads libraries and kernels
     return_freed_memory()
-    (_PROCESS / "clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+    (_PROCESS / "clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
     before = _resident("VmRSS")
     build = partial(GPT, _VOCABULARY, _LENGTH, layers=size.layers, width=size.width, heads=size.width // 64)
     count, made = _train(build, config, worker.size)
@@ -50,9 +50,9 @@ def main() -> None:
 
 
 def _train(build: partial[GPT], config: TrainConfig, workers: int) -> tuple[int, int]:
-    """Make the engine and train; parameters of the model, and the peak until the engine was made."""
+    """Create the engine and do one step. Returns the number of parameters, and the peak of engine creation."""
     blueprint = Blueprint.of(build)
-    count = sum(each.numel() for each in blueprint.model.parameters())
+    count = sum(parameter.numel() for parameter in blueprint.model.parameters())
     engine = create_engine(blueprint, config, config.layout(workers), total_steps=10).deepspeed
     made = _resident("VmHWM")
     tokens = torch.zeros(1, _LENGTH, dtype=torch.int64)
@@ -64,7 +64,7 @@ def _train(build: partial[GPT], config: TrainConfig, workers: int) -> tuple[int,
 
 
 def _resident(name: str) -> int:
-    """Bytes; ``VmHWM`` is the peak of ``VmRSS``."""
+    """Return a memory counter in bytes; ``VmHWM`` is the peak of ``VmRSS``."""
     found = re.search(rf"{name}:\s+(\d+) kB", (_PROCESS / "status").read_text(encoding="ascii"))
     assert found is not None
     return 1024 * int(found[1])

@@ -157,9 +157,9 @@ Where it is not the formula:
 - **Several micro-batches**: Rayloom adds gradients up in float32, 4 bytes for each. DeepSpeed's stage 1 then
   keeps a bf16 optimizer (`BF16_Optimizer`) that holds the whole float32 gradient in each rank, and a bf16 one beside
   it; stages 2 and 3 hold their part. Without accumulation gradients stay in bf16.
-- **Other tensors of ZeRO 3**: a bucket of `reduce_bucket_size`. Rayloom makes it a 64th of the model, of 1 Mi elements
-  at least; DeepSpeed's default is 5·10⁸ elements. Stages 1 and 2 take such buckets, two with `overlap_comm`, during the
-  backward pass only. What a rank holds at its peak is in [MEMORY.md](MEMORY.md)."""
+- **Other tensors of ZeRO 3**: a bucket of `reduce_bucket_size`. Rayloom sets it to a 64th of the model, but at least
+  1 Mi elements; DeepSpeed's default is 5·10⁸ elements. Stages 1 and 2 use such buckets, two with `overlap_comm`, during
+  the backward pass only. [MEMORY.md](MEMORY.md) has the peak memory of a rank."""
 
 
 _GPU = """

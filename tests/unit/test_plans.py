@@ -227,7 +227,7 @@ def test_a_model_that_is_cut_takes_one_input_and_is_refused_another_before_worke
 
 def test_statistics_over_all_workers_are_refused_to_a_model_without_batch_norm() -> None:
     recipe = load_recipe(ROOT / "recipes/digits.yaml", ["train.sync_batch_norm=true"])
-    with pytest.raises(RecipeError, match="sync_batch_norm is true, and model SmallCnn has no batch norm"):
+    with pytest.raises(RecipeError, match="sync_batch_norm is true, but model SmallCnn has no batch norm"):
         prepare_run(Run.start("train", recipe))
 
 

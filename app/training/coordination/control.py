@@ -36,7 +36,7 @@ class Control:
     """What is asked of this process's run, from the file and from SIGTERM."""
 
     def __init__(self, run_folder: UPath, polls: bool = True) -> None:
-        """``polls`` tells whether this process reads the file; one of a run does, and tells the others."""
+        """``polls``: whether this process reads the file. One process of a run does, and shares the result."""
         self._run_folder, self._polls = run_folder, polls
         self._reading = Attempts(f"what is asked of the run cannot be read from {str(run_folder / CONTROL_FILE)!r}")
         self._polled = 0.0

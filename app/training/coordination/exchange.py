@@ -14,7 +14,7 @@ from app.training.worker import Worker
 
 _INTERVAL_S = 1.0
 _MOST_STEPS = 20
-_ASK_INTERVAL_S = 1.0
+_POLL_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Exchanged:
     request: Action
     """The strongest that any of them heard."""
     has_lost_state: bool
-    """Whether one of them knows of a checkpoint that could not be written."""
+    """Whether any worker knows that a checkpoint could not be written."""
 
     @property
     def applied_losses(self) -> list[float]:
@@ -69,21 +69,21 @@ class Exchange:
     sources: Sequence[Callable[[], Action]]
     """Each says what this worker heard: from a person, a signal or an alert."""
     has_lost_state: Callable[[], bool]
-    """Says whether a checkpoint could not be written, as far as this worker knows."""
+    """Return whether this worker knows that a checkpoint could not be written."""
     announced: Callable[[], Action] | None = None
-    """What the workers' surroundings ask of the run. Collective and slow: all workers call it about once a second."""
+    """Poll the platform for a stop request (preemption). Collective and slow: every worker calls it once a second."""
     clock: Callable[[], float] = time.monotonic
     steps: list[LocalStep] = field(default_factory=list)
     _interval: int = 1
     _began: float = field(init=False)
-    _asks: bool = True
-    """Whether this exchange calls ``announced``; the first worker said so at the one before."""
-    _asked: float = field(init=False)
-    """When the first worker last said so."""
+    _polls: bool = True
+    """Whether this exchange calls ``announced``. The first worker decided it at the previous exchange."""
+    _last_poll: float = field(init=False)
+    """When the first worker last decided to call ``announced``."""
     _stragglers: StragglerWarning = field(init=False)
 
     def __post_init__(self) -> None:
-        self._began = self._asked = self.clock()
+        self._began = self._last_poll = self.clock()
         self._stragglers = StragglerWarning(self.worker)
 
     def forget(self) -> None:
@@ -101,12 +101,12 @@ class Exchange:
 
     def run(self) -> Exchanged:
         """Tell and hear; every worker calls it, after as many steps."""
-        request = self._heard()
+        request = self._local_request()
         steps, self.steps = self.steps, []
         elapsed, self._began = self.clock() - self._began, self.clock()
         sizes = [len(steps), len(Action), 1, 1, 1, self.worker.size]
         told = torch.zeros(sum(sizes), dtype=torch.float64)
-        losses, asked, lost, interval, asks, busy = torch.split(told, sizes)
+        losses, asked, lost, interval, polls, busy = torch.split(told, sizes)
         if steps:
             losses.copy_(torch.stack([step.result.loss for step in steps]) / self.worker.size)
             busy[self.worker.rank] = sum(step.busy_s for step in steps) / len(steps)
@@ -114,22 +114,22 @@ class Exchange:
         lost.fill_(float(self.has_lost_state()))
         if self.worker.is_first:
             interval.fill_(self._next_interval(len(steps), elapsed))
-            asks.fill_(self._is_time_to_ask())
-        losses, asked, lost, interval, asks, busy = torch.split(self.worker.all_reduce(told), sizes)
-        self._interval, self._asks = int(interval), bool(asks)
+            polls.fill_(self._is_poll_due())
+        losses, asked, lost, interval, polls, busy = torch.split(self.worker.all_reduce(told), sizes)
+        self._interval, self._polls = int(interval), bool(polls)
         strongest = max(action for action in Action if asked[action])
         self._stragglers.look(busy.tolist())
         return Exchanged(steps, losses.tolist(), strongest, bool(lost))
 
-    def _heard(self) -> Action:
-        heard = max(source() for source in self.sources)
-        return max(heard, self.announced()) if self.announced and self._asks else heard
+    def _local_request(self) -> Action:
+        request = max(source() for source in self.sources)
+        return max(request, self.announced()) if self.announced and self._polls else request
 
-    def _is_time_to_ask(self) -> bool:
-        """Whether the next exchange should call ``announced``."""
-        if self.clock() - self._asked < _ASK_INTERVAL_S:
+    def _is_poll_due(self) -> bool:
+        """Return whether the next exchange should call ``announced``, at most once a second."""
+        if self.clock() - self._last_poll < _POLL_INTERVAL_S:
             return False
-        self._asked = self.clock()
+        self._last_poll = self.clock()
         return True
 
     def _next_interval(self, steps: int, elapsed: float) -> int:

@@ -36,7 +36,7 @@ def keep_heartbeat(run_folder: UPath) -> Iterator[None]:
 def held(run_folder: UPath) -> Iterator[None]:
     """Keep the run to this job; when it lets go, another may go on with it at once.
 
-    Of all jobs that try at once, one succeeds: on a local disk, and on S3. Other object stores cannot promise it.
+    If several jobs try at once, one succeeds, on a local disk and on S3. Other object stores cannot guarantee it.
 
     Raises:
         StorageError: another job has taken it since ``require_silence``, or storage cannot be written.
@@ -57,7 +57,7 @@ def held(run_folder: UPath) -> Iterator[None]:
 def require_silence(run_folder: UPath) -> None:
     """Wait until nobody trains the run; a worker whose job was killed may need a few seconds to end.
 
-    The file that a killed job has left is emptied. Two writers would remove each other's checkpoints. No clock is
+    The file that a killed job left is emptied. Two writers would remove each other's checkpoints. No clock is
     compared: what counts is whether the file changes.
 
     Raises:
@@ -81,7 +81,7 @@ def require_silence(run_folder: UPath) -> None:
 
 
 def _replace(path: UPath, expected: bytes, new: bytes) -> None:
-    """Replace the beat of a run that nobody trains, ``expected`` or none. Raises StorageError if there is another."""
+    """Replace the beat of an idle run. Raises StorageError if it is neither ``expected`` nor empty."""
 
     def replaced(now: bytes) -> bytes:
         if now not in (expected, b""):

@@ -1,4 +1,4 @@
-"""A mark in the folder of a run, by which workers on other nodes tell that they see the same storage."""
+"""A marker file in the run's folder, with which workers check that all nodes share its storage."""
 
 import socket
 import uuid
@@ -13,9 +13,9 @@ from app.training.worker import Worker
 
 @contextmanager
 def marked(folder: UPath) -> Iterator[str]:
-    """Leave a new mark in ``folder`` while this is entered.
+    """Keep a new marker file in ``folder`` inside the context, and yield its name.
 
-    The mark is a file with a name of its own: NFS may show the old content of a file that was there before.
+    The name is unique, because NFS may show stale content of a file that existed before.
     """
     folder.mkdir(parents=True, exist_ok=True)
     mark = folder / f".mark-{uuid.uuid4().hex}"
@@ -27,28 +27,28 @@ def marked(folder: UPath) -> Iterator[str]:
 
 
 def require_mark(folder: UPath, mark: str) -> None:
-    """Check that this process sees the ``mark`` that another left in ``folder``.
+    """Check that this process sees the ``mark`` that another process wrote to ``folder``.
 
     Raises:
-        UnsharedStorageError: it does not.
+        UnsharedStorageError: it does not see the mark.
     """
     if not (folder / mark).exists():
         raise _unshared(folder, socket.gethostname())
 
 
 def require_shared(worker: Worker, folder: UPath, mark: str) -> None:
-    """Check that every worker sees the ``mark``. Collective: either all return, or all raise.
+    """Check that every worker sees the ``mark``. Collective: all return or all raise.
 
     Raises:
-        UnsharedStorageError: some do not.
+        UnsharedStorageError: some workers do not see it.
     """
     here = "" if (folder / mark).exists() else f"rank {worker.rank} on {socket.gethostname()}"
     if blind := [name for name in worker.gather(here) if name]:
         raise _unshared(folder, ", ".join(blind))
 
 
-def _unshared(folder: UPath, who: str) -> UnsharedStorageError:
+def _unshared(folder: UPath, blind: str) -> UnsharedStorageError:
     return UnsharedStorageError(
-        f"the nodes do not share storage: {who} cannot see {str(folder)!r}, which was just written: set storage, or "
+        f"the nodes do not share storage: {blind} cannot see {str(folder)!r}, which was just written: set storage, or "
         "RAYLOOM_STORAGE, to a folder that every node mounts, or to an object store such as s3://bucket/prefix"
     )

@@ -34,8 +34,8 @@ class Beat(BaseModel):
     """Whether it is in an exchange with other workers, and so waits for them."""
     idle_s: float
     """Seconds since then."""
-    told: int
-    """How often its watching thread has told the others; it does so every second or so, whatever the worker does."""
+    number: int
+    """Number of beats that the watching thread has sent: about one a second, whatever the worker does."""
 
 
 class Watchdog:
@@ -49,17 +49,17 @@ class Watchdog:
         self._worker, self._timeout_s, self._give_up = worker, timeout_s, give_up
         self._interval_s = min(1.0, timeout_s / 5)
         self._silent_s = 3 * self._interval_s + 1.0
-        """Who has told nothing for so long has ended, or is stopped."""
+        """A worker that sends no beat for this long has ended or is stopped."""
         self._count, self._doing, self._moved = 0, "starting", time.monotonic()
         self._trainer = threading.get_ident()
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._stopped = threading.Event()
         # A connection of its own: one that waits for the other workers would block this thread too.
         self._store: Store | None = _get_default_store().clone() if worker.size > 1 else None  # type: ignore[attr-defined]
-        self._told = 0
-        self._last_told: dict[int, tuple[int, float]] = {}
-        """By rank, the newest ``told`` and when this worker saw it first: clocks of other nodes are not compared."""
-        self._asking: threading.Thread | None = None
+        self._beats_sent = 0
+        self._last_seen: dict[int, tuple[int, float]] = {}
+        """By rank, the newest beat number and when this worker first saw it. Clocks of other nodes are not compared."""
+        self._query: threading.Thread | None = None
         self._answer: str | None = None
         self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
         self._thread.start()
@@ -93,7 +93,7 @@ class Watchdog:
                 self._end("torchrun is gone, and whoever starts the run again would find its folder in use")
             self._tell()
             if self._idle_s < self._timeout_s - self._silent_s - 2 * self._interval_s:
-                continue  # who is silent shows only after some time: the others are watched from here on
+                continue  # silence takes time to show, so the other workers are watched only from here on
             held_up = self._ask()
             if held_up and self._idle_s > self._timeout_s:
                 self._end(f"no progress for {self._timeout_s:g} s: {held_up}")
@@ -103,15 +103,15 @@ class Watchdog:
         return time.monotonic() - self._moved
 
     def _tell(self) -> None:
-        if self._store is not None and not self._is_asking:  # a store serves one call at a time
-            self._told += 1
+        if self._store is not None and not self._is_querying:  # a store serves one call at a time
+            self._beats_sent += 1
             beat = Beat(
                 rank=self._worker.rank,
                 count=self._count,
                 doing=self._doing,
                 waits=_is_in_exchange(self._trainer),
                 idle_s=self._idle_s,
-                told=self._told,
+                number=self._beats_sent,
             )
             try:
                 self._store.set(_key(self._worker.rank), beat.model_dump_json())
@@ -119,19 +119,19 @@ class Watchdog:
                 return  # the first worker keeps the store: if it is gone, reading says so
 
     @property
-    def _is_asking(self) -> bool:
-        return self._asking is not None and self._asking.is_alive()
+    def _is_querying(self) -> bool:
+        return self._query is not None and self._query.is_alive()
 
     def _ask(self) -> str | None:
         """``_look``, in a thread of its own: a store whose keeper is frozen never answers."""
-        if not self._is_asking:
-            self._asking = threading.Thread(target=self._look_once, daemon=True)
-            self._asking.start()
-        assert self._asking is not None
-        self._asking.join(_STORE_TIMEOUT_S)
-        return _NO_STORE if self._is_asking else self._answer
+        if not self._is_querying:
+            self._query = threading.Thread(target=self._run_query, daemon=True)
+            self._query.start()
+        assert self._query is not None
+        self._query.join(_STORE_TIMEOUT_S)
+        return _NO_STORE if self._is_querying else self._answer
 
-    def _look_once(self) -> None:
+    def _run_query(self) -> None:
         self._answer = self._look()
 
     def _look(self) -> str | None:
@@ -154,9 +154,9 @@ class Watchdog:
         return Beat.model_validate_json(self._store.get(_key(rank))) if known else None
 
     def _is_silent(self, beat: Beat) -> bool:
-        told, since = self._last_told.get(beat.rank, (0, 0.0))
-        if beat.told != told:
-            told, since = self._last_told[beat.rank] = beat.told, time.monotonic()
+        number, since = self._last_seen.get(beat.rank, (0, 0.0))
+        if beat.number != number:
+            number, since = self._last_seen[beat.rank] = beat.number, time.monotonic()
         return time.monotonic() - since > self._silent_s
 
     def _end(self, reason: str) -> None:

@@ -38,10 +38,10 @@ def count_steps(config: TrainConfig, num_samples: int) -> int:
 
 
 def train_batches(lengths: Lengths, batch_size: int, seed: int, epoch: int) -> Indices:
-    """The global batches of an epoch, as indices into the split, of shape (batches, batch_size).
+    """Return the global batches of an epoch, as indices into the split, of shape (batches, batch_size).
 
     Samples are shuffled, then sorted by length within groups of batches, so that a batch pads little.
-    Those that do not fill a last batch are left out of this epoch, whatever their lengths.
+    An incomplete last batch is left out of this epoch, whatever the lengths of its samples.
     """
     generator = np.random.default_rng((seed % 2**64, epoch))
     order = generator.permutation(len(lengths))[: len(lengths) // batch_size * batch_size]
@@ -51,7 +51,7 @@ def train_batches(lengths: Lengths, batch_size: int, seed: int, epoch: int) -> I
 
 
 def micro_batches(batch: Indices, shard: Shard, count: int) -> list[Indices]:
-    """This rank's share of a global batch, in ``count`` micro-batches whose sizes differ by one at most."""
+    """Split this rank's share of a global batch into ``count`` micro-batches whose sizes differ by at most one."""
     return np.array_split(batch[shard.rank :: shard.size], count)
 
 

@@ -12,7 +12,7 @@ from app.training.data.micro_batch import MicroBatch
 from app.training.worker import Worker
 
 _VALIDATION_EPOCH = 0
-"""Validation draws the same random numbers in every epoch; those of training begin at 1."""
+"""Validation draws the same random numbers in every epoch. Training epochs begin at 1."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Feed:
         self.loader.close()
 
     def _request(self, split: Split, epoch: int, number: int, indices: Indices) -> Request:
-        """Micro-batch ``number`` of the epoch; a run that goes on draws the same random numbers for it."""
+        """Return the request for micro-batch ``number`` of the epoch. Its seed is the same in a resumed run."""
         return Request(split, indices.tolist(), (self.config.seed % 2**64, epoch, self._shard.rank, number))
 
     @property

@@ -22,22 +22,22 @@ Split = Literal["train", "validation"]
 
 @dataclass(frozen=True)
 class Request:
-    """One micro-batch to be read."""
+    """One micro-batch to read."""
 
     split: Split
     indices: list[int]
     entropy: tuple[int, ...]
-    """What the random numbers of a loader process are drawn from while it reads this: seed, epoch, rank, number."""
+    """Seed sequence of the loader process while it reads this micro-batch: seed, epoch, rank, number."""
 
 
 class _Reader(TorchDataset[MicroBatch]):
-    """Answers requests, in a process of the loader or in the training process."""
+    """Reads the micro-batches of requests, in a process of the loader or in the training process."""
 
     def __init__(self, splits: Mapping[Split, Dataset]) -> None:
         self._splits = splits
 
     def __getitem__(self, request: Request) -> MicroBatch:
-        if get_worker_info() is not None:  # the training process has a sequence of its own, which checkpoints keep
+        if get_worker_info() is not None:  # the training process has its own random state, which checkpoints save
             seed_random(int(np.random.SeedSequence(request.entropy).generate_state(1, np.uint64)[0]))
         # An empty batch has the shape of one sample that does not count: some ranks must compute along.
         batch = self._splits[request.split].batch(request.indices or [0])
@@ -47,7 +47,7 @@ class _Reader(TorchDataset[MicroBatch]):
 
 
 class _Requests(Sampler[Request]):
-    """What the loader reads next."""
+    """The requests that the loader reads next."""
 
     def __init__(self) -> None:
         self.next: Iterable[Request] = ()
@@ -59,12 +59,12 @@ class _Requests(Sampler[Request]):
 class Loader:
     """Reads micro-batches onto the worker's device.
 
-    Its processes live as long as the run: each gets the dataset once, whatever the way in which processes start.
+    Its processes live as long as the run, so each gets the dataset only once, whatever the start method.
     """
 
     def __init__(self, data: PreparedData, config: TrainConfig, device: torch.device, activity: Activity) -> None:
         self.last: MicroBatch | None = None
-        """The one that was read last."""
+        """The micro-batch that was read last."""
         self._config, self._device, self._activity = config, device, activity
         self._requests = _Requests()
         self._batches: Iterator[MicroBatch] = iter(())
@@ -82,7 +82,7 @@ class Loader:
         )
 
     def read(self, requests: Iterable[Request]) -> Iterator[MicroBatch]:
-        """A micro-batch for each request; what earlier requests have left unread is dropped."""
+        """Yield a micro-batch for each request. Unread micro-batches of earlier requests are dropped."""
         assert self._loader is not None
         self._requests.next = requests
         self._batches = iter(self._loader)
@@ -95,5 +95,5 @@ class Loader:
             yield self.last
 
     def close(self) -> None:
-        """End the processes: torch does so once nothing refers to them."""
+        """End the processes. torch ends them when the last reference is dropped."""
         self._loader, self._batches = None, iter(())

@@ -1,4 +1,4 @@
-"""Batch norm on several workers (Ioffe and Szegedy 2015, arXiv:1502.03167): statistics over all of them."""
+"""Batch norm on several workers (Ioffe and Szegedy 2015, arXiv:1502.03167): statistics over all micro-batches."""
 
 import torch
 from torch import Tensor, nn
@@ -7,12 +7,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Whether any layer of ``model`` normalises by statistics of the batch."""
+    """Return whether any layer of ``model`` normalises by batch statistics."""
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
 def synchronize_batch_norm(model: nn.Module) -> nn.Module:
-    """``model`` with batch norm over the micro-batches of all workers; its parameters are the same tensors."""
+    """Return ``model`` with batch norm over the micro-batches of all workers. Its parameters are the same tensors."""
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     for module in converted.modules():
         if type(module) is nn.SyncBatchNorm:
@@ -21,7 +21,7 @@ def synchronize_batch_norm(model: nn.Module) -> nn.Module:
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """torch's layer on GPUs; on CPUs, which torch refuses, the same through differentiable sums over all workers."""
+    """torch's layer on GPUs. On CPUs, which torch's layer rejects, the same with differentiable all-reduces."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
@@ -44,7 +44,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor) -> None:
-        """Move the running statistics, as torch does: by ``momentum``, or to the mean of all batches."""
+        """Update the running statistics as torch does: with ``momentum``, or as the mean of all batches."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)

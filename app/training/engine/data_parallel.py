@@ -76,7 +76,7 @@ class DataParallelEngine:
         return sums
 
     def _weight(self, batch: MicroBatch) -> float:
-        """By which the mean over micro-batches is the mean over samples; 1 where all are of one size."""
+        """Return the loss weight for a mean over samples instead of micro-batches; 1 if their sizes are equal."""
         return len(batch.targets) * self.layout.gradient_accumulation / self.layout.share
 
     def _reduction(self, is_last: bool) -> AbstractContextManager[None]:
@@ -97,10 +97,10 @@ def _undo_first_step(engine: Any) -> None:
 
 
 def _begin_gradients_in_float32(engine: Any) -> None:
-    """Have torch add up the gradients of a step in float32, where DeepSpeed keeps masters itself: without ZeRO.
+    """Have torch accumulate the gradients of a step in float32, where DeepSpeed keeps master weights without ZeRO.
 
-    DeepSpeed would add them up in the parameters' own bf16 or fp16. It would also give a parameter that no sample
-    reaches a gradient of that type, which torch then refuses: so all begin with zeros.
+    DeepSpeed would accumulate them in the parameters' own bf16 or fp16. It would also give a parameter that no sample
+    reaches a gradient of that dtype, which torch then rejects. All gradients therefore start as zeros.
     """
     for low, _ in master_pairs(engine.optimizer):
         low.grad_dtype = torch.float32

@@ -8,7 +8,7 @@ from app.errors import RecipeError
 from app.models.kind import ModelKind
 
 _BUFFERS, _MIN_BUFFER, _MAX_BUFFER = 64, 2**20, 5 * 10**8
-"""What part of the model a buffer holds, and how many elements at least and at most."""
+"""A buffer holds a 64th of the model; minimum and maximum number of its elements."""
 MIN_LOSS_SCALE = 1
 """fp16: a gradient that overflows without a factor is not finite."""
 
@@ -38,7 +38,7 @@ def deepspeed_config(config: TrainConfig, layout: Layout, kind: ModelKind) -> di
     """
     autotp_size = layout.tensor if layout.tensor > 1 and kind is not ModelKind.STAGED else 0
     ours: dict[str, Any] = {
-        # As DeepSpeed checks it; more than the global batch where micro-batches are uneven.
+        # The product that DeepSpeed checks. It exceeds the global batch if micro-batches are uneven.
         "train_batch_size": layout.micro_batch * layout.gradient_accumulation * layout.data,
         "train_micro_batch_size_per_gpu": layout.micro_batch,
         "gradient_accumulation_steps": layout.gradient_accumulation,
@@ -72,16 +72,16 @@ def deepspeed_config(config: TrainConfig, layout: Layout, kind: ModelKind) -> di
 
 
 def with_bounded_buffers(deepspeed: dict[str, Any], num_parameters: int) -> dict[str, Any]:
-    """``deepspeed`` with buffers of a small part of the model, where the recipe does not set them.
+    """Return ``deepspeed`` with buffer sizes proportional to the model, unless the recipe sets them.
 
-    DeepSpeed's own are of 5e8 to 1e9 elements, more than a model of that size has.
+    DeepSpeed's defaults are 5e8 to 1e9 elements, more than a small model has.
     """
     size = max(num_parameters // _BUFFERS, _MIN_BUFFER)
     sizes = {"reduce_bucket_size": size, "allgather_bucket_size": size}
     if deepspeed["zero_optimization"]["stage"] == 3:
         sizes |= {"stage3_prefetch_bucket_size": size, "stage3_max_live_parameters": size}
         sizes |= {"stage3_max_reuse_distance": size}
-        if "offload_optimizer" not in deepspeed["zero_optimization"]:  # where groups are what passes through memory
+        if "offload_optimizer" not in deepspeed["zero_optimization"]:  # with offload whole groups pass through memory
             sizes["sub_group_size"] = size
     bounded = {name: min(number, _MAX_BUFFER) for name, number in sizes.items()}
     return deepspeed | {"zero_optimization": bounded | deepspeed["zero_optimization"]}
@@ -115,9 +115,9 @@ def _clipping(config: TrainConfig) -> float:
 
 
 def _accumulation_dtype(config: TrainConfig, layout: Layout) -> str | None:
-    """float32 where ZeRO adds up gradients of a lower precision; None is the model's own type.
+    """Return fp32 where ZeRO accumulates gradients of a lower precision; None means the model's own dtype.
 
-    DeepSpeed refuses float32 without ZeRO, where ``DataParallelEngine`` sees to it.
+    DeepSpeed rejects fp32 without ZeRO; there ``DataParallelEngine`` accumulates in float32.
     """
     adds_up = layout.gradient_accumulation > 1 or layout.pipeline > 1
     return "fp32" if config.precision != "fp32" and config.plan.zero_stage and adds_up else None

@@ -46,7 +46,7 @@ class TrainingEngine(Protocol):
 
 
 def create_engine(blueprint: Blueprint, config: TrainConfig, layout: Layout, total_steps: int) -> TrainingEngine:
-    """The engine for the blueprint's model under the recipe's plan; its tensors are made where they stay."""
+    """Create the engine for the blueprint's model under the recipe's plan. Its tensors are made where they stay."""
     objective = Objective(config.label_smoothing)
     if kind_of(blueprint.model) is ModelKind.STAGED and layout.model_parallel > 1:
         return PipelineEngine.create(blueprint.make(), config, layout, total_steps, objective)

@@ -34,5 +34,5 @@ def initialize(model: Any, config: TrainConfig, layout: Layout, total_steps: int
 
 
 def _count(model: Any) -> int:
-    """The model's parameters, also those of which ZeRO 3 keeps a part here."""
-    return sum(getattr(each, "ds_numel", each.numel()) for each in model.parameters())
+    """Count the model's parameters in full, also where ZeRO 3 has partitioned them."""
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())

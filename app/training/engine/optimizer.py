@@ -11,7 +11,7 @@ from app.training.engine.extensions import load_extension
 from app.training.engine.schedule import lr_factor
 
 _GROUPS, _MIN_GROUP = 16, 2**22
-"""How many groups of parameters a large model has, and what a group has at least."""
+"""Number of parameter groups of a large model, and minimum number of elements of a group."""
 
 
 def create_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
@@ -22,8 +22,8 @@ def create_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optim
     groups = [
         {"params": part, "weight_decay": decay}
         for decay, parameters in (
-            (optimizer.weight_decay, [each for each in learned if len(_shape(each)) > 1]),
-            (0.0, [each for each in learned if len(_shape(each)) < 2]),
+            (optimizer.weight_decay, [parameter for parameter in learned if len(_shape(parameter)) > 1]),
+            (0.0, [parameter for parameter in learned if len(_shape(parameter)) < 2]),
         )
         for part in _parts(parameters, size)
     ]
@@ -42,12 +42,12 @@ def create_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optim
 
 
 def _group_size(parameters: Sequence[nn.Parameter]) -> int:
-    """Elements of a group: ZeRO holds the gradients of one group in float32 at a time."""
+    """Return the number of elements per group. ZeRO holds the float32 gradients of one group at a time."""
     return max(sum(map(_count, parameters)) // _GROUPS, _MIN_GROUP)
 
 
 def _parts(parameters: Sequence[nn.Parameter], size: int) -> Iterator[list[nn.Parameter]]:
-    """The parameters in order, in lists that end once they have ``size`` elements."""
+    """Yield the parameters in order, in lists of at least ``size`` elements; the last may have fewer."""
     part: list[nn.Parameter] = []
     for parameter in parameters:
         part.append(parameter)
@@ -63,7 +63,7 @@ def _count(parameter: nn.Parameter) -> int:
 
 
 def _shape(parameter: nn.Parameter) -> torch.Size:
-    """Of all of it; under ZeRO 3 it may be partitioned already."""
+    """Return the full shape of a parameter, also where ZeRO 3 has partitioned it."""
     whole: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return whole
 

@@ -1,4 +1,4 @@
-"""Where a model's tensors come to lie: as ZeRO keeps them, from the moment that they are made."""
+"""Placement of a model's tensors: they are made as ZeRO keeps them."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ from app.training.worker import import_deepspeed
 
 
 def make_in_place(blueprint: Blueprint, config: TrainConfig, layout: Layout) -> nn.Module:
-    """The model with the tensors of a data-parallel rank: in the plan's precision, under ZeRO 3 its part of each.
+    """Make the model of a data-parallel rank: in the plan's precision, and under ZeRO 3 only its part of each tensor.
 
-    DeepSpeed would do the same with a whole model in float32. The values are the same, to the bit.
+    DeepSpeed would do the same from a whole model in float32. The values are the same, to the bit.
     """
     if config.plan.powersgd:
-        return blueprint.make()  # torch's reduction is built around float32
+        return blueprint.make()  # torch's reduction needs float32
     dtype = TORCH_DTYPES[config.precision]
     partition = _Partition(deepspeed_config(config, layout, kind_of(blueprint.model)))
     is_split = config.plan.zero_stage == 3 and not config.plan.zero_plus_plus.hpz_partition_size > 1
@@ -33,13 +33,14 @@ def make_in_place(blueprint: Blueprint, config: TrainConfig, layout: Layout) -> 
 
 
 def _keep(parameter: nn.Parameter) -> None:
-    """All of it."""
+    """Keep the whole parameter."""
 
 
 class _Partition:
-    """Keeps of each parameter the part of this rank, as ``deepspeed.zero.Init`` does after each module.
+    """Keeps this rank's part of each parameter, as ``deepspeed.zero.Init`` does after each module.
 
-    Not in its context: a factory that initialises a weight after its module is made would then draw no numbers.
+    The context manager ``zero.Init`` is not used: a factory that initialises weights after making their module would
+    then draw no random numbers for them.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -56,7 +57,7 @@ class _Partition:
 
 
 def _move_buffers(model: nn.Module) -> None:
-    """To the device: DeepSpeed leaves a model that is partitioned where it is."""
+    """Move the buffers to the device. DeepSpeed does not move a partitioned model."""
     from deepspeed.accelerator import get_accelerator
 
     device = torch.device(get_accelerator().current_device_name())

@@ -62,7 +62,8 @@ class Meter:
 
 
 def _without_memory(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` on the meta device, made without a copy of its values."""
-    empty: dict[int, Tensor] = {id(each): torch.empty_like(each, device="meta") for each in model.buffers()}
-    empty |= {id(each): nn.Parameter(torch.empty_like(each, device="meta")) for each in model.parameters()}
+    """Copy ``model`` to the meta device without copying its values."""
+    empty: dict[int, Tensor] = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
+    for parameter in model.parameters():
+        empty[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"))
     return copy.deepcopy(model, empty)

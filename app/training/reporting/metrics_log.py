@@ -14,38 +14,38 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class _Line:
-    """A line of the file, and what it is of."""
+    """A line of the file, with its step and epoch."""
 
     def __init__(self, text: str) -> None:
         entry = json.loads(text)
         self.text = text
         self.step: int = entry["step"]
         self.epoch: int | None = entry["epoch"] if "val_loss" in entry else None
-        """None: it is of a step."""
+        """None for the line of a step."""
 
 
 class MetricsLog:
     """Appends records to ``metrics.jsonl`` in the run's folder."""
 
     def __init__(self, mirror: Mirror) -> None:
-        """``mirror`` of the run's folder. Raises OSError if the file is in storage, and cannot be read."""
+        """``mirror`` is the one of the run's folder. Raises OSError if storage has the file but cannot read it."""
         self._path: UPath = to_path(mirror.fetch(METRICS_FILE))
         self._pending: list[str] = []
-        """Lines that the disk has not taken yet."""
+        """Lines that are not written yet."""
         self._may_be_torn = False
         self._writing = Attempts(f"{str(self._path)!r} cannot be written, and waits for the next step")
 
     def append(self, *records: StepRecord | EpochRecord) -> None:
-        """Write one line for each record; what the disk refuses is written with the next."""
+        """Write one line for each record. Lines that cannot be written are retried with the next record."""
         self._pending += [_text(record) for record in records]
         if self._writing(self._write):
             self._pending = []
 
     def restore(self, step: int, epochs: Iterable[EpochRecord]) -> None:
-        """Leave what belongs to a run that goes on from ``step``, after ``epochs``.
+        """Keep the lines of a run that resumes from ``step`` with the records ``epochs``.
 
-        Later steps are dropped, since the run does them again, and so is a torn last line. An epoch whose line was lost
-        gets it back: the checkpoint that the run goes on from knows it.
+        Later steps are dropped, since the run repeats them, and so is a torn last line. Missing lines of ``epochs`` are
+        restored from the checkpoint's records.
         """
         kept = [line for line in self._whole_lines() if line.step <= step]
         known = {line.epoch for line in kept}

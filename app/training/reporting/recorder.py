@@ -43,9 +43,9 @@ class Recorder:
     first_step_s: float | None = None
     """From then to the end of the first step; None before it."""
     clock: Callable[[], float] = time.monotonic
-    """Seconds, from any start."""
+    """Monotonic clock in seconds."""
     _last_recorded: float = 0.0
-    """By the clock: when steps were recorded last, or the epoch began."""
+    """Clock time at which steps were last recorded, or the epoch began."""
 
     def begin(self, position: Position, records: list[EpochRecord]) -> None:
         """Go on after ``position``."""
@@ -60,7 +60,7 @@ class Recorder:
         self.first_step_s = self.first_step_s or time.monotonic() - self.started
 
     def record_steps(self, position: Position, exchanged: Exchanged) -> None:
-        """Record the steps up to ``position`` that all workers now know of, and add them to its samples and time."""
+        """Record the steps that were just exchanged, and add them to the samples and time of ``position``."""
         now = self.clock()
         position.seconds += now - self._last_recorded
         position.samples += len(exchanged.steps) * self.config.global_batch_size
