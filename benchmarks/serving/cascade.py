@@ -206,8 +206,8 @@ def report(found: Findings, circumstances: str, curve: str) -> str:
     """Return the report: the measurements and the goals."""
     tradeoff, rule = found.tradeoff, found.rules[FLOOR]
     small, large = tradeoff.small_alone, tradeoff.large_alone
-    header = ("", "threshold", "small answers, validation", "small answers, test", "accuracy",
-        "accuracy / large", "operations per row, / large")  # fmt: skip
+    shares = ("small answers, validation", "small answers, test")
+    header = ("", "threshold", *shares, "accuracy", "accuracy / large", "operations per row, / large")
     rows = [
         ("small alone", "", "", "100%", f"{small.accuracy:.4f}", f"{small.accuracy / large.accuracy:.4f}",
          f"{small.compute:.3f}"),
