@@ -169,6 +169,11 @@ class Blueprint:
             return cls(build())
         return cls(model, windows, recording.operations, recording.storages)
 
+    @property
+    def num_parameters(self) -> int:
+        """The number of values in the parameters, before ``make``. A shared parameter counts once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
     def make(self, finish: Finish = lambda tensor: tensor, place: Place = _no_op) -> nn.Module:
         """Give the model its tensors, and return it.
 

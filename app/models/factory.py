@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from app.config import ModelConfig
 from app.errors import RecipeError
 from app.import_string import import_attribute
+from app.models.blueprint import Blueprint
 from app.suggestions import did_you_mean
 
 
@@ -36,6 +38,11 @@ def build_model(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module:
             f"model.factory {config.factory!r} returned a {type(model).__name__}: expected a torch.nn.Module"
         )
     return model
+
+
+def blueprint_of(config: ModelConfig, facts: Mapping[str, int]) -> Blueprint:
+    """Return the blueprint of a recipe's model. Arguments and errors are those of ``build_model``."""
+    return Blueprint.of(partial(build_model, config, facts))
 
 
 def _arguments(factory: Callable[..., Any], given: Mapping[str, Any], facts: Mapping[str, int]) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """A whole training run, whoever runs it: what comes before the workers, and what comes after."""
 
-from functools import partial
-
 from torch import nn
 from upath import UPath
 
@@ -12,8 +10,7 @@ from app.data.baseline import LINEAR_BASELINE, linear_baseline
 from app.data.classification import ClassificationData
 from app.data.prepared import PreparedData
 from app.errors import RecipeError, StorageError
-from app.models.blueprint import Blueprint
-from app.models.factory import build_model
+from app.models.factory import blueprint_of
 from app.models.kind import kind_of
 from app.models.traits import traits_of
 from app.runs import CONFIG_FILE, Outcome, Run
@@ -43,10 +40,10 @@ def prepare_run(run: Run) -> PreparedData:
     recipe = run.recipe
     data = _data_of(run)
     print(f"data {recipe.data.source}: {data.summary}", flush=True)
-    model = Blueprint.of(partial(build_model, recipe.model, data.facts)).model
-    print(f"model {recipe.model.factory}: {sum(each.numel() for each in model.parameters()):,} parameters", flush=True)
+    blueprint = blueprint_of(recipe.model, data.facts)
+    print(f"model {recipe.model.factory}: {blueprint.num_parameters:,} parameters", flush=True)
     count_steps(recipe.train, len(data.train))
-    _check_plan(recipe.train, model, data)
+    _check_plan(recipe.train, blueprint.model, data)
     if recipe.train.linear_baseline:
         _texts_of(data)
     return data

@@ -2,7 +2,6 @@
 
 import tempfile
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from app.config import Recipe, dump_recipe, load_recipe
 from app.data.classification import load_labels
 from app.data.prepared import PreparedData
 from app.data.processor import Processor
-from app.models.blueprint import Blueprint
-from app.models.factory import build_model
+from app.models.factory import blueprint_of, build_model
 from app.models.kind import ModelKind, kind_of
 from app.storage import local_copy, to_path
 from app.tasks import find_processor
@@ -40,7 +38,7 @@ def publish_weights(checkpoint: UPath, data: PreparedData, recipe: Recipe, folde
     That of a Hugging Face model has its ``config.json`` too, so that ``from_pretrained`` reads the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    model = Blueprint.of(partial(build_model, recipe.model, data.facts)).model
+    model = blueprint_of(recipe.model, data.facts).model
     with tempfile.TemporaryDirectory(prefix="rayloom-weights-") as temporary:
         export_weights(checkpoint, Path(temporary) / WEIGHTS_FILE)
         if kind_of(model) is ModelKind.HUGGING_FACE:

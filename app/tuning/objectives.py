@@ -4,7 +4,6 @@ import math
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 import torch
 from torch import nn
@@ -12,8 +11,7 @@ from torch import nn
 from app.config import Objective, Recipe
 from app.data.prepared import PreparedData
 from app.errors import NonFiniteLossError
-from app.models.blueprint import Blueprint
-from app.models.factory import build_model
+from app.models.factory import blueprint_of, build_model
 from app.training.records import EpochRecord, best_of
 
 _LATENCY_CALLS = 20
@@ -42,8 +40,7 @@ def final_values(
 def _measure(objective: Objective, best: EpochRecord, recipe: Recipe, data: PreparedData) -> float:
     match objective.metric:
         case "parameters":
-            model = Blueprint.of(partial(build_model, recipe.model, data.facts)).model
-            return float(sum(parameter.numel() for parameter in model.parameters()))
+            return float(blueprint_of(recipe.model, data.facts).num_parameters)
         case "latency_ms":
             return _latency_ms(build_model(recipe.model, data.facts), data)
     return objective_of(best, objective)

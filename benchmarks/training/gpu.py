@@ -8,16 +8,13 @@ import argparse
 import os
 import time
 from dataclasses import dataclass
-from functools import partial
 from itertools import repeat
 from statistics import median
 
 import torch
-from torch import nn
 
 from app.config import Recipe, load_recipe
-from app.models.blueprint import Blueprint
-from app.models.factory import build_model
+from app.models.factory import blueprint_of, build_model
 from app.models.precision import TORCH_DTYPES
 from app.telemetry.flops import flops_per_sample, utilisation
 from app.telemetry.memory import memory_record
@@ -91,14 +88,15 @@ def measure(recipe: Recipe, worker: Worker, warm_up: int, steps: int) -> Reached
     if worker.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(config.seed)
-    blueprint = Blueprint.of(partial(build_model, recipe.model, facts))
+    blueprint = blueprint_of(recipe.model, facts)
+    num_parameters = blueprint.num_parameters
     engine = create_engine(blueprint, config, config.layout(worker.size), total_steps=warm_up + steps)
     step_s = _time_steps(engine, MicroBatch({"input_ids": tokens}, tokens), recipe, worker, warm_up, steps)
     samples_per_s = config.global_batch_size / step_s
     peak = peak_flops(worker.device, TORCH_DTYPES[config.precision])
     reached = Reached(
         name=recipe.name,
-        num_parameters=_count(shape),
+        num_parameters=num_parameters,
         step_s=step_s,
         tokens_per_s=samples_per_s * length,
         mfu=utilisation(samples_per_s, flops, worker.size, peak),
@@ -121,10 +119,6 @@ def _time_steps(
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
     return median(seconds[warm_up:])
-
-
-def _count(model: nn.Module) -> int:
-    return sum(each.numel() for each in model.parameters())
 
 
 def _print_row(cells: tuple[str, ...]) -> None:

@@ -50,7 +50,7 @@ def _measure(worker: Worker, stage: int, accumulation: int) -> list[int]:
         {"global_batch_size": samples, "workers": worker.size, "precision": "bf16", "plan": plan}
     )
     blueprint = Blueprint.of(partial(GPT, _VOCABULARY, _LENGTH, layers=3, width=512, heads=4))
-    count = sum(parameter.numel() for parameter in blueprint.model.parameters())
+    count = blueprint.num_parameters
     engine = create_engine(blueprint, config, config.layout(worker.size), total_steps=10).deepspeed
     tokens = torch.zeros(_SAMPLES, _LENGTH, dtype=torch.int64)
     last = 2 * accumulation - 1

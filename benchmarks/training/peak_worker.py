@@ -52,7 +52,7 @@ def main() -> None:
 def _train(build: partial[GPT], config: TrainConfig, workers: int) -> tuple[int, int]:
     """Create the engine and do one step. Returns the number of parameters, and the peak of engine creation."""
     blueprint = Blueprint.of(build)
-    count = sum(parameter.numel() for parameter in blueprint.model.parameters())
+    count = blueprint.num_parameters
     engine = create_engine(blueprint, config, config.layout(workers), total_steps=10).deepspeed
     made = _resident("VmHWM")
     tokens = torch.zeros(1, _LENGTH, dtype=torch.int64)
