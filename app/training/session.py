@@ -3,16 +3,13 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 
 from upath import UPath
 
-from app.config import Recipe, TrainConfig
+from app.config import Layout, Recipe, TrainConfig
 from app.data.prepared import PreparedData
 from app.errors import NonFiniteLossError, TrainingError
-from app.models.blueprint import Blueprint
-from app.models.factory import build_model
-from app.storage import unheard
+from app.models.factory import blueprint_of
 from app.telemetry.alerts import Action, Alerts, Notifier
 from app.telemetry.mirror import Mirror
 from app.telemetry.peak import computes_in_bf16
@@ -26,7 +23,7 @@ from app.training.coordination.exchange import Exchange
 from app.training.coordination.watchdog import Watchdog
 from app.training.data.batches import count_steps
 from app.training.data.feed import Feed
-from app.training.engine import create_engine
+from app.training.engine import TrainingEngine, create_engine
 from app.training.loop import Loop
 from app.training.records import Ending, EpochRecord
 from app.training.reporting.meter import Meter
@@ -110,43 +107,28 @@ def _begin(
     announced: Callable[[], Action] | None,
     stack: ExitStack,
 ) -> Loop:
-    """Build the model, with the same weights in every worker, and all that trains it; ``stack`` ends what was begun."""
+    """Build the model and all that trains it. ``stack`` ends what was begun."""
     started, config = time.monotonic(), recipe.train
     layout = config.layout(worker.size)
     watchdog = _start_watchdog(worker, config, run_folder)
     stack.callback(watchdog.close)
     activity = Activity(watchdog.beat, watchdog.advance)
-    run_id = run_folder.name
-    alerts = Alerts.of(recipe, run_id) if worker.is_first else Alerts([], Notifier(), run_id, recipe.name)
+    alerts = _make_alerts(recipe, run_folder.name, worker)
     stack.callback(alerts.close)
     total_steps = count_steps(config, len(data.train))
-    seed_random(config.seed)
-    if worker.is_first:
-        _warn_of_imitated_bf16(config, worker)
-    activity.begin("building the model")
-    blueprint = Blueprint.of(partial(build_model, recipe.model, data.facts))
-    meter = Meter.of(blueprint.model, config, layout, worker)
-    activity.begin("making DeepSpeed's engine")
-    engine = create_engine(blueprint, config, layout, total_steps)
+    engine, meter = _make_engine(recipe, data, layout, total_steps, worker, activity)
     stack.callback(engine.deepspeed.destroy)  # else its gradient hooks keep the model alive until the process ends
-    seed_random(config.seed + layout.data_rank(worker.rank))  # other dropout in each share
     control = Control(run_folder, polls=worker.is_first)
     control.listen()
-    mirror = stack.enter_context(Mirror(run_folder)) if worker.is_first else None
-    checkpoints = CheckpointManager(
-        run_folder / CHECKPOINTS, engine, config, layout, worker, activity, mirror.flush if mirror else unheard
-    )
+    mirror = stack.enter_context(Mirror(run_folder))
+    checkpoints = CheckpointManager(run_folder / CHECKPOINTS, engine, config, layout, worker, activity, mirror.flush)
     stack.callback(checkpoints.close)
 
     def open_sinks(position: Position, records: list[EpochRecord]) -> Sequence[Sink]:
-        if mirror is None:
+        if not worker.is_first:
             return ()
         progress = Progress(config, total_steps, position.step, records)
         return (*_open_logs(mirror, position.step, records, stack), alerts, progress)
-
-    def report_at_rest(record: EpochRecord) -> None:
-        with watchdog.rest():
-            report(record)
 
     feed = Feed(data, config, layout, worker, activity)
     stack.callback(feed.close)
@@ -158,7 +140,7 @@ def _begin(
         feed=feed,
         checkpoints=checkpoints,
         exchange=Exchange(worker, (control.asked, alerts.pending), checkpoints.has_lost, announced),
-        recorder=Recorder(config, worker.device, data.tokens_per_sample, report_at_rest, open_sinks, started),
+        recorder=Recorder(config, worker.device, data.tokens_per_sample, watchdog.rest()(report), open_sinks, started),
         meter=meter,
         profiler=stack.enter_context(profile_steps(config.profile, run_folder, worker.rank)),
         activity=activity,
@@ -166,6 +148,28 @@ def _begin(
     loop.restore()
     alerts.recall(loop.records)
     return loop
+
+
+def _make_alerts(recipe: Recipe, run_id: str, worker: Worker) -> Alerts:
+    """Return the recipe's alerts in the first worker. The others have none."""
+    return Alerts.of(recipe, run_id) if worker.is_first else Alerts([], Notifier(), run_id, recipe.name)
+
+
+def _make_engine(
+    recipe: Recipe, data: PreparedData, layout: Layout, total_steps: int, worker: Worker, activity: Activity
+) -> tuple[TrainingEngine, Meter]:
+    """Build the model with the same weights in every worker. Return the engine that trains it, and its meter."""
+    config = recipe.train
+    if worker.is_first:
+        _warn_of_imitated_bf16(config, worker)
+    seed_random(config.seed)
+    activity.begin("building the model")
+    blueprint = blueprint_of(recipe.model, data.facts)
+    meter = Meter.of(blueprint.model, config, layout, worker)
+    activity.begin("making DeepSpeed's engine")
+    engine = create_engine(blueprint, config, layout, total_steps)
+    seed_random(config.seed + layout.data_rank(worker.rank))  # other dropout in each share
+    return engine, meter
 
 
 def _start_watchdog(worker: Worker, config: TrainConfig, run_folder: UPath) -> Watchdog:

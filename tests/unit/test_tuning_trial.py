@@ -13,7 +13,7 @@ from upath import UPath
 
 from app.config import load_recipe
 from app.errors import ActorBusyError, RecipeError, TrainingError, UnsharedStorageError
-from app.models.factory import build_model
+from app.models.factory import blueprint_of
 from app.telemetry.alerts import Action
 from app.training import session
 from app.training.checkpoints.writer import CheckpointWriter
@@ -102,12 +102,12 @@ def test_an_actor_that_still_stores_its_last_trial_takes_no_other(
 def test_an_actor_frees_the_model_of_its_last_trial(begin: Begin, monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
     models: list[weakref.ref[Any]] = []
 
-    def build(*given: Any) -> Any:
-        model = build_model(*given)
-        models.append(weakref.ref(model))
-        return model
+    def remember(*given: Any) -> Any:
+        blueprint = blueprint_of(*given)
+        models.append(weakref.ref(blueprint.model))
+        return blueprint
 
-    monkeypatch.setattr(session, "build_model", build)
+    monkeypatch.setattr(session, "blueprint_of", remember)
     actor = begin(**{"train.plan.zero_stage": stage})
     actor.step()
     assert actor.reset_config({NUMBER: 1, VALUES: {}, HEARD: 0})
