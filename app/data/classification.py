@@ -72,7 +72,7 @@ class ClassificationData:
 
     @property
     def summary(self) -> str:
-        tested = f", testing what is published on {len(self.test):,}" if self.test else ""
+        tested = f", testing the published version on {len(self.test):,}" if self.test else ""
         return (
             f"{self.report}\ntraining on {len(self.train):,} examples, validating on {len(self.validation):,}{tested}"
         )
@@ -187,8 +187,8 @@ def _hold_out(train: Split, num_examples: int, config: DataConfig) -> tuple[Spli
         )
     except ValueError as error:
         raise DataError(
-            f"{len(train)} examples are left beside the validation split, and {size} of them cannot be held out with "
-            f"data.test_fraction {config.test_fraction}: each class needs one or more in every split; give more "
+            f"{len(train)} examples remain outside the validation split, and {size} of them cannot be held out with "
+            f"data.test_fraction {config.test_fraction}: each class needs at least one in every split; give more "
             "examples or another fraction"
         ) from error
     return Split(parts[0], parts[2]), Split(parts[1], parts[3])
@@ -206,8 +206,8 @@ def _to_split(examples: Examples, labels: Sequence[str], config: DataConfig) -> 
     class_of = {label: index for index, label in enumerate(labels)}
     if unknown := sorted(set(examples.labels) - class_of.keys()):
         raise DataError(
-            f"data.test_source {config.test_source!r} has the label {unknown[0]!r}, and data.source {config.source!r} "
-            f"has {', '.join(labels)}: give a test source with these labels alone"
+            f"data.test_source {config.test_source!r} has the label {unknown[0]!r}, but data.source {config.source!r} "
+            f"has only {', '.join(labels)}: give a test source with these labels only"
         )
     return Split(examples.inputs, [class_of[label] for label in examples.labels])
 

@@ -51,7 +51,7 @@ def test_a_full_disk_ends_the_run_with_what_is_missing_and_it_goes_on_once_there
         error = full.result()["error"]
         assert f"checkpoint '{folder}/checkpoints/step_000000" in error
         assert "cannot be written: [Errno 27] File too large; this process's part takes 1," in error
-        assert "bytes are free there. Those before it are whole: go on from them with train.resume=latest" in error
+        assert "bytes are free there. Earlier checkpoints are whole: resume from them with train.resume=latest" in error
         kept = newest_step(storage)
         assert len(list(folder.glob("checkpoints/step_*"))) == kept / 4, "the torn one is gone"
         fault.saw(error.partition(": ")[2])

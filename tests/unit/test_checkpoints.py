@@ -468,7 +468,7 @@ def test_training_goes_on_when_a_checkpoint_is_lost_and_from_the_one_before_a_da
     kept = steps(store)
     assert 8 not in kept
     assert {16, ending.step} <= {*kept}
-    assert "503 Slow Down, second try. The state was stored since" in capsys.readouterr().err
+    assert "503 Slow Down, second try. A later state has been stored since" in capsys.readouterr().err
 
     flip(store.folder_of(store.committed()[-1]) / "__0_0.distcp")
     again = train(recipe, data, worker, UPath(tmp_path))

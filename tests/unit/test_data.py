@@ -84,7 +84,7 @@ def test_a_test_split_is_taken_out_of_training_alone_and_left_on_disk(tmp_path: 
     assert {*data.test.split.inputs, *data.train.split.inputs} == set(before.train.split.inputs)
     shares = [Counter(part.split.classes)[0] / len(part) for part in (data.train, data.test)]
     assert shares[0] == pytest.approx(shares[1], abs=1e-2)
-    assert f"testing what is published on {len(data.test):,}" in data.summary
+    assert f"testing the published version on {len(data.test):,}" in data.summary
     data.save(UPath(tmp_path / "with"))
     loaded = ClassificationData.load(UPath(tmp_path / "with"), ImageProcessor)
     assert loaded.test is None
@@ -124,7 +124,10 @@ def test_a_test_split_that_makes_no_sense_is_refused(keys: dict[str, Any], words
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"test_source": "{folder}/strange.csv"}, "has the label 'maybe', and data.source '.*all.csv' has no, yes"),
+        (
+            {"test_source": "{folder}/strange.csv"},
+            "has the label 'maybe', but data.source '.*all.csv' has only no, yes",
+        ),
         ({"test_source": "/nowhere.csv"}, "data.test_source '/nowhere.csv' does not exist"),
         ({"test_source": "builtin:reviews"}, "data.test_source 'builtin:reviews': no built-in set 'reviews'"),
         ({"test_fraction": 0.05, "validation_fraction": 0.9}, "1 of them cannot be held out with data.test_fraction"),

@@ -203,6 +203,6 @@ def test_what_an_object_store_refuses_is_copied_later(
             mirror.flush()
             log.append(record(2))
             mirror.flush()
-        assert capsys.readouterr().err.count("cannot be written, and is tried again (OSError: no room)") == 1
+        assert capsys.readouterr().err.count("cannot be written and will be retried (OSError: no room)") == 1
         mirror.flush()
         assert logged(folder) == [1, 2]

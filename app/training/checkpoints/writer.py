@@ -68,12 +68,12 @@ class CheckpointWriter:
         if lost or not self._config.background:
             self.wait()
         if lost and dist.get_rank() == 0:
-            warn(f"{lost}. The state was stored since, and training goes on")
+            warn(f"{lost}. A later state has been stored since, and training continues")
 
     def wait(self) -> None:
         """Until everything that was saved is stored. Raises TrainingError if it cannot be."""
         if lost := self._settle():
-            raise TrainingError(f"{lost}. Those before it are whole: go on from them with train.resume=latest")
+            raise TrainingError(f"{lost}. Earlier checkpoints are whole: resume from them with train.resume=latest")
 
     def close(self) -> None:
         """Let what is being written be finished, also where training breaks off, and end the group's threads.

@@ -28,7 +28,7 @@ class MetricsLog:
     """Appends records to ``metrics.jsonl`` in the run's folder."""
 
     def __init__(self, mirror: Mirror) -> None:
-        """``mirror`` is the one of the run's folder. Raises OSError if storage has the file but cannot read it."""
+        """``mirror`` is the one of the run's folder. Raises OSError if the file in storage cannot be read."""
         self._path: UPath = to_path(mirror.fetch(METRICS_FILE))
         self._pending: list[str] = []
         """Lines that are not written yet."""
