@@ -32,6 +32,7 @@ from app.tuning.trials import (
     WAITS,
     best_trials,
     epochs_of,
+    kept_value,
     own_trials,
     rests_of,
     waits,
@@ -185,7 +186,7 @@ class SearchStudy:
         """The trial waits for a promotion: in the study it still runs."""
         with explained(self.place):
             self._open[number].set_user_attr(WAITS, True)
-            self._note_rest(number, _kept(self._open[number]))
+            self._note_rest(number, kept_value(self._open[number]))
 
     def report(self, number: int, epoch: int, value: float | None, cost: float) -> None:
         """The objective after an epoch; of several objectives Optuna keeps none.
@@ -223,7 +224,7 @@ class SearchStudy:
         """The trial was cut short by somebody else; what it reported stays."""
         with explained(self.place):
             self._open[number].set_user_attr(CAUSE, cause)
-            self._note_rest(number, _kept(self._open[number]))
+            self._note_rest(number, kept_value(self._open[number]))
             self._tell(number, TrialState.PRUNED, None)
 
     def note_failure(self, number: int, cause: str) -> None:
@@ -342,9 +343,3 @@ class SearchStudy:
 
     def _tell(self, number: int, state: TrialState, values: list[float] | None) -> None:
         self.study.tell(self._open.pop(number), values, state)
-
-
-def _kept(trial: Trial) -> float | None:
-    """Return the objective at the epoch whose weights training keeps so far; None if there is no value."""
-    kept = trial.user_attrs.get(KEPT)
-    return kept[1] if kept else None

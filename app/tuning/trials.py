@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 
 from optuna.study import Study, StudyDirection
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial, Trial, TrialState
 
 from app.tuning.space import Value
 
@@ -45,8 +45,14 @@ def worth_of(trial: FrozenTrial) -> list[float]:
     """
     if trial.state == TrialState.COMPLETE:
         return list(trial.values)
+    kept = kept_value(trial)
+    return [kept] if kept is not None and trial.state != TrialState.FAIL else []
+
+
+def kept_value(trial: Trial | FrozenTrial) -> float | None:
+    """Return the objective at the epoch whose weights training keeps so far; None if there is no value."""
     kept = trial.user_attrs.get(KEPT)
-    return [kept[1]] if kept and trial.state != TrialState.FAIL else []
+    return kept[1] if kept else None
 
 
 def best_trials(study: Study) -> list[FrozenTrial]:

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 
-from app.errors import DeadlineError, OverloadError
+from app.errors import OverloadError
+from app.serving.batching.alarm import Alarm
 from app.serving.batching.latency import LatencyModel
 from app.serving.batching.policy import BatchingPolicy
 from app.serving.batching.queue import Group, Request, WaitingQueue
 from app.serving.batching.release import Batch, GiveUp, Hold, Part, release
-from app.serving.batching.rows import cut, join, rows_of, shape_of
+from app.serving.batching.rows import cut, rows_of, shape_of
 from app.serving.batching.statistics import BatchingStatistics, ComputeTime, FailureReason, ReleaseReason
 from app.serving.batching.threads import EngineThreads, Infer, Outcome, Slots
 from app.tensors import Tensors
@@ -71,8 +72,7 @@ class Batcher:
         self._dispatching = False
         self._held_s: float | None = None  # since when a free slot is kept idle
         self._expiry_s = math.inf  # no request that waits is late before
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_s = math.inf
+        self._alarm = Alarm(self._dispatch)
         self._closed = False
         self._drained = asyncio.Event()
 
@@ -134,8 +134,7 @@ class Batcher:
         self._dispatch()
         await self._drained.wait()
         self._threads.close()
-        if self._timer is not None:
-            self._timer.cancel()
+        self._alarm.cancel()
 
     def _admit(self, tensors: Tensors, priority: int, timeout_s: float | None) -> Request:
         if self._closed:
@@ -159,7 +158,7 @@ class Batcher:
         self._queue.put(request)
         self._expiry_s = min(self._expiry_s, self._start_by_s(request))
         if self._is_busy and not self._may_start_ahead:
-            self._wake_at(self._expiry_s, now_s)
+            self._alarm.set(self._expiry_s, now_s)
         elif not self._dispatching:
             self._dispatching = True
             loop.call_soon(self._dispatch)
@@ -184,7 +183,7 @@ class Batcher:
             self._start(chosen, now_s)
         if self._may_start_ahead:
             self._start_ahead(now_s)
-        self._wake_at(min(wake_s, self._expiry_s), now_s)
+        self._alarm.set(min(wake_s, self._expiry_s), now_s)
         if self._closed and not (self._running or self._queue.requests or self._retries):
             self._drained.set()
 
@@ -221,7 +220,7 @@ class Batcher:
             chosen = release(group, self._policy, now_s, self._hold_until_s(group, now_s))
             if isinstance(chosen, GiveUp):
                 for request in chosen.requests:
-                    self._fail(request, _late(request, now_s), FailureReason.DEADLINE)
+                    self._fail(request, request.late(now_s), FailureReason.DEADLINE)
             elif isinstance(chosen, Batch) and (gone := _cancelled(chosen)):
                 for request in gone:
                     self._let_go(request)
@@ -237,7 +236,7 @@ class Batcher:
 
     def _still_wanted(self, request: Request, now_s: float) -> bool:
         if request.deadline_s <= now_s:
-            self._fail(request, _late(request, now_s), FailureReason.DEADLINE)
+            self._fail(request, request.late(now_s), FailureReason.DEADLINE)
         return not request.answer.done()
 
     def _start(self, batch: Batch, now_s: float) -> None:
@@ -283,19 +282,16 @@ class Batcher:
     def _answer(self, part: Part, outputs: Tensors, began_s: float) -> None:
         """Answer a request if these rows were its last. ``began_s`` is when the batcher began to split the outputs."""
         request = part.request
-        if part.rows < request.rows:
-            request.answers[part.start] = outputs
-            request.answered += part.rows
-            if request.answered < request.rows:
-                request.compute.output_s += self._clock() - began_s
-                return
-            outputs = join([request.answers[start] for start in sorted(request.answers)])
+        answer = request.collect(part.start, part.rows, outputs)
+        if answer is None:
+            request.compute.output_s += self._clock() - began_s
+            return
         try:
-            self._check(outputs)
+            self._check(answer)
         except Exception as error:
             self._fail(request, error, FailureReason.ENGINE)
             return
-        request.answer.set_result(outputs)
+        request.answer.set_result(answer)
         now_s = self._clock()
         request.compute.output_s += now_s - began_s
         self._statistics.success.add(now_s - request.arrived_s)
@@ -340,21 +336,8 @@ class Batcher:
         busy = self._is_busy
         for request in list(self._queue):
             if now_s >= (self._start_by_s(request) if busy else request.deadline_s):
-                self._fail(request, _late(request, now_s), FailureReason.DEADLINE)
+                self._fail(request, request.late(now_s), FailureReason.DEADLINE)
         self._expiry_s = min(map(self._start_by_s, self._queue), default=math.inf)
-
-    def _wake_at(self, when_s: float, now_s: float) -> None:
-        """Dispatch at some time at the latest; earlier does no harm."""
-        if when_s >= self._timer_s:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_s = when_s
-        self._timer = asyncio.get_running_loop().call_later(when_s - now_s, self._on_timer)
-
-    def _on_timer(self) -> None:
-        due_s, self._timer, self._timer_s = self._timer_s, None, math.inf
-        self._dispatch(due_s)
 
 
 def _is_short(group: Group, rows: int) -> bool:
@@ -365,11 +348,3 @@ def _is_short(group: Group, rows: int) -> bool:
 def _cancelled(batch: Batch) -> list[Request]:
     """Whose tasks were cancelled in this turn of the loop, and have not run since."""
     return [part.request for part in batch.parts if part.request.answer.done()]
-
-
-def _late(request: Request, now_s: float) -> DeadlineError:
-    waited_s, allowed_s = now_s - request.arrived_s, request.deadline_s - request.arrived_s
-    return DeadlineError(
-        f"the request waited for {waited_s:.3g} s and cannot be answered within {allowed_s:.3g} s of its arrival: "
-        "try again later, or allow more time"
-    )

@@ -5,9 +5,11 @@ from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
+from app.errors import DeadlineError
 from app.serving.batching.arrivals import Arrivals
 from app.serving.batching.latency import LatencyModel
 from app.serving.batching.policy import BatchingPolicy
+from app.serving.batching.rows import join
 from app.serving.batching.statistics import ComputeTime
 from app.tensors import Tensors
 
@@ -39,6 +41,22 @@ class Request:
     def waits(self) -> bool:
         """Whether some of its rows are in no call yet."""
         return self.taken < self.rows
+
+    def collect(self, start: int, rows: int, outputs: Tensors) -> Tensors | None:
+        """Keep the outputs of the rows from ``start`` on. Return the outputs of all rows once they are complete."""
+        if rows == self.rows:
+            return outputs
+        self.answers[start] = outputs
+        self.answered += rows
+        return join([self.answers[start] for start in sorted(self.answers)]) if self.answered == self.rows else None
+
+    def late(self, now_s: float) -> DeadlineError:
+        """Return the error of a request that cannot be answered in time."""
+        waited_s, allowed_s = now_s - self.arrived_s, self.deadline_s - self.arrived_s
+        return DeadlineError(
+            f"the request waited for {waited_s:.3g} s and cannot be answered within {allowed_s:.3g} s of its arrival: "
+            "try again later, or allow more time"
+        )
 
 
 class Group:
