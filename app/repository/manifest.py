@@ -131,7 +131,7 @@ class ModelCard(BaseModel):
     """None: it is in float."""
 
     accuracy: float
-    """Accuracy of the published model: on the test split, or without one on the validation split that chose it."""
+    """Accuracy of the published model on the test split; without one, on the validation split that chose it."""
 
     accuracy_split: Literal["test", "validation"] = "validation"
     """The split on which ``accuracy`` was measured."""

@@ -121,7 +121,7 @@ class Scaling(_Config):
             most=max((each.most for each in wishes), default=1),
             cpus=sum(each.cpus for each in wishes),
             gpus=sum(each.gpus for each in wishes),
-            resources=_summed([each.resources for each in wishes]),
+            resources=_summed([wish.resources for wish in wishes]),
             latency_target_s=min((each.latency_target_s for each in scaling if each.latency_target_s), default=None),
             upscale_delay_s=min((each.upscale_delay_s for each in scaling), default=0.0),
             downscale_delay_s=max((each.downscale_delay_s for each in scaling), default=0.0),

@@ -22,7 +22,7 @@ _LOCK_TIMEOUT_S = 5.0
 
 
 class Snapshots:
-    """Copies a SQLite file that other connections change."""
+    """Copies of a SQLite file that other connections change."""
 
     def __init__(self, file: Path, publish: Callable[[Path], None]) -> None:
         """``publish`` moves a finished copy to its destination."""

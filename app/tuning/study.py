@@ -172,7 +172,7 @@ class SearchStudy:
             return self._new(most)
 
     def put_back(self, number: int) -> None:
-        """Propose a trial that could not be started again, before any new trial."""
+        """Put back a trial that could not be started. It is proposed again before any new trial."""
         self._interrupted.append(number)
 
     def go_on(self, number: int) -> Proposal:
@@ -265,7 +265,7 @@ class SearchStudy:
         return numbers
 
     def _note_rest(self, number: int, value: float | None) -> None:
-        """Record that a trial ended or waits at a rung, in the trial: a database may limit the size of an attribute."""
+        """Note in the trial that it ended or waits at a rung. (A database may limit the size of one attribute.)"""
         trial = self._open[number]
         trial.set_user_attr(RESTS, [*trial.user_attrs.get(RESTS, []), [len(self.rests), value]])
         self.rests.append(value)

@@ -20,9 +20,10 @@ WAITS = "waits"
 """Noted of a trial that runs in the study, and waits at a rung for a promotion."""
 
 RESTS = "rests"
-"""Attribute of a trial: for each time that it ended or came to wait, how many times trials did before, and its value.
+"""Attribute of a trial: a list of (position, value), one for each time that it ended or came to wait.
 
-The value is the first objective. Earlier versions wrote an attribute of the study instead: only the values, in order.
+Positions count over all trials of the study; the value is the first objective. Earlier versions wrote an attribute of
+the study instead: only the values, in order.
 """
 
 KEPT = "kept"

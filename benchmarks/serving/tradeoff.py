@@ -114,7 +114,7 @@ def picture(tradeoff: Tradeoff, rules: Mapping[str, CascadeRule]) -> str:
 
 @dataclass(frozen=True)
 class _Axes:
-    """Maps points to positions in the plot."""
+    """The mapping from points to positions in the plot."""
 
     max_compute: float
     lowest: float

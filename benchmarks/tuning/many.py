@@ -54,8 +54,8 @@ class Many:
     """A study whose first ``trials`` trials were drawn at random."""
 
     def __init__(self, trials: int, folder: Path) -> None:
-        self.trials, self._most = trials, trials + _PROPOSALS + 1
-        self._recipe = load_recipe(_RECIPE, [f"tune.trials={self._most}", "tune.scheduler=none"])
+        self.trials, self._max_trials = trials, trials + _PROPOSALS + 1
+        self._recipe = load_recipe(_RECIPE, [f"tune.trials={self._max_trials}", "tune.scheduler=none"])
         assert self._recipe.tune is not None
         self._config: TuneConfig = self._recipe.tune
         self._space = load_space(self._config.space, self._recipe)
@@ -96,7 +96,7 @@ class Many:
         return SearchStudy.resume("many", self._place, self._space, self._recipe, self._config)
 
     def _run_trial(self, study: SearchStudy) -> tuple[float, float, float, float]:
-        proposal, proposal_ms = _timed(lambda: study.ask(self._most))
+        proposal, proposal_ms = _timed(lambda: study.ask(self._max_trials))
         assert proposal is not None
         _, epoch_ms = _timed(lambda: study.report(proposal.number, 1, 0.5, cost=-0.5))
         _, end_ms = _timed(lambda: study.complete(proposal.number, [0.5], stopped_early=False))
