@@ -73,10 +73,10 @@ def _lead(worker: Worker, run: Run) -> Outcome:
 
 def _follow(worker: Worker, recipe: Recipe) -> None:
     """Every other process trains on what the first has prepared."""
-    begun: tuple[str, str] | None = worker.broadcast()
-    if begun is None:
+    started: tuple[str, str] | None = worker.broadcast()
+    if started is None:
         return  # the first process says why
-    folder, mark = to_path(begun[0]), begun[1]
+    folder, mark = to_path(started[0]), started[1]
     try:
         require_shared(worker, folder, mark)
     except UnsharedStorageError:

@@ -96,7 +96,7 @@ class PartReader(FileSystemReader):
         shape, dtype = self._stored_as(item)
         if item.lengths == shape:
             return [(start, end)]
-        first, last = _run(item, shape)
+        first, last = _flat_range(item, shape)
         values = (start + first * dtype.itemsize, min(end, start + last * dtype.itemsize + _FRAME_BYTES))
         return [(start, min(end, start + _FRAME_BYTES)), values, (max(start, end - _FRAME_BYTES), end)]
 
@@ -112,7 +112,7 @@ class PartReader(FileSystemReader):
             view.seek(0)
             whole = torch.load(view, map_location="cpu", weights_only=True)
             return narrow_tensor_by_index(whole, item.storage_offsets, item.lengths)
-        first, last = _run(item, shape)
+        first, last = _flat_range(item, shape)
         offset = frame.untyped_storage()._checkpoint_offset
         assert offset is not None
         view.seek(offset + first * dtype.itemsize, io.SEEK_SET)
@@ -128,7 +128,7 @@ class PartReader(FileSystemReader):
         return shape, tensor.properties.dtype
 
 
-def _run(item: ReadItem, shape: Sequence[int]) -> Span:
+def _flat_range(item: ReadItem, shape: Sequence[int]) -> Span:
     """Return the first flat index of a rectangle in a row-major array of ``shape``, and the last plus one."""
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     first = sum(offset * stride for offset, stride in zip(item.storage_offsets, strides, strict=True))

@@ -66,7 +66,7 @@ class CheckpointStore:
         Raises:
             OSError: storage cannot be read just now, which says nothing of the checkpoint.
         """
-        return self._attempt(checkpoint, self._verify) is not None
+        return self._read_or_warn(checkpoint, self._verify) is not None
 
     def newest_intact(self) -> Checkpoint | None:
         """The newest that is intact; None if there never was a whole one.
@@ -86,8 +86,8 @@ class CheckpointStore:
             StorageError: there are checkpoints, and all of them are damaged.
         """
         for checkpoint in reversed(committed):
-            if (answer := self._attempt(checkpoint, read)) is not None:
-                return answer
+            if (result := self._read_or_warn(checkpoint, read)) is not None:
+                return result
         if committed:
             raise StorageError(
                 f"all checkpoints in {str(self.folder)!r} are damaged: restore one of them, "
@@ -95,7 +95,7 @@ class CheckpointStore:
             )
         return None
 
-    def _attempt(self, checkpoint: Checkpoint, read: Callable[[Checkpoint], T]) -> T | None:
+    def _read_or_warn(self, checkpoint: Checkpoint, read: Callable[[Checkpoint], T]) -> T | None:
         """Return the result of ``read``. For a damaged checkpoint, warn and return None."""
         try:
             return read(checkpoint)

@@ -18,12 +18,12 @@ def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> l
             none waits for one that failed.
     """
     try:
-        answer: T | RayloomError = work()
+        own: T | RayloomError = work()
     except RayloomError as error:
-        answer = error
-    answers: list[T | RayloomError | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, answer, group=group)
-    for result in answers:
+        own = error
+    results: list[T | RayloomError | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(results, own, group=group)
+    for result in results:
         if isinstance(result, RayloomError):
             raise result
-    return cast("list[T]", answers)
+    return cast("list[T]", results)

@@ -48,7 +48,7 @@ class VerifiedFile(io.RawIOBase):
         Raises:
             StorageError: the file is missing, too short or changed.
         """
-        wanted = sorted({number for span in spans for number in self._numbers(span)})
+        wanted = sorted({number for span in spans for number in self._piece_numbers(span)})
         self._pieces = {number: self._pieces[number] for number in wanted if number in self._pieces}
         self._read([number for number in wanted if number not in self._pieces])
 
@@ -71,7 +71,7 @@ class VerifiedFile(io.RawIOBase):
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         """Fill ``buffer``, up to the end of the file. Raises what ``fetch`` raises."""
         span = (self._position, self._position + len(buffer))
-        numbers = list(self._numbers(span))
+        numbers = list(self._piece_numbers(span))
         self._read([number for number in numbers if number not in self._pieces])
         first = self._position - (numbers[0] * (self._piece_bytes or 0) if numbers else 0)
         content = memoryview(b"".join(self._pieces[number] for number in numbers))[first : first + len(buffer)]
@@ -79,7 +79,7 @@ class VerifiedFile(io.RawIOBase):
         self._position += len(content)
         return len(content)
 
-    def _numbers(self, span: Span) -> range:
+    def _piece_numbers(self, span: Span) -> range:
         """Return the numbers of the pieces that overlap ``span``."""
         start, end = span
         if self._piece_bytes is None:

@@ -63,17 +63,17 @@ class CheckpointWriter:
         Raises:
             TrainingError: the snapshot cannot be written. In the background the next ``wait`` raises it.
         """
-        lost = self._settle()
-        self._pending = self._thread.submit(self._try_twice, take(), best)
-        if lost or not self._config.background:
+        failure = self._wait_for_pending()
+        self._pending = self._thread.submit(self._write_with_retry, take(), best)
+        if failure or not self._config.background:
             self.wait()
-        if lost and dist.get_rank() == 0:
-            warn(f"{lost}. A later state has been stored since, and training continues")
+        if failure and dist.get_rank() == 0:
+            warn(f"{failure}. A later state has been stored since, and training continues")
 
     def wait(self) -> None:
         """Until everything that was saved is stored. Raises TrainingError if it cannot be."""
-        if lost := self._settle():
-            raise TrainingError(f"{lost}. Earlier checkpoints are whole: resume from them with train.resume=latest")
+        if failure := self._wait_for_pending():
+            raise TrainingError(f"{failure}. Earlier checkpoints are whole: resume from them with train.resume=latest")
 
     def close(self) -> None:
         """Let what is being written be finished, also where training breaks off, and end the group's threads.
@@ -83,22 +83,22 @@ class CheckpointWriter:
         self._thread.shutdown()
         dist.destroy_process_group(self._group)
 
-    def _settle(self) -> str | None:
+    def _wait_for_pending(self) -> str | None:
         """Wait for the pending write. Returns why it failed, or None."""
         pending, self._pending = self._pending, None
         return pending.result() if pending else None
 
-    def _try_twice(self, snapshot: Snapshot, best: int | None) -> str | None:
+    def _write_with_retry(self, snapshot: Snapshot, best: int | None) -> str | None:
         """Write the snapshot, with one retry. Returns why it failed, or None.
 
         Returning the exception itself would keep the snapshot in memory.
         """
         try:
-            return self._try(snapshot, best) and self._try(snapshot, best)
+            return self._try_write(snapshot, best) and self._try_write(snapshot, best)
         finally:
             snapshot.content.clear()  # the executor drops its reference only later
 
-    def _try(self, snapshot: Snapshot, best: int | None) -> str | None:
+    def _try_write(self, snapshot: Snapshot, best: int | None) -> str | None:
         try:
             self._write(snapshot, best)
         except TrainingError as error:

@@ -43,12 +43,12 @@ def require_shared(worker: Worker, folder: UPath, mark: str) -> None:
         UnsharedStorageError: some workers do not see it.
     """
     here = "" if (folder / mark).exists() else f"rank {worker.rank} on {socket.gethostname()}"
-    if blind := [name for name in worker.gather(here) if name]:
-        raise _unshared(folder, ", ".join(blind))
+    if missing := [name for name in worker.gather(here) if name]:
+        raise _unshared(folder, ", ".join(missing))
 
 
-def _unshared(folder: UPath, blind: str) -> UnsharedStorageError:
+def _unshared(folder: UPath, where: str) -> UnsharedStorageError:
     return UnsharedStorageError(
-        f"the nodes do not share storage: {blind} cannot see {str(folder)!r}, which was just written: set storage, or "
+        f"the nodes do not share storage: {where} cannot see {str(folder)!r}, which was just written; set storage, or "
         "RAYLOOM_STORAGE, to a folder that every node mounts, or to an object store such as s3://bucket/prefix"
     )

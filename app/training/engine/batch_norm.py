@@ -29,13 +29,13 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if input.device.type != "cpu" or not self.training:
             return super().forward(input)
         values = input.float()
-        others = [dim for dim in range(values.ndim) if dim != 1]
+        reduced_dims = [dim for dim in range(values.ndim) if dim != 1]
         shape = [1, -1] + [1] * (values.ndim - 2)
         count = torch.full((1,), float(values.numel() // values.shape[1]))
-        sums = _sum_over_workers(torch.cat([values.sum(others), count]))
+        sums = _sum_over_workers(torch.cat([values.sum(reduced_dims), count]))
         mean, total = sums[:-1] / sums[-1], sums[-1].detach()
         deviations = values - mean.view(shape)
-        variance = _sum_over_workers(deviations.square().sum(others)) / total
+        variance = _sum_over_workers(deviations.square().sum(reduced_dims)) / total
         self._track(mean, variance * total / (total - 1))
         normal = deviations * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:

@@ -25,14 +25,14 @@ def make_in_place(blueprint: Blueprint, config: TrainConfig, layout: Layout) -> 
     is_split = config.plan.zero_stage == 3 and not config.plan.zero_plus_plus.hpz_partition_size > 1
     model = blueprint.make(
         finish=lambda value: value.to(dtype) if dtype != torch.float32 and value.is_floating_point() else value,
-        place=partition if is_split else _keep,
+        place=partition if is_split else _keep_whole,
     )
     if is_split:
         _move_buffers(model)
     return model
 
 
-def _keep(parameter: nn.Parameter) -> None:
+def _keep_whole(parameter: nn.Parameter) -> None:
     """Keep the whole parameter."""
 
 
@@ -49,8 +49,8 @@ class _Partition:
 
     def __call__(self, parameter: Any) -> None:
         if self._first is None:
-            alone = nn.ParameterList([parameter])
-            import_deepspeed().zero.Init(module=alone, config_dict_or_path=self._config, dtype=parameter.dtype)
+            wrapped = nn.ParameterList([parameter])
+            import_deepspeed().zero.Init(module=wrapped, config_dict_or_path=self._config, dtype=parameter.dtype)
             self._first = parameter
         else:
             self._first.convert_to_zero_parameters(param_list=[parameter])

@@ -31,7 +31,7 @@ class Meter:
     @classmethod
     def of(cls, model: nn.Module, config: TrainConfig, layout: Layout, worker: Worker) -> "Meter":
         """A meter for the whole ``model``, before it is cut."""
-        shape = _without_memory(model) if worker.is_first else None
+        shape = _to_meta(model) if worker.is_first else None
         return cls(layout, worker.device, TORCH_DTYPES[config.precision], shape)
 
     def utilisation(self, batch: MicroBatch, seconds: float) -> float | None:
@@ -61,9 +61,9 @@ class Meter:
         self._by_shape[key] = flops_per_sample(self.model, floats)
 
 
-def _without_memory(model: nn.Module) -> nn.Module:
+def _to_meta(model: nn.Module) -> nn.Module:
     """Copy ``model`` to the meta device without copying its values."""
-    empty: dict[int, Tensor] = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
+    on_meta: dict[int, Tensor] = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
     for parameter in model.parameters():
-        empty[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"))
-    return copy.deepcopy(model, empty)
+        on_meta[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"))
+    return copy.deepcopy(model, on_meta)
