@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined]
 
@@ -23,6 +24,8 @@ _SLOW_STORAGE = timedelta(hours=2)
 """How long workers may wait for one that reads or writes."""
 _MARGIN = timedelta(minutes=1)
 T = TypeVar("T")
+Group = dist.ProcessGroup | None
+"""None: all processes of the run."""
 
 
 @dataclass(frozen=True)
@@ -47,33 +50,56 @@ class Worker:
     def all_reduce(self, values: Tensor) -> Tensor:
         """``values`` added up over all workers."""
         values = values.to(self.device)
-        torch.distributed.all_reduce(values)
+        dist.all_reduce(values)
         return values.cpu()
 
     def broadcast(self, value: T | None = None) -> T | None:
         """The first worker's ``value``, in all of them."""
         message = [value]
-        torch.distributed.broadcast_object_list(message, src=0)
+        dist.broadcast_object_list(message, src=0)
         return message[0]
 
-    def gather(self, value: T) -> list[T]:
-        """Return every worker's ``value``, by rank. Collective."""
-        values: list[T | None] = [None] * self.size
-        torch.distributed.all_gather_object(values, value)
-        return cast("list[T]", values)
 
-    def on_first(self, work: Callable[[], T]) -> T:
-        """What ``work`` answers, or raises, in the first worker; the same in all."""
-        answer: T | RayloomError | None = None
-        if self.is_first:
-            try:
-                answer = work()
-            except RayloomError as error:
-                answer = error
-        shared = self.broadcast(answer)
-        if isinstance(shared, RayloomError):
-            raise shared
-        return cast("T", shared)
+def gather(value: T, group: Group = None) -> list[T]:
+    """Return the ``value`` of every process of ``group``, by rank. Collective."""
+    values: list[T | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return cast("list[T]", values)
+
+
+def run_on_all(work: Callable[[], T], group: Group = None) -> T:
+    """Run ``work`` in every process of ``group`` and return this process's result. Collective.
+
+    Raises:
+        RayloomError: ``work`` raised it in some process. The error of the lowest rank is raised in every process, so
+            none waits for one that failed.
+    """
+    result, error = _attempt(work)
+    for failure in gather(error, group):
+        if failure is not None:
+            raise failure
+    return cast("T", result)
+
+
+def on_first(work: Callable[[], T], group: Group = None) -> T:
+    """Run ``work`` in the first process. Return its result, or raise its RayloomError, in all of ``group``. Collective.
+
+    ``group`` contains the first process.
+    """
+    message = list(_attempt(work)) if dist.get_rank() == 0 else [None, None]
+    dist.broadcast_object_list(message, src=0, group=group)
+    result, error = message
+    if isinstance(error, RayloomError):
+        raise error
+    return cast("T", result)
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, RayloomError | None]:
+    """Return the result of ``work`` and None, or None and its error."""
+    try:
+        return work(), None
+    except RayloomError as error:
+        return None, error
 
 
 def collective_timeout(config: TrainConfig) -> timedelta:
@@ -99,13 +125,13 @@ def start_worker(config: TrainConfig) -> Worker:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         allow_tf32(True)
     deepspeed = import_deepspeed()
-    if not torch.distributed.is_initialized() and os.environ["WORLD_SIZE"] == "1":
-        torch.distributed.init_process_group(_backend(device), store=HashStore(), rank=0, world_size=1)
+    if not dist.is_initialized() and os.environ["WORLD_SIZE"] == "1":
+        dist.init_process_group(_backend(device), store=HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed(_backend(device), timeout=timeout, verbose=False)
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # of the groups that DeepSpeed makes
         setattr(distributed_c10d, name, timeout)
     place = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
-    return Worker(torch.distributed.get_rank(), torch.distributed.get_world_size(), place)
+    return Worker(dist.get_rank(), dist.get_world_size(), place)
 
 
 def seed_random(seed: int) -> None:

@@ -9,17 +9,10 @@ from app.training.coordination.shared_folder import marked, require_shared
 from app.training.worker import Worker
 from tests.helpers import run
 
-
-class OneOfTwo(Worker):
-    """The second of two workers; the first sees the folder."""
-
-    def gather(self, value: str) -> list[str]:  # type: ignore[override]
-        return ["", value]
+WORKER = Worker(rank=1, size=2, device=torch.device("cpu"))
 
 
-WORKER = OneOfTwo(rank=1, size=2, device=torch.device("cpu"))
-
-
+@pytest.mark.usefixtures("_process_group")
 def test_a_worker_that_does_not_see_the_runs_folder_is_named_with_what_to_set(storage: str) -> None:
     folder = to_path(storage) / "runs/train/run-1"
     with marked(folder) as mark:

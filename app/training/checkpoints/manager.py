@@ -16,7 +16,7 @@ from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.checkpoints.writer import CheckpointWriter
 from app.training.engine import TrainingEngine
 from app.training.records import EpochRecord, best_of
-from app.training.worker import Worker
+from app.training.worker import Worker, on_first
 from app.warnings import warn
 
 
@@ -53,7 +53,7 @@ class CheckpointManager:
         """
         self._activity.begin("looking for a checkpoint")
         self._saved_step = None
-        committed = self._worker.on_first(self._store.committed)
+        committed = on_first(self._store.committed)
         found = self._store.newest_readable(committed, self._load)
         if self._worker.is_first:
             self._store.sweep(after=found[0] if found else None)
@@ -61,7 +61,7 @@ class CheckpointManager:
 
     def has_any(self) -> bool:
         """Whether there is a whole one."""
-        return bool(self._worker.on_first(self._store.committed))
+        return bool(on_first(self._store.committed))
 
     def is_due(self, step: int) -> bool:
         """Whether the recipe has the state kept after optimizer step ``step``."""

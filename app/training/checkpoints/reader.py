@@ -1,5 +1,6 @@
 """Reading checkpoints, under the plan that wrote them or any other."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,9 +17,9 @@ from app.storage import Advance, unheard
 from app.training.checkpoints import names
 from app.training.checkpoints.restore import apply_own, apply_state, destinations
 from app.training.checkpoints.state import TrainState
-from app.training.checkpoints.together import together
 from app.training.checkpoints.writer import STATE_FILE
 from app.training.engine import TrainingEngine
+from app.training.worker import run_on_all
 
 Own = dict[str, Tensor]
 
@@ -33,9 +34,7 @@ def load_checkpoint(engine: TrainingEngine, layout: Layout, folder: UPath, advan
         TrainingError: the checkpoint is of another model, or storage cannot be read at the moment.
         StorageError: the checkpoint is damaged. The engine's state is then neither the old nor the new one.
     """
-    read: list[tuple[TrainState, Own]] = []
-    together(lambda: read.append(_read(engine, layout, folder, advance)))
-    ((state, own),) = read
+    state, own = run_on_all(partial(_read, engine, layout, folder, advance))
     apply_state(engine, state)
     if own:
         apply_own(engine, own)

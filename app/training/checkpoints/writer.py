@@ -6,7 +6,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import torch.distributed as dist
 from upath import UPath
@@ -17,8 +16,8 @@ from app.errors import TrainingError
 from app.storage import Advance, is_local, local_folder, unheard, upload
 from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
-from app.training.checkpoints.together import together
 from app.training.checkpoints.verified_file import write_piece_sums
+from app.training.worker import gather, on_first, run_on_all
 from app.warnings import attempt, warn
 
 STATE_FILE = "state.json"
@@ -107,14 +106,12 @@ class CheckpointWriter:
 
     def _write(self, snapshot: Snapshot, best: int | None) -> None:
         first = dist.get_rank() == 0
-        checkpoint = cast(Checkpoint, together(partial(self._next, snapshot.state.position.step), self._group)[0])
+        checkpoint = on_first(partial(self._next, snapshot.state.position.step), self._group)
         folder = self._store.folder_of(checkpoint)
         try:
-            parts = together(partial(self._write_part, snapshot, folder, first), self._group)
-            sums = {name: sha256 for part in parts for name, sha256 in part.items()}
-            if first:
-                self._before_commit()
-            together(partial(_commit, folder, sums, snapshot, first), self._group)
+            own_sums = run_on_all(partial(self._write_part, snapshot, folder, first), self._group)
+            sums = {name: sha256 for part in gather(own_sums, self._group) for name, sha256 in part.items()}
+            on_first(partial(self._commit, folder, sums, snapshot), self._group)
         except TrainingError:
             if first and is_local(folder):
                 shutil.rmtree(folder.path, ignore_errors=True)
@@ -123,10 +120,8 @@ class CheckpointWriter:
             keep = partial(self._store.prune, checkpoint, self._config.num_to_keep, best)
             attempt(keep, "old checkpoints cannot be removed")
 
-    def _next(self, step: int) -> Checkpoint | None:
-        """The checkpoint that all processes write: the first looks which are there."""
-        if dist.get_rank() != 0:
-            return None
+    def _next(self, step: int) -> Checkpoint:
+        """Return the checkpoint to write."""
         try:
             return self._store.next(step)
         except Exception as error:
@@ -151,10 +146,9 @@ class CheckpointWriter:
         except Exception as error:  # each protocol's driver has errors of its own
             raise TrainingError(_cannot_write(folder, snapshot, error)) from error
 
-
-def _commit(folder: UPath, sums: dict[str, str], snapshot: Snapshot, is_first: bool) -> None:
-    if is_first:
+    def _commit(self, folder: UPath, sums: dict[str, str], snapshot: Snapshot) -> None:
         try:
+            self._before_commit()
             write_checksums(folder, sums)
         except Exception as error:
             raise TrainingError(_cannot_write(folder, snapshot, error)) from error

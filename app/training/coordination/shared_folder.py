@@ -4,11 +4,12 @@ import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from upath import UPath
 
 from app.errors import UnsharedStorageError
-from app.training.worker import Worker
+from app.training.worker import Worker, run_on_all
 
 
 @contextmanager
@@ -26,29 +27,26 @@ def marked(folder: UPath) -> Iterator[str]:
         mark.unlink(missing_ok=True)
 
 
-def require_mark(folder: UPath, mark: str) -> None:
+def require_mark(folder: UPath, mark: str, name: str = "") -> None:
     """Check that this process sees the ``mark`` that another process wrote to ``folder``.
+
+    ``name`` is what the error calls this process, before its host.
 
     Raises:
         UnsharedStorageError: it does not see the mark.
     """
     if not (folder / mark).exists():
-        raise _unshared(folder, socket.gethostname())
+        raise UnsharedStorageError(
+            f"the nodes do not share storage: {name}{socket.gethostname()} cannot see {str(folder)!r}, which was just "
+            "written; set storage, or RAYLOOM_STORAGE, to a folder that every node mounts, or to an object store such "
+            "as s3://bucket/prefix"
+        )
 
 
 def require_shared(worker: Worker, folder: UPath, mark: str) -> None:
     """Check that every worker sees the ``mark``. Collective: all return or all raise.
 
     Raises:
-        UnsharedStorageError: some workers do not see it.
+        UnsharedStorageError: some workers do not see it. The first is named.
     """
-    here = "" if (folder / mark).exists() else f"rank {worker.rank} on {socket.gethostname()}"
-    if missing := [name for name in worker.gather(here) if name]:
-        raise _unshared(folder, ", ".join(missing))
-
-
-def _unshared(folder: UPath, where: str) -> UnsharedStorageError:
-    return UnsharedStorageError(
-        f"the nodes do not share storage: {where} cannot see {str(folder)!r}, which was just written; set storage, or "
-        "RAYLOOM_STORAGE, to a folder that every node mounts, or to an object store such as s3://bucket/prefix"
-    )
+    run_on_all(partial(require_mark, folder, mark, f"rank {worker.rank} on "))
