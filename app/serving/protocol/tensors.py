@@ -6,7 +6,7 @@ JSON before it has any length. Who writes to a tensor, or hands its memory to co
 
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -173,9 +173,9 @@ def _packed(name: str, datatype: str, dtype: np.dtype[Any], elements: Sequence[A
     tensor: NDArray[Any] = np.ndarray((len(elements),), dtype, packed)
     # What is too large for a C float becomes infinite without a word, unlike in the standard formats, which are slower.
     infinite = np.flatnonzero(np.isinf(tensor)).tolist() if datatype == "FP32" else []
-    # A bool packs as 0 or 1. Checking the types of only these elements is much faster than checking all.
-    zeros_ones = np.flatnonzero((tensor == 0) | (tensor == 1)).tolist()
-    if _has_bools(map(elements.__getitem__, zeros_ones)) or not _fit(datatype, [elements[index] for index in infinite]):
+    # A bool packs as 0 or 1: without either, no type has to be checked. With one, checking all is fastest.
+    may_have_bools = bool(((tensor == 0) | (tensor == 1)).any())
+    if (may_have_bools and _has_bools(elements)) or not _fit(datatype, [elements[index] for index in infinite]):
         raise _misfit(name, datatype, dtype, elements)
     return tensor
 
@@ -205,5 +205,5 @@ def _fit(datatype: str, elements: Sequence[object]) -> bool:
     return not _has_bools(elements)
 
 
-def _has_bools(elements: Iterable[object]) -> bool:
+def _has_bools(elements: Sequence[object]) -> bool:
     return bool in set(map(type, elements))
