@@ -1,6 +1,7 @@
 """Read the text of a recipe from a path, any fsspec URI, standard input, or a ``data:`` URI that embeds it."""
 
 import base64
+import re
 import sys
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -27,7 +28,7 @@ def read_text(location: str | Path) -> str:
     except UnicodeDecodeError as error:
         raise RecipeError(f"recipe {title_of(location)!r} is not a text in UTF-8: give a YAML file") from error
     except Exception as error:  # each fsspec protocol raises its own errors
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        reason = _without_credentials(getattr(error, "strerror", None) or str(error) or type(error).__name__)
         raise RecipeError(
             f"recipe {title_of(location)!r} cannot be read ({reason}): give the path or URI of a YAML file, "
             "for example recipes/reviews.yaml"
@@ -50,12 +51,20 @@ def embedded(text: str, title: str) -> str:
 
 
 def title_of(location: str | Path) -> str:
-    """Return the name of the recipe at ``location`` for messages; for an embedded recipe, its original location."""
+    """Return the name of the recipe at ``location`` for messages; for an embedded recipe, its original location.
+
+    A URI is named without its user, password, query and fragment: they may hold credentials, such as a signature.
+    """
     given = str(location)
     if given == STANDARD_INPUT:
         return "standard input"
     if not given.startswith(_SCHEME):
-        return given
+        return _without_credentials(given)
     parameters = given.removeprefix(_SCHEME).partition(",")[0].split(";")
     names = [value for name, _, value in (parameter.partition("=") for parameter in parameters) if name == "name"]
     return unquote(names[0]) if names else "data:"
+
+
+def _without_credentials(text: str) -> str:
+    """Return the text with each URI in it cut to scheme, host and path."""
+    return re.sub(r"(://[^?#]*)[?#]\S*", r"\1", re.sub(r"://[^/?#\s]*@", "://", text))

@@ -70,6 +70,22 @@ def test_any_other_recipe_is_checked_and_sent_along(
     assert title_of(carried) == ("standard input" if recipe == "-" else recipe)
 
 
+def test_the_credentials_of_a_recipe_s_uri_are_not_sent_along(
+    sent: Sent, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    signed = "https://user:pass@host:9/a%20b.yaml?X-Amz-Signature=sign#part"
+    monkeypatch.setattr("app.cluster.submit.read_text", lambda location: TEXT)
+    assert submit("train", signed, []) == 0
+    assert title_of(sent()[-1]) == "https://host:9/a%20b.yaml"
+    assert title_of(f"zip://best.yaml::{signed}") == "zip://best.yaml::https://host:9/a%20b.yaml"
+    assert title_of("recipes/why?.yaml") == "recipes/why?.yaml"
+    unreachable = "https://user:pass@127.0.0.1:9/best.yaml?X-Amz-Signature=sign"
+    assert main("train", train, [unreachable]) == 2
+    printed = "".join(capsys.readouterr())
+    assert "recipe 'https://127.0.0.1:9/best.yaml' cannot be read" in printed
+    assert not [secret for secret in ("user", "pass", "sign") if secret in printed]
+
+
 def test_what_is_sent_along_is_sent_again_when_the_cluster_was_lost(sent: Sent) -> None:
     carried = embedded(TEXT, "s3://bucket/a b.yaml")
     entrypoint = shlex.join(["python", "-m", "jobs.train", carried, "train.epochs=3"])  # as Ray keeps it
