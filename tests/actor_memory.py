@@ -1,4 +1,4 @@
-"""Print the resident bytes of a trial's actor after each of 20 trials of a wide network: FOLDER ZERO_STAGE"""
+"""Print the resident bytes of a trial's actor after each of 20 trials of a wide network. Usage: FOLDER ZERO_STAGE"""
 
 import json
 import sys

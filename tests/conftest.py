@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from upath import UPath
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests share the cores; torch reads it when it is loaded
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests share the cores; torch reads it on import
 from tests.helpers import CLUSTER, ROOT, local_cluster
 from tests.launch import Cluster, Launch, Trained
 from tests.postgres import PostgresServer
@@ -57,7 +57,7 @@ def http() -> Iterator[Callable[..., HttpReceiver]]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test by its folder: 'pytest -m integration'.
 
-    Where tests run in several processes, those of the cluster run in one, and so do those of each file.
+    With several test processes, all tests of the cluster run in the same one, and so do the tests of one file.
     """
     for item in items:
         item.add_marker(item.path.relative_to(ROOT / "tests").parts[0])

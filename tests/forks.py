@@ -1,6 +1,6 @@
-"""python -m tests.forks FD: run commands in forks of one process, which has loaded what they take longest to load.
+"""python -m tests.forks FD: run commands in forks of a process that has already imported the slowest modules.
 
-A fork runs a command as a new interpreter would: with arguments, environment, folder and output of its own.
+A fork runs a command as a new interpreter would, with its own arguments, environment, folder and output.
 """
 
 import importlib
@@ -26,25 +26,25 @@ _HERE = "127.0.0.1"
 TRAINING = [
     *("app.training.__main__", "deepspeed", "deepspeed.ops"),
     *("deepspeed.runtime.zero.muon.muon_optimizer", "sklearn.datasets", "tensorboardX", "torch._dynamo"),
-]  # what would else be loaded late, by a model or an optimizer, too
+]  # includes modules that models and optimizers would import late
 JOBS = [*TRAINING, "jobs.tune", "jobs.deploy", "transformers", "onnxscript"]
-"""Without ONNX Runtime: it starts a thread when it is loaded, which a fork does not have and waits for at its end."""
+"""ONNX Runtime is left out: it starts a thread on import. A fork lacks this thread and would wait for it on exit."""
 _LONGEST_MESSAGE = 2**17
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Command:
-    """``python -m MODULE ARGUMENT…``, in so many processes as torchrun would start; 0 for one without torchrun."""
+    """``python -m MODULE ARGUMENT…``, run in ``processes`` ranks as by torchrun; with 0, in one process without it."""
 
     module: str
-    """Or ``module:function``, as the script of a package calls it."""
+    """A module, or ``module:function`` as in a package's entry point."""
     arguments: list[str]
     environment: dict[str, str]
     processes: int = 0
 
     def run(self) -> None:
-        """Do in this process what it says; raises SystemExit unless it succeeds."""
+        """Run the command in this process. Raises SystemExit if it fails."""
         os.environ.clear()
         os.environ.update(self.environment)
         if self.processes:
@@ -54,7 +54,7 @@ class Command:
 
 
 def run_module(module: str, arguments: Sequence[str]) -> None:
-    """As ``python -m`` does; raises SystemExit unless it succeeds."""
+    """Run a module as ``python -m`` does. Raises SystemExit if it fails."""
     sys.argv = [module, *arguments]
     name, _, function = module.partition(":")
     try:
@@ -62,7 +62,7 @@ def run_module(module: str, arguments: Sequence[str]) -> None:
             getattr(importlib.import_module(name), function)()
         else:
             for loaded in (name, f"{name}.__main__"):
-                sys.modules.pop(loaded, None)  # it is run, not imported
+                sys.modules.pop(loaded, None)  # so that runpy runs it afresh
             runpy.run_module(name, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         if end.code:
@@ -70,10 +70,10 @@ def run_module(module: str, arguments: Sequence[str]) -> None:
 
 
 def run_ranks(processes: int, work: Callable[..., T], *arguments: Any) -> T:
-    """What the first of so many ranks returns; they are forks of this process.
+    """Run ``work`` in ``processes`` ranks, forked from this process, and return the result of the first.
 
-    Where to meet is a number, not a name: one that is forked while a thread looks up a name waits for ever when it
-    looks up one itself.
+    The rendezvous address is an IP address, not a host name. A process that is forked while a thread resolves a name
+    hangs when it resolves one itself.
     """
     config = LaunchConfig(
         *(1, 1, processes),
@@ -88,7 +88,7 @@ def run_ranks(processes: int, work: Callable[..., T], *arguments: Any) -> T:
 
 
 class Forks:
-    """The process that is forked. What it loads sees the environment that it is started with."""
+    """The parent process of the forks. Its modules are imported in the environment that it is started with."""
 
     def __init__(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -102,25 +102,29 @@ class Forks:
             )
 
     def run(self, command: Command, timeout_s: float) -> subprocess.CompletedProcess[str]:
-        """Its exit status and output."""
-        told, status = os.pipe()
-        with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors, os.fdopen(told) as told_by:
+        """Run ``command`` in a fork, and return its exit status and output."""
+        reader, status = os.pipe()
+        with (
+            tempfile.TemporaryFile("w+") as output,
+            tempfile.TemporaryFile("w+") as errors,
+            os.fdopen(reader) as replies,
+        ):
             message = json.dumps(asdict(command)).encode()
             socket.send_fds(self._requests, [message], [output.fileno(), errors.fileno(), status])
             os.close(status)
-            pid = int(told_by.readline())
-            if not select.select([told_by], [], [], timeout_s)[0]:
+            pid = int(replies.readline())
+            if not select.select([replies], [], [], timeout_s)[0]:
                 os.kill(pid, signal.SIGKILL)
                 raise subprocess.TimeoutExpired(command.module, timeout_s)
-            code = int(told_by.readline())
+            code = int(replies.readline())
             output.seek(0)
             errors.seek(0)
             return subprocess.CompletedProcess(command.arguments, code, output.read(), errors.read())
 
 
 def _next_command(requests: socket.socket) -> Command | None:
-    """Returns in a fork for each command, and, when no more are wanted, in this process."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that watch
+    """Fork for each command. Return the command in each fork; in this process, return None after the last one."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the watching forks are reaped automatically
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, _LONGEST_MESSAGE, 3)
         if not message:
@@ -135,7 +139,7 @@ def _next_command(requests: socket.socket) -> Command | None:
 
 
 def _watch_fork(output: int, errors: int, status: int) -> None:
-    """Return in one more fork, with this output; tell its pid and how it ended, then end."""
+    """Fork again and return in the child, with redirected output. The parent reports its pid and status, then exits."""
     pid = os.fork()
     if pid:
         os.write(status, f"{pid}\n".encode())

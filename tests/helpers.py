@@ -16,7 +16,7 @@ from tests.forks import TRAINING, Command, Forks
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 CLUSTER = "cluster"
-"""The fixture, and the group of its tests: they run in one process, on one cluster."""
+"""Name of the fixture and of the xdist group of its tests, which share one process and one cluster."""
 
 
 def run(
@@ -36,9 +36,9 @@ def run(
 
 @contextmanager
 def local_cluster(home: Path, *options: str, **settings: str) -> Iterator[dict[str, str]]:
-    """A cluster with its state, storage and cache in ``home``; its value is the environment that reaches it.
+    """Start a cluster with its state, storage and cache in ``home``; yield the environment for its clients.
 
-    ``options`` are of ``rayloom up``; ``settings`` are environment variables, also in place of these.
+    ``options`` are passed to ``rayloom up``. ``settings`` are environment variables, and can override these folders.
     """
     folders = {"HOME": home, "STORAGE": home / "storage", "CACHE": home / "cache"}
     environment = {f"RAYLOOM_{name}": str(folder) for name, folder in folders.items()} | settings
@@ -119,13 +119,13 @@ def _trainings() -> Forks:
 def in_fork(
     module: str, *arguments: str, environment: dict[str, str] | None = None, processes: int = 0, timeout: float = 900
 ) -> subprocess.CompletedProcess[str]:
-    """``python -m MODULE ARGUMENT…`` in a process that has loaded what it takes to train."""
+    """Run ``python -m MODULE ARGUMENT…`` in a fork of a process that has imported the training modules."""
     command = Command(module, list(arguments), {**os.environ, **(environment or {})}, processes)
     return _trainings().run(command, timeout)
 
 
 def train_alone(*overrides: str, processes: int = 1, recipe: str = "recipes/digits.yaml") -> dict[str, Any]:
-    """The result of a training without Ray; one that is watched or harmed is started with ``Launch.torchrun``."""
+    """Train without Ray and return the result. To watch or kill the processes, use ``Launch.torchrun`` instead."""
     done = in_fork("app.training", recipe, *overrides, processes=processes, timeout=300)
     assert done.returncode == 0, done.stderr
     return result_of(done.stdout)

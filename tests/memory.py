@@ -1,4 +1,4 @@
-"""What a piece of work takes of this process's memory."""
+"""Measure the memory that a piece of work uses in this process."""
 
 import gc
 import re
@@ -11,9 +11,9 @@ _PROCESS = Path("/proc/self")
 
 @contextmanager
 def peak_growth() -> Iterator[Callable[[], int]]:
-    """What is inside; the value says by how many bytes the resident memory had grown at most."""
+    """Measure the block inside. Yield a function that returns the peak growth of resident memory, in bytes."""
     gc.collect()
-    (_PROCESS / "clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+    (_PROCESS / "clear_refs").write_text("5", encoding="ascii")  # resets the peak
     before = _kilobytes("VmRSS")
     yield lambda: 1024 * (_kilobytes("VmHWM") - before)
 

@@ -1,6 +1,6 @@
-"""NVIDIA's load generator ``perf_analyzer``, as its wheel carries it.
+"""NVIDIA's load generator ``perf_analyzer``, from its wheel.
 
-The wheels lie in a folder of their own: the project itself uses another release of ``tritonclient``.
+The wheels are installed in a separate folder, because the project uses another release of ``tritonclient``.
 """
 
 import os
@@ -10,20 +10,20 @@ import tempfile
 from pathlib import Path
 
 _WHEELS = ("tritonclient==2.50.0", "nvidia-cuda-runtime-cu12==12.9.79")
-"""The tool, and ``libcudart.so.12``, which it loads. Debian's ``libb64-0d`` has its ``libb64.so.0d``."""
+"""The tool, and the ``libcudart.so.12`` that it loads. It also loads ``libb64.so.0d``, from Debian's ``libb64-0d``."""
 _FOLDER = Path("~/.cache/rayloom-tests/perf_analyzer-2.50.0").expanduser()
 _INSTALL_S, _RUN_S = 120, 60
 
 
 class PerfAnalyzerMissingError(Exception):
-    """The tool cannot be had here. Says why."""
+    """The tool cannot be installed or started here; the message has the reason."""
 
 
 class PerfAnalyzer:
     """The installed tool."""
 
     def __init__(self) -> None:
-        """Install the tool, unless an earlier test has. Raises PerfAnalyzerMissingError."""
+        """Install the tool, unless an earlier test has done so. Raises PerfAnalyzerMissingError."""
         if not _FOLDER.exists():
             _install()
         started = self.run("--version")
@@ -52,5 +52,5 @@ def _install() -> None:
         try:
             target.rename(_FOLDER)
         except OSError:
-            if not _FOLDER.exists():  # else another test was faster
+            if not _FOLDER.exists():  # otherwise another test installed it first
                 raise

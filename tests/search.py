@@ -26,5 +26,5 @@ def trials_of(cluster: dict[str, str], run_id: str) -> list[FrozenTrial]:
 
 
 def trials_in(file: Path, run_id: str) -> list[FrozenTrial]:
-    """The trials in a study's file."""
+    """Return the trials in a study's file."""
     return optuna.load_study(study_name=run_id, storage=f"sqlite:///{file}").get_trials(deepcopy=False)

@@ -43,7 +43,7 @@ def serving(chance: random.Random | None = None) -> Iterator[Server]:
     methods = GrpcMethods(endpoint)
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    # asyncio turns Nagle's delay of 40 ms off only for sockets that name their protocol.
+    # asyncio turns off Nagle's delay of 40 ms only for sockets created with an explicit protocol.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(HttpApi(endpoint), log_config=None, lifespan="off"))

@@ -65,7 +65,7 @@ class Answered:
 class VirtualEngine:
     """Answers twice what it is given, and notes each call. It fails on a call with a negative value in it.
 
-    Calls of n rows take ``row_s * n + call_s`` seconds, to which ``input_s`` and ``output_s`` belong.
+    A call of n rows takes ``row_s * n + call_s`` seconds, including ``input_s`` and ``output_s``.
     """
 
     def __init__(self, call_s: float, row_s: float = 0.0, input_s: float = 0.0, output_s: float = 0.0) -> None:

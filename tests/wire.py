@@ -27,10 +27,10 @@ def message(method: str, path: str, content: bytes = b"", *lines: str) -> bytes:
 
 
 def drip(address: str, head: bytes, pause_s: float, patience_s: float) -> bytes:
-    """Send the head of a request and then single bytes, until the server closes; what it said.
+    """Send the head of a request, then one byte at a time until the server closes. Return the server's reply.
 
     Raises:
-        TimeoutError: it does not close.
+        TimeoutError: the server does not close the connection.
     """
     host, _, port = address.rpartition(":")
     said, deadline_s = b"", time.monotonic() + patience_s

@@ -1,4 +1,4 @@
-"""A cluster whose head has neither CPUs nor GPUs nor the resource that the recipe asks for: all work is elsewhere."""
+"""All work runs on other nodes if the head has no CPUs, no GPUs and no custom resource that the recipe reserves."""
 
 import json
 import re
@@ -18,7 +18,7 @@ DIGITS = ["recipes/digits.yaml", "train.workers=1", "train.epochs=1", "tune.tria
 PLACED = ["compile.gpus=0", "compile.resources={serving: 1}", "serve.resources={serving: 1}", "serve.host=0.0.0.0"]
 QUICK = ["compile.engines=[openvino]", "compile.precisions=[fp32]", "compile.batch_sizes=[1]"]
 
-# What a task sees of the GPUs, by how many it reserves.
+# Print the GPUs that a task sees if it reserves none, then if it reserves one.
 SEEN = """
 import os
 from jobs._cluster import connect
@@ -35,12 +35,12 @@ class TwoNodes:
     second: Node
 
     def node_of(self, task: str) -> set[str]:
-        """The ids of the nodes where tasks of that name ran."""
+        """Return the ids of the nodes that ran tasks of this name."""
         address = ["--address", self.cluster.environment["RAY_API_SERVER_ADDRESS"]]
         listed = run("ray", "list", "tasks", *address, "--filter", f"name={task}", "--format", "json",
                      environment=self.cluster.environment)  # fmt: skip
         assert listed.returncode == 0, listed.stderr
-        return {each["node_id"] for each in json.loads(listed.stdout)}
+        return {listed_task["node_id"] for listed_task in json.loads(listed.stdout)}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def nodes() -> Iterator[TwoNodes]:
     home = Path(tempfile.mkdtemp(prefix="rayloom-test-"))
     with local_cluster(home, "--num-cpus=0") as environment:
         cluster = Cluster(environment)
-        own = f"--temp-dir={cluster.state.runtime / 'second'}"  # each node of a machine unpacks a job's folder anew
+        own = f"--temp-dir={cluster.state.runtime / 'second'}"  # nodes must not share the folder of unpacked jobs
         second = Node(cluster, 2, "--num-gpus=1", '--resources={"serving": 4}', own)
         wait_until(lambda: cluster.cpus()[1] == 2)
         yield TwoNodes(cluster, second)

@@ -1,4 +1,4 @@
-"""The whole path with storage on S3: what a run keeps lies in objects alone, and processes are lost meanwhile."""
+"""Train, compile and deploy with storage on S3 only, while processes are killed."""
 
 import json
 import secrets
@@ -22,12 +22,12 @@ from tests.tables import Faults
 
 NAME = "name=remote"
 DEATH, EVERY_STEPS, EPOCHS = 30, 8, 3
-"""The second rank kills itself in its 30th step; the state is stored every 8 steps."""
+"""The second rank kills itself in its 30th step. A checkpoint is written every 8 steps."""
 
 
 @pytest.fixture(scope="module")
 def storage(s3: dict[str, str]) -> Iterator[UPath]:
-    """A bucket of this module's own, which this process reaches, too."""
+    """A bucket for this module only. This process can access it, too."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in s3.items():
             patch.setenv(name, value)
@@ -38,7 +38,7 @@ def storage(s3: dict[str, str]) -> Iterator[UPath]:
 
 @pytest.fixture(scope="module")
 def remote(s3: dict[str, str], storage: UPath) -> Iterator[dict[str, str]]:
-    """A cluster whose storage is the bucket; on its disk there is none."""
+    """A cluster that stores in the bucket, with no storage on its disk."""
     with tempfile.TemporaryDirectory(prefix="rayloom-s3-", ignore_cleanup_errors=True) as home:
         with local_cluster(Path(home), **s3, RAYLOOM_STORAGE=str(storage)) as environment:
             yield environment
@@ -46,7 +46,7 @@ def remote(s3: dict[str, str], storage: UPath) -> Iterator[dict[str, str]]:
 
 
 def logged(folder: UPath) -> tuple[list[int], list[int]]:
-    """The steps and the epochs in a run's metrics."""
+    """Return the steps and the epochs in a run's metrics."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [line["step"] for line in lines if "loss" in line]
     return steps, [line["epoch"] for line in lines if "val_loss" in line]
@@ -54,7 +54,7 @@ def logged(folder: UPath) -> tuple[list[int], list[int]]:
 
 @pytest.fixture(scope="module")
 def trained(remote: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The result of a training, one of whose workers was killed."""
+    """The result of a training run in which one worker was killed."""
     deaths = tmp_path_factory.mktemp("deaths")
     return submit(
         remote,

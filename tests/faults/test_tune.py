@@ -86,7 +86,7 @@ def rest(cluster: dict[str, str], storage: Path) -> list[FrozenTrial]:
 
 
 def at_rest(trials: list[FrozenTrial]) -> list[FrozenTrial]:
-    """Those that have ended, or wait at a rung."""
+    """Return the trials that have ended or are waiting at a rung."""
     return [trial for trial in trials if trial.state.is_finished() or waits(trial)]
 
 

@@ -154,7 +154,7 @@ class TestPyTorchOnGpu(EngineContract):
 
 
 def test_convolutions_in_float32_hold_the_gate_of_fp32_on_the_gpu() -> None:
-    """TF32 has 10 bits of mantissa, and misses it; it is torch's default in convolutions."""
+    """TF32, torch's default in convolutions, has 10 bits of mantissa and fails this gate."""
     network = small_cnn(num_labels=10, channels=3, width=64).eval()
     signature = Signature(
         (TensorSpec("pixel_values", np.dtype(np.float32), (-1, 3, 32, 32)),),

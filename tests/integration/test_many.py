@@ -1,4 +1,4 @@
-"""What is looked up costs no more requests of an object store the more there is in it."""
+"""Lookups in an object store need the same number of requests, however much it holds."""
 
 import pytest
 from upath import UPath

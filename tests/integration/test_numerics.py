@@ -1,4 +1,4 @@
-"""The gradient of a step is that of its samples, and a model with batch norm is one model on all workers."""
+"""A step has the gradient of its samples, and all workers share one model, including its batch norm statistics."""
 
 import json
 from pathlib import Path
@@ -43,12 +43,12 @@ def test_one_sample_many_times_has_the_gradient_of_the_sample(folder: Path, rank
 @pytest.mark.parametrize("zero_stage", range(4))
 @pytest.mark.parametrize("what", ["uneven", "batch norm"])
 def test_two_ranks_train_the_model_of_one_process(losses: dict[str, list[float]], what: str, zero_stage: int) -> None:
-    """With 67 samples a rank, in micro-batches of 34 and 33; and with statistics over both ranks' samples."""
+    """Train with 67 samples per rank, in micro-batches of 34 and 33, and with batch norm over both ranks' samples."""
     assert losses[f"ZeRO {zero_stage}, {what}"] == pytest.approx(losses[f"plain, {what}"], abs=1e-5)
 
 
 def test_all_workers_validate_and_keep_one_model(folder: Path, tmp_path: Path) -> None:
-    """Each has seen other samples, so its running statistics moved elsewhere."""
+    """Each worker has seen different samples, so its own running statistics differ."""
     recipe, checkpoint = recipe_of(), newest_checkpoint(folder / "run")
     saved = tensors_of(checkpoint)
     kept = [name for name in saved if name.startswith(buffer(""))]

@@ -23,7 +23,7 @@ def difference(losses: list[float], expected: list[float]) -> float:
 
 @dataclass(frozen=True)
 class Trained:
-    """What every row came to, by the number of processes."""
+    """Losses of every row, by the number of processes."""
 
     selected: Selection
     compared: dict[int, Losses]

@@ -1,4 +1,4 @@
-"""NVIDIA's load generator, unchanged, against an endpoint."""
+"""NVIDIA's load generator perf_analyzer runs unchanged against an endpoint."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def row(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A row that the model takes, as the tool reads it: its random tokens would be refused."""
+    """A valid row in the tool's input format. The endpoint would refuse the random tokens that the tool generates."""
     file = tmp_path_factory.mktemp("row") / "row.json"
     file.write_text(json.dumps({"data": [{name: tensor[0].tolist() for name, tensor in rows(1).items()}]}))
     return file

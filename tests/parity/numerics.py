@@ -1,6 +1,6 @@
-"""python -m tests.parity.numerics FOLDER: what one and two ranks find of gradients and batch norm, as JSON in FOLDER.
+"""python -m tests.parity.numerics FOLDER: measure gradients and batch norm on one and two ranks, as JSON in FOLDER.
 
-A run of two ranks is kept in FOLDER/run; in FOLDER/parts the same, which was stopped and went on.
+FOLDER/run has a run of two ranks. FOLDER/parts has the same run, stopped and resumed.
 """
 
 import json
@@ -40,7 +40,7 @@ Found = dict[str, list[float]]
 
 
 class Classifier(nn.Module):
-    """A small network with a layer that no sample reaches, and batch norm on request."""
+    """A small network with an unused layer, and optional batch norm."""
 
     def __init__(self, norm: bool = False) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Classifier(nn.Module):
 
 
 class NormalisedCnn(nn.Module):
-    """A small network of pictures with batch norm, whose statistics move fast."""
+    """A small image network with batch norm and high momentum."""
 
     def __init__(self, num_labels: int, channels: int) -> None:
         super().__init__()
@@ -74,7 +74,9 @@ def config_of(workers: int, batch: int, precision: str = "fp32", sync_batch_norm
             "global_batch_size": batch,
             "workers": workers,
             "precision": precision,
-            "device": "gpu" if precision == "fp16" else "cpu",  # the recipe's rule; the engine runs where it is
+            "device": "gpu"
+            if precision == "fp16"
+            else "cpu",  # recipes allow fp16 on GPUs only; the engine still runs on the CPU
             "optimizer": {"name": "sgd", "lr": 0.1},
             "schedule": {"name": "constant", "warmup_fraction": 0.0},
             "gradient_clipping": 0.0,
@@ -94,7 +96,7 @@ def tokens() -> MicroBatch:
 
 
 def low_precisions() -> Iterable[str]:
-    """Those that this processor computes in."""
+    """Return the 16-bit precisions that this processor supports."""
     from deepspeed.accelerator import get_accelerator
 
     return ["bf16", "fp16"] if get_accelerator().is_fp16_supported() else ["bf16"]
@@ -103,7 +105,7 @@ def low_precisions() -> Iterable[str]:
 def grad_norm(
     build: Callable[[], nn.Module], draw: Callable[[], MicroBatch], precision: str, times: int, **plan: int
 ) -> float:
-    """The norm of the gradient of one sample that makes up every micro-batch of a step."""
+    """Return the gradient norm of a step in which every micro-batch is the same sample."""
     workers = torch.distributed.get_world_size()
     batch = times * workers // plan.get("pipeline", 1)
     config = config_of(workers, batch, precision, **plan, micro_batch=1)
@@ -117,7 +119,7 @@ def grad_norm(
 
 
 def one_rank(folder: Path) -> dict[str, Found]:
-    """The norm of the gradient of one sample, then of the same sample many times, by precision and plan."""
+    """Return the gradient norms of one sample and of the same sample many times, by precision and plan."""
     norms = {
         f"{precision}, ZeRO {stage}": [
             grad_norm(Classifier, features, precision, times, zero_stage=stage) for times in (1, ACCUMULATED)
@@ -128,14 +130,14 @@ def one_rank(folder: Path) -> dict[str, Found]:
 
 
 def batches(size: int) -> tuple[Tensor, Tensor]:
-    """The samples of ``STEPS`` batches: features of shape (steps, size, 16) and classes."""
+    """Return the samples of ``STEPS`` batches: features of shape (steps, size, 16) and classes."""
     generator = torch.Generator().manual_seed(2)
     drawn = torch.randn(STEPS, size, 16, generator=generator)
     return drawn * 3 + drawn.mean(-1, keepdim=True), torch.randint(4, (STEPS, size), generator=generator)
 
 
 def plain_losses(norm: bool, size: int) -> list[float]:
-    """Of each step of plain PyTorch in one process on whole batches, then the first layer's running statistics."""
+    """Train with plain PyTorch in one process. Return the loss of each step, then the running statistics."""
     torch.manual_seed(0)
     model, losses = Classifier(norm), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -154,7 +156,7 @@ def statistics_of(model: nn.Module) -> list[float]:
 
 
 def planned_losses(norm: bool, size: int, **plan: int) -> list[float]:
-    """The same of the trainer."""
+    """Train the same model with the trainer, and return the same values."""
     workers = torch.distributed.get_world_size()
     config = config_of(workers, size, sync_batch_norm=norm, **plan)
     config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"weight_decay": 0.0})})
@@ -172,7 +174,7 @@ def planned_losses(norm: bool, size: int, **plan: int) -> list[float]:
 
 
 def two_ranks(folder: Path) -> dict[str, Found]:
-    """Uneven micro-batches and batch norm under ZeRO, and pipelines last: DeepSpeed remembers their grid."""
+    """Measure uneven micro-batches and batch norm under ZeRO. Pipelines run last, because DeepSpeed keeps their grid."""
     os.environ["WORLD_SIZE"] = "2"
     losses = {"plain, uneven": plain_losses(False, 2 * UNEVEN), "plain, batch norm": plain_losses(True, 32)}
     for stage in range(4):
@@ -190,13 +192,13 @@ def two_ranks(folder: Path) -> dict[str, Found]:
 
 
 def recipe_of(stop: int | None = None) -> Recipe:
-    """Of the runs that are kept; ``stop``: of one that an alert ends after this step, in the middle of its epoch."""
+    """Return the recipe of the kept runs. With ``stop``, an alert ends the run after this step, mid-epoch."""
     rules = [f"alerts=[{{when: step above {stop - 2}, do: [stop]}}]", "train.checkpoint.every_steps=1"] if stop else []
     return load_recipe("recipes/digits.yaml", [*RECIPE, "train.workers=2", *rules])
 
 
 def work(rank: int, size: int, folder: Path, find: Callable[[Path], dict[str, Found]]) -> None:
-    """One rank's part; the first keeps what it found."""
+    """Run one rank. The first rank writes the findings."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     meeting_point = f"file://{folder / find.__name__}-meeting"

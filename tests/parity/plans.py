@@ -100,7 +100,7 @@ KEPT = (
     "ZeRO 2, offload, adamw", "ZeRO 3, offload, adamw", "tensor 2, adamw", "pipeline 2, adamw",
     "pipeline 2 x tensor 2, adamw", "pipeline 2 x tensor 2 x data 2, adamw",
 )  # fmt: skip
-"""The plans whose state after half of the steps others go on from."""
+"""Plans whose state after half of the steps is resumed under other plans."""
 GOES_ON = {
     1: ["one process, sgd", "one process, adamw"],
     2: ["ZeRO 1, sgd", "ZeRO 1, adamw", "ZeRO 3, adamw", "ZeRO 2, offload, adamw", "ZeRO 3, offload, adamw",
@@ -121,16 +121,16 @@ def rows_of(workers: int) -> dict[str, Row]:
 
 @dataclass(frozen=True)
 class Selection:
-    """Rows of the table, each by the number of processes."""
+    """Names of rows in the table, by the number of processes."""
 
     compared: dict[int, list[str]]
-    """With plain PyTorch."""
+    """Rows that are compared with plain PyTorch."""
     goes_on: dict[int, list[str]]
-    """From the state of every row that is compared and kept."""
+    """Rows that resume from the state of every kept row."""
 
     @property
     def kept(self) -> list[str]:
-        """Rows whose state after half of the steps others go on from."""
+        """Compared rows whose state after half of the steps is kept for other plans to resume."""
         return [name for names in self.compared.values() for name in names if name in KEPT]
 
 
@@ -183,5 +183,5 @@ SELECTIONS = {
         },
     ),
 }
-"""The covering array has, for every way to share a model, each optimizer, precision and accumulation, and each pair of
-these; and every other key once."""
+"""The covering array has each optimizer, precision and accumulation, and each pair of these, for every way to
+distribute a model. It has every other key once."""

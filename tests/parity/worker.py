@@ -1,6 +1,6 @@
-"""python -m tests.parity.worker FOLDER SELECTION: what plans do to the loss, as a line of JSON.
+"""python -m tests.parity.worker FOLDER SELECTION: print the losses of the selected plans, as a line of JSON.
 
-States are kept in FOLDER.
+Checkpoints are written to FOLDER.
 """
 
 import json
@@ -168,9 +168,9 @@ def work(make: Callable[[Row, UPath], Losses], folder: str, wanted: list[str]) -
 
 
 def launch(make: Callable[[Row, UPath], Losses], folder: str, wanted: dict[int, list[str]]) -> dict[int, Found]:
-    """What so many processes find, in their first one's words, for each number of them.
+    """Run each number of processes, and return the findings of the first rank of each.
 
-    They are forked: what they import takes longer than what they train.
+    The processes are forked, because importing takes longer than training.
     """
     return {processes: run_ranks(processes, work, make, folder, names) for processes, names in wanted.items()}
 

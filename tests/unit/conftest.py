@@ -20,7 +20,7 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _process_group() -> None:
-    """One of this process alone. It stays: DeepSpeed keeps groups that it made beside it."""
+    """A process group of this process only. It is not destroyed, because DeepSpeed caches groups created with it."""
     if not distributed.is_initialized():
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
 

@@ -142,7 +142,7 @@ def test_an_engine_that_is_not_measured_yet_asks_to_come_back_in_a_second() -> N
 
 
 def counts_and_ns(durations: ComputeDurations) -> list[tuple[int, int]]:
-    """Of input, inference and output."""
+    """Return count and nanoseconds of input, inference and output."""
     return [(part.count, part.ns) for part in (durations.input, durations.infer, durations.output)]
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of cascades: what is traded, and what is reported."""
+"""The benchmark of cascades: the trade-off curve and the report."""
 
 import re
 import xml.etree.ElementTree as ET
@@ -11,8 +11,8 @@ from benchmarks.serving.cascade import FLOOR, FLOORS, Findings, report
 from benchmarks.serving.tradeoff import Point, Tradeoff, picture
 from benchmarks.spread import Spread
 
-# The right label is the first. The small model is surest of row 0 and least sure of row 3; it is wrong about rows 2 and
-# 3, the large one about rows 1 and 3.
+# The first label is correct in every row. The small model is most confident in row 0 and least in row 3. It is wrong in
+# rows 2 and 3; the large model is wrong in rows 1 and 3.
 SMALL = np.array([[9.0, 0.0], [3.0, 0.0], [0.0, 2.0], [0.0, 1.0]])
 LARGE = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
 TRADEOFF = Tradeoff(SMALL, LARGE, np.zeros(4, int), small_flops=10.0, large_flops=100.0)

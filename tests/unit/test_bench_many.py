@@ -1,4 +1,4 @@
-"""The page of what many runs, versions and models cost."""
+"""The page on the cost of many runs, versions and models."""
 
 import sys
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""A model that is built when and where it is wanted is the model that is built at once."""
+"""A model materialised from a blueprint equals the same model built directly."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +20,7 @@ Build = Callable[[], nn.Module]
 
 
 class Varied(nn.Module):
-    """Initialised in the ways that factories know."""
+    """Initialised in all the ways that factories use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Varied(nn.Module):
 
 
 class Reads(nn.Module):
-    """Looks at a weight while it is made."""
+    """Reads a weight during construction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Reads(nn.Module):
 
 
 class KeepsATensor(nn.Module):
-    """Has one that is neither parameter nor buffer."""
+    """Has a tensor attribute that is neither a parameter nor a buffer."""
 
     def __init__(self) -> None:
         super().__init__()

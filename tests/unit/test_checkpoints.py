@@ -300,7 +300,7 @@ def test_a_folder_that_cannot_be_made_is_named_with_the_cause(tmp_path: Path) ->
 
 
 class CountingStorage(MemoryFileSystem):
-    """In memory; counts what is read of it."""
+    """In-memory storage that counts the bytes read."""
 
     protocol = "counting"
     bytes_read: ClassVar[Counter[str]] = Counter()
@@ -316,7 +316,7 @@ ROWS, COLUMNS = 2048, 1024
 
 @pytest.fixture
 def two_halves(tmp_path: Path) -> tuple[UPath, torch.Tensor]:
-    """A checkpoint whose matrix lies in two parts, as two ranks write it, in storage that counts."""
+    """A checkpoint in counting storage whose matrix has two parts, as if written by two ranks."""
     register_implementation("counting", CountingStorage, clobber=True)
     whole, folder = torch.rand(ROWS, COLUMNS), UPath(f"counting://{tmp_path}")
     parts = {(row, 0): whole[row : row + ROWS // 2].clone() for row in (0, ROWS // 2)}
@@ -330,7 +330,7 @@ def two_halves(tmp_path: Path) -> tuple[UPath, torch.Tensor]:
 @pytest.mark.parametrize("row", [0, ROWS // 2, ROWS // 4, ROWS - ROWS // 4])
 @pytest.mark.parametrize("height", [ROWS // 2, ROWS // 4])
 def test_a_process_reads_its_own_bytes(two_halves: tuple[UPath, torch.Tensor], row: int, height: int) -> None:
-    """The same half, or what is another's under another plan."""
+    """Read the rank's own half, or rows across ranks as another plan would need."""
     folder, whole = two_halves
     height = min(height, ROWS - row)
     part = torch.zeros(height, COLUMNS)

@@ -146,7 +146,7 @@ def test_the_figure_of_a_version_is_of_the_test_split_which_chooses_nothing_and_
 
 
 class Counted:
-    """A split, several times over, that knows how many of its encoded rows are in memory."""
+    """A split, repeated several times, that counts its encoded rows in memory."""
 
     def __init__(self, split: LabelledDataset, times: int) -> None:
         self._split, self._times = split, times

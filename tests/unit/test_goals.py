@@ -1,4 +1,4 @@
-"""The README's table of goals says what the benchmarks' pages say."""
+"""The README's table of goals matches the benchmarks' pages."""
 
 import re
 from pathlib import Path
@@ -18,6 +18,6 @@ def test_the_readme_counts_the_goals_of_every_page_that_has_some_those_most_miss
 
 
 def _goals(page: Path) -> tuple[int, int]:
-    """Return how many goals a page says were missed, and how many have a verdict."""
+    """Return the number of missed goals on a page, and the number of goals with a verdict."""
     verdicts = re.findall(r"\| (reached|\*\*missed\*\*) \|$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return verdicts.count("**missed**"), len(verdicts)

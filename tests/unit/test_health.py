@@ -1,4 +1,4 @@
-"""Which idle engines are asked whether they answer, and how often."""
+"""Health checks of idle engines: which engines are probed, and how often."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ ENGINES = 20
 
 
 class Clock:
-    """That of engines whose blank requests take ``blank_s`` each."""
+    """A clock that each blank request advances by ``blank_s``."""
 
     def __init__(self, blank_s: float) -> None:
         self.now_s, self.blank_s = 0.0, blank_s
@@ -21,7 +21,7 @@ class Clock:
 
 
 def blanks_in_each_look(blank_s: float, looks: int) -> list[int]:
-    """How many engines of ``ENGINES`` that are idle are asked in each look, a second apart."""
+    """Return how many of ``ENGINES`` idle engines are probed in each round, one second apart."""
 
     async def scenario() -> list[int]:
         clock, asked = Clock(blank_s), []

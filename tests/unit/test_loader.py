@@ -1,4 +1,4 @@
-"""The processes that read ahead: started once, and random alike wherever a run goes on."""
+"""Loader processes start once, and draw the same random numbers wherever a run resumes."""
 
 import os
 import random
@@ -23,7 +23,7 @@ SAMPLES, BATCH = 64, 16
 
 @dataclass(frozen=True)
 class Noise:
-    """Samples that are random numbers, and whose target is the process that read them."""
+    """Samples of random numbers, with the id of the reading process as target."""
 
     size: int
 
@@ -41,7 +41,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class NoiseData:
-    """Both splits; no more is read of prepared data here."""
+    """The two splits, which are all of the prepared data that a feed reads."""
 
     train: Noise = Noise(SAMPLES)
     validation: Noise = Noise(SAMPLES)
@@ -49,7 +49,7 @@ class NoiseData:
 
 @contextmanager
 def feed(rank: int = 0, num_workers: int = 2, seed: int = 0) -> Iterator[Feed]:
-    """What a rank of two reads, in micro-batches of 4."""
+    """Open the feed of one of two ranks, in micro-batches of 4."""
     loader = {"num_workers": num_workers}
     config = TrainConfig.model_validate({"global_batch_size": BATCH, "seed": seed, "loader": loader, "workers": 2})
     layout: Layout = lay_out(PlanConfig(micro_batch=4), BATCH, workers=2)
@@ -59,7 +59,7 @@ def feed(rank: int = 0, num_workers: int = 2, seed: int = 0) -> Iterator[Feed]:
 
 
 def noise_of(opened: Feed, epoch: int, first: int = 0) -> list[list[float]]:
-    """The numbers of each micro-batch from global batch ``first`` of the epoch on."""
+    """Return the random numbers of each micro-batch, from global batch ``first`` of the epoch."""
     numbers = range(first, opened.batches_per_epoch)
     return [batch.inputs["noise"].flatten().tolist() for batch in opened.train(epoch, numbers)]
 
@@ -99,7 +99,7 @@ def test_the_processes_that_read_ahead_live_as_long_as_the_run() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_training_process_reads_without_touching_its_own_sequence(rank: int) -> None:
-    """Of which dropout draws, and which a checkpoint keeps."""
+    """Dropout draws from this sequence, and checkpoints keep its state."""
     with feed(rank, num_workers=0) as opened:
         torch.manual_seed(5)
         drawn = torch.rand(4, 8).tolist()

@@ -1,4 +1,4 @@
-"""What a free slot does, by hand. A call of n rows takes 4 + n seconds; all times are counted from now."""
+"""Decisions for a free slot, worked out by hand. A call of n rows takes 4 + n seconds; all times are from now."""
 
 import asyncio
 import math
@@ -20,7 +20,7 @@ NOW = 16.0
 
 @pytest.fixture(autouse=True)
 def _loop() -> Iterator[None]:
-    """Requests have futures."""
+    """An event loop for the futures of requests."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     yield
@@ -35,7 +35,7 @@ def request(rows: int = 1, deadline_s: float = math.inf, level: int = 1, taken: 
 
 
 def group_of(*requests: Request, expected_in_s: float | None = None, policy: BatchingPolicy = POLICY) -> Group:
-    """Requests that wait, in their order; another one is expected so many seconds from now."""
+    """Return a group with these waiting requests, in order. The next is expected in ``expected_in_s`` seconds."""
     group = Group(policy)
     group.latency.row_s, group.latency.call_s = 1.0, 4.0
     for waiting in requests:
@@ -46,7 +46,7 @@ def group_of(*requests: Request, expected_in_s: float | None = None, policy: Bat
 
 
 def released(group: Group, policy: BatchingPolicy = POLICY) -> tuple[list[tuple[Request, int, int]], ReleaseReason]:
-    """What runs now."""
+    """Return the parts of the batch that runs now, and the reason for its release."""
     batch = release(group, policy, NOW, NEVER)
     assert isinstance(batch, Batch)
     assert batch.group is group
@@ -61,7 +61,7 @@ def given_up(group: Group) -> Sequence[Request]:
 
 
 def decided(group: Group, hold_s: float) -> float | ReleaseReason:
-    """How long nothing runs, or why something runs now; the slot may be kept idle for ``hold_s``."""
+    """Return how long the slot is held idle, at most ``hold_s``, or the reason why a batch runs now."""
     decision = release(group, POLICY, NOW, NOW + hold_s)
     if isinstance(decision, Hold):
         return decision.until_s - NOW
@@ -106,7 +106,7 @@ def test_a_call_stays_small_for_an_urgent_request_whatever_becomes_of_others() -
 
 
 def test_a_call_stays_small_if_the_others_of_its_level_are_in_time_after_it() -> None:
-    """The first call ends at 5 s, and the next one, of the other request, at 10 s; the eight rows come after both."""
+    """The first call ends at 5 s and the call of the other request at 10 s. The eight rows run after both."""
     first, less_urgent = request(rows=3, taken=2, deadline_s=5.0), request(rows=8, level=2)
     assert released(group_of(first, request(deadline_s=10.0), less_urgent)) == (
         [(first, 2, 3)],
@@ -121,7 +121,7 @@ def test_a_call_stays_small_if_the_others_of_its_level_are_in_time_after_it() ->
         ((5.0, 6.0, 6.0), 1),  # the other two together take 6 s
         ((5.0, 5.0, 6.0), 2),
         ((5.0, 5.0), 1),
-        ((3.0, 3.0, 3.0), 2),  # one is tried in any case
+        ((3.0, 3.0, 3.0), 2),  # one request runs in any case
     ],
 )
 def test_those_with_the_least_time_are_given_up_until_the_others_are_in_time(
@@ -134,7 +134,7 @@ def test_those_with_the_least_time_are_given_up_until_the_others_are_in_time(
 
 @pytest.mark.parametrize(
     ("waiting", "expected_in_s", "decision"),
-    # Two that wait are held for half of 4 s / 2, so for 1 s, if the next one is expected sooner; one for 2 s.
+    # Two waiting requests are held for half of 4 s / 2, so 1 s, if the next is expected sooner; one request for 2 s.
     [(1, 1.75, 2.0), (2, 0.75, 1.0), (2, 1.0, ReleaseReason.IDLE), (2, None, ReleaseReason.IDLE)],
 )
 def test_a_slot_is_kept_idle_as_long_as_that_pays(
@@ -148,7 +148,7 @@ def test_a_slot_is_kept_idle_as_long_as_that_pays(
     ("hold_s", "deadline_s", "decision"),
     [
         (1.5, math.inf, 1.5),
-        (1.5, 6.5, 1.5),  # it is answered at 6.5 s, if nobody comes until 1.5 s
+        (1.5, 6.5, 1.5),  # it is answered at 6.5 s, if no request arrives before 1.5 s
         (1.5, 6.25, ReleaseReason.DEADLINE),
         (0.0, math.inf, ReleaseReason.DELAY),
         (NEVER, math.inf, ReleaseReason.IDLE),

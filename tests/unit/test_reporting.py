@@ -35,7 +35,7 @@ STEPS = 10
 
 
 class Alone(Worker):
-    """A worker without others."""
+    """The only worker of a run."""
 
     def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
         return values
@@ -76,7 +76,7 @@ def test_a_run_that_was_paused_on_an_epochs_last_batch_still_knows_its_rate() ->
     now = 104.0
     recorder.record_steps(position, exchanged(0.4))
     paused = Position.model_validate_json(position.model_dump_json())
-    now = 5000.0  # an hour later, in another process, with no batch left
+    now = 5000.0  # more than an hour later, in another process, with no batch left
     validated = Totals(loss=1.0, right=1.0, count=2.0)
     assert begin(paused).make_epoch(paused, validated).samples_per_s == STEPS * 64 / 4.0
 
@@ -140,7 +140,7 @@ def test_only_one_worker_reads_what_is_asked_of_the_run(tmp_path: Path) -> None:
 
 
 def logged(folder: UPath) -> list[int]:
-    """The steps in the file that storage has."""
+    """Return the steps in the stored metrics file."""
     return [json.loads(line)["step"] for line in (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
 
 
@@ -162,7 +162,7 @@ def test_a_run_that_goes_on_elsewhere_neither_loses_nor_repeats_a_line(storage: 
 
 
 def test_an_epoch_whose_line_was_lost_gets_it_back(tmp_path: Path) -> None:
-    """A kill between the commit of its checkpoint and its line."""
+    """The process was killed after it committed the checkpoint and before it wrote the line."""
     log = MetricsLog(Mirror(UPath(tmp_path)))
     log.append(record(1), record(3))
     log.restore(2, [record(1), record(2)])

@@ -58,7 +58,7 @@ def finishing(tmp_path: Path) -> Run:
 
 
 def test_of_jobs_that_take_a_run_at_once_one_succeeds(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They find the beat of a job that was killed."""
+    """The jobs find the heartbeat of a job that was killed."""
     monkeypatch.setattr(heartbeat, "_INTERVAL_S", 0.05)
     monkeypatch.setattr(heartbeat, "_SILENT_S", 1.0)
     folder = to_path(storage) / "runs/train/run-1"
@@ -80,7 +80,7 @@ def test_of_jobs_that_take_a_run_at_once_one_succeeds(storage: str, monkeypatch:
         taken = [pool.submit(take) for _ in range(4)]
     assert sorted(each.result() for each in taken) == [False, False, False, True]
     with heartbeat.held(folder):
-        pass  # once it has let go, another may go on at once
+        pass  # once the lock is released, another job can take it at once
 
 
 def resuming(what: str) -> Recipe:

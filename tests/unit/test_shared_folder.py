@@ -24,7 +24,7 @@ def test_a_worker_that_does_not_see_the_runs_folder_is_named_with_what_to_set(st
 
 @pytest.mark.slow
 def test_torchrun_says_so_before_it_trains() -> None:
-    """Storage in memory is each process's own."""
+    """Each process has its own in-memory storage."""
     torchrun = ("torchrun", "--nproc-per-node=2", "-m", "app.training", "recipes/digits.yaml", "storage=memory://own")
     ended = run(*torchrun, environment={"OMP_NUM_THREADS": "1"})
     assert ended.returncode != 0

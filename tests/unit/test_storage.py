@@ -31,14 +31,14 @@ def test_only_one_function_makes_paths() -> None:
         for file in (ROOT / folder).rglob("*.py")
         for line in constructions(file)
     }
-    elsewhere = sorted(each for each in found if not each.startswith("app/storage.py:"))
+    elsewhere = sorted(place for place in found if not place.startswith("app/storage.py:"))
     assert not elsewhere, "call app.storage.to_path: UPath(...) caches listings, and hides what other processes write"
     assert found, "nothing was looked at"
 
 
 @pytest.mark.parametrize("storage", ["s3"], indirect=True)
 def test_an_actor_that_gets_a_trial_back_finds_the_checkpoint_that_another_wrote(storage: str) -> None:
-    """An actor has a driver of its own, which remembers what it listed."""
+    """Each actor has its own filesystem object, which would cache its directory listings."""
     location = f"{storage}/trials/0000/checkpoints"
     first, second = CheckpointStore(to_path(location)), CheckpointStore(UPath(location, skip_instance_cache=True))
     for number in (1, 2):

@@ -1,4 +1,4 @@
-"""Where a job's recipe may come from, and what is sent of it."""
+"""Sources of a job's recipe, and the recipe that is sent with the job."""
 
 import io
 import shlex
@@ -24,7 +24,7 @@ Sent = Callable[[], list[str]]
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
-    """The entrypoint of the job that was submitted last, for a cluster that takes any."""
+    """Return the entrypoint of the last submitted job, on a stub cluster that accepts any job."""
     commands: list[list[str]] = []
     really = subprocess.run
 

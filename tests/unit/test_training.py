@@ -44,7 +44,7 @@ def test_an_epoch_sees_a_sample_once_and_in_its_own_order() -> None:
 
 
 def test_no_length_is_left_out_more_than_others() -> None:
-    """The last batch of 1,050 samples is not full. Sorted first, the longest would be left out of every epoch."""
+    """The last batch of 1,050 samples is not full. If they were sorted first, every epoch would drop the longest."""
     lengths = np.arange(1050)
     kept = [set(train_batches(lengths, 100, seed=0, epoch=epoch).ravel().tolist()) for epoch in range(8)]
     assert all(len(epoch) == 1000 for epoch in kept)

@@ -54,7 +54,7 @@ def test_patience_counts_trials_in_the_order_in_which_they_ended_also_over_a_res
 
 
 def test_no_note_grows_with_the_number_of_trials_and_those_of_an_earlier_version_count(url: URL) -> None:
-    """MySQL keeps 65,535 bytes of one."""
+    """MySQL stores at most 65,535 bytes per attribute."""
     study = create(url)
     for _ in range(2):
         study.complete(ask(study), [0.25], stopped_early=False)
@@ -69,10 +69,10 @@ def test_no_note_grows_with_the_number_of_trials_and_those_of_an_earlier_version
 
 
 def sizes_of_notes(study: SearchStudy) -> tuple[dict[str, int], dict[str, int]]:
-    """Characters of each note, of the study and of its last trial."""
+    """Return the length in characters of each attribute of the study and of its last trial."""
     notes = (study.study.user_attrs, study.trials[-1].user_attrs)
     of_study, of_trial = ({key: len(json.dumps(value)) for key, value in noted.items()} for noted in notes)
-    return of_study, {**of_trial, "values": 0}  # drawn
+    return of_study, {**of_trial, "values": 0}  # drawn values vary in length
 
 
 def test_patience_counts_trials_that_wait_at_a_rung(url: URL, tmp_path: Path) -> None:

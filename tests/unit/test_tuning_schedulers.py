@@ -98,7 +98,7 @@ def test_a_population_changes_the_keys_that_a_trial_has_within_their_ranges() ->
 def search_on(
     monkeypatch: pytest.MonkeyPatch, url: URL, *overrides: str, grows: bool
 ) -> tuple[Search, dict[str, float]]:
-    """A search on a cluster that has the resources in the dictionary, which a test may change."""
+    """Return a search, and the resources of its cluster as a dictionary that a test may change."""
     cluster = {"CPU": 0.0}
     monkeypatch.setattr(ray, "cluster_resources", lambda: cluster)
     recipe, study = recipe_with(*overrides), create(url, *overrides)

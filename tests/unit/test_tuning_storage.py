@@ -1,4 +1,4 @@
-"""Where studies are kept: damaged, locked, on an object store, on a database server."""
+"""Storage of studies: damaged, locked, on an object store, on a database server."""
 
 import os
 import pwd
@@ -137,14 +137,14 @@ def test_a_database_server_that_restarts_is_waited_for(postgres: PostgresServer,
 
 @pytest.fixture
 def bucket() -> Iterator[UPath]:
-    """Storage that is no disk."""
+    """Storage that is not on disk."""
     root = UPath("memory://bucket")
     yield root
     root.fs.rm(root.path, recursive=True)
 
 
 def place_on(machine: Path, bucket: UPath, name: str = "one") -> StudyPlace:
-    """Of a study in the bucket, for a search on a machine with this disk."""
+    """Return the place of a study in the bucket, for a search on a machine with this disk."""
     machine.mkdir(exist_ok=True)
     return study_place(bucket, None, machine, name)
 
@@ -158,7 +158,7 @@ def test_a_study_on_an_object_store_goes_on_on_another_machine(
         study.report(number := ask(study), 1, 0.5, cost=-0.5)
         study.complete(number, [0.5], stopped_early=False)
         running = ask(study)
-    for unknown in (ask(study), ask(study)):  # nobody copied the study any more
+    for unknown in (ask(study), ask(study)):  # no snapshot was taken after these trials
         (tmp_path / f"trials/{unknown:04d}").mkdir(parents=True)
     for known in (number, running):
         (tmp_path / f"trials/{known:04d}").mkdir()

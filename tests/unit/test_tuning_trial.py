@@ -124,7 +124,7 @@ def test_an_actor_that_trained_with_zero_3_takes_no_other_trial(begin: Begin) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 def test_an_actor_takes_no_more_memory_after_20_trials_than_after_3(tmp_path: Path, stage: int) -> None:
-    allocator = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # freed tensors go back to the system, instead of into a heap
+    allocator = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # returns freed tensors to the system, not to the heap
     done = run("python", "-m", "tests.actor_memory", str(tmp_path), str(stage), environment=allocator)
     assert done.returncode == 0, done.stderr
     resident = json.loads(done.stdout.splitlines()[-1])

@@ -16,7 +16,7 @@ store = distributed.TCPStore("127.0.0.1", 0, is_master=True)
 distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 waiting, storing = (Watchdog(Worker(rank, 2, torch.device("cpu")), 0.5, print) for rank in (0, 1))
 clock = time.time
-time.time = lambda: clock() - 60.0 * (threading.current_thread() is storing._thread)  # as of another node
+time.time = lambda: clock() - 60.0 * (threading.current_thread() is storing._thread)  # as if on another node
 waiting.beat("the exchange after step 9")
 storing.beat("the exchange after step 9")
 waiting.beat("looking for a checkpoint")
