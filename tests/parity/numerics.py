@@ -152,7 +152,9 @@ def plain_losses(norm: bool, size: int) -> list[float]:
 
 def statistics_of(model: nn.Module) -> list[float]:
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    return [value for norm in norms for each in (norm.running_mean, norm.running_var) for value in each.tolist()]
+    return [
+        value for norm in norms for statistic in (norm.running_mean, norm.running_var) for value in statistic.tolist()
+    ]
 
 
 def planned_losses(norm: bool, size: int, **plan: int) -> list[float]:
@@ -174,7 +176,7 @@ def planned_losses(norm: bool, size: int, **plan: int) -> list[float]:
 
 
 def two_ranks(folder: Path) -> dict[str, Found]:
-    """Measure uneven micro-batches and batch norm under ZeRO. Pipelines run last, because DeepSpeed keeps their grid."""
+    """Measure uneven micro-batches and batch norm under ZeRO. Pipelines run last: DeepSpeed keeps their grid."""
     os.environ["WORLD_SIZE"] = "2"
     losses = {"plain, uneven": plain_losses(False, 2 * UNEVEN), "plain, batch norm": plain_losses(True, 32)}
     for stage in range(4):

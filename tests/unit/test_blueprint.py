@@ -91,17 +91,18 @@ def test_the_values_are_those_of_a_model_that_is_built_at_once(build: Build) -> 
     made = content(Blueprint.of(build).make())
     assert torch.equal(torch.rand(3), drawn), "the random numbers go on elsewhere"
     assert made.keys() == expected.keys()
-    for name, each in made.items():
-        assert torch.equal(each, expected[name]), name
-        assert each.stride() == expected[name].stride()
-        assert each.requires_grad == expected[name].requires_grad
+    for name, tensor in made.items():
+        assert torch.equal(tensor, expected[name]), name
+        assert tensor.stride() == expected[name].stride()
+        assert tensor.requires_grad == expected[name].requires_grad
 
 
 @pytest.mark.parametrize("build", RECORDED.values(), ids=RECORDED)
 def test_a_blueprint_has_no_memory_and_is_made_one_tensor_at_a_time(build: Build) -> None:
     blueprint = Blueprint.of(build)
-    drawn = [each for each in blueprint.model.parameters() if each.is_meta]
-    assert sum(each.numel() for each in drawn) > 0.9 * sum(each.numel() for each in blueprint.model.parameters())
+    parameters = list(blueprint.model.parameters())
+    drawn = [parameter for parameter in parameters if parameter.is_meta]
+    assert sum(map(Tensor.numel, drawn)) > 0.9 * sum(map(Tensor.numel, parameters))
     placed: list[nn.Parameter] = []
 
     def place(parameter: nn.Parameter) -> None:
@@ -109,9 +110,9 @@ def test_a_blueprint_has_no_memory_and_is_made_one_tensor_at_a_time(build: Build
         placed.append(parameter)
 
     model = blueprint.make(finish=Tensor.bfloat16, place=place)
-    assert {id(each) for each in placed} == {id(each) for each in model.parameters()}
+    assert set(map(id, placed)) == set(map(id, model.parameters()))
     assert len(placed) == len(list(model.parameters()))
-    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
 def test_a_parameter_keeps_what_its_factory_noted_and_where_it_is_shared() -> None:

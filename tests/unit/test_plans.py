@@ -162,7 +162,7 @@ def test_a_micro_batch_that_does_not_divide_is_refused_with_the_nearest_that_doe
         (131, {}, [44, 44, 43]),
         (96, {"micro_batch": 32}, [32, 32, 32]),
         (96, {"pipeline": 2}, [48, 48]),
-        (67, {"pipeline": 2}, [1] * 67),  # which takes micro-batches of one size
+        (67, {"pipeline": 2}, [1] * 67),  # a pipeline takes micro-batches of one size
     ],
 )
 def test_a_share_becomes_the_fewest_micro_batches_that_fit(share: int, plan: dict[str, int], sizes: list[int]) -> None:

@@ -78,7 +78,7 @@ def test_of_jobs_that_take_a_run_at_once_one_succeeds(storage: str, monkeypatch:
 
     with ThreadPoolExecutor(4) as pool:
         taken = [pool.submit(take) for _ in range(4)]
-    assert sorted(each.result() for each in taken) == [False, False, False, True]
+    assert sorted(future.result() for future in taken) == [False, False, False, True]
     with heartbeat.held(folder):
         pass  # once the lock is released, another job can take it at once
 

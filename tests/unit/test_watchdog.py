@@ -49,8 +49,8 @@ def test_slow_storage_of_one_worker_is_no_hang_of_those_that_wait_and_becomes_on
 
 def beats(counts: list[int], waits: list[bool]) -> list[Beat]:
     return [
-        Beat(rank=rank, count=count, doing=f"work {count}", waits=each, idle_s=9.0, number=1)
-        for rank, (count, each) in enumerate(zip(counts, waits, strict=True))
+        Beat(rank=rank, count=count, doing=f"work {count}", waits=wait, idle_s=9.0, number=1)
+        for rank, (count, wait) in enumerate(zip(counts, waits, strict=True))
     ]
 
 
