@@ -7,7 +7,7 @@ from pathlib import Path
 from upath import UPath
 
 from app.errors import StorageError
-from app.storage import Advance, unheard, write_atomically
+from app.storage import Advance, no_op, write_atomically
 
 CHECKSUMS_FILE = "SHA256SUMS"
 _PIECE_BYTES = 2**22
@@ -18,7 +18,7 @@ def sha256_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def sha256_of_file(path: Path | UPath, advance: Advance = unheard) -> str:
+def sha256_of_file(path: Path | UPath, advance: Advance = no_op) -> str:
     """The hexadecimal sha256 of a file's content, which is read in pieces."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
@@ -28,7 +28,7 @@ def sha256_of_file(path: Path | UPath, advance: Advance = unheard) -> str:
     return digest.hexdigest()
 
 
-def checksums_of(files: Iterable[Path | UPath], advance: Advance = unheard) -> dict[str, str]:
+def checksums_of(files: Iterable[Path | UPath], advance: Advance = no_op) -> dict[str, str]:
     """The sha256 of each file, by name."""
     return {path.name: sha256_of_file(path, advance) for path in sorted(files, key=str)}
 
@@ -64,7 +64,7 @@ def read_checksums(folder: UPath) -> dict[str, str]:
     return {name: sha256 for sha256, _, name in (line.partition("  ") for line in lines)}
 
 
-def verify_checksums(folder: UPath, advance: Advance = unheard) -> None:
+def verify_checksums(folder: UPath, advance: Advance = no_op) -> None:
     """Compare every file of ``folder`` with its checksum.
 
     Raises:

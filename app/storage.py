@@ -23,8 +23,8 @@ Advance = Callable[[], None]
 """Hears that reading or writing goes on, piece by piece: storage may be slow, and does not hang meanwhile."""
 
 
-def unheard() -> None:
-    """Where nobody waits for storage to go on."""
+def no_op(*_: object) -> None:
+    """Do nothing: the callback of a caller that listens to none."""
 
 
 def to_path(location: str | Path) -> UPath:
@@ -87,7 +87,7 @@ def local_folder(folder: UPath) -> Iterator[Path]:
 
 
 @contextmanager
-def local_copy(folder: UPath, advance: Advance = unheard) -> Iterator[Path]:
+def local_copy(folder: UPath, advance: Advance = no_op) -> Iterator[Path]:
     """``folder`` itself where it lies on a disk, else a temporary copy of it."""
     with local_folder(folder) as local:
         if not is_local(folder):
@@ -95,7 +95,7 @@ def local_copy(folder: UPath, advance: Advance = unheard) -> Iterator[Path]:
         yield local
 
 
-def upload(file: Path, target: UPath, advance: Advance = unheard) -> None:
+def upload(file: Path, target: UPath, advance: Advance = no_op) -> None:
     """Copy a file from this machine's disk into storage."""
     target.fs.put(str(file), target.path, callback=_Heard(advance))
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from app.models.heap import return_freed_memory
+from app.storage import no_op
 
 Finish = Callable[[Tensor], Tensor]
 Place = Callable[[nn.Parameter], None]
@@ -32,10 +33,6 @@ _UNINITIALISED = frozenset({"empty", "empty_strided", "empty_like", "new_empty",
 _OVERWRITES = frozenset(
     {"normal_", "uniform_", "zero_", "fill_", "copy_", "bernoulli_", "exponential_", "log_normal_", "random_"}
 )
-
-
-def _no_op(parameter: nn.Parameter) -> None:
-    pass
 
 
 class _UnrecordableError(Exception):
@@ -174,7 +171,7 @@ class Blueprint:
         """The number of values in the parameters, before ``make``. A shared parameter counts once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def make(self, finish: Finish = lambda tensor: tensor, place: Place = _no_op) -> nn.Module:
+    def make(self, finish: Finish = lambda tensor: tensor, place: Place = no_op) -> nn.Module:
         """Give the model its tensors, and return it.
 
         Args:
@@ -279,7 +276,7 @@ def _fake_attributes() -> frozenset[str]:
         return frozenset(nn.Parameter(torch.empty(0)).__dict__)
 
 
-def _put(old: Tensor, value: Tensor, places: _Places, place: Place = _no_op) -> Tensor:
+def _put(old: Tensor, value: Tensor, places: _Places, place: Place = no_op) -> Tensor:
     """Replace ``old`` in the model by ``value``, as a parameter if ``old`` is one."""
     if not isinstance(old, nn.Parameter):
         for module, name in places[id(old)][1]:

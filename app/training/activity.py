@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from app.storage import Advance, unheard
+from app.storage import Advance, no_op
 from app.telemetry.phases import Phase, phase
 
 _WORDS = {
@@ -15,14 +15,10 @@ _WORDS = {
 }
 
 
-def _nobody(doing: str) -> None:
-    pass
-
-
 class Activity:
     """Follows one worker through its work, phase after phase."""
 
-    def __init__(self, beat: Callable[[str], None] = _nobody, advance: Advance = unheard) -> None:
+    def __init__(self, beat: Callable[[str], None] = no_op, advance: Advance = no_op) -> None:
         """``beat`` is told what the worker begins, each time it has come out of what was before.
 
         ``advance`` is told that this goes on.

@@ -10,6 +10,7 @@ from app.config import Layout, Recipe, TrainConfig
 from app.data.prepared import PreparedData
 from app.errors import NonFiniteLossError, TrainingError
 from app.models.factory import blueprint_of
+from app.storage import no_op
 from app.telemetry.alerts import Action, Alerts, Notifier
 from app.telemetry.mirror import Mirror
 from app.telemetry.peak import computes_in_bf16
@@ -37,16 +38,12 @@ from app.warnings import warn
 _MOST_ROLLBACKS = 3
 
 
-def _nobody(record: EpochRecord) -> None:
-    pass
-
-
 def train(
     recipe: Recipe,
     data: PreparedData,
     worker: Worker,
     run_folder: UPath,
-    report: Report = _nobody,
+    report: Report = no_op,
     announced: Callable[[], Action] | None = None,
     heard: int | None = None,
 ) -> Ending:

@@ -6,7 +6,7 @@ from functools import partial
 from upath import UPath
 
 from app.config import Layout, TrainConfig
-from app.storage import unheard
+from app.storage import no_op
 from app.training.activity import Activity
 from app.training.checkpoints.fragments import fragments_of
 from app.training.checkpoints.reader import load_checkpoint
@@ -31,7 +31,7 @@ class CheckpointManager:
         layout: Layout,
         worker: Worker,
         activity: Activity,
-        before_commit: Callable[[], None] = unheard,
+        before_commit: Callable[[], None] = no_op,
     ) -> None:
         """Raises TrainingError if the state of ``engine`` cannot be kept, before there is work to lose.
 
@@ -40,7 +40,7 @@ class CheckpointManager:
         fragments_of(engine, layout)
         self._engine, self._config, self._layout = engine, config, layout
         self._worker, self._activity = worker, activity
-        self._store = CheckpointStore(folder, activity.advance, warn if worker.is_first else _no_op)
+        self._store = CheckpointStore(folder, activity.advance, warn if worker.is_first else no_op)
         self._writer = CheckpointWriter(self._store, config.checkpoint, activity.advance, before_commit)
         self._saved_step: int | None = None
 
@@ -97,7 +97,3 @@ class CheckpointManager:
         self._activity.begin(f"reading the checkpoint of step {checkpoint.step}")
         folder = self._store.folder_of(checkpoint)
         return checkpoint, load_checkpoint(self._engine, self._layout, folder, self._activity.advance)
-
-
-def _no_op(message: str) -> None:
-    """Do nothing: the first process prints the warning."""

@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from upath import UPath
 
-from app.storage import Advance, unheard
+from app.storage import Advance, no_op
 from app.training.checkpoints.part_reader import PartReader
 
 
 def write_parts(
-    content: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup, advance: Advance = unheard
+    content: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup, advance: Advance = no_op
 ) -> None:
     """Write what this process has of the tensors. Every process of ``group`` calls it; OSError is raised in all."""
     try:
@@ -40,7 +40,7 @@ def write_parts(
 class SavedParts:
     """The tensors of a folder, whichever process wrote their parts. Every read is verified."""
 
-    def __init__(self, folder: UPath, advance: Advance = unheard) -> None:
+    def __init__(self, folder: UPath, advance: Advance = no_op) -> None:
         """Raises StorageError if the folder does not match its checksums."""
         self._advance = advance
         self._reader = PartReader(folder, advance)

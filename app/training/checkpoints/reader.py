@@ -13,7 +13,7 @@ from app.config import Layout, Precision
 from app.errors import RayloomError, StorageError, TrainingError
 from app.models.precision import TORCH_DTYPES
 from app.models.safetensors_file import Form, write_safetensors
-from app.storage import Advance, unheard
+from app.storage import Advance, no_op
 from app.training.checkpoints import names
 from app.training.checkpoints.restore import apply_own, apply_state, destinations
 from app.training.checkpoints.state import TrainState
@@ -24,7 +24,7 @@ from app.training.worker import run_on_all
 Own = dict[str, Tensor]
 
 
-def load_checkpoint(engine: TrainingEngine, layout: Layout, folder: UPath, advance: Advance = unheard) -> TrainState:
+def load_checkpoint(engine: TrainingEngine, layout: Layout, folder: UPath, advance: Advance = no_op) -> TrainState:
     """Restore ``engine`` from a checkpoint. Collective: every process calls it, and an error is raised in all of them.
 
     Each process reads and verifies the part that its plan assigns to it, whatever plan wrote the checkpoint.

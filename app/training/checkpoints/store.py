@@ -11,7 +11,7 @@ from upath import UPath
 
 from app.checksums import CHECKSUMS_FILE, verify_checksums
 from app.errors import StorageError
-from app.storage import Advance, unheard
+from app.storage import Advance, no_op
 from app.warnings import attempt, warn
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class Checkpoint:
 class CheckpointStore:
     """The folder of a run's checkpoints."""
 
-    def __init__(self, folder: UPath, advance: Advance = unheard, tell: Callable[[str], None] = warn) -> None:
+    def __init__(self, folder: UPath, advance: Advance = no_op, tell: Callable[[str], None] = warn) -> None:
         """``tell`` is called with a message for each damaged checkpoint."""
         self.folder, self._advance, self._tell = folder, advance, tell
 

@@ -9,7 +9,7 @@ from upath import UPath
 
 from app.checksums import sha256_of
 from app.errors import StorageError
-from app.storage import Advance, unheard
+from app.storage import Advance, no_op
 
 PIECE_BYTES = 2**16
 """Size of a piece: the unit of reading and verifying."""
@@ -36,7 +36,7 @@ def pieces_name(name: str) -> str:
 class VerifiedFile(io.RawIOBase):
     """A file that reads pieces on demand. ``fetch`` reads many at once."""
 
-    def __init__(self, file: UPath, sums: Sequence[str], piece_bytes: int | None, advance: Advance = unheard) -> None:
+    def __init__(self, file: UPath, sums: Sequence[str], piece_bytes: int | None, advance: Advance = no_op) -> None:
         """``sums`` are the sha256 of pieces of ``piece_bytes``. None: the whole file is one piece."""
         self._file, self._sums, self._piece_bytes, self._advance = file, sums, piece_bytes, advance
         self._pieces: dict[int, bytes] = {}

@@ -13,7 +13,7 @@ from upath import UPath
 from app.checksums import checksums_of, write_checksums
 from app.config import CheckpointConfig
 from app.errors import TrainingError
-from app.storage import Advance, is_local, local_folder, unheard, upload
+from app.storage import Advance, is_local, local_folder, no_op, upload
 from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.checkpoints.verified_file import write_piece_sums
@@ -34,8 +34,8 @@ class CheckpointWriter:
         self,
         store: CheckpointStore,
         config: CheckpointConfig,
-        advance: Advance = unheard,
-        before_commit: Callable[[], None] = unheard,
+        advance: Advance = no_op,
+        before_commit: Callable[[], None] = no_op,
     ) -> None:
         """``before_commit`` runs in a thread of the first process once all files of a checkpoint are stored.
 

@@ -9,6 +9,7 @@ from app.config import Layout, TrainConfig
 from app.models.blueprint import Blueprint
 from app.models.kind import kind_of
 from app.models.precision import TORCH_DTYPES
+from app.storage import no_op
 from app.training.engine.deepspeed_config import deepspeed_config
 from app.training.worker import import_deepspeed
 
@@ -25,15 +26,11 @@ def make_in_place(blueprint: Blueprint, config: TrainConfig, layout: Layout) -> 
     is_split = config.plan.zero_stage == 3 and not config.plan.zero_plus_plus.hpz_partition_size > 1
     model = blueprint.make(
         finish=lambda value: value.to(dtype) if dtype != torch.float32 and value.is_floating_point() else value,
-        place=partition if is_split else _keep_whole,
+        place=partition if is_split else no_op,
     )
     if is_split:
         _move_buffers(model)
     return model
-
-
-def _keep_whole(parameter: nn.Parameter) -> None:
-    """Keep the whole parameter."""
 
 
 class _Partition:
