@@ -1,1 +1,1 @@
-"""The cost of many runs, versions and deployed models."""
+"""The cost of many runs, trials, versions and deployed models."""

@@ -1,4 +1,4 @@
-"""Measure the cost of many runs, versions and deployed models, on a disk and on S3. Write RESULTS.md."""
+"""Measure the cost of many runs, trials, versions and deployed models, on a disk and on S3. Write RESULTS.md."""
 
 import argparse
 import os
@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -19,14 +20,19 @@ from app.storage import open_storage, to_path
 from benchmarks.machine import load_average, machine, today, versions
 from benchmarks.many.deploys import of_deploys
 from benchmarks.many.measures import Cost, of_endpoint, of_runs, of_versions
+from benchmarks.many.trials import of_trials
 from benchmarks.markdown import table
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
-_HEAD = """# The cost of many runs, versions and models
+_HEAD = """# The cost of many runs, trials, versions and models
 
 Written by `python -m benchmarks.many`. Each cell is the time of one call and, on S3, its number of requests. S3 is a
 moto server on the same machine. It answers one request at a time, in a few milliseconds each. Over a network, the
 number of requests matters most; lists send 32 at a time.
+
+"Trials of a study" is the time of the search process, without the training of trials. The study already has the given
+number of trials. `resume` is measured once; the other rows are medians of 5 trials, after one to warm up.
+The space is `tune_spaces.image:space`, the sampler `tpe`.
 """
 _MODELS = 100
 _BUCKET = "s3://many"
@@ -42,7 +48,7 @@ def main() -> None:
         for title in arguments.sections:
             load = load_average()
             rows = _SECTIONS[title]()
-            packages = versions(["s3fs", "moto", "ray"])
+            packages = versions(["s3fs", "moto", "ray", "optuna", "sqlalchemy"])
             page[title] = f"{machine()}; {packages}; {today()}, load average {load}\n\n{rows}\n"
     text = "\n".join([_HEAD, *(f"## {title}\n\n{page[title]}" for title in _SECTIONS if title in page)])
     arguments.results.write_text(text, encoding="utf-8")
@@ -62,11 +68,11 @@ def _sections_of(results: Path) -> dict[str, str]:
     return {title: text.strip() + "\n" for title, _, text in (part.partition("\n") for part in parts)}
 
 
-def _stored(measure: Callable[[UPath, int], Costs], counts: Sequence[int], on_s3: Sequence[int] = ()) -> str:
+def _stored(measure: Callable[[UPath, int], Costs], counts: Sequence[int], on_s3: Sequence[int]) -> str:
     """Return a table of the costs with each count on a disk and on S3. Each column has a new storage folder."""
     columns: dict[str, Costs] = {}
     with tempfile.TemporaryDirectory(prefix="bench-many-") as disk:
-        for place, root, measured in (("a disk", disk, counts), ("S3", _BUCKET, on_s3 or counts)):
+        for place, root, measured in (("a disk", disk, counts), ("S3", _BUCKET, on_s3)):
             for count in measured:
                 columns[f"{count:,} on {place}"] = measure(open_storage(f"{root}/{secrets.token_hex(4)}"), count)
     first = next(iter(columns.values()))
@@ -104,9 +110,10 @@ def _s3() -> Iterator[None]:
 _SECTIONS: Mapping[str, Callable[[], str]] = {
     # With more than 1,000 on S3, moto takes minutes.
     "Runs": lambda: _stored(of_runs, [1_000, 10_000], [1_000]),
+    "Trials of a study": lambda: _stored(of_trials, [100, 1_000], []),  # a search writes to a local disk
     "Versions of one model": lambda: _stored(of_versions, [1_000, 10_000], [1_000]),
-    "Versions of 100 models": lambda: _stored(lambda storage, count: of_versions(storage, count, _MODELS), [1_000]),
-    "Models in a replica": lambda: _stored(of_endpoint, [1, _MODELS]),
+    "Versions of 100 models": lambda: _stored(partial(of_versions, models=_MODELS), [1_000], [1_000]),
+    "Models in a replica": lambda: _stored(of_endpoint, [1, _MODELS], [1, _MODELS]),
     "Deploys on a local cluster": _deploys,
 }
 

@@ -7,13 +7,18 @@ import sys
 import time
 from pathlib import Path
 
+from app.serving.config import EndpointConfig
+from app.serving.plan import deployed_model
 from app.storage import open_storage
 from benchmarks.cluster import Cluster, local_cluster
 from benchmarks.many.measures import Cost
-from benchmarks.many.population import RECIPE, name_of, write_versions
+from benchmarks.many.population import RECIPE, name_of, recipe_in, write_versions
+from jobs._cluster import connect
+from jobs._endpoint import alone, change_over, wanted
 
 _ROOT = Path(__file__).parents[2]
 _OPTIONS = ("serve.version=1", "serve.replicas=1")
+_READY_S = 240.0
 
 
 def of_deploys(count: int) -> dict[str, list[Cost]]:
@@ -40,15 +45,30 @@ def _status(cluster: Cluster) -> Cost:
 
 
 def _fill(cluster: Cluster, count: int) -> None:
+    """Deploy many models in one step: this module as a job of the cluster."""
     printed = subprocess.run(
         [_command("rayloom"), "env"], env=cluster.environment, capture_output=True, text=True, check=True
     )
     words = shlex.split(printed.stdout)
     address = dict(word.split("=", 1) for word in words if "=" in word)
-    entrypoint = ["python", "-m", "benchmarks.many.fill", str(count)]
+    entrypoint = ["python", "-m", "benchmarks.many.deploys", str(count)]
     command = [_command("ray"), "job", "submit", "--working-dir", ".", "--", *entrypoint]
     subprocess.run(command, cwd=_ROOT, env={**os.environ, **cluster.environment, **address}, check=True)
 
 
 def _command(name: str) -> str:
     return str(Path(sys.executable).with_name(name))
+
+
+def _serve_all(count: int) -> None:
+    """Serve the first ``count`` models of the cluster's storage beside those that are already served. Runs as a job."""
+    storage = open_storage(None)
+    models = {name_of(number): deployed_model(recipe_in(storage, name_of(number)), storage) for number in range(count)}
+    connect()
+    with alone():
+        before = wanted()
+        change_over(before, EndpointConfig(models={**before.models, **models}, access=before.access), _READY_S)
+
+
+if __name__ == "__main__":
+    _serve_all(int(sys.argv[1]))
