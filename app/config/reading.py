@@ -43,8 +43,8 @@ def embedded(text: str, title: str) -> str:
     """
     if (size := len(text.encode())) > _MAX_BYTES:
         raise RecipeError(
-            f"recipe {title!r} has {size:,} bytes: expected {_MAX_BYTES:,} at most for a recipe outside the working "
-            "directory; move it there"
+            f"recipe {title!r} has {size:,} bytes: expected {_MAX_BYTES:,} at most for one that is embedded in a job's "
+            "command; put it into the working directory, where git does not ignore it"
         )
     content = base64.b64encode(text.encode()).decode()
     return f"{_SCHEME}{_MEDIA_TYPE};name={quote(title, safe='/')};base64,{content}"

@@ -109,7 +109,7 @@ def test_all_weights_and_buffers_are_exported_whatever_the_model_calls_them(tmp_
 
 @pytest.mark.usefixtures("_process_group")
 def test_weights_are_exported_one_at_a_time(tmp_path: Path) -> None:
-    each, number = 2**22, 24
+    num_bytes, number = 2**22, 24
 
     def take() -> Snapshot:
         parts = {name: Shards((1024, 1024), {(0, 0): torch.ones(1024, 1024)}) for name in map(str, range(number))}
@@ -119,7 +119,7 @@ def test_weights_are_exported_one_at_a_time(tmp_path: Path) -> None:
     CheckpointWriter(store, CheckpointConfig(background=False)).save(take, best=None)
     with peak_growth() as grown:
         export_weights(store.folder_of(Checkpoint(1)), tmp_path / "model.safetensors")
-    assert grown() < 6 * each
+    assert grown() < 6 * num_bytes
     assert len(safetensors.torch.load_file(tmp_path / "model.safetensors")) == number
 
 
@@ -403,7 +403,7 @@ def test_one_copy_of_the_state_is_in_memory_at_a_time(tmp_path: Path) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
 
     def take(step: int) -> Snapshot:
-        assert not any(each() is not None for each in alive), "the copy before is still there"
+        assert not any(copied() is not None for copied in alive), "the previous copy is still in memory"
         snapshot = snapshot_at(step)
         alive.extend(map(weakref.ref, snapshot.content.values()))
         return snapshot

@@ -301,8 +301,8 @@ def test_a_large_model_has_groups_of_parameters_and_all_in_their_order() -> None
         model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(32)))
     groups = create_optimizer(model, config).param_groups
     matrices = [group["params"] for group in groups if group["weight_decay"]]
-    assert len(matrices) == 11, "each ends once it has a sixteenth of the model, here three matrices"
-    assert [id(each) for part in matrices for each in part] == [id(each.weight) for each in model]
+    assert len(matrices) == 11, "a part ends once it has a sixteenth of the model, here three matrices"
+    assert [id(matrix) for part in matrices for matrix in part] == [id(layer.weight) for layer in model]
     assert len(groups) == 12
     small = create_optimizer(nn.Linear(8, 8), config).param_groups
     assert len(small) == 2
