@@ -1,5 +1,6 @@
 """OpenVINO: the engine for CPUs."""
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,25 +42,33 @@ class OpenVinoEngine(PooledEngine[openvino.InferRequest]):
         """
         if settings.device != "cpu":
             raise EngineError("OpenVINO runs on the CPU here: choose the device cpu, or another engine")
-        core = openvino.Core()
-        _check_precision(core, settings.precision)
-        properties: dict[str, str | int | bool] = {
-            "INFERENCE_PRECISION_HINT": _HINTS[settings.precision],
-            "INFERENCE_NUM_THREADS": settings.threads * settings.streams,
-            "NUM_STREAMS": settings.streams,
-            # Else every process pins its threads from the first core on, and replicas share that one.
-            "ENABLE_CPU_PINNING": False,
-        }
-        try:
-            model = _compile(core, path, properties, settings)
-        except RuntimeError as error:
-            raise EngineError(f"OpenVINO cannot load {str(path)!r}: {error}") from error
+        # On a CPU with AMX, OpenVINO gives the thread that loads a model a signal stack. It frees that stack with the
+        # model, on whatever thread: the next signal would then kill the process. So the loading thread ends first.
+        with ThreadPoolExecutor(1, "openvino") as loading:
+            model = loading.submit(_load, path, settings).result()
         signature = Signature(_specs(path, model.inputs), _specs(path, model.outputs))
         super().__init__(signature, (model.create_infer_request() for _ in range(settings.streams)))
 
     def _run(self, member: openvino.InferRequest, inputs: Tensors) -> Tensors:
         results = member.infer(dict(inputs), share_inputs=True)
         return {spec.name: results[spec.name] for spec in self.signature.outputs}
+
+
+def _load(path: Path, settings: EngineSettings) -> openvino.CompiledModel:
+    """Compile an ONNX file with the settings, and name the file if OpenVINO refuses it."""
+    core = openvino.Core()
+    _check_precision(core, settings.precision)
+    properties: dict[str, str | int | bool] = {
+        "INFERENCE_PRECISION_HINT": _HINTS[settings.precision],
+        "INFERENCE_NUM_THREADS": settings.threads * settings.streams,
+        "NUM_STREAMS": settings.streams,
+        # Else every process pins its threads from the first core on, and replicas share that one.
+        "ENABLE_CPU_PINNING": False,
+    }
+    try:
+        return _compile(core, path, properties, settings)
+    except RuntimeError as error:
+        raise EngineError(f"OpenVINO cannot load {str(path)!r}: {error}") from error
 
 
 def _check_precision(core: openvino.Core, precision: ComputePrecision) -> None:

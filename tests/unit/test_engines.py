@@ -114,6 +114,33 @@ def test_openvino_leaves_its_threads_on_every_core(onnx: Path) -> None:
     engine.close()
 
 
+_SIGNAL_AFTER_CLOSE = """
+import gc, os, signal, sys, threading
+from pathlib import Path
+from app.engines.base import EngineSettings
+from app.engines.registry import open_engine
+
+engines = [open_engine("openvino", Path(sys.argv[1]), EngineSettings())]
+
+def close():
+    engines.pop().close()
+    gc.collect()
+
+closing = threading.Thread(target=close)
+closing.start()
+closing.join()
+signal.signal(signal.SIGUSR1, lambda *_: print("handled"))
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+
+
+def test_a_process_handles_signals_after_another_thread_closed_openvino(onnx: Path) -> None:
+    """On a CPU with AMX, OpenVINO frees the signal stack of the thread that loaded the model."""
+    command = [sys.executable, "-c", _SIGNAL_AFTER_CLOSE, str(onnx)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "handled\n"), done.stderr
+
+
 def test_what_fails_inside_a_library_is_an_error_of_the_engine() -> None:
     class Broken(nn.Module):
         def forward(self, **_: torch.Tensor) -> torch.Tensor:
