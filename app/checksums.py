@@ -64,6 +64,29 @@ def read_checksums(folder: UPath) -> dict[str, str]:
     return {name: sha256 for sha256, _, name in (line.partition("  ") for line in lines)}
 
 
+class VerifiedFolder:
+    """A folder with checksums, from which only files that match theirs are read."""
+
+    def __init__(self, path: UPath) -> None:
+        """Raises StorageError if the folder has no checksums."""
+        self.path = path
+        self._sums = read_checksums(path)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a checksum of the file ``name``."""
+        return name in self._sums
+
+    def sha256_of(self, name: str) -> str:
+        """Return the checksum of the file ``name``. Raises StorageError if there is none."""
+        if name not in self._sums:
+            raise StorageError(f"{str(self.path)!r} has no checksum of {name!r}: it was changed")
+        return self._sums[name]
+
+    def read(self, name: str) -> bytes:
+        """Read the file ``name``. Raises StorageError if it has no checksum, is missing or was changed."""
+        return read_verified(self.path / name, self.sha256_of(name))
+
+
 def verify_checksums(folder: UPath, advance: Advance = no_op) -> None:
     """Compare every file of ``folder`` with its checksum.
 

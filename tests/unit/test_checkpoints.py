@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch.distributed.checkpoint import FileSystemWriter, save
 from upath import UPath
 
-from app.checksums import CHECKSUMS_FILE, checksums_of, write_checksums
+from app.checksums import CHECKSUMS_FILE, VerifiedFolder, checksums_of, write_checksums
 from app.config import CheckpointConfig, load_recipe
 from app.errors import StorageError, TrainingError
 from app.runs import Run
@@ -334,7 +334,7 @@ def test_a_process_reads_its_own_bytes(two_halves: tuple[UPath, torch.Tensor], r
     folder, whole = two_halves
     height = min(height, ROWS - row)
     part = torch.zeros(height, COLUMNS)
-    SavedParts(folder).read_into({parameter("a", WEIGHT): Shards((ROWS, COLUMNS), {(row, 0): part})})
+    SavedParts(VerifiedFolder(folder)).read_into({parameter("a", WEIGHT): Shards((ROWS, COLUMNS), {(row, 0): part})})
     assert torch.equal(part, whole[row : row + height])
     assert part.nbytes <= CountingStorage.bytes_read[".distcp"] <= 1.2 * part.nbytes
     assert CountingStorage.bytes_read.total() <= 1.2 * part.nbytes
@@ -348,7 +348,7 @@ def test_what_a_process_reads_is_verified(two_halves: tuple[UPath, torch.Tensor]
     content[len(content) * 3 // 4] ^= 1
     file.write_bytes(content)
     upper = torch.zeros(ROWS // 8, COLUMNS)
-    saved = SavedParts(folder)
+    saved = SavedParts(VerifiedFolder(folder))
     saved.read_into({parameter("a", WEIGHT): Shards((ROWS, COLUMNS), {(0, 0): upper})})
     assert torch.equal(upper, whole[: ROWS // 8]), "which is elsewhere in the file"
     with pytest.raises(StorageError, match=r"__0_0.distcp' was changed: piece"):
@@ -359,7 +359,7 @@ def test_what_a_process_reads_is_verified(two_halves: tuple[UPath, torch.Tensor]
 def test_a_column_is_read_from_rows(two_halves: tuple[UPath, torch.Tensor]) -> None:
     folder, whole = two_halves
     part = torch.zeros(ROWS, 8)
-    SavedParts(folder).read_into({parameter("a", WEIGHT): Shards((ROWS, COLUMNS), {(0, 512): part})})
+    SavedParts(VerifiedFolder(folder)).read_into({parameter("a", WEIGHT): Shards((ROWS, COLUMNS), {(0, 512): part})})
     assert torch.equal(part, whole[:, 512:520])
 
 

@@ -18,10 +18,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.utils import _create_file_view
-from upath import UPath
 
-from app.checksums import read_checksums, read_verified
-from app.errors import StorageError
+from app.checksums import VerifiedFolder
 from app.storage import Advance
 from app.training.checkpoints.verified_file import PIECE_BYTES, Span, VerifiedFile, pieces_name
 
@@ -35,12 +33,11 @@ _FRAME_BYTES = 2**12
 class PartReader(FileSystemReader):
     """Reads directly from storage and verifies every read. A file without piece checksums is read whole."""
 
-    def __init__(self, folder: UPath, advance: Advance) -> None:
-        """Raises StorageError if the folder has no checksums, or the metadata do not match theirs."""
+    def __init__(self, folder: VerifiedFolder, advance: Advance) -> None:
+        """Raises StorageError if the metadata do not match their checksum."""
         super().__init__("")
         self._folder, self._advance = folder, advance
-        self._sums = read_checksums(folder)
-        self.metadata: Metadata = pickle.loads(self._read_small(_METADATA_FILE))  # noqa: S301 # verified, and ours
+        self.metadata: Metadata = pickle.loads(folder.read(_METADATA_FILE))  # noqa: S301 # verified, and ours
         self.metadata.storage_meta = self.metadata.storage_meta or StorageMeta()
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
@@ -63,18 +60,11 @@ class PartReader(FileSystemReader):
         done.set_result(None)
         return done
 
-    def _read_small(self, name: str) -> bytes:
-        if name not in self._sums:
-            raise StorageError(f"{str(self._folder)!r} has no checksum of {name!r}: it was changed")
-        return read_verified(self._folder / name, self._sums[name])
-
     def _open(self, name: str) -> VerifiedFile:
-        if pieces_name(name) not in self._sums:
-            if name not in self._sums:
-                raise StorageError(f"{str(self._folder)!r} has no checksum of {name!r}: it was changed")
-            return VerifiedFile(self._folder / name, [self._sums[name]], None, self._advance)
-        sums = self._read_small(pieces_name(name)).decode().split()
-        return VerifiedFile(self._folder / name, sums, PIECE_BYTES, self._advance)
+        folder, pieces = self._folder, pieces_name(name)
+        if pieces not in folder:
+            return VerifiedFile(folder.path / name, [folder.sha256_of(name)], None, self._advance)
+        return VerifiedFile(folder.path / name, folder.read(pieces).decode().split(), PIECE_BYTES, self._advance)
 
     def _batches(self, items: list[ReadItem]) -> Iterator[list[ReadItem]]:
         """Group neighbours in a file into batches of about ``_BATCH_BYTES``."""

@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
-from upath import UPath
 
+from app.checksums import VerifiedFolder
+from app.models.safetensors_file import Form
 from app.storage import Advance, no_op
 from app.training.checkpoints.part_reader import PartReader
 
@@ -40,7 +41,7 @@ def write_parts(
 class SavedParts:
     """The tensors of a folder, whichever process wrote their parts. Every read is verified."""
 
-    def __init__(self, folder: UPath, advance: Advance = no_op) -> None:
+    def __init__(self, folder: VerifiedFolder, advance: Advance = no_op) -> None:
         """Raises StorageError if the folder does not match its checksums."""
         self._advance = advance
         self._reader = PartReader(folder, advance)
@@ -54,15 +55,15 @@ class SavedParts:
     def read(self, names: set[str]) -> dict[str, Tensor]:
         """The tensors of these names, whole."""
         forms = {name: self.form_of(name) for name in names}
-        content = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in forms.items()}
+        content = {name: torch.empty(form.shape, dtype=form.dtype) for name, form in forms.items()}
         self.read_into(content)
         return content
 
-    def form_of(self, name: str) -> tuple[torch.Size, torch.dtype]:
-        """Return shape and dtype of a whole tensor."""
+    def form_of(self, name: str) -> Form:
+        """Return the type and shape of a whole tensor."""
         saved = self._saved[name]
         assert isinstance(saved, TensorStorageMetadata)
-        return saved.size, saved.properties.dtype
+        return Form(saved.properties.dtype, tuple(saved.size))
 
     def read_into(self, content: Mapping[str, Tensor]) -> None:
         """Fill the tensors, or their local parts. Each process reads for itself.

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 from upath import UPath
 
-from app.checksums import read_checksums, read_verified
+from app.checksums import VerifiedFolder
 from app.config import Layout, Precision
-from app.errors import RayloomError, StorageError, TrainingError
+from app.errors import RayloomError, TrainingError
 from app.models.precision import TORCH_DTYPES
 from app.models.safetensors_file import Form, write_safetensors
 from app.storage import Advance, no_op
@@ -41,21 +41,13 @@ def load_checkpoint(engine: TrainingEngine, layout: Layout, folder: UPath, advan
     return state
 
 
-def load_state(folder: UPath) -> TrainState:
-    """Load where training stood. Raises StorageError if the file does not match its checksum."""
-    sums = read_checksums(folder)
-    if STATE_FILE not in sums:
-        raise StorageError(f"{str(folder)!r} has no checksum of {STATE_FILE!r}: it was changed")
-    return TrainState.model_validate_json(read_verified(folder / STATE_FILE, sums[STATE_FILE]))
-
-
 def _read(engine: TrainingEngine, layout: Layout, folder: UPath, advance: Advance) -> tuple[TrainState, Own]:
     """Read the tensors into ``engine``. Returns the rest of the state, and the tensors that only this rank had."""
     from app.training.checkpoints.parts import SavedParts
 
     try:
-        state = load_state(folder)
-        saved = SavedParts(folder, advance)
+        files = VerifiedFolder(folder)
+        state, saved = _read_state(files), SavedParts(files, advance)
         for content in destinations(engine, layout, state, saved.names):
             if missing := sorted(content.keys() - saved.names):
                 raise TrainingError(
@@ -73,6 +65,11 @@ def _read(engine: TrainingEngine, layout: Layout, folder: UPath, advance: Advanc
     return state, {name.removeprefix(prefix): tensor for name, tensor in own.items()}
 
 
+def _read_state(folder: VerifiedFolder) -> TrainState:
+    """Read where training stood. Raises StorageError if the file does not match its checksum."""
+    return TrainState.model_validate_json(folder.read(STATE_FILE))
+
+
 def export_weights(folder: UPath, path: Path) -> None:
     """Write a checkpoint of any plan as one safetensors file, equal to the weights of a single process.
 
@@ -81,8 +78,8 @@ def export_weights(folder: UPath, path: Path) -> None:
     """
     from app.training.checkpoints.parts import SavedParts
 
-    state = load_state(folder)
-    saved = SavedParts(folder)
+    files = VerifiedFolder(folder)
+    state, saved = _read_state(files), SavedParts(files)
     wanted = {name: key for key in saved.names if (name := names.in_model(key)) is not None}
 
     def read(name: str) -> Tensor:
@@ -90,8 +87,9 @@ def export_weights(folder: UPath, path: Path) -> None:
         return _as_validated(tensor, state.precision).reshape(state.shapes.get(name, tensor.shape))
 
     def form_of(name: str) -> Form:
-        shape, dtype = saved.form_of(wanted[name])
-        return Form(torch.float32 if dtype.is_floating_point else dtype, tuple(state.shapes.get(name, shape)))
+        form = saved.form_of(wanted[name])
+        dtype = torch.float32 if form.dtype.is_floating_point else form.dtype
+        return Form(dtype, tuple(state.shapes.get(name, form.shape)))
 
     write_safetensors(path, {name: form_of(name) for name in wanted}, read)
 
