@@ -14,7 +14,7 @@ from app.config.compile import (
 )
 from app.config.data import CleanConfig, ColumnsConfig, DataConfig, ImageConfig, TokenizerConfig
 from app.config.layout import Layout
-from app.config.loading import dump_recipe, load_recipe, with_values
+from app.config.loading import dump_recipe, load_recipe, load_stored_recipe, parse_stored_recipe, with_values
 from app.config.plan import PlanConfig, Precision
 from app.config.plan_rules import ModelTraits, Setting, refusal
 from app.config.reading import embedded, read_text, title_of
@@ -79,6 +79,8 @@ __all__ = [
     "dump_recipe",
     "embedded",
     "load_recipe",
+    "load_stored_recipe",
+    "parse_stored_recipe",
     "read_text",
     "refusal",
     "title_of",

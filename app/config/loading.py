@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 from app.config.overrides import apply_overrides, parse_yaml, set_value
 from app.config.reading import read_text, title_of
 from app.config.recipe import Recipe
+from app.config.section import STORED
 from app.errors import RecipeError
 from app.suggestions import did_you_mean
 
@@ -28,6 +29,29 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         RecipeError: ``path`` cannot be read, the YAML is broken, or keys, types or combinations are invalid.
     """
+    return parse_recipe(apply_overrides(_read_tree(path), overrides), source=title_of(path))
+
+
+def load_stored_recipe(path: str | Path) -> Recipe:
+    """Read the recipe of a run or of a weights folder, whose plan is not checked: it has trained already.
+
+    Raises:
+        RecipeError: ``path`` cannot be read, the YAML is broken, or keys or types are invalid.
+    """
+    return parse_stored_recipe(_read_tree(path), source=title_of(path))
+
+
+def parse_recipe(tree: dict[str, Any], source: str = "recipe") -> Recipe:
+    """Check a tree of plain values. Raises RecipeError with one line for each problem."""
+    return _parse(tree, source, context=None)
+
+
+def parse_stored_recipe(tree: dict[str, Any], source: str = "recipe") -> Recipe:
+    """Check a stored tree, but not its plan; missing keys get their defaults. Raises RecipeError like parse_recipe."""
+    return _parse(tree, source, context=STORED)
+
+
+def _read_tree(path: str | Path) -> dict[str, Any]:
     title = title_of(path)
     try:
         tree = parse_yaml(read_text(path))
@@ -35,13 +59,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"recipe {title!r} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
         raise RecipeError(f"recipe {title!r} holds {_show(tree)}: expected keys such as name, task and data")
-    return parse_recipe(apply_overrides(tree, overrides), source=title)
+    return tree
 
 
-def parse_recipe(tree: dict[str, Any], source: str = "recipe") -> Recipe:
-    """Check a tree of plain values. Raises RecipeError with one line for each problem."""
+def _parse(tree: dict[str, Any], source: str, context: dict[str, bool] | None) -> Recipe:
     try:
-        return Recipe.model_validate(tree)
+        return Recipe.model_validate(tree, context=context)
     except ValidationError as error:
         raise RecipeError("\n".join(f"{source}: {_explain(each)}" for each in error.errors())) from None
 

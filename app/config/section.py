@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 
 IMPORT_STRING = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 NAME = r"[a-z0-9][a-z0-9_-]{0,62}"
@@ -28,6 +28,15 @@ def _check_custom(resources: dict[str, float]) -> dict[str, float]:
 
 CustomResources = Annotated[dict[str, Annotated[float, Field(gt=0.0)]], AfterValidator(_check_custom)]
 """Amounts by resource name, as declared when nodes start, such as {a10g: 1}. They select the kind of node."""
+
+
+STORED = {"stored": True}
+"""Pydantic's context while a stored recipe is validated."""
+
+
+def is_stored(info: ValidationInfo) -> bool:
+    """Return True for a stored recipe, whose plan has trained already, perhaps before a rule was added."""
+    return info.context == STORED
 
 
 class Section(BaseModel):

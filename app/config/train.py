@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_
 from app.config.layout import Layout, lay_out
 from app.config.plan import Device, Plan, PlanConfig, Precision
 from app.config.plan_rules import ModelTraits, Setting, refusal
-from app.config.section import Fraction, NumberOrRange, Section
+from app.config.section import Fraction, NumberOrRange, Section, is_stored
 
 
 class OptimizerConfig(Section):
@@ -166,7 +166,9 @@ class TrainConfig(Section):
     @field_validator("plan")
     @classmethod
     def _plan_can_run(cls, plan: PlanConfig, info: ValidationInfo) -> PlanConfig:
-        """With the keys above it; what is wrong in them is told by itself."""
+        """With the keys above it; what is wrong in them is told by itself. A stored plan has trained already."""
+        if is_stored(info):
+            return plan
         if not info.data.keys() >= {"precision", "optimizer", "workers", "device", "sync_batch_norm"}:
             return plan
         if reason := refusal(plan, cls.model_construct(None, **info.data).setting(model=None)):
@@ -174,7 +176,7 @@ class TrainConfig(Section):
         return plan
 
     @model_validator(mode="after")
-    def _global_batch_divides(self) -> Self:
-        if not self.worker_counts:
+    def _global_batch_divides(self, info: ValidationInfo) -> Self:
+        if not is_stored(info) and not self.worker_counts:
             self.layout(self.workers_range[1])  # raises ValueError with the reason
         return self

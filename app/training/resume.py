@@ -4,7 +4,7 @@ from operator import attrgetter
 
 from upath import UPath
 
-from app.config import Recipe, load_recipe
+from app.config import Recipe, load_stored_recipe
 from app.errors import RecipeError, StorageError
 from app.runs import CONFIG_FILE, Run, has_succeeded, newest_first, recipe_named_in, runs_folder
 from app.storage import open_storage
@@ -59,7 +59,7 @@ def _has_finished(run: UPath) -> bool:
 def _earlier(run: UPath) -> Recipe:
     """What the run was started with. Raises RecipeError if it cannot be read, or is of another version."""
     try:
-        return load_recipe(str(run / CONFIG_FILE))
+        return load_stored_recipe(str(run / CONFIG_FILE))
     except RecipeError as error:
         raise RecipeError(f"run {run.name} cannot go on: {error}; leave train.resume out to start a new run") from error
 

@@ -4,7 +4,7 @@ from torch import nn
 from upath import UPath
 
 from app.checksums import CHECKSUMS_FILE, verify_checksums
-from app.config import TrainConfig, load_recipe, refusal
+from app.config import TrainConfig, load_stored_recipe, refusal
 from app.config.layout import LARGEST_MICRO_BATCH
 from app.data.baseline import LINEAR_BASELINE, linear_baseline
 from app.data.classification import ClassificationData
@@ -98,7 +98,7 @@ def export_checkpoint(run_folder: UPath, output: UPath, step: int | None = None)
     chosen = store.newest_intact() if step is None else store.intact_of(step)
     if chosen is None:
         raise StorageError(f"run {run_folder.name} has no checkpoint: let it train until it has one")
-    recipe = load_recipe(str(run_folder / CONFIG_FILE))
+    recipe = load_stored_recipe(str(run_folder / CONFIG_FILE))
     publish_weights(store.folder_of(chosen), load_prepared(recipe, run_folder / DATA), recipe, output)
     return chosen
 

@@ -10,7 +10,7 @@ from torch import nn
 from upath import UPath
 
 from app.checksums import verify_checksums, write_checksums
-from app.config import Recipe, dump_recipe, load_recipe
+from app.config import Recipe, dump_recipe, load_stored_recipe
 from app.data.classification import load_labels
 from app.data.prepared import PreparedData
 from app.data.processor import Processor
@@ -72,7 +72,7 @@ def read_weights(folder: Path) -> TrainedModel:
 def read_architecture(folder: Path) -> TrainedModel:
     """The same with fresh weights, those of the folder being left unread."""
     files = to_path(folder)
-    recipe = load_recipe(str(files / RECIPE_FILE))
+    recipe = load_stored_recipe(str(files / RECIPE_FILE))
     labels = load_labels(files)
     processor = find_processor(recipe.task).load(files)
     model = build_model(recipe.model, {"num_labels": len(labels), **processor.facts})

@@ -8,14 +8,17 @@ from pathlib import Path
 import pytest
 
 from app.config import Recipe, dump_recipe, load_recipe
-from app.errors import StorageError
+from app.errors import RecipeError, StorageError
 from app.runs import CONFIG_FILE, RESULT_FILE, Outcome, Result, Run, execute
 from app.storage import to_path
+from app.tasks import prepare
 from app.training.coordination import heartbeat
 from app.training.coordination.heartbeat import HEARTBEAT_FILE
 from app.training.records import StoppedMetrics
 from app.training.resume import LATEST, start_or_resume
 from app.training.run import open_run, prepare_run
+from app.training.run_folder import RECIPE_FILE
+from app.training.weights import read_architecture
 from tests.helpers import ROOT, wait_until
 
 DIGITS = ROOT / "recipes/digits.yaml"
@@ -94,3 +97,17 @@ def test_a_run_that_finishes_while_another_job_waits_is_not_begun_again(finishin
 
 def test_after_the_latest_run_has_finished_a_new_one_starts(finishing: Run) -> None:
     assert start_or_resume("train", resuming(LATEST)).run_id != finishing.run_id
+
+
+def test_what_was_trained_with_a_plan_that_is_refused_now_still_loads(tmp_path: Path) -> None:
+    plan = ["train.workers=2", "train.plan.pipeline=2", "train.plan.zero_stage=1", "train.device=gpu"]
+    run = Run.start("train", load_recipe(DIGITS, plan))
+    run.folder.mkdir(parents=True)
+    for file in (tmp_path / RECIPE_FILE, run.folder / CONFIG_FILE):
+        file.write_text(dump_recipe(run.recipe).replace("precision: fp32", "precision: fp16"), encoding="utf-8")
+    prepare(run.recipe).save_codec(to_path(tmp_path))
+    assert read_architecture(tmp_path).recipe.train.precision == "fp16"
+    resuming = [*plan, f"train.resume={run.run_id}"]
+    assert start_or_resume("train", load_recipe(DIGITS, resuming)).run_id == run.run_id
+    with pytest.raises(RecipeError, match="set precision to bf16"):
+        load_recipe(DIGITS, [*resuming, "train.precision=fp16"])
