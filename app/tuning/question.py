@@ -6,8 +6,8 @@ from typing import Any
 
 from optuna.study import Study, StudyDirection
 
-from app.config import Recipe, TuneConfig
-from app.errors import TuningError
+from app.config import Recipe, TuneConfig, parse_stored_recipe
+from app.errors import RecipeError, TuningError
 from app.tuning.space import Space, Value
 
 _SPACE, _RECIPE, _TRIALS = "space", "recipe", "trials"
@@ -39,7 +39,7 @@ def require_same(study: Study, space: Space, recipe: Recipe, config: TuneConfig)
                 f"{_show(now.get(key))}: put the space back, or leave tune.resume out to start a new study"
             )
     require_objectives(study, config)
-    if study.user_attrs.get(_RECIPE) != json.loads(json.dumps(_base(recipe))):
+    if _base_then(study, recipe.name) != _base(recipe):
         raise TuningError(
             f"the recipe's {', '.join(_BASE)} are not what study {study.study_name!r} was started with, and its values "
             "mean something else: change them back, or leave tune.resume out to start a new study"
@@ -65,6 +65,17 @@ def require_objectives(study: Study, config: TuneConfig) -> None:
             f"study {study.study_name!r} is about {_show_objectives(known)}, and the recipe about "
             f"{_show_objectives(wanted)}: set tune.metric to the same, or leave tune.resume and tune.warm_start out"
         )
+
+
+def _base_then(study: Study, name: str) -> dict[str, Any] | None:
+    """Return what the trials of a study start from; None if it is not a recipe of this version.
+
+    A key that was added since has its default, which trains as without the key.
+    """
+    try:
+        return _base(parse_stored_recipe({"name": name, **study.user_attrs.get(_RECIPE, {})}))
+    except RecipeError:
+        return None
 
 
 def _base(recipe: Recipe) -> dict[str, Any]:

@@ -341,6 +341,17 @@ def test_a_study_of_another_question_is_refused(url: URL, overrides: list[str], 
     assert words in str(refused.value)
 
 
+def test_a_study_from_before_a_key_was_added_goes_on_while_the_key_has_its_default(url: URL) -> None:
+    study = create(url).study
+    started_with = study.user_attrs["recipe"]
+    del started_with["data"]["test_fraction"], started_with["data"]["test_source"]
+    del started_with["train"]["sync_batch_norm"]
+    study.set_user_attr("recipe", started_with)
+    assert resume(url).study.study_name == "one"
+    with pytest.raises(TuningError, match="are not what study 'one' was started with"):
+        resume(url, "train.sync_batch_norm=true")
+
+
 def test_a_study_of_another_space_is_refused(url: URL, monkeypatch: pytest.MonkeyPatch) -> None:
     import tune_spaces.image
 
