@@ -125,7 +125,7 @@ def open_storage(place: StudyPlace) -> OnlyWriter:
     place.fetch()
     with explained(place):
         if place.file is not None:
-            _check_file(place)
+            _check_file(place, place.file)
         backend = RDBStorage(place.url.render_as_string(hide_password=False), engine_kwargs=options)
     if place.file is None:
         _outlast_restarts(backend.engine)
@@ -183,9 +183,9 @@ def _outlast_restarts(engine: Engine) -> None:
         return retrying(dialect.connect, *arguments, **options)
 
 
-def _check_file(place: StudyPlace) -> None:
+def _check_file(place: StudyPlace, file: Path) -> None:
     """Raises StorageError, or ``sqlite3.OperationalError`` if the file stays locked."""
-    file, shown = Path(str(place.url.database)), _shown_file(place)
+    shown = _shown_file(place)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if not file.exists():

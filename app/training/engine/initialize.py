@@ -8,7 +8,7 @@ from app.config import Layout, TrainConfig
 from app.models.kind import ModelKind
 from app.training.engine.deepspeed_config import deepspeed_config, with_bounded_buffers
 from app.training.engine.nvme import load_asynchronous_io, require_aligned_gradients, with_own_folder
-from app.training.engine.optimizer import create_optimizer, create_scheduler
+from app.training.engine.optimizer import create_optimizer, create_scheduler, num_elements
 from app.training.worker import import_deepspeed
 
 
@@ -19,20 +19,16 @@ def initialize(model: Any, config: TrainConfig, layout: Layout, total_steps: int
         load_asynchronous_io()
         config = with_own_folder(config)
     optimizer = create_optimizer(model, config)
+    num_parameters = sum(map(num_elements, model.parameters()))
     with redirect_stdout(io.StringIO()):  # some of its optimizers print what memory they take
         engine, *_ = import_deepspeed().initialize(
             model=model,
             optimizer=optimizer,
             lr_scheduler=create_scheduler(optimizer, config, total_steps),
-            config=with_bounded_buffers(deepspeed_config(config, layout, kind), _count(model)),
+            config=with_bounded_buffers(deepspeed_config(config, layout, kind), num_parameters),
         )
     if engine.fp16_enabled() and hasattr(engine.optimizer, "loss_scaler"):
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False  # the loop does, and names step and rank
     if swaps:
         require_aligned_gradients(engine)
     return engine
-
-
-def _count(model: Any) -> int:
-    """Count the model's parameters in full, also where ZeRO 3 has partitioned them."""
-    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())

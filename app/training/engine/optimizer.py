@@ -18,7 +18,7 @@ def create_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optim
     """The recipe's optimizer; vectors (biases, norms) are not decayed. On the CPU for a plan that offloads."""
     optimizer = config.optimizer
     learned = [each for each in model.parameters() if each.requires_grad]
-    size = sum(map(_count, learned)) if config.plan.offload == "nvme" else _group_size(learned)
+    size = sum(map(num_elements, learned)) if config.plan.offload == "nvme" else _group_size(learned)
     groups = [
         {"params": part, "weight_decay": decay}
         for decay, parameters in (
@@ -43,7 +43,7 @@ def create_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optim
 
 def _group_size(parameters: Sequence[nn.Parameter]) -> int:
     """Return the number of elements per group. ZeRO holds the float32 gradients of one group at a time."""
-    return max(sum(map(_count, parameters)) // _GROUPS, _MIN_GROUP)
+    return max(sum(map(num_elements, parameters)) // _GROUPS, _MIN_GROUP)
 
 
 def _parts(parameters: Sequence[nn.Parameter], size: int) -> Iterator[list[nn.Parameter]]:
@@ -51,14 +51,15 @@ def _parts(parameters: Sequence[nn.Parameter], size: int) -> Iterator[list[nn.Pa
     part: list[nn.Parameter] = []
     for parameter in parameters:
         part.append(parameter)
-        if sum(map(_count, part)) >= size:
+        if sum(map(num_elements, part)) >= size:
             yield part
             part = []
     if part:
         yield part
 
 
-def _count(parameter: nn.Parameter) -> int:
+def num_elements(parameter: nn.Parameter) -> int:
+    """Return the number of elements of the whole parameter, also where ZeRO 3 has partitioned it."""
     return _shape(parameter).numel()
 
 

@@ -63,7 +63,8 @@ class MetricsLog:
     def _whole_lines(self) -> list[_Line]:
         if not self._path.exists():
             return []
-        return [_Line(text) for text in self._path.read_text(encoding="utf-8").splitlines() if _is_whole(text)]
+        lines = map(_whole_line, self._path.read_text(encoding="utf-8").splitlines())
+        return [line for line in lines if line is not None]
 
     def _replace(self, lines: Iterable[_Line]) -> None:
         write_atomically(self._path, "".join(f"{line.text}\n" for line in lines).encode())
@@ -73,8 +74,9 @@ def _text(record: StepRecord | EpochRecord) -> str:
     return record.model_dump_json(exclude_none=True)
 
 
-def _is_whole(text: str) -> bool:
+def _whole_line(text: str) -> _Line | None:
+    """Return the line, or None if it is torn."""
     try:
-        return "step" in json.loads(text)
-    except ValueError:
-        return False
+        return _Line(text)
+    except (KeyError, ValueError):
+        return None

@@ -38,7 +38,7 @@ class Recorder:
     open_sinks: Callable[[Position, list[EpochRecord]], Sequence[Sink]]
     """The sinks of a run that goes on from a position, with its epochs so far; what was written later is forgotten."""
     started: float
-    """``time.monotonic`` at which this process began."""
+    """Clock time at which this process began."""
     _sinks: Sequence[Sink] = ()
     first_step_s: float | None = None
     """From then to the end of the first step; None before it."""
@@ -57,7 +57,7 @@ class Recorder:
 
     def end_step(self) -> None:
         """Take the time from the start to the end of the first step."""
-        self.first_step_s = self.first_step_s or time.monotonic() - self.started
+        self.first_step_s = self.first_step_s or self.clock() - self.started
 
     def record_steps(self, position: Position, exchanged: Exchanged) -> None:
         """Record the steps that were just exchanged, and add them to the samples and time of ``position``."""
