@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from app.data.examples import Examples
-from app.data.idx import LABELS_FILE, TEST_LABELS_FILE, holds_idx, read_idx_folder
+from app.data.idx import TEST_FILES, TRAIN_FILES, IdxFiles, holds_idx, read_idx_folder
 from app.data.images import encode_png
 from app.errors import DataError
 from app.storage import to_path
@@ -37,23 +37,21 @@ def _digits() -> Examples:
     return Examples("image", [encode_png(image) for image in images], [str(label) for label in digits.target])
 
 
-def _fashion(test: bool = False) -> Examples:
-    """Fashion-MNIST (Xiao, Rasul and Vollgraf 2017, arXiv:1708.07747): its 60,000 training pictures of 28 x 28.
-
-    With ``test`` return its 10,000 test pictures instead.
+def _fashion(idx_files: IdxFiles) -> Examples:
+    """Fashion-MNIST (Xiao, Rasul and Vollgraf 2017, arXiv:1708.07747): pictures of 28 x 28, 60,000 to train on and
+    10,000 to test on.
     """
     folder = to_path(FASHION_FOLDER)
-    if not holds_idx(folder, test):
+    if not holds_idx(folder, idx_files):
         raise DataError(
-            f"data.source 'builtin:fashion' reads {FASHION_FOLDER}, which is not there: apt-get install "
+            f"'builtin:fashion' reads {FASHION_FOLDER}, which is not there: apt-get install "
             "dataset-fashion-mnist, on every machine that prepares data; or give the folder that has its IDX files"
         )
-    examples = read_idx_folder(folder, test)
+    examples = read_idx_folder(folder, idx_files)
     numbers = [int(label) for label in examples.labels]
     if (most := max(numbers, default=0)) >= len(_FASHION_LABELS):
-        file = TEST_LABELS_FILE if test else LABELS_FILE
         raise DataError(
-            f"{FASHION_FOLDER}/{file} has the label {most}: expected 0 to {len(_FASHION_LABELS) - 1}; "
+            f"{FASHION_FOLDER}/{idx_files.labels} has the label {most}: expected 0 to {len(_FASHION_LABELS) - 1}; "
             "the file is damaged, install dataset-fashion-mnist again"
         )
     return Examples("image", examples.inputs, [_FASHION_LABELS[number] for number in numbers])
@@ -71,8 +69,12 @@ def _reviews() -> Examples:
     return Examples("text", inputs, labels)
 
 
-BUILTIN: dict[str, Callable[[], Examples]] = {"digits": _digits, "fashion": _fashion, "reviews": _reviews}
-BUILTIN_TEST: dict[str, Callable[[], Examples]] = {"fashion": partial(_fashion, test=True)}
+BUILTIN: dict[str, Callable[[], Examples]] = {
+    "digits": _digits,
+    "fashion": partial(_fashion, TRAIN_FILES),
+    "reviews": _reviews,
+}
+BUILTIN_TEST: dict[str, Callable[[], Examples]] = {"fashion": partial(_fashion, TEST_FILES)}
 """Test splits of the built-in sets that were published with one, by ``data.test_source``."""
 
 

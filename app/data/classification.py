@@ -131,7 +131,7 @@ def prepare(config: DataConfig, processor_type: type[Processor]) -> Classificati
     given = _load_test_source(config, processor_type) if config.test_source else None
     examples, report = clean(examples, config.clean, frozenset(given.inputs if given else ()))
     train, validation, labels = split(examples, config)
-    train, test = (train, _to_split(given, labels, config)) if given else _hold_out(train, len(examples), config)
+    train, test = (train, _to_test_split(given, labels, config)) if given else _hold_out(train, len(examples), config)
     processor = processor_type.fit(train.inputs, config)
     return ClassificationData(
         LabelledDataset(train, processor),
@@ -145,8 +145,6 @@ def prepare(config: DataConfig, processor_type: type[Processor]) -> Classificati
 
 def split(examples: Examples, config: DataConfig) -> tuple[Split, Split, list[str]]:
     """A seeded split with the same share of each class on both sides, and the labels in order."""
-    from sklearn.model_selection import train_test_split  # a second to import, which other tasks need not wait for
-
     counts = Counter(examples.labels)
     if len(counts) < 2:
         raise DataError(f"data.source {config.source!r} has the classes {sorted(counts)} after cleaning: expected two")
@@ -155,18 +153,14 @@ def split(examples: Examples, config: DataConfig) -> tuple[Split, Split, list[st
             f"data.source {config.source!r} has one example only of {', '.join(rare)}: each class needs two or more"
         )
     labels = sorted(counts)
-    class_of = {label: number for number, label in enumerate(labels)}
-    classes = [class_of[label] for label in examples.labels]
-    try:
-        parts = train_test_split(
-            examples.inputs, classes, test_size=config.validation_fraction, random_state=config.seed, stratify=classes
-        )
-    except ValueError as error:
-        raise DataError(
-            f"{len(examples)} examples of {len(labels)} classes cannot be split with data.validation_fraction "
-            f"{config.validation_fraction}: give more examples or another fraction"
-        ) from error
-    return Split(parts[0], parts[2]), Split(parts[1], parts[3]), labels
+    train, validation = _split_off(
+        _to_split(examples, labels),
+        config.validation_fraction,
+        config.seed,
+        f"{len(examples)} examples of {len(labels)} classes cannot be split with data.validation_fraction "
+        f"{config.validation_fraction}: give more examples or another fraction",
+    )
+    return train, validation, labels
 
 
 def load_test(folder: UPath, processor: Processor) -> LabelledDataset | None:
@@ -176,21 +170,31 @@ def load_test(folder: UPath, processor: Processor) -> LabelledDataset | None:
 
 def _hold_out(train: Split, num_examples: int, config: DataConfig) -> tuple[Split, Split | None]:
     """Hold out ``data.test_fraction`` of all examples from the training split; the validation split is unchanged."""
-    from sklearn.model_selection import train_test_split
-
     if config.test_fraction is None:
         return train, None
     size = math.ceil(config.test_fraction * num_examples)
+    return _split_off(
+        train,
+        size,
+        config.seed,
+        f"{len(train)} examples remain outside the validation split, and {size} of them cannot be held out with "
+        f"data.test_fraction {config.test_fraction}: each class needs at least one in every split; give more "
+        "examples or another fraction",
+    )
+
+
+def _split_off(whole: Split, size: float, seed: int, failure: str) -> tuple[Split, Split]:
+    """Split off a share or a number of the examples, with the same share of each class.
+
+    Raises:
+        DataError: with the message ``failure``, if there are too few examples.
+    """
+    from sklearn.model_selection import train_test_split  # a second to import, which other tasks need not wait for
+
     try:
-        parts = train_test_split(
-            train.inputs, train.classes, test_size=size, random_state=config.seed, stratify=train.classes
-        )
+        parts = train_test_split(whole.inputs, whole.classes, test_size=size, random_state=seed, stratify=whole.classes)
     except ValueError as error:
-        raise DataError(
-            f"{len(train)} examples remain outside the validation split, and {size} of them cannot be held out with "
-            f"data.test_fraction {config.test_fraction}: each class needs at least one in every split; give more "
-            "examples or another fraction"
-        ) from error
+        raise DataError(failure) from error
     return Split(parts[0], parts[2]), Split(parts[1], parts[3])
 
 
@@ -201,14 +205,19 @@ def _load_test_source(config: DataConfig, processor_type: type[Processor]) -> Ex
     return clean(examples, config.clean)[0]
 
 
-def _to_split(examples: Examples, labels: Sequence[str], config: DataConfig) -> Split:
-    """Map the labels of ``examples`` to the classes of the training split."""
-    class_of = {label: index for index, label in enumerate(labels)}
-    if unknown := sorted(set(examples.labels) - class_of.keys()):
+def _to_test_split(examples: Examples, labels: Sequence[str], config: DataConfig) -> Split:
+    """Return ``data.test_source`` as a split. Raises DataError if it has labels that the training split has not."""
+    if unknown := sorted(set(examples.labels) - set(labels)):
         raise DataError(
             f"data.test_source {config.test_source!r} has the label {unknown[0]!r}, but data.source {config.source!r} "
             f"has only {', '.join(labels)}: give a test source with these labels only"
         )
+    return _to_split(examples, labels)
+
+
+def _to_split(examples: Examples, labels: Sequence[str]) -> Split:
+    """Replace each label by its class, the index of the label."""
+    class_of = {label: index for index, label in enumerate(labels)}
     return Split(examples.inputs, [class_of[label] for label in examples.labels])
 
 

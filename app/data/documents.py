@@ -8,7 +8,7 @@ from upath import UPath
 from app.config import CleanConfig, DataConfig
 from app.data.builtin import BUILTIN_DOCUMENTS
 from app.data.cleaning import CleaningReport, Reason
-from app.data.sources import TABLE_SUFFIXES, find_builtin, open_source
+from app.data.sources import TABLE_SUFFIXES, Source, find_builtin, open_source
 
 
 def load_documents(config: DataConfig) -> tuple[list[str], CleaningReport]:
@@ -50,10 +50,11 @@ def _decode(content: bytes | str) -> str | None:
 
 
 def _read(config: DataConfig) -> Iterator[bytes | str]:
-    if (builtin := find_builtin(config.source, BUILTIN_DOCUMENTS)) is not None:
+    source = Source(config.source)
+    if (builtin := find_builtin(source, BUILTIN_DOCUMENTS)) is not None:
         yield from builtin()
         return
-    root = open_source(config)
+    root = open_source(source)
     for path in _files(root) if root.is_dir() else [root]:
         if path.suffix in TABLE_SUFFIXES:
             from app.data.tables import read_table

@@ -8,6 +8,7 @@ import gzip
 import math
 import struct
 import zlib
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,34 +18,33 @@ from app.data.examples import Examples
 from app.data.images import encode_png
 from app.errors import DataError
 
-IMAGES_FILE = "train-images-idx3-ubyte"
-LABELS_FILE = "train-labels-idx1-ubyte"
-TEST_IMAGES_FILE = "t10k-images-idx3-ubyte"
-TEST_LABELS_FILE = "t10k-labels-idx1-ubyte"
 _UNSIGNED_BYTE = 0x08
 
 
-def holds_idx(folder: UPath, test: bool = False) -> bool:
-    """Whether the folder has one of the files that ``read_idx_folder`` reads."""
-    return any(_find(folder, name) for name in _names(test))
+class IdxFiles(NamedTuple):
+    """The file names of pictures and labels."""
+
+    images: str
+    labels: str
 
 
-def _names(test: bool) -> tuple[str, str]:
-    """Return the file names of pictures and labels."""
-    return (TEST_IMAGES_FILE, TEST_LABELS_FILE) if test else (IMAGES_FILE, LABELS_FILE)
+TRAIN_FILES = IdxFiles("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
+TEST_FILES = IdxFiles("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+"""For ``data.test_source``. Model selection never uses them."""
 
 
-def read_idx_folder(folder: UPath, test: bool = False) -> Examples:
-    """The grey pictures of the training files, plain or in gzip, each with its number as the label.
+def holds_idx(folder: UPath, files: IdxFiles) -> bool:
+    """Return whether the folder has one of the files."""
+    return any(_find(folder, name) for name in files)
 
-    Args:
-        test: read the test files ``t10k-…`` instead, for ``data.test_source``. Model selection never uses them.
+
+def read_idx_folder(folder: UPath, files: IdxFiles) -> Examples:
+    """Return the grey pictures of the files, plain or in gzip, each with its number as the label.
 
     Raises:
         DataError: a file is missing, damaged or of another format, or the two differ in length.
     """
-    names = _names(test)
-    images_path, labels_path = (_require(folder, name, names) for name in names)
+    images_path, labels_path = (_require(folder, name, files) for name in files)
     images, labels = read_idx(images_path, dimensions=3), read_idx(labels_path, dimensions=1)
     if len(images) != len(labels):
         raise DataError(
@@ -88,10 +88,10 @@ def _find(folder: UPath, name: str) -> UPath | None:
     return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
 
 
-def _require(folder: UPath, name: str, expected: tuple[str, str]) -> UPath:
+def _require(folder: UPath, name: str, expected: IdxFiles) -> UPath:
     if (path := _find(folder, name)) is None:
         raise DataError(
-            f"data.source {str(folder)!r} has neither {name} nor {name}.gz: expected both {' and '.join(expected)}, "
+            f"{str(folder)!r} has neither {name} nor {name}.gz: expected both {' and '.join(expected)}, "
             "plain or in gzip"
         )
     return path

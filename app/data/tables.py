@@ -30,7 +30,7 @@ def read_table(path: UPath, columns: Mapping[str, str]) -> list[list[str]]:
     except pd.errors.EmptyDataError:
         return [[] for _ in columns]
     except (ValueError, OSError) as error:
-        raise DataError(f"data.source {str(path)!r} is not a {path.suffix[1:]} table ({error})") from error
+        raise DataError(f"{str(path)!r} is not a {path.suffix[1:]} table ({error})") from error
     if not len(table.columns):
         return [[] for _ in columns]
     for key, column in columns.items():

@@ -30,8 +30,8 @@ _T = TypeVar("_T")
 
 def of_trials(storage: UPath, count: int) -> dict[str, Cost]:
     """Resume a study with ``count`` trials and run a few more. The first of these warms up and does not count."""
-    most = count + _PROPOSALS + 1
-    recipe = load_recipe(RECIPE, [f"tune.trials={most}", "tune.scheduler=none"])
+    max_trials = count + _PROPOSALS + 1
+    recipe = load_recipe(RECIPE, [f"tune.trials={max_trials}", "tune.scheduler=none"])
     assert recipe.tune is not None
     config, space = recipe.tune, load_space(recipe.tune.space, recipe)
     storage.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def of_trials(storage: UPath, count: int) -> dict[str, Cost]:
     with _without_waiting_for_the_disk():
         _fill(SearchStudy.create(_NAME, place, space, recipe, config), space, count)
     study, resume_s = _timed(lambda: SearchStudy.resume(_NAME, place, space, recipe, config))
-    laps = [_run_trial(study, most) for _ in range(_PROPOSALS + 1)]
+    laps = [_run_trial(study, max_trials) for _ in range(_PROPOSALS + 1)]
     medians = map(statistics.median, zip(*laps[1:], strict=True))
     seconds = {"resume": resume_s, **dict(zip(_CALLS, medians, strict=True))}
     return {call: Cost(spent_s, 0) for call, spent_s in seconds.items()}
@@ -69,9 +69,9 @@ def _fill(study: SearchStudy, space: Space, count: int) -> None:
         )
 
 
-def _run_trial(study: SearchStudy, most: int) -> Sequence[float]:
+def _run_trial(study: SearchStudy, max_trials: int) -> Sequence[float]:
     """Run a trial of one epoch, without its training. Return the seconds of each call."""
-    proposal, ask_s = _timed(lambda: study.ask(most))
+    proposal, ask_s = _timed(lambda: study.ask(max_trials))
     assert proposal is not None
     _, report_s = _timed(lambda: study.report(proposal.number, 1, 0.5, cost=-0.5))
     _, complete_s = _timed(lambda: study.complete(proposal.number, [0.5], stopped_early=False))
