@@ -6,6 +6,7 @@ time: a storage is handed over after its last operation, and freed if the next o
 (After torchdistX's deferred initialisation: https://pytorch.org/torchdistx/latest/deferred_init.html)
 """
 
+import ctypes
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from app.models.heap import return_freed_memory
 from app.storage import no_op
 
 Finish = Callable[[Tensor], Tensor]
@@ -298,3 +298,13 @@ def _restore_random_states(of_torch: Tensor, of_python: Any, of_numpy: Any) -> N
     torch.set_rng_state(of_torch)
     random.setstate(of_python)
     np.random.set_state(of_numpy)
+
+
+def return_freed_memory() -> None:
+    """Return the free heap memory of this process to the system. With a C library other than glibc, do nothing.
+
+    glibc keeps freed blocks of up to 32 MB and splits them for small allocations, until no tensor fits into the rest.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

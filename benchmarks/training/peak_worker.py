@@ -16,9 +16,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from app.config import TrainConfig
-from app.models.blueprint import Blueprint
+from app.models.blueprint import Blueprint, return_freed_memory
 from app.models.gpt import GPT
-from app.models.heap import return_freed_memory
 from app.training.engine import create_engine
 from app.training.worker import start_worker
 from benchmarks.training.peak import SIZES

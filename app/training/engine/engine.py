@@ -6,8 +6,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from app.config import Layout, TrainConfig
-from app.models.blueprint import Blueprint
-from app.models.heap import return_freed_memory
+from app.models.blueprint import Blueprint, return_freed_memory
 from app.models.kind import ModelKind, kind_of
 from app.training.activity import Activity
 from app.training.data.micro_batch import MicroBatch
