@@ -1,7 +1,7 @@
 """The application of Ray Serve that holds every model: what it serves, changed by one job at a time."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import ray
@@ -134,6 +134,17 @@ def require_room(before: EndpointConfig, after: EndpointConfig) -> None:
     spare = 0 if not before.models else scaling.most if len(sharded) > 1 else 1
     needed = {kind: (scaling.most + spare) * amount for kind, amount in after.reserved.items()}
     require(needed, "serve.replicas, while they change over," if spare else "serve.replicas")
+
+
+def require_calibration_room(before: EndpointConfig, reserved: Mapping[str, float]) -> None:
+    """Refuse a calibration that the local cluster cannot hold beside the replicas that answer.
+
+    Raises:
+        ClusterError: it would wait forever for what the replicas have reserved.
+    """
+    taken = {kind: before.scaling.most * amount for kind, amount in before.reserved.items()}
+    needed = {kind: amount + taken.get(kind, 0.0) for kind, amount in reserved.items() if amount}
+    require(needed, "the calibration of serve.cascade" + (" and the replicas that answer" if before.models else ""))
 
 
 def _run_application(config: EndpointConfig, timeout_s: float) -> None:

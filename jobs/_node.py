@@ -15,6 +15,8 @@ from app.errors import ClusterError
 Answer = TypeVar("Answer")
 Tell = Callable[[str], None]
 Work = Callable[[Tell], Answer]
+_START_S = 5.0
+"""Time that a task usually needs at most to start on a node with room."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,8 @@ class _Done(Generic[Answer]):
 def run_on_node(what: str, work: Work[Answer], resources: Mapping[str, float]) -> Answer:
     """Run ``work`` in a Ray task of this job, and return its result.
 
-    This process prints each line that ``work`` logs. Like all tasks of a job, the task ends with this process, so
-    ``ray job stop`` stops it, too.
+    This process prints each line that ``work`` logs, and a line while no node has room. Like all tasks of a job, the
+    task ends with this process, so ``ray job stop`` stops it, too.
 
     Args:
         what: name of the task in Ray's dashboard and in messages.
@@ -46,12 +48,16 @@ def run_on_node(what: str, work: Work[Answer], resources: Mapping[str, float]) -
         num_gpus=resources.get("GPU", 0.0),
         resources=custom,
     )
+    stream = task.remote(work)
+    if not ray.wait([stream], timeout=_START_S)[0]:
+        wanted = ", ".join(f"{kind}: {amount:g}" for kind, amount in resources.items() if amount)
+        print(f"{what} has not started yet: waiting for a node with {wanted or 'room'} free", flush=True)
     try:
-        for reference in task.remote(work):
-            item = ray.get(reference)
+        for item in map(ray.get, stream):
             if isinstance(item, _Done):
                 return cast(Answer, item.answer)
-            print(item, flush=True)
+            if item is not None:
+                print(item, flush=True)
     except RayTaskError as error:
         raise error.cause from error
     except RayError as error:
@@ -61,11 +67,13 @@ def run_on_node(what: str, work: Work[Answer], resources: Mapping[str, float]) -
     raise ClusterError(f"{what} ended without a result: see Ray's logs")
 
 
-@ray.remote(num_returns="streaming", max_retries=0)  # type: ignore[untyped-decorator]
-def _streamed(work: Work[Answer]) -> Iterator[str | _Done[Answer]]:
-    """Yield the lines of ``work`` as it logs them, then its result."""
+# max_calls: a process that is used again would keep its GPU memory and environment.
+@ray.remote(num_returns="streaming", max_retries=0, max_calls=1)  # type: ignore[untyped-decorator]
+def _streamed(work: Work[Answer]) -> Iterator[str | _Done[Answer] | None]:
+    """Yield None at once, then the lines of ``work`` as it logs them, then its result."""
     if not ray.get_gpu_ids():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray shows all of a node's GPUs to a task that reserves none
+    yield None
     lines: SimpleQueue[str | None] = SimpleQueue()
     with ThreadPoolExecutor(1) as thread:
         working = thread.submit(work, lines.put)

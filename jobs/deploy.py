@@ -11,8 +11,16 @@ from app.serving.access import access_of, token_file_of
 from app.serving.cascade.rule import CascadeRule
 from app.serving.config import DeployedModel, EndpointConfig
 from app.serving.plan import deployed_model, promote_named
-from jobs._cluster import connect, require
-from jobs._endpoint import alone, await_routes, change_over, require_room, running_replicas, wanted
+from jobs._cluster import connect
+from jobs._endpoint import (
+    alone,
+    await_routes,
+    change_over,
+    require_calibration_room,
+    require_room,
+    running_replicas,
+    wanted,
+)
 from jobs._ingress import start_serve
 from jobs._node import run_on_node
 from jobs._runner import main
@@ -67,7 +75,7 @@ def _planned(run: Run) -> DeployedModel:
     if recipe.serve.cascade is None:
         return deployed_model(recipe, storage)
     connect()
-    require(recipe.serve.reserved, "the calibration of serve.cascade")
+    require_calibration_room(wanted(), recipe.serve.reserved)
     return run_on_node("calibration", lambda _: deployed_model(recipe, storage), recipe.serve.reserved)
 
 

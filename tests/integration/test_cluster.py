@@ -73,6 +73,28 @@ require_dashboard("a trial's workers")
     assert "ClusterError: the cluster's dashboard does not answer, without which a trial's workers" in refused.stderr
 
 
+def test_work_that_waits_for_a_node_says_so_and_leaves_no_process() -> None:
+    script = """
+import io, os, psutil, ray, sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
+from jobs import _node
+from tests.helpers import wait_until
+
+_node._START_S = 0.1
+ray.init(num_cpus=1, include_dashboard=False)
+holder = ray.remote(num_cpus=1)(type("Holder", (), {})).remote()
+with redirect_stdout(io.StringIO()) as printed, ThreadPoolExecutor() as pool:
+    pid = pool.submit(_node.run_on_node, "work", lambda log: log("begins") or os.getpid(), {"CPU": 1})
+    wait_until(lambda: "work has not started yet: waiting for a node with CPU: 1 free" in printed.getvalue())
+    ray.kill(holder)
+assert printed.getvalue().endswith("free\\nbegins\\n"), printed.getvalue()
+wait_until(lambda: not psutil.pid_exists(pid.result()), timeout_s=10)
+"""
+    done = run("python", "-c", script)
+    assert done.returncode == 0, done.stderr
+
+
 def test_status_lists_the_ports_that_others_could_reach(cluster: dict[str, str]) -> None:
     shown = run("rayloom", "status", environment=cluster).stdout
     state = json.loads((Path(cluster["RAYLOOM_HOME"]) / "cluster/cluster.json").read_text(encoding="utf-8"))
