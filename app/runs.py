@@ -79,6 +79,11 @@ class Run:
         """The run's folder in storage."""
         return runs_folder(self.storage, self.job) / self.run_id
 
+    @property
+    def was_opened(self) -> bool:
+        """Whether this job or an earlier one has opened the run. A folder alone may hold a failed start."""
+        return (self.folder / CONFIG_FILE).exists()
+
     def open(self) -> None:
         """Make the folder with the resolved recipe. Called once everything given has been checked.
 

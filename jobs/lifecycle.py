@@ -70,7 +70,7 @@ def _search(run: Run, before: str | None) -> Result:
     if has_succeeded(search.folder):
         print(f"search {search.run_id} is over already", flush=True)
         return Result.model_validate_json((search.folder / RESULT_FILE).read_bytes())
-    if search.folder.exists():
+    if search.was_opened:
         require_silence(search.folder)
         print(f"search {search.run_id} goes on", flush=True)
     return _step(search, tune)
@@ -81,7 +81,7 @@ def _search_of(run: Run, before: str | None) -> Run | None:
     if before is None or not (noted := run.folder.parent / before / SEARCH_FILE).exists():
         return None
     search = Run.start("tune", run.recipe, noted.read_text(encoding="utf-8"))
-    return search if search.folder.exists() else None
+    return search if search.was_opened else None
 
 
 def _step(run: Run, step: Step) -> Result:

@@ -68,7 +68,7 @@ def tune(run: Run) -> Outcome:
 def _study(run: Run, place_of: Callable[[str], StudyPlace], space: Space, config: TuneConfig) -> SearchStudy:
     """The run's own study if it goes on, else a new one that knows what earlier ones found."""
     place = place_of(run.run_id)
-    if run.folder.exists():
+    if run.was_opened:
         study = SearchStudy.resume(run.run_id, place, space, run.recipe, config)
         if place.remote is not None:
             print(

@@ -12,6 +12,7 @@ from app.errors import RayloomError
 from app.runs import Outcome, Run, execute
 from app.telemetry.alerts import Action
 from app.training.coordination.control import request, requested
+from app.training.coordination.heartbeat import held
 from jobs._runner import main
 from jobs._sigterm import on_sigterm
 from jobs.deploy import deploy
@@ -83,6 +84,20 @@ def test_a_lifecycle_that_goes_on_takes_up_no_search_but_its_own(tmp_path: Path)
     assert "no such run" in str(execute(after, lifecycle).error)  # training, after the search
     assert (after.folder / "search").read_text(encoding="utf-8") == own.run_id
     assert len(list(own.folder.parent.iterdir())) == 2
+
+
+def test_a_lifecycle_that_goes_on_starts_a_new_search_if_its_own_failed_before_it_was_opened(tmp_path: Path) -> None:
+    refused = "tune.storage=sqlite:///relative.db"
+    recipe = load_recipe(DIGITS, [f"storage={tmp_path / 'storage'}", "train.resume=latest", refused])
+    failed, before = Run.start("tune", recipe), Run.start("lifecycle", recipe)
+    with held(failed.folder):
+        pass  # the first copy of the study fails
+    failed.fail("the study cannot be written")
+    before.open()
+    (before.folder / "search").write_text(failed.run_id, encoding="utf-8")
+    after = Run.start("lifecycle", recipe)
+    assert "is a relative path" in str(execute(after, lifecycle).error)
+    assert (after.folder / "search").read_text(encoding="utf-8") != failed.run_id
 
 
 def test_a_job_that_is_told_to_stop_asks_its_training_to_and_no_longer_once_that_has_ended(
