@@ -2,11 +2,13 @@
 
 import json
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 
 from app.config import load_recipe
+from app.storage import to_path
+from app.training.coordination.shared_folder import marked
 from app.tuning.results import HEARD, NUMBER, VALUES
 from app.tuning.trainable import TrialActor
 from tests.helpers import ROOT
@@ -24,19 +26,22 @@ RECIPE = load_recipe(
 
 
 class Actor(TrialActor):
+    mark: ClassVar[str]
+
     def setup(self, config: dict[str, Any]) -> None:  # type: ignore[override]
-        super().setup(config, RECIPE.model_dump_json(), sys.argv[1])
+        super().setup(config, RECIPE.model_dump_json(), sys.argv[1], self.mark)
 
 
 def main() -> None:
     configs = [
         {NUMBER: number, VALUES: {"train.plan.zero_stage": int(sys.argv[2])}, HEARD: 0} for number in range(TRIALS + 1)
     ]
-    actor, resident = Actor(configs[0]), []
-    for config in configs[1:]:
-        assert "ended" in actor.step()
-        actor.reset_config(config)
-        resident.append(psutil.Process().memory_info().rss)
+    with marked(to_path(sys.argv[1])) as Actor.mark:
+        actor, resident = Actor(configs[0]), []
+        for config in configs[1:]:
+            assert "ended" in actor.step()
+            actor.reset_config(config)
+            resident.append(psutil.Process().memory_info().rss)
     print(json.dumps(resident))
 
 
