@@ -137,8 +137,8 @@ class TrainConfig(Section):
     @property
     def worker_counts(self) -> list[int]:
         """Numbers of processes in the range that divide the global batch evenly, ascending."""
-        least, most = self.workers_range
-        return [workers for workers in range(least, most + 1) if self._can_lay_out(workers)]
+        min_workers, max_workers = self.workers_range
+        return [workers for workers in range(min_workers, max_workers + 1) if self._can_lay_out(workers)]
 
     def _can_lay_out(self, workers: int) -> bool:
         try:

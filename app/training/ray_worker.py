@@ -148,7 +148,7 @@ def train_worker(arguments: WorkerArguments) -> Ending | RayloomError:
         if worker.is_first:  # the job's own heart stops at once where the job is killed, its workers seconds later
             stack.enter_context(keep_heartbeat(run_folder))
         try:
-            return train(recipe, data, worker, run_folder, _report, _announced, arguments["heard"])
+            return train(recipe, data, worker, run_folder, _report, _poll_stop_request, arguments["heard"])
         except NonFiniteLossError as error:
             return error
 
@@ -158,7 +158,7 @@ def _report(record: EpochRecord) -> None:
     ray.train.report(record.model_dump())
 
 
-def _announced() -> Action:
+def _poll_stop_request() -> Action:
     """STOP once the cluster says that a worker's node is about to go, as clouds take back what they lend."""
     return Action.STOP if ray.train.get_preemption_info() else Action.CONTINUE
 

@@ -154,13 +154,13 @@ def _check_plan(config: TrainConfig, model: nn.Module, data: PreparedData) -> No
 
 def skipped_workers(config: TrainConfig) -> str | None:
     """Describe which numbers of workers an elastic run uses; None if all in its range can share out the batch."""
-    least, most = config.workers_range
+    min_workers, max_workers = config.workers_range
     counts = config.worker_counts
-    if len(counts) == most - least + 1:
+    if len(counts) == max_workers - min_workers + 1:
         return None
     return (
-        f"train.workers [{least}, {most}]: {', '.join(map(str, counts))} workers can share out a global batch of "
-        f"{config.global_batch_size}; other numbers are skipped"
+        f"train.workers [{min_workers}, {max_workers}]: {', '.join(map(str, counts))} workers can share out a global "
+        f"batch of {config.global_batch_size}; other numbers are skipped"
     )
 
 

@@ -44,13 +44,13 @@ def train(
     worker: Worker,
     run_folder: UPath,
     report: Report = no_op,
-    announced: Callable[[], Action] | None = None,
+    poll_stop_request: Callable[[], Action] | None = None,
     heard: int | None = None,
 ) -> Ending:
     """Train the recipe's model as one worker of the run, from its newest intact checkpoint if it has any.
 
-    ``report`` is called with the record of each epoch. ``announced`` polls the platform for a stop request. It is
-    collective: every worker calls it, about once a second. ``heard`` is the last epoch that was reported before; later
+    ``report`` is called with the record of each epoch. ``poll_stop_request`` asks the platform. It is collective:
+    every worker calls it, about once a second. ``heard`` is the last epoch that was reported before; later
     epochs of the checkpoint are reported now. None: all of them were reported.
 
     Raises:
@@ -59,7 +59,7 @@ def train(
         StorageError: every checkpoint is damaged.
     """
     with ExitStack() as stack:
-        loop = _begin(recipe, data, worker, run_folder, report, announced, stack)
+        loop = _begin(recipe, data, worker, run_folder, report, poll_stop_request, stack)
         for record in loop.records:
             if heard is not None and record.epoch > heard:
                 loop.recorder.report(record)
@@ -101,7 +101,7 @@ def _begin(
     worker: Worker,
     run_folder: UPath,
     report: Report,
-    announced: Callable[[], Action] | None,
+    poll_stop_request: Callable[[], Action] | None,
     stack: ExitStack,
 ) -> Loop:
     """Build the model and all that trains it. ``stack`` ends what was begun."""
@@ -136,7 +136,7 @@ def _begin(
         engine=engine,
         feed=feed,
         checkpoints=checkpoints,
-        exchange=Exchange(worker, (control.asked, alerts.pending), checkpoints.has_lost, announced),
+        exchange=Exchange(worker, (control.asked, alerts.pending), checkpoints.has_lost, poll_stop_request),
         recorder=Recorder(config, worker.device, data.tokens_per_sample, watchdog.rest()(report), open_sinks, started),
         meter=meter,
         profiler=stack.enter_context(profile_steps(config.profile, run_folder, worker.rank)),

@@ -118,12 +118,12 @@ def test_a_request_that_cannot_be_read_is_heard_once_it_can(tmp_path: Path, caps
 def test_the_platform_is_asked_once_a_second_however_often_workers_exchange() -> None:
     now, asked = 0.0, list[float]()
 
-    def announced() -> Action:
+    def poll_stop_request() -> Action:
         asked.append(now)
         return Action.STOP if now >= 2.5 else Action.CONTINUE
 
     exchange = Exchange(
-        Alone(0, 1, torch.device("cpu")), [lambda: Action.CONTINUE], lambda: False, announced, lambda: now
+        Alone(0, 1, torch.device("cpu")), [lambda: Action.CONTINUE], lambda: False, poll_stop_request, lambda: now
     )
     while exchange.run().request is Action.CONTINUE:
         now += 0.125

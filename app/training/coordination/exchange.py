@@ -70,16 +70,16 @@ class Exchange:
     """Each says what this worker heard: from a person, a signal or an alert."""
     has_lost_state: Callable[[], bool]
     """Return whether this worker knows that a checkpoint could not be written."""
-    announced: Callable[[], Action] | None = None
+    poll_stop_request: Callable[[], Action] | None = None
     """Poll the platform for a stop request (preemption). Collective and slow: every worker calls it once a second."""
     clock: Callable[[], float] = time.monotonic
     steps: list[LocalStep] = field(default_factory=list)
     _interval: int = 1
     _began: float = field(init=False)
     _polls: bool = True
-    """Whether this exchange calls ``announced``. The first worker decided it at the previous exchange."""
+    """Whether this exchange calls ``poll_stop_request``. The first worker decided it at the previous exchange."""
     _last_poll: float = field(init=False)
-    """When the first worker last decided to call ``announced``."""
+    """When the first worker last decided to call ``poll_stop_request``."""
     _stragglers: StragglerWarning = field(init=False)
 
     def __post_init__(self) -> None:
@@ -123,10 +123,10 @@ class Exchange:
 
     def _local_request(self) -> Action:
         request = max(source() for source in self.sources)
-        return max(request, self.announced()) if self.announced and self._polls else request
+        return max(request, self.poll_stop_request()) if self.poll_stop_request and self._polls else request
 
     def _is_poll_due(self) -> bool:
-        """Return whether the next exchange should call ``announced``, at most once a second."""
+        """Return whether the next exchange should call ``poll_stop_request``, at most once a second."""
         if self.clock() - self._last_poll < _POLL_INTERVAL_S:
             return False
         self._last_poll = self.clock()
