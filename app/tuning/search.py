@@ -74,9 +74,10 @@ class Search:
         return self.resources if self._workers == 1 else _NEXT_TO_NOTHING
 
     @property
-    def _reuses_actors(self) -> bool:
+    def reuses_actors(self) -> bool:
         """Whether an actor runs several trials in turn. It would keep a trial's workers, and the memory of ZeRO 3."""
-        return self._workers == 1 and self._train.plan.zero_stage != 3
+        stage = self._train.plan.zero_stage
+        return self._workers == 1 and stage != 3 and not self.study.space.may_give("train.plan.zero_stage", 3)
 
     @property
     def max_at_once(self) -> int:
@@ -130,7 +131,7 @@ class Search:
                 search_alg=StudySearcher(study, config.trials, promotion, self.at_once),
                 scheduler=scheduler,
                 max_concurrent_trials=self.max_at_once,  # without it, Ray Tune runs one at a time
-                reuse_actors=self._reuses_actors,
+                reuse_actors=self.reuses_actors,
             ),
             run_config=tune.RunConfig(
                 name="tune",

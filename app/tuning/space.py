@@ -47,6 +47,8 @@ class Space:
     """Raises RecipeError."""
     distributions: dict[str, BaseDistribution]
     """Of every key, in all branches that were walked."""
+    derived: dict[str, list[Value]]
+    """The values that were derived for each key while the space was walked."""
 
     @property
     def fingerprint(self) -> dict[str, str]:
@@ -61,6 +63,10 @@ class Space:
     def contains(self, values: Mapping[str, Value]) -> bool:
         """Whether the space could have drawn each of ``values``."""
         return all(key in self.distributions and _contains(self.distributions[key], values[key]) for key in values)
+
+    def may_give(self, key: str, value: Value) -> bool:
+        """Return True if the space can draw ``value`` for ``key``, or derived it while it was walked."""
+        return self.contains({key: value}) or value in self.derived.get(key, ())
 
     def draw(self, trial: Trial) -> dict[str, Value]:
         """The values of a trial: those that it draws, and those that the space derives from them.
@@ -107,7 +113,7 @@ def load_space(name: str, recipe: Recipe) -> Space:
     _check_keys(name, [*drawn, *walk.derived], recipe)
     for key, values in [*drawn.items(), *walk.derived.items()]:
         _check_values(name, key, values, recipe)
-    space = Space(name, recipe, suggest, walk.distributions)
+    space = Space(name, recipe, suggest, walk.distributions, walk.derived)
     if recipe.tune and recipe.tune.sampler == "grid" and not space.is_finite:
         raise RecipeError(
             f"tune.space {name!r} draws from a range without steps, of which sampler grid cannot try every value: give "

@@ -49,10 +49,10 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         """
         if not self._attempt.cut():
             raise ActorBusyError(f"{str(self._trial_folder)!r} is still being written")
-        if self._has_ended or self._tune.scheduler != "asha":  # there, the others wait for a promotion
-            remove_checkpoints(self._trial_folder)
         if self._has_leaked:
             raise ActorBusyError("ZeRO 3 keeps the last trial's model in memory")
+        if self._has_ended or self._tune.scheduler != "asha":  # there, the others wait for a promotion
+            remove_checkpoints(self._trial_folder)
         gc.collect()  # the engine and the model form a reference cycle
         self._begin(new_config)
         return True

@@ -10,6 +10,7 @@ from ray.tune.schedulers import TrialScheduler
 from sqlalchemy.engine import URL
 from upath import UPath
 
+import tune_spaces.image
 from app.config import Recipe, load_recipe
 from app.tuning.budget import Budget
 from app.tuning.results import CLONED, EPOCH, HEARD, NUMBER, VALUE, VALUES
@@ -17,6 +18,7 @@ from app.tuning.schedulers import create_scheduler, replay
 from app.tuning.search import Search
 from app.tuning.searcher import StudySearcher
 from app.tuning.space import load_space
+from app.tuning.walk import Suggests
 from tests.helpers import ROOT
 from tests.studies import create, recipe_with
 
@@ -140,3 +142,33 @@ def test_trials_are_proposed_as_the_cluster_grows(monkeypatch: pytest.MonkeyPatc
     assert proposed() == 3
     searcher.on_trial_complete("any")
     assert proposed() == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "stages", "derived", "expected"),
+    [
+        ([], [], {}, True),
+        ([], [0, 1, 2], {}, True),
+        ([], [2, 3], {}, False),
+        ([], [], {"train.plan.zero_stage": 3}, False),
+        (["train.plan.zero_stage=3"], [], {}, False),
+        (["tune.workers=2"], [], {}, False),
+    ],
+)
+def test_no_actor_runs_another_trial_if_a_trial_may_train_with_zero_3(
+    monkeypatch: pytest.MonkeyPatch,
+    url: URL,
+    overrides: list[str],
+    stages: list[int],
+    derived: dict[str, int],
+    expected: bool,
+) -> None:
+    def space(trial: Suggests) -> dict[str, int]:
+        trial.suggest_float("train.optimizer.lr", 1e-4, 1e-2, step=None, log=True)
+        if stages:
+            trial.suggest_categorical("train.plan.zero_stage", stages)
+        return derived
+
+    monkeypatch.setattr(tune_spaces.image, "space", space)
+    search, _ = search_on(monkeypatch, url, *overrides, grows=False)
+    assert search.reuses_actors is expected

@@ -19,6 +19,7 @@ from app.training import session
 from app.training.checkpoints.writer import CheckpointWriter
 from app.training.coordination.control import request
 from app.training.coordination.shared_folder import marked
+from app.training.run_folder import CHECKPOINTS
 from app.tuning import attempt
 from app.tuning.results import HEARD, NUMBER, VALUES
 from app.tuning.trainable import TRIALS, TrialActor
@@ -29,7 +30,7 @@ Begin = Callable[..., TrialActor]
 
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Begin]:
-    recipe = load_recipe(ROOT / "recipes/digits.yaml", ["train.epochs=2", "model.args.width=8"])
+    recipe = load_recipe(ROOT / "recipes/digits.yaml", ["train.epochs=2", "model.args.width=8", "tune.scheduler=pbt"])
     actors = []
 
     class Actor(TrialActor):
@@ -114,11 +115,14 @@ def test_an_actor_frees_the_model_of_its_last_trial(begin: Begin, monkeypatch: p
     assert [model() for model in models] == [None]
 
 
-def test_an_actor_that_trained_with_zero_3_takes_no_other_trial(begin: Begin) -> None:
+def test_an_actor_that_trained_with_zero_3_takes_no_other_trial_and_keeps_the_checkpoints(
+    begin: Begin, tmp_path: Path
+) -> None:
     actor = begin(**{"train.plan.zero_stage": 3})
     actor.step()
     with pytest.raises(ActorBusyError, match="ZeRO 3 keeps the last trial's model"):
         actor.reset_config({NUMBER: 1, VALUES: {}, HEARD: 0})
+    assert list((tmp_path / TRIALS / "0000" / CHECKPOINTS).glob("step_*"))
 
 
 @pytest.mark.slow
