@@ -1,9 +1,11 @@
-"""On what, with what and when something was measured."""
+"""On what, with what and when something was measured; and the memory that it took."""
 
+import gc
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +14,7 @@ import psutil
 
 from app.engines.architecture import cpu_flags, usable_cores
 
+_PROCESS = Path("/proc/self")
 _FEATURES = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")
 
 
@@ -45,3 +48,18 @@ def today() -> str:
 def load_average() -> str:
     """Processes that ran or waited in the last 1, 5 and 15 minutes."""
     return ", ".join(f"{each:.1f}" for each in os.getloadavg())
+
+
+@contextmanager
+def peak_growth() -> Iterator[Callable[[], int]]:
+    """Measure the block inside. Yield a function that returns the peak growth of resident memory, in bytes."""
+    gc.collect()
+    (_PROCESS / "clear_refs").write_text("5", encoding="ascii")  # resets the peak
+    before = _kilobytes("VmRSS")
+    yield lambda: 1024 * (_kilobytes("VmHWM") - before)
+
+
+def _kilobytes(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", (_PROCESS / "status").read_text(encoding="ascii"))
+    assert found is not None
+    return int(found[1])

@@ -13,8 +13,7 @@ from ray.exceptions import RayError, RayTaskError
 from app.errors import ClusterError
 
 Answer = TypeVar("Answer")
-Tell = Callable[[str], None]
-Work = Callable[[Tell], Answer]
+Work = Callable[[Callable[[str], None]], Answer]
 _START_S = 5.0
 """Time that a task usually needs at most to start on a node with room."""
 

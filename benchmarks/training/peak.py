@@ -8,12 +8,16 @@ import sys
 from dataclasses import dataclass
 
 from benchmarks.launch import torchrun
+from benchmarks.markdown import table
 from benchmarks.training.memory import paper
 
 WORKERS = 2
 GIB = 2**30
 _ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 """Makes glibc return freed memory. By default it keeps blocks of up to 32 MB, which are no part of ZeRO."""
+_HEADER = (
+    "parameters", "ZeRO stage", "formula, GiB", "peak of creation, GiB", "peak of first step, GiB", "step / formula",
+)  # fmt: skip
 _MACHINE_BYTES = 21 * GIB
 """Memory that all ranks together may use."""
 
@@ -42,27 +46,25 @@ class Peak:
     trained: int
     """Peak in bytes until the first step was done."""
 
-    def row(self) -> str:
+    def row(self) -> tuple[str, ...]:
         """Return the row of the table."""
         formula = paper(self.stage, WORKERS).total * self.num_parameters
-        return (
-            f"| {self.size} | {self.stage} | {formula / GIB:.2f} | {self.made / GIB:.2f} | {self.trained / GIB:.2f} | "
-            f"{self.trained / formula:.2f} |"
-        )
+        gibibytes = (f"{size / GIB:.2f}" for size in (formula, self.made, self.trained))
+        return self.size, str(self.stage), *gibibytes, f"{self.trained / formula:.2f}"
 
 
 def main() -> None:
     """Measure the sizes given as arguments, or all."""
-    print(
-        "| parameters | ZeRO stage | formula, GiB | peak of creation, GiB | peak of first step, GiB | step / formula |"
-    )
-    print("| --- | --- | --- | --- | --- | --- |")
-    for size in sys.argv[1:] or SIZES:
-        for stage in range(4):
-            if WORKERS * 1.2 * paper(stage, WORKERS).total * SIZES[size].num_parameters > _MACHINE_BYTES:
-                print(f"| {size} | {stage} | more than this machine has | | | |", flush=True)
-            else:
-                print(_measure(size, stage).row(), flush=True)
+    rows = [_row(size, stage) for size in sys.argv[1:] or SIZES for stage in range(4)]
+    print(table(_HEADER, rows))
+
+
+def _row(size: str, stage: int) -> tuple[str, ...]:
+    if WORKERS * 1.2 * paper(stage, WORKERS).total * SIZES[size].num_parameters > _MACHINE_BYTES:
+        return size, str(stage), "more than this machine has", "", "", ""
+    peak = _measure(size, stage)
+    print(peak, flush=True)
+    return peak.row()
 
 
 def _measure(size: str, stage: int) -> Peak:

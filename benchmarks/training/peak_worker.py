@@ -7,10 +7,9 @@ uses with its libraries loaded, each the maximum over the ranks.
 
 import gc
 import json
-import re
 import sys
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -20,10 +19,10 @@ from app.models.blueprint import Blueprint, return_freed_memory
 from app.models.gpt import GPT
 from app.training.engine import create_engine
 from app.training.worker import start_worker
+from benchmarks.machine import peak_growth
 from benchmarks.training.peak import SIZES
 
 _VOCABULARY, _LENGTH = 16_384, 16
-_PROCESS = Path("/proc/self")
 
 
 def main() -> None:
@@ -35,38 +34,34 @@ def main() -> None:
     config = TrainConfig.model_validate(
         {"global_batch_size": worker.size, "workers": worker.size, "precision": "bf16", "plan": plan}
     )
-    _train(partial(GPT, 256, _LENGTH, layers=1, width=64, heads=1), config, worker.size)  # loads libraries and kernels
+    small = Blueprint.of(partial(GPT, 256, _LENGTH, layers=1, width=64, heads=1))
+    _step(_create(small, config, worker.size))  # loads libraries and kernels
     return_freed_memory()
-    (_PROCESS / "clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
-    before = _resident("VmRSS")
-    build = partial(GPT, _VOCABULARY, _LENGTH, layers=size.layers, width=size.width, heads=size.width // 64)
-    count, made = _train(build, config, worker.size)
-    found = torch.tensor([made - before, _resident("VmHWM") - before])
+    with peak_growth() as growth:
+        large = Blueprint.of(
+            partial(GPT, _VOCABULARY, _LENGTH, layers=size.layers, width=size.width, heads=size.width // 64)
+        )
+        engine = _create(large, config, worker.size)
+        made = growth()
+        _step(engine)
+        found = torch.tensor([made, growth()])
     torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
     if worker.is_first:
-        print("PEAK", json.dumps([count, *found.tolist()]), flush=True)
+        print("PEAK", json.dumps([large.num_parameters, *found.tolist()]), flush=True)
     torch.distributed.destroy_process_group()
 
 
-def _train(build: partial[GPT], config: TrainConfig, workers: int) -> tuple[int, int]:
-    """Create the engine and do one step. Returns the number of parameters, and the peak of engine creation."""
-    blueprint = Blueprint.of(build)
-    count = blueprint.num_parameters
-    engine = create_engine(blueprint, config, config.layout(workers), total_steps=10).deepspeed
-    made = _resident("VmHWM")
+def _create(blueprint: Blueprint, config: TrainConfig, workers: int) -> Any:
+    return create_engine(blueprint, config, config.layout(workers), total_steps=10).deepspeed
+
+
+def _step(engine: Any) -> None:
+    """Do one step, and destroy the engine."""
     tokens = torch.zeros(1, _LENGTH, dtype=torch.int64)
     engine.backward(cross_entropy(engine(tokens).float().flatten(0, 1), tokens.flatten()))
     engine.step()
     engine.destroy()
     gc.collect()
-    return count, made
-
-
-def _resident(name: str) -> int:
-    """Return a memory counter in bytes; ``VmHWM`` is the peak of ``VmRSS``."""
-    found = re.search(rf"{name}:\s+(\d+) kB", (_PROCESS / "status").read_text(encoding="ascii"))
-    assert found is not None
-    return 1024 * int(found[1])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from app.models.blueprint import Blueprint
 from app.models.factory import build_model
 from app.models.gpt import GPT
 from app.training.worker import seed_random
-from tests.memory import peak_growth
+from benchmarks.machine import peak_growth
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 Build = Callable[[], nn.Module]

@@ -40,8 +40,8 @@ from app.training.run import finish_run
 from app.training.run_folder import CHECKPOINTS, WEIGHTS
 from app.training.session import train
 from app.training.worker import Worker, start_worker
+from benchmarks.machine import peak_growth
 from tests.helpers import flip, wait_until
-from tests.memory import peak_growth
 from tests.tables import Faults
 
 
