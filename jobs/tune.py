@@ -4,8 +4,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from app.config import Recipe, TuneConfig
 from app.errors import RecipeError
@@ -20,7 +18,7 @@ from app.tuning.outcome import BEST_FILE, FrontTrial, StoppedMetrics, TuneMetric
 from app.tuning.report import write_report, write_trials
 from app.tuning.schedulers import check_scheduler
 from app.tuning.search import Search
-from app.tuning.snapshots import keep_snapshots
+from app.tuning.snapshots import keep_snapshots, scratch_folder
 from app.tuning.space import Space, load_space
 from app.tuning.storage import StudyPlace, study_place
 from app.tuning.study import SearchStudy
@@ -38,8 +36,8 @@ def tune(run: Run) -> Outcome:
     if config is None:
         raise RecipeError(f"recipe {recipe.name} has no tune section: give it one, with a space at least")
     space = load_space(config.space, recipe)
-    scratch = Path(run.until_result.enter_context(TemporaryDirectory(prefix="rayloom-study-")))
-    place_of = partial(study_place, run.storage, config.storage, scratch)
+    scratch = run.until_result.enter_context(scratch_folder())
+    place_of = partial(study_place, run.storage, config.storage, scratch.path)
     place = place_of(run.run_id)
     own = trial_recipe(recipe, {}, config)
     check_scheduler(config, own.train, space)
@@ -55,7 +53,7 @@ def tune(run: Run) -> Outcome:
     budget = Budget(config.stop, config.objectives[0], study.epochs_trained, study.seconds)
     search = Search(recipe, config, study, run.folder, budget, may_grow())
     run.until_result.enter_context(held(run.folder))
-    with keep_snapshots(place):
+    with keep_snapshots(place, scratch):
         run.open()
         keep_data(data, own, run.folder / DATA)
         more = f", up to {search.max_at_once} as the cluster grows" if search.room() < search.at_once() else ""

@@ -4,12 +4,16 @@ On a disk the copy is a backup beside the file. SQLite cannot write to an object
 file and uploads copies of it; a resumed search starts from the last copy.
 """
 
+import shutil
 import sqlite3
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from app.background import repeat_in_background
+from app.errors import StorageError
 from app.tuning.storage import StudyPlace, explained
 from app.warnings import Attempts
 
@@ -19,6 +23,26 @@ _MAX_SHARE = 0.1
 
 _LOCK_TIMEOUT_S = 5.0
 """Maximum wait for a file that another process has locked; the next attempt follows soon."""
+
+
+@dataclass
+class Scratch:
+    """A local folder for the SQLite files of studies on an object store."""
+
+    path: Path
+    keep: bool = False
+    """True while a file in it may have results that storage does not have."""
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Scratch]:
+    """Make a temporary folder. On exit, remove it unless ``keep`` is set."""
+    scratch = Scratch(Path(tempfile.mkdtemp(prefix="rayloom-study-")))
+    try:
+        yield scratch
+    finally:
+        if not scratch.keep:
+            shutil.rmtree(scratch.path, ignore_errors=True)
 
 
 class Snapshots:
@@ -54,8 +78,12 @@ class Snapshots:
 
 
 @contextmanager
-def keep_snapshots(place: StudyPlace) -> Iterator[None]:
+def keep_snapshots(place: StudyPlace, scratch: Scratch | None = None) -> Iterator[None]:
     """Copy a study's file on entry, every few seconds while it changes, and on exit. Skip database servers.
+
+    Args:
+        place: of the study.
+        scratch: the folder of the local file of a study on an object store. It is kept unless the last copy succeeds.
 
     Raises:
         StorageError: the first copy, or the last copy on an object store, cannot be made.
@@ -63,21 +91,30 @@ def keep_snapshots(place: StudyPlace) -> Iterator[None]:
     if place.file is None:
         yield
         return
+    scratch = scratch or Scratch(place.file.parent)
     copy = str(place.remote or place.backup)
     attempts = Attempts(f"the study cannot be copied to {copy!r}; it is only in {str(place.file)!r}")
     with closing(Snapshots(place.file, place.publish)) as snapshots:
         with explained(place):
             snapshots.take()
+        scratch.keep = place.remote is not None
         try:
             with repeat_in_background(
                 lambda: attempts(snapshots.take), _INTERVAL_S, name="snapshots", max_share=_MAX_SHARE
             ):
                 yield
         except BaseException:
-            attempts(snapshots.take)
+            scratch.keep &= not attempts(snapshots.take)
             raise
         if place.remote is None:
             attempts(snapshots.take)
             return
-        with explained(place):
-            snapshots.take()
+        try:
+            with explained(place):
+                snapshots.take()
+        except StorageError as error:
+            raise StorageError(
+                f"{error}; the whole study is in {str(place.file)!r}: upload it to {copy!r}, then go on with "
+                "tune.resume=true"
+            ) from error
+        scratch.keep = False

@@ -16,7 +16,7 @@ from upath import UPath
 from app.errors import RecipeError, StorageError, TuningError
 from app.tuning import snapshots, storage
 from app.tuning.search import remove_lost_trials
-from app.tuning.snapshots import Snapshots, keep_snapshots
+from app.tuning.snapshots import Scratch, Snapshots, keep_snapshots, scratch_folder
 from app.tuning.storage import StudyPlace, open_storage, study_place
 from tests.helpers import wait_until
 from tests.postgres import PostgresServer
@@ -205,27 +205,57 @@ def test_a_study_is_copied_while_the_search_goes_on_and_only_if_it_has_changed(
     assert len(copies) == 2
 
 
+def refuse(*_: object, **__: object) -> None:
+    raise PermissionError("403")
+
+
 def test_a_study_that_cannot_be_copied_is_a_warning_and_at_the_end_an_error(
     bucket: UPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(snapshots, "_INTERVAL_S", 0.01)
-    place, said = place_on(tmp_path / "machine", bucket), ""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError("403")
+    said = ""
 
     def is_said() -> bool:
         nonlocal said
         said += capsys.readouterr().err
         return "cannot be copied to" in said
 
-    def search() -> None:
-        with keep_snapshots(place):
-            monkeypatch.setattr(place.remote.fs, "put_file", refuse)
-            study.note_seconds(7.0)
-            wait_until(is_said)
+    def search(scratch: Scratch, seconds: float) -> None:
+        place = place_on(scratch.path, bucket)
+        study = resume(place) if seconds else create(place)
+        with keep_snapshots(place, scratch):
+            if seconds:
+                monkeypatch.setattr(place.remote.fs, "put_file", refuse)
+                study.note_seconds(seconds)
+                wait_until(is_said)
 
-    study = create(place)
-    with pytest.raises(StorageError, match=r"bucket/studies/one\.db cannot be written \(403\)"):
-        search()
+    with scratch_folder() as copied:
+        search(copied, 0.0)
+    assert not copied.path.exists()
+    with pytest.raises(StorageError) as failed, scratch_folder() as kept:
+        search(kept, 7.0)
+    assert "bucket/studies/one.db cannot be written (403)" in str(failed.value)
+    file = kept.path / "one.db"
+    assert f"the whole study is in '{file}': upload it to 'memory://" in str(failed.value)
+    assert resume(make_url(f"sqlite:///{file}")).seconds == 7.0
+    shutil.rmtree(kept.path)
     assert said.count("warning") == 1
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_a_search_that_fails_keeps_its_study_on_disk_only_if_it_cannot_be_copied(
+    is_away: bool, bucket: UPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def search(scratch: Scratch) -> None:
+        place = place_on(scratch.path, bucket)
+        study = create(place)
+        with keep_snapshots(place, scratch):
+            if is_away:
+                monkeypatch.setattr(place.remote.fs, "put_file", refuse)
+            study.note_seconds(7.0)
+            raise TuningError("every trial failed")
+
+    with pytest.raises(TuningError, match="every trial failed"), scratch_folder() as scratch:
+        search(scratch)
+    assert (scratch.path / "one.db").exists() is is_away
+    shutil.rmtree(scratch.path, ignore_errors=True)
