@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from app.config import EarlyStoppingConfig, ModelConfig, ScheduleConfig, TrainConfig, load_recipe
 from app.errors import RecipeError, TrainingError
@@ -14,6 +15,7 @@ from app.models.factory import build_model, logits_of
 from app.runs import CONFIG_FILE, Run
 from app.training.data.batches import Shard, count_steps, micro_batches, train_batches, validation_batches
 from app.training.early_stopping import should_stop
+from app.training.engine.batch_norm import synchronize_batch_norm
 from app.training.engine.schedule import lr_factor
 from app.training.engine.step import Factors, StepResult
 from app.training.records import EpochRecord, best_of
@@ -140,6 +142,24 @@ def test_schedules_by_hand() -> None:
     linear = ScheduleConfig(name="linear", warmup_fraction=0.0)
     assert [lr_factor(step, 4, linear) for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
     assert lr_factor(9, 10, ScheduleConfig(name="constant", warmup_fraction=0.0)) == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tracks", [True, False])
+def test_batch_norm_over_workers_validates_with_float32_statistics(dtype: torch.dtype, tracks: bool) -> None:
+    """DeepSpeed keeps buffers in float32 beside weights in bf16."""
+    plain = nn.BatchNorm2d(4, track_running_stats=tracks).eval()
+    features = torch.randn(2, 4, 3, 3).to(dtype)
+    nn.init.uniform_(plain.weight)
+    if plain.running_mean is not None:
+        nn.init.normal_(plain.running_mean)
+    expected = plain(features.float())
+    synchronized = synchronize_batch_norm(plain)
+    for parameter in synchronized.parameters():
+        parameter.data = parameter.data.to(dtype)
+    normal = synchronized(features)
+    assert normal.dtype == dtype
+    torch.testing.assert_close(normal.float(), expected, rtol=0.02, atol=0.02)
 
 
 def test_too_few_samples_for_a_batch_are_refused() -> None:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
@@ -26,8 +27,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Normalise each channel of ``input``, of shape (batch, channels, …)."""
-        if input.device.type != "cpu" or not self.training:
+        if input.device.type != "cpu":
             return super().forward(input)
+        if not self.training:
+            return self._normalise_with_running_statistics(input)
         values = input.float()
         reduced_dims = [dim for dim in range(values.ndim) if dim != 1]
         shape = [1, -1] + [1] * (values.ndim - 2)
@@ -40,6 +43,18 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         normal = deviations * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
             normal = normal * self.weight.float().view(shape) + self.bias.float().view(shape)
+        return normal.to(input.dtype)
+
+    def _normalise_with_running_statistics(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Normalise in float32. On CPUs torch refuses float32 statistics, as DeepSpeed keeps them, with bf16 weights.
+
+        Without running statistics, use those of the batch.
+        """
+        weight, bias = (self.weight.float(), self.bias.float()) if self.affine else (None, None)
+        uses_batch = self.running_mean is None
+        normal = functional.batch_norm(
+            input.float(), self.running_mean, self.running_var, weight, bias, uses_batch, eps=self.eps
+        )
         return normal.to(input.dtype)
 
     @torch.no_grad()
