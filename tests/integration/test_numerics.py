@@ -77,3 +77,9 @@ def test_running_statistics_go_on_to_the_bit_when_a_run_was_stopped_within_an_ep
     assert not torch.equal(first, second)
     assert torch.allclose(kept, (first + second) / 2)
     assert state_of(newest_checkpoint(folder / "parts")) == state_of(newest_checkpoint(folder / "run"))
+
+
+def test_a_checkpoint_that_one_rank_cannot_write_ends_in_its_error_in_the_others(folder: Path) -> None:
+    error = (folder / "lost-checkpoint.txt").read_text(encoding="utf-8")
+    assert "step_00000001' cannot be written: [Errno 2] No such file or directory" in error
+    assert str(folder / "missing") in error

@@ -1,11 +1,13 @@
 """python -m tests.parity.numerics FOLDER: measure gradients and batch norm on one and two ranks, as JSON in FOLDER.
 
-FOLDER/run has a run of two ranks. FOLDER/parts has the same run, stopped and resumed.
+FOLDER/run has a run of two ranks. FOLDER/parts has the same run, stopped and resumed. FOLDER/lost-checkpoint.txt has
+the error of a checkpoint that only one rank could write.
 """
 
 import json
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -20,11 +22,17 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn import functional
 from upath import UPath
 
-from app.config import Recipe, TrainConfig, load_recipe
+from app.config import CheckpointConfig, Recipe, TrainConfig, load_recipe
+from app.errors import TrainingError
 from app.models.blueprint import Blueprint
 from app.models.factory import build_model
 from app.tasks import prepare
 from app.training.activity import Activity
+from app.training.checkpoints.names import buffer
+from app.training.checkpoints.snapshot import Snapshot
+from app.training.checkpoints.state import Position, TrainState
+from app.training.checkpoints.store import CheckpointStore
+from app.training.checkpoints.writer import CheckpointWriter
 from app.training.data.batches import Shard, micro_batches
 from app.training.data.micro_batch import MicroBatch
 from app.training.engine import create_engine
@@ -190,7 +198,27 @@ def two_ranks(folder: Path) -> dict[str, Found]:
         grad_norm(lambda: build_model(MODELS["short gpt"], FACTS), tokens, "bf16", times, pipeline=2)
         for times in (2, ACCUMULATED)
     ]
+    lose_checkpoint(folder)
     return {"losses": losses, "run": {"val_loss": [record.val_loss]}, "grad norms": {"bf16, pipeline 2": norms}}
+
+
+def lose_checkpoint(folder: Path) -> None:
+    """Write a checkpoint while the second rank has no temporary folder. The first rank writes the error to a file."""
+    store = CheckpointStore(UPath(f"memory://{folder}"))
+    state = TrainState(
+        position=Position(step=1), records=[], workers=2, tensor=1, pipeline=1, optimizer_steps=1,
+        schedule_steps=1, loss_scale=None, precision="fp32", shapes={},
+    )  # fmt: skip
+    writer = CheckpointWriter(store, CheckpointConfig(background=False))
+    tempfile.tempdir = str(folder / "missing") if torch.distributed.get_rank() else None
+    try:
+        writer.save(lambda: Snapshot(state, {buffer("step"): torch.ones(1)}), best=None)
+    except TrainingError as error:
+        if torch.distributed.get_rank() == 0:
+            (folder / "lost-checkpoint.txt").write_text(str(error), encoding="utf-8")
+    finally:
+        tempfile.tempdir = None
+        writer.close()
 
 
 def recipe_of(stop: int | None = None) -> Recipe:

@@ -4,6 +4,8 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -108,8 +110,12 @@ class CheckpointWriter:
         first = dist.get_rank() == 0
         checkpoint = on_first(partial(self._next, snapshot.state.position.step), self._group)
         folder = self._store.folder_of(checkpoint)
+        write_part = partial(self._write_part, snapshot, folder, first)
         try:
-            own_sums = run_on_all(partial(self._write_part, snapshot, folder, first), self._group)
+            with ExitStack() as stack:
+                # All processes have a folder before any writes: the write waits for all of them.
+                local = run_on_all(partial(self._enter_folder, stack, snapshot, folder), self._group)
+                own_sums = run_on_all(partial(write_part, local), self._group)
             sums = {name: sha256 for part in gather(own_sums, self._group) for name, sha256 in part.items()}
             on_first(partial(self._commit, folder, sums, snapshot), self._group)
         except TrainingError:
@@ -127,22 +133,28 @@ class CheckpointWriter:
         except Exception as error:
             raise TrainingError(f"checkpoints in {str(self._store.folder)!r} cannot be listed: {error}") from error
 
-    def _write_part(self, snapshot: Snapshot, folder: UPath, is_first: bool) -> dict[str, str]:
-        """Write this process's files; their checksums."""
+    def _enter_folder(self, stack: ExitStack, snapshot: Snapshot, folder: UPath) -> "_LocalFolder":
+        """Return where this process writes its files. ``stack`` removes a temporary folder."""
+        try:
+            path = stack.enter_context(local_folder(folder))
+            return _LocalFolder(path, frozenset(path.iterdir()) if path.exists() else frozenset())
+        except OSError as error:
+            raise TrainingError(_cannot_write(folder, snapshot, error)) from error
+
+    def _write_part(self, snapshot: Snapshot, folder: UPath, is_first: bool, local: "_LocalFolder") -> dict[str, str]:
+        """Write this process's files, and return their checksums."""
         from app.training.checkpoints.parts import write_parts
 
         try:
-            with local_folder(folder) as local:
-                before = set(local.iterdir()) if local.exists() else set()
-                write_parts(snapshot.content, local, self._group, self._advance)
-                if is_first:
-                    (local / STATE_FILE).write_text(snapshot.state.model_dump_json(indent=1), encoding="utf-8")
-                own = [file for file in local.iterdir() if file not in before and _is_own(file.name, is_first)]
-                own += [write_piece_sums(file) for file in own if file.suffix == PARTS_SUFFIX]
-                if not is_local(folder):
-                    for file in own:
-                        upload(file, folder / file.name, self._advance)
-                return checksums_of(own, self._advance)
+            write_parts(snapshot.content, local.path, self._group, self._advance)
+            if is_first:
+                (local.path / STATE_FILE).write_text(snapshot.state.model_dump_json(indent=1), encoding="utf-8")
+            own = [file for file in local.new_files() if _is_own(file.name, is_first)]
+            own += [write_piece_sums(file) for file in own if file.suffix == PARTS_SUFFIX]
+            if not is_local(folder):
+                for file in own:
+                    upload(file, folder / file.name, self._advance)
+            return checksums_of(own, self._advance)
         except Exception as error:  # each protocol's driver has errors of its own
             raise TrainingError(_cannot_write(folder, snapshot, error)) from error
 
@@ -152,6 +164,17 @@ class CheckpointWriter:
             write_checksums(folder, sums)
         except Exception as error:
             raise TrainingError(_cannot_write(folder, snapshot, error)) from error
+
+
+@dataclass(frozen=True)
+class _LocalFolder:
+    """A folder on this machine's disk, with the files that it had before the write."""
+
+    path: Path
+    before: frozenset[Path]
+
+    def new_files(self) -> list[Path]:
+        return [file for file in self.path.iterdir() if file not in self.before]
 
 
 def _is_own(name: str, is_first: bool) -> bool:
