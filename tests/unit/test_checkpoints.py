@@ -478,6 +478,21 @@ def test_training_goes_on_when_a_checkpoint_is_lost_and_from_the_one_before_a_da
 
 
 @pytest.mark.usefixtures("_process_group")
+def test_an_epoch_is_saved_though_its_last_step_was_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CheckpointWriter, "has_failed", True)
+    recipe = load_recipe("recipes/digits.yaml", ["train.epochs=1", "model.args.width=8"])
+    data, worker, store = prepare(recipe), start_worker(recipe.train), CheckpointStore(UPath(tmp_path) / CHECKPOINTS)
+    train(recipe, data, worker, UPath(tmp_path))
+    newest = store.newest_intact()
+    assert newest is not None
+    state = TrainState.model_validate_json((store.folder_of(newest) / STATE_FILE).read_bytes())
+    assert newest.number == 2, "the last step was not saved again"
+    assert (state.position.epoch, len(state.records)) == (2, 1)
+
+
+@pytest.mark.usefixtures("_process_group")
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_lost_checkpoint_is_told_at_the_next_exchange(is_lost: bool) -> None:
     exchange = Exchange(Worker(0, 1, torch.device("cpu")), [lambda: Action.CONTINUE], lambda: is_lost)

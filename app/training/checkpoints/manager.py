@@ -42,7 +42,8 @@ class CheckpointManager:
         self._worker, self._activity = worker, activity
         self._store = CheckpointStore(folder, activity.advance, warn if worker.is_first else no_op)
         self._writer = CheckpointWriter(self._store, config.checkpoint, activity.advance, before_commit)
-        self._saved_step: int | None = None
+        self._saved: tuple[int, int] | None = None
+        """Step and epoch of the last save. The last step of an epoch is also where the next epoch begins."""
 
     def restore(self) -> TrainState | None:
         """Bring the engine to the newest intact checkpoint, and clear up after those that are not; None without one.
@@ -52,7 +53,7 @@ class CheckpointManager:
             TrainingError: the checkpoint is of another model.
         """
         self._activity.begin("looking for a checkpoint")
-        self._saved_step = None
+        self._saved = None
         committed = on_first(self._store.committed)
         found = self._store.newest_readable(committed, self._load)
         if self._worker.is_first:
@@ -69,17 +70,17 @@ class CheckpointManager:
         return every is not None and step % every == 0
 
     def save(self, position: Position, records: list[EpochRecord], again: bool = False) -> None:
-        """Save the state, unless this step was saved already. ``again`` saves it anyway, after a save that failed.
+        """Save the state, unless it was saved already. ``again`` saves it anyway, after a save that failed.
 
         Raises:
             TrainingError: the state cannot be written.
         """
-        if self._saved_step == position.step and not again:
+        if self._saved == (position.step, position.epoch) and not again:
             return
         self._activity.begin(f"the checkpoint of step {position.step}")
         take = partial(take_snapshot, self._engine, self._layout, position, records, self._config.precision)
         self._writer.save(take, best_of(records, self._config).step if records else None)
-        self._saved_step = position.step
+        self._saved = position.step, position.epoch
 
     def has_lost(self) -> bool:
         """Return whether this process knows that the last save failed."""
