@@ -49,7 +49,7 @@ demo: $(INSTALLED)
 
 # One process for each of two cores. Tests that share an expensive fixture run in the same process: see tests/conftest.py.
 test: $(INSTALLED_DEV)
-	@$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadgroup
+	@$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 test-slow: $(INSTALLED_DEV)
 	@$(BIN)/python -m pytest -m "slow and not faults and not gpu" tests

@@ -54,16 +54,22 @@ def http() -> Iterator[Callable[..., HttpReceiver]]:
         each.server.server_close()
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test by its folder: 'pytest -m integration'.
 
-    With several test processes, all tests of the cluster run in the same one, and so do the tests of one file.
+    With several test processes, all tests of the cluster run in the same one, and so do the tests of one file. The
+    cluster's group takes longest, so it starts first.
     """
     for item in items:
         item.add_marker(item.path.relative_to(ROOT / "tests").parts[0])
         if not item.get_closest_marker("xdist_group"):
-            needs_cluster = CLUSTER in getattr(item, "fixturenames", ())
-            item.add_marker(pytest.mark.xdist_group(CLUSTER if needs_cluster else item.path.stem))
+            item.add_marker(pytest.mark.xdist_group(CLUSTER if _needs_cluster(item) else item.path.stem))
+    items.sort(key=_needs_cluster, reverse=True)
+
+
+def _needs_cluster(item: pytest.Item) -> bool:
+    return CLUSTER in getattr(item, "fixturenames", ())
 
 
 @pytest.fixture(autouse=True)
