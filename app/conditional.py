@@ -25,7 +25,7 @@ _REFUSALS = ("PreconditionFailed", "ConditionalRequestConflict")
 
 
 @contextmanager
-def alone(folder: UPath) -> Iterator[None]:
+def exclusive(folder: UPath) -> Iterator[None]:
     """Hold an exclusive lock on a folder of a local disk. On an object store do nothing."""
     if not is_local(folder):
         yield
@@ -76,7 +76,7 @@ def change(path: UPath, changed: Callable[[bytes], bytes]) -> None:
         while not _changed_on_s3(path, changed):
             pass
         return
-    with alone(path.parent):
+    with exclusive(path.parent):
         write_atomically(path, changed(read(path) or b""))
 
 

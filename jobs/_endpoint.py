@@ -29,7 +29,7 @@ _BACKPRESSURE = BackpressureConfig(retry_after_s=1.0)
 
 
 @contextmanager
-def alone() -> Iterator[bool]:
+def exclusive() -> Iterator[bool]:
     """Wait until no other job changes the endpoint, and let none begin until the end of the block.
 
     Each writes down all that is served: of two at a time the second would take away what the first has added.

@@ -13,9 +13,9 @@ from app.serving.config import DeployedModel, EndpointConfig
 from app.serving.plan import deployed_model, promote_named
 from jobs._cluster import connect
 from jobs._endpoint import (
-    alone,
     await_routes,
     change_over,
+    exclusive,
     require_calibration_room,
     require_room,
     running_replicas,
@@ -40,7 +40,7 @@ def deploy(run: Run) -> Outcome:
     recipe = run.recipe
     model = _planned(run)
     connect()
-    with alone() as has_waited:
+    with exclusive() as has_waited:
         if has_waited:  # for a job that may have promoted another version
             model = _planned(run)
         if model.cascade:

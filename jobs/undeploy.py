@@ -8,7 +8,7 @@ from app.errors import ClusterError
 from app.runs import Outcome, Run
 from app.serving.config import EndpointConfig
 from jobs._cluster import connect
-from jobs._endpoint import alone, await_routes, change_over, wanted
+from jobs._endpoint import await_routes, change_over, exclusive, wanted
 from jobs._runner import main
 
 
@@ -26,7 +26,7 @@ def undeploy(run: Run) -> Outcome:
     """
     name = run.recipe.name
     connect()
-    with alone():
+    with exclusive():
         before = wanted()
         if name not in before.models:
             raise ClusterError(

@@ -42,7 +42,7 @@ class Rows:
 
     def batches(self, max_rows: int = BATCH) -> Iterator[Batch]:
         """Yield every row, in batches of at most ``max_rows``."""
-        return (self.split.batch(indices) for group in self.groups for indices in cut(group, max_rows))
+        return (self.split.batch(indices) for group in self.groups for indices in chunks(group, max_rows))
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,6 @@ def varying_axis(signature: Signature) -> tuple[str, int] | None:
     return next(places, None)
 
 
-def cut(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+def chunks(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:
     """Yield ``indices`` in slices of at most ``size``."""
     return (indices[start : start + size] for start in range(0, len(indices), size))

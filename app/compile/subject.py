@@ -9,7 +9,7 @@ import numpy as np
 from upath import UPath
 
 from app.checksums import verify_checksums
-from app.compile.reference import BATCH, EncodedBatches, Reference, cut, varying_axis
+from app.compile.reference import BATCH, EncodedBatches, Reference, chunks, varying_axis
 from app.compile.sparsity import prune_2_to_4
 from app.config import Recipe
 from app.data.classification import ClassificationData, LabelledDataset, load_test
@@ -100,7 +100,7 @@ class Subject:
         chosen = np.linspace(0, len(train) - 1, min(count or _CALIBRATION_SAMPLES, len(train)), dtype=int)
         lengths = train.lengths
         ordered = sorted(chosen.tolist(), key=lambda index: lengths[index])
-        return EncodedBatches(train, list(cut(ordered, _CALIBRATION_BATCH)))
+        return EncodedBatches(train, list(chunks(ordered, _CALIBRATION_BATCH)))
 
 
 def resized(rows: Tensors, size: int) -> Tensors:

@@ -8,7 +8,7 @@ from itertools import compress
 from pydantic import ValidationError
 from upath import UPath
 
-from app.conditional import Made, alone, change, map_at_once, read
+from app.conditional import Made, change, exclusive, map_at_once, read
 from app.config import Role
 from app.errors import StorageError
 from app.repository.aliases import ALIASES_FILE, Alias, Aliases
@@ -254,7 +254,7 @@ class Repository:
     def _write_config(self, name: str) -> None:
         """Make ``config.pbtxt`` say what is so; again, if that was changed while it was written."""
         path = self._root / name / CONFIG_FILE
-        with suppress(StorageError), alone(path.parent):  # of a damaged version there is nothing to say
+        with suppress(StorageError), exclusive(path.parent):  # of a damaged version there is nothing to say
             while (wanted := self._wanted_config(name)) != self._config(name):
                 if wanted is None:
                     path.unlink(missing_ok=True)

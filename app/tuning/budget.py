@@ -42,12 +42,12 @@ class Budget(Stopper):  # type: ignore[misc] # Ray has no types
         if self._limits.epochs and self._epochs >= self._limits.epochs:
             self.reason = f"tune.stop.epochs {self._limits.epochs} are trained"
 
-    def trial_rests(self, study: SearchStudy) -> None:
+    def check_patience(self, study: SearchStudy) -> None:
         """A trial ended, or waits at a rung: look whether the last ``patience`` times brought anything better."""
         patience = self._limits.patience
         if not patience:
             return
-        costs = [math.inf if worth is None else self._sign * worth for worth in study.rests]
+        costs = [math.inf if worth is None else self._sign * worth for worth in study.rung_results]
         if len(costs) <= patience:
             return
         before, recent = min(costs[:-patience]), min(costs[-patience:])

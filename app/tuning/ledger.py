@@ -87,7 +87,7 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
             self._study.complete(number, final.final_values, final.stopped_early)
         elif self._promotion:
             self._study.wait(number)
-            self._budget.trial_rests(self._study)
+            self._budget.check_patience(self._study)
             self._table.waits(number)
             return
         else:
@@ -116,7 +116,7 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
 
     def _ended(self, number: int) -> None:
         self._study.note_seconds(self._budget.seconds)
-        self._budget.trial_rests(self._study)
+        self._budget.check_patience(self._study)
         self._table.ended(self._study, number)
 
     def _folder(self, number: int) -> UPath:

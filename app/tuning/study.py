@@ -26,7 +26,7 @@ from app.tuning.trials import (
     FAILURES,
     INHERITED,
     KEPT,
-    RESTS,
+    RUNG_RESULTS,
     STOPPED_EARLY,
     VALUES,
     WAITS,
@@ -34,7 +34,7 @@ from app.tuning.trials import (
     epochs_of,
     kept_value,
     own_trials,
-    rests_of,
+    rung_results_of,
     waits,
 )
 from app.tuning.view import ViewCache, view_of
@@ -70,7 +70,7 @@ class SearchStudy:
         if not isinstance(self._sampler, KEEPS_STATE):  # it is shown views, and Optuna's refuse a second study
             study.sampler = RandomSampler(seed=config.seed)  # for what an enqueued trial leaves open
         self._substitute = create_substitute(config, space.is_finite)
-        self.rests = rests_of(study)
+        self.rung_results = rung_results_of(study)
         """The first objective of each trial that ended or came to wait, in that order; None if it has no value."""
         self._view_cache: ViewCache = {}
         self.exhausted: str | None = None
@@ -186,7 +186,7 @@ class SearchStudy:
         """The trial waits for a promotion: in the study it still runs."""
         with explained(self.place):
             self._open[number].set_user_attr(WAITS, True)
-            self._note_rest(number, kept_value(self._open[number]))
+            self._record_rung_result(number, kept_value(self._open[number]))
 
     def report(self, number: int, epoch: int, value: float | None, cost: float) -> None:
         """The objective after an epoch; of several objectives Optuna keeps none.
@@ -217,14 +217,14 @@ class SearchStudy:
         """The trial trained to its end, or stopped early by itself."""
         with explained(self.place):
             self._open[number].set_user_attr(STOPPED_EARLY, stopped_early)
-            self._note_rest(number, values[0])
+            self._record_rung_result(number, values[0])
             self._tell(number, TrialState.COMPLETE, list(values))
 
     def prune(self, number: int, cause: str) -> None:
         """The trial was cut short by somebody else; what it reported stays."""
         with explained(self.place):
             self._open[number].set_user_attr(CAUSE, cause)
-            self._note_rest(number, kept_value(self._open[number]))
+            self._record_rung_result(number, kept_value(self._open[number]))
             self._tell(number, TrialState.PRUNED, None)
 
     def note_failure(self, number: int, cause: str) -> None:
@@ -242,7 +242,7 @@ class SearchStudy:
         """The trial failed for good."""
         with explained(self.place):
             self._open[number].set_user_attr(CAUSE, cause)
-            self._note_rest(number, None)
+            self._record_rung_result(number, None)
             self._tell(number, TrialState.FAIL, None)
 
     def take_over(self, number: int, values: dict[str, Value], epoch: int) -> None:
@@ -264,11 +264,11 @@ class SearchStudy:
             self.prune(number, cause)
         return numbers
 
-    def _note_rest(self, number: int, value: float | None) -> None:
+    def _record_rung_result(self, number: int, value: float | None) -> None:
         """Note in the trial that it ended or waits at a rung. (A database may limit the size of one attribute.)"""
         trial = self._open[number]
-        trial.set_user_attr(RESTS, [*trial.user_attrs.get(RESTS, []), [len(self.rests), value]])
-        self.rests.append(value)
+        trial.set_user_attr(RUNG_RESULTS, [*trial.user_attrs.get(RUNG_RESULTS, []), [len(self.rung_results), value]])
+        self.rung_results.append(value)
 
     def _new(self, most: int) -> Proposal | None:
         for sampler in (self._sampler, self._substitute):

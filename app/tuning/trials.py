@@ -19,7 +19,7 @@ INHERITED = "inherited"
 WAITS = "waits"
 """Noted of a trial that runs in the study, and waits at a rung for a promotion."""
 
-RESTS = "rests"
+RUNG_RESULTS = "rests"
 """Attribute of a trial: a list of (position, value), one for each time that it ended or came to wait.
 
 Positions count over all trials of the study; the value is the first objective. Earlier versions wrote an attribute of
@@ -80,10 +80,10 @@ def waits(trial: FrozenTrial) -> bool:
     return trial.state == TrialState.RUNNING and bool(trial.user_attrs.get(WAITS))
 
 
-def rests_of(study: Study) -> list[float | None]:
+def rung_results_of(study: Study) -> list[float | None]:
     """Return the first objective of each trial that ended or came to wait, in that order; None if it has no value."""
-    noted = [rest for trial in study.get_trials(deepcopy=False) for rest in trial.user_attrs.get(RESTS, [])]
-    return [*study.user_attrs.get(RESTS, []), *(value for _, value in sorted(noted, key=itemgetter(0)))]
+    noted = [result for trial in study.get_trials(deepcopy=False) for result in trial.user_attrs.get(RUNG_RESULTS, [])]
+    return [*study.user_attrs.get(RUNG_RESULTS, []), *(value for _, value in sorted(noted, key=itemgetter(0)))]
 
 
 def epochs_of(trial: FrozenTrial) -> int:

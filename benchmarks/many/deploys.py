@@ -14,7 +14,7 @@ from benchmarks.cluster import Cluster, local_cluster
 from benchmarks.many.measures import Cost
 from benchmarks.many.population import RECIPE, name_of, recipe_in, write_versions
 from jobs._cluster import connect
-from jobs._endpoint import alone, change_over, wanted
+from jobs._endpoint import change_over, exclusive, wanted
 
 _ROOT = Path(__file__).parents[2]
 _OPTIONS = ("serve.version=1", "serve.replicas=1")
@@ -65,7 +65,7 @@ def _serve_all(count: int) -> None:
     storage = open_storage(None)
     models = {name_of(number): deployed_model(recipe_in(storage, name_of(number)), storage) for number in range(count)}
     connect()
-    with alone():
+    with exclusive():
         before = wanted()
         change_over(before, EndpointConfig(models={**before.models, **models}, access=before.access), _READY_S)
 

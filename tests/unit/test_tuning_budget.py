@@ -44,12 +44,12 @@ def test_patience_counts_trials_in_the_order_in_which_they_ended_also_over_a_res
     late, *others = [ask(study) for _ in range(5)]
     for number, value in zip(others[:2], (0.5, 0.4), strict=True):
         study.complete(number, [value], stopped_early=False)
-        budget_with(PATIENT).trial_rests(study)
+        budget_with(PATIENT).check_patience(study)
     study, budget = resume(url), budget_with(PATIENT)
     for number, value in ((late, 0.9), (others[2], 0.3), (others[3], 0.9)):
         study.complete(number, [value], stopped_early=False)
         assert budget.reason is None
-        budget.trial_rests(study)
+        budget.check_patience(study)
     assert budget.reason == "tune.stop.patience: nothing better in the last 2 trials that ended or came to wait"
 
 
@@ -65,7 +65,7 @@ def test_no_note_grows_with_the_number_of_trials_and_those_of_an_earlier_version
 
     study.study.set_user_attr("rests", [0.75, None])
     after = resume(url)
-    assert after.rests == [0.75, None, *[0.25] * 8]
+    assert after.rung_results == [0.75, None, *[0.25] * 8]
 
 
 def sizes_of_notes(study: SearchStudy) -> tuple[dict[str, int], dict[str, int]]:
