@@ -21,11 +21,12 @@ QUICK = ["compile.engines=[openvino]", "compile.precisions=[fp32]", "compile.bat
 # Print the GPUs that a task sees if it reserves none, then if it reserves one.
 SEEN = """
 import os
+from jobs import _node
 from jobs._cluster import connect
-from jobs._node import run_on_node
+_node._START_S = 60.0  # a slow start would print a line
 connect()
 for gpus in (0, 1):
-    print(run_on_node("look", lambda tell: repr(os.environ.get("CUDA_VISIBLE_DEVICES")), {"CPU": 1, "GPU": gpus}))
+    print(_node.run_on_node("look", lambda tell: repr(os.environ.get("CUDA_VISIBLE_DEVICES")), {"CPU": 1, "GPU": gpus}))
 """
 
 
