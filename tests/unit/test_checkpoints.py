@@ -3,10 +3,11 @@
 import weakref
 import zipfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf, nan
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -35,6 +36,7 @@ from app.training.checkpoints.state import Position, TrainState
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.checkpoints.writer import STATE_FILE, CheckpointWriter
 from app.training.coordination.exchange import Exchange
+from app.training.engine.nvme import written_to_nvme
 from app.training.records import Ending, EpochRecord
 from app.training.run import finish_run
 from app.training.run_folder import CHECKPOINTS, WEIGHTS
@@ -490,6 +492,45 @@ def test_an_epoch_is_saved_though_its_last_step_was_saved_again(
     state = TrainState.model_validate_json((store.folder_of(newest) / STATE_FILE).read_bytes())
     assert newest.number == 2, "the last step was not saved again"
     assert (state.position.epoch, len(state.records)) == (2, 1)
+
+
+class SwappingOptimizer:
+    """Swaps its one group as DeepSpeed does: it has no buffers for a group that is in memory already."""
+
+    def __init__(self) -> None:
+        self.fp32_partitioned_groups_flat, self.is_in_memory = [torch.zeros(4)], False
+
+    def _swappable_optimizer_subgroup(self, group: int) -> bool:
+        return True
+
+    def _optimizer_states_and_gradient_swap_in(self, group: int) -> None:
+        assert not self.is_in_memory, "no buffers are left"
+        self.is_in_memory = True
+
+    def _optimizer_states_and_gradient_swap_out(self, group: int) -> None:
+        self.is_in_memory = False
+
+
+def test_a_damaged_checkpoint_leaves_the_swapped_optimizer_ready_for_the_one_before() -> None:
+    optimizer = SwappingOptimizer()
+    deepspeed, (master,) = SimpleNamespace(optimizer=optimizer), optimizer.fp32_partitioned_groups_flat
+
+    def destinations() -> Iterator[torch.Tensor]:
+        with written_to_nvme(deepspeed, master):
+            yield master
+
+    def read(is_damaged: bool) -> None:
+        for tensor in destinations():
+            assert optimizer.is_in_memory
+            if is_damaged:
+                raise StorageError("piece 3 has another sha256")
+            tensor.fill_(7.0)
+
+    with pytest.raises(StorageError, match="piece 3"):
+        read(is_damaged=True)
+    read(is_damaged=False)
+    assert master.tolist() == [7.0] * 4
+    assert not optimizer.is_in_memory
 
 
 @pytest.mark.usefixtures("_process_group")

@@ -88,11 +88,17 @@ def read_from_nvme(deepspeed: Any, master: Tensor) -> Iterator[None]:
 
 @contextmanager
 def written_to_nvme(deepspeed: Any, master: Tensor) -> Iterator[None]:
-    """While it lasts, ``master``, which is swapped, and its state are in memory; then they are written back."""
+    """Hold ``master``, which is swapped, and its state in memory inside the context; then write them back.
+
+    They are also written back after an error. Releasing the buffers would not do: DeepSpeed would then look for files
+    of state that was never written.
+    """
     group = _group_of(deepspeed, master)
     deepspeed.optimizer._optimizer_states_and_gradient_swap_in(group)
-    yield
-    deepspeed.optimizer._optimizer_states_and_gradient_swap_out(group)
+    try:
+        yield
+    finally:
+        deepspeed.optimizer._optimizer_states_and_gradient_swap_out(group)
 
 
 def _group_of(deepspeed: Any, master: Tensor) -> int | None:
