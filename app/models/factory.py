@@ -48,8 +48,8 @@ def blueprint_of(config: ModelConfig, facts: Mapping[str, int]) -> Blueprint:
 def _arguments(factory: Callable[..., Any], given: Mapping[str, Any], facts: Mapping[str, int]) -> dict[str, Any]:
     """All arguments that are ``given``, and of the ``facts`` those that the factory names."""
     parameters = inspect.signature(factory).parameters
-    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    names = [name for name, each in parameters.items() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    names = [name for name, parameter in parameters.items() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
     for name in given:
         if name not in names and not takes_any:
             raise RecipeError(f"unknown key model.args.{name}; {did_you_mean(name, names)}")

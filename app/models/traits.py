@@ -29,7 +29,7 @@ def traits_of(model: nn.Module) -> ModelTraits:
 def _common_width(model: nn.Module) -> int | None:
     """The greatest number that divides the cut side of every matrix of a staged model's plan."""
     cuts = cuts_of(model)
-    linears = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     sides = [
         linears[name].out_features if cut == "colwise" else linears[name].in_features for name, cut in cuts.items()
     ]

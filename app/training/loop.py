@@ -82,7 +82,10 @@ class Loop:
         if self.position.epoch > self.config.epochs or (self._steps_left() <= 0 and not self.position.batches_done):
             return True
         stopping = self.config.early_stopping
-        if not stopping or not should_stop([float(getattr(each, stopping.metric)) for each in self.records], stopping):
+        if not stopping:
+            return False
+        values = [float(getattr(record, stopping.metric)) for record in self.records]
+        if not should_stop(values, stopping):
             return False
         self.worker.print(
             f"stopped early after epoch {self.records[-1].epoch}: {stopping.metric} has not improved for "

@@ -72,7 +72,7 @@ def finish_run(run: Run, data: PreparedData, ending: Ending) -> Outcome:
         verb = "paused" if ending.request is Action.PAUSE else "stopped"
         print(f"{verb} at step {ending.step:,}; to go on: train.resume={run.run_id}", flush=True)
         metrics = StoppedMetrics(steps=ending.step, epochs=len(ending.records), paused=verb == "paused")
-        kept = next(each for each in reversed(store.committed()) if each.step == ending.step)
+        kept = next(checkpoint for checkpoint in reversed(store.committed()) if checkpoint.step == ending.step)
         return Outcome(metrics, {"checkpoint": str(store.folder_of(kept))}, status="stopped")
     best, checkpoint = _best_intact(store, ending.records, recipe.train)
     weights = run.folder / WEIGHTS
@@ -105,8 +105,8 @@ def export_checkpoint(run_folder: UPath, output: UPath, step: int | None = None)
 
 def _best_intact(store: CheckpointStore, records: list[EpochRecord], config: TrainConfig) -> tuple[EpochRecord, UPath]:
     """The best epoch of those whose checkpoint is kept and not damaged, and the folder of it."""
-    kept = {each.step: each for each in store.committed()}
-    left = [each for each in records if each.step in kept]
+    kept = {checkpoint.step: checkpoint for checkpoint in store.committed()}
+    left = [record for record in records if record.step in kept]
     while left:
         best = best_of(left, config)
         if store.is_intact(kept[best.step]):

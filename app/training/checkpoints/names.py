@@ -32,7 +32,7 @@ def own(rank: int, name: str) -> str:
 
 def keys_of(name: str, saved: Iterable[str]) -> set[str]:
     """What a checkpoint with the tensors ``saved`` has of a parameter."""
-    parts = (each.rpartition("/") for each in saved)
+    parts = (name.rpartition("/") for name in saved)
     return {key for owner, _, key in parts if owner == f"parameter/{name}"}
 
 

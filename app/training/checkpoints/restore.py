@@ -35,10 +35,10 @@ def destinations(engine: TrainingEngine, layout: Layout, state: TrainState, save
         }
 
     fragments = fragments_of(engine, layout)
-    for alike in by_master(each for each in fragments if is_swapped(engine.deepspeed, each.master)):
+    for alike in by_master(fragment for fragment in fragments if is_swapped(engine.deepspeed, fragment.master)):
         with written_to_nvme(engine.deepspeed, alike[0].master):
             yield content_of(alike)
-    in_memory = content_of(each for each in fragments if not is_swapped(engine.deepspeed, each.master))
+    in_memory = content_of(fragment for fragment in fragments if not is_swapped(engine.deepspeed, fragment.master))
     yield in_memory | {names.buffer(name): buffer for name, buffer in buffers_of(engine).items()}
 
 
@@ -65,7 +65,7 @@ def apply_own(engine: TrainingEngine, own: Mapping[str, Tensor]) -> None:
     for name, buffer in buffers_of(engine).items():
         buffer.copy_(own[names.buffer(name)])
     prefix = names.random("")
-    states = {name.removeprefix(prefix): each for name, each in own.items() if name.startswith(prefix)}
+    states = {name.removeprefix(prefix): state for name, state in own.items() if name.startswith(prefix)}
     restore_random_state(states, engine.deepspeed.device)
 
 

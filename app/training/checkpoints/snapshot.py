@@ -1,6 +1,7 @@
 """From a running engine to a checkpoint's content."""
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from app.training.engine.buffers import buffers_of, mean_buffers
 from app.training.engine.loss_scale import scaler_of
 from app.training.engine.nvme import read_from_nvme
 from app.training.records import EpochRecord
+from app.training.worker import gather
 
 Content = dict[str, Tensor]
 
@@ -33,8 +35,9 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        parts = [[*each.parts.values()] if isinstance(each, Shards) else [each] for each in self.content.values()]
-        return sum(tensor.nbytes for each in parts for tensor in each)
+        items = self.content.values()
+        tensors = [[*item.parts.values()] if isinstance(item, Shards) else [item] for item in items]
+        return sum(tensor.nbytes for tensor in chain.from_iterable(tensors))
 
 
 def take_snapshot(
@@ -44,7 +47,7 @@ def take_snapshot(
     fragments = fragments_of(engine, layout)
     optimizer = engine.deepspeed.basic_optimizer
     content: Content = {}
-    for alike in by_master(each for each in fragments if each.is_owned):
+    for alike in by_master(fragment for fragment in fragments if fragment.is_owned):
         with read_from_nvme(engine.deepspeed, alike[0].master):
             for fragment in alike:
                 for key, flat in master_tensors(optimizer, fragment).items():
@@ -55,7 +58,7 @@ def take_snapshot(
         for found in (mean_buffers(engine), buffers_of(engine))
     )
     own = buffers | {names.random(name): state for name, state in random_state(engine.deepspeed.device).items()}
-    content |= {names.own(rank, name): each for name, each in own.items()}
+    content |= {names.own(rank, name): tensor for name, tensor in own.items()}
     if layout.data_rank(rank) == layout.tensor_rank(rank) == 0:
         content |= shared
     state = TrainState(
@@ -76,7 +79,7 @@ def take_snapshot(
 def master_tensors(optimizer: torch.optim.Optimizer, fragment: Fragment) -> dict[str, Tensor]:
     """The weight and the state of a fragment's master that have its shape."""
     state = optimizer.state.get(fragment.master, {})
-    alike = {key: each for key, each in state.items() if key != "step" and torch.is_tensor(each)}
+    alike = {key: value for key, value in state.items() if key != "step" and torch.is_tensor(value)}
     return {names.WEIGHT: fragment.master, **alike}
 
 
@@ -87,9 +90,8 @@ def shards_of(fragment: Fragment, flat: Tensor, copy: bool) -> Shards:
 
 def _shapes(fragments: list[Fragment]) -> dict[str, list[int]]:
     """The shapes of all parameters, whoever holds them."""
-    parts: list[dict[str, list[int]]] = [{} for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather_object(parts, {each.name: list(each.cut.whole_shape) for each in fragments})
-    return {name: shape for part in parts for name, shape in part.items()}
+    shapes = {fragment.name: list(fragment.cut.whole_shape) for fragment in fragments}
+    return {name: shape for part in gather(shapes) for name, shape in part.items()}
 
 
 def _optimizer_steps(optimizer: torch.optim.Optimizer) -> int:

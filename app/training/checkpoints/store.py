@@ -54,11 +54,12 @@ class CheckpointStore:
 
     def next(self, step: int) -> Checkpoint:
         """A checkpoint to be written of the state after ``step`` optimizer steps, newer than every other of it."""
-        return Checkpoint(step, 1 + max((each.number for each in self._begun() if each.step == step), default=0))
+        numbers = (checkpoint.number for checkpoint in self._begun() if checkpoint.step == step)
+        return Checkpoint(step, 1 + max(numbers, default=0))
 
     def committed(self) -> list[Checkpoint]:
         """Those that were written whole, the newest last."""
-        return [each for each in self._begun() if (self.folder_of(each) / CHECKSUMS_FILE).exists()]
+        return [checkpoint for checkpoint in self._begun() if (self.folder_of(checkpoint) / CHECKSUMS_FILE).exists()]
 
     def is_intact(self, checkpoint: Checkpoint) -> bool:
         """Whether its files are what was written; a warning says which is not.
@@ -115,9 +116,10 @@ class CheckpointStore:
             OSError: storage cannot be read just now, which says nothing of the checkpoints.
         """
         committed = self.committed()
-        found = next((each for each in reversed(committed) if each.step == step and self.is_intact(each)), None)
+        of_step = [checkpoint for checkpoint in committed if checkpoint.step == step]
+        found = next(filter(self.is_intact, reversed(of_step)), None)
         if found is None:
-            others = ", ".join(dict.fromkeys(str(each.step) for each in committed if each.step != step))
+            others = ", ".join(str(other) for other in sorted({checkpoint.step for checkpoint in committed} - {step}))
             raise StorageError(
                 f"{str(self.folder)!r} has no intact checkpoint of step {step}, "
                 + (f"but of step {others}: choose one of them" if others else "nor one of any other")
@@ -130,24 +132,25 @@ class CheckpointStore:
         What cannot be cleared up is named and left: it is in nobody's way.
         """
         committed = set(self.committed())
-        for each in self._begun():
-            if each not in committed:
-                warn(f"checkpoint {each.name} was never finished: removed")
-                attempt(partial(self.remove, each), f"checkpoint {each.name} cannot be removed")
-            elif after is not None and each > after:
-                attempt(partial(self._put_aside, each), f"damaged checkpoint {each.name} cannot be put aside")
+        for checkpoint in self._begun():
+            if checkpoint not in committed:
+                warn(f"checkpoint {checkpoint.name} was never finished: removed")
+                attempt(partial(self.remove, checkpoint), f"checkpoint {checkpoint.name} cannot be removed")
+            elif after is not None and checkpoint > after:
+                put_aside = partial(self._put_aside, checkpoint)
+                attempt(put_aside, f"damaged checkpoint {checkpoint.name} cannot be put aside")
 
     def prune(self, written: Checkpoint, newest: int, best: int | None) -> None:
         """Remove what ``written`` makes needless: all but the ``newest`` so many steps up to it, and step ``best``.
 
         Of a step the newest checkpoint is kept.
         """
-        committed = [each for each in self.committed() if each <= written]
-        by_step = {each.step: each for each in committed}
+        committed = [checkpoint for checkpoint in self.committed() if checkpoint <= written]
+        by_step = {checkpoint.step: checkpoint for checkpoint in committed}
         kept = {*list(by_step)[-newest:], best}
-        for each in committed:
-            if each.step not in kept or each != by_step[each.step]:
-                self.remove(each)
+        for checkpoint in committed:
+            if checkpoint.step not in kept or checkpoint != by_step[checkpoint.step]:
+                self.remove(checkpoint)
 
     def remove(self, checkpoint: Checkpoint) -> None:
         """Remove a checkpoint, its checksums first, so that half of it is never taken for whole."""
@@ -158,7 +161,7 @@ class CheckpointStore:
     def _put_aside(self, checkpoint: Checkpoint) -> None:
         """Move a damaged checkpoint where nobody takes it for one, beside those of its step that lie there."""
         names = (f"damaged_{Checkpoint(checkpoint.step, number).name}" for number in count(1))
-        aside = next(each for name in names if not (each := self.folder / name).exists())
+        aside = next(candidate for name in names if not (candidate := self.folder / name).exists())
         folder = self.folder_of(checkpoint)
         folder.fs.mv(folder.path, aside.path, recursive=True)
 
@@ -166,5 +169,5 @@ class CheckpointStore:
         """Those that have a folder, the newest last."""
         if not self.folder.exists():
             return []
-        named = [Checkpoint.named(each.name) for each in self.folder.iterdir()]
-        return sorted(each for each in named if each is not None)
+        named = [Checkpoint.named(folder.name) for folder in self.folder.iterdir()]
+        return sorted(checkpoint for checkpoint in named if checkpoint is not None)

@@ -186,7 +186,7 @@ def _cannot_write(folder: UPath, snapshot: Snapshot, error: Exception) -> str:
     """What went wrong, and whether there was room."""
     room = "check its rights and quota"
     if is_local(folder):
-        there = next(each for each in Path(folder.path).parents if os.path.exists(each))
+        there = next(parent for parent in Path(folder.path).parents if os.path.exists(parent))
         room = f"{shutil.disk_usage(there).free:,} bytes are free there"
     return (
         f"checkpoint {str(folder)!r} cannot be written: {error}; this process's part takes "

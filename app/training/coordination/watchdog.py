@@ -173,7 +173,7 @@ def blame(beats: Sequence[Beat]) -> str:
 
     Those that have begun the least; of several such, those that do not wait for others themselves.
     """
-    behind = [beat for beat in beats if beat.count == min(each.count for each in beats)]
+    behind = [beat for beat in beats if beat.count == min(other.count for other in beats)]
     stuck = [beat for beat in behind if not beat.waits] or behind
     doing = behind[0].doing
     if len(stuck) < len(beats):

@@ -20,11 +20,12 @@ class MicroBatch:
         """On ``device``, numbers with a fraction in the precision of training."""
         dtype = TORCH_DTYPES[config.precision]
         inputs = {
-            name: each.to(device, dtype if each.is_floating_point() else None, non_blocking=True)
-            for name, each in self.inputs.items()
+            name: tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
+            for name, tensor in self.inputs.items()
         }
         return MicroBatch(inputs, self.targets.to(device, non_blocking=True))
 
     def pin_memory(self) -> "MicroBatch":
         """In page-locked memory, from which a GPU copies while it computes; torch's loader calls it."""
-        return MicroBatch({name: each.pin_memory() for name, each in self.inputs.items()}, self.targets.pin_memory())
+        inputs = {name: tensor.pin_memory() for name, tensor in self.inputs.items()}
+        return MicroBatch(inputs, self.targets.pin_memory())

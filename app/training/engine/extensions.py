@@ -75,6 +75,6 @@ def _is_open(file: Path) -> bool:
     path = str(file.resolve())  # as the system names open files: home, cache or folder may be a link
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # another user's, or ended while we looked
-            if any(each.path == path for each in process.open_files()):
+            if any(file.path == path for file in process.open_files()):
                 return True
     return False

@@ -6,4 +6,4 @@ from torch import nn
 def names_of(model: nn.Module) -> dict[int, str]:
     """The names of a whole model's parameters and modules, by ``id``; of several names the first."""
     named = [*model.named_modules(remove_duplicate=True), *model.named_parameters(remove_duplicate=True)]
-    return {id(each): name for name, each in named}
+    return {id(item): name for name, item in named}

@@ -55,7 +55,7 @@ def require_aligned_gradients(deepspeed: Any) -> None:
     whole blocks is right; with any other one training goes on, as another model.
     """
     optimizer = deepspeed.optimizer
-    for parameter in (each for each in deepspeed.module.parameters() if each.requires_grad):
+    for parameter in (parameter for parameter in deepspeed.module.parameters() if parameter.requires_grad):
         group, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
         swapper = optimizer.optimizer_swapper
         is_written = optimizer._swappable_optimizer_subgroup(group) and swapper.is_swappable_tensor(numel=length)
@@ -105,5 +105,5 @@ def _group_of(deepspeed: Any, master: Tensor) -> int | None:
     """The number of the group that is swapped as one; None if ``master`` stays in memory."""
     optimizer = deepspeed.optimizer
     masters = getattr(optimizer, "fp32_partitioned_groups_flat", [])  # of ZeRO 3 alone, as is NVMe
-    group = next((number for number, each in enumerate(masters) if each is master), None)
+    group = next((number for number, candidate in enumerate(masters) if candidate is master), None)
     return group if group is not None and optimizer._swappable_optimizer_subgroup(group) else None

@@ -17,7 +17,7 @@ _GROUPS, _MIN_GROUP = 16, 2**22
 def create_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """The recipe's optimizer; vectors (biases, norms) are not decayed. On the CPU for a plan that offloads."""
     optimizer = config.optimizer
-    learned = [each for each in model.parameters() if each.requires_grad]
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     size = sum(map(num_elements, learned)) if config.plan.offload == "nvme" else _group_size(learned)
     groups = [
         {"params": part, "weight_decay": decay}

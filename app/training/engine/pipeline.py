@@ -82,7 +82,7 @@ def _with_phases(instructions: Mapping[Any, Callable[..., None]]) -> dict[Any, C
 
         return run_marked
 
-    return {each: marked(run, phases[each]) if each in phases else run for each, run in instructions.items()}
+    return {key: marked(run, phases[key]) if key in phases else run for key, run in instructions.items()}
 
 
 def _pairs(batches: Iterator[MicroBatch]) -> Iterator[_Micro]:

@@ -28,4 +28,4 @@ def shard_linears(module: Any, names: Mapping[int, str], cuts: Mapping[str, Shar
             if name in cuts:
                 replaced[id(child)] = layers[cuts[name]](child, group, name=name)
                 setattr(parent, child_name, replaced[id(child)])
-    module.forward_funcs = [replaced.get(id(each), each) for each in module.forward_funcs]
+    module.forward_funcs = [replaced.get(id(function), function) for function in module.forward_funcs]

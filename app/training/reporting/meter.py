@@ -48,7 +48,7 @@ class Meter:
 
     def _flops(self, inputs: Mapping[str, Tensor]) -> float | None:
         """Of training on one sample of this shape; counted once for each shape."""
-        key = tuple(each.shape for each in inputs.values())
+        key = tuple(tensor.shape for tensor in inputs.values())
         if self.model is not None and key not in self._by_shape:
             self._by_shape[key] = None
             attempt(lambda: self._count(key, inputs), "the model's operations cannot be counted, so there is no MFU")
@@ -56,8 +56,8 @@ class Meter:
 
     def _count(self, key: tuple[torch.Size, ...], inputs: Mapping[str, Tensor]) -> None:
         assert self.model is not None
-        shapes = {name: torch.empty_like(each, device="meta") for name, each in inputs.items()}
-        floats = {name: each.float() if each.is_floating_point() else each for name, each in shapes.items()}
+        shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in inputs.items()}
+        floats = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in shapes.items()}
         self._by_shape[key] = flops_per_sample(self.model, floats)
 
 
