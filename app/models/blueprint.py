@@ -8,7 +8,7 @@ time: a storage is handed over after its last operation, and freed if the next o
 
 import ctypes
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -68,9 +68,10 @@ class _Operation:
     overwrites: int | None
     """The storage whose previous content is overwritten completely."""
 
-    def touches(self) -> set[int]:
+    def touches(self) -> list[int]:
+        """Return the storages it reads or writes, each once, in the order of the arguments and results."""
         given = [leaf for leaf in tree_iter((self.arguments, self.options)) if isinstance(leaf, _Window)]
-        return {window.storage for window in (*given, *self.results) if window is not None}
+        return list(dict.fromkeys(window.storage for window in (*given, *self.results) if window is not None))
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -198,11 +199,14 @@ class Blueprint:
         return self.model
 
     @torch.no_grad()
-    def _replay(self, wanted: Any) -> Iterator[tuple[int, UntypedStorage]]:
-        """Yield each wanted storage after its last operation."""
+    def _replay(self, wanted: Collection[int]) -> Iterator[tuple[int, UntypedStorage]]:
+        """Yield each wanted storage after its last operation.
+
+        The order is the same in every process: ZeRO 3 partitions parameters collectively as they come.
+        """
         uses = _uses(self._operations)
         live: dict[int, UntypedStorage] = {}
-        for key in wanted - uses.keys():
+        for key in (key for key in wanted if key not in uses):
             yield key, _storage(self._storages[key].nbytes())
         for number, operation in enumerate(self._operations):
             self._run(operation, live)

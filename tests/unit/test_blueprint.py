@@ -122,6 +122,27 @@ def test_a_parameter_keeps_what_its_factory_noted_and_where_it_is_shared() -> No
     assert not hasattr(model.scale, "fake_mode")
 
 
+class Copies(nn.Module):
+    """Leaves some parameters empty and copies others, so that one operation is the last of two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty, self.source, self.target = (
+            nn.ParameterList(nn.Parameter(torch.empty(4)) for _ in range(20)) for _ in range(3)
+        )
+        with torch.no_grad():
+            for source, target in zip(self.source, self.target, strict=True):
+                target.copy_(source.fill_(1.0))
+
+
+def test_parameters_are_placed_in_the_same_order_in_every_process() -> None:
+    placed: list[nn.Parameter] = []
+    model = Blueprint.of(Copies).make(place=placed.append)
+    pairs = zip(model.target, model.source, strict=True)
+    expected = [*model.empty, *(parameter for pair in pairs for parameter in pair)]
+    assert list(map(id, placed)) == list(map(id, expected))
+
+
 def test_what_is_wrong_with_a_factory_is_said_as_ever() -> None:
     with pytest.raises(ValueError, match="not divisible"):
         Blueprint.of(partial(GPT, 64, 16, width=10, heads=3))
