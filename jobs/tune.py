@@ -53,13 +53,13 @@ def tune(run: Run) -> Outcome:
     budget = Budget(config.stop, config.objectives[0], study.epochs_trained, study.seconds)
     search = Search(recipe, config, study, run.folder, budget, may_grow())
     run.until_result.enter_context(held(run.folder))
-    with keep_snapshots(place, scratch):
+    with keep_snapshots(place, scratch) as secure:
         run.open()
         keep_data(data, own, run.folder / DATA)
         more = f", up to {search.max_at_once} as the cluster grows" if search.room() < search.at_once() else ""
         print(f"study {run.run_id} in {place}, {max(1, search.room())} trials at once{more}", flush=True)
         with on_sigterm(budget.ask, "the search goes on with tune.resume=true"):
-            search.run()
+            search.run(secure)
     return _outcome(run, search)
 
 

@@ -50,20 +50,35 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
         budget: Budget,
         table: Table,
         promotion: Promotion | None,
+        secure: Callable[[], object],
     ) -> None:
+        """``secure`` makes what is in the study survive the loss of this machine."""
         self._study, self._config, self._trials = study, config, trials
         self._budget, self._table, self._promotion = budget, table, promotion
+        self._secure = secure
         self.broken: Exception | None = None
         """What ended the search, other than a trial."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What Ray Tune pickles, which nobody reads. A connection to a database cannot be pickled."""
+        return {**self.__dict__, "_secure": None}
 
     @_writes
     def on_trial_start(self, trial: Trial, **_: Any) -> None:
         """Ray Tune counts failures anew with each promotion: how many are left of the trial's own is told here."""
         failures = self._study.failures(trial.config[NUMBER])
         trial.max_failures = trial.num_failures + max(0, self._config.retries - failures)
-        if self._config.scheduler == "pbt":  # which may have it go on from another's
-            self._study.take_over(trial.config[NUMBER], trial.config[VALUES], trial.config[HEARD])
+        self._note_origin(trial)
         self._table.started(trial.config[NUMBER], trial.config[VALUES])
+
+    def _note_origin(self, trial: Trial) -> None:
+        """Note that a trial of a population goes on from another's checkpoint.
+
+        This comes before Ray Tune replaces the trial's own checkpoints, so a resumed search knows their values.
+        """
+        number, values, epoch = trial.config[NUMBER], trial.config[VALUES], trial.config[HEARD]
+        if self._config.scheduler == "pbt" and self._study.take_over(number, values, epoch):
+            self._secure()
 
     @_writes
     def on_trial_result(self, trial: Trial, result: dict[str, Any], **_: Any) -> None:

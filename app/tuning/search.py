@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import ray
@@ -100,8 +101,10 @@ class Search:
         ahead = max(room, _MIN_AHEAD) if self.cluster_grows else 0
         return max(1, min(room + ahead, self.max_at_once))
 
-    def run(self) -> None:
+    def run(self, secure: Callable[[], object]) -> None:
         """Run trials until there are enough; everything that comes out of them is in the study.
+
+        ``secure`` makes what is in the study survive the loss of this machine.
 
         Raises:
             StorageError: the study cannot be written; what was written before stays.
@@ -109,9 +112,9 @@ class Search:
             TuningError: Ray Tune cannot go on.
         """
         with marked(self.folder) as mark:
-            self._run(mark)
+            self._run(mark, secure)
 
-    def _run(self, mark: str) -> None:
+    def _run(self, mark: str, secure: Callable[[], object]) -> None:
         os.environ.update(_ENVIRONMENT)
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # the ledger says what fails
         remove_lost_trials(self.study, self.folder / TRIALS)
@@ -120,7 +123,7 @@ class Search:
         scheduler = create_scheduler(config, self._train.epochs, study.space, promotion)
         replay(scheduler, study.ended)
         table = self._table()
-        ledger = Ledger(study, config, self.folder / TRIALS, self.budget, table, promotion)
+        ledger = Ledger(study, config, self.folder / TRIALS, self.budget, table, promotion, secure)
         own_files = self.folder / "ray"
         parameters = {"recipe": self.recipe.model_dump_json(), "run_folder": str(self.folder), "mark": mark}
         trainable = tune.with_parameters(TrialActor, **parameters)

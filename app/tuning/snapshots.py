@@ -7,6 +7,7 @@ file and uploads copies of it; a resumed search starts from the last copy.
 import shutil
 import sqlite3
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -53,23 +54,25 @@ class Snapshots:
         self._publish, self._copy = publish, file.with_name(f".{file.name}.tmp")
         self._source = sqlite3.connect(file, timeout=_LOCK_TIMEOUT_S, check_same_thread=False)
         self._copied_version: int | None = None
+        self._lock = threading.Lock()
 
     def take(self) -> bool:
-        """Copy the file if it has changed since the last copy, and return whether it had changed.
+        """Copy the file if it has changed since the last copy, and return whether it had changed. Thread-safe.
 
         Raises:
             sqlite3.Error: the file cannot be read.
             OSError, StorageError: the copy cannot be written.
         """
-        (version,) = self._source.execute("PRAGMA data_version").fetchone()
-        if version == self._copied_version:
-            return False
-        self._copy.unlink(missing_ok=True)
-        with closing(sqlite3.connect(self._copy)) as copy:
-            self._source.backup(copy)
-        self._publish(self._copy)
-        self._copied_version = version
-        return True
+        with self._lock:  # a slow upload must not replace a newer copy
+            (version,) = self._source.execute("PRAGMA data_version").fetchone()
+            if version == self._copied_version:
+                return False
+            self._copy.unlink(missing_ok=True)
+            with closing(sqlite3.connect(self._copy)) as copy:
+                self._source.backup(copy)
+            self._publish(self._copy)
+            self._copied_version = version
+            return True
 
     def close(self) -> None:
         """Close the connection and remove an unfinished copy."""
@@ -78,8 +81,10 @@ class Snapshots:
 
 
 @contextmanager
-def keep_snapshots(place: StudyPlace, scratch: Scratch | None = None) -> Iterator[None]:
+def keep_snapshots(place: StudyPlace, scratch: Scratch | None = None) -> Iterator[Callable[[], object]]:
     """Copy a study's file on entry, every few seconds while it changes, and on exit. Skip database servers.
+
+    The block gets a function that makes the study survive the loss of this machine: on an object store, it copies now.
 
     Args:
         place: of the study.
@@ -89,7 +94,7 @@ def keep_snapshots(place: StudyPlace, scratch: Scratch | None = None) -> Iterato
         StorageError: the first copy, or the last copy on an object store, cannot be made.
     """
     if place.file is None:
-        yield
+        yield _do_nothing
         return
     scratch = scratch or Scratch(place.file.parent)
     copy = str(place.remote or place.backup)
@@ -102,7 +107,7 @@ def keep_snapshots(place: StudyPlace, scratch: Scratch | None = None) -> Iterato
             with repeat_in_background(
                 lambda: attempts(snapshots.take), _INTERVAL_S, name="snapshots", max_share=_MAX_SHARE
             ):
-                yield
+                yield _do_nothing if place.remote is None else lambda: attempts(snapshots.take)
         except BaseException:
             scratch.keep &= not attempts(snapshots.take)
             raise
@@ -118,3 +123,7 @@ def keep_snapshots(place: StudyPlace, scratch: Scratch | None = None) -> Iterato
                 "tune.resume=true"
             ) from error
         scratch.keep = False
+
+
+def _do_nothing() -> None:
+    """The study itself is durable, without a copy."""

@@ -245,17 +245,21 @@ class SearchStudy:
             self._record_rung_result(number, None)
             self._tell(number, TrialState.FAIL, None)
 
-    def take_over(self, number: int, values: dict[str, Value], epoch: int) -> None:
-        """The trial goes on with other values, from another's checkpoint after ``epoch``: population-based training."""
+    def take_over(self, number: int, values: dict[str, Value], epoch: int) -> bool:
+        """The trial goes on with other values, from another's checkpoint after ``epoch``: population-based training.
+
+        Return False if the study knows that already.
+        """
         with explained(self.place):
             trial = self._open[number]
             known = trial.user_attrs
             if (known.get(VALUES), known.get(EPOCHS, 0)) == (values, epoch):
-                return
+                return False
             trial.set_user_attr(VALUES, values)
             trial.set_user_attr(KEPT, None)  # nor does it keep its own best epoch any more
             trial.set_user_attr(INHERITED, known.get(INHERITED, 0) + epoch - known.get(EPOCHS, 0))
             trial.set_user_attr(EPOCHS, epoch)
+            return True
 
     def end_running(self, cause: str) -> list[int]:
         """Record every trial that still runs or waits as cut short, and return their numbers."""

@@ -24,7 +24,7 @@ def begin(url: URL, folder: Path, *overrides: str, epochs: int = 0) -> tuple[Sea
     assert config is not None
     study = (resume if Path(str(url.database)).exists() else create)(url, *given)
     budget = Budget(config.stop, config.objectives[0], epochs, seconds=0.0)
-    return study, Ledger(study, config, UPath(folder), budget, Table(config.objectives, 3), None)
+    return study, Ledger(study, config, UPath(folder), budget, Table(config.objectives, 3), None, lambda: None)
 
 
 def propose(study: SearchStudy) -> Proposal:

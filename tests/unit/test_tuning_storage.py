@@ -6,21 +6,26 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ray import cloudpickle
 from sqlalchemy import make_url
 from sqlalchemy.engine import URL
 from upath import UPath
 
 from app.errors import RecipeError, StorageError, TuningError
 from app.tuning import snapshots, storage
+from app.tuning.budget import Budget
+from app.tuning.ledger import Ledger
 from app.tuning.search import remove_lost_trials
 from app.tuning.snapshots import Scratch, Snapshots, keep_snapshots, scratch_folder
 from app.tuning.storage import StudyPlace, open_storage, study_place
+from app.tuning.table import Table
 from tests.helpers import wait_until
 from tests.postgres import PostgresServer
-from tests.studies import ask, create, locked, resume
+from tests.studies import MOST, ask, create, locked, ray_trial, recipe_with, resume
 from tests.tables import Faults
 
 
@@ -172,6 +177,26 @@ def test_a_study_on_an_object_store_goes_on_on_another_machine(
     assert [ask(after), ask(after)] == [running, 2]
     with pytest.raises(TuningError, match=r"study 'one' is in memory://.*bucket/studies/one\.db already"):
         create(place_on(tmp_path / "second", bucket))
+
+
+def test_a_copy_knows_which_values_a_trial_took_over_before_the_trial_goes_on(
+    bucket: UPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "_INTERVAL_S", 999.0)
+    lost, population = place_on(tmp_path / "lost", bucket), ("tune.scheduler=pbt",)
+    study, config = create(lost, *population), recipe_with(*population).tune
+    assert config is not None
+    budget = Budget(config.stop, config.objectives[0], epochs=0, seconds=0.0)
+    with keep_snapshots(lost) as secure:
+        ledger = Ledger(study, config, UPath(tmp_path), budget, Table(config.objectives, 3), None, secure)
+        cloudpickle.dumps(ledger)  # as Ray Tune does when it begins
+        proposal = study.ask(MOST)
+        assert proposal is not None
+        others = {**proposal.values, "train.optimizer.lr": 0.0123}
+        ledger.on_trial_start(trial=ray_trial(replace(proposal, values=others)))
+        again = resume(place_on(tmp_path / "new", bucket), *population).ask(MOST)
+        assert again is not None
+        assert (again.number, again.values) == (proposal.number, others)
 
 
 def test_a_study_that_an_object_store_does_not_have_is_refused(bucket: UPath, tmp_path: Path) -> None:
