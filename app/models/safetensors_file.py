@@ -32,9 +32,11 @@ class Form:
 def write_safetensors(path: Path, forms: Mapping[str, Form], read: Callable[[str], Tensor]) -> None:
     """Write the tensors that ``forms`` lists. ``read`` is called once for each name and returns a tensor of its form.
 
+    Tensors of a type are read and written in the order of ``forms``.
+
     Format: https://huggingface.co/docs/safetensors/index#format
     """
-    names = sorted(forms, key=lambda name: (-forms[name].dtype.itemsize, name))  # keeps each tensor aligned
+    names = sorted(forms, key=lambda name: -forms[name].dtype.itemsize)  # keeps each tensor aligned
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     offset = 0
     for name in names:

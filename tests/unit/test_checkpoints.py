@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch.distributed.checkpoint import FileSystemWriter, save
 from upath import UPath
 
-from app.checksums import CHECKSUMS_FILE, VerifiedFolder, checksums_of, write_checksums
+from app.checksums import CHECKSUMS_FILE, VerifiedFolder, checksums_of, read_checksums, write_checksums
 from app.config import CheckpointConfig, load_recipe
 from app.errors import StorageError, TrainingError
 from app.runs import Run
@@ -326,6 +326,29 @@ def two_halves(tmp_path: Path) -> tuple[UPath, torch.Tensor]:
     writer.save(lambda: Snapshot(state_at(1), {parameter("a", WEIGHT): Shards((ROWS, COLUMNS), parts)}), best=None)
     CountingStorage.bytes_read.clear()
     return CheckpointStore(folder).folder_of(Checkpoint(1)), whole
+
+
+@pytest.mark.usefixtures("_process_group")
+@pytest.mark.parametrize("has_pieces", [True, False])
+def test_an_export_reads_each_byte_once(tmp_path: Path, has_pieces: bool) -> None:
+    """Also of a checkpoint without piece checksums, whose files are read whole."""
+    register_implementation("counting", CountingStorage, clobber=True)
+    store = CheckpointStore(UPath(f"counting://{tmp_path}"))
+    weights = {f"layer{number}": torch.rand(64, 256) for number in range(32)}
+    content = {parameter(name, WEIGHT): Shards((64, 256), {(0, 0): each}) for name, each in weights.items()}
+    writer = CheckpointWriter(store, CheckpointConfig(background=False))
+    writer.save(lambda: Snapshot(state_at(1), {**content}), best=None)
+    folder = store.folder_of(Checkpoint(1))
+    if not has_pieces:
+        write_checksums(
+            folder, {name: sha256 for name, sha256 in read_checksums(folder).items() if not name.endswith(".pieces")}
+        )
+    CountingStorage.bytes_read.clear()
+    export_weights(folder, tmp_path / "model.safetensors")
+    exported = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(exported[name], each) for name, each in weights.items())
+    assert CountingStorage.bytes_read[".distcp"] <= 1.2 * (folder / "__0_0.distcp").stat().st_size
+    assert CountingStorage.bytes_read.total() <= 1.2 * (folder / "__0_0.distcp").stat().st_size
 
 
 @pytest.mark.usefixtures("_process_group")

@@ -39,6 +39,8 @@ class PartReader(FileSystemReader):
         self._folder, self._advance = folder, advance
         self.metadata: Metadata = pickle.loads(folder.read(_METADATA_FILE))  # noqa: S301 # verified, and ours
         self.metadata.storage_meta = self.metadata.storage_meta or StorageMeta()
+        self._sums: dict[str, list[str]] = {}
+        self._opened: tuple[str, VerifiedFile] | None = None
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Return the tensors of the checkpoint and where their parts are stored."""
@@ -60,11 +62,27 @@ class PartReader(FileSystemReader):
         done.set_result(None)
         return done
 
+    def in_file_order(self) -> list[str]:
+        """Return the names of all tensors, in the order in which the files have them."""
+        places: dict[str, tuple[str, int]] = {}
+        for index, stored in self.metadata.storage_data.items():
+            place = stored.relative_path, stored.offset
+            places[index.fqn] = min(place, places.get(index.fqn, place))
+        return sorted(places, key=lambda name: places[name])
+
     def _open(self, name: str) -> VerifiedFile:
-        folder, pieces = self._folder, pieces_name(name)
-        if pieces not in folder:
-            return VerifiedFile(folder.path / name, [folder.sha256_of(name)], None, self._advance)
-        return VerifiedFile(folder.path / name, folder.read(pieces).decode().split(), PIECE_BYTES, self._advance)
+        """Return the file ``name``: the same object until another is opened, as a file without pieces is kept whole."""
+        if self._opened is None or self._opened[0] != name:
+            piece_bytes = PIECE_BYTES if pieces_name(name) in self._folder else None
+            file = VerifiedFile(self._folder.path / name, self._sums_of(name), piece_bytes, self._advance)
+            self._opened = name, file
+        return self._opened[1]
+
+    def _sums_of(self, name: str) -> list[str]:
+        if name not in self._sums:
+            folder, pieces = self._folder, pieces_name(name)
+            self._sums[name] = folder.read(pieces).decode().split() if pieces in folder else [folder.sha256_of(name)]
+        return self._sums[name]
 
     def _batches(self, items: list[ReadItem]) -> Iterator[list[ReadItem]]:
         """Group neighbours in a file into batches of about ``_BATCH_BYTES``."""

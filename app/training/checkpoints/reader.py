@@ -80,7 +80,7 @@ def export_weights(folder: UPath, path: Path) -> None:
 
     files = VerifiedFolder(folder)
     state, saved = _read_state(files), SavedParts(files)
-    wanted = {name: key for key in saved.names if (name := names.in_model(key)) is not None}
+    wanted = {name: key for key in saved.in_file_order() if (name := names.in_model(key)) is not None}
 
     def read(name: str) -> Tensor:
         (tensor,) = saved.read({wanted[name]}).values()
