@@ -110,6 +110,20 @@ def test_all_weights_and_buffers_are_exported_whatever_the_model_calls_them(tmp_
 
 
 @pytest.mark.usefixtures("_process_group")
+def test_an_export_after_bf16_rounds_parameters_and_no_buffers(tmp_path: Path) -> None:
+    """Training keeps buffers, such as running statistics, in float32."""
+    value = torch.tensor([1.001])
+    content = {parameter("norm.weight", WEIGHT): Shards((1, 1), {(0, 0): value[None]}), buffer("norm.mean"): value}
+    state = state_at(1).model_copy(update={"precision": "bf16", "shapes": {"norm.weight": [1]}})
+    store = CheckpointStore(UPath(tmp_path))
+    CheckpointWriter(store, CheckpointConfig(background=False)).save(lambda: Snapshot(state, content), best=None)
+    export_weights(store.folder_of(Checkpoint(1)), tmp_path / "model.safetensors")
+    exported = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert torch.equal(exported["norm.mean"], value)
+    assert torch.equal(exported["norm.weight"], value.bfloat16().float())
+
+
+@pytest.mark.usefixtures("_process_group")
 def test_weights_are_exported_one_at_a_time(tmp_path: Path) -> None:
     num_bytes, number = 2**22, 24
 

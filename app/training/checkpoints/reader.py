@@ -9,7 +9,7 @@ from torch import Tensor
 from upath import UPath
 
 from app.checksums import VerifiedFolder
-from app.config import Layout, Precision
+from app.config import Layout
 from app.errors import RayloomError, TrainingError
 from app.models.precision import TORCH_DTYPES
 from app.models.safetensors_file import Form, write_safetensors
@@ -73,7 +73,7 @@ def _read_state(folder: VerifiedFolder) -> TrainState:
 def export_weights(folder: UPath, path: Path) -> None:
     """Write a checkpoint of any plan as one safetensors file, equal to the weights of a single process.
 
-    float32; after training in bf16 or fp16 the values are those that validation saw, rounded. Only one
+    float32; after training in bf16 or fp16 the values are those that validation saw, with rounded parameters. Only one
     tensor is in memory at a time.
     """
     from app.training.checkpoints.parts import SavedParts
@@ -83,8 +83,12 @@ def export_weights(folder: UPath, path: Path) -> None:
     wanted = {name: key for key in saved.in_file_order() if (name := names.in_model(key)) is not None}
 
     def read(name: str) -> Tensor:
-        (tensor,) = saved.read({wanted[name]}).values()
-        return _as_validated(tensor, state.precision).reshape(state.shapes.get(name, tensor.shape))
+        key = wanted[name]
+        (tensor,) = saved.read({key}).values()
+        if tensor.is_floating_point():  # training rounds parameters, and keeps buffers as they are
+            rounded = TORCH_DTYPES[state.precision] if key == names.parameter(name, names.WEIGHT) else tensor.dtype
+            tensor = tensor.to(rounded).float()
+        return tensor.reshape(state.shapes.get(name, tensor.shape))
 
     def form_of(name: str) -> Form:
         form = saved.form_of(wanted[name])
@@ -92,10 +96,3 @@ def export_weights(folder: UPath, path: Path) -> None:
         return Form(dtype, tuple(state.shapes.get(name, form.shape)))
 
     write_safetensors(path, {name: form_of(name) for name in wanted}, read)
-
-
-def _as_validated(tensor: Tensor, precision: Precision) -> Tensor:
-    """float32, if it has a fraction, after the rounding of training's precision."""
-    if not tensor.is_floating_point():
-        return tensor
-    return tensor.to(TORCH_DTYPES[precision]).float()
