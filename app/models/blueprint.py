@@ -7,8 +7,10 @@ time: a storage is handed over after its last operation, and freed if the next o
 """
 
 import ctypes
+import logging
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -157,7 +159,7 @@ class Blueprint:
         """
         before, recording = _random_states(), _Recording()
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True), recording:
+            with _silent_fakes(), FakeTensorMode(allow_non_fake_inputs=True), recording:
                 model = build()
             windows = _to_meta(model, recording)
             if not torch.equal(before[0], torch.get_rng_state()):
@@ -292,6 +294,18 @@ def _put(old: Tensor, value: Tensor, places: _Places, place: Place = no_op) -> T
         setattr(module, name, new)
     place(new)
     return new
+
+
+@contextmanager
+def _silent_fakes() -> Iterator[None]:
+    """Silence torch's logs of operations that fake tensors refuse: the model is then built without them."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _random_states() -> tuple[Tensor, Any, Any]:

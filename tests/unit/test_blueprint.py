@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -146,6 +148,22 @@ def test_parameters_are_placed_in_the_same_order_in_every_process() -> None:
 def test_what_is_wrong_with_a_factory_is_said_as_ever() -> None:
     with pytest.raises(ValueError, match="not divisible"):
         Blueprint.of(partial(GPT, 64, 16, width=10, heads=3))
+
+
+def test_a_factory_that_loads_weights_is_recorded_without_a_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = nn.Linear(4, 4).state_dict()
+    safetensors.torch.save_file(weights, tmp_path / "weights.safetensors")
+
+    def build() -> nn.Module:
+        model = nn.Linear(4, 4)
+        model.load_state_dict(safetensors.torch.load_file(tmp_path / "weights.safetensors"))
+        return model
+
+    model = Blueprint.of(build).make()
+    assert torch.equal(model.weight, weights["weight"])
+    assert not caplog.records
 
 
 def test_one_tensor_is_in_memory_at_a_time() -> None:
