@@ -13,6 +13,7 @@ import trustme
 from tritonclient.utils import InferenceServerException
 from upath import UPath
 
+from app.cluster import ports
 from app.tensors import OUTPUT
 from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, exported, rows
 from tests.helpers import local_cluster, run, submit
@@ -38,6 +39,7 @@ def test_clients_of_every_protocol_see_the_given_certificate(proxied: dict[str, 
     authority, certificate = trustme.CA(), tmp_path / "certificate.pem"
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     publish_version(UPath(proxied["RAYLOOM_STORAGE"]), "secret", exported(), SIGNATURE, PROCESSOR, LABELS)
+    http, grpc = ports.unused(2)  # the cluster of the other tests may serve on the default ports
 
     def deploy() -> dict[str, str]:
         """With a new certificate."""
@@ -45,7 +47,8 @@ def test_clients_of_every_protocol_see_the_given_certificate(proxied: dict[str, 
         issued.cert_chain_pems[0].write_to_path(certificate)
         issued.private_key_pem.write_to_path(tmp_path / "key.pem")
         tls = f"serve.tls={{certificate: {certificate}, key: {tmp_path}/key.pem}}"
-        recipe = ["recipes/reviews.yaml", "name=secret", "serve.version=1", "serve.auth=token", tls]
+        listen = [f"serve.port={http}", f"serve.grpc_port={grpc}"]
+        recipe = ["recipes/reviews.yaml", "name=secret", "serve.version=1", "serve.auth=token", tls, *listen]
         artifacts: dict[str, str] = submit(proxied, "deploy", *recipe)["artifacts"]
         return artifacts
 

@@ -119,6 +119,7 @@ def test_a_run_that_loses_its_launcher_and_whose_ranks_are_frozen_and_stopped_en
     interrupted.require_the_bits_of(uninterrupted, "T2, T10 and stop")
 
 
+@pytest.mark.slow  # it times the recovery, so no other test may run beside it
 def test_ray_starts_the_workers_again(
     cluster: dict[str, str], launch: Launch, tmp_path: Path, uninterrupted: Trained, faults: Faults
 ) -> None:
