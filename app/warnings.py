@@ -10,11 +10,11 @@ def warn(message: str) -> None:
 
 
 class Attempts:
-    """Tries over and over what training can go on without, and warns each time that it begins to fail."""
+    """Tries over and over what work can go on without, and warns each time that it begins to fail."""
 
-    def __init__(self, failure: str) -> None:
-        """``failure`` says what cannot be done."""
-        self._failure = failure
+    def __init__(self, failure: str, work: str = "training") -> None:
+        """``failure`` says what cannot be done, ``work`` what goes on without it."""
+        self._failure, self._work = failure, work
         self._fails = False
 
     def __call__(self, action: Callable[[], object]) -> bool:
@@ -23,7 +23,7 @@ class Attempts:
             action()
         except Exception as error:  # of torch, of the GPU's profiling library, of storage's driver
             if not self._fails:
-                warn(f"{self._failure} ({type(error).__name__}: {error}); training goes on")
+                warn(f"{self._failure} ({type(error).__name__}: {error}); {self._work} goes on")
             self._fails = True
         else:
             self._fails = False

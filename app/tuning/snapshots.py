@@ -98,7 +98,7 @@ def keep_snapshots(place: StudyPlace, scratch: Scratch | None = None) -> Iterato
         return
     scratch = scratch or Scratch(place.file.parent)
     copy = str(place.remote or place.backup)
-    attempts = Attempts(f"the study cannot be copied to {copy!r}; it is only in {str(place.file)!r}")
+    attempts = Attempts(f"the study cannot be copied to {copy!r}; it is only in {str(place.file)!r}", "the search")
     with closing(Snapshots(place.file, place.publish)) as snapshots:
         with explained(place):
             snapshots.take()

@@ -265,6 +265,7 @@ def test_a_study_that_cannot_be_copied_is_a_warning_and_at_the_end_an_error(
     assert resume(make_url(f"sqlite:///{file}")).seconds == 7.0
     shutil.rmtree(kept.path)
     assert said.count("warning") == 1
+    assert "check its rights); the search goes on" in said
 
 
 @pytest.mark.parametrize("is_away", [False, True])
