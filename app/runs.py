@@ -5,7 +5,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal, Self
@@ -56,7 +56,7 @@ class Outcome:
     """stopped: it was asked to end early, and can go on."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
     """A run under way: ``<storage>/runs/<job>/<run_id>``."""
 
@@ -67,6 +67,8 @@ class Run:
     started: float
     until_result: ExitStack = field(default_factory=ExitStack)
     """What the step has entered to be left once the result is kept."""
+    _is_ours: bool = field(default=False, init=False)
+    """Whether this job may write to the folder. Another job may be training a run that this one was to resume."""
 
     @classmethod
     def start(cls, job: str, recipe: Recipe, run_id: str | None = None) -> Self:
@@ -84,11 +86,17 @@ class Run:
         """Whether this job or an earlier one has opened the run. A folder alone may hold a failed start."""
         return (self.folder / CONFIG_FILE).exists()
 
+    def hold(self, lock: AbstractContextManager[object]) -> None:
+        """Keep the run's lock until the result is written. Raises what ``lock`` raises if another job has it."""
+        self.until_result.enter_context(lock)
+        self._is_ours = True
+
     def open(self) -> None:
         """Make the folder with the resolved recipe. Called once everything given has been checked.
 
         Of a run that goes on, the folder is there; what it ended with last time is removed.
         """
+        self._is_ours = True
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / RESULT_FILE).unlink(missing_ok=True)
@@ -103,7 +111,7 @@ class Run:
         return self._finish(outcome.status, outcome.metrics.model_dump(mode="json"), outcome.artifacts, None)
 
     def fail(self, error: str) -> Result:
-        """Return the result of a run that broke; write it if the folder was made."""
+        """Return the result of a run that broke; write it if this job has held or opened the run."""
         return self._finish("failed", {}, {}, error)
 
     def _finish(
@@ -123,7 +131,7 @@ class Run:
             duration_s=round(time.monotonic() - self.started, 3),
             error=error,
         )
-        if self.folder.exists():
+        if self._is_ours and self.folder.exists():
             write_atomically(self.folder / RESULT_FILE, result.model_dump_json(exclude_none=True, indent=1).encode())
         return result
 

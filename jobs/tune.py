@@ -52,7 +52,7 @@ def tune(run: Run) -> Outcome:
     study = _study(run, place_of, space, config)
     budget = Budget(config.stop, config.objectives[0], study.epochs_trained, study.seconds)
     search = Search(recipe, config, study, run.folder, budget, may_grow())
-    run.until_result.enter_context(held(run.folder))
+    run.hold(held(run.folder))
     with keep_snapshots(place, scratch) as secure:
         run.open()
         keep_data(data, own, run.folder / DATA)

@@ -57,7 +57,7 @@ def open_run(run: Run, data: PreparedData) -> None:
     Raises:
         StorageError: another job has begun to train it.
     """
-    run.until_result.enter_context(held(run.folder))
+    run.hold(held(run.folder))
     run.open()
     withdraw(run.folder)
     (run.folder / FAILURE_FILE).unlink(missing_ok=True)

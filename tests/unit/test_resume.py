@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from app.config import Recipe, dump_recipe, load_recipe
+from app.data.prepared import PreparedData
 from app.errors import RecipeError, StorageError
 from app.runs import CONFIG_FILE, RESULT_FILE, Outcome, Result, Run, execute
 from app.storage import to_path
@@ -28,18 +29,36 @@ def test_a_run_is_its_jobs_from_its_opening_until_its_result_is_kept() -> None:
     run = Run.start("train", load_recipe(DIGITS))
     beat = run.folder / HEARTBEAT_FILE
 
+    def step_of(run: Run, data: PreparedData) -> Outcome:
+        open_run(run, data)
+        return Outcome(StoppedMetrics(steps=1, epochs=0, paused=True), {}, status="stopped")
+
     def step(run: Run) -> Outcome:
         data = prepare_run(run)
-        open_run(run, data)
+        outcome = step_of(run, data)
         first = beat.read_bytes()
         wait_until(lambda: beat.read_bytes() != first, timeout_s=10)
-        with pytest.raises(StorageError, match=r"is being trained right now: pause it with 'rayloom pause"):
-            open_run(Run.start("train", run.recipe, run.run_id), data)
-        return Outcome(StoppedMetrics(steps=1, epochs=0, paused=True), {}, status="stopped")
+        refused = execute(Run.start("train", run.recipe, run.run_id), lambda other: step_of(other, data))
+        assert "is being trained right now: pause it with 'rayloom pause" in str(refused.error)
+        assert not (run.folder / RESULT_FILE).exists()
+        return outcome
 
     assert execute(run, step).status == "stopped"
     assert (run.folder / RESULT_FILE).exists()
     assert not beat.exists()
+
+
+def test_a_job_that_fails_before_it_takes_a_run_leaves_the_runs_result_as_it_is() -> None:
+    run = Run.start("train", load_recipe(DIGITS))
+    run.open()
+    run.end(Outcome(StoppedMetrics(steps=1, epochs=0, paused=True), {}, status="stopped"))
+    before = (run.folder / RESULT_FILE).read_bytes()
+
+    def fail(_: Run) -> Outcome:
+        raise StorageError("the data cannot be read")
+
+    assert execute(Run.start("train", run.recipe, run.run_id), fail).status == "failed"
+    assert (run.folder / RESULT_FILE).read_bytes() == before
 
 
 @pytest.fixture
