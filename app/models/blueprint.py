@@ -182,14 +182,48 @@ class Blueprint:
             place: is called with each parameter once it is in the model, for example to partition it.
         """
         places = _places_of(self.model)
-        wanted: dict[int, list[Tensor]] = {}
         for tensor, _ in places.values():
-            if id(tensor) in self._windows:
-                wanted.setdefault(self._windows[id(tensor)].storage, []).append(tensor)
-            elif isinstance(tensor, nn.Parameter):
+            if isinstance(tensor, nn.Parameter) and id(tensor) not in self._windows:
                 _put(tensor, finish(tensor.detach()), places, place)
+        self._initialise(places.keys(), places, self._operations, finish, place)
+        return self.model
+
+    def load(self, values: Mapping[str, Tensor]) -> nn.Module:
+        """Give the model the tensors of a state dict, and return it. They are not copied if they have the right type.
+
+        Only what no state dict has is initialised: non-persistent buffers, such as tables of rotary positions.
+
+        Args:
+            values: by name. A shared tensor has any of its names, or several.
+
+        Raises:
+            ValueError: a tensor is missing, unknown or of another shape.
+        """
+        state = {name: item for name, item in self.model.state_dict(keep_vars=True).items() if torch.is_tensor(item)}
+        _require_fit(state, values)
+        places = _places_of(self.model)
+        for name, value in values.items():
+            _put(state[name], _like(state[name], value), places)
+        others = places.keys() - set(map(id, state.values()))
+        storages = {self._windows[key].storage for key in others if key in self._windows}
+        self._initialise(others, places, _operations_for(storages, self._operations))
+        return self.model
+
+    def _initialise(
+        self,
+        tensors: Collection[int],
+        places: "_Places",
+        operations: "list[_Operation]",
+        finish: Finish = lambda tensor: tensor,
+        place: Place = no_op,
+    ) -> None:
+        """Put the values that ``operations`` give into those of ``tensors``, by ``id``, that were recorded."""
+        wanted: dict[int, list[Tensor]] = {}
+        for key, (tensor, _) in places.items():
+            if key in tensors and key in self._windows:
+                wanted.setdefault(self._windows[key].storage, []).append(tensor)
         since_trim = 0
-        for key, storage in self._replay(wanted.keys()):
+        for key, storage in self._replay(wanted.keys(), operations):
             since_trim += storage.nbytes()
             for tensor in wanted[key]:
                 value = self._windows[id(tensor)].over(storage)
@@ -198,25 +232,24 @@ class Blueprint:
             if since_trim > _TRIM_BYTES:
                 return_freed_memory()
                 since_trim = 0
-        return self.model
 
     @torch.no_grad()
-    def _replay(self, wanted: Collection[int]) -> Iterator[tuple[int, UntypedStorage]]:
+    def _replay(self, wanted: Collection[int], operations: list[_Operation]) -> Iterator[tuple[int, UntypedStorage]]:
         """Yield each wanted storage after its last operation.
 
         The order is the same in every process: ZeRO 3 partitions parameters collectively as they come.
         """
-        uses = _uses(self._operations)
+        uses = _uses(operations)
         live: dict[int, UntypedStorage] = {}
         for key in (key for key in wanted if key not in uses):
             yield key, _storage(self._storages[key].nbytes())
-        for number, operation in enumerate(self._operations):
+        for number, operation in enumerate(operations):
             self._run(operation, live)
             for key in operation.touches():
                 later = uses[key][uses[key].index(number) + 1 :]
                 if not later and key in wanted:
                     yield key, live.pop(key)
-                elif not later or self._operations[later[0]].overwrites == key:
+                elif not later or operations[later[0]].overwrites == key:
                     live.pop(key, None)
 
     def _run(self, operation: _Operation, live: dict[int, UntypedStorage]) -> None:
@@ -243,6 +276,35 @@ def _uses(operations: list[_Operation]) -> dict[int, list[int]]:
         for key in operation.touches():
             uses.setdefault(key, []).append(number)
     return uses
+
+
+def _operations_for(storages: set[int], operations: list[_Operation]) -> list[_Operation]:
+    """Return those ``operations``, in order, on which the final content of ``storages`` can depend."""
+    found: list[_Operation] = []
+    for operation in reversed(operations):
+        if not storages.isdisjoint(touched := operation.touches()):
+            storages = storages.union(touched)
+            found.append(operation)
+    return found[::-1]
+
+
+def _require_fit(state: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless ``values`` have every tensor of ``state`` and no other, in the same shape."""
+    given = {id(state[name]) for name in values if name in state}
+    missing = [name for name, tensor in state.items() if id(tensor) not in given]
+    unknown = [name for name in values if name not in state]
+    if missing or unknown:
+        raise ValueError(f"missing tensors: {', '.join(missing) or 'none'}; unknown: {', '.join(unknown) or 'none'}")
+    for name, value in values.items():
+        if value.shape != state[name].shape:
+            raise ValueError(f"{name} has shape {list(value.shape)}: expected {list(state[name].shape)}")
+
+
+def _like(tensor: Tensor, value: Tensor) -> Tensor:
+    """Return ``value`` with the type and memory layout of ``tensor``, a copy only where they differ."""
+    if (value.dtype, value.stride()) == (tensor.dtype, tensor.stride()):
+        return value
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(value)
 
 
 _Places = dict[int, tuple[Tensor, list[tuple[nn.Module, str]]]]

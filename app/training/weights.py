@@ -14,7 +14,9 @@ from app.config import Recipe, dump_recipe, load_stored_recipe
 from app.data.classification import load_labels
 from app.data.prepared import PreparedData
 from app.data.processor import Processor
-from app.models.factory import blueprint_of, build_model
+from app.errors import RecipeError
+from app.models.blueprint import Blueprint
+from app.models.factory import blueprint_of
 from app.models.kind import ModelKind, kind_of
 from app.storage import local_copy, to_path
 from app.tasks import find_processor
@@ -27,6 +29,16 @@ class TrainedModel:
     """A model in evaluation mode, with the recipe, labels and processor that it was trained with."""
 
     model: nn.Module
+    recipe: Recipe
+    labels: list[str]
+    processor: Processor
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The same without weights."""
+
+    blueprint: Blueprint
     recipe: Recipe
     labels: list[str]
     processor: Processor
@@ -63,17 +75,28 @@ def load_weights(folder: UPath) -> TrainedModel:
 
 
 def read_weights(folder: Path) -> TrainedModel:
-    """The model of a local folder whose files have been verified."""
-    trained = read_architecture(folder)
-    safetensors.torch.load_model(trained.model, str(folder / WEIGHTS_FILE))
-    return trained
+    """The model of a local folder whose files have been verified. Its weights are in memory once.
+
+    Raises:
+        RecipeError: the recipe builds another model than the one that was trained.
+    """
+    found = read_architecture(folder)
+    path = folder / WEIGHTS_FILE
+    try:
+        model = found.blueprint.load(safetensors.torch.load_file(path, backend="pread"))  # mapped files can change
+    except ValueError as error:
+        raise RecipeError(
+            f"{str(path)!r} does not fit model.factory {found.recipe.model.factory!r}: {error}; give the factory the "
+            "code that it was trained with"
+        ) from error
+    return TrainedModel(model.eval(), found.recipe, found.labels, found.processor)
 
 
-def read_architecture(folder: Path) -> TrainedModel:
-    """The same with fresh weights, those of the folder being left unread."""
+def read_architecture(folder: Path) -> Architecture:
+    """The same with its weights left unread. Nothing is allocated for them."""
     files = to_path(folder)
     recipe = load_stored_recipe(str(files / RECIPE_FILE))
     labels = load_labels(files)
     processor = find_processor(recipe.task).load(files)
-    model = build_model(recipe.model, {"num_labels": len(labels), **processor.facts})
-    return TrainedModel(model.eval(), recipe, labels, processor)
+    blueprint = blueprint_of(recipe.model, {"num_labels": len(labels), **processor.facts})
+    return Architecture(blueprint, recipe, labels, processor)

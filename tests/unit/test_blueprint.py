@@ -10,10 +10,15 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from app.config import ModelConfig
+from app.config import ModelConfig, dump_recipe, load_recipe
+from app.errors import RecipeError
 from app.models.blueprint import Blueprint
 from app.models.factory import build_model
 from app.models.gpt import GPT
+from app.storage import to_path
+from app.tasks import prepare
+from app.training.run_folder import RECIPE_FILE, WEIGHTS_FILE
+from app.training.weights import read_architecture, read_weights
 from app.training.worker import seed_random
 from benchmarks.machine import peak_growth
 
@@ -35,6 +40,7 @@ class Varied(nn.Module):
         self.embedding = nn.Embedding(9, 4, padding_idx=0)
         self.batch_norm = nn.BatchNorm1d(4)
         self.register_buffer("mask", torch.ones(5, 5).tril().bool())
+        self.register_buffer("steps", self.mask.float().cumsum(0), persistent=False)
         with torch.no_grad():
             self.linear.bias[:3] = torch.linspace(0, 1, 3)
             self.embedding.weight[1].copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
@@ -145,6 +151,43 @@ def test_parameters_are_placed_in_the_same_order_in_every_process() -> None:
     assert list(map(id, placed)) == list(map(id, expected))
 
 
+@pytest.mark.parametrize("build", (RECORDED | WHOLE).values(), ids=RECORDED | WHOLE)
+def test_loaded_weights_are_not_initialised_and_other_buffers_are(build: Build) -> None:
+    seed_random(7)
+    expected = content(trained := build())
+    blueprint = Blueprint.of(build)
+    drawn = torch.get_rng_state()
+    loaded = content(blueprint.load(trained.state_dict()))
+    assert torch.equal(torch.get_rng_state(), drawn)
+    for name, tensor in loaded.items():
+        assert torch.equal(tensor, expected[name]), name
+        assert tensor.stride() == expected[name].stride()
+        assert tensor.requires_grad == expected[name].requires_grad
+
+
+def test_loaded_weights_have_the_models_type_and_stay_shared() -> None:
+    state = Varied().state_dict()
+    del state["tied.weight"]
+    model = Blueprint.of(lambda: Varied().half()).load(state)
+    assert model.tied.weight is model.linear.weight
+    assert model.tied.weight.dtype == torch.float16
+    assert model.scale.is_special
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"weight": None}, "missing tensors: weight; unknown: none"),
+        ({"other": torch.ones(1)}, "missing tensors: none; unknown: other"),
+        ({"weight": torch.ones(4, 5)}, r"weight has shape \[4, 5\]: expected \[4, 4\]"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(change: dict[str, Any], said: str) -> None:
+    values = {name: value for name, value in (nn.Linear(4, 4).state_dict() | change).items() if value is not None}
+    with pytest.raises(ValueError, match=said):
+        Blueprint.of(partial(nn.Linear, 4, 4)).load(values)
+
+
 def test_what_is_wrong_with_a_factory_is_said_as_ever() -> None:
     with pytest.raises(ValueError, match="not divisible"):
         Blueprint.of(partial(GPT, 64, 16, width=10, heads=3))
@@ -172,3 +215,24 @@ def test_one_tensor_is_in_memory_at_a_time() -> None:
     with peak_growth() as grown:
         blueprint.make(finish=lambda value: value.new_empty(0))
     assert grown() < 0.5 * layers * megabytes * 2**20
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4)))
+
+
+def test_a_weights_folder_is_read_into_memory_once(tmp_path: Path) -> None:
+    recipe = load_recipe("recipes/digits.yaml", [f"model.factory={__name__}:wide", "model.args={}"])
+    folder, model = to_path(tmp_path), wide()
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    safetensors.torch.save_file(model.state_dict(), tmp_path / WEIGHTS_FILE)
+    (folder / RECIPE_FILE).write_text(dump_recipe(recipe), encoding="utf-8")
+    prepare(recipe).save_codec(folder)
+    read_architecture(tmp_path)  # imports modules
+    with peak_growth() as grown:
+        read = read_weights(tmp_path).model
+    assert grown() < 1.3 * size
+    assert all(map(torch.equal, read.parameters(), model.parameters()))
+    safetensors.torch.save_file({"other": torch.ones(1)}, tmp_path / WEIGHTS_FILE)
+    with pytest.raises(RecipeError, match=r"does not fit model.factory '.*:wide': missing tensors: 0.weight"):
+        read_weights(tmp_path)

@@ -80,8 +80,7 @@ def require_shardable(folder: Path, size: int) -> type[nn.Module]:
     Raises:
         RecipeError: its class has no plan, or its heads cannot be divided.
     """
-    with torch.device("meta"):
-        whole = read_architecture(folder).model
+    whole = read_architecture(folder).blueprint.model
     title = type(whole).__name__
     if kind_of(whole) is not ModelKind.HUGGING_FACE or not whole.supports_tp_plan:
         raise RecipeError(
