@@ -115,8 +115,10 @@ def _begin(
     total_steps = count_steps(config, len(data.train))
     engine, meter = _make_engine(recipe, data, layout, total_steps, worker, activity)
     stack.callback(engine.deepspeed.destroy)  # else its gradient hooks keep the model alive until the process ends
-    control = Control(run_folder, polls=worker.is_first)
+    control = Control(run_folder)
     control.listen()
+    if worker.is_first:
+        stack.enter_context(control.poll())
     mirror = stack.enter_context(Mirror(run_folder))
     checkpoints = CheckpointManager(run_folder / CHECKPOINTS, engine, config, layout, worker, activity, mirror.flush)
     stack.callback(checkpoints.close)

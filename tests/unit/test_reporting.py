@@ -3,7 +3,6 @@
 import json
 import resource
 import threading
-import time
 import uuid
 from pathlib import Path
 from unittest.mock import Mock
@@ -19,7 +18,8 @@ from app.telemetry.alerts import Action, Alerts, Notifier
 from app.telemetry.mirror import Mirror
 from app.telemetry.tensorboard import TensorBoardLog
 from app.training.checkpoints.state import Position
-from app.training.coordination.control import CONTROL_FILE, Control, request
+from app.training.coordination import control
+from app.training.coordination.control import CONTROL_FILE, Control, request, requested
 from app.training.coordination.exchange import Exchange, Exchanged, LocalStep
 from app.training.engine import StepResult
 from app.training.engine.objective import Totals
@@ -103,15 +103,46 @@ def test_what_storage_refuses_is_written_with_the_next_and_only_once(
     assert capsys.readouterr().err.count("metrics.jsonl' cannot be written") == 1
 
 
-def test_a_request_that_cannot_be_read_is_heard_once_it_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slow_storage_holds_up_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_begun, is_answered = threading.Event(), threading.Event()
+
+    def read_slowly(_: UPath) -> Action:
+        if not has_begun.is_set():
+            has_begun.set()
+            return Action.CONTINUE
+        is_answered.wait(timeout=10)
+        return Action.STOP
+
+    monkeypatch.setattr(control, "_POLL_S", 0.0)
+    monkeypatch.setattr(control, "requested", read_slowly)
+    own = Control(UPath(tmp_path))
+    with own.poll():
+        assert own.asked() is Action.CONTINUE  # while the second read waits
+        own.ask(Action.PAUSE)
+        assert own.asked() is Action.PAUSE
+        is_answered.set()
+        wait_until(lambda: own.asked() is Action.STOP)
+
+
+def test_a_request_that_cannot_be_read_is_heard_once_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reads: list[UPath] = []
+
+    def read_counted(folder: UPath) -> Action:
+        reads.append(folder)
+        return requested(folder)
+
+    monkeypatch.setattr(control, "_POLL_S", 0.01)
+    monkeypatch.setattr(control, "requested", read_counted)
     (tmp_path / CONTROL_FILE).mkdir()
-    control = Control(UPath(tmp_path))
-    for _ in range(2):
-        assert control.asked() is Action.CONTINUE
-        time.sleep(1.0)
-    (tmp_path / CONTROL_FILE).rmdir()
-    request(UPath(tmp_path), Action.PAUSE)
-    assert control.asked() is Action.PAUSE
+    own = Control(UPath(tmp_path))
+    with own.poll():
+        wait_until(lambda: len(reads) > 2)
+        assert own.asked() is Action.CONTINUE
+        (tmp_path / CONTROL_FILE).rmdir()
+        request(UPath(tmp_path), Action.PAUSE)
+        wait_until(lambda: own.asked() is Action.PAUSE)
     assert capsys.readouterr().err.count("cannot be read") == 1
 
 
@@ -133,8 +164,9 @@ def test_the_platform_is_asked_once_a_second_however_often_workers_exchange() ->
 
 def test_only_one_worker_reads_what_is_asked_of_the_run(tmp_path: Path) -> None:
     request(UPath(tmp_path), Action.PAUSE)
-    first, other = Control(UPath(tmp_path)), Control(UPath(tmp_path), polls=False)
-    assert (first.asked(), other.asked()) == (Action.PAUSE, Action.CONTINUE)
+    first, other = Control(UPath(tmp_path)), Control(UPath(tmp_path))
+    with first.poll():
+        assert (first.asked(), other.asked()) == (Action.PAUSE, Action.CONTINUE)
     other.ask(Action.STOP)
     assert other.asked() is Action.STOP
 

@@ -2,11 +2,13 @@
 
 import signal
 import threading
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from upath import UPath
 
+from app.background import repeat_in_background
 from app.conditional import read
 from app.storage import write_atomically
 from app.telemetry.alerts import Action
@@ -35,23 +37,34 @@ def withdraw(run_folder: UPath) -> None:
 class Control:
     """What is asked of this process's run, from the file and from SIGTERM."""
 
-    def __init__(self, run_folder: UPath, polls: bool = True) -> None:
-        """``polls``: whether this process reads the file. One process of a run does, and shares the result."""
-        self._run_folder, self._polls = run_folder, polls
+    def __init__(self, run_folder: UPath) -> None:
+        self._run_folder = run_folder
         self._reading = Attempts(f"what is asked of the run cannot be read from {str(run_folder / CONTROL_FILE)!r}")
-        self._polled = 0.0
-        self._asked = Action.CONTINUE
+        self._asked = self._asked_by_file = Action.CONTINUE  # apart: a signal may interrupt this thread at any time
 
     def ask(self, what: Action) -> None:
         """Ask from within this process."""
         self._asked = max(self._asked, what)
 
     def asked(self) -> Action:
-        """What is asked now; the file is read once a second at most."""
-        if self._polls and time.monotonic() - self._polled >= _POLL_S:
-            self._polled = time.monotonic()
-            self._reading(lambda: self.ask(requested(self._run_folder)))
-        return self._asked
+        """Return the strongest request so far. Never waits for storage."""
+        return max(self._asked, self._asked_by_file)
+
+    @contextmanager
+    def poll(self) -> Iterator[None]:
+        """Read the file at once and then every second, from a thread, until the block ends.
+
+        One process of a run does so, and shares the result.
+        """
+        self._poll_once()
+        with repeat_in_background(self._poll_once, _POLL_S, name="control"):
+            yield
+
+    def _poll_once(self) -> None:
+        def read_file() -> None:
+            self._asked_by_file = max(self._asked_by_file, requested(self._run_folder))
+
+        self._reading(read_file)
 
     def listen(self) -> None:
         """Take SIGTERM as a request to stop. Python lets only a process's main thread do so."""
