@@ -23,6 +23,7 @@ from app.tuning.results import HEARD, NUMBER, VALUES, EpochResult, FinalResult
 from app.tuning.trial_data import DataCache
 from app.tuning.trial_recipe import trial_recipe
 from app.tuning.trial_training import train_here, train_with_workers
+from app.warnings import warn
 
 TRIALS, DATA = "trials", "data"
 """In the run's folder: one folder for each trial, and the data that they read."""
@@ -109,14 +110,27 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         return selection.cost(getattr(record, selection.metric))
 
     def _newest_checkpoint(self) -> UPath:
-        """Of the epoch that was reported last, or a later one; it may still be on its way to storage."""
+        """Return the newest checkpoint, once it is at least of the last epoch reported.
+
+        If storage refused that one, return an older one: the trial goes on, and so may others, which repeat an epoch.
+
+        Raises:
+            TrainingError: there is none.
+        """
         store = CheckpointStore(self._trial_folder / CHECKPOINTS)
         deadline = time.monotonic() + _WRITE_TIMEOUT_S
-        while not (committed := [each for each in store.committed() if each.step >= self._step]):
+        while True:
+            newest = max(store.committed(), default=None)
+            if newest is not None and newest.step >= self._step:
+                return store.folder_of(newest)
             if time.monotonic() > deadline:
-                raise TrainingError(f"the checkpoint of step {self._step} was not written in {_WRITE_TIMEOUT_S:.0f} s")
+                break
             time.sleep(0.05)
-        return store.folder_of(max(committed))
+        late = f"the checkpoint of step {self._step} was not written in {_WRITE_TIMEOUT_S:g} s"
+        if newest is None:
+            raise TrainingError(f"{late}, and there is none before it")
+        warn(f"{late}; others go on from step {newest.step}")
+        return store.folder_of(newest)
 
     def _final(self, ending: Ending) -> dict[str, Any]:
         if ending.request:

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,11 +15,13 @@ from app.errors import ActorBusyError, RecipeError, TrainingError, UnsharedStora
 from app.models.factory import blueprint_of
 from app.telemetry.alerts import Action
 from app.training import session
+from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.writer import CheckpointWriter
-from app.training.coordination.control import request
+from app.training.coordination import control
+from app.training.coordination.control import request, requested
 from app.training.coordination.shared_folder import marked
 from app.training.run_folder import CHECKPOINTS
-from app.tuning import attempt
+from app.tuning import attempt, trainable
 from app.tuning.results import HEARD, NUMBER, VALUES
 from app.tuning.trainable import TRIALS, TrialActor
 from tests.helpers import ROOT, run
@@ -70,13 +71,51 @@ def test_values_that_the_recipe_refuses_are_a_failure_of_the_trial(begin: Begin)
         actor.step()
 
 
-def test_a_trial_that_was_asked_to_stop_is_not_complete(begin: Begin, tmp_path: Path) -> None:
+def test_a_trial_that_was_asked_to_stop_is_not_complete(
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_read = threading.Event()
+
+    def read(folder: UPath) -> Action:
+        asked = requested(folder)
+        if asked:
+            is_read.set()
+        return asked
+
+    monkeypatch.setattr(control, "requested", read)
+    monkeypatch.setattr(control, "_POLL_S", 0.01)
     actor = begin()
     actor.step()
     request(UPath(tmp_path) / TRIALS / "0000", Action.STOP)
-    time.sleep(1.1)  # training looks once a second
+    assert is_read.wait(timeout=10)
     with pytest.raises(TrainingError, match="asked to stop"):
         actor.step()
+
+
+def test_others_go_on_from_the_checkpoint_before_one_that_storage_refused(
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = CheckpointWriter._write
+
+    def refuse_second(writer: CheckpointWriter, snapshot: Snapshot, best: int | None) -> None:
+        if len(snapshot.state.records) == 2 and not snapshot.state.position.batches_done:
+            raise TrainingError("no space left")
+        write(writer, snapshot, best)
+
+    monkeypatch.setattr(CheckpointWriter, "_write", refuse_second)
+    monkeypatch.setattr(trainable, "_WRITE_TIMEOUT_S", 10.0)
+    actor = begin(**{"train.epochs": 4})
+    names: list[str] = []
+    for epoch in (1, 2, 3):
+        actor.step()
+        if epoch == 2:
+            monkeypatch.setattr(trainable, "_WRITE_TIMEOUT_S", 0.1)
+        copy = tmp_path / f"copy-{epoch}"
+        copy.mkdir()
+        actor.save_checkpoint(str(copy))
+        names += [path.name for path in copy.iterdir()]
+        monkeypatch.setattr(trainable, "_WRITE_TIMEOUT_S", 10.0)
+    assert names[0] == names[1] < names[2]
 
 
 def test_an_actor_that_still_stores_its_last_trial_takes_no_other(
