@@ -10,7 +10,7 @@ INSTALLED_MUTATION := .venv/.installed-mutation
 
 help:
 	@echo "make demo            from a fresh clone to a prediction: install, start a cluster, tune, train, compile, deploy, ask"
-	@echo "make test            the tests that need no GPU, except slow ones"
+	@echo "make test            the tests that need no GPU, except slow ones and fault injection"
 	@echo "make test-slow       the slow tests, except fault injection"
 	@echo "make test-faults     fault injection, with a table of the outcomes"
 	@echo "make test-gpu        the tests that need a GPU"

@@ -17,7 +17,9 @@ from app.serving import access as auth
 from app.serving.access import Access, access_of, is_loopback
 from app.serving.config import EndpointConfig
 from app.serving.token_file import make_token, read_token
+from app.serving.transport import asgi
 from tests.serving import Server, serving
+from tests.wire import drip
 
 TOKEN = "a" * 30 + "-._~+/=="
 GIVEN = {"authorization": f"Bearer {TOKEN}"}
@@ -58,6 +60,23 @@ def test_without_the_token_http_is_told_what_to_send(server: Server, method: str
     assert answer.headers["www-authenticate"] == "Bearer"
     assert "send 'Authorization: Bearer TOKEN'" in answer.json()["error"]
     assert TOKEN not in answer.text
+
+
+@pytest.mark.parametrize("path", ["/v2/models/m/infer", "/v2/repository/index"])
+@pytest.mark.parametrize("framing", ["Content-Length: 1000", "Transfer-Encoding: chunked"])
+def test_a_body_that_drips_without_the_token_does_not_keep_its_connection(
+    server: Server, monkeypatch: pytest.MonkeyPatch, path: str, framing: str
+) -> None:
+    monkeypatch.setattr(asgi, "_REST_TIMEOUT_S", 0.1)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{framing}\r\n\r\n{'3e8' if 'chunked' in framing else ''}\r\n".encode()
+    assert drip(server.http, head, pause_s=0.02, patience_s=3).startswith(b"HTTP/1.1 401 ")
+
+
+def test_a_whole_body_without_the_token_keeps_its_connection(server: Server) -> None:
+    with httpx.Client(base_url=f"http://{server.http}") as client:
+        refused = [client.post("/v2/models/m/infer", content=bytes(size)) for size in (10, 2**22)]
+    assert [answer.status_code for answer in refused] == [401, 401]
+    assert not any("connection" in answer.headers for answer in refused)
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer"])

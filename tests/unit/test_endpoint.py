@@ -238,10 +238,28 @@ def test_a_body_that_drips_is_told_so_and_its_connection_closed(
     server: Server, monkeypatch: pytest.MonkeyPatch, path: str, size: int
 ) -> None:
     monkeypatch.setattr(asgi, "_RECEIVE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(asgi, "_REST_TIMEOUT_S", 0.1)
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n".encode()
     said = drip(server.http, head, pause_s=0.02, patience_s=3)
     assert said.startswith(b"HTTP/1.1 408 ")
     assert b"the body did not come within 0.1 s" in said
+
+
+@pytest.mark.parametrize(
+    ("request_line", "length", "status"),
+    [
+        ("GET /v2/health/live", 1000, 200),
+        ("POST /v2/nothing", 1000, 404),
+        ("POST /v2/models/toy/infer", 2**40, 413),
+        ("POST /v1/models/toy/predict", 2**40, 413),
+    ],
+)
+def test_a_body_that_is_not_read_and_drips_does_not_keep_its_connection(
+    server: Server, monkeypatch: pytest.MonkeyPatch, request_line: str, length: int, status: int
+) -> None:
+    monkeypatch.setattr(asgi, "_REST_TIMEOUT_S", 0.1)
+    head = f"{request_line} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
+    assert drip(server.http, head, pause_s=0.02, patience_s=3).startswith(f"HTTP/1.1 {status} ".encode())
 
 
 def test_what_grpc_does_not_speak_is_said_so(server: Server) -> None:

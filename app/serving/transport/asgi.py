@@ -7,15 +7,17 @@ import asyncio
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
-from starlette.types import Receive, Scope
+from starlette.types import Message, Receive, Scope, Send
 
-from app.errors import RequestError, RequestTooLargeError
+from app.errors import OverloadError, RequestError, RequestTooLargeError
 from app.serving.protocol.limits import LIMITS
 
 Result = TypeVar("Result")
 
 _RECEIVE_TIMEOUT_S = 30.0
 """For a body. Who sends more slowly would keep a place that others wait for."""
+_REST_TIMEOUT_S = 1.0
+"""For the rest of a body that is not used, before the response."""
 _UNWATCHED_S = 0.05
 """Work that is done sooner is not watched: that would cost as much as the rest of a small request."""
 
@@ -28,8 +30,9 @@ def headers_of(scope: Scope) -> dict[str, str]:
 async def read_body(headers: Mapping[str, str], receive: Receive, most_bytes: int = LIMITS.json_bytes) -> bytes:
     """The body of a request with these headers, whose names are in lower case.
 
-    What is too large is read to its end, unless it is larger than any body may be, and not kept: through HAProxy, a
-    client that is answered while it still sends may find its connection reset, and no answer.
+    Too large a body is read to its end and not kept: through HAProxy, a client that is answered while it still sends
+    may find its connection reset, and no answer. If it is larger than any body may be, this returns at once, and
+    ``close_if_unread`` reads for a second more.
 
     Args:
         most_bytes: that it may have; but for tensors as bytes, no more than JSON.
@@ -37,8 +40,7 @@ async def read_body(headers: Mapping[str, str], receive: Receive, most_bytes: in
     Raises:
         RequestTooLargeError: it is larger.
         RequestError: the client went away in the middle of it.
-        TimeoutError: it does not come in time. The response must close the connection; otherwise a client could send
-            the rest, which is not read, for ever.
+        TimeoutError: it does not come in time.
     """
     parts: list[bytes] = []
     size = int(headers.get("content-length", 0))  # announced, or what came of it; servers let nothing in but digits
@@ -65,6 +67,42 @@ async def read_body(headers: Mapping[str, str], receive: Receive, most_bytes: in
             f"the body is larger than {most_bytes} bytes: send less in a request, and large tensors of infer as bytes"
         )
     return b"".join(parts)  # a single part is given back as it is
+
+
+def close_if_unread(scope: Scope, receive: Receive, send: Send) -> tuple[Receive, Send]:
+    """Return ``receive`` and ``send`` for a response that closes the connection unless the body ends before it.
+
+    The response waits up to a second for the rest of the body. Without this, a client could keep its connection for
+    ever: uvicorn discards what comes after the response, and counts it as activity.
+    """
+    if not _has_body(scope):
+        return receive, send
+    has_ended = False
+
+    async def receive_part() -> Message:
+        nonlocal has_ended
+        message = await receive()
+        has_ended = not message.get("more_body")
+        return message
+
+    async def send_part(message: Message) -> None:
+        if message["type"] == "http.response.start" and not has_ended:
+            try:
+                async with asyncio.timeout(_REST_TIMEOUT_S):
+                    while not has_ended:
+                        await receive_part()
+            except (TimeoutError, OverloadError):
+                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+        await send(message)
+
+    return receive_part, send_part
+
+
+def _has_body(scope: Scope) -> bool:
+    return scope["type"] == "http" and any(
+        name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
+        for name, value in scope["headers"]
+    )
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:

@@ -13,7 +13,7 @@ from app.errors import OverloadError
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.compression import is_compressed
 from app.serving.protocol.rest import largest_body
-from app.serving.transport.asgi import headers_of
+from app.serving.transport.asgi import close_if_unread, headers_of
 from app.serving.transport.http import HttpApi, asks_inference
 from app.serving.transport.refusal import error_response
 
@@ -45,6 +45,7 @@ class DirectInference:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or refuse it if there are too many, or once they are too large together."""
         if self.ongoing >= self._endpoint.config.most_requests:
+            receive, send = close_if_unread(scope, receive, send)
             await error_response(self._overload())(scope, receive, send)
             return
         headers = headers_of(scope)

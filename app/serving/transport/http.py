@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from app.errors import UnauthorizedError
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.rest import largest_body, read_infer, write_infer
-from app.serving.transport.asgi import headers_of, read_body, unless_gone
+from app.serving.transport.asgi import close_if_unread, headers_of, read_body, unless_gone
 from app.serving.transport.refusal import error_response
 from app.serving.transport.routes import is_open, routes
 
@@ -31,6 +31,7 @@ class HttpApi:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
+        receive, send = close_if_unread(scope, receive, send)
         if scope["type"] == "http" and not is_open(scope["path"]):
             try:
                 self._endpoint.access.check(_authorization(scope))

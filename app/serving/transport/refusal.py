@@ -68,6 +68,4 @@ def error_response(error: Exception) -> ErrorResponse:
         headers["retry-after"] = str(told.retry_after_s)
     if isinstance(error, UnauthorizedError):
         headers["www-authenticate"] = "Bearer"
-    if isinstance(error, TimeoutError):
-        headers["connection"] = "close"
     return ErrorResponse(told.message, told.http, headers)
