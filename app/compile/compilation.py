@@ -94,7 +94,7 @@ class Compilation:
         record, serving = self.record_of(point), serving_defaults(point, self.points, self.config.objective)
         return Choice(record, point, serving, self._published_accuracy(record, point))
 
-    def yardstick_of(self, point: OperatingPoint) -> OperatingPoint | None:
+    def baseline_of(self, point: OperatingPoint) -> OperatingPoint | None:
         """PyTorch with as many rows on the same device, if it was measured."""
         yardsticks = [each for each in self.points if each.variant.yardstick]
         alike = [each for each in yardsticks if each.variant.device == point.variant.device]

@@ -74,8 +74,8 @@ def _compile(run: Run, compilation: Compilation, tell: Tell) -> Outcome:
     except RayloomError as error:
         write_report(report_of(compilation, recipe.name, None, str(error)), run.folder)
         raise
-    yardstick = compilation.yardstick_of(choice.point)
-    beside = f" (PyTorch: {yardstick.latency_ms:.2f} ms, {yardstick.throughput:,.0f} rows/s)" if yardstick else ""
+    baseline = compilation.baseline_of(choice.point)
+    beside = f" (PyTorch: {baseline.latency_ms:.2f} ms, {baseline.throughput:,.0f} rows/s)" if baseline else ""
     tell(f"chosen, by {recipe.compile.objective}: {choice.point}{beside}")
     tell(f"published accuracy: {choice.accuracy}")
     page = write_report(report_of(compilation, recipe.name, choice), run.folder)

@@ -36,7 +36,7 @@ class WorkerArguments(TypedDict):
     run_folder: str
     data_folder: str
     mark: str
-    heard: int | None
+    last_reported_epoch: int | None
 
 
 def fit(
@@ -44,11 +44,12 @@ def fit(
     run_folder: UPath,
     data_folder: UPath | None = None,
     callbacks: Sequence[UserCallback] = (),
-    heard: int | None = None,
+    last_reported_epoch: int | None = None,
 ) -> Ending:
     """Train with Ray, from the run's newest checkpoint if it has any. ``data_folder`` None: the run's own.
 
-    ``heard`` is the last epoch of which ``callbacks`` were told before; None: all that the checkpoint has.
+    ``last_reported_epoch`` was reported to ``callbacks`` before; later epochs of the checkpoint are reported now. None:
+    all of them were reported.
 
     Raises:
         TrainingError: the workers failed more often than the recipe allows.
@@ -61,7 +62,7 @@ def fit(
             run_folder=str(run_folder),
             data_folder=str(data_folder or run_folder / DATA),
             mark=mark,
-            heard=heard,
+            last_reported_epoch=last_reported_epoch,
         )
         try:
             answer = _trainer(recipe.train, run_folder, arguments, callbacks).fit().return_value
@@ -148,7 +149,9 @@ def train_worker(arguments: WorkerArguments) -> Ending | RayloomError:
         if worker.is_first:  # the job's own heart stops at once where the job is killed, its workers seconds later
             stack.enter_context(keep_heartbeat(run_folder))
         try:
-            return train(recipe, data, worker, run_folder, _report, _poll_stop_request, arguments["heard"])
+            return train(
+                recipe, data, worker, run_folder, _report, _poll_stop_request, arguments["last_reported_epoch"]
+            )
         except NonFiniteLossError as error:
             return error
 

@@ -45,13 +45,13 @@ def train(
     run_folder: UPath,
     report: Report = no_op,
     poll_stop_request: Callable[[], Action] | None = None,
-    heard: int | None = None,
+    last_reported_epoch: int | None = None,
 ) -> Ending:
     """Train the recipe's model as one worker of the run, from its newest intact checkpoint if it has any.
 
     ``report`` is called with the record of each epoch. ``poll_stop_request`` asks the platform. It is collective:
-    every worker calls it, about once a second. ``heard`` is the last epoch that was reported before; later
-    epochs of the checkpoint are reported now. None: all of them were reported.
+    every worker calls it, about once a second. Epochs of the checkpoint after ``last_reported_epoch`` are reported now.
+    None: all of them were reported.
 
     Raises:
         RecipeError: the model cannot be built from the recipe.
@@ -61,7 +61,7 @@ def train(
     with ExitStack() as stack:
         loop = _begin(recipe, data, worker, run_folder, report, poll_stop_request, stack)
         for record in loop.records:
-            if heard is not None and record.epoch > heard:
+            if last_reported_epoch is not None and record.epoch > last_reported_epoch:
                 loop.recorder.report(record)
         resumed_from_step = loop.position.step
         request = _run(loop)

@@ -60,7 +60,7 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
         """What ended the search, other than a trial."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """What Ray Tune pickles, which nobody reads. A connection to a database cannot be pickled."""
+        """Return the state for Ray Tune, which only stores it. A database connection cannot be pickled."""
         return {**self.__dict__, "_secure": None}
 
     @_writes

@@ -92,13 +92,13 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         self._has_ended = self._has_leaked = False
         self._attempt = Attempt(partial(self._train_trial, config[VALUES], config[HEARD]))
 
-    def _train_trial(self, values: dict[str, Any], heard: int, report: Report) -> Ending:
+    def _train_trial(self, values: dict[str, Any], last_reported_epoch: int, report: Report) -> Ending:
         """As part of the attempt, so that values that the recipe refuses are a failure of the trial like any other."""
         require_mark(self._folder, self._mark)
         self._trial = trial_recipe(self._recipe, values, self._tune)
         self._has_leaked = self._trial.train.plan.zero_stage == 3  # github.com/deepspeedai/DeepSpeed/issues/7204
         train = train_here if self._trial.train.workers == 1 else train_with_workers
-        return train(self._trial, self._data, self._trial_folder, report, heard)
+        return train(self._trial, self._data, self._trial_folder, report, last_reported_epoch)
 
     def _value(self, record: EpochRecord) -> float | None:
         """The first objective, unless it is measured at the end alone."""

@@ -33,19 +33,21 @@ _SILENCE_TIMEOUT_S = 60.0
 """An attempt that is cut may take half of it to end."""
 
 
-def train_here(recipe: Recipe, data: DataCache, folder: UPath, report: Report, heard: int) -> Ending:
+def train_here(recipe: Recipe, data: DataCache, folder: UPath, report: Report, last_reported_epoch: int) -> Ending:
     """Train in this process, whose process group and imports serve every trial that it is given.
 
-    ``heard`` is the last epoch that was reported by an attempt before this one.
+    ``last_reported_epoch`` was reported by an earlier attempt.
     """
     withdraw(folder)
     worker = start_worker(recipe.train)  # before the log: DeepSpeed keeps the screen that it first sees
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of each trial what it warns of once in training
     with log_to(folder):
-        return train(recipe, data.get(recipe), worker, folder, report, heard=heard)
+        return train(recipe, data.get(recipe), worker, folder, report, last_reported_epoch=last_reported_epoch)
 
 
-def train_with_workers(recipe: Recipe, data: DataCache, folder: UPath, report: Report, heard: int) -> Ending:
+def train_with_workers(
+    recipe: Recipe, data: DataCache, folder: UPath, report: Report, last_reported_epoch: int
+) -> Ending:
     """Train with Ray Train, whose workers wait after each epoch until ``report`` returns; if it raises, they stop."""
     folder.mkdir(parents=True, exist_ok=True)
     _await_silence(folder)
@@ -53,9 +55,9 @@ def train_with_workers(recipe: Recipe, data: DataCache, folder: UPath, report: R
     place = prepare_data(recipe, data.folder)
     records, turns = (Queue(actor_options={"num_cpus": 0}) for _ in range(2))
     with ThreadPoolExecutor(1) as pool:
-        training = pool.submit(fit, recipe, folder, place, [_Forward(records), _Wait(turns)], heard)
+        training = pool.submit(fit, recipe, folder, place, [_Forward(records), _Wait(turns)], last_reported_epoch)
         try:
-            _pass_on(records, turns, training, report, heard)
+            _pass_on(records, turns, training, report, last_reported_epoch)
         except BaseException:
             request(folder, Action.STOP)
             turns.put(_LEAVE)
@@ -107,7 +109,7 @@ class _Wait(TrainContextCallback):  # type: ignore[misc] # Ray has no types
                 return
 
 
-def _pass_on(records: Queue, turns: Queue, training: Future[Ending], report: Report, heard: int) -> None:
+def _pass_on(records: Queue, turns: Queue, training: Future[Ending], report: Report, last_reported_epoch: int) -> None:
     """Every epoch once, until training has ended and none is left; workers that began again repeat some."""
     while True:
         ended = training.done()
@@ -117,7 +119,7 @@ def _pass_on(records: Queue, turns: Queue, training: Future[Ending], report: Rep
             if ended:
                 return
             continue
-        if record.epoch > heard:
-            heard = record.epoch
+        if record.epoch > last_reported_epoch:
+            last_reported_epoch = record.epoch
             report(record)
         turns.put(_GO_ON)
