@@ -2,11 +2,14 @@
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from upath import UPath
 
+from app.conditional import change
 from app.config import Recipe, dump_recipe, load_recipe
 from app.data.prepared import PreparedData
 from app.errors import RecipeError, StorageError
@@ -103,6 +106,18 @@ def test_of_jobs_that_take_a_run_at_once_one_succeeds(storage: str, monkeypatch:
     assert sorted(future.result() for future in taken) == [False, False, False, True]
     with heartbeat.held(folder):
         pass  # once the lock is released, another job can take it at once
+
+
+def test_a_job_takes_a_run_although_the_response_to_its_write_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change_twice(path: UPath, changed: Callable[[bytes], bytes]) -> None:
+        change(path, changed)
+        change(path, changed)  # the driver's retry was refused, since the file has changed: it is read again
+
+    monkeypatch.setattr(heartbeat, "change", change_twice)
+    with heartbeat.held(UPath(tmp_path)):
+        assert heartbeat.read(UPath(tmp_path) / HEARTBEAT_FILE)
 
 
 def resuming(what: str) -> Recipe:

@@ -81,10 +81,13 @@ def require_silence(run_folder: UPath) -> None:
 
 
 def _replace(path: UPath, expected: bytes, new: bytes) -> None:
-    """Replace the beat of an idle run. Raises StorageError if it is neither ``expected`` nor empty."""
+    """Replace the beat of an idle run. Raises StorageError if it is neither ``expected`` nor empty.
+
+    It may be ``new`` already: if the response to a write is lost, the driver writes again.
+    """
 
     def replaced(now: bytes) -> bytes:
-        if now not in (expected, b""):
+        if now not in (expected, b"", new):
             raise _taken(path.parent)
         return new
 
