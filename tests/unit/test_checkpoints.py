@@ -22,7 +22,7 @@ from app.checksums import CHECKSUMS_FILE, VerifiedFolder, checksums_of, read_che
 from app.config import CheckpointConfig, load_recipe
 from app.errors import StorageError, TrainingError
 from app.runs import Run
-from app.storage import local_copy, upload
+from app.storage import local_copy, to_path, upload
 from app.tasks import prepare
 from app.telemetry.alerts import Action
 from app.training.checkpoints.fragments import Fragment, Slice, boxes_of, matrix_shape
@@ -34,6 +34,7 @@ from app.training.checkpoints.shards import Shards
 from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.state import Position, TrainState
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
+from app.training.checkpoints.verified_file import PIECE_BYTES, VerifiedFile, write_piece_sums
 from app.training.checkpoints.writer import STATE_FILE, CheckpointWriter
 from app.training.coordination.exchange import Exchange
 from app.training.engine.nvme import written_to_nvme
@@ -121,6 +122,19 @@ def test_an_export_after_bf16_rounds_parameters_and_no_buffers(tmp_path: Path) -
     exported = safetensors.torch.load_file(tmp_path / "model.safetensors")
     assert torch.equal(exported["norm.mean"], value)
     assert torch.equal(exported["norm.weight"], value.bfloat16().float())
+
+
+@pytest.mark.parametrize("storage", ["s3"], indirect=True)
+@pytest.mark.parametrize("size", [0, PIECE_BYTES, PIECE_BYTES + 1])
+def test_a_file_that_was_cut_is_damaged_wherever_the_cut_is(storage: str, tmp_path: Path, size: int) -> None:
+    file, stored = tmp_path / "part", to_path(storage) / "part"
+    file.write_bytes(bytes(2 * PIECE_BYTES))
+    sums = write_piece_sums(file).read_text(encoding="ascii").split()
+    stored.write_bytes(bytes(size))
+    with pytest.raises(StorageError, match="was changed"):
+        VerifiedFile(stored, sums, PIECE_BYTES).fetch([(0, 2 * PIECE_BYTES)])
+    with pytest.raises(StorageError, match="was changed"):
+        VerifiedFile(stored, sums, PIECE_BYTES).fetch([(size // PIECE_BYTES * PIECE_BYTES, 2 * PIECE_BYTES)])
 
 
 @pytest.mark.usefixtures("_process_group")
