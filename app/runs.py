@@ -67,14 +67,15 @@ class Run:
     started: float
     until_result: ExitStack = field(default_factory=ExitStack)
     """What the step has entered to be left once the result is kept."""
-    _is_ours: bool = field(default=False, init=False)
-    """Whether this job may write to the folder. Another job may be training a run that this one was to resume."""
+    is_ours: bool = True
+    """Whether this job may write to the folder. Until it has taken an earlier run, another job may be training that."""
 
     @classmethod
     def start(cls, job: str, recipe: Recipe, run_id: str | None = None) -> Self:
         """A new run with a name of its own, or the earlier one ``run_id``. Nothing is written before ``open``."""
         new = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{recipe.name}-{secrets.token_hex(2)}"
-        return cls(job, run_id or new, recipe, open_storage(recipe.storage), time.monotonic())
+        storage = open_storage(recipe.storage)
+        return cls(job, run_id or new, recipe, storage, time.monotonic(), is_ours=run_id is None)
 
     @property
     def folder(self) -> UPath:
@@ -89,14 +90,14 @@ class Run:
     def hold(self, lock: AbstractContextManager[object]) -> None:
         """Keep the run's lock until the result is written. Raises what ``lock`` raises if another job has it."""
         self.until_result.enter_context(lock)
-        self._is_ours = True
+        self.is_ours = True
 
     def open(self) -> None:
         """Make the folder with the resolved recipe. Called once everything given has been checked.
 
         Of a run that goes on, the folder is there; what it ended with last time is removed.
         """
-        self._is_ours = True
+        self.is_ours = True
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / RESULT_FILE).unlink(missing_ok=True)
@@ -111,7 +112,7 @@ class Run:
         return self._finish(outcome.status, outcome.metrics.model_dump(mode="json"), outcome.artifacts, None)
 
     def fail(self, error: str) -> Result:
-        """Return the result of a run that broke; write it if this job has held or opened the run."""
+        """Return the result of a run that broke; write it if its folder was made and is this job's."""
         return self._finish("failed", {}, {}, error)
 
     def _finish(
@@ -131,7 +132,7 @@ class Run:
             duration_s=round(time.monotonic() - self.started, 3),
             error=error,
         )
-        if self._is_ours and self.folder.exists():
+        if self.is_ours and self.folder.exists():
             write_atomically(self.folder / RESULT_FILE, result.model_dump_json(exclude_none=True, indent=1).encode())
         return result
 

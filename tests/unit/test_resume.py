@@ -1,5 +1,6 @@
 """One job trains a run at a time."""
 
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -62,6 +63,16 @@ def test_a_job_that_fails_before_it_takes_a_run_leaves_the_runs_result_as_it_is(
 
     assert execute(Run.start("train", run.recipe, run.run_id), fail).status == "failed"
     assert (run.folder / RESULT_FILE).read_bytes() == before
+
+
+def test_a_run_that_another_process_opened_for_its_job_keeps_its_failure() -> None:
+    def compile_elsewhere(run: Run) -> Outcome:
+        pickle.loads(pickle.dumps(run)).open()
+        raise StorageError("the weights were changed")
+
+    run = Run.start("compile", load_recipe(DIGITS))
+    result = execute(run, compile_elsewhere)
+    assert Result.model_validate_json((run.folder / RESULT_FILE).read_bytes()) == result
 
 
 @pytest.fixture
