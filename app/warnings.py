@@ -30,6 +30,6 @@ class Attempts:
         return not self._fails
 
 
-def attempt(action: Callable[[], object], failure: str) -> bool:
-    """Run ``action``, without which training can go on, and say whether it succeeded; if not, warn of ``failure``."""
-    return Attempts(failure)(action)
+def attempt(action: Callable[[], object], failure: str, work: str = "training") -> bool:
+    """Run ``action``, without which ``work`` can go on. Return whether it succeeded; if not, warn of ``failure``."""
+    return Attempts(failure, work)(action)

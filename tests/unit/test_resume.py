@@ -131,6 +131,22 @@ def test_a_job_takes_a_run_although_the_response_to_its_write_is_lost(
         assert heartbeat.read(UPath(tmp_path) / HEARTBEAT_FILE)
 
 
+def test_a_job_keeps_its_result_although_storage_fails_at_its_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("away")
+
+    def step(run: Run) -> Outcome:
+        run.hold(heartbeat.held(run.folder))
+        run.open()
+        monkeypatch.setattr(type(run.folder), "unlink", refuse)
+        return Outcome(StoppedMetrics(steps=1, epochs=0, paused=True), {}, status="stopped")
+
+    assert execute(Run.start("train", load_recipe(DIGITS)), step).status == "stopped"
+    assert "heartbeat' cannot be removed (OSError: away)" in capsys.readouterr().err
+
+
 def resuming(what: str) -> Recipe:
     return load_recipe(DIGITS, [f"train.resume={what}"])
 

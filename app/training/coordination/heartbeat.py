@@ -11,7 +11,7 @@ from app.background import repeat_in_background
 from app.conditional import change, read
 from app.errors import StorageError
 from app.storage import write_atomically
-from app.warnings import Attempts
+from app.warnings import Attempts, attempt
 
 HEARTBEAT_FILE = "heartbeat"
 _INTERVAL_S = 2.0
@@ -50,8 +50,8 @@ def held(run_folder: UPath) -> Iterator[None]:
     try:
         with keep_heartbeat(run_folder):
             yield
-    finally:
-        path.unlink(missing_ok=True)
+    finally:  # the result is kept already: it must not be lost to an error of storage
+        attempt(lambda: path.unlink(missing_ok=True), f"{str(path)!r} cannot be removed", "the job")
 
 
 def require_silence(run_folder: UPath) -> None:
