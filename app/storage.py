@@ -1,6 +1,7 @@
 """Storage: one root, local or any file system that fsspec reads, under which runs and models lie."""
 
 import os
+import secrets
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -107,7 +108,7 @@ def write_atomically(path: UPath, data: bytes) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if is_local(path):
-        aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # machines that share a disk share pids
         try:
             aside.write_bytes(data)
             aside.rename(path)

@@ -35,7 +35,7 @@ RANKS = 2
 
 MOMENTS = {
     "before the tensors' index is in place": ("os.rename", r"/\.metadata$"),
-    "after the last byte of all parts": ("open", r"/\.SHA256SUMS\.\d+\.tmp$"),
+    "after the last byte of all parts": ("open", r"/\.SHA256SUMS\.[0-9a-f]+\.tmp$"),
     "before the checksums are in place": ("os.rename", r"/SHA256SUMS$"),
     "before one that is not needed is removed": ("os.remove", r"/SHA256SUMS$"),
     "while it is removed": ("shutil.rmtree", r"/step_"),

@@ -1,14 +1,17 @@
 """Paths in storage show what other processes write."""
 
 import ast
+import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from upath import UPath
 
 from app.checksums import write_checksums
-from app.storage import to_path
+from app.storage import to_path, write_atomically
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from tests.helpers import ROOT
 
@@ -34,6 +37,22 @@ def test_only_one_function_makes_paths() -> None:
     elsewhere = sorted(place for place in found if not place.startswith("app/storage.py:"))
     assert not elsewhere, "call app.storage.to_path: UPath(...) caches listings, and hides what other processes write"
     assert found, "nothing was looked at"
+
+
+def test_writers_at_once_leave_one_whole_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 1)  # as in the containers of two machines
+    contents = [bytes([number]) * 10_000 for number in range(4)]
+    ready = threading.Barrier(len(contents))
+
+    def write(content: bytes) -> None:
+        ready.wait()
+        for _ in range(50):
+            write_atomically(to_path(tmp_path / "file"), content)
+            assert (tmp_path / "file").read_bytes() in contents
+
+    with ThreadPoolExecutor(len(contents)) as pool:
+        list(pool.map(write, contents))
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("storage", ["s3"], indirect=True)
