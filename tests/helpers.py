@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from app.cluster.ports import unused
 from tests.forks import TRAINING, Command, Forks
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +27,7 @@ def run(
     return subprocess.run(
         [str(BIN / command[0]), *command[1:]],
         cwd=folder,
-        env={**os.environ, **(environment or {}), "PATH": f"{BIN}:{os.environ['PATH']}"},
+        env=_extended(environment),
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -34,22 +35,49 @@ def run(
     )
 
 
+def _extended(environment: dict[str, str] | None) -> dict[str, str]:
+    return {**os.environ, **(environment or {}), "PATH": f"{BIN}:{os.environ['PATH']}"}
+
+
 @contextmanager
 def local_cluster(home: Path, *options: str, **settings: str) -> Iterator[dict[str, str]]:
     """Start a cluster with its state, storage and cache in ``home``; yield the environment for its clients.
 
     ``options`` are passed to ``rayloom up``. ``settings`` are environment variables, and can override these folders.
+    The ports are random: two clusters that start at once could both take the default ones.
     """
     folders = {"HOME": home, "STORAGE": home / "storage", "CACHE": home / "cache"}
     environment = {f"RAYLOOM_{name}": str(folder) for name, folder in folders.items()} | settings
-    try:
-        started = run("rayloom", "up", *options, environment=environment)
+    names = ("--dashboard-port", "--serve-port", "--grpc-port")
+    ports = [f"{name}={port}" for name, port in zip(names, unused(len(names)), strict=True)]
+    with _taken_down(environment):
+        started = run("rayloom", "up", *ports, *options, environment=environment)
         assert started.returncode == 0, started.stderr
         exports = run("rayloom", "env", environment=environment).stdout.splitlines()
         yield environment | dict(line.removeprefix("export ").split("=", 1) for line in exports)
+
+
+@contextmanager
+def _taken_down(environment: dict[str, str]) -> Iterator[None]:
+    """Run ``rayloom down`` on exit, also if this process is killed.
+
+    Another process runs it, as soon as its input ends.
+    """
+    downer = subprocess.Popen(
+        ["sh", "-c", 'read -r line; exec "$0" down', str(BIN / "rayloom")],
+        cwd=ROOT,
+        env=_extended(environment),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C is not for it
+    )
+    try:
+        yield
     finally:
-        stopped = run("rayloom", "down", environment=environment)
-    assert stopped.returncode == 0, stopped.stderr
+        _, errors = downer.communicate("\n", timeout=300)
+    assert downer.returncode == 0, errors
 
 
 SGD = ["train.optimizer.name=sgd", "train.optimizer.lr=0.1", "train.optimizer.momentum=0.9", "train.max_steps=20"]

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.helpers import ROOT, run, wait_until
-from tests.launch import Cluster
+from tests.launch import Cluster, Launch
 from tests.tables import Faults
 
 # Deploys an application, then counts to train.max_steps in an actor; told to resume, it goes on from the last number.
@@ -54,6 +54,16 @@ while count < last:
     with ledger.open("a") as file:
         print(count, os.getpid(), actor, file=file)
     time.sleep(0.5)
+"""
+
+# Start a cluster as tests do, and never stop it.
+HOLD = """
+import sys, time
+from pathlib import Path
+from tests.helpers import local_cluster
+with local_cluster(Path(sys.argv[1])):
+    print("up", flush=True)
+    time.sleep(600)
 """
 
 
@@ -203,3 +213,18 @@ def test_without_a_supervisor_a_killed_gcs_is_told(
         assert cluster.rayloom("submit", "train", "digits.yaml", *further).returncode == 0
         assert [count for count, _, _ in cluster.ledger()] == list(range(1, before + 4))
         fault.saw(f"from {before} to {before + 3}, every number once")
+
+
+def test_a_cluster_ends_with_the_tests_that_started_it(launch: Launch, faults: Faults) -> None:
+    with (
+        tempfile.TemporaryDirectory(prefix="rayloom-faults-", ignore_cleanup_errors=True) as home,
+        faults("T14", "SIGKILL of a process that runs tests", "its cluster ends") as fault,
+    ):
+        tests = launch("python", "-c", HOLD, home)
+        tests.says("up")
+        cluster = Cluster({"RAYLOOM_HOME": home}).state
+        tests.process.kill()
+        struck = time.monotonic()
+        wait_until(lambda: not tests.left() and not cluster.processes())
+        assert not cluster.runtime.exists()
+        fault.saw(f"after {time.monotonic() - struck:.1f} s")
