@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -72,7 +72,7 @@ class Launched:
 
     def left(self) -> list[psutil.Process]:
         """Its processes, whoever their parent is by now."""
-        return _processes(lambda process: process.environ().get(MARK) == self.mark)
+        return processes_where(lambda process: process.environ().get(MARK) == self.mark)
 
     def ranks(self) -> dict[int, int]:
         """The pid of each rank that torchrun has started."""
@@ -236,7 +236,8 @@ def newest_checkpoint(run_folder: Path) -> Path:
     return Path(store.folder_of(store.committed()[-1]).path)
 
 
-def _processes(matches: Any) -> list[psutil.Process]:
+def processes_where(matches: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
+    """Return the running processes that match."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # it ended while we looked

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from app.models.image import SmallCnn
+from tests.helpers import wait_until
 
 
 class TroubledCnn(SmallCnn):
@@ -52,6 +53,20 @@ class TroubledCnn(SmallCnn):
             case "not a number":
                 return logits * torch.nan
         return logits
+
+
+class MeetingCnn(SmallCnn):
+    """A small network that trains only if two processes train at once: each waits for the other, a minute at most."""
+
+    def __init__(self, num_labels: int, channels: int, folder: str, width: int = 16) -> None:
+        super().__init__(num_labels, channels, width)
+        self.folder = Path(folder)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        if self.training:
+            (self.folder / str(os.getpid())).touch()
+            wait_until(lambda: len(list(self.folder.iterdir())) > 1)
+        return super().forward(pixel_values)
 
 
 def troubles(trial: optuna.Trial) -> None:

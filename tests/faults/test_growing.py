@@ -1,0 +1,108 @@
+"""A search on a cluster that starts without workers, and whose autoscaler starts nodes."""
+
+import contextlib
+import json
+import secrets
+import tempfile
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from app.cluster.ports import unused
+from tests.faults.node_provider import HEAD, LoopbackNodeProvider
+from tests.helpers import ROOT, run
+from tests.launch import MARK, Launch, processes_where
+from tests.search import DIGITS, trials_of
+from tests.tables import Faults
+
+MAX_NODES = 2
+ANY_PORTS = ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
+
+
+def autoscaling(gcs: str, folder: str) -> dict[str, Any]:
+    """Return the autoscaler's configuration: nodes have one CPU."""
+    provider = f"{LoopbackNodeProvider.__module__}.{LoopbackNodeProvider.__name__}"
+    options = ["--num-cpus=1", "--object-store-memory=100000000", *ANY_PORTS]
+    no_nodes, nodes = {"min_workers": 0, "max_workers": 0}, {"min_workers": 0, "max_workers": MAX_NODES}
+    commands = ("setup_commands", "head_setup_commands", "worker_setup_commands", "initialization_commands")
+    return {
+        "cluster_name": "growing",
+        "max_workers": MAX_NODES,
+        "idle_timeout_minutes": 60,
+        "provider": {
+            "type": "external",
+            "module": provider,
+            "disable_node_updaters": True,
+            "disable_launch_config_check": True,
+            "gcs": gcs,
+            "folder": folder,
+        },
+        "available_node_types": {
+            "head": {"resources": {"CPU": 0}, "node_config": {}, **no_nodes},
+            "cpu": {"resources": {"CPU": 1}, "node_config": {"options": options}, **nodes},
+        },
+        "head_node_type": "head",
+        **{name: {} for name in ("auth", "file_mounts")},
+        **{name: [] for name in ("cluster_synced_files", *commands)},
+    }
+
+
+def end_processes(mark: str) -> None:
+    """Kill all processes with this mark and their children, until none is left."""
+    while marked := processes_where(lambda process: process.environ().get(MARK) == mark):
+        found = {*marked}
+        for process in marked:
+            with contextlib.suppress(psutil.Error):
+                found.update(process.children(recursive=True))
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(found, timeout=5)
+
+
+@pytest.fixture
+def growing(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Start such a cluster, as ``ray up`` does; yield the environment for its clients."""
+    mark, (gcs, dashboard, client) = uuid.uuid4().hex, unused(3)
+    config, token = tmp_path / "autoscaling.yaml", tmp_path / "token"
+    token.write_text(secrets.token_hex(32), encoding="utf-8")
+    authentication = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    autoscaler = {"AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_enable_autoscaler_v2": "1"}
+    head = {"RAY_CLOUD_INSTANCE_ID": HEAD, "RAY_NODE_TYPE_NAME": "head"}
+    with tempfile.TemporaryDirectory(prefix="rl-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        config.write_text(json.dumps(autoscaling(f"{HEAD}:{gcs}", folder)), encoding="utf-8")
+        try:
+            started = run(
+                *("ray", "start", "--head", "--num-cpus=0", f"--port={gcs}", f"--autoscaling-config={config}"),
+                *(f"--node-ip-address={HEAD}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}"),
+                *(f"--temp-dir={folder}/head", "--disable-usage-stats", *ANY_PORTS),
+                environment={MARK: mark, "PYTHONPATH": str(ROOT), **authentication, **autoscaler, **head},
+            )
+            assert started.returncode == 0, started.stdout + started.stderr
+            yield {"RAY_ADDRESS": f"{HEAD}:{gcs}", "RAYLOOM_STORAGE": str(tmp_path / "storage"), **authentication}
+        finally:
+            end_processes(mark)
+
+
+def test_a_search_uses_all_nodes_that_an_autoscaler_may_start(
+    growing: dict[str, str], launch: Launch, tmp_path: Path, faults: Faults
+) -> None:
+    processes = tmp_path / "processes"
+    processes.mkdir()
+    with faults("U6", "a search on a cluster without CPUs that may start 2 nodes", "trains on both at once") as fault:
+        client = launch(
+            *("python", "-m", "jobs.tune", DIGITS, "train.epochs=1", "tune.trials=2", "tune.retries=0"),
+            *("model.factory=tests.faults.troubled:MeetingCnn", f"model.args={{width: 8, folder: {processes}}}"),
+            *("tune.scheduler=none", "tune.space=tests.faults.troubled:rates"),
+            **growing,
+        )
+        result = client.result()
+        assert "1 trials at once, up to 2 as the cluster grows" in client.output
+        states = Counter(trial.state.name for trial in trials_of(growing, result["run_id"]))
+        fault.saw(f"{dict(states)} in {len(list(processes.iterdir()))} processes")
+        assert states == {"COMPLETE": 2}
