@@ -72,6 +72,11 @@ def test_a_body_that_drips_without_the_token_does_not_keep_its_connection(
     assert drip(server.http, head, pause_s=0.02, patience_s=3).startswith(b"HTTP/1.1 401 ")
 
 
+def test_a_body_without_the_token_is_not_asked_for(server: Server) -> None:
+    head = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\nExpect: 100-continue\r\n\r\n"
+    assert drip(server.http, head, pause_s=0.5, patience_s=3).startswith(b"HTTP/1.1 401 ")
+
+
 def test_a_whole_body_without_the_token_keeps_its_connection(server: Server) -> None:
     with httpx.Client(base_url=f"http://{server.http}") as client:
         refused = [client.post("/v2/models/m/infer", content=bytes(size)) for size in (10, 2**22)]

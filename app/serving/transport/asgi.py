@@ -73,26 +73,32 @@ def close_if_unread(scope: Scope, receive: Receive, send: Send) -> tuple[Receive
     """Return ``receive`` and ``send`` for a response that closes the connection unless the body ends before it.
 
     The response waits up to a second for the rest of the body. Without this, a client could keep its connection for
-    ever: uvicorn discards what comes after the response, and counts it as activity.
+    ever: uvicorn discards what comes after the response, and counts it as activity. A client that sends no body before
+    it gets the status 100 is not asked for one.
     """
     if not _has_body(scope):
         return receive, send
-    has_ended = False
+    has_ended, awaits_100 = False, any(name == b"expect" for name, _ in scope["headers"])
 
     async def receive_part() -> Message:
-        nonlocal has_ended
+        nonlocal has_ended, awaits_100
+        awaits_100 = False  # servers send the status 100 at the first call
         message = await receive()
         has_ended = not message.get("more_body")
         return message
 
+    async def has_rest() -> bool:
+        try:
+            async with asyncio.timeout(_REST_TIMEOUT_S):
+                while not has_ended:
+                    await receive_part()
+        except (TimeoutError, OverloadError):
+            return False
+        return True
+
     async def send_part(message: Message) -> None:
-        if message["type"] == "http.response.start" and not has_ended:
-            try:
-                async with asyncio.timeout(_REST_TIMEOUT_S):
-                    while not has_ended:
-                        await receive_part()
-            except (TimeoutError, OverloadError):
-                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+        if message["type"] == "http.response.start" and not has_ended and (awaits_100 or not await has_rest()):
+            message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
         await send(message)
 
     return receive_part, send_part
