@@ -22,7 +22,7 @@ _LAST_BEATS = 5  # of a worker whose job was killed just now
 @contextmanager
 def keep_heartbeat(run_folder: UPath) -> Iterator[None]:
     """Write the heartbeat at once and then every few seconds, from a thread, until the block ends."""
-    attempts = Attempts("the heartbeat cannot be written")
+    attempts = Attempts("the heartbeat cannot be written", "the job")
 
     def beat() -> None:
         attempts(lambda: write_atomically(run_folder / HEARTBEAT_FILE, uuid.uuid4().hex.encode()))
