@@ -16,6 +16,7 @@ from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-d
 
 from app.config import TrainConfig
 from app.errors import RayloomError, TrainingError
+from app.lazy_compiler import defer_compiler, define_muon_uncompiled
 from app.models.precision import allow_tf32
 
 os.environ.setdefault("DS_LOG_LEVEL", "warning")
@@ -124,6 +125,8 @@ def start_worker(config: TrainConfig) -> Worker:
     if device == "gpu":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         allow_tf32(True)
+    if not config.torch_compile:
+        defer_compiler()
     deepspeed = import_deepspeed()
     if not dist.is_initialized() and os.environ["WORLD_SIZE"] == "1":
         dist.init_process_group(_backend(device), store=HashStore(), rank=0, world_size=1)
@@ -151,5 +154,6 @@ def import_deepspeed() -> Any:
         warnings.simplefilter("ignore")
         import deepspeed
         import deepspeed.ops
+    define_muon_uncompiled()
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

@@ -6,6 +6,8 @@ from torch.distributed.nn.functional import all_reduce
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from app.lazy_compiler import keep_uncompiled
+
 
 def has_batch_norm(model: nn.Module) -> bool:
     """Return whether any layer of ``model`` normalises by batch statistics."""
@@ -24,7 +26,7 @@ def synchronize_batch_norm(model: nn.Module) -> nn.Module:
 class SyncBatchNorm(nn.SyncBatchNorm):
     """torch's layer on GPUs. On CPUs, which torch's layer rejects, the same with differentiable all-reduces."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @keep_uncompiled
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Normalise each channel of ``input``, of shape (batch, channels, …)."""
         if input.device.type != "cpu":
