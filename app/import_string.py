@@ -1,6 +1,9 @@
-"""Import strings, ``package.module:attribute``: how a recipe names a user's own code."""
+"""Imports: by the import string ``package.module:attribute`` that names a user's own code, and of libraries."""
 
 import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from app.errors import RecipeError
@@ -27,3 +30,14 @@ def import_attribute(import_string: str) -> Any:
             f"{import_string!r}: module {module_name!r} has no {attribute!r}; {did_you_mean(attribute, public)}"
         )
     return getattr(module, attribute)
+
+
+@contextmanager
+def hidden(module: str) -> Iterator[None]:
+    """Have a library that is imported in the block do without the optional ``module``, unless it is loaded already."""
+    is_loaded = module in sys.modules
+    if not is_loaded:
+        sys.modules[module] = None  # type: ignore[assignment] # to import it raises ImportError
+    yield
+    if not is_loaded:
+        del sys.modules[module]

@@ -157,7 +157,7 @@ class Blueprint:
 
         torch's random numbers are drawn in ``make``. Raises what ``build`` raises.
         """
-        before, recording = _random_states(), _Recording()
+        before, recording = random_states(), _Recording()
         try:
             with _silent_fakes(), FakeTensorMode(allow_non_fake_inputs=True), recording:
                 model = build()
@@ -165,7 +165,7 @@ class Blueprint:
             if not torch.equal(before[0], torch.get_rng_state()):
                 raise _UnrecordableError("random numbers were drawn at once")
         except Exception:  # an error of the factory itself is raised again by the second call
-            _restore_random_states(*before)
+            restore_random_states(*before)
             return cls(build())
         return cls(model, windows, recording.operations, recording.storages)
 
@@ -370,11 +370,13 @@ def _silent_fakes() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _random_states() -> tuple[Tensor, Any, Any]:
+def random_states() -> tuple[Tensor, Any, Any]:
+    """Return the states of the generators of torch, Python and NumPy."""
     return torch.get_rng_state(), random.getstate(), np.random.get_state()
 
 
-def _restore_random_states(of_torch: Tensor, of_python: Any, of_numpy: Any) -> None:
+def restore_random_states(of_torch: Tensor, of_python: Any, of_numpy: Any) -> None:
+    """Set the generators back to what ``random_states`` returned."""
     torch.set_rng_state(of_torch)
     random.setstate(of_python)
     np.random.set_state(of_numpy)

@@ -6,12 +6,16 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from app.config import ModelConfig
 from app.errors import RecipeError
 from app.import_string import import_attribute
-from app.models.blueprint import Blueprint
+from app.models.blueprint import Blueprint, random_states, restore_random_states
 from app.suggestions import did_you_mean
+
+_SMALL_BYTES = 2**26
+"""A model of at most so many bytes is built at once: for a moment, its memory is taken twice."""
 
 
 def build_model(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module:
@@ -41,8 +45,44 @@ def build_model(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module:
 
 
 def blueprint_of(config: ModelConfig, facts: Mapping[str, int]) -> Blueprint:
-    """Return the blueprint of a recipe's model. Arguments and errors are those of ``build_model``."""
-    return Blueprint.of(partial(build_model, config, facts))
+    """Return the blueprint of a recipe's model. Arguments and errors are those of ``build_model``.
+
+    A small model is built now. Recording it would take longer: torch's fake tensors import the compiler.
+    """
+    build = partial(build_model, config, facts)
+    model = _build_if_small(build)
+    return Blueprint.of(build) if model is None else Blueprint(model)
+
+
+class _TooLarge(BaseException):
+    """A model has grown too large to be built at once. Not an Exception: a factory's own handlers do not catch it."""
+
+
+class _SizeLimit(TorchFunctionMode):
+    """Raises ``_TooLarge`` once more than ``_SMALL_BYTES`` of new tensors were made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and not any(isinstance(argument, Tensor) for argument in args):
+            self._made += made.nbytes
+        if self._made > _SMALL_BYTES:
+            raise _TooLarge
+        return made
+
+
+def _build_if_small(build: Callable[[], nn.Module]) -> nn.Module | None:
+    """Return the model, or None without having drawn random numbers."""
+    before = random_states()
+    try:
+        with _SizeLimit():
+            return build()
+    except _TooLarge:
+        restore_random_states(*before)
+        return None
 
 
 def _arguments(factory: Callable[..., Any], given: Mapping[str, Any], facts: Mapping[str, int]) -> dict[str, Any]:

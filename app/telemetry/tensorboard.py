@@ -4,13 +4,15 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
-
+from app.import_string import hidden
 from app.telemetry.mirror import Mirror
 from app.telemetry.record import Record
 from app.warnings import attempt
+
+with hidden("boto3"):  # tensorboardX imports it for event files on S3. Ours are local.
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.proto.summary_pb2 import Summary
 
 TENSORBOARD = "tensorboard"
 """The folder of a run's event files, one for each time that it was started."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from app.config import ModelConfig, dump_recipe, load_recipe
 from app.errors import RecipeError
 from app.models.blueprint import Blueprint
-from app.models.factory import build_model
+from app.models.factory import blueprint_of, build_model
 from app.models.gpt import GPT
 from app.storage import to_path
 from app.tasks import prepare
@@ -236,3 +236,13 @@ def test_a_weights_folder_is_read_into_memory_once(tmp_path: Path) -> None:
     safetensors.torch.save_file({"other": torch.ones(1)}, tmp_path / WEIGHTS_FILE)
     with pytest.raises(RecipeError, match=r"does not fit model.factory '.*:wide': missing tensors: 0.weight"):
         read_weights(tmp_path)
+
+
+@pytest.mark.parametrize(("layers", "device"), [(1, "cpu"), (6, "meta")], ids=["14 MB", "76 MB"])
+def test_a_large_model_of_a_recipe_is_recorded_and_a_small_one_is_built(layers: int, device: str) -> None:
+    config = ModelConfig(factory="app.models.gpt:GPT", args={"layers": layers, "width": 512, "heads": 4})
+    seed_random(1)
+    before = torch.get_rng_state()
+    blueprint = blueprint_of(config, {"vocab_size": 512, "max_length": 16})
+    assert {parameter.device.type for parameter in blueprint.model.parameters()} == {device}
+    assert torch.equal(torch.get_rng_state(), before) == (device == "meta")

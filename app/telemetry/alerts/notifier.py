@@ -20,7 +20,6 @@ from app.config.alerts import ReceiverConfig
 from app.errors import DeliveryError, TryLaterError
 from app.telemetry.alerts.mail import Mail
 from app.telemetry.alerts.notification import Notification
-from app.telemetry.alerts.webhook import Webhook
 from app.warnings import warn
 
 _CAPACITY = 100  # notifications that wait for one receiver
@@ -120,4 +119,8 @@ class Notifier:
 
 
 def _receiver(config: WebhookConfig | EmailConfig) -> Receiver:
-    return Webhook(config) if isinstance(config, WebhookConfig) else Mail(config)
+    if isinstance(config, EmailConfig):
+        return Mail(config)
+    from app.telemetry.alerts.webhook import Webhook  # HTTP is not for every training process to import
+
+    return Webhook(config)

@@ -16,28 +16,37 @@ from app.training.data.micro_batch import MicroBatch
 from app.training.worker import Worker
 from app.warnings import attempt
 
+_SMALL_BYTES = 2**26
+"""A model of at most so many bytes is copied to count its operations. Those of a larger one are counted on shapes."""
+_SAMPLES = 2
+"""Samples on which operations are counted: batch norm needs more than one."""
+
 
 @dataclass
 class Meter:
-    """Counts the operations of this worker's micro-batches on a copy of the model that has no memory."""
+    """Counts the operations of this worker's micro-batches on a copy of the model."""
 
     layout: Layout
     device: torch.device
     dtype: torch.dtype
     model: nn.Module | None
-    """On the meta device; None where nobody asks."""
+    """On the CPU, or without memory on the meta device; None where nobody asks."""
     _by_shape: dict[tuple[torch.Size, ...], float | None] = field(default_factory=dict)
+    _has_begun: bool = False
 
     @classmethod
     def of(cls, model: nn.Module, config: TrainConfig, layout: Layout, worker: Worker) -> "Meter":
         """A meter for the whole ``model``, before it is cut."""
-        shape = _to_meta(model) if worker.is_first else None
-        return cls(layout, worker.device, TORCH_DTYPES[config.precision], shape)
+        return cls(layout, worker.device, TORCH_DTYPES[config.precision], _copy(model) if worker.is_first else None)
 
     def utilisation(self, batch: MicroBatch, seconds: float) -> float | None:
-        """Model FLOPs utilisation of a step of ``seconds`` on micro-batches like ``batch``; None if unknown."""
-        flops = self._flops(batch.inputs)
-        if flops is None:
+        """Model FLOPs utilisation of a step of ``seconds`` on micro-batches like ``batch``; None if unknown.
+
+        That of the first step is not known: to count its operations and measure the CPU takes longer than the step,
+        and would delay its record.
+        """
+        is_first, self._has_begun = not self._has_begun, True
+        if is_first or (flops := self._flops(batch.inputs)) is None:
             return None
         return utilisation(self.layout.share / seconds, flops, self.layout.model_parallel, self._peak)
 
@@ -48,7 +57,7 @@ class Meter:
 
     def _flops(self, inputs: Mapping[str, Tensor]) -> float | None:
         """Of training on one sample of this shape; counted once for each shape."""
-        key = tuple(tensor.shape for tensor in inputs.values())
+        key = tuple(tensor.shape[1:] for tensor in inputs.values())
         if self.model is not None and key not in self._by_shape:
             self._by_shape[key] = None
             attempt(lambda: self._count(key, inputs), "the model's operations cannot be counted, so there is no MFU")
@@ -56,13 +65,22 @@ class Meter:
 
     def _count(self, key: tuple[torch.Size, ...], inputs: Mapping[str, Tensor]) -> None:
         assert self.model is not None
-        shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in inputs.items()}
-        floats = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in shapes.items()}
-        self._by_shape[key] = flops_per_sample(self.model, floats)
+        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        some = {
+            name: tensor[:_SAMPLES].to(device, torch.float32 if tensor.is_floating_point() else None)
+            for name, tensor in inputs.items()
+        }
+        self._by_shape[key] = flops_per_sample(self.model, some)
 
 
-def _to_meta(model: nn.Module) -> nn.Module:
-    """Copy ``model`` to the meta device without copying its values."""
+def _copy(model: nn.Module) -> nn.Module:
+    """Copy ``model``: a small one as it is, a large one to the meta device without copying its values.
+
+    On the meta device torch computes shapes with modules that take longer to import than a small model takes to run.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    if sum(tensor.nbytes for tensor in tensors) <= _SMALL_BYTES:
+        return copy.deepcopy(model)
     on_meta: dict[int, Tensor] = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
     for parameter in model.parameters():
         on_meta[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"))

@@ -1,0 +1,23 @@
+"""What a training process does not import."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.helpers import ROOT
+
+UNUSED = {"boto3", "httpx", "optuna", "ray", "torch._dynamo", "torch._inductor", "transformers"}
+TRAIN = """
+import sys
+from app.training.__main__ import main
+assert main(sys.argv[2:]) == 0
+imported = {*sys.argv[1].split()} & {*sys.modules}
+assert not imported, imported
+"""
+
+
+def test_training_imports_neither_the_compiler_nor_what_others_need(tmp_path: Path) -> None:
+    settings = ["recipes/digits.yaml", "train.plan.zero_stage=3", "train.max_steps=3", f"storage={tmp_path}"]
+    command = [sys.executable, "-c", TRAIN, " ".join(UNUSED), *settings]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
