@@ -3,9 +3,10 @@
 import io
 import shlex
 import subprocess
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 from upath import UPath
@@ -22,23 +23,46 @@ TEXT = (ROOT / "recipes/digits.yaml").read_text(encoding="utf-8")
 Sent = Callable[[], list[str]]
 
 
+class AcceptingClient:
+    """Stands for Ray's client of a cluster that accepts any job, and on which each job ends in ``status``."""
+
+    entrypoints: ClassVar[list[str]] = []
+    status: ClassVar[str] = "SUCCEEDED"
+
+    def __init__(self, address: str) -> None:
+        assert address == "http://127.0.0.1:9"
+
+    def submit_job(self, *, entrypoint: str, **_: Any) -> None:
+        self.entrypoints.append(entrypoint)
+
+    async def tail_job_logs(self, submission_id: str) -> AsyncIterator[str]:
+        yield f"the log of {submission_id.partition('-')[0]}\n"
+
+    def get_job_info(self, submission_id: str) -> SimpleNamespace:  # noqa: ARG002
+        return SimpleNamespace(status=self.status, message="its driver returned 1\n(its log again)")
+
+
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
-    """Return the entrypoint of the last submitted job, on a stub cluster that accepts any job."""
-    commands: list[list[str]] = []
-    really = subprocess.run
-
-    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        if "job" not in command:
-            return really(command, **options)
-        commands.append(command)
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(subprocess, "run", run)
+    """Return the entrypoint of the last submitted job."""
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", AcceptingClient)
     monkeypatch.setattr(JobsApi, "require_access", lambda self: None)
     monkeypatch.setattr(JobsApi, "find", lambda self, submission_id: None)
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:9")
-    return lambda: commands[-1][commands[-1].index("--") + 1 :]
+    monkeypatch.setenv("RAY_LOGGER_LEVEL", "error")  # submitting sets it
+    return lambda: shlex.split(AcceptingClient.entrypoints[-1])
+
+
+def test_the_log_of_a_job_is_shown_and_its_end_is_the_command_s(
+    sent: Sent, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit("train", "recipes/digits.yaml", []) == 0
+    assert "submitted" in capsys.readouterr().out.splitlines()[0]
+    monkeypatch.setattr(AcceptingClient, "status", "FAILED")
+    assert submit("train", "recipes/digits.yaml", []) == 1
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[1:] == ["the log of train"]
+    assert shown.err.endswith("failed: its driver returned 1\n")
 
 
 def test_a_recipe_of_the_working_directory_is_sent_by_its_name(sent: Sent) -> None:
@@ -91,7 +115,8 @@ def test_what_is_sent_along_is_sent_again_when_the_cluster_was_lost(sent: Sent) 
     entrypoint = shlex.join(["python", "-m", "jobs.train", carried, "train.epochs=3"])  # as Ray keeps it
     metadata = {"rayloom_folder": str(ROOT)}
     job = Job(submission_id="train-1", status="RUNNING", entrypoint=entrypoint, start_time=0, metadata=metadata)
-    assert resubmit(job, {}) == "train-1-again"
+    environment = {"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9"}
+    assert resubmit(job, environment) == "train-1-again"
     assert sent() == ["python", "-m", "jobs.train", carried, "train.epochs=3", "train.resume=latest"]
 
 
