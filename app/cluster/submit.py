@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import shlex
@@ -126,9 +127,11 @@ def _connect(environment: Mapping[str, str]) -> Any:
 
     The command ``ray job`` does the same, but imports four times as much.
     """
-    os.environ.update({"RAY_LOGGER_LEVEL": "error", **environment})  # not a line for each file that is left out
+    os.environ.update(environment)
     from ray.job_submission import JobSubmissionClient
 
+    for handler in logging.getLogger("ray").handlers:
+        handler.setLevel(logging.ERROR)  # not a line for each file that is left out
     return JobSubmissionClient(environment["RAY_API_SERVER_ADDRESS"])
 
 

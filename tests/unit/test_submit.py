@@ -49,7 +49,6 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
     monkeypatch.setattr(JobsApi, "require_access", lambda self: None)
     monkeypatch.setattr(JobsApi, "find", lambda self, submission_id: None)
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:9")
-    monkeypatch.setenv("RAY_LOGGER_LEVEL", "error")  # submitting sets it
     return lambda: shlex.split(AcceptingClient.entrypoints[-1])
 
 
