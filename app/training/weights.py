@@ -93,7 +93,7 @@ def read_weights(folder: Path) -> TrainedModel:
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """The same with its weights left unread. Nothing is allocated for them."""
+    """The same with its weights left unread. For those of a large model, nothing is allocated."""
     files = to_path(folder)
     recipe = load_stored_recipe(str(files / RECIPE_FILE))
     labels = load_labels(files)
