@@ -38,7 +38,7 @@ class AcceptingClient:
     async def tail_job_logs(self, submission_id: str) -> AsyncIterator[str]:
         yield f"the log of {submission_id.partition('-')[0]}\n"
 
-    def get_job_info(self, submission_id: str) -> SimpleNamespace:  # noqa: ARG002
+    def get_job_info(self, submission_id: str) -> SimpleNamespace:
         return SimpleNamespace(status=self.status, message="its driver returned 1\n(its log again)")
 
 
