@@ -59,8 +59,10 @@ class Mirror:
         if self._temporary and not file.exists():
             source = self._target / name
             if source.exists():
-                file.write_bytes(source.read_bytes())
-                self._copied[name] = _version(file)
+                content = source.read_bytes()
+                with self._copy_lock:  # the thread must not copy half of it back
+                    file.write_bytes(content)
+                    self._copied[name] = _version(file)
         return file
 
     def flush(self) -> None:

@@ -223,6 +223,24 @@ def test_storage_that_is_slow_holds_up_neither_steps_nor_epochs(monkeypatch: pyt
     assert logged(folder) == [1, 2, 3]
 
 
+def test_a_file_that_is_being_fetched_is_not_copied_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, write = UPath(f"memory://{uuid.uuid4().hex}/run-1"), Path.write_bytes
+    (folder / METRICS_FILE).write_bytes(b"whole\n")
+    with Mirror(folder) as mirror:
+        copying = threading.Thread(target=mirror.flush)
+
+        def write_slowly(path: Path, data: bytes) -> int:
+            write(path, data[:2])
+            copying.start()
+            copying.join(timeout=0.2)  # with nothing in its way it would be done
+            return write(path, data)
+
+        monkeypatch.setattr(Path, "write_bytes", write_slowly)
+        mirror.fetch(METRICS_FILE)
+        copying.join()
+        assert (folder / METRICS_FILE).read_bytes() == b"whole\n"
+
+
 def test_what_an_object_store_refuses_is_copied_later(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
