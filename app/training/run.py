@@ -20,7 +20,7 @@ from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.coordination.control import withdraw
 from app.training.coordination.heartbeat import held
 from app.training.data.batches import count_steps
-from app.training.engine.batch_norm import has_batch_norm
+from app.training.engine.batch_norm import has_batch_norm, has_mixed_batch_norm
 from app.training.engine.deepspeed_config import deepspeed_config
 from app.training.engine.nvme import require_asynchronous_io
 from app.training.records import Ending, EpochRecord, StoppedMetrics, TrainMetrics, best_of
@@ -137,6 +137,13 @@ def _check_plan(config: TrainConfig, model: nn.Module, data: PreparedData) -> No
     if config.sync_batch_norm and not has_batch_norm(model):
         raise RecipeError(
             f"train.sync_batch_norm is true, but model {type(model).__name__} has no batch norm: leave it out"
+        )
+    in_low_precision = config.precision != "fp32" and config.device == "cpu"
+    if in_low_precision and not config.sync_batch_norm and has_mixed_batch_norm(model):
+        raise RecipeError(
+            f"train.precision is {config.precision}, and torch's batch norm takes only fp32 on CPUs (model "
+            f"{type(model).__name__}): set train.sync_batch_norm to true, which computes it in fp32, or "
+            "train.precision to fp32"
         )
     if config.plan.offload == "nvme":
         require_asynchronous_io()

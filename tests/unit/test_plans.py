@@ -225,6 +225,15 @@ def test_a_model_that_is_cut_takes_one_input_and_is_refused_another_before_worke
     )
 
 
+def test_batch_norm_in_bf16_on_a_cpu_is_refused_unless_it_is_computed_in_float32() -> None:
+    given = ["model.factory=tests.parity.numerics:NormalisedCnn", "model.args={}", "train.precision=bf16"]
+    with pytest.raises(
+        RecipeError, match=r"takes only fp32 on CPUs \(model NormalisedCnn\): set train.sync_batch_norm"
+    ):
+        prepare_run(Run.start("train", load_recipe(ROOT / "recipes/digits.yaml", given)))
+    prepare_run(Run.start("train", load_recipe(ROOT / "recipes/digits.yaml", [*given, "train.sync_batch_norm=true"])))
+
+
 def test_statistics_over_all_workers_are_refused_to_a_model_without_batch_norm() -> None:
     recipe = load_recipe(ROOT / "recipes/digits.yaml", ["train.sync_batch_norm=true"])
     with pytest.raises(RecipeError, match="sync_batch_norm is true, but model SmallCnn has no batch norm"):

@@ -14,6 +14,15 @@ def has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
+def has_mixed_batch_norm(model: nn.Module) -> bool:
+    """Return whether any batch norm has weights beside running statistics, which stay in float32.
+
+    On CPUs torch rejects weights of a lower precision beside them.
+    """
+    norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
+    return any(norm.affine and norm.track_running_stats for norm in norms)
+
+
 def synchronize_batch_norm(model: nn.Module) -> nn.Module:
     """Return ``model`` with batch norm over the micro-batches of all workers. Its parameters are the same tensors."""
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
