@@ -9,9 +9,10 @@ from typing import Any
 from ray import tune
 from upath import UPath
 
+from app.checksums import CHECKSUMS_FILE
 from app.config import Recipe
 from app.errors import ActorBusyError, TrainingError
-from app.storage import to_path
+from app.storage import to_path, upload
 from app.training.checkpoints.store import CheckpointStore
 from app.training.coordination.shared_folder import require_mark
 from app.training.records import Ending, EpochRecord
@@ -82,8 +83,9 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         remove_checkpoints(self._trial_folder)
         (copy,) = Path(checkpoint_dir).glob("step_*")
         target = self._trial_folder / CHECKPOINTS / copy.name
-        target.parent.mkdir(parents=True)
-        target.fs.put(str(copy), target.path, recursive=True)
+        target.mkdir(parents=True)
+        for file in sorted(copy.iterdir(), key=lambda file: file.name == CHECKSUMS_FILE):  # last, to commit
+            upload(file, target / file.name)
 
     def _begin(self, config: dict[str, Any]) -> None:
         assert self._recipe.tune is not None

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 from upath import UPath
 
+from app.checksums import CHECKSUMS_FILE
 from app.config import load_recipe
 from app.errors import ActorBusyError, RecipeError, TrainingError, UnsharedStorageError
 from app.models.factory import blueprint_of
+from app.storage import upload
 from app.telemetry.alerts import Action
 from app.training import session
 from app.training.checkpoints.snapshot import Snapshot
+from app.training.checkpoints.store import CheckpointStore
 from app.training.checkpoints.writer import CheckpointWriter
 from app.training.coordination import control
 from app.training.coordination.control import request, requested
@@ -116,6 +119,29 @@ def test_others_go_on_from_the_checkpoint_before_one_that_storage_refused(
         names += [path.name for path in copy.iterdir()]
         monkeypatch.setattr(trainable, "_WRITE_TIMEOUT_S", 10.0)
     assert names[0] == names[1] < names[2]
+
+
+def test_a_checkpoint_that_is_half_copied_is_not_taken_for_whole(
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor, copy = begin(), tmp_path / "copy"
+    actor.step()
+    copy.mkdir()
+    actor.save_checkpoint(str(copy))
+    actor.cleanup()
+    store = CheckpointStore(UPath(tmp_path) / TRIALS / "0000" / CHECKPOINTS)
+    saved = store.newest_intact()
+    for last in sorted((copy / str(saved and saved.name)).iterdir()):
+
+        def upload_until(file: Path, target: UPath, last: str = last.name) -> None:
+            upload(file, target)
+            if file.name == last:
+                raise OSError("away")
+
+        monkeypatch.setattr(trainable, "upload", upload_until)
+        with pytest.raises(OSError, match="away"):
+            actor.load_checkpoint(str(copy))
+        assert store.newest_intact() == (saved if last.name == CHECKSUMS_FILE else None)
 
 
 def test_an_actor_that_still_stores_its_last_trial_takes_no_other(
