@@ -27,6 +27,7 @@ from app.training.records import EpochRecord
 from app.training.reporting.meter import Meter
 from app.training.reporting.recorder import Recorder
 from app.training.worker import Worker
+from app.warnings import warn
 
 
 @dataclass
@@ -57,6 +58,12 @@ class Loop:
         state = self.checkpoints.restore()
         if state:
             self.worker.print(f"going on from step {state.position.step:,} of {self.total_steps:,}")
+            if state.is_in_another_order and self.worker.is_first:
+                warn(
+                    f"the checkpoint of step {state.position.step:,} is from a version of Rayloom that shuffled epochs "
+                    f"otherwise: what is left of epoch {state.position.epoch} repeats some samples and skips others, "
+                    "and batches that a rollback left out have other samples; later epochs have each sample once"
+                )
         self.position, self.records = (state.position, state.records) if state else (Position(), [])
         self.position.left_out = sorted({*self.position.left_out, *left_out})
         self.exchange.forget()

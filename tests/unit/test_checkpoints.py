@@ -531,6 +531,26 @@ def test_training_goes_on_when_a_checkpoint_is_lost_and_from_the_one_before_a_da
 
 
 @pytest.mark.usefixtures("_process_group")
+def test_a_run_that_goes_on_within_an_epoch_of_another_order_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stops = ["alerts=[{when: step above 1, do: [stop]}]", "train.checkpoint.every_steps=1"]
+    recipe = load_recipe("recipes/digits.yaml", ["train.epochs=1", "model.args.width=8", *stops])
+    data, worker, store = prepare(recipe), start_worker(recipe.train), CheckpointStore(UPath(tmp_path) / CHECKPOINTS)
+    for _ in range(2):
+        ending = train(recipe, data, worker, UPath(tmp_path))
+    assert "shuffled" not in capsys.readouterr().err
+    folder = store.folder_of(store.committed()[-1])
+    state = TrainState.model_validate_json((folder / STATE_FILE).read_bytes())
+    assert (state.position.epoch, state.position.batches_done) == (1, ending.step)
+    (folder / STATE_FILE).write_text(state.model_dump_json(exclude={"epoch_order"}), encoding="utf-8")
+    write_checksums(folder)
+    train(recipe, data, worker, UPath(tmp_path))
+    said = capsys.readouterr().err
+    assert f"the checkpoint of step {ending.step} is from a version of Rayloom that shuffled epochs otherwise" in said
+
+
+@pytest.mark.usefixtures("_process_group")
 def test_an_epoch_is_saved_though_its_last_step_was_saved_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from app.training.checkpoints.fragments import Fragment, boxes_of, by_master, fr
 from app.training.checkpoints.rng import random_state
 from app.training.checkpoints.shards import Shards
 from app.training.checkpoints.state import LossScale, Position, TrainState
+from app.training.data.batches import EPOCH_ORDER
 from app.training.engine import TrainingEngine
 from app.training.engine.buffers import buffers_of, mean_buffers
 from app.training.engine.loss_scale import scaler_of
@@ -63,6 +64,7 @@ def take_snapshot(
         content |= shared
     state = TrainState(
         position=position.model_copy(deep=True),
+        epoch_order=EPOCH_ORDER,
         records=records,
         workers=layout.workers,
         tensor=layout.tensor,

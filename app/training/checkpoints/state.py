@@ -3,6 +3,7 @@
 from pydantic import BaseModel, ConfigDict
 
 from app.config import Precision
+from app.training.data.batches import EPOCH_ORDER
 from app.training.records import EpochRecord
 
 
@@ -40,6 +41,8 @@ class TrainState(BaseModel):
     """Everything of a checkpoint that is not a tensor."""
 
     position: Position
+    epoch_order: str | None = None
+    """``EPOCH_ORDER`` of the batches that the position counts; None in checkpoints of older versions."""
     records: list[EpochRecord]
     """Epochs so far: early stopping and the choice of the best read them."""
     workers: int
@@ -53,3 +56,10 @@ class TrainState(BaseModel):
     precision: Precision
     shapes: dict[str, list[int]]
     """The shape of every parameter in the whole model, by name."""
+
+    @property
+    def is_in_another_order(self) -> bool:
+        """Whether ``position`` counts batches that have other samples now."""
+        epoch, left_out = self.position.epoch, self.position.left_out
+        counts_batches = self.position.batches_done > 0 or any(number >= epoch for number, _ in left_out)
+        return counts_batches and self.epoch_order != EPOCH_ORDER

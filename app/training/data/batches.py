@@ -11,6 +11,8 @@ from app.errors import TrainingError
 
 Indices = NDArray[np.int64]
 Lengths = NDArray[np.int64] | Sequence[int]
+EPOCH_ORDER = "numpy-1"
+"""Name of the order that ``train_batches`` gives an epoch. It changes with the order."""
 _GROUP = 32  # batches whose samples are sorted by length together: more pads less, fewer mixes better
 
 
