@@ -6,16 +6,15 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial
 
-from tests.helpers import result_of, run
+from tests.helpers import result_of
+from tests.jobs import shown_by_job
 
 DIGITS = "recipes/digits.yaml"
 
 
 def search(cluster: dict[str, str], *overrides: str, succeeds: bool = True) -> tuple[dict[str, Any], str]:
-    """The result of a search over the digits, and what it printed."""
-    done = run("rayloom", "submit", "tune", DIGITS, *overrides, environment=cluster, timeout=500)
-    shown = done.stdout.partition("Status message:")[0]  # Ray prints the log of a failed job once more
-    assert (done.returncode == 0) is succeeds, done.stdout + done.stderr
+    """Return the result of a search over the digits, and what it printed."""
+    shown = shown_by_job(cluster, "tune", DIGITS, *overrides, succeeds=succeeds)
     return result_of(shown), shown
 
 

@@ -24,7 +24,7 @@ from app.serving.batching.policy import BatchingPolicy
 from app.serving.config import DeployedModel, EndpointConfig, VersionConfig
 from app.tensors import OUTPUT, Tensor, Tensors
 from tests.engine_contract import PROCESSOR, SIGNATURE, encoder, exported
-from tests.helpers import submit
+from tests.jobs import run_job
 from tests.publishing import CARD
 
 LABELS = ["bad", "neither", "good"]
@@ -146,6 +146,6 @@ def serve_nothing(cluster: dict[str, str]) -> None:
 
 def deploy(cluster: dict[str, str], version: int, *overrides: str) -> dict[str, Any]:
     """Serve a version from the storage of a running cluster; the artifacts of the job."""
-    result = submit(cluster, "deploy", "recipes/reviews.yaml", "name=toy", f"serve.version={version}", *overrides)
+    result = run_job(cluster, "deploy", "recipes/reviews.yaml", "name=toy", f"serve.version={version}", *overrides)
     artifacts: dict[str, Any] = result["artifacts"]
     return artifacts

@@ -4,11 +4,13 @@ import hashlib
 import hmac
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from app.config import load_recipe
 from tests.helpers import records_of, result_of, run, steps_of, train_alone, wait_until
-from tests.launch import Cluster, Job, Launch, newest_step
+from tests.jobs import run_job
+from tests.launch import Cluster, newest_step
 from tests.receiver import HttpReceiver
 
 NO_PROGRESS = ["train.optimizer.lr=1.0e-12", "train.epochs=30", "train.early_stopping=null", "name=stuck"]
@@ -41,15 +43,17 @@ def test_three_epochs_without_improvement_pause_the_run_and_tell_a_receiver(
     assert resumed["metrics"]["resumed_from_step"] >= 22 * epochs
 
 
-def test_a_person_pauses_and_resumes(ray: Cluster, launch: Launch) -> None:
+def test_a_person_pauses_and_resumes(ray: Cluster) -> None:
     storage = Path(ray.environment["RAYLOOM_STORAGE"])
-    job = Job(ray, launch, "paused", "train.epochs=60", "train.early_stopping=null", "train.workers=2")
-    wait_until(lambda: newest_step(storage, "paused") > 0, timeout_s=120)
-    (folder,) = storage.glob("runs/train/*-paused-*")
-    asked = run("rayloom", "pause", folder.name, environment=ray.environment)
-    assert asked.returncode == 0, asked.stderr
-    paused = job.client.result()
-    assert (paused["status"], paused["metrics"]["paused"]) == ("stopped", True), job.output
+    recipe = ["recipes/digits.yaml", "name=paused", "train.epochs=60", "train.early_stopping=null", "train.workers=2"]
+    with ThreadPoolExecutor(1) as thread:
+        job = thread.submit(run_job, ray.environment, "train", *recipe)
+        wait_until(lambda: newest_step(storage, "paused") > 0 or job.done(), timeout_s=120)
+        (folder,) = storage.glob("runs/train/*-paused-*")
+        asked = run("rayloom", "pause", folder.name, environment=ray.environment)
+        assert asked.returncode == 0, asked.stderr
+        paused = job.result()
+    assert (paused["status"], paused["metrics"]["paused"]) == ("stopped", True)
     assert f"rayloom resume {folder.name}" in asked.stdout
     wait_until(ray.is_idle)
     further = [f"train.max_steps={paused['metrics']['steps'] + 30}", "train.plan.zero_stage=3"]

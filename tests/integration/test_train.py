@@ -6,7 +6,8 @@ import pytest
 from upath import UPath
 
 from app.training.weights import load_weights
-from tests.helpers import SGD, flip, losses, result_of, run, train_alone
+from tests.helpers import SGD, flip, losses, train_alone
+from tests.jobs import run_job
 
 
 @pytest.fixture(scope="module")
@@ -17,8 +18,7 @@ def one(home: Path) -> list[float]:
 
 def test_one_and_two_workers_and_ray_draw_the_same_curve(cluster: dict[str, str], one: list[float]) -> None:
     two = losses(train_alone(*SGD, processes=2))
-    submitted = run("rayloom", "submit", "train", "recipes/digits.yaml", *SGD, environment=cluster)
-    ray = losses(result_of(submitted.stdout))
+    ray = losses(run_job(cluster, "train", "recipes/digits.yaml", *SGD))
     assert len(one) == 20
     assert one[-1] < 0.9 * one[0]
     assert two == pytest.approx(one, abs=1e-4)

@@ -12,7 +12,8 @@ from optuna.trial import TrialState
 
 from app.cluster.ports import is_free, unused
 from app.config import load_recipe
-from tests.helpers import ROOT, records_of, result_of, run, wait_until
+from tests.helpers import ROOT, records_of, wait_until
+from tests.jobs import run_job
 from tests.launch import Cluster, Launch
 from tests.search import DIGITS, search, trials_of
 
@@ -56,8 +57,7 @@ def test_a_search_gives_back_a_recipe_that_trains(
     storage = Path(cluster["RAYLOOM_STORAGE"])
     assert not list(storage.glob(f"runs/tune/{result['run_id']}/trials/*/checkpoints"))
     assert not list(storage.glob(f"runs/tune/{result['run_id']}/ray")), "Ray Tune's own files are not read again"
-    sent = run("rayloom", "submit", "train", artifacts["best_recipe"], "train.workers=1", environment=cluster)
-    trained = result_of(sent.stdout)
+    trained = run_job(cluster, "train", artifacts["best_recipe"], "train.workers=1")
     assert trained["metrics"]["val_accuracy"] >= metrics["best_value"], "it was cut short, and whole is worth no less"
 
 
