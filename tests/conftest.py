@@ -16,6 +16,7 @@ from tests.launch import Cluster, Launch, Trained
 from tests.postgres import PostgresServer
 from tests.receiver import HttpReceiver
 from tests.tables import Faults, Record, Tables, rendered
+from tests.workers import forked_workers
 
 
 @pytest.fixture
@@ -59,13 +60,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test by its folder: 'pytest -m integration'.
 
     With several test processes, all tests of the cluster run in the same one, and so do the tests of one file. The
-    cluster's group takes longest, so it starts first.
+    cluster's group takes longest, so it starts first, and unit tests, which are short, start last.
     """
     for item in items:
         item.add_marker(item.path.relative_to(ROOT / "tests").parts[0])
         if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(CLUSTER if _needs_cluster(item) else item.path.stem))
-    items.sort(key=_needs_cluster, reverse=True)
+    items.sort(key=lambda item: (not _needs_cluster(item), "unit" in item.keywords))
 
 
 def _needs_cluster(item: pytest.Item) -> bool:
@@ -132,8 +133,8 @@ def home() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def cluster(home: Path) -> Iterator[dict[str, str]]:
-    """One cluster for all tests; its value is the environment that reaches it."""
-    with local_cluster(home) as environment:
+    """One cluster for all tests, with forked workers; its value is the environment that reaches it."""
+    with local_cluster(home, **forked_workers(home)) as environment:
         yield environment
 
 

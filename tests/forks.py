@@ -1,4 +1,4 @@
-"""python -m tests.forks FD: run commands in forks of a process that has already imported the slowest modules.
+"""python -m tests.forks FD|PATH MODULE…: run commands in forks of a process that has already imported slow modules.
 
 A fork runs a command as a new interpreter would, with its own arguments, environment, folder and output.
 """
@@ -153,8 +153,18 @@ def _watch_fork(output: int, errors: int, status: int) -> None:
     os.close(errors)
 
 
+def _requests_at(place: str) -> socket.socket:
+    """Return the socket with this descriptor, or a new one at this path."""
+    if place.isdecimal():
+        return socket.socket(fileno=int(place))
+    requests = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    Path(place).unlink(missing_ok=True)  # a process that was killed leaves it
+    requests.bind(place)
+    return requests
+
+
 def main() -> None:
-    requests = socket.socket(fileno=int(sys.argv[1]))
+    requests = _requests_at(sys.argv[1])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module in sys.argv[2:]:

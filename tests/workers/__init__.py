@@ -1,0 +1,15 @@
+"""Ray's workers as forks of a process that has imported what most of them need."""
+
+import os
+from pathlib import Path
+
+
+def forked_workers(home: Path) -> dict[str, str]:
+    """Return the environment of a cluster whose workers are forked. ``home`` is a folder with a short path."""
+    before = os.environ.get("PYTHONPATH")
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[2]), *([before] if before else [])]
+    return {
+        "PYTHONPATH": os.pathsep.join(folders),
+        "RAYLOOM_TEST_WORKERS": str(home / "workers"),
+        "RAY_worker_niceness": "0",  # tests wait for the workers, which must not yield to other tests
+    }
