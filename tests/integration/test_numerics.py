@@ -12,7 +12,7 @@ from upath import UPath
 from app.tasks import prepare
 from app.training.checkpoints.names import buffer, own
 from app.training.checkpoints.reader import export_weights
-from tests.helpers import run
+from tests.helpers import in_fork
 from tests.launch import newest_checkpoint, state_of, tensors_of
 from tests.parity.numerics import NormalisedCnn, recipe_of
 
@@ -20,7 +20,7 @@ from tests.parity.numerics import NormalisedCnn, recipe_of
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("numerics")
-    done = run("python", "-m", "tests.parity.numerics", str(folder), environment={"OMP_NUM_THREADS": "1"})
+    done = in_fork("tests.parity.numerics", str(folder))
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

@@ -13,7 +13,7 @@ from app.training.checkpoints.names import WEIGHT, parameter
 from app.training.run import export_checkpoint
 from app.training.weights import load_weights
 from tests.faults.torn_writes import require_survival
-from tests.helpers import flip, records_of, run, steps_of, wait_until
+from tests.helpers import flip, in_fork, records_of, result_of, run, steps_of, train_alone, wait_until
 from tests.launch import Launch, newest_checkpoint, newest_step, tensors_of
 from tests.tables import Faults
 
@@ -68,14 +68,14 @@ def test_a_full_disk_ends_the_run_with_what_is_missing_and_it_goes_on_once_there
         shutil.copytree(storage, damaged)
         for file in damaged.glob("runs/train/*/checkpoints/step_*/__0_0.distcp"):
             flip(file)
-        refused = launch("python", *TRAIN, f"storage={damaged}")
-        assert refused.ends() == 1
-        assert "are damaged: restore one of them" in refused.result()["error"]
+        refused = in_fork("app.training", *TRAIN[2:], f"storage={damaged}")
+        assert refused.returncode == 1
+        assert "are damaged: restore one of them" in result_of(refused.stdout)["error"]
         assert records_of(damaged / folder.relative_to(storage)) == records_of(folder), "nothing was done over"
-        fault.saw(f"{refused.output.count('is damaged and left out')} of {kept // 4} named")
+        fault.saw(f"{(refused.stdout + refused.stderr).count('is damaged and left out')} of {kept // 4} named")
 
     with faults("T8", "the same, with room again", "goes on from the last good one") as fault:
-        result = launch("python", *TRAIN).result()
+        result = train_alone(*TRAIN[3:])
         assert result["status"] == "succeeded"
         assert result["metrics"]["resumed_from_step"] == kept
         assert [each["step"] for each in steps_of(folder)] == list(range(1, 45))
