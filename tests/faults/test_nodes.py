@@ -1,5 +1,6 @@
 """Nodes that join a cluster and are lost, under a run."""
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,13 +15,18 @@ from tests.tables import Faults
 
 
 class Node:
-    """A second node of a cluster, on the same machine."""
+    """Another node of a cluster, on the same machine.
+
+    It has its own folder. Raylets that share one also share the unpacked files of jobs, and remove each other's.
+    """
 
     def __init__(self, cluster: Cluster, cpus: int, *options: str) -> None:
         before = raylets(cluster)
-        options = ("--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0", *options)
+        folder = tempfile.mkdtemp(prefix="node-", dir=cluster.state.runtime)
+        ports = ("--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0")
         joined = run(
-            *("ray", "start", f"--address=127.0.0.1:{cluster.state.gcs_port}", f"--num-cpus={cpus}", *options),
+            *("ray", "start", f"--address=127.0.0.1:{cluster.state.gcs_port}", f"--num-cpus={cpus}"),
+            *(f"--temp-dir={folder}", *ports, *options),
             environment=min(before, key=lambda each: each.create_time()).environ(),
         )
         assert joined.returncode == 0, joined.stdout + joined.stderr
