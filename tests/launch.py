@@ -89,10 +89,10 @@ class Launch:
         self._started.append(Launched(self._folder, command, environment))
         return self._started[-1]
 
-    def torchrun(self, *arguments: str, processes: int = 2, threads: int = 1) -> Launched:
+    def torchrun(self, *arguments: str, processes: int = 2) -> Launched:
         """Such as ``-m app.training recipes/digits.yaml``; told to end, it soon kills a rank that does not."""
         command = ["torchrun", f"--nproc-per-node={processes}", "--shutdown-timeout=5", *arguments]
-        return self(*command, OMP_NUM_THREADS=str(threads))
+        return self(*command)
 
     def check(self) -> None:
         """No process may run on, and no file may be half written."""
@@ -183,14 +183,14 @@ class Trained:
     """Of the last checkpoint."""
 
     @classmethod
-    def uninterrupted(cls, folder: Path, threads: int = 1) -> Self:
+    def uninterrupted(cls, folder: Path) -> Self:
         """Of the run that other tests interrupt, when nothing happens to it.
 
-        ``threads`` of each worker, as many as those that it is compared with have: sums are split among them.
+        Its workers have one thread, as all that tests start: sums are split among threads.
         """
         launch = Launch(folder)
         arguments = ["-m", "app.training", "recipes/digits.yaml", *INTERRUPTED, f"storage={folder / 'storage'}"]
-        trained = cls.of(launch.torchrun(*arguments, threads=threads).result())
+        trained = cls.of(launch.torchrun(*arguments).result())
         launch.check()
         assert [each["step"] for each in trained.records if "loss" in each] == list(range(1, STEPS + 1))
         return trained
