@@ -1,7 +1,7 @@
 """Peak memory of a rank: torchrun --nproc-per-node N -m benchmarks.training.peak_worker SIZE STAGE
 
-Measures engine creation and the first optimizer step. Prints one JSON list: the number of parameters, the peak until
-the engine was created, and the peak until the step was done. Peaks are bytes of resident memory above what the process
+Measures engine creation and two optimizer steps. Prints one JSON list: the number of parameters, the peak until the
+engine was created, and the peak until the steps were done. Peaks are bytes of resident memory above what the process
 uses with its libraries loaded, each the maximum over the ranks.
 """
 
@@ -9,15 +9,15 @@ import gc
 import json
 import sys
 from functools import partial
-from typing import Any
 
 import torch
-from torch.nn.functional import cross_entropy
 
 from app.config import TrainConfig
 from app.models.blueprint import Blueprint, return_freed_memory
 from app.models.gpt import GPT
-from app.training.engine import create_engine
+from app.training.activity import Activity
+from app.training.data.micro_batch import MicroBatch
+from app.training.engine import TrainingEngine, create_engine
 from app.training.worker import start_worker
 from benchmarks.machine import peak_growth
 from benchmarks.training.peak import SIZES
@@ -35,7 +35,7 @@ def main() -> None:
         {"global_batch_size": worker.size, "workers": worker.size, "precision": "bf16", "plan": plan}
     )
     small = Blueprint.of(partial(GPT, 256, _LENGTH, layers=1, width=64, heads=1))
-    _step(_create(small, config, worker.size))  # loads libraries and kernels
+    _train(_create(small, config, worker.size))  # loads libraries and kernels
     return_freed_memory()
     with peak_growth() as growth:
         large = Blueprint.of(
@@ -44,7 +44,7 @@ def main() -> None:
         num_parameters = large.num_parameters  # ZeRO 3 leaves each rank a part of them
         engine = _create(large, config, worker.size)
         made = growth()
-        _step(engine)
+        _train(engine)
         found = torch.tensor([made, growth()])
     torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
     if worker.is_first:
@@ -52,16 +52,16 @@ def main() -> None:
     torch.distributed.destroy_process_group()
 
 
-def _create(blueprint: Blueprint, config: TrainConfig, workers: int) -> Any:
-    return create_engine(blueprint, config, config.layout(workers), total_steps=10).deepspeed
+def _create(blueprint: Blueprint, config: TrainConfig, workers: int) -> TrainingEngine:
+    return create_engine(blueprint, config, config.layout(workers), total_steps=10)
 
 
-def _step(engine: Any) -> None:
-    """Do one step, and destroy the engine."""
+def _train(engine: TrainingEngine) -> None:
+    """Do two steps, and destroy the engine."""
     tokens = torch.zeros(1, _LENGTH, dtype=torch.int64)
-    engine.backward(cross_entropy(engine(tokens).float().flatten(0, 1), tokens.flatten()))
-    engine.step()
-    engine.destroy()
+    for _ in range(2):  # the second begins with the optimizer's state
+        engine.train_step(iter([MicroBatch({"input_ids": tokens}, tokens)]), Activity())
+    engine.deepspeed.destroy()
     gc.collect()
 
 

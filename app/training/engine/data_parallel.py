@@ -40,11 +40,9 @@ class DataParallelEngine:
         powersgd = config.plan.powersgd
         reduced = _reduced_in_low_rank(model, powersgd.rank) if powersgd else model
         engine = initialize(reduced, config, layout, total_steps, kind_of(model))
-        if powersgd:
-            engine.enable_backward_allreduce = False
+        if config.plan.zero_stage == 0:
+            engine.enable_backward_allreduce = False  # torch reduces, or ``train_step`` does
         engine.clip_fp32_gradients = partial(_clip, engine)
-        if master_pairs(engine.optimizer):
-            _undo_first_step(engine)
         if config.torch_compile:
             engine.compile()
         return cls(engine, names_of(model), layout, objective)
@@ -53,14 +51,14 @@ class DataParallelEngine:
         """One optimizer step on this rank's micro-batches."""
         self.deepspeed.train()
         factors, losses = Factors.of(self.deepspeed), []
-        if self.layout.gradient_accumulation > 1:
-            _begin_gradients_in_float32(self.deepspeed)
+        _begin_gradients_in_float32(self.deepspeed)
         for number, batch in enumerate(batches, start=1):
             with self._reduction(is_last=number == self.layout.gradient_accumulation):
                 with activity.phase(Phase.FORWARD):
                     loss = self.objective.loss(self.deepspeed(**batch.inputs), batch.targets) * self._weight(batch)
                 with activity.phase(Phase.BACKWARD):
                     self.deepspeed.backward(loss)
+                    self._reduce()
             with activity.phase(Phase.OPTIMIZER):
                 self.deepspeed.step()
             losses.append(loss.detach())
@@ -81,26 +79,27 @@ class DataParallelEngine:
 
     def _reduction(self, is_last: bool) -> AbstractContextManager[None]:
         """Where torch reduces gradients, it waits for the last micro-batch; DeepSpeed does so by itself."""
-        module = self.deepspeed.module
-        return module.no_sync() if isinstance(module, DistributedDataParallel) and not is_last else nullcontext()
+        return self.deepspeed.module.no_sync() if self._is_reduced_by_torch and not is_last else nullcontext()
 
+    def _reduce(self) -> None:
+        """Reduce gradients without ZeRO, after the last micro-batch, in buffers of ``reduce_bucket_size``.
 
-@torch.no_grad()
-def _undo_first_step(engine: Any) -> None:
-    """Without ZeRO, in bf16 or fp16, DeepSpeed steps once without gradients to make the optimizer's state.
+        By itself DeepSpeed takes 5e8 elements at once, which copies all gradients of a smaller model.
+        """
+        if self.deepspeed.zero_optimization_stage() == 0 and not self._is_reduced_by_torch:
+            self.deepspeed.allreduce_gradients(bucket_size=self.deepspeed.zero_reduce_bucket_size())
 
-    AdamW counts that step, and would correct its bias for one too many; the weights have decayed once.
-    """
-    for low, master in master_pairs(engine.optimizer):
-        master.copy_(low)
-    engine.basic_optimizer.state.clear()
+    @property
+    def _is_reduced_by_torch(self) -> bool:
+        return isinstance(self.deepspeed.module, DistributedDataParallel)
 
 
 def _begin_gradients_in_float32(engine: Any) -> None:
     """Have torch accumulate the gradients of a step in float32, where DeepSpeed keeps master weights without ZeRO.
 
-    DeepSpeed would accumulate them in the parameters' own bf16 or fp16. It would also give a parameter that no sample
-    reaches a gradient of that dtype, which torch then rejects. All gradients therefore start as zeros.
+    DeepSpeed would accumulate them in the parameters' own bf16 or fp16, and hold them beside a float32 copy while the
+    optimizer steps. It would also give a parameter that no sample reaches a gradient of that dtype, which torch then
+    rejects. All gradients therefore start as zeros.
     """
     for low, _ in master_pairs(engine.optimizer):
         low.grad_dtype = torch.float32

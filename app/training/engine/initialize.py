@@ -4,6 +4,8 @@ import io
 from contextlib import redirect_stdout
 from typing import Any
 
+import torch
+
 from app.config import Layout, TrainConfig
 from app.models.kind import ModelKind
 from app.training.engine.deepspeed_config import deepspeed_config, with_bounded_buffers
@@ -20,6 +22,7 @@ def initialize(model: Any, config: TrainConfig, layout: Layout, total_steps: int
         config = with_own_folder(config)
     optimizer = create_optimizer(model, config)
     num_parameters = sum(map(num_elements, model.parameters()))
+    skipped = optimizer.register_step_pre_hook(_without_gradients) if config.plan.zero_stage == 0 else None
     with redirect_stdout(io.StringIO()):  # some of its optimizers print what memory they take
         engine, *_ = import_deepspeed().initialize(
             model=model,
@@ -27,8 +30,19 @@ def initialize(model: Any, config: TrainConfig, layout: Layout, total_steps: int
             lr_scheduler=create_scheduler(optimizer, config, total_steps),
             config=with_bounded_buffers(deepspeed_config(config, layout, kind), num_parameters),
         )
+    if skipped:
+        skipped.remove()
     if engine.fp16_enabled() and hasattr(engine.optimizer, "loss_scaler"):
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False  # the loop does, and names step and rank
     if swaps:
         require_aligned_gradients(engine)
     return engine
+
+
+def _without_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Have a step of ``optimizer`` do nothing.
+
+    Without ZeRO, in bf16 or fp16, DeepSpeed steps once on gradients of zeros to make the optimizer's state. AdamW would
+    count that step and decay the weights, and the gradients would add a quarter to the peak memory.
+    """
+    optimizer.zero_grad(set_to_none=True)
