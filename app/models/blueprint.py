@@ -174,14 +174,17 @@ class Blueprint:
         """The number of values in the parameters, before ``make``. A shared parameter counts once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def make(self, finish: Finish = lambda tensor: tensor, place: Place = no_op) -> nn.Module:
+    def make(
+        self, finish: Finish = lambda tensor: tensor, place: Place = no_op, part: nn.Module | None = None
+    ) -> nn.Module:
         """Give the model its tensors, and return it.
 
         Args:
             finish: converts the value of each parameter on the CPU, for example to a lower precision.
             place: is called with each parameter once it is in the model, for example to partition it.
+            part: consists of modules of the model. Only they get tensors, with the same values as in the whole model.
         """
-        places = _places_of(self.model)
+        places = _places_of(part or self.model)
         for tensor, _ in places.values():
             if isinstance(tensor, nn.Parameter) and id(tensor) not in self._windows:
                 _put(tensor, finish(tensor.detach()), places, place)

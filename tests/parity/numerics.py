@@ -4,6 +4,7 @@ FOLDER/run has a run of two ranks. FOLDER/parts has the same run, stopped and re
 the error of a checkpoint that only one rank could write.
 """
 
+import ctypes
 import json
 import os
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,9 +24,11 @@ from torch.nn import functional
 from upath import UPath
 
 from app.config import CheckpointConfig, Recipe, TrainConfig, load_recipe
+from app.config.train import OptimizerConfig
 from app.errors import TrainingError
-from app.models.blueprint import Blueprint
+from app.models.blueprint import Blueprint, return_freed_memory
 from app.models.factory import build_model
+from app.models.gpt import GPT
 from app.tasks import prepare
 from app.training.activity import Activity
 from app.training.checkpoints.names import buffer
@@ -38,6 +41,7 @@ from app.training.data.micro_batch import MicroBatch
 from app.training.engine import create_engine
 from app.training.session import train
 from app.training.worker import import_deepspeed, start_worker
+from benchmarks.machine import peak_growth
 from tests.parity.plans import FACTS, LENGTH, MODELS
 
 ACCUMULATED = 64
@@ -45,6 +49,8 @@ STEPS = 4
 UNEVEN = 67
 RECIPE = ["model.factory=tests.parity.numerics:NormalisedCnn", "model.args={}", "train.epochs=1", "train.max_steps=6"]
 Found = dict[str, list[float]]
+_M_MMAP_THRESHOLD = -3
+"""Option of glibc's ``mallopt``."""
 
 
 class Classifier(nn.Module):
@@ -194,12 +200,53 @@ def two_ranks(folder: Path) -> dict[str, Found]:
     record = train(recipe_of(), data, worker, UPath(folder / "run")).records[-1]
     for stop in (3, None):
         train(recipe_of(stop), data, worker, UPath(folder / "parts"))
+    found = peaks_by_plan()
     norms = [
         grad_norm(lambda: build_model(MODELS["short gpt"], FACTS), tokens, "bf16", times, pipeline=2)
         for times in (2, ACCUMULATED)
     ]
     lose_checkpoint(folder)
-    return {"losses": losses, "run": {"val_loss": [record.val_loss]}, "grad norms": {"bf16, pipeline 2": norms}}
+    validated = {"val_loss": [record.val_loss]}
+    return {"losses": losses, "run": validated, "grad norms": {"bf16, pipeline 2": norms}, "peaks": found}
+
+
+class Measured(Blueprint):
+    """Measures how much memory its model takes when it is made."""
+
+    growths: ClassVar[list[int]] = []
+    """Peak growths in bytes of all models."""
+
+    def make(self, *arguments: Any, **options: Any) -> nn.Module:
+        with peak_growth() as growth:
+            model = super().make(*arguments, **options)
+        self.growths.append(growth())
+        return model
+
+
+def peaks(layers: int, width: int, **plan: int) -> list[float]:
+    """Return the peak memory of making a GPT in bf16, and of creating its engine.
+
+    Peaks are bytes per parameter of the whole model, on the rank that holds most.
+    """
+    config = config_of(2, 2, "bf16", micro_batch=1, **plan)
+    config = config.model_copy(update={"optimizer": OptimizerConfig(name="adamw")})
+    return_freed_memory()
+    with peak_growth() as growth:
+        blueprint = Measured.of(partial(GPT, 257, LENGTH, layers=layers, width=width, heads=2))
+        num_parameters = blueprint.num_parameters
+        engine = create_engine(blueprint, config, config.layout(2), total_steps=1)
+        found = torch.tensor([Measured.growths[-1], growth()]) / num_parameters
+    engine.deepspeed.destroy()
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+    return found.tolist()
+
+
+def peaks_by_plan() -> Found:
+    """Return the peaks of three plans, each after a small model has loaded libraries and kernels."""
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)  # glibc would keep freed blocks of up to 32 MB
+    plans: dict[str, dict[str, int]] = {"ZeRO 0": {"zero_stage": 0}, "tensor 2": {"tensor": 2}}
+    plans["pipeline 2"] = {"pipeline": 2}
+    return {name: [peaks(2, 16, **plan), peaks(2, 1024, **plan)][-1] for name, plan in plans.items()}
 
 
 def lose_checkpoint(folder: Path) -> None:

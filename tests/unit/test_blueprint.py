@@ -123,6 +123,21 @@ def test_a_blueprint_has_no_memory_and_is_made_one_tensor_at_a_time(build: Build
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
+def test_a_part_has_the_values_that_it_has_in_the_whole_model() -> None:
+    build = RECORDED["GPT"]
+    seed_random(7)
+    expected = content(build().blocks[1])  # type: ignore[index, arg-type]
+    drawn = torch.rand(3)
+    seed_random(7)
+    blueprint = Blueprint.of(build)
+    part: nn.Module = blueprint.model.blocks[1]  # type: ignore[index, assignment]
+    blueprint.make(part=part)
+    assert torch.equal(torch.rand(3), drawn), "the random numbers go on elsewhere"
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in content(part).items())
+    made = {id(parameter) for parameter in blueprint.model.parameters() if not parameter.is_meta}
+    assert made == {id(parameter) for parameter in part.parameters()}
+
+
 def test_a_parameter_keeps_what_its_factory_noted_and_where_it_is_shared() -> None:
     model = Blueprint.of(Varied).make()
     assert model.tied.weight is model.linear.weight

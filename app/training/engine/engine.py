@@ -48,7 +48,7 @@ def create_engine(blueprint: Blueprint, config: TrainConfig, layout: Layout, tot
     """Create the engine for the blueprint's model under the recipe's plan. Its tensors are made where they stay."""
     objective = Objective(config.label_smoothing)
     if kind_of(blueprint.model) is ModelKind.STAGED and layout.model_parallel > 1:
-        return PipelineEngine.create(blueprint.make(), config, layout, total_steps, objective)
+        return PipelineEngine.create(blueprint, config, layout, total_steps, objective)
     model = make_in_place(blueprint, config, layout)
     if config.sync_batch_norm:
         model = synchronize_batch_norm(model)

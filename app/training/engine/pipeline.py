@@ -4,22 +4,26 @@ import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from app.config import Layout, TrainConfig
+from app.models.blueprint import Blueprint, Place
 from app.models.kind import ModelKind
 from app.models.staged import Layer, Tied, cuts_of, layers_of
+from app.storage import no_op
 from app.telemetry.phases import Phase, phase
 from app.training.activity import Activity
 from app.training.data.micro_batch import MicroBatch
 from app.training.engine.initialize import initialize
 from app.training.engine.names import names_of
 from app.training.engine.objective import Objective
+from app.training.engine.placement import in_precision
 from app.training.engine.step import Factors, StepResult
-from app.training.engine.tensor_parallel import shard_linears
+from app.training.engine.tensor_parallel import LinearSplitter
 
 _Micro = tuple[Tensor, Tensor]
 
@@ -33,13 +37,14 @@ class PipelineEngine:
 
     @classmethod
     def create(
-        cls, model: nn.Module, config: TrainConfig, layout: Layout, total_steps: int, objective: Objective
+        cls, blueprint: Blueprint, config: TrainConfig, layout: Layout, total_steps: int, objective: Objective
     ) -> Self:
-        """The engine for this worker's stage of ``model``, and its part of the split matrices."""
-        names, cuts = names_of(model), cuts_of(model)
-        module = _cut(model, layout, objective)
-        if layout.tensor > 1:
-            shard_linears(module, names, cuts, module.mpu().get_slice_parallel_group())
+        """The engine for this worker's stage of the model, and its part of the split matrices.
+
+        Nothing else of the model is kept in memory.
+        """
+        module = _cut(blueprint, config, layout, objective)
+        names = names_of(blueprint.model)
         engine = initialize(module, config, layout, total_steps, ModelKind.STAGED)
         if config.torch_compile:
             engine.module.compile()
@@ -92,8 +97,8 @@ def _pairs(batches: Iterator[MicroBatch]) -> Iterator[_Micro]:
         yield tensor, batch.targets
 
 
-def _cut(model: nn.Module, layout: Layout, objective: Objective) -> Any:
-    """This worker's stage, about as many parameters as any other's."""
+def _cut(blueprint: Blueprint, config: TrainConfig, layout: Layout, objective: Objective) -> Any:
+    """This worker's stage, about as many parameters as any other's, with its part of the split matrices."""
     from deepspeed.runtime.pipe.module import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
@@ -101,15 +106,38 @@ def _cut(model: nn.Module, layout: Layout, objective: Objective) -> Any:
         training = torch.is_grad_enabled()
         return objective.loss(output, targets) if training else objective.sums(output, targets)
 
+    class Stage(PipelineModule):  # type: ignore[misc]
+        """Has ``make`` make its tensors once it knows its layers, before they are moved to a device."""
+
+        def __init__(self, make: Callable[[nn.Module], None], *arguments: Any, **options: Any) -> None:
+            self._make: Callable[[nn.Module], None] | None = make
+            super().__init__(*arguments, **options)
+
+        def to(self, *arguments: Any, **options: Any) -> Any:
+            make, self._make = self._make, None  # or every stage would keep what the whole model is made from
+            if make is not None:
+                make(self)
+            return super().to(*arguments, **options)
+
     with torch.no_grad(), redirect_stdout(io.StringIO()):  # it broadcasts tied weights, and prints its partition
-        module = PipelineModule(
-            _specs(layers_of(model)),
+        stage = Stage(
+            partial(_make, blueprint, config, layout),
+            _specs(layers_of(blueprint.model)),
             topology=PipeModelDataParallelTopology(layout.pipeline, layout.tensor, layout.data),
             loss_fn=answer,
             partition_method="parameters",
         )
-    module._layer_specs.clear()  # or every stage would keep the whole model
-    return module
+    stage._layer_specs.clear()  # or every stage would keep the modules of the whole model
+    return stage
+
+
+def _make(blueprint: Blueprint, config: TrainConfig, layout: Layout, stage: Any) -> None:
+    """Make the tensors of ``stage``, and of its split matrices only this worker's part."""
+    split: Place = no_op
+    if layout.tensor > 1:
+        group = stage.mpu().get_slice_parallel_group()
+        split = LinearSplitter(stage, names_of(blueprint.model), cuts_of(blueprint.model), group)
+    blueprint.make(in_precision(config), split, part=stage)
 
 
 def _specs(layers: list[Layer]) -> list[Any]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from app.config import Layout, TrainConfig
-from app.models.blueprint import Blueprint
+from app.models.blueprint import Blueprint, Finish
 from app.models.kind import kind_of
 from app.models.precision import TORCH_DTYPES
 from app.storage import no_op
@@ -21,16 +21,18 @@ def make_in_place(blueprint: Blueprint, config: TrainConfig, layout: Layout) -> 
     """
     if config.plan.powersgd:
         return blueprint.make()  # torch's reduction needs float32
-    dtype = TORCH_DTYPES[config.precision]
     partition = _Partition(deepspeed_config(config, layout, kind_of(blueprint.model)))
     is_split = config.plan.zero_stage == 3 and not config.plan.zero_plus_plus.hpz_partition_size > 1
-    model = blueprint.make(
-        finish=lambda value: value.to(dtype) if dtype != torch.float32 and value.is_floating_point() else value,
-        place=partition if is_split else no_op,
-    )
+    model = blueprint.make(in_precision(config), partition if is_split else no_op)
     if is_split:
         _move_buffers(model)
     return model
+
+
+def in_precision(config: TrainConfig) -> Finish:
+    """What converts values to the dtype that training computes in."""
+    dtype = TORCH_DTYPES[config.precision]
+    return lambda value: value.to(dtype) if dtype != torch.float32 and value.is_floating_point() else value
 
 
 class _Partition:

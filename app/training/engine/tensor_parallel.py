@@ -8,24 +8,43 @@ from torch import nn
 from app.models.staged import ShardStyle
 
 
-def shard_linears(module: Any, names: Mapping[int, str], cuts: Mapping[str, ShardStyle], group: Any) -> None:
-    """Replace each linear layer of ``cuts`` by this worker's part of it.
+class LinearSplitter:
+    """Replaces each linear layer by this worker's part of it, as soon as the layer has its values."""
 
-    Args:
-        module: DeepSpeed's ``PipelineModule``, which also keeps a list of what it calls.
-        names: names in the whole model, by ``id``.
-        cuts: how the weight is cut, by name in the whole model.
-        group: the workers that they are split across.
-    """
-    from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, set_autotp_mode
+    def __init__(self, module: Any, names: Mapping[int, str], cuts: Mapping[str, ShardStyle], group: Any) -> None:
+        """Prepare to split.
 
-    set_autotp_mode(training=True)
-    layers = {"colwise": LinearLayer, "rowwise": LinearAllreduce}
-    replaced: dict[int, nn.Module] = {}
-    for parent in list(module.modules()):
-        for child_name, child in list(parent.named_children()):
-            name = names.get(id(child), "")
-            if name in cuts:
-                replaced[id(child)] = layers[cuts[name]](child, group, name=name)
-                setattr(parent, child_name, replaced[id(child)])
-    module.forward_funcs = [replaced.get(id(function), function) for function in module.forward_funcs]
+        Args:
+            module: DeepSpeed's ``PipelineModule``, which also keeps a list of what it calls.
+            names: names in the whole model, by ``id``.
+            cuts: how the weight is cut, by name in the whole model.
+            group: the workers that they are split across.
+        """
+        from deepspeed.module_inject.layers import set_autotp_mode
+
+        set_autotp_mode(training=True)
+        self._module, self._group = module, group
+        self._placed: set[int] = set()
+        self._waiting: dict[nn.Module, tuple[ShardStyle, str, list[tuple[nn.Module, str]]]] = {}
+        for parent in module.modules():
+            for child_name, child in parent.named_children():
+                if (name := names.get(id(child), "")) in cuts:
+                    _, _, places = self._waiting.setdefault(child, (cuts[name], name, []))
+                    places.append((parent, child_name))
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        """Note that ``parameter`` has its value, and split the layers that are complete now."""
+        self._placed.add(id(parameter))
+        for linear in list(self._waiting):
+            if all(id(parameter) in self._placed for parameter in linear.parameters()):
+                self._split(linear, *self._waiting.pop(linear))
+
+    def _split(self, linear: nn.Module, cut: ShardStyle, name: str, places: list[tuple[nn.Module, str]]) -> None:
+        from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
+
+        layers = {"colwise": LinearLayer, "rowwise": LinearAllreduce}
+        part: nn.Module = layers[cut](linear, self._group, name=name)
+        for parent, child_name in places:
+            setattr(parent, child_name, part)
+        functions = self._module.forward_funcs
+        functions[:] = [part if function is linear else function for function in functions]
