@@ -73,6 +73,10 @@ def _needs_cluster(item: pytest.Item) -> bool:
     return CLUSTER in getattr(item, "fixturenames", ())
 
 
+def _is_slow(item: pytest.Item) -> bool:
+    return bool(item.get_closest_marker("slow")) or item.path.is_relative_to(ROOT / "tests/faults")
+
+
 @pytest.fixture(autouse=True)
 def _own_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYLOOM_STORAGE", str(tmp_path / "storage"))
@@ -132,9 +136,14 @@ def home() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def cluster(home: Path) -> Iterator[dict[str, str]]:
-    """One cluster for all tests, with forked workers; its value is the environment that reaches it."""
-    with local_cluster(home, **forked_workers(home)) as environment:
+def cluster(home: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
+    """One cluster for all tests; its value is the environment that reaches it.
+
+    Its workers are forked, unless a slow test or a test in ``tests/faults`` needs it: these measure how fast workers
+    come back.
+    """
+    forked = not any(_needs_cluster(item) and _is_slow(item) for item in request.session.items)
+    with local_cluster(home, **(forked_workers(home) if forked else {})) as environment:
         yield environment
 
 
