@@ -1,4 +1,4 @@
-"""Peak memory of a rank: torchrun --nproc-per-node N -m benchmarks.training.peak_worker SIZE STAGE
+"""Peak memory of a rank: torchrun --nproc-per-node N -m benchmarks.training.peak_worker SIZE PLAN
 
 Measures engine creation and two optimizer steps. Prints one JSON list: the number of parameters, the peak until the
 engine was created, and the peak until the steps were done. Peaks are bytes of resident memory above what the process
@@ -20,21 +20,21 @@ from app.training.data.micro_batch import MicroBatch
 from app.training.engine import TrainingEngine, create_engine
 from app.training.worker import start_worker
 from benchmarks.machine import peak_growth
-from benchmarks.training.peak import SIZES
+from benchmarks.training.peak import PLANS, SIZES
 
 _VOCABULARY, _LENGTH = 16_384, 16
 
 
 def main() -> None:
-    """Measure one model under one ZeRO stage."""
-    size, stage = SIZES[sys.argv[1]], int(sys.argv[2])
+    """Measure one model under one plan."""
+    size, plan = SIZES[sys.argv[1]], PLANS[sys.argv[2]] | {"micro_batch": 1}
     torch.set_num_threads(1)
     worker = start_worker(TrainConfig())
-    plan = {"zero_stage": stage, "micro_batch": 1}
+    ranks = worker.size // (plan.get("tensor", 1) * plan.get("pipeline", 1))
     config = TrainConfig.model_validate(
-        {"global_batch_size": worker.size, "workers": worker.size, "precision": "bf16", "plan": plan}
+        {"global_batch_size": ranks, "workers": worker.size, "precision": "bf16", "plan": plan}
     )
-    small = Blueprint.of(partial(GPT, 256, _LENGTH, layers=1, width=64, heads=1))
+    small = Blueprint.of(partial(GPT, 256, _LENGTH, layers=2, width=64, heads=2))
     _train(_create(small, config, worker.size))  # loads libraries and kernels
     return_freed_memory()
     with peak_growth() as growth:
