@@ -11,13 +11,14 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from optuna.trial import TrialState
 from upath import UPath
 
 from app.storage import to_path
 from app.training.checkpoints.store import CheckpointStore
 from app.training.run_folder import CHECKPOINTS
 from tests.helpers import local_cluster, submit
-from tests.search import DIGITS
+from tests.search import DIGITS, search, trials_in
 from tests.tables import Faults
 
 NAME = "name=remote"
@@ -50,6 +51,36 @@ def logged(folder: UPath) -> tuple[list[int], list[int]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [line["step"] for line in lines if "loss" in line]
     return steps, [line["epoch"] for line in lines if "val_loss" in line]
+
+
+def test_a_search_whose_promoted_trials_go_on_from_objects(
+    remote: dict[str, str], storage: UPath, tmp_path: Path, faults: Faults
+) -> None:
+    with faults("S3", "a search of 20 trials", "promoted trials go on from their checkpoints") as fault:
+        result, _ = search(
+            remote,
+            *(NAME, "model.args={width: 8}", "train.epochs=4", "train.early_stopping=null", "tune.trials=20"),
+            *("tune.space=tests.faults.troubled:rates", "tune.reduction_factor=2"),
+        )
+        folder = storage / "runs/tune" / result["run_id"]
+        (study,) = (storage / "studies").glob("*.db")
+        (tmp_path / "copy.db").write_bytes(study.read_bytes())
+        trials = trials_in(tmp_path / "copy.db", result["run_id"])
+        assert len(trials) == 20
+        assert {trial.state for trial in trials} == {TrialState.COMPLETE, TrialState.PRUNED}
+        assert (folder / "best.yaml").exists()
+        resumed = 0
+        for trial in trials:
+            own = folder / f"trials/{trial.number:04d}"
+            steps, epochs = logged(own)
+            assert steps == list(range(1, len(steps) + 1))
+            assert epochs == list(trial.intermediate_values)
+            log = (own / "log.txt").read_text(encoding="utf-8")
+            assert "never finished" not in log
+            assert log.count("epoch 1/4 ") == 1  # it never began anew
+            resumed += "going on from step" in log
+        fault.saw(f"{resumed} trials went on from their checkpoints, none began anew")
+        assert resumed
 
 
 @pytest.fixture(scope="module")
