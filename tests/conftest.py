@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test by its folder: 'pytest -m integration'.
 
     With several test processes, all tests of the cluster run in the same one, and so do the tests of one file. The
-    cluster's group takes longest, so it starts first, and unit tests, which are short, start last.
+    cluster's group takes longest, so it starts first. Unit tests are short, so they start last.
     """
     for item in items:
         item.add_marker(item.path.relative_to(ROOT / "tests").parts[0])
@@ -137,10 +137,10 @@ def home() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def cluster(home: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
-    """One cluster for all tests; its value is the environment that reaches it.
+    """Start one cluster for all tests, and yield the environment of its clients.
 
-    Its workers are forked, unless a slow test or a test in ``tests/faults`` needs it: these measure how fast workers
-    come back.
+    Its workers are forked, unless a slow test or a test in ``tests/faults`` uses it. Those measure how fast workers
+    restart.
     """
     forked = not any(_needs_cluster(item) and _is_slow(item) for item in request.session.items)
     with local_cluster(home, **(forked_workers(home) if forked else {})) as environment:

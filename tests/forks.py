@@ -154,11 +154,11 @@ def _watch_fork(output: int, errors: int, status: int) -> None:
 
 
 def _requests_at(place: str) -> socket.socket:
-    """Return the socket with this descriptor, or a new one at this path."""
+    """Return the socket with this file descriptor, or a new one bound to this path."""
     if place.isdecimal():
         return socket.socket(fileno=int(place))
     requests = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    Path(place).unlink(missing_ok=True)  # a process that was killed leaves it
+    Path(place).unlink(missing_ok=True)  # left by a process that was killed
     requests.bind(place)
     return requests
 

@@ -59,11 +59,11 @@ def local_cluster(home: Path, *options: str, **settings: str) -> Iterator[dict[s
 
 @contextmanager
 def _taken_down(environment: dict[str, str]) -> Iterator[None]:
-    """Run ``rayloom down`` on exit, also if this process is killed.
+    """Run ``rayloom down`` on exit, even if this process is killed.
 
-    Another process runs it, as soon as its input ends.
+    A child process runs it when its input ends.
     """
-    downer = subprocess.Popen(
+    child = subprocess.Popen(
         ["sh", "-c", 'read -r line; exec "$0" down', str(BIN / "rayloom")],
         cwd=ROOT,
         env=_extended(environment),
@@ -71,13 +71,13 @@ def _taken_down(environment: dict[str, str]) -> Iterator[None]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # Ctrl-C is not for it
+        start_new_session=True,  # Ctrl-C must not reach it
     )
     try:
         yield
     finally:
-        _, errors = downer.communicate("\n", timeout=300)
-    assert downer.returncode == 0, errors
+        _, errors = child.communicate("\n", timeout=300)
+    assert child.returncode == 0, errors
 
 
 SGD = ["train.optimizer.name=sgd", "train.optimizer.lr=0.1", "train.optimizer.momentum=0.9", "train.max_steps=20"]

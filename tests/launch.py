@@ -186,7 +186,7 @@ class Trained:
     def uninterrupted(cls, folder: Path) -> Self:
         """Of the run that other tests interrupt, when nothing happens to it.
 
-        Its workers have one thread, as all that tests start: sums are split among threads.
+        Its workers have one thread, like all workers of the tests: the number of threads changes how sums are split.
         """
         launch = Launch(folder)
         arguments = ["-m", "app.training", "recipes/digits.yaml", *INTERRUPTED, f"storage={folder / 'storage'}"]

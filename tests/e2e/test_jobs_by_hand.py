@@ -9,7 +9,7 @@ def test_a_job_without_a_cluster_says_so_and_leaves_nothing(tmp_path: Path) -> N
     environment = {
         "RAYLOOM_STORAGE": str(tmp_path / "storage"),
         "RAYLOOM_HOME": str(tmp_path / "home"),
-        "RAY_NUM_REDIS_GET_RETRIES": "1",  # Ray asks each cluster that it finds on this machine, 20 times by default
+        "RAY_NUM_REDIS_GET_RETRIES": "1",  # by default, Ray asks each cluster on this machine 20 times
     }
     done = run("python", "-m", "jobs.train", "recipes/digits.yaml", environment=environment)
     assert done.returncode == 1

@@ -249,7 +249,7 @@ def test_the_version_that_is_served_can_be_traced_and_not_deleted(
 def test_an_endpoint_asks_for_a_token_that_ray_never_sees(
     cluster: dict[str, str], endpoint: httpx.Client, deployed: dict[str, Any]
 ) -> None:
-    result = submit(cluster, "deploy", *DIGITS, "serve.auth=token")  # its log is looked at, too
+    result = submit(cluster, "deploy", *DIGITS, "serve.auth=token")  # its log is checked, too
     token = (Path(cluster["RAYLOOM_HOME"]) / "endpoint_token").read_text(encoding="utf-8")
     shown = {"authorization": f"Bearer {token}"}
     assert [endpoint.get(path).status_code for path in ("/v2", "/v2/health/ready", "/")] == [401, 200, 200]

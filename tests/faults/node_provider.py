@@ -18,11 +18,11 @@ from ray.autoscaler.tags import (
 )
 
 HEAD = "127.0.0.2"
-"""The address of the head, and its id: every node's id is its address. Ray replaces 127.0.0.1 by the machine's."""
+"""Address and id of the head: every node's id is its address. Ray would replace 127.0.0.1 by the machine's address."""
 
 
 class LoopbackNodeProvider(NodeProvider):
-    """Starts nodes with ``ray start``. The test ends them: they inherit its mark from the autoscaler."""
+    """Starts nodes with ``ray start``. The test kills them, by the mark that they inherit from the autoscaler."""
 
     def __init__(self, provider_config: dict[str, Any], cluster_name: str) -> None:
         super().__init__(provider_config, cluster_name)

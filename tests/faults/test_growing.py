@@ -1,4 +1,4 @@
-"""A search on a cluster that starts without workers, and whose autoscaler starts nodes."""
+"""A search on a cluster that starts without workers and gets its nodes from an autoscaler."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ ANY_PORTS = ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-li
 
 
 def autoscaling(gcs: str, folder: str) -> dict[str, Any]:
-    """Return the autoscaler's configuration: nodes have one CPU."""
+    """Return the autoscaler's configuration, with nodes of one CPU."""
     provider = f"{LoopbackNodeProvider.__module__}.{LoopbackNodeProvider.__name__}"
     options = ["--num-cpus=1", "--object-store-memory=100000000", *ANY_PORTS]
     no_nodes, nodes = {"min_workers": 0, "max_workers": 0}, {"min_workers": 0, "max_workers": MAX_NODES}
@@ -67,7 +67,7 @@ def end_processes(mark: str) -> None:
 
 @pytest.fixture
 def growing(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """Start such a cluster, as ``ray up`` does; yield the environment for its clients."""
+    """Start an autoscaling cluster, as ``ray up`` does, and yield the environment of its clients."""
     mark, (gcs, dashboard, client) = uuid.uuid4().hex, unused(3)
     config, token = tmp_path / "autoscaling.yaml", tmp_path / "token"
     token.write_text(secrets.token_hex(32), encoding="utf-8")

@@ -17,7 +17,7 @@ from tests.tables import Faults
 class Node:
     """Another node of a cluster, on the same machine.
 
-    It has its own folder. Raylets that share one also share the unpacked files of jobs, and remove each other's.
+    It has its own folder. Raylets that shared a folder would remove each other's unpacked job files.
     """
 
     def __init__(self, cluster: Cluster, cpus: int, *options: str) -> None:

@@ -56,7 +56,7 @@ class TroubledCnn(SmallCnn):
 
 
 class MeetingCnn(SmallCnn):
-    """A small network that trains only if two processes train at once: each waits for the other, a minute at most."""
+    """A small network that trains only in two processes at once. Each waits for the other for up to a minute."""
 
     def __init__(self, num_labels: int, channels: int, folder: str, width: int = 16) -> None:
         super().__init__(num_labels, channels, width)

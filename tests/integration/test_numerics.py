@@ -86,7 +86,7 @@ def test_a_checkpoint_that_one_rank_cannot_write_ends_in_its_error_in_the_others
 
 
 def test_no_rank_holds_more_than_its_part_of_the_model(folder: Path) -> None:
-    """A whole model in float32 takes 4 bytes per parameter. By arXiv:1910.02054 ZeRO 0 takes 16 in training."""
+    """A whole model in float32 takes 4 bytes per parameter. Training with ZeRO 0 takes 16 (arXiv:1910.02054)."""
     peaks = json.loads((folder / "two_ranks.json").read_bytes())["peaks"]
     assert {plan: made for plan, (made, _) in peaks.items() if made > 3.0} == {}
     assert peaks["ZeRO 0"][1] < 16.0

@@ -211,10 +211,10 @@ def two_ranks(folder: Path) -> dict[str, Found]:
 
 
 class Measured(Blueprint):
-    """Measures how much memory its model takes when it is made."""
+    """A blueprint that measures peak memory while it makes its model."""
 
     growths: ClassVar[list[int]] = []
-    """Peak growths in bytes of all models."""
+    """Peak growth of each model made so far, in bytes."""
 
     def make(self, *arguments: Any, **options: Any) -> nn.Module:
         with peak_growth() as growth:

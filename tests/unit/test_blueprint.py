@@ -97,7 +97,7 @@ def test_the_values_are_those_of_a_model_that_is_built_at_once(build: Build) -> 
     drawn = torch.rand(3)
     seed_random(7)
     made = content(Blueprint.of(build).make())
-    assert torch.equal(torch.rand(3), drawn), "the random numbers go on elsewhere"
+    assert torch.equal(torch.rand(3), drawn), "the random state differs"
     assert made.keys() == expected.keys()
     for name, tensor in made.items():
         assert torch.equal(tensor, expected[name]), name
@@ -132,7 +132,7 @@ def test_a_part_has_the_values_that_it_has_in_the_whole_model() -> None:
     blueprint = Blueprint.of(build)
     part: nn.Module = blueprint.model.blocks[1]  # type: ignore[index, assignment]
     blueprint.make(part=part)
-    assert torch.equal(torch.rand(3), drawn), "the random numbers go on elsewhere"
+    assert torch.equal(torch.rand(3), drawn), "the random state differs"
     assert all(torch.equal(tensor, expected[name]) for name, tensor in content(part).items())
     made = {id(parameter) for parameter in blueprint.model.parameters() if not parameter.is_meta}
     assert made == {id(parameter) for parameter in part.parameters()}
@@ -190,16 +190,16 @@ def test_loaded_weights_have_the_models_type_and_stay_shared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"weight": None}, "missing tensors: weight; unknown: none"),
         ({"other": torch.ones(1)}, "missing tensors: none; unknown: other"),
         ({"weight": torch.ones(4, 5)}, r"weight has shape \[4, 5\]: expected \[4, 4\]"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused(change: dict[str, Any], said: str) -> None:
+def test_weights_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
     values = {name: value for name, value in (nn.Linear(4, 4).state_dict() | change).items() if value is not None}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         Blueprint.of(partial(nn.Linear, 4, 4)).load(values)
 
 

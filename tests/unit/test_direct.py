@@ -189,4 +189,4 @@ def test_a_body_that_is_too_large_is_read_and_not_kept(size: int, announced: boo
         assert tracemalloc.get_traced_memory()[1] < (4 if announced else 12) * 2**20
     finally:
         tracemalloc.stop()
-    assert sent == size  # else a client that still sends might find its connection reset, and no response
+    assert sent == size  # otherwise a client that still sends might get a reset instead of a response

@@ -103,7 +103,7 @@ def test_what_storage_refuses_is_written_with_the_next_and_only_once(
     assert capsys.readouterr().err.count("metrics.jsonl' cannot be written") == 1
 
 
-def test_slow_storage_holds_up_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_storage_delays_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     has_begun, is_answered = threading.Event(), threading.Event()
 
     def read_slowly(_: UPath) -> Action:
@@ -232,7 +232,7 @@ def test_a_file_that_is_being_fetched_is_not_copied_back(monkeypatch: pytest.Mon
         def write_slowly(path: Path, data: bytes) -> int:
             write(path, data[:2])
             copying.start()
-            copying.join(timeout=0.2)  # with nothing in its way it would be done
+            copying.join(timeout=0.2)  # without the lock it would finish
             return write(path, data)
 
         monkeypatch.setattr(Path, "write_bytes", write_slowly)

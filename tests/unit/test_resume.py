@@ -52,7 +52,7 @@ def test_a_run_is_its_jobs_from_its_opening_until_its_result_is_kept() -> None:
     assert not beat.exists()
 
 
-def test_a_job_that_fails_before_it_takes_a_run_leaves_the_runs_result_as_it_is() -> None:
+def test_a_job_that_fails_before_it_takes_a_run_keeps_the_runs_result() -> None:
     run = Run.start("train", load_recipe(DIGITS))
     run.open()
     run.end(Outcome(StoppedMetrics(steps=1, epochs=0, paused=True), {}, status="stopped"))
@@ -65,7 +65,7 @@ def test_a_job_that_fails_before_it_takes_a_run_leaves_the_runs_result_as_it_is(
     assert (run.folder / RESULT_FILE).read_bytes() == before
 
 
-def test_a_run_that_another_process_opened_for_its_job_keeps_its_failure() -> None:
+def test_a_failure_is_recorded_in_a_run_that_another_process_opened_for_its_job() -> None:
     def compile_elsewhere(run: Run) -> Outcome:
         pickle.loads(pickle.dumps(run)).open()
         raise StorageError("the weights were changed")
@@ -124,7 +124,7 @@ def test_a_job_takes_a_run_although_the_response_to_its_write_is_lost(
 ) -> None:
     def change_twice(path: UPath, changed: Callable[[bytes], bytes]) -> None:
         change(path, changed)
-        change(path, changed)  # the driver's retry was refused, since the file has changed: it is read again
+        change(path, changed)  # the driver's retry fails because the file changed, so it is read again
 
     monkeypatch.setattr(heartbeat, "change", change_twice)
     with heartbeat.held(UPath(tmp_path)):

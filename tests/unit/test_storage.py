@@ -39,7 +39,7 @@ def test_only_one_function_makes_paths() -> None:
     assert found, "nothing was looked at"
 
 
-def test_writers_at_once_leave_one_whole_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_writers_leave_one_complete_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getpid", lambda: 1)  # as in the containers of two machines
     contents = [bytes([number]) * 10_000 for number in range(4)]
     ready = threading.Barrier(len(contents))

@@ -24,7 +24,7 @@ Sent = Callable[[], list[str]]
 
 
 class AcceptingClient:
-    """Stands for Ray's client of a cluster that accepts any job, and on which each job ends in ``status``."""
+    """A stub of Ray's client whose cluster accepts every job. Each job ends with ``status``."""
 
     entrypoints: ClassVar[list[str]] = []
     status: ClassVar[str] = "SUCCEEDED"
@@ -52,7 +52,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
     return lambda: shlex.split(AcceptingClient.entrypoints[-1])
 
 
-def test_the_log_of_a_job_is_shown_and_its_end_is_the_command_s(
+def test_submit_shows_the_jobs_log_and_fails_if_the_job_fails(
     sent: Sent, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert submit("train", "recipes/digits.yaml", []) == 0

@@ -95,7 +95,7 @@ def test_a_trial_that_was_asked_to_stop_is_not_complete(
         actor.step()
 
 
-def test_others_go_on_from_the_checkpoint_before_one_that_storage_refused(
+def test_trials_continue_from_the_checkpoint_before_one_that_storage_refused(
     begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = CheckpointWriter._write
@@ -121,7 +121,7 @@ def test_others_go_on_from_the_checkpoint_before_one_that_storage_refused(
     assert names[0] == names[1] < names[2]
 
 
-def test_a_checkpoint_that_is_half_copied_is_not_taken_for_whole(
+def test_a_partly_copied_checkpoint_is_not_intact(
     begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     actor, copy = begin(), tmp_path / "copy"

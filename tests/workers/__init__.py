@@ -1,11 +1,11 @@
-"""Ray's workers as forks of a process that has imported what most of them need."""
+"""Ray workers as forks of a process that has already imported slow modules."""
 
 import os
 from pathlib import Path
 
 
 def forked_workers(home: Path) -> dict[str, str]:
-    """Return the environment of a cluster whose workers are forked. ``home`` is a folder with a short path."""
+    """Return the environment of a cluster whose workers are forked. The path of ``home`` must be short."""
     before = os.environ.get("PYTHONPATH")
     folders = [str(Path(__file__).parent), str(Path(__file__).parents[2]), *([before] if before else [])]
     return {

@@ -1,4 +1,4 @@
-"""What a process asks for that Ray starts as a worker. It imports little, so it starts quickly."""
+"""A worker process of Ray requests a fork. This module imports little, so that the process starts quickly."""
 
 import contextlib
 import fcntl
@@ -16,13 +16,13 @@ MODULES = [
     *("httpx", "onnx", "opentelemetry.sdk.metrics", "optuna", "pandas", "PIL.Image", "plotly.graph_objects"),
     *("pyarrow.fs", "requests", "sklearn.datasets", "tensorboardX", "tokenizers", "torch._dynamo", "upath", "uvicorn"),
 ]
-"""Modules that many workers need. Ray is left out, since it reads the job of a worker from the environment on import,
-and so are the modules of this repository, which a worker imports from the folder that its job was sent with."""
+"""Modules that many workers need. Ray is left out: on import it reads a worker's job from the environment. Modules of
+this repository are left out too: a worker imports them from the folder that came with its job."""
 _PERIOD_S = 0.01
 
 
 def be_forked(arguments: Sequence[str]) -> None:
-    """Let a fork be the worker that this process was started as, and wait for the fork's end."""
+    """Run the worker in a fork instead of this process, and wait until the fork ends."""
     address = os.environ["RAYLOOM_TEST_WORKERS"]
     reader, status = os.pipe()
     module = "tests.workers.worker:main"
@@ -36,7 +36,7 @@ def be_forked(arguments: Sequence[str]) -> None:
 
 
 def _connect(requests: socket.socket, address: str) -> None:
-    """Connect to the parent process of the forks, which the first worker of a cluster starts in its own environment.
+    """Connect to the parent process of the forks. A cluster's first worker starts it, in that worker's environment.
 
     A message may be sent before the parent has imported its modules. Raises RuntimeError if the parent does not start.
     """

@@ -1,6 +1,6 @@
-"""Python imports this module when it starts: see ``tests.workers``.
+"""Python imports this module on startup: see ``tests.workers``.
 
-A process that Ray starts as a worker asks for a fork to do its work, and waits for the fork's end.
+A process that Ray starts as a worker requests a fork to do its work, and waits until the fork ends.
 """
 
 import os

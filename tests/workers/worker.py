@@ -1,4 +1,4 @@
-"""A fork that becomes a worker of Ray."""
+"""A fork that becomes a Ray worker."""
 
 import os
 import runpy
@@ -10,7 +10,7 @@ from ray._private.utils import update_envs
 from ray._private.workers import setup_worker
 
 _SETUP = "setup_worker.py"
-"""Ray's script that prepares the environment of a worker, if its job asks for one, and then executes the worker's."""
+"""Ray's script that prepares the environment of a worker, if its job has one, and then runs the worker's script."""
 
 
 def main() -> None:
@@ -35,4 +35,4 @@ def _change_folder(prefix: list[str]) -> None:
         case []:
             pass
         case _:
-            raise ValueError(f"a forked worker cannot be started by {prefix}")
+            raise ValueError(f"a forked worker cannot run the command prefix {prefix}")
