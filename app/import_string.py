@@ -1,4 +1,4 @@
-"""Imports: by the import string ``package.module:attribute`` that names a user's own code, and of libraries."""
+"""Import user code by its import string ``package.module:attribute``, and libraries without an optional module."""
 
 import importlib
 import sys
@@ -34,10 +34,10 @@ def import_attribute(import_string: str) -> Any:
 
 @contextmanager
 def hidden(module: str) -> Iterator[None]:
-    """Have a library that is imported in the block do without the optional ``module``, unless it is loaded already."""
+    """Hide the optional ``module`` from libraries imported in the block. Do nothing if it is already loaded."""
     is_loaded = module in sys.modules
     if not is_loaded:
-        sys.modules[module] = None  # type: ignore[assignment] # to import it raises ImportError
+        sys.modules[module] = None  # type: ignore[assignment] # importing it raises ImportError
     yield
     if not is_loaded:
         del sys.modules[module]

@@ -1,9 +1,9 @@
 """torch's compiler, imported only by runs that compile.
 
 A small run spends a third of its start on importing ``torch._dynamo``. torch's optimizers and DeepSpeed import it to
-keep their functions out of what is compiled, also where nothing is. No function needs that before the compiler is
-loaded. This is the one place that replaces private functions of torch and DeepSpeed for it. Once anything has loaded
-the compiler, the replaced functions do what they did before.
+exclude their functions from compilation, even in runs that compile nothing. No function needs to be excluded before the
+compiler is loaded. Only this module replaces private functions of torch and DeepSpeed for that purpose. Once anything
+has loaded the compiler, the replaced functions behave as before.
 """
 
 import sys
@@ -21,7 +21,7 @@ _Function = Callable[..., Any]
 
 @cache
 def defer_compiler() -> None:
-    """Have torch, and DeepSpeed if it is not imported yet, do without the compiler until something else loads it."""
+    """Keep torch's own functions, and those of a DeepSpeed that is imported later, from loading the compiler."""
     if _COMPILER in sys.modules:
         return
     for owner, name in (
@@ -32,15 +32,15 @@ def defer_compiler() -> None:
         setattr(owner, name, _until_loaded(protected.__wrapped__, protected))
     for optimizer in (Adam, SGD):
         optimizer.step = _until_loaded(_without_graph_breaks(optimizer.step), optimizer.step)  # type: ignore[method-assign]
-    # DeepSpeed decorates its functions with the first as it is imported, and the hooks of ZeRO 3 with the second.
+    # On import, DeepSpeed decorates its functions with the first. It decorates the hooks of ZeRO 3 with the second.
     torch._disable_dynamo = partial(_disabled, torch._disable_dynamo)  # type: ignore[attr-defined]
     torch.compiler.disable = partial(_disabled, torch.compiler.disable)
 
 
 def define_muon_uncompiled() -> None:
-    """Have DeepSpeed define Muon as it does where torch has no compiler. Otherwise it loads the compiler to do so.
+    """Make DeepSpeed define Muon as it does for a torch without a compiler. Otherwise it would load the compiler.
 
-    No recipe chooses Muon. DeepSpeed's engines import it, to see whether an optimizer is one.
+    Recipes cannot choose Muon, but DeepSpeed's engines import it to check the type of an optimizer.
     """
     from deepspeed.runtime import compiler
 
@@ -48,7 +48,7 @@ def define_muon_uncompiled() -> None:
 
 
 def keep_uncompiled(function: _Function) -> _Function:
-    """Decorate a function that cannot be compiled. It loads no compiler."""
+    """Exclude ``function`` from compilation, without loading the compiler."""
     return _disabled(torch.compiler.disable, function)
 
 
@@ -67,12 +67,12 @@ def _until_loaded(plain: _Function, protected: _Function) -> _Function:
     def call(*args: Any, **kwargs: Any) -> Any:
         return (protected if _COMPILER in sys.modules else plain)(*args, **kwargs)
 
-    call._torchdynamo_disable = True  # type: ignore[attr-defined] # the compiler does not look inside
+    call._torchdynamo_disable = True  # type: ignore[attr-defined] # the compiler does not trace it
     return call
 
 
 def _without_graph_breaks(step: _Function) -> _Function:
-    """Return an optimizer's ``step`` as torch runs it, without the marks that it makes for the compiler."""
+    """Return an optimizer's ``step`` without the graph breaks that torch adds for the compiler."""
     plain: _Function = step.__wrapped__  # type: ignore[attr-defined]
 
     @wraps(plain)

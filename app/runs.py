@@ -68,7 +68,7 @@ class Run:
     until_result: ExitStack = field(default_factory=ExitStack)
     """What the step has entered to be left once the result is kept."""
     is_ours: bool = True
-    """Whether this job may write to the folder. Until it has taken an earlier run, another job may be training that."""
+    """True if this job may write to the folder. Another job may be training an earlier run until this job locks it."""
 
     @classmethod
     def start(cls, job: str, recipe: Recipe, run_id: str | None = None) -> Self:
@@ -88,7 +88,7 @@ class Run:
         return (self.folder / CONFIG_FILE).exists()
 
     def hold(self, lock: AbstractContextManager[object]) -> None:
-        """Keep the run's lock until the result is written. Raises what ``lock`` raises if another job has it."""
+        """Hold ``lock`` until the result is written. Raises what ``lock`` raises if another job holds it."""
         self.until_result.enter_context(lock)
         self.is_ours = True
 
@@ -112,7 +112,7 @@ class Run:
         return self._finish(outcome.status, outcome.metrics.model_dump(mode="json"), outcome.artifacts, None)
 
     def fail(self, error: str) -> Result:
-        """Return the result of a run that broke; write it if its folder was made and is this job's."""
+        """Return the result of a failed run. Write it if the folder exists and belongs to this job."""
         return self._finish("failed", {}, {}, error)
 
     def _finish(

@@ -108,7 +108,7 @@ def write_atomically(path: UPath, data: bytes) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if is_local(path):
-        aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # machines that share a disk share pids
+        aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # pids repeat on machines that share a disk
         try:
             aside.write_bytes(data)
             aside.rename(path)

@@ -10,10 +10,10 @@ def warn(message: str) -> None:
 
 
 class Attempts:
-    """Tries over and over what work can go on without, and warns each time that it begins to fail."""
+    """Runs an optional action repeatedly, and warns each time that it starts to fail."""
 
     def __init__(self, failure: str, work: str = "training") -> None:
-        """``failure`` says what cannot be done, ``work`` what goes on without it."""
+        """``failure`` says what cannot be done. ``work`` names what goes on without it."""
         self._failure, self._work = failure, work
         self._fails = False
 
@@ -31,5 +31,5 @@ class Attempts:
 
 
 def attempt(action: Callable[[], object], failure: str, work: str = "training") -> bool:
-    """Run ``action``, without which ``work`` can go on. Return whether it succeeded; if not, warn of ``failure``."""
+    """Run ``action``, which ``work`` does not depend on. Return whether it succeeded; if not, warn of ``failure``."""
     return Attempts(failure, work)(action)

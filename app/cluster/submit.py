@@ -1,4 +1,4 @@
-"""Send a job to a cluster as ``ray job submit`` does, and once more after the cluster was lost."""
+"""Submit jobs to a cluster, as ``ray job submit`` does, and resubmit jobs that were lost with their cluster."""
 
 import asyncio
 import contextlib
@@ -73,7 +73,7 @@ def send_job(job: str, recipe: str, overrides: list[str]) -> int:
     """Submit a job on a recipe that every node can read, show its log, return its exit code.
 
     Raises:
-        ClusterError: no cluster answers, the token is not its own, or the cluster refuses the job.
+        ClusterError: no cluster answers, or it rejects the token or the job.
     """
     environment = dict(os.environ)
     if "RAY_API_SERVER_ADDRESS" not in environment:
@@ -89,7 +89,7 @@ def send_job(job: str, recipe: str, overrides: list[str]) -> int:
             metadata={_FOLDER: str(Path.cwd())},
         )
     except (RuntimeError, ValueError) as error:
-        raise ClusterError(f"the cluster refuses the job: {_first_line(error)}") from error
+        raise ClusterError(f"the cluster refused the job: {_first_line(error)}") from error
     print(f"Job '{submission_id}' submitted. To stop it: ray job stop {submission_id}", flush=True)
     code = _follow(client, submission_id)
     return _exit_code(submission_id, code, environment)
@@ -123,7 +123,7 @@ def resubmit(job: Job, environment: Mapping[str, str]) -> str | None:
 
 
 def _connect(environment: Mapping[str, str]) -> Any:
-    """Return Ray's ``JobSubmissionClient``. Its settings are read from this process's environment.
+    """Return Ray's ``JobSubmissionClient``. Ray reads its settings from this process's environment, so extend that.
 
     The command ``ray job`` does the same, but imports four times as much.
     """
@@ -131,14 +131,14 @@ def _connect(environment: Mapping[str, str]) -> Any:
     from ray.job_submission import JobSubmissionClient
 
     for handler in logging.getLogger("ray").handlers:
-        handler.setLevel(logging.ERROR)  # not a line for each file that is left out
+        handler.setLevel(logging.ERROR)  # Ray would log a line for each file that it leaves out
     return JobSubmissionClient(environment["RAY_API_SERVER_ADDRESS"])
 
 
 def _follow(client: Any, submission_id: str) -> int:
     """Print the job's log until the job ends. Return 1 if it failed or its cluster no longer answers, else 0."""
 
-    import aiohttp  # which Ray's client has imported
+    import aiohttp  # Ray's client has already imported it
 
     async def print_log() -> None:
         async for lines in client.tail_job_logs(submission_id):

@@ -95,7 +95,7 @@ class Compilation:
         return Choice(record, point, serving, self._published_accuracy(record, point))
 
     def baseline_of(self, point: OperatingPoint) -> OperatingPoint | None:
-        """PyTorch with as many rows on the same device, if it was measured."""
+        """Return PyTorch's point with the same batch size and device, if it was measured."""
         yardsticks = [each for each in self.points if each.variant.yardstick]
         alike = [each for each in yardsticks if each.variant.device == point.variant.device]
         return next((each for each in alike if each.batch_size == point.batch_size), None)

@@ -166,7 +166,10 @@ class TrainConfig(Section):
     @field_validator("plan")
     @classmethod
     def _plan_can_run(cls, plan: PlanConfig, info: ValidationInfo) -> PlanConfig:
-        """Check the plan against the keys above it, which report their own errors. A stored plan trained before."""
+        """Check the plan against the keys above it, which report their own errors.
+
+        A stored plan is not checked: it has trained before.
+        """
         if is_stored(info):
             return plan
         if not info.data.keys() >= {"precision", "optimizer", "workers", "device", "sync_batch_norm"}:

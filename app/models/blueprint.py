@@ -182,7 +182,8 @@ class Blueprint:
         Args:
             finish: converts the value of each parameter on the CPU, for example to a lower precision.
             place: is called with each parameter once it is in the model, for example to partition it.
-            part: consists of modules of the model. Only they get tensors, with the same values as in the whole model.
+            part: a module that consists of modules of the model. If given, only these get tensors. The values are those
+                of the whole model.
         """
         places = _places_of(part or self.model)
         for tensor, _ in places.values():
@@ -192,15 +193,16 @@ class Blueprint:
         return self.model
 
     def load(self, values: Mapping[str, Tensor]) -> nn.Module:
-        """Give the model the tensors of a state dict, and return it. They are not copied if they have the right type.
+        """Give the model the tensors of a state dict, and return it.
 
-        Only what no state dict has is initialised: non-persistent buffers, such as tables of rotary positions.
+        A tensor of the right dtype and memory layout is not copied. Non-persistent buffers, such as tables of rotary
+        positions, are initialised, because a state dict does not contain them.
 
         Args:
-            values: by name. A shared tensor has any of its names, or several.
+            values: tensors by name. A shared tensor may have any of its names, or several.
 
         Raises:
-            ValueError: a tensor is missing, unknown or of another shape.
+            ValueError: a tensor is missing or unknown, or has the wrong shape.
         """
         state = {name: item for name, item in self.model.state_dict(keep_vars=True).items() if torch.is_tensor(item)}
         _require_fit(state, values)
@@ -220,7 +222,7 @@ class Blueprint:
         finish: Finish = lambda tensor: tensor,
         place: Place = no_op,
     ) -> None:
-        """Put the values that ``operations`` give into those of ``tensors``, by ``id``, that were recorded."""
+        """Replay ``operations``, and give the results to those ``tensors``, listed by ``id``, that were recorded."""
         wanted: dict[int, list[Tensor]] = {}
         for key, (tensor, _) in places.items():
             if key in tensors and key in self._windows:
@@ -282,7 +284,7 @@ def _uses(operations: list[_Operation]) -> dict[int, list[int]]:
 
 
 def _operations_for(storages: set[int], operations: list[_Operation]) -> list[_Operation]:
-    """Return those ``operations``, in order, on which the final content of ``storages`` can depend."""
+    """Return, in order, the ``operations`` that can affect the final content of ``storages``."""
     found: list[_Operation] = []
     for operation in reversed(operations):
         if not storages.isdisjoint(touched := operation.touches()):
@@ -292,7 +294,7 @@ def _operations_for(storages: set[int], operations: list[_Operation]) -> list[_O
 
 
 def _require_fit(state: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless ``values`` have every tensor of ``state`` and no other, in the same shape."""
+    """Raise ValueError unless ``values`` has exactly the tensors of ``state``, in the same shapes."""
     given = {id(state[name]) for name in values if name in state}
     missing = [name for name, tensor in state.items() if id(tensor) not in given]
     unknown = [name for name in values if name not in state]
@@ -304,7 +306,7 @@ def _require_fit(state: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> N
 
 
 def _like(tensor: Tensor, value: Tensor) -> Tensor:
-    """Return ``value`` with the type and memory layout of ``tensor``, a copy only where they differ."""
+    """Return ``value`` with the dtype and memory layout of ``tensor``. Copy it only if they differ."""
     if (value.dtype, value.stride()) == (tensor.dtype, tensor.stride()):
         return value
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(value)
@@ -374,12 +376,12 @@ def _silent_fakes() -> Iterator[None]:
 
 
 def random_states() -> tuple[Tensor, Any, Any]:
-    """Return the states of the generators of torch, Python and NumPy."""
+    """Return the states of the random generators of torch, Python and NumPy."""
     return torch.get_rng_state(), random.getstate(), np.random.get_state()
 
 
 def restore_random_states(of_torch: Tensor, of_python: Any, of_numpy: Any) -> None:
-    """Set the generators back to what ``random_states`` returned."""
+    """Restore the states that ``random_states`` returned."""
     torch.set_rng_state(of_torch)
     random.setstate(of_python)
     np.random.set_state(of_numpy)

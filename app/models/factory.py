@@ -15,7 +15,7 @@ from app.models.blueprint import Blueprint, random_states, restore_random_states
 from app.suggestions import did_you_mean
 
 _SMALL_BYTES = 2**26
-"""A model of at most so many bytes is built at once: for a moment, its memory is taken twice."""
+"""Models of at most this size are built immediately. For a moment, they take their memory twice."""
 
 
 def build_model(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module:
@@ -47,7 +47,7 @@ def build_model(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module:
 def blueprint_of(config: ModelConfig, facts: Mapping[str, int]) -> Blueprint:
     """Return the blueprint of a recipe's model. Arguments and errors are those of ``build_model``.
 
-    A small model is built now. Recording it would take longer: torch's fake tensors import the compiler.
+    A small model is built immediately. Recording would take longer, because torch's fake tensors import the compiler.
     """
     build = partial(build_model, config, facts)
     model = _build_if_small(build)
@@ -55,11 +55,11 @@ def blueprint_of(config: ModelConfig, facts: Mapping[str, int]) -> Blueprint:
 
 
 class _TooLarge(BaseException):
-    """A model has grown too large to be built at once. Not an Exception: a factory's own handlers do not catch it."""
+    """The model is too large to be built immediately. Not an Exception, so a factory's own handlers do not catch it."""
 
 
 class _SizeLimit(TorchFunctionMode):
-    """Raises ``_TooLarge`` once more than ``_SMALL_BYTES`` of new tensors were made."""
+    """Raises ``_TooLarge`` once new tensors take more than ``_SMALL_BYTES``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class _SizeLimit(TorchFunctionMode):
 
 
 def _build_if_small(build: Callable[[], nn.Module]) -> nn.Module | None:
-    """Return the model, or None without having drawn random numbers."""
+    """Return the model. If it is too large, restore the random states and return None."""
     before = random_states()
     try:
         with _SizeLimit():

@@ -60,7 +60,7 @@ class Mirror:
             source = self._target / name
             if source.exists():
                 content = source.read_bytes()
-                with self._copy_lock:  # the thread must not copy half of it back
+                with self._copy_lock:  # or the thread could copy an incomplete file back
                     file.write_bytes(content)
                     self._copied[name] = _version(file)
         return file

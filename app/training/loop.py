@@ -61,8 +61,8 @@ class Loop:
             if state.is_in_another_order and self.worker.is_first:
                 warn(
                     f"the checkpoint of step {state.position.step:,} is from a version of Rayloom that shuffled epochs "
-                    f"otherwise: what is left of epoch {state.position.epoch} repeats some samples and skips others, "
-                    "and batches that a rollback left out have other samples; later epochs have each sample once"
+                    f"differently: the rest of epoch {state.position.epoch} repeats some samples and skips others, and "
+                    "batches that a rollback left out contain other samples; later epochs repeat no samples"
                 )
         self.position, self.records = (state.position, state.records) if state else (Position(), [])
         self.position.left_out = sorted({*self.position.left_out, *left_out})

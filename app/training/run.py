@@ -141,7 +141,7 @@ def _check_plan(config: TrainConfig, model: nn.Module, data: PreparedData) -> No
     in_low_precision = config.precision != "fp32" and config.device == "cpu"
     if in_low_precision and not config.sync_batch_norm and has_mixed_batch_norm(model):
         raise RecipeError(
-            f"train.precision is {config.precision}, and torch's batch norm takes only fp32 on CPUs (model "
+            f"train.precision is {config.precision}, but torch's batch norm needs fp32 weights on CPUs (model "
             f"{type(model).__name__}): set train.sync_batch_norm to true, which computes it in fp32, or "
             "train.precision to fp32"
         )

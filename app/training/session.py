@@ -51,7 +51,7 @@ def train(
 
     ``report`` is called with the record of each epoch. ``poll_stop_request`` asks the platform. It is collective:
     every worker calls it, about once a second. Epochs of the checkpoint after ``last_reported_epoch`` are reported now.
-    None: all of them were reported.
+    If it is None, all of them were reported before.
 
     Raises:
         RecipeError: the model cannot be built from the recipe.

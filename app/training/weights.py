@@ -36,7 +36,7 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class Architecture:
-    """The same without weights."""
+    """A trained model without its weights."""
 
     blueprint: Blueprint
     recipe: Recipe
@@ -75,25 +75,25 @@ def load_weights(folder: UPath) -> TrainedModel:
 
 
 def read_weights(folder: Path) -> TrainedModel:
-    """The model of a local folder whose files have been verified. Its weights are in memory once.
+    """Return the model of a local folder whose files have been verified. Its weights are in memory only once.
 
     Raises:
-        RecipeError: the recipe builds another model than the one that was trained.
+        RecipeError: the recipe builds a different model from the one that was trained.
     """
     found = read_architecture(folder)
     path = folder / WEIGHTS_FILE
     try:
-        model = found.blueprint.load(safetensors.torch.load_file(path, backend="pread"))  # mapped files can change
+        model = found.blueprint.load(safetensors.torch.load_file(path, backend="pread"))  # a mapped file can change
     except ValueError as error:
         raise RecipeError(
-            f"{str(path)!r} does not fit model.factory {found.recipe.model.factory!r}: {error}; give the factory the "
-            "code that it was trained with"
+            f"{str(path)!r} does not fit model.factory {found.recipe.model.factory!r}: {error}; restore the "
+            "factory's code from when the model was trained"
         ) from error
     return TrainedModel(model.eval(), found.recipe, found.labels, found.processor)
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """The same with its weights left unread. For those of a large model, nothing is allocated."""
+    """Return the trained model without reading its weights. A large model's tensors are not allocated."""
     files = to_path(folder)
     recipe = load_stored_recipe(str(files / RECIPE_FILE))
     labels = load_labels(files)

@@ -84,7 +84,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         (copy,) = Path(checkpoint_dir).glob("step_*")
         target = self._trial_folder / CHECKPOINTS / copy.name
         target.mkdir(parents=True)
-        for file in sorted(copy.iterdir(), key=lambda file: file.name == CHECKSUMS_FILE):  # last, to commit
+        for file in sorted(copy.iterdir(), key=lambda file: file.name == CHECKSUMS_FILE):  # checksums last, to commit
             upload(file, target / file.name)
 
     def _begin(self, config: dict[str, Any]) -> None:
@@ -112,12 +112,12 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         return selection.cost(getattr(record, selection.metric))
 
     def _newest_checkpoint(self) -> UPath:
-        """Return the newest checkpoint, once it is at least of the last epoch reported.
+        """Wait for the checkpoint of the last reported epoch, and return the newest one.
 
-        If storage refused that one, return an older one: the trial goes on, and so may others, which repeat an epoch.
+        If that checkpoint is not written in time, return an older one. A trial that starts from it repeats an epoch.
 
         Raises:
-            TrainingError: there is none.
+            TrainingError: there is no checkpoint.
         """
         store = CheckpointStore(self._trial_folder / CHECKPOINTS)
         deadline = time.monotonic() + _WRITE_TIMEOUT_S
@@ -130,8 +130,8 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
             time.sleep(0.05)
         late = f"the checkpoint of step {self._step} was not written in {_WRITE_TIMEOUT_S:g} s"
         if newest is None:
-            raise TrainingError(f"{late}, and there is none before it")
-        warn(f"{late}; others go on from step {newest.step}")
+            raise TrainingError(f"{late}, and there is no earlier one")
+        warn(f"{late}; other trials continue from step {newest.step}")
         return store.folder_of(newest)
 
     def _final(self, ending: Ending) -> dict[str, Any]:

@@ -36,7 +36,7 @@ _SILENCE_TIMEOUT_S = 60.0
 def train_here(recipe: Recipe, data: DataCache, folder: UPath, report: Report, last_reported_epoch: int) -> Ending:
     """Train in this process, whose process group and imports serve every trial that it is given.
 
-    ``last_reported_epoch`` was reported by an earlier attempt.
+    ``last_reported_epoch`` is the last epoch that an earlier attempt reported.
     """
     withdraw(folder)
     worker = start_worker(recipe.train)  # before the log: DeepSpeed keeps the screen that it first sees

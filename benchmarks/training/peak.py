@@ -59,9 +59,9 @@ class Peak:
 
 
 def bytes_per_parameter(plan: str) -> float:
-    """Return what a rank holds by the formula, for each parameter of the whole model.
+    """Return the formula's bytes on each rank, per parameter of the whole model.
 
-    A tensor or pipeline plan leaves each of the ranks half of the model, and nothing for ZeRO to split.
+    For a tensor or pipeline plan, each rank holds an equal part of the model, and ZeRO has nothing to split.
     """
     stage = PLANS[plan].get("zero_stage")
     return paper(0, 1).total / WORKERS if stage is None else paper(stage, WORKERS).total

@@ -59,7 +59,7 @@ def _create(blueprint: Blueprint, config: TrainConfig, workers: int) -> Training
 def _train(engine: TrainingEngine) -> None:
     """Do two steps, and destroy the engine."""
     tokens = torch.zeros(1, _LENGTH, dtype=torch.int64)
-    for _ in range(2):  # the second begins with the optimizer's state
+    for _ in range(2):  # the optimizer state exists before the second
         engine.train_step(iter([MicroBatch({"input_ids": tokens}, tokens)]), Activity())
     engine.deepspeed.destroy()
     gc.collect()

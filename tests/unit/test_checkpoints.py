@@ -126,7 +126,7 @@ def test_an_export_after_bf16_rounds_parameters_and_no_buffers(tmp_path: Path) -
 
 @pytest.mark.parametrize("storage", ["s3"], indirect=True)
 @pytest.mark.parametrize("size", [0, PIECE_BYTES, PIECE_BYTES + 1])
-def test_a_file_that_was_cut_is_damaged_wherever_the_cut_is(storage: str, tmp_path: Path, size: int) -> None:
+def test_a_truncated_file_is_damaged_at_any_length(storage: str, tmp_path: Path, size: int) -> None:
     file, stored = tmp_path / "part", to_path(storage) / "part"
     file.write_bytes(bytes(2 * PIECE_BYTES))
     sums = write_piece_sums(file).read_text(encoding="ascii").split()
@@ -531,7 +531,7 @@ def test_training_goes_on_when_a_checkpoint_is_lost_and_from_the_one_before_a_da
 
 
 @pytest.mark.usefixtures("_process_group")
-def test_a_run_that_goes_on_within_an_epoch_of_another_order_says_so(
+def test_a_run_that_resumes_within_an_epoch_of_another_order_warns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stops = ["alerts=[{when: step above 1, do: [stop]}]", "train.checkpoint.every_steps=1"]
@@ -546,8 +546,8 @@ def test_a_run_that_goes_on_within_an_epoch_of_another_order_says_so(
     (folder / STATE_FILE).write_text(state.model_dump_json(exclude={"epoch_order"}), encoding="utf-8")
     write_checksums(folder)
     train(recipe, data, worker, UPath(tmp_path))
-    said = capsys.readouterr().err
-    assert f"the checkpoint of step {ending.step} is from a version of Rayloom that shuffled epochs otherwise" in said
+    told = capsys.readouterr().err
+    assert f"the checkpoint of step {ending.step} is from a version of Rayloom that shuffled epochs differently" in told
 
 
 @pytest.mark.usefixtures("_process_group")

@@ -228,7 +228,7 @@ def test_a_model_that_is_cut_takes_one_input_and_is_refused_another_before_worke
 def test_batch_norm_in_bf16_on_a_cpu_is_refused_unless_it_is_computed_in_float32() -> None:
     given = ["model.factory=tests.parity.numerics:NormalisedCnn", "model.args={}", "train.precision=bf16"]
     with pytest.raises(
-        RecipeError, match=r"takes only fp32 on CPUs \(model NormalisedCnn\): set train.sync_batch_norm"
+        RecipeError, match=r"needs fp32 weights on CPUs \(model NormalisedCnn\): set train.sync_batch_norm"
     ):
         prepare_run(Run.start("train", load_recipe(ROOT / "recipes/digits.yaml", given)))
     prepare_run(Run.start("train", load_recipe(ROOT / "recipes/digits.yaml", [*given, "train.sync_batch_norm=true"])))

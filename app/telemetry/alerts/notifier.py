@@ -121,6 +121,6 @@ class Notifier:
 def _receiver(config: WebhookConfig | EmailConfig) -> Receiver:
     if isinstance(config, EmailConfig):
         return Mail(config)
-    from app.telemetry.alerts.webhook import Webhook  # HTTP is not for every training process to import
+    from app.telemetry.alerts.webhook import Webhook  # imports httpx, which only webhooks need
 
     return Webhook(config)

@@ -42,7 +42,7 @@ class TrainState(BaseModel):
 
     position: Position
     epoch_order: str | None = None
-    """``EPOCH_ORDER`` of the batches that the position counts; None in checkpoints of older versions."""
+    """``EPOCH_ORDER`` of the version that wrote the checkpoint. None for versions that did not record it."""
     records: list[EpochRecord]
     """Epochs so far: early stopping and the choice of the best read them."""
     workers: int
@@ -59,7 +59,7 @@ class TrainState(BaseModel):
 
     @property
     def is_in_another_order(self) -> bool:
-        """Whether ``position`` counts batches that have other samples now."""
+        """True if ``position`` counts batches that contain other samples in this version."""
         epoch, left_out = self.position.epoch, self.position.left_out
         counts_batches = self.position.batches_done > 0 or any(number >= epoch for number, _ in left_out)
         return counts_batches and self.epoch_order != EPOCH_ORDER

@@ -40,7 +40,7 @@ class Control:
     def __init__(self, run_folder: UPath) -> None:
         self._run_folder = run_folder
         self._reading = Attempts(f"what is asked of the run cannot be read from {str(run_folder / CONTROL_FILE)!r}")
-        self._asked = self._asked_by_file = Action.CONTINUE  # apart: a signal may interrupt this thread at any time
+        self._asked = self._asked_by_file = Action.CONTINUE  # two fields: signal handlers and the thread must not race
 
     def ask(self, what: Action) -> None:
         """Ask from within this process."""
@@ -52,9 +52,9 @@ class Control:
 
     @contextmanager
     def poll(self) -> Iterator[None]:
-        """Read the file at once and then every second, from a thread, until the block ends.
+        """Read the file now, and then every second in a background thread until the block ends.
 
-        One process of a run does so, and shares the result.
+        Only one process of a run polls. It shares the result with the others.
         """
         self._poll_once()
         with repeat_in_background(self._poll_once, _POLL_S, name="control"):

@@ -50,7 +50,7 @@ def held(run_folder: UPath) -> Iterator[None]:
     try:
         with keep_heartbeat(run_folder):
             yield
-    finally:  # the result is kept already: it must not be lost to an error of storage
+    finally:  # the result is already written: a storage error must not lose it
         attempt(lambda: path.unlink(missing_ok=True), f"{str(path)!r} cannot be removed", "the job")
 
 
@@ -83,7 +83,7 @@ def require_silence(run_folder: UPath) -> None:
 def _replace(path: UPath, expected: bytes, new: bytes) -> None:
     """Replace the beat of an idle run. Raises StorageError if it is neither ``expected`` nor empty.
 
-    It may be ``new`` already: if the response to a write is lost, the driver writes again.
+    It may already be ``new``: if the response to a write is lost, the driver retries the write.
     """
 
     def replaced(now: bytes) -> bytes:

@@ -12,7 +12,7 @@ from app.errors import TrainingError
 Indices = NDArray[np.int64]
 Lengths = NDArray[np.int64] | Sequence[int]
 EPOCH_ORDER = "numpy-1"
-"""Name of the order that ``train_batches`` gives an epoch. It changes with the order."""
+"""Name of the sample order of ``train_batches``. A change of the order needs a new name."""
 _GROUP = 32  # batches whose samples are sorted by length together: more pads less, fewer mixes better
 
 

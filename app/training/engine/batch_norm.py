@@ -15,9 +15,9 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def has_mixed_batch_norm(model: nn.Module) -> bool:
-    """Return whether any batch norm has weights beside running statistics, which stay in float32.
+    """Return whether any batch norm has both weights and running statistics.
 
-    On CPUs torch rejects weights of a lower precision beside them.
+    The statistics stay in float32. On CPUs torch then rejects weights of a lower precision.
     """
     norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
     return any(norm.affine and norm.track_running_stats for norm in norms)

@@ -84,7 +84,7 @@ class DataParallelEngine:
     def _reduce(self) -> None:
         """Reduce gradients without ZeRO, after the last micro-batch, in buffers of ``reduce_bucket_size``.
 
-        By itself DeepSpeed takes 5e8 elements at once, which copies all gradients of a smaller model.
+        By default DeepSpeed reduces 5e8 elements at once, which copies all gradients of a smaller model.
         """
         if self.deepspeed.zero_optimization_stage() == 0 and not self._is_reduced_by_torch:
             self.deepspeed.allreduce_gradients(bucket_size=self.deepspeed.zero_reduce_bucket_size())
@@ -97,8 +97,8 @@ class DataParallelEngine:
 def _begin_gradients_in_float32(engine: Any) -> None:
     """Have torch accumulate the gradients of a step in float32, where DeepSpeed keeps master weights without ZeRO.
 
-    DeepSpeed would accumulate them in the parameters' own bf16 or fp16, and hold them beside a float32 copy while the
-    optimizer steps. It would also give a parameter that no sample reaches a gradient of that dtype, which torch then
+    DeepSpeed would accumulate them in the parameters' own bf16 or fp16, and keep them next to a float32 copy during the
+    optimizer step. It would also give a parameter that no sample reaches a gradient of that dtype, which torch then
     rejects. All gradients therefore start as zeros.
     """
     for low, _ in master_pairs(engine.optimizer):

@@ -40,9 +40,9 @@ def initialize(model: Any, config: TrainConfig, layout: Layout, total_steps: int
 
 
 def _without_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Have a step of ``optimizer`` do nothing.
+    """Clear the gradients, so that a step of ``optimizer`` does nothing.
 
-    Without ZeRO, in bf16 or fp16, DeepSpeed steps once on gradients of zeros to make the optimizer's state. AdamW would
-    count that step and decay the weights, and the gradients would add a quarter to the peak memory.
+    Without ZeRO, in bf16 or fp16, DeepSpeed creates the optimizer state with a step on gradients of zeros. AdamW would
+    count that step and decay the weights. The gradients would also take 4 bytes per parameter.
     """
     optimizer.zero_grad(set_to_none=True)

@@ -39,9 +39,9 @@ class PipelineEngine:
     def create(
         cls, blueprint: Blueprint, config: TrainConfig, layout: Layout, total_steps: int, objective: Objective
     ) -> Self:
-        """The engine for this worker's stage of the model, and its part of the split matrices.
+        """Create the engine for this worker's stage of the model, with its part of the split matrices.
 
-        Nothing else of the model is kept in memory.
+        No other tensors of the model are kept in memory.
         """
         module = _cut(blueprint, config, layout, objective)
         names = names_of(blueprint.model)
@@ -98,7 +98,7 @@ def _pairs(batches: Iterator[MicroBatch]) -> Iterator[_Micro]:
 
 
 def _cut(blueprint: Blueprint, config: TrainConfig, layout: Layout, objective: Objective) -> Any:
-    """This worker's stage, about as many parameters as any other's, with its part of the split matrices."""
+    """Return this worker's stage, with its part of the split matrices. DeepSpeed balances stages by parameters."""
     from deepspeed.runtime.pipe.module import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
@@ -107,14 +107,14 @@ def _cut(blueprint: Blueprint, config: TrainConfig, layout: Layout, objective: O
         return objective.loss(output, targets) if training else objective.sums(output, targets)
 
     class Stage(PipelineModule):  # type: ignore[misc]
-        """Has ``make`` make its tensors once it knows its layers, before they are moved to a device."""
+        """Calls ``make`` to create its tensors, once it knows its layers and before it moves to a device."""
 
         def __init__(self, make: Callable[[nn.Module], None], *arguments: Any, **options: Any) -> None:
             self._make: Callable[[nn.Module], None] | None = make
             super().__init__(*arguments, **options)
 
         def to(self, *arguments: Any, **options: Any) -> Any:
-            make, self._make = self._make, None  # or every stage would keep what the whole model is made from
+            make, self._make = self._make, None  # otherwise every stage would keep the whole blueprint
             if make is not None:
                 make(self)
             return super().to(*arguments, **options)
@@ -127,12 +127,12 @@ def _cut(blueprint: Blueprint, config: TrainConfig, layout: Layout, objective: O
             loss_fn=answer,
             partition_method="parameters",
         )
-    stage._layer_specs.clear()  # or every stage would keep the modules of the whole model
+    stage._layer_specs.clear()  # otherwise every stage would keep all modules of the model
     return stage
 
 
 def _make(blueprint: Blueprint, config: TrainConfig, layout: Layout, stage: Any) -> None:
-    """Make the tensors of ``stage``, and of its split matrices only this worker's part."""
+    """Make the tensors of ``stage``. Keep only this worker's part of split matrices."""
     split: Place = no_op
     if layout.tensor > 1:
         group = stage.mpu().get_slice_parallel_group()

@@ -30,7 +30,7 @@ def make_in_place(blueprint: Blueprint, config: TrainConfig, layout: Layout) -> 
 
 
 def in_precision(config: TrainConfig) -> Finish:
-    """What converts values to the dtype that training computes in."""
+    """Return a function that converts floating-point values to the dtype that training computes in."""
     dtype = TORCH_DTYPES[config.precision]
     return lambda value: value.to(dtype) if dtype != torch.float32 and value.is_floating_point() else value
 

@@ -9,16 +9,16 @@ from app.models.staged import ShardStyle
 
 
 class LinearSplitter:
-    """Replaces each linear layer by this worker's part of it, as soon as the layer has its values."""
+    """Replaces each linear layer with this worker's part of it, as soon as the layer has its values."""
 
     def __init__(self, module: Any, names: Mapping[int, str], cuts: Mapping[str, ShardStyle], group: Any) -> None:
-        """Prepare to split.
+        """Find the layers to split.
 
         Args:
-            module: DeepSpeed's ``PipelineModule``, which also keeps a list of what it calls.
+            module: DeepSpeed's ``PipelineModule``, which also lists its layers in ``forward_funcs``.
             names: names in the whole model, by ``id``.
             cuts: how the weight is cut, by name in the whole model.
-            group: the workers that they are split across.
+            group: process group of the workers that the layers are split across.
         """
         from deepspeed.module_inject.layers import set_autotp_mode
 
@@ -33,7 +33,7 @@ class LinearSplitter:
                     places.append((parent, child_name))
 
     def __call__(self, parameter: nn.Parameter) -> None:
-        """Note that ``parameter`` has its value, and split the layers that are complete now."""
+        """Record that ``parameter`` has its value, and split the layers that are now complete."""
         self._placed.add(id(parameter))
         for linear in list(self._waiting):
             if all(id(parameter) in self._placed for parameter in linear.parameters()):

@@ -17,9 +17,9 @@ from app.training.worker import Worker
 from app.warnings import attempt
 
 _SMALL_BYTES = 2**26
-"""A model of at most so many bytes is copied to count its operations. Those of a larger one are counted on shapes."""
+"""Models of at most this size run on a copy to count their operations. Larger ones run on the meta device."""
 _SAMPLES = 2
-"""Samples on which operations are counted: batch norm needs more than one."""
+"""Number of samples on which operations are counted. Batch norm needs more than one."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Meter:
     device: torch.device
     dtype: torch.dtype
     model: nn.Module | None
-    """On the CPU, or without memory on the meta device; None where nobody asks."""
+    """The copy, on the CPU or on the meta device. None in all workers but the first."""
     _by_shape: dict[tuple[torch.Size, ...], float | None] = field(default_factory=dict)
     _has_begun: bool = False
 
@@ -42,8 +42,8 @@ class Meter:
     def utilisation(self, batch: MicroBatch, seconds: float) -> float | None:
         """Model FLOPs utilisation of a step of ``seconds`` on micro-batches like ``batch``; None if unknown.
 
-        That of the first step is not known: to count its operations and measure the CPU takes longer than the step,
-        and would delay its record.
+        It is unknown for the first step. Counting operations and measuring the CPU takes longer than a small step, and
+        would delay its record.
         """
         is_first, self._has_begun = not self._has_begun, True
         if is_first or (flops := self._flops(batch.inputs)) is None:
@@ -56,7 +56,7 @@ class Meter:
         return peak_flops(self.device, self.dtype)
 
     def _flops(self, inputs: Mapping[str, Tensor]) -> float | None:
-        """Of training on one sample of this shape; counted once for each shape."""
+        """Return the operations of training on one sample of this shape. They are counted once per shape."""
         key = tuple(tensor.shape[1:] for tensor in inputs.values())
         if self.model is not None and key not in self._by_shape:
             self._by_shape[key] = None
@@ -66,17 +66,17 @@ class Meter:
     def _count(self, key: tuple[torch.Size, ...], inputs: Mapping[str, Tensor]) -> None:
         assert self.model is not None
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
-        some = {
+        samples = {
             name: tensor[:_SAMPLES].to(device, torch.float32 if tensor.is_floating_point() else None)
             for name, tensor in inputs.items()
         }
-        self._by_shape[key] = flops_per_sample(self.model, some)
+        self._by_shape[key] = flops_per_sample(self.model, samples)
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """Copy ``model``: a small one as it is, a large one to the meta device without copying its values.
+    """Copy ``model``. Copy a large one to the meta device, without its values.
 
-    On the meta device torch computes shapes with modules that take longer to import than a small model takes to run.
+    To compute shapes on the meta device torch imports more modules. That takes longer than running a small model.
     """
     tensors = [*model.parameters(), *model.buffers()]
     if sum(tensor.nbytes for tensor in tensors) <= _SMALL_BYTES:
