@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,22 +50,27 @@ def nodes() -> Iterator[TwoNodes]:
     home = Path(tempfile.mkdtemp(prefix="rayloom-test-"))
     with local_cluster(home, "--num-cpus=0") as environment:
         cluster = Cluster(environment)
-        own = f"--temp-dir={cluster.state.runtime / 'second'}"  # nodes must not share the folder of unpacked jobs
-        second = Node(cluster, 2, "--num-gpus=1", '--resources={"serving": 4}', own)
+        second = Node(cluster, 2, "--num-gpus=1", '--resources={"serving": 4}')
         wait_until(lambda: cluster.cpus()[1] == 2)
         yield TwoNodes(cluster, second)
     shutil.rmtree(home)
 
 
-def test_a_lifecycle_runs_where_there_is_room(nodes: TwoNodes) -> None:
-    result = submit(nodes.cluster.environment, "lifecycle", *DIGITS, *PLACED, *QUICK)
-    assert result["status"] == "succeeded"
+@pytest.fixture(scope="module")
+def lifecycle(nodes: TwoNodes) -> dict[str, Any]:
+    """The result of a lifecycle. It leaves trained weights to compile."""
+    return submit(nodes.cluster.environment, "lifecycle", *DIGITS, *PLACED, *QUICK)
+
+
+def test_a_lifecycle_runs_where_there_is_room(nodes: TwoNodes, lifecycle: dict[str, Any]) -> None:
+    assert lifecycle["status"] == "succeeded"
     assert nodes.node_of("compile") == {nodes.second.id}
     replicas = nodes.cluster.replicas()
     assert replicas
     assert all(nodes.second.holds(replica.pid) for replica in replicas)
 
 
+@pytest.mark.usefixtures("lifecycle")
 def test_a_refusal_comes_back_as_it_is(nodes: TwoNodes) -> None:
     refused = submit(nodes.cluster.environment, "compile", *DIGITS, *PLACED, "compile.engines=[tensorrt]",
                      succeeds=False)  # fmt: skip
@@ -74,6 +80,7 @@ def test_a_refusal_comes_back_as_it_is(nodes: TwoNodes) -> None:
     assert "need 1 of the resource 'missing', and the cluster has 0: ask for fewer" in nowhere["error"]
 
 
+@pytest.mark.usefixtures("lifecycle")
 def test_what_compiles_ends_with_its_job(nodes: TwoNodes, launch: Launch) -> None:
     client = launch("rayloom", "submit", "compile", *DIGITS, *PLACED, **nodes.cluster.environment)
     client.says("file fp32")
