@@ -1,9 +1,6 @@
-"""Import user code by its import string ``package.module:attribute``, and libraries without an optional module."""
+"""Import user code by its import string ``package.module:attribute``."""
 
 import importlib
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from app.errors import RecipeError
@@ -30,14 +27,3 @@ def import_attribute(import_string: str) -> Any:
             f"{import_string!r}: module {module_name!r} has no {attribute!r}; {did_you_mean(attribute, public)}"
         )
     return getattr(module, attribute)
-
-
-@contextmanager
-def hidden(module: str) -> Iterator[None]:
-    """Hide the optional ``module`` from libraries imported in the block. Do nothing if it is already loaded."""
-    is_loaded = module in sys.modules
-    if not is_loaded:
-        sys.modules[module] = None  # type: ignore[assignment] # importing it raises ImportError
-    yield
-    if not is_loaded:
-        del sys.modules[module]

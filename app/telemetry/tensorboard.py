@@ -1,13 +1,28 @@
 """A run's records as scalars for TensorBoard."""
 
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
-from app.import_string import hidden
 from app.telemetry.mirror import Mirror
 from app.telemetry.record import Record
 from app.warnings import attempt
+
+
+@contextmanager
+def hidden(module: str) -> Iterator[None]:
+    """Hide the optional ``module`` from libraries imported in the block. Do nothing if it is already loaded."""
+    is_loaded = module in sys.modules
+    if not is_loaded:
+        sys.modules[module] = None  # type: ignore[assignment] # importing it raises ImportError
+    try:
+        yield
+    finally:
+        if not is_loaded:
+            sys.modules.pop(module, None)
+
 
 with hidden("boto3"):  # tensorboardX imports it for event files on S3. Ours are local.
     from tensorboardX.event_file_writer import EventsWriter

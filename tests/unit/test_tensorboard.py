@@ -1,6 +1,8 @@
 """A run's records in TensorBoard, read back by TensorBoard."""
 
+import importlib.util
 import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +14,7 @@ from upath import UPath
 from app.telemetry.memory import MemoryRecord
 from app.telemetry.mirror import Mirror
 from app.telemetry.record import Record
-from app.telemetry.tensorboard import TensorBoardLog
+from app.telemetry.tensorboard import TensorBoardLog, hidden
 
 
 class StepRecord(Record):
@@ -107,3 +109,11 @@ def test_training_goes_on_when_the_disk_is_full(tmp_path: Path, capsys: pytest.C
     (file,) = (tmp_path / "tensorboard").iterdir()
     assert file.stat().st_size == 20_000
     assert len(EventAccumulator(str(file)).Reload().Scalars("step/loss")) > 100  # what was written can be read
+
+
+def test_a_hidden_module_can_be_imported_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "this", raising=False)  # a module of Python that nothing else imports
+    with pytest.raises(ImportError, match="this"), hidden("this"):
+        importlib.import_module("this")
+    assert importlib.util.find_spec("this"), "an error in the block left the module hidden"
+    assert "this" not in sys.modules
