@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -59,19 +60,26 @@ class _TooLarge(BaseException):
 
 
 class _SizeLimit(TorchFunctionMode):
-    """Raises ``_TooLarge`` once new tensors take more than ``_SMALL_BYTES``."""
+    """Raises ``_TooLarge`` once new tensors take more than ``_SMALL_BYTES``. Copies count, but views do not."""
 
     def __init__(self) -> None:
         super().__init__()
         self._made = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, Tensor) and not any(isinstance(argument, Tensor) for argument in args):
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if (address := _address(made)) is not None and address not in map(_address, (*args, *kwargs.values())):
             self._made += made.nbytes
         if self._made > _SMALL_BYTES:
             raise _TooLarge
         return made
+
+
+def _address(value: Any) -> int | None:
+    """Return where a tensor's storage begins. Return None for other values and for sparse tensors."""
+    is_dense = isinstance(value, Tensor) and value.layout is torch.strided
+    return value.untyped_storage().data_ptr() if is_dense else None
 
 
 def _build_if_small(build: Callable[[], nn.Module]) -> nn.Module | None:

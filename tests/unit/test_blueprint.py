@@ -253,9 +253,22 @@ def test_a_weights_folder_is_read_into_memory_once(tmp_path: Path) -> None:
         read_weights(tmp_path)
 
 
+def encoder(layers: int) -> nn.Module:
+    """A model whose layers are copies of the first."""
+    layer = nn.TransformerEncoderLayer(512, 4, 2048, batch_first=True)
+    return nn.TransformerEncoder(layer, layers)
+
+
+DECODER = ModelConfig(factory="app.models.gpt:GPT", args={"width": 512, "heads": 4})
+ENCODER = ModelConfig(factory=f"{__name__}:encoder", args={})
+
+
+@pytest.mark.parametrize("model", [DECODER, ENCODER], ids=["decoder", "encoder"])
 @pytest.mark.parametrize(("layers", "device"), [(1, "cpu"), (6, "meta")], ids=["14 MB", "76 MB"])
-def test_a_large_model_of_a_recipe_is_recorded_and_a_small_one_is_built(layers: int, device: str) -> None:
-    config = ModelConfig(factory="app.models.gpt:GPT", args={"layers": layers, "width": 512, "heads": 4})
+def test_a_large_model_of_a_recipe_is_recorded_and_a_small_one_is_built(
+    layers: int, device: str, model: ModelConfig
+) -> None:
+    config = model.model_copy(update={"args": {**model.args, "layers": layers}})
     seed_random(1)
     before = torch.get_rng_state()
     blueprint = blueprint_of(config, {"vocab_size": 512, "max_length": 16})
