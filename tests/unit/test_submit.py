@@ -46,6 +46,7 @@ class AcceptingClient:
 def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
     """Return the entrypoint of the last submitted job."""
     monkeypatch.setattr("ray.job_submission.JobSubmissionClient", AcceptingClient)
+    monkeypatch.setattr(AcceptingClient, "entrypoints", [])
     monkeypatch.setattr(JobsApi, "require_access", lambda self: None)
     monkeypatch.setattr(JobsApi, "find", lambda self, submission_id: None)
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:9")
