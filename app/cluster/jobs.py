@@ -22,6 +22,8 @@ class Job(BaseModel):
     start_time: int
     """In milliseconds since 1970."""
     metadata: dict[str, str]
+    message: str | None = None
+    """Why it failed, if it did."""
 
     @property
     def has_ended(self) -> bool:

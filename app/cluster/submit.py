@@ -73,26 +73,23 @@ def send_job(job: str, recipe: str, overrides: list[str]) -> int:
     """Submit a job on a recipe that every node can read, show its log, return its exit code.
 
     Raises:
-        ClusterError: no cluster answers, or it rejects the token or the job.
+        ClusterError: no cluster answers, it rejects the token or the job, or the cluster was lost and with it the job.
     """
     environment = dict(os.environ)
     if "RAY_API_SERVER_ADDRESS" not in environment:
         environment |= running_cluster().client_environment()
     JobsApi.of(environment).require_access()
     submission_id = f"{job}-{secrets.token_hex(4)}"
-    client = _connect(environment)
-    try:
-        client.submit_job(
-            entrypoint=shlex.join(["python", "-m", f"jobs.{job}", recipe, *overrides]),
-            submission_id=submission_id,
-            runtime_env={"working_dir": "."},
-            metadata={_FOLDER: str(Path.cwd())},
-        )
-    except (RuntimeError, ValueError) as error:
-        raise ClusterError(f"the cluster refused the job: {_first_line(error)}") from error
+    _send(
+        environment,
+        failure=f"job {submission_id} cannot be submitted",
+        entrypoint=shlex.join(["python", "-m", f"jobs.{job}", recipe, *overrides]),
+        submission_id=submission_id,
+        runtime_env={"working_dir": "."},
+        metadata={_FOLDER: str(Path.cwd())},
+    )
     print(f"Job '{submission_id}' submitted. To stop it: ray job stop {submission_id}", flush=True)
-    code = _follow(client, submission_id)
-    return _exit_code(submission_id, code, environment)
+    return _follow_to_end(submission_id, environment)
 
 
 def resubmit(job: Job, environment: Mapping[str, str]) -> str | None:
@@ -101,7 +98,7 @@ def resubmit(job: Job, environment: Mapping[str, str]) -> str | None:
     Returns the new id, or None for a job that ``submit`` has not sent, or that was submitted again before.
 
     Raises:
-        ClusterError: Ray refuses it.
+        ClusterError: the cluster does not answer, or rejects the token or the job.
     """
     folder = job.metadata.get(_FOLDER)
     if folder is None:
@@ -112,14 +109,26 @@ def resubmit(job: Job, environment: Mapping[str, str]) -> str | None:
         if not any(word.startswith(f"{key}=") for word in entrypoint):
             entrypoint.append(how)
     second = _again(job.submission_id)
-    try:
-        _connect(environment).submit_job(
-            entrypoint=shlex.join(entrypoint), submission_id=second, runtime_env={"working_dir": folder}
-        )
-    except (OSError, RuntimeError, ValueError) as error:
-        reason = _first_line(error)
-        raise ClusterError(f"job {job.submission_id} was lost, and Ray refused to submit it again: {reason}") from error
+    _send(
+        environment,
+        failure=f"job {job.submission_id} was lost, and cannot be submitted again",
+        entrypoint=shlex.join(entrypoint),
+        submission_id=second,
+        runtime_env={"working_dir": folder},
+    )
     return second
+
+
+def _send(environment: Mapping[str, str], failure: str, **job: Any) -> None:
+    """Submit a job; ``job`` is what Ray's ``submit_job`` takes.
+
+    Raises:
+        ClusterError: Ray's client raised an error. The message is ``failure`` and the first line of this error.
+    """
+    try:
+        _connect(environment).submit_job(**job)
+    except _client_errors() as error:
+        raise ClusterError(f"{failure}: {_first_line(error)}") from error
 
 
 def _connect(environment: Mapping[str, str]) -> Any:
@@ -135,49 +144,75 @@ def _connect(environment: Mapping[str, str]) -> Any:
     return JobSubmissionClient(environment["RAY_API_SERVER_ADDRESS"])
 
 
-def _follow(client: Any, submission_id: str) -> int:
-    """Print the job's log until the job ends. Return 1 if it failed or its cluster no longer answers, else 0."""
+def _client_errors() -> tuple[type[Exception], ...]:
+    """Return the errors that Ray's client raises if the cluster does not answer, or rejects the token or the job."""
+    from aiohttp import ClientError  # Ray's client has already imported both
+    from ray.exceptions import RayError
 
-    import aiohttp  # Ray's client has already imported it
-
-    async def print_log() -> None:
-        async for lines in client.tail_job_logs(submission_id):
-            print(lines, end="", flush=True)
-
-    try:
-        asyncio.run(print_log())
-        job = client.get_job_info(submission_id)
-    except (aiohttp.ClientError, OSError, RuntimeError) as error:
-        print(f"the log of job {submission_id} ended: {_first_line(error)}", file=sys.stderr)
-        return 1
-    if job.status != "FAILED":
-        return 0
-    print(f"job {submission_id} failed: {str(job.message).partition(chr(10))[0]}", file=sys.stderr)
-    return 1
+    return (ClientError, OSError, RayError, RuntimeError, ValueError)
 
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _exit_code(submission_id: str, code: int, environment: Mapping[str, str]) -> int:
-    """``code``; or, if the cluster was lost while the job ran, that of the job that takes its place, at its end."""
+def _follow_to_end(submission_id: str, environment: Mapping[str, str]) -> int:
+    """Print a job's log until the job ends, and return its exit code.
+
+    If the cluster is lost meanwhile, go on with the job that its supervisor submits in place of this one.
+    """
     api = JobsApi.of(environment)
-    if not _was_lost(api, submission_id):
-        return code
-    print("the cluster was lost while the job ran", file=sys.stderr)
+    _print_log(submission_id, environment)
+    job = _look(api, submission_id)
+    if not (job and job.has_ended):
+        print("the cluster was lost while the job ran", file=sys.stderr)
+        submission_id = _await_again(api, submission_id)
+        _print_log(submission_id, environment)
+        job = _look(api, submission_id)
+    return _exit_code(submission_id, job)
+
+
+def _print_log(submission_id: str, environment: Mapping[str, str]) -> None:
+    """Print the job's log until the job ends or its cluster no longer answers."""
+
+    async def print_log(client: Any) -> None:
+        async for lines in client.tail_job_logs(submission_id):
+            print(lines, end="", flush=True)
+
+    try:
+        asyncio.run(print_log(_connect(environment)))
+    except _client_errors() as error:
+        print(f"the log of job {submission_id} ended: {_first_line(error)}", file=sys.stderr)
+
+
+def _exit_code(submission_id: str, job: Job | None) -> int:
+    """Return 0 for a job that succeeded or was stopped by hand, as ``ray job submit`` does, else 1; say why."""
+    if job is None or not job.has_ended:
+        print(f"the end of job {submission_id} is unknown: look at 'rayloom status'", file=sys.stderr)
+        return 1
+    if job.status == "FAILED":
+        reason = (job.message or "no reason is known").partition("\n")[0]
+        print(f"job {submission_id} failed: {reason}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _await_again(api: JobsApi, submission_id: str) -> str:
+    """Wait until the supervisor has submitted a lost job again, and return the new id.
+
+    Raises:
+        ClusterError: it does not, or no supervisor is at work.
+    """
     second = _again(submission_id)
-    deadline = time.monotonic() + _LOST_TIMEOUT_S
+    deadline_s = time.monotonic() + _LOST_TIMEOUT_S
     while not _look(api, second):
-        if time.monotonic() > deadline or not _is_supervised(api.address):
+        if time.monotonic() > deadline_s or not _is_supervised(api.address):
             raise ClusterError(
                 f"job {submission_id} was lost with its cluster, and is not submitted again: look at 'rayloom status', "
                 "and once a cluster is up, submit it yourself"
             )
         time.sleep(1.0)
-    _follow(_connect(environment), second)
-    ended = _look(api, second)
-    return 0 if ended and ended.status == "SUCCEEDED" else 1
+    return second
 
 
 def _is_supervised(address: str) -> bool:
@@ -186,15 +221,8 @@ def _is_supervised(address: str) -> bool:
     return local is not None and local.dashboard == address and bool(local.supervisors())
 
 
-def _was_lost(api: JobsApi, submission_id: str) -> bool:
-    try:
-        job = api.find(submission_id)
-    except httpx.HTTPError:
-        return True
-    return job is not None and not job.has_ended
-
-
 def _look(api: JobsApi, submission_id: str) -> Job | None:
+    """Return the job, or None if it is unknown or the cluster does not answer."""
     with contextlib.suppress(httpx.HTTPError):
         return api.find(submission_id)
     return None

@@ -5,16 +5,18 @@ import shlex
 import subprocess
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import httpx
 import pytest
+import requests
+from ray.exceptions import AuthenticationError
 from upath import UPath
 
 from app.cluster.jobs import Job, JobsApi
 from app.cluster.submit import resubmit, submit
 from app.config import embedded, load_recipe, title_of
-from app.errors import RecipeError
+from app.errors import ClusterError, RecipeError
 from jobs._runner import main
 from jobs.train import train
 from tests.helpers import ROOT, result_of
@@ -24,10 +26,9 @@ Sent = Callable[[], list[str]]
 
 
 class AcceptingClient:
-    """A stub of Ray's client whose cluster accepts every job. Each job ends with ``status``."""
+    """A stub of Ray's client whose cluster accepts every job."""
 
     entrypoints: ClassVar[list[str]] = []
-    status: ClassVar[str] = "SUCCEEDED"
 
     def __init__(self, address: str) -> None:
         assert address == "http://127.0.0.1:9"
@@ -38,8 +39,10 @@ class AcceptingClient:
     async def tail_job_logs(self, submission_id: str) -> AsyncIterator[str]:
         yield f"the log of {submission_id.partition('-')[0]}\n"
 
-    def get_job_info(self, submission_id: str) -> SimpleNamespace:
-        return SimpleNamespace(status=self.status, message="its driver returned 1\n(its log again)")
+
+def job(submission_id: str, status: str, **fields: Any) -> Job:
+    given = {"entrypoint": "", "start_time": 0, "metadata": {}, "message": "its driver returned 1\n(its log again)"}
+    return Job.model_validate({"submission_id": submission_id, "status": status, **given, **fields})
 
 
 @pytest.fixture
@@ -48,21 +51,58 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
     monkeypatch.setattr("ray.job_submission.JobSubmissionClient", AcceptingClient)
     monkeypatch.setattr(AcceptingClient, "entrypoints", [])
     monkeypatch.setattr(JobsApi, "require_access", lambda self: None)
-    monkeypatch.setattr(JobsApi, "find", lambda self, submission_id: None)
+    monkeypatch.setattr(JobsApi, "find", lambda self, submission_id: job(submission_id, "SUCCEEDED"))
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:9")
     return lambda: shlex.split(AcceptingClient.entrypoints[-1])
 
 
-def test_submit_shows_the_jobs_log_and_fails_if_the_job_fails(
+@pytest.mark.parametrize(("status", "code"), [("SUCCEEDED", 0), ("STOPPED", 0), ("FAILED", 1)])
+@pytest.mark.parametrize("lost", [False, True])
+def test_submit_shows_the_log_of_a_job_and_returns_its_exit_code(
+    status: str, code: int, lost: bool, sent: Sent, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def find(self: JobsApi, submission_id: str) -> Job:
+        if lost and not submission_id.endswith("-again"):
+            raise httpx.ConnectError("the cluster is gone")
+        return job(submission_id, status)
+
+    monkeypatch.setattr(JobsApi, "find", find)
+    assert submit("train", "recipes/digits.yaml", []) == code
+    shown = capsys.readouterr()
+    submitted, *log = shown.out.splitlines()
+    assert "submitted" in submitted
+    assert log == ["the log of train"] * (2 if lost else 1)
+    assert ("the cluster was lost while the job ran\n" in shown.err) is lost
+    assert shown.err.endswith("failed: its driver returned 1\n") is (status == "FAILED")
+
+
+def test_a_log_that_cannot_be_shown_does_not_change_the_exit_code(
     sent: Sent, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def refuse(self: AcceptingClient, submission_id: str) -> None:
+        raise AuthenticationError("the token is wrong\nset it")
+
+    monkeypatch.setattr(AcceptingClient, "tail_job_logs", refuse)
     assert submit("train", "recipes/digits.yaml", []) == 0
-    assert "submitted" in capsys.readouterr().out.splitlines()[0]
-    monkeypatch.setattr(AcceptingClient, "status", "FAILED")
-    assert submit("train", "recipes/digits.yaml", []) == 1
-    shown = capsys.readouterr()
-    assert shown.out.splitlines()[1:] == ["the log of train"]
-    assert shown.err.endswith("failed: its driver returned 1\n")
+    assert capsys.readouterr().err.endswith("ended: the token is wrong\n")
+
+
+@pytest.mark.parametrize(
+    "error", [requests.ConnectionError("reset\nmore"), AuthenticationError("reset\nmore"), RuntimeError("reset\nmore")]
+)
+@pytest.mark.parametrize("method", ["__init__", "submit_job"])
+def test_an_error_of_rays_client_is_one_sentence(
+    error: Exception, method: str, sent: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(AcceptingClient, method, fail)
+    with pytest.raises(ClusterError, match=r"^job train-\w+ cannot be submitted: reset$"):
+        submit("train", "recipes/digits.yaml", [])
+    lost = job("train-1", "RUNNING", metadata={"rayloom_folder": str(ROOT)})
+    with pytest.raises(ClusterError, match=r"^job train-1 was lost, and cannot be submitted again: reset$"):
+        resubmit(lost, {"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9"})
 
 
 def test_a_recipe_of_the_working_directory_is_sent_by_its_name(sent: Sent) -> None:
@@ -113,10 +153,9 @@ def test_the_credentials_of_a_recipe_s_uri_are_not_sent_along(
 def test_what_is_sent_along_is_sent_again_when_the_cluster_was_lost(sent: Sent) -> None:
     carried = embedded(TEXT, "s3://bucket/a b.yaml")
     entrypoint = shlex.join(["python", "-m", "jobs.train", carried, "train.epochs=3"])  # as Ray keeps it
-    metadata = {"rayloom_folder": str(ROOT)}
-    job = Job(submission_id="train-1", status="RUNNING", entrypoint=entrypoint, start_time=0, metadata=metadata)
+    lost = job("train-1", "RUNNING", entrypoint=entrypoint, metadata={"rayloom_folder": str(ROOT)})
     environment = {"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9"}
-    assert resubmit(job, environment) == "train-1-again"
+    assert resubmit(lost, environment) == "train-1-again"
     assert sent() == ["python", "-m", "jobs.train", carried, "train.epochs=3", "train.resume=latest"]
 
 
