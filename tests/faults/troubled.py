@@ -56,7 +56,7 @@ class TroubledCnn(SmallCnn):
 
 
 class MeetingCnn(SmallCnn):
-    """A small network that trains only in two processes at once. Each waits for the other for up to a minute."""
+    """A small network that trains only in two processes at once. Each waits for the other for up to five minutes."""
 
     def __init__(self, num_labels: int, channels: int, folder: str, width: int = 16) -> None:
         super().__init__(num_labels, channels, width)
@@ -65,7 +65,7 @@ class MeetingCnn(SmallCnn):
     def forward(self, pixel_values: Tensor) -> Tensor:
         if self.training:
             (self.folder / str(os.getpid())).touch()
-            wait_until(lambda: len(list(self.folder.iterdir())) > 1)
+            wait_until(lambda: len(list(self.folder.iterdir())) > 1, timeout_s=300)
         return super().forward(pixel_values)
 
 
