@@ -49,10 +49,11 @@ demo: $(INSTALLED)
 	@echo "train it in full with '$(BIN)/rayloom submit lifecycle recipes/reviews.yaml tune=null'; stop with '$(BIN)/rayloom down'."
 
 # One process for each of two cores. Tests that share an expensive fixture run in the same process: see tests/conftest.py.
+# Ray's workers are forked from a process that has imported the slow modules: see tests/workers.
 # If a test process dies, the run ends and names its test. When pytest-xdist 3.8 replaces the process, it hangs or fails
 # with a KeyError (github.com/pytest-dev/pytest-xdist/issues/1323, /1362).
 test: $(INSTALLED_DEV)
-	@$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
+	@RAYLOOM_TEST_FORKED_WORKERS=1 $(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 
 test-slow: $(INSTALLED_DEV)
 	@$(BIN)/python -m pytest -m "slow and not faults and not gpu" tests

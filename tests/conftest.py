@@ -73,10 +73,6 @@ def _needs_cluster(item: pytest.Item) -> bool:
     return CLUSTER in getattr(item, "fixturenames", ())
 
 
-def _is_slow(item: pytest.Item) -> bool:
-    return bool(item.get_closest_marker("slow")) or item.path.is_relative_to(ROOT / "tests/faults")
-
-
 @pytest.fixture(autouse=True)
 def _own_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYLOOM_STORAGE", str(tmp_path / "storage"))
@@ -136,13 +132,13 @@ def home() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def cluster(home: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
+def cluster(home: Path) -> Iterator[dict[str, str]]:
     """Start one cluster for all tests, and yield the environment of its clients.
 
-    Its workers are forked, unless a slow test or a test in ``tests/faults`` uses it. Those measure how fast workers
-    restart.
+    ``make test`` sets RAYLOOM_TEST_FORKED_WORKERS, so that its workers are forked. Other tests, such as those that
+    measure how fast workers restart, get workers as Ray starts them.
     """
-    forked = not any(_needs_cluster(item) and _is_slow(item) for item in request.session.items)
+    forked = "RAYLOOM_TEST_FORKED_WORKERS" in os.environ
     with local_cluster(home, **(forked_workers(home) if forked else {})) as environment:
         yield environment
 
