@@ -22,7 +22,7 @@ DEPLOYMENT: str = ModelServer.name  # type: ignore[attr-defined] # from the deco
 _LOCK, _NAMESPACE = "changes-the-endpoint", "rayloom"
 _BACK_TIMEOUT_S = 600.0
 """For what was served before, and so can be loaded."""
-_POLL_S = 0.5
+_POLL_S = 0.1
 _QUEUED_REQUESTS = 256
 """In a replica, until they have a place: also those for which there is one, if they come in one turn of its loop."""
 _BACKPRESSURE = BackpressureConfig(retry_after_s=1.0)
