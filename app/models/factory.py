@@ -15,8 +15,12 @@ from app.import_string import import_attribute
 from app.models.blueprint import Blueprint, random_states, restore_random_states
 from app.suggestions import did_you_mean
 
-_SMALL_BYTES = 2**26
-"""Models of at most this size are built immediately. For a moment, they take their memory twice."""
+SMALL_BYTES = 2**26
+"""Models of at most this size are built immediately, and copied to count their operations.
+
+Larger ones do not take memory twice. They are recorded on fake tensors and copied to the meta device. That takes longer
+than building and running a small model, because torch imports more modules for it.
+"""
 
 
 def build_model(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module:
@@ -60,7 +64,7 @@ class _TooLarge(BaseException):
 
 
 class _SizeLimit(TorchFunctionMode):
-    """Raises ``_TooLarge`` once new tensors take more than ``_SMALL_BYTES``. Copies count, but views do not."""
+    """Raises ``_TooLarge`` once new tensors take more than ``SMALL_BYTES``. Copies count, but views do not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +75,7 @@ class _SizeLimit(TorchFunctionMode):
         made = func(*args, **kwargs)
         if (address := _address(made)) is not None and address not in map(_address, (*args, *kwargs.values())):
             self._made += made.nbytes
-        if self._made > _SMALL_BYTES:
+        if self._made > SMALL_BYTES:
             raise _TooLarge
         return made
 

@@ -7,10 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from app.config import TrainConfig
 from app.models.precision import allow_tf32
 from app.telemetry.flops import flops_per_sample, utilisation
 from app.telemetry.memory import memory_record
 from app.telemetry.peak import gpu_peak_flops, peak_flops
+from app.training.data.micro_batch import MicroBatch
+from app.training.reporting.meter import Meter
+from app.training.worker import Worker
 
 LAYERS, HEADS, HEAD_SIZE, TOKENS, VOCABULARY = 3, 4, 8, 16, 50
 WIDTH = HEADS * HEAD_SIZE
@@ -66,6 +70,16 @@ def test_counting_leaves_model_and_chance_as_they_were(training: bool) -> None:
     assert flops_per_sample(model, inputs) == expected
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), chance)
+
+
+def test_batch_norm_is_counted_in_micro_batches_of_one_sample() -> None:
+    config, worker = TrainConfig(), Worker(0, 1, torch.device("cpu"))
+    model = nn.Sequential(nn.Linear(30, 70), nn.BatchNorm1d(70))
+    meter = Meter.of(model, config, config.layout(1), worker)
+    batch = MicroBatch({"input": torch.zeros(1, 30)}, torch.zeros(1))
+    first, second = meter.utilisation(batch, seconds=1.0), meter.utilisation(batch, seconds=1.0)
+    assert first is None
+    assert second is not None
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from app.config import Layout, TrainConfig
+from app.models.factory import SMALL_BYTES
 from app.models.precision import TORCH_DTYPES
 from app.telemetry.flops import flops_per_sample, utilisation
 from app.telemetry.peak import peak_flops
@@ -16,10 +17,9 @@ from app.training.data.micro_batch import MicroBatch
 from app.training.worker import Worker
 from app.warnings import attempt
 
-_SMALL_BYTES = 2**26
-"""Models of at most this size run on a copy to count their operations. Larger ones run on the meta device."""
-_SAMPLES = 2
-"""Number of samples on which operations are counted. Batch norm needs more than one."""
+_SAMPLES = [0, -1]
+"""Samples of a micro-batch on which operations are counted. Batch norm needs more than one sample. In a micro-batch of
+one, that sample is taken twice."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Meter:
         assert self.model is not None
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         samples = {
-            name: tensor[:_SAMPLES].to(device, torch.float32 if tensor.is_floating_point() else None)
+            name: tensor[_SAMPLES].to(device, torch.float32 if tensor.is_floating_point() else None)
             for name, tensor in inputs.items()
         }
         self._by_shape[key] = flops_per_sample(self.model, samples)
@@ -79,7 +79,7 @@ def _copy(model: nn.Module) -> nn.Module:
     To compute shapes on the meta device torch imports more modules. That takes longer than running a small model.
     """
     tensors = [*model.parameters(), *model.buffers()]
-    if sum(tensor.nbytes for tensor in tensors) <= _SMALL_BYTES:
+    if sum(tensor.nbytes for tensor in tensors) <= SMALL_BYTES:
         return copy.deepcopy(model)
     on_meta: dict[int, Tensor] = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
     for parameter in model.parameters():
