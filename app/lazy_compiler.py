@@ -2,12 +2,15 @@
 
 A small run spends a third of its start on importing ``torch._dynamo``. torch's optimizers and DeepSpeed import it to
 exclude their functions from compilation, even in runs that compile nothing. No function needs to be excluded before the
-compiler is loaded. Only this module replaces private functions of torch and DeepSpeed for that purpose. Once anything
-has loaded the compiler, the replaced functions behave as before.
+compiler is loaded. So this module replaces functions of torch and DeepSpeed, some of them private. Functions that a
+later version lacks or no longer decorates are left alone. Once anything has loaded the compiler, the replaced functions
+of torch behave as before. Those of DeepSpeed's Muon, which recipes cannot choose, stay uncompiled.
 """
 
+import inspect
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial, wraps
 from typing import Any
 
@@ -26,15 +29,18 @@ def defer_compiler() -> None:
         return
     for owner, name in (
         *((Optimizer, name) for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad")),
-        (flop_counter._FlopCounterMode, "__torch_dispatch__"),
+        (getattr(flop_counter, "_FlopCounterMode", None), "__torch_dispatch__"),
     ):
-        protected = getattr(owner, name)
-        setattr(owner, name, _until_loaded(protected.__wrapped__, protected))
+        protected: Any = getattr(owner, name, None)
+        if plain := getattr(protected, "__wrapped__", None):
+            setattr(owner, name, _until_loaded(plain, protected))
     for optimizer in (Adam, SGD):
-        optimizer.step = _until_loaded(_without_graph_breaks(optimizer.step), optimizer.step)  # type: ignore[method-assign]
+        if plain := getattr(optimizer.step, "__wrapped__", None):
+            optimizer.step = _until_loaded(_without_graph_breaks(plain), optimizer.step)  # type: ignore[method-assign]
     # On import, DeepSpeed decorates its functions with the first. It decorates the hooks of ZeRO 3 with the second.
-    torch._disable_dynamo = partial(_disabled, torch._disable_dynamo)  # type: ignore[attr-defined]
-    torch.compiler.disable = partial(_disabled, torch.compiler.disable)
+    for owner, name in ((torch, "_disable_dynamo"), (torch.compiler, "disable")):
+        if disable := getattr(owner, name, None):
+            setattr(owner, name, partial(_disabled, disable))
 
 
 def define_muon_uncompiled() -> None:
@@ -42,9 +48,10 @@ def define_muon_uncompiled() -> None:
 
     Recipes cannot choose Muon, but DeepSpeed's engines import it to check the type of an optimizer.
     """
-    from deepspeed.runtime import compiler
+    with suppress(ImportError):
+        from deepspeed.runtime import compiler
 
-    compiler.compile = lambda: compiler.dummy_decorator
+        compiler.compile = lambda *_, **__: compiler.dummy_decorator
 
 
 def keep_uncompiled(function: _Function) -> _Function:
@@ -56,6 +63,8 @@ def _disabled(disable: _Function, fn: _Function | None = None, recursive: bool =
     """Apply torch's decorator ``disable`` to ``fn``, but only once the compiler is loaded."""
     if fn is None:
         return partial(_disabled, disable, recursive=recursive, **options)
+    if not inspect.isfunction(fn):  # torch also takes modules and classes
+        return disable(fn, recursive, **options)  # type: ignore[no-any-return]
     protected = cache(partial(disable, fn, recursive, **options))
     return _until_loaded(fn, lambda *args, **kwargs: protected()(*args, **kwargs))
 
@@ -72,12 +81,11 @@ def _until_loaded(plain: _Function, protected: _Function) -> _Function:
 
 
 def _without_graph_breaks(step: _Function) -> _Function:
-    """Return an optimizer's ``step`` without the graph breaks that torch adds for the compiler."""
-    plain: _Function = step.__wrapped__  # type: ignore[attr-defined]
+    """Wrap an optimizer's undecorated ``step`` as torch does, but without the graph breaks for the compiler."""
 
-    @wraps(plain)
+    @wraps(step)
     def run(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         with torch.set_grad_enabled(self.defaults["differentiable"]):
-            return plain(self, *args, **kwargs)
+            return step(self, *args, **kwargs)
 
     return run

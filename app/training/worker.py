@@ -128,6 +128,8 @@ def start_worker(config: TrainConfig) -> Worker:
     if not config.torch_compile:
         defer_compiler()
     deepspeed = import_deepspeed()
+    if not config.torch_compile:
+        define_muon_uncompiled()
     if not dist.is_initialized() and os.environ["WORLD_SIZE"] == "1":
         dist.init_process_group(_backend(device), store=HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed(_backend(device), timeout=timeout, verbose=False)
@@ -154,6 +156,5 @@ def import_deepspeed() -> Any:
         warnings.simplefilter("ignore")
         import deepspeed
         import deepspeed.ops
-    define_muon_uncompiled()
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
