@@ -1,10 +1,10 @@
-"""What a training process does not import."""
+"""What a training process does not import, and that it trains as with those imports."""
 
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, losses, result_of, train_alone
 
 UNUSED = {"boto3", "httpx", "optuna", "ray", "torch._dynamo", "torch._inductor", "transformers"}
 TRAIN = """
@@ -17,7 +17,9 @@ assert not imported, imported
 
 
 def test_training_imports_neither_the_compiler_nor_what_others_need(tmp_path: Path) -> None:
-    settings = ["recipes/digits.yaml", "train.plan.zero_stage=3", "train.max_steps=3", f"storage={tmp_path}"]
-    command = [sys.executable, "-c", TRAIN, " ".join(UNUSED), *settings]
+    settings = ["train.plan.zero_stage=3", "train.max_steps=3", f"storage={tmp_path}"]
+    command = [sys.executable, "-c", TRAIN, " ".join(UNUSED), "recipes/digits.yaml", *settings]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    with_compiler = train_alone(*settings, processes=0)
+    assert losses(result_of(done.stdout)) == losses(with_compiler)
