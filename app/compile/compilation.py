@@ -96,8 +96,8 @@ class Compilation:
 
     def baseline_of(self, point: OperatingPoint) -> OperatingPoint | None:
         """Return PyTorch's point with the same batch size and device, if it was measured."""
-        yardsticks = [each for each in self.points if each.variant.yardstick]
-        alike = [each for each in yardsticks if each.variant.device == point.variant.device]
+        baselines = [each for each in self.points if each.variant.baseline]
+        alike = [each for each in baselines if each.variant.device == point.variant.device]
         return next((each for each in alike if each.batch_size == point.batch_size), None)
 
     def record_of(self, point: OperatingPoint) -> VariantRecord:

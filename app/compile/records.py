@@ -60,13 +60,13 @@ class VariantRecord(Variant, Parity):
     @property
     def publishable(self) -> bool:
         """Whether it may become a version."""
-        return self.passed and not self.yardstick
+        return self.passed and not self.baseline
 
     def __str__(self) -> str:
         latency = ", ".join(f"{value:.2f} ms at batch {batch}" for batch, value in self.latency_ms.items())
-        yardstick = " (to compare with)" if self.yardstick else ""
+        baseline = " (to compare with)" if self.baseline else ""
         refused = f" (refused: {'; '.join(self.reasons)})" if self.reasons else ""
         return (
             f"{self.variant}: accuracy {self.accuracy:.4f}, largest difference {self.max_difference:.1e}, "
-            f"{latency}{yardstick}{refused}"
+            f"{latency}{baseline}{refused}"
         )

@@ -122,7 +122,7 @@ def _variants(report: CompileReport) -> tuple[list[str], list[list[object]]]:
             f"{each.cosine:.5f}",
             *(f"{each.latency_ms[size]:.2f}" for size in sizes),
             *(f"{each.throughput[size]:,.0f}" for size in sizes),
-            "; ".join(each.reasons) or ("to compare with" if each.yardstick else "hold"),
+            "; ".join(each.reasons) or ("to compare with" if each.baseline else "hold"),
         ]
         for each in report.variants
     ]

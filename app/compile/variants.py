@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from app.config import PLAN_ENGINES, CompileConfig, ComputePrecision, EngineName
 from app.engines.architecture import Device, compute_capability
@@ -39,8 +39,8 @@ class Variant(BaseModel):
     sparse: bool = False
     """Whether two of four of its weights are zero."""
 
-    yardstick: bool = False
-    """Whether it is only measured, to compare with."""
+    baseline: bool = Field(default=False, validation_alias=AliasChoices("baseline", "yardstick"))
+    """Whether it is only measured, to compare with. Earlier reports call this ``yardstick``."""
 
     @property
     def file(self) -> ComputePrecision:
@@ -111,13 +111,13 @@ def wanted_variants(config: CompileConfig) -> Wanted:
         for engine, device in places:
             if precision in _FILES[engine, device]:
                 sparse = config.sparsity != "none" and runs_plans(engine)
-                yardstick = config.engines == "auto" and runs_module(engine)
-                variant = Variant(engine=engine, precision=precision, device=device, sparse=sparse, yardstick=yardstick)
+                baseline = config.engines == "auto" and runs_module(engine)
+                variant = Variant(engine=engine, precision=precision, device=device, sparse=sparse, baseline=baseline)
                 wanted.variants.append(variant)
             elif not runs_module(engine):
                 reason = f"on the {device.upper()} it computes in {', '.join(_FILES[engine, device])}"
                 wanted.skipped.append(Skipped(engine=engine, precision=precision, reason=reason))
-    if all(each.yardstick for each in wanted.variants):
+    if all(each.baseline for each in wanted.variants):
         raise CompileError(
             f"compile.engines {config.engines} with compile.precisions {config.precisions} have nothing that runs here "
             "and could be published: name others, such as openvino and fp32, or compile where the engines run"

@@ -35,7 +35,7 @@ class ModelUnderTest:
         self._choice = self._compilation.choose()
 
     def run(self, num_rounds: int) -> Compiled:
-        """Time the variants beside the yardsticks, and gather what is known of them."""
+        """Time the variants beside PyTorch, and gather what is known of them."""
         compilation, subject = self._compilation, self._compilation.subject
         records = {each.precision: each for each in compilation.records if each.engine == _ENGINE}
         files = {precision: compilation.path_of(record) for precision, record in records.items()}

@@ -21,7 +21,7 @@ from app.training.weights import load_weights
 from benchmarks.compile.models import Setting
 
 BASELINE, EAGER, COMPILED = "ONNX Runtime fp32", "PyTorch eager", "PyTorch torch.compile"
-YARDSTICKS: dict[str, type[TorchEngine]] = {EAGER: TorchEngine, COMPILED: CompiledTorchEngine}
+PYTORCH_ENGINES: dict[str, type[TorchEngine]] = {EAGER: TorchEngine, COMPILED: CompiledTorchEngine}
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload([__name__])  # what all of them import takes a second
 
@@ -50,7 +50,7 @@ def contenders(files: Mapping[ComputePrecision, Path], weights: UPath, signature
     return {
         BASELINE: partial(open_file, "onnxruntime", files["fp32"], "fp32"),
         **{openvino(precision): partial(open_file, "openvino", path, precision) for precision, path in files.items()},
-        **{name: partial(_open_module, kind, weights, signature) for name, kind in YARDSTICKS.items()},
+        **{name: partial(_open_module, kind, weights, signature) for name, kind in PYTORCH_ENGINES.items()},
     }
 
 

@@ -15,7 +15,7 @@ from app.repository.manifest import Quantization
 from benchmarks.compile import goals
 from benchmarks.compile.__main__ import measure
 from benchmarks.compile.coldstart import PHASES, Start, Starts
-from benchmarks.compile.contenders import BASELINE, COMPILED, EAGER, YARDSTICKS, openvino
+from benchmarks.compile.contenders import BASELINE, COMPILED, EAGER, PYTORCH_ENGINES, openvino
 from benchmarks.compile.findings import Compiled, Findings
 from benchmarks.compile.models import MODELS, Model, Setting, leave_fresh, write_weights
 from benchmarks.compile.report import report
@@ -76,7 +76,7 @@ def test_a_start_is_judged_with_its_imports_and_a_warm_cache() -> None:
 
 
 def test_a_small_encoder_runs_through_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(YARDSTICKS, COMPILED)  # a compiler takes longer than all the rest
+    monkeypatch.delitem(PYTORCH_ENGINES, COMPILED)  # a compiler takes longer than all the rest
     model = Model(goals.ENCODER, "recipes/reviews.yaml", _small_encoder, lengths=(16,))
     found = measure([model], {}, threads=1, num_rounds=1)
     one = found.compiled[goals.ENCODER]

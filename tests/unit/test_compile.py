@@ -191,7 +191,7 @@ def test_for_throughput_a_version_is_served_in_the_batches_that_were_fastest(sto
     assert result.status == "succeeded", result.error
     serving, point = Repository(storage).manifest("throughput", 1).serving, report_in(run).point
     assert point is not None
-    fastest = max(report_in(run).points, key=lambda each: each.throughput if not each.variant.yardstick else 0.0)
+    fastest = max(report_in(run).points, key=lambda each: each.throughput if not each.variant.baseline else 0.0)
     assert point == fastest
     assert serving.max_batch_size == point.batch_size
     assert serving.preferred_batch_sizes == ((point.batch_size,) if point.batch_size > 1 else ())
@@ -481,8 +481,8 @@ def test_a_file_that_nothing_here_runs_is_not_judged_and_no_plan_is_built_of_it(
 
 def test_an_engine_that_refuses_a_precision_is_skipped_in_its_own_words(subject: Subject, tmp_path: Path) -> None:
     on_gpu = Variant(engine="torch", precision="fp32", device="gpu")
-    yardstick = on_cpu("torch", "fp32").model_copy(update={"yardstick": True})
-    compilation = compilation_of(subject, tmp_path, yardstick, on_gpu)
+    baseline = on_cpu("torch", "fp32").model_copy(update={"baseline": True})
+    compilation = compilation_of(subject, tmp_path, baseline, on_gpu)
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     compilation.prove()

@@ -147,10 +147,10 @@ def test_each_engine_takes_the_file_that_it_computes_from() -> None:
 
 def test_pytorch_is_what_others_are_compared_with_unless_it_is_named() -> None:
     beside = wanted_variants(CompileConfig(precisions=["fp32"]))
-    assert {each.engine: each.yardstick for each in beside.variants if each.runs_module} == {"torch": True}
+    assert {each.engine: each.baseline for each in beside.variants if each.runs_module} == {"torch": True}
     assert beside.exported
     named = wanted_variants(CompileConfig(engines=["torch"]))
-    assert {(each.engine, each.precision, each.yardstick) for each in named.variants} == {("torch", "fp32", False)}
+    assert {(each.engine, each.precision, each.baseline) for each in named.variants} == {("torch", "fp32", False)}
     assert not named.exported
     with pytest.raises(CompileError, match="nothing that runs here"):
         wanted_variants(CompileConfig(engines=["torch"], precisions=["int8"]))
@@ -169,3 +169,8 @@ def test_pytorch_is_what_others_are_compared_with_unless_it_is_named() -> None:
 def test_keys_that_do_not_fit_are_refused(given: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         CompileConfig.model_validate(given)
+
+
+def test_a_baseline_of_an_earlier_report_is_read() -> None:
+    earlier = {"engine": "torch", "precision": "fp32", "device": "cpu", "yardstick": True}
+    assert Variant.model_validate(earlier) == Variant(engine="torch", precision="fp32", device="cpu", baseline=True)
