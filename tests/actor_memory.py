@@ -9,7 +9,7 @@ import psutil
 from app.config import load_recipe
 from app.storage import to_path
 from app.training.coordination.shared_folder import marked
-from app.tuning.results import HEARD, NUMBER, VALUES
+from app.tuning.results import LAST_REPORTED_EPOCH, NUMBER, VALUES
 from app.tuning.trainable import TrialActor
 from tests.helpers import ROOT
 
@@ -34,7 +34,8 @@ class Actor(TrialActor):
 
 def main() -> None:
     configs = [
-        {NUMBER: number, VALUES: {"train.plan.zero_stage": int(sys.argv[2])}, HEARD: 0} for number in range(TRIALS + 1)
+        {NUMBER: number, VALUES: {"train.plan.zero_stage": int(sys.argv[2])}, LAST_REPORTED_EPOCH: 0}
+        for number in range(TRIALS + 1)
     ]
     with marked(to_path(sys.argv[1])) as Actor.mark:
         actor, resident = Actor(configs[0]), []

@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy.engine import URL
 
 from app.config import Recipe, load_recipe
-from app.tuning.results import HEARD, NUMBER, VALUES
+from app.tuning.results import LAST_REPORTED_EPOCH, NUMBER, VALUES
 from app.tuning.space import Space, load_space
 from app.tuning.storage import StudyPlace
 from app.tuning.study import Proposal, SearchStudy
@@ -54,7 +54,7 @@ def ask(study: SearchStudy) -> int:
 
 def ray_trial(proposal: Proposal, **known: Any) -> SimpleNamespace:
     """As much of a trial of Ray Tune's as a ledger looks at."""
-    config = {NUMBER: proposal.number, VALUES: proposal.values, HEARD: 0}
+    config = {NUMBER: proposal.number, VALUES: proposal.values, LAST_REPORTED_EPOCH: 0}
     return SimpleNamespace(**{"config": config, "num_failures": 0, "pickled_error_file": None, **known})
 
 

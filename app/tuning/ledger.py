@@ -16,7 +16,7 @@ from app.errors import ActorBusyError, UnsharedStorageError
 from app.training.run_folder import FAILURE_FILE
 from app.tuning.budget import Budget
 from app.tuning.promotion import Promotion
-from app.tuning.results import CLONED, ENDED, HEARD, NUMBER, VALUES, EpochResult, FinalResult
+from app.tuning.results import CLONED, ENDED, LAST_REPORTED_EPOCH, NUMBER, VALUES, EpochResult, FinalResult
 from app.tuning.study import SearchStudy
 from app.tuning.table import Table
 
@@ -76,7 +76,7 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
 
         This comes before Ray Tune replaces the trial's own checkpoints, so a resumed search knows their values.
         """
-        number, values, epoch = trial.config[NUMBER], trial.config[VALUES], trial.config[HEARD]
+        number, values, epoch = trial.config[NUMBER], trial.config[VALUES], trial.config[LAST_REPORTED_EPOCH]
         if self._config.scheduler == "pbt" and self._study.take_over(number, values, epoch):
             self._secure()
 
@@ -84,11 +84,11 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
     def on_trial_result(self, trial: Trial, result: dict[str, Any], **_: Any) -> None:
         """An epoch, also the one after which the trial is stopped; the end of a trial, perhaps with its last epoch."""
         epoch = EpochResult.model_validate(result)
-        if ENDED in result and epoch.epoch == trial.config[HEARD]:
+        if ENDED in result and epoch.epoch == trial.config[LAST_REPORTED_EPOCH]:
             return
         self._study.report(trial.config[NUMBER], epoch.epoch, epoch.value, epoch.cost)
         if not trial.config.pop(CLONED, False):  # just now, by the scheduler
-            trial.config[HEARD] = epoch.epoch
+            trial.config[LAST_REPORTED_EPOCH] = epoch.epoch
         self._budget.epoch()
         self._study.note_seconds(self._budget.seconds)
         self._table.epoch(trial.config[NUMBER], epoch)

@@ -4,11 +4,14 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-NUMBER, VALUES, HEARD = "number", "values", "heard"
-"""A trial's configuration: its number in the study, its values of recipe keys, the last epoch that the study has."""
+NUMBER, VALUES, LAST_REPORTED_EPOCH = "number", "values", "last_reported_epoch"
+"""A trial's configuration: its number in the study, its values of recipe keys, the last epoch reported to the study."""
 
 CLONED = "cloned"
-"""In a configuration with which a trial will go on from another's checkpoint, after the epoch ``HEARD`` of that one."""
+"""In the configuration of a trial that will go on from another trial's checkpoint.
+
+``LAST_REPORTED_EPOCH`` is then the epoch of that checkpoint.
+"""
 
 EPOCH, VALUE, ENDED = "epoch", "value", "ended"
 """What schedulers read: the time, the first objective; and whether the trial came to its own end."""

@@ -17,7 +17,7 @@ from app.config import TrainConfig, TuneConfig
 from app.errors import RecipeError
 from app.tuning.pbt import mutations, within
 from app.tuning.promotion import Promotion
-from app.tuning.results import CLONED, EPOCH, HEARD, NUMBER, VALUE, VALUES
+from app.tuning.results import CLONED, EPOCH, LAST_REPORTED_EPOCH, NUMBER, VALUE, VALUES
 from app.tuning.space import Space
 from app.tuning.trials import waits
 
@@ -95,7 +95,7 @@ class _Population(PopulationBasedTraining):  # type: ignore[misc] # Ray has no t
         config, operations = super()._get_new_config(trial, trial_to_clone)
         config[VALUES] = within(self._space, config[VALUES])
         epoch = self._trial_state[trial_to_clone].last_result[EPOCH]
-        return {**config, NUMBER: trial.config[NUMBER], HEARD: epoch, CLONED: True}, operations
+        return {**config, NUMBER: trial.config[NUMBER], LAST_REPORTED_EPOCH: epoch, CLONED: True}, operations
 
 
 def create_scheduler(

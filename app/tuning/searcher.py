@@ -6,7 +6,7 @@ from typing import Any
 from ray.tune.search import Searcher
 
 from app.tuning.promotion import Promotion
-from app.tuning.results import HEARD, NUMBER, VALUES
+from app.tuning.results import LAST_REPORTED_EPOCH, NUMBER, VALUES
 from app.tuning.study import Proposal, SearchStudy
 
 
@@ -31,7 +31,11 @@ class StudySearcher(Searcher):  # type: ignore[misc] # Ray has no types
         if proposal is None:
             return None if self._running else str(Searcher.FINISHED)
         self._running += 1
-        return {NUMBER: proposal.number, VALUES: proposal.values, HEARD: self._study.heard(proposal.number)}
+        return {
+            NUMBER: proposal.number,
+            VALUES: proposal.values,
+            LAST_REPORTED_EPOCH: self._study.last_reported_epoch(proposal.number),
+        }
 
     def _next(self) -> Proposal | None:
         """A trial that is promoted, else a new one, else the best of those that wait, once nobody runs beside them."""

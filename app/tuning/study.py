@@ -203,8 +203,8 @@ class SearchStudy:
                     trial.set_user_attr(KEPT, [cost, value])
             trial.set_user_attr(EPOCHS, epoch)  # last: an epoch of which only half is known is reported again
 
-    def heard(self, number: int) -> int:
-        """The last epoch that was reported of a trial that runs."""
+    def last_reported_epoch(self, number: int) -> int:
+        """Return the last epoch that a running trial reported; 0 if it reported none."""
         with explained(self.place):
             return int(self._open[number].user_attrs.get(EPOCHS, 0))
 

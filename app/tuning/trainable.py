@@ -20,7 +20,7 @@ from app.training.reporting.recorder import Report
 from app.training.run_folder import CHECKPOINTS
 from app.tuning.attempt import Attempt
 from app.tuning.objectives import final_values, objective_of
-from app.tuning.results import HEARD, NUMBER, VALUES, EpochResult, FinalResult
+from app.tuning.results import LAST_REPORTED_EPOCH, NUMBER, VALUES, EpochResult, FinalResult
 from app.tuning.trial_data import DataCache
 from app.tuning.trial_recipe import trial_recipe
 from app.tuning.trial_training import train_here, train_with_workers
@@ -92,7 +92,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         self._tune = self._recipe.tune
         self._trial_folder = self._folder / TRIALS / f"{config[NUMBER]:04d}"
         self._has_ended = self._has_leaked = False
-        self._attempt = Attempt(partial(self._train_trial, config[VALUES], config[HEARD]))
+        self._attempt = Attempt(partial(self._train_trial, config[VALUES], config[LAST_REPORTED_EPOCH]))
 
     def _train_trial(self, values: dict[str, Any], last_reported_epoch: int, report: Report) -> Ending:
         """As part of the attempt, so that values that the recipe refuses are a failure of the trial like any other."""

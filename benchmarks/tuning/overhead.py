@@ -85,13 +85,13 @@ def timed(table: pd.DataFrame, turns: Sequence[tuple[int, int]]) -> list[Window]
     """
     if broken := table.loc[(table["state"] == "fail") | (table["failures"] > 0), "trial"].tolist():
         raise TuningError(f"trials {broken} of the search that is timed did not run as they should: look at its log")
-    heard: dict[int, int] = {}
+    last_reported: dict[int, int] = {}
     groups: list[tuple[int, list[int]]] = []
     for trial, epoch in turns:
-        if trial not in heard:
+        if trial not in last_reported:
             groups.append((trial, []))
-        groups[-1][1].append(epoch - heard.get(trial, 0))
-        heard[trial] = epoch
+        groups[-1][1].append(epoch - last_reported.get(trial, 0))
+        last_reported[trial] = epoch
     began = table.set_index("trial")["began"]
     windows = [
         Window(len(epochs), sum(epochs), (began[after] - began[trial]).total_seconds())

@@ -13,7 +13,7 @@ from upath import UPath
 import tune_spaces.image
 from app.config import Recipe, load_recipe
 from app.tuning.budget import Budget
-from app.tuning.results import CLONED, EPOCH, HEARD, NUMBER, VALUE, VALUES
+from app.tuning.results import CLONED, EPOCH, LAST_REPORTED_EPOCH, NUMBER, VALUE, VALUES
 from app.tuning.schedulers import create_scheduler, replay
 from app.tuning.search import Search
 from app.tuning.searcher import StudySearcher
@@ -86,13 +86,13 @@ def test_a_population_changes_the_keys_that_a_trial_has_within_their_ranges() ->
     space = load_space("tune_spaces.image:space", load_recipe(ROOT / "recipes/digits.yaml"))
     highest: float = space.distributions[LR].high  # type: ignore[attr-defined]
     cloned, trial = Trial(1), Trial(2)
-    cloned.config |= {VALUES: {LR: highest, "train.optimizer.name": "adamw"}, HEARD: 3}
-    trial.config |= {VALUES: {LR: 0.01, MOMENTUM: 0.9, "train.optimizer.name": "sgd"}, HEARD: 2}
+    cloned.config |= {VALUES: {LR: highest, "train.optimizer.name": "adamw"}, LAST_REPORTED_EPOCH: 3}
+    trial.config |= {VALUES: {LR: 0.01, MOMENTUM: 0.9, "train.optimizer.name": "sgd"}, LAST_REPORTED_EPOCH: 2}
     scheduler._trial_state[cloned] = SimpleNamespace(last_result={EPOCH: 5})
     for _ in range(50):
         config, _ = scheduler._get_new_config(trial, cloned)
-        assert config.keys() == {NUMBER, VALUES, HEARD, CLONED}
-        assert (config[NUMBER], config[HEARD]) == (2, 5)
+        assert config.keys() == {NUMBER, VALUES, LAST_REPORTED_EPOCH, CLONED}
+        assert (config[NUMBER], config[LAST_REPORTED_EPOCH]) == (2, 5)
         assert config[VALUES].keys() == {LR, "train.optimizer.name"}
         assert space.contains(config[VALUES])
 

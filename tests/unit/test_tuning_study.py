@@ -89,7 +89,7 @@ def test_a_trial_that_goes_on_from_another_counts_the_epochs_that_it_trained(
     after = resume(url, *POPULATION)
     again = after.ask(MOST)
     assert again is not None
-    assert (again.values, after.heard(again.number)) == (others, epoch + 1)
+    assert (again.values, after.last_reported_epoch(again.number)) == (others, epoch + 1)
     after.take_over(again.number, others, epoch + 1)  # nothing new
     assert after.epochs_trained == trained
 
@@ -150,7 +150,7 @@ def test_a_search_that_was_cut_off_repeats_nothing_and_retries_what_ran(url: URL
     after = resume(url)
     again = after.ask(MOST)
     assert again == running
-    assert (after.heard(again.number), before.heard(running.number)) == (1, 1)
+    assert (after.last_reported_epoch(again.number), before.last_reported_epoch(running.number)) == (1, 1)
     after.report(again.number, 2, 0.6, cost=-0.6)
     after.complete(again.number, [0.6], stopped_early=True)
     assert [each.intermediate_values for each in after.trials] == [{1: 0.8}, {1: 0.4, 2: 0.6}]

@@ -25,7 +25,7 @@ from app.training.coordination.control import request, requested
 from app.training.coordination.shared_folder import marked
 from app.training.run_folder import CHECKPOINTS
 from app.tuning import attempt, trainable
-from app.tuning.results import HEARD, NUMBER, VALUES
+from app.tuning.results import LAST_REPORTED_EPOCH, NUMBER, VALUES
 from app.tuning.trainable import TRIALS, TrialActor
 from tests.helpers import ROOT, run
 
@@ -41,8 +41,8 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
         def setup(self, config: dict[str, Any]) -> None:  # type: ignore[override]
             super().setup(config, recipe.model_dump_json(), str(tmp_path), mark)
 
-    def begin(heard: int = 0, **values: Any) -> TrialActor:
-        actor = Actor({NUMBER: 0, VALUES: values, HEARD: heard})
+    def begin(last_reported_epoch: int = 0, **values: Any) -> TrialActor:
+        actor = Actor({NUMBER: 0, VALUES: values, LAST_REPORTED_EPOCH: last_reported_epoch})
         actors.append(actor)
         return actor
 
@@ -56,7 +56,7 @@ def test_an_epoch_that_nobody_heard_of_is_reported_by_the_next_attempt(begin: Be
     first = begin()
     known, lost = first.step(), first.step()
     first.cleanup()  # the study has heard of one epoch
-    second = begin(heard=1)
+    second = begin(last_reported_epoch=1)
     assert second.step() == lost != known
 
 
@@ -158,10 +158,10 @@ def test_an_actor_that_still_stores_its_last_trial_takes_no_other(
     actor = begin()
     actor.step()
     with pytest.raises(ActorBusyError, match="trials/0000' is still being written"):
-        actor.reset_config({NUMBER: 1, VALUES: {}, HEARD: 0})
+        actor.reset_config({NUMBER: 1, VALUES: {}, LAST_REPORTED_EPOCH: 0})
     stored.set()
     monkeypatch.setattr(attempt, "CUT_TIMEOUT_S", 30.0)
-    assert actor.reset_config({NUMBER: 1, VALUES: {}, HEARD: 0})
+    assert actor.reset_config({NUMBER: 1, VALUES: {}, LAST_REPORTED_EPOCH: 0})
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -176,7 +176,7 @@ def test_an_actor_frees_the_model_of_its_last_trial(begin: Begin, monkeypatch: p
     monkeypatch.setattr(session, "blueprint_of", remember)
     actor = begin(**{"train.plan.zero_stage": stage})
     actor.step()
-    assert actor.reset_config({NUMBER: 1, VALUES: {}, HEARD: 0})
+    assert actor.reset_config({NUMBER: 1, VALUES: {}, LAST_REPORTED_EPOCH: 0})
     assert [model() for model in models] == [None]
 
 
@@ -186,7 +186,7 @@ def test_an_actor_that_trained_with_zero_3_takes_no_other_trial_and_keeps_the_ch
     actor = begin(**{"train.plan.zero_stage": 3})
     actor.step()
     with pytest.raises(ActorBusyError, match="ZeRO 3 keeps the last trial's model"):
-        actor.reset_config({NUMBER: 1, VALUES: {}, HEARD: 0})
+        actor.reset_config({NUMBER: 1, VALUES: {}, LAST_REPORTED_EPOCH: 0})
     assert list((tmp_path / TRIALS / "0000" / CHECKPOINTS).glob("step_*"))
 
 
