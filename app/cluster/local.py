@@ -167,6 +167,7 @@ def _environment(cluster: ClusterState) -> dict[str, str]:
         "RAYLOOM_STORAGE": cluster.storage,
         "RAYLOOM_SERVE_PORT": str(cluster.serve_port),
         "RAYLOOM_GRPC_PORT": str(cluster.grpc_port),
+        "RAY_worker_niceness": "0",  # Ray would have every other process go before those that train and serve
         "RAY_JOB_STOP_WAIT_TIME_S": "120",  # a training job that is stopped keeps its state first; Ray would wait 3 s
     }
 

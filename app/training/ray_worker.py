@@ -1,19 +1,19 @@
 """The one place where training meets Ray: a run of Ray Train V2, and each of its workers."""
 
 import logging
+import os
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, TypedDict
+from typing import TypedDict
 
+import ray
 import ray.train
-from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import ReservedResources
 from ray.train import UserCallback
-from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.execution import context as ray_context
-from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy
 from upath import UPath
 
+from app.cluster.state import MARK
 from app.config import Recipe, TrainConfig
 from app.errors import NonFiniteLossError, RayloomError, TrainingError, UnsharedStorageError
 from app.storage import to_path
@@ -21,10 +21,11 @@ from app.tasks import load_prepared
 from app.telemetry.alerts import Action
 from app.training.coordination.heartbeat import keep_heartbeat
 from app.training.coordination.shared_folder import marked, require_shared
+from app.training.ray_trainer import LightTrainer
 from app.training.records import Ending, EpochRecord
 from app.training.run_folder import DATA, FAILURE_FILE
 from app.training.session import train
-from app.training.worker import collective_timeout, start_worker
+from app.training.worker import start_worker
 
 _RESIZE_INTERVAL_S = 10.0
 
@@ -36,6 +37,8 @@ class WorkerArguments(TypedDict):
     run_folder: str
     data_folder: str
     mark: str
+    watches_nodes: bool
+    """Whether the run's nodes may be about to go."""
     last_reported_epoch: int | None
 
 
@@ -62,6 +65,7 @@ def fit(
             run_folder=str(run_folder),
             data_folder=str(data_folder or run_folder / DATA),
             mark=mark,
+            watches_nodes=isinstance(recipe.train.workers, tuple) or not _is_single_node(),
             last_reported_epoch=last_reported_epoch,
         )
         try:
@@ -76,11 +80,12 @@ def fit(
 
 def _trainer(
     config: TrainConfig, run_folder: UPath, arguments: WorkerArguments, callbacks: Sequence[UserCallback]
-) -> "_Trainer":
+) -> LightTrainer:
     counts = config.worker_counts
-    trainer = _Trainer(
+    return LightTrainer(
         train_worker,
-        torch_config=TorchConfig(timeout_s=int(collective_timeout(config).total_seconds())),
+        counts,
+        stays_on_nodes=not arguments["watches_nodes"],
         train_loop_config=arguments,
         scaling_config=ray.train.ScalingConfig(
             num_workers=(counts[0], counts[-1]) if isinstance(config.workers, tuple) else config.workers,
@@ -98,31 +103,11 @@ def _trainer(
             callbacks=list(callbacks),
         ),
     )
-    trainer.worker_counts = counts
-    return trainer
 
 
-class SharingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
-    """Ray's elastic policy, limited to numbers of workers that can share out the global batch."""
-
-    def __init__(self, config: ray.train.ScalingConfig, worker_counts: Sequence[int]) -> None:
-        super().__init__(config)
-        self._worker_counts = worker_counts
-
-    def _count_possible_workers(self, reserved_resources: ReservedResources) -> int:
-        possible = super()._count_possible_workers(reserved_resources)
-        return max((count for count in self._worker_counts if count <= possible), default=0)
-
-
-class _Trainer(TorchTrainer):  # type: ignore[misc]
-    """Ray's trainer, with ``SharingPolicy`` if the number of workers is a range."""
-
-    worker_counts: Sequence[int]
-
-    def _initialize_and_run_controller(self, **arguments: Any) -> ray.train.Result:
-        if self.scaling_config.elasticity_enabled:
-            arguments["scaling_policy"] = SharingPolicy(self.scaling_config, self.worker_counts)
-        return super()._initialize_and_run_controller(**arguments)
+def _is_single_node() -> bool:
+    """Return True on the local cluster while it has one node. It has no autoscaler, and this node goes with the run."""
+    return MARK in os.environ and sum(node["Alive"] for node in ray.nodes()) == 1
 
 
 def resources_of(config: TrainConfig, workers: int) -> dict[str, float]:
@@ -149,9 +134,9 @@ def train_worker(arguments: WorkerArguments) -> Ending | RayloomError:
         if worker.is_first:  # the job's own heart stops at once where the job is killed, its workers seconds later
             stack.enter_context(keep_heartbeat(run_folder))
         try:
-            return train(
-                recipe, data, worker, run_folder, _report, _poll_stop_request, arguments["last_reported_epoch"]
-            )
+            poll_stop_request = _poll_stop_request if arguments["watches_nodes"] else None
+            last_epoch = arguments["last_reported_epoch"]
+            return train(recipe, data, worker, run_folder, _report, poll_stop_request, last_epoch)
         except NonFiniteLossError as error:
             return error
 

@@ -1,4 +1,4 @@
-"""What a training process does not import, and that it trains as with those imports."""
+"""What training does not import or start, and that it trains as with those imports."""
 
 import subprocess
 import sys
@@ -23,3 +23,9 @@ def test_training_imports_neither_the_compiler_nor_what_others_need(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     with_compiler = train_alone(*settings, processes=0)
     assert losses(result_of(done.stdout)) == losses(with_compiler)
+
+
+def test_the_controller_of_a_run_imports_neither_torch_nor_the_library() -> None:
+    code = "import sys, app.training.ray_trainer; assert not {'torch', 'app.config', 'app.runs'} & {*sys.modules}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

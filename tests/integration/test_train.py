@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import httpx
 import pytest
 from upath import UPath
 
@@ -18,11 +19,23 @@ def one(home: Path) -> list[float]:
 
 def test_one_and_two_workers_and_ray_draw_the_same_curve(cluster: dict[str, str], one: list[float]) -> None:
     two = losses(train_alone(*SGD, processes=2))
+    before = actors(cluster)
     ray = losses(run_job(cluster, "train", "recipes/digits.yaml", *SGD))
     assert len(one) == 20
     assert one[-1] < 0.9 * one[0]
     assert two == pytest.approx(one, abs=1e-4)
     assert ray == pytest.approx(one, abs=1e-4)
+    started = {name for actor, name in actors(cluster).items() if actor not in before}
+    assert started >= {"TrainController", "RayTrainWorker"}
+    assert not started & {"DatasetManager", "PreemptionWatcher", "_AutoscalingCoordinatorActor"}, "nothing for them"
+
+
+def actors(cluster: dict[str, str]) -> dict[str, str]:
+    """Return the class of every actor that the cluster has or had, by the actor's id."""
+    token = Path(cluster["RAY_AUTH_TOKEN_PATH"]).read_text(encoding="utf-8").strip()
+    address = f"{cluster['RAY_API_SERVER_ADDRESS']}/api/v0/actors?limit=10000"
+    answer = httpx.get(address, headers={"Authorization": f"Bearer {token}"}, timeout=30.0)
+    return {actor["actor_id"]: actor["class_name"] for actor in answer.json()["data"]["result"]["result"]}
 
 
 def test_the_best_weights_are_kept_and_checked() -> None:
