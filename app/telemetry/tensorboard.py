@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -37,7 +37,8 @@ class TensorBoardLog:
     """Writes records to an event file in ``tensorboard/`` of the run's folder.
 
     Each number of a record becomes a scalar of its step, named by the record's kind and the number's key:
-    ``step/loss``, ``step/memory/peak_bytes``, ``epoch/val_loss``.
+    ``step/loss``, ``step/memory/peak_bytes``, ``epoch/val_loss``. Of equal numbers in a row, among records that are
+    written together, only the last becomes a scalar.
 
     Errors never stop training: they are printed as warnings, and ``metrics.jsonl`` has the same
     records.
@@ -75,14 +76,24 @@ class TensorBoardLog:
         self._writer.write_event(Event(wall_time=time.time(), step=first_step, session_log=started))
         self._writer.flush()
 
-    def _write(self, records: Iterable[Record]) -> None:
+    def _write(self, records: Sequence[Record]) -> None:
         if self._writer is None:
             return
-        for record in records:
-            values = [
-                Summary.Value(tag=f"{record.kind}/{key.replace('.', '/')}", simple_value=value)
-                for key, value in record.scalars().items()
-                if key != "step"
-            ]
-            self._writer.write_event(Event(wall_time=time.time(), step=record.step, summary=Summary(value=values)))
+        scalars = [_by_tag(record) for record in records]
+        for record, values, following in zip(records, scalars, [*scalars[1:], {}], strict=True):
+            summary = Summary(
+                value=[
+                    Summary.Value(tag=tag, simple_value=value)
+                    for tag, value in values.items()
+                    if following.get(tag) != value
+                ]
+            )
+            self._writer.write_event(Event(wall_time=time.time(), step=record.step, summary=summary))
         self._writer.flush()
+
+
+def _by_tag(record: Record) -> dict[str, float]:
+    """Return the numbers of a record by their names in TensorBoard."""
+    numbers = record.scalars()
+    del numbers["step"]
+    return {f"{record.kind}/{key.replace('.', '/')}": value for key, value in numbers.items()}

@@ -1,5 +1,6 @@
 """One process of a training run, among the others."""
 
+import ctypes
 import os
 import random
 import warnings
@@ -24,6 +25,11 @@ os.environ.setdefault("DS_LOG_LEVEL", "warning")
 _SLOW_STORAGE = timedelta(hours=2)
 """How long workers may wait for one that reads or writes."""
 _MARGIN = timedelta(minutes=1)
+_MALLOC_PARAMETERS = (
+    (-3, 32 * 2**20),  # M_MMAP_THRESHOLD: larger blocks are mapped, and returned when they are freed. Its maximum.
+    (-1, 2**31 - 1),  # M_TRIM_THRESHOLD: free bytes at the end of the heap before any are returned
+)
+"""Numbers from glibc's malloc.h."""
 T = TypeVar("T")
 Group = dist.ProcessGroup | None
 """None: all processes of the run."""
@@ -114,6 +120,7 @@ def start_worker(config: TrainConfig) -> Worker:
     Raises:
         TrainingError: a GPU is asked for, and torch sees none.
     """
+    _keep_freed_memory()
     device, timeout = config.device, collective_timeout(config)
     if device == "gpu" and not torch.cuda.is_available():
         raise TrainingError("train.device is gpu, and torch sees none here: set it to cpu, or check the driver")
@@ -137,6 +144,17 @@ def start_worker(config: TrainConfig) -> Worker:
         setattr(distributed_c10d, name, timeout)
     place = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
     return Worker(dist.get_rank(), dist.get_world_size(), place)
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc keep what this process frees. With a C library other than glibc, do nothing.
+
+    By default it returns much of it to the system, and each step takes the same memory anew, page by page.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for parameter, value in _MALLOC_PARAMETERS:
+            mallopt(parameter, value)
 
 
 def seed_random(seed: int) -> None:

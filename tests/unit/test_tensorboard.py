@@ -77,6 +77,19 @@ def test_numbers_become_scalars_named_by_record_and_field(folder: UPath, tmp_pat
     }
 
 
+def test_a_number_that_does_not_change_among_records_is_written_once(folder: UPath, tmp_path: Path) -> None:
+    with Mirror(folder) as mirror:
+        log = TensorBoardLog(mirror, first_step=1)
+        log.append(*(StepRecord(step=step, loss=step / 4, loss_scale=2.0 if step < 3 else 1.0) for step in (1, 2, 3)))
+        log.append(StepRecord(step=4, loss=1.0, loss_scale=1.0))
+        log.close()
+    assert read(folder, tmp_path) == {
+        "step/loss": [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)],
+        "step/loss_scale": [(2, 2.0), (3, 1.0), (4, 1.0)],
+        "step/epoch": [(3, 1.0), (4, 1.0)],
+    }
+
+
 def test_a_resumed_run_has_no_step_twice(folder: UPath, tmp_path: Path) -> None:
     with Mirror(folder) as mirror:  # what a kill leaves of it
         killed = TensorBoardLog(mirror, first_step=1)
@@ -87,7 +100,7 @@ def test_a_resumed_run_has_no_step_twice(folder: UPath, tmp_path: Path) -> None:
         resumed.close()
     assert read(folder, tmp_path) == {
         "step/loss": [(1, 0.25), (2, 0.5), (3, 8.0)],
-        "step/epoch": [(1, 1.0), (2, 1.0), (3, 1.0)],
+        "step/epoch": [(3, 1.0)],
     }
 
 

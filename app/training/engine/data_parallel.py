@@ -45,11 +45,11 @@ class DataParallelEngine:
         engine.clip_fp32_gradients = partial(_clip, engine)
         if config.torch_compile:
             engine.compile()
+        engine.train()
         return cls(engine, names_of(model), layout, objective)
 
     def train_step(self, batches: Iterator[MicroBatch], activity: Activity) -> StepResult:
         """One optimizer step on this rank's micro-batches."""
-        self.deepspeed.train()
         factors, losses = Factors.of(self.deepspeed), []
         _begin_gradients_in_float32(self.deepspeed)
         for number, batch in enumerate(batches, start=1):
@@ -71,6 +71,7 @@ class DataParallelEngine:
         sums = torch.zeros(3, dtype=torch.float64, device=self.deepspeed.device)
         for batch in batches:
             sums += self.objective.sums(self.deepspeed(**batch.inputs), batch.targets)
+        self.deepspeed.train()  # not at each step: it goes through all modules
         return sums
 
     def _weight(self, batch: MicroBatch) -> float:
