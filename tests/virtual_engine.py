@@ -1,21 +1,24 @@
 """An engine whose calls take time that nobody waits for: the event loop puts its clock forward instead."""
 
 import asyncio
-import heapq
 import selectors
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from app.serving.batching.batcher import Batcher
 from app.serving.batching.policy import BatchingPolicy
+from app.serving.batching.release import Batch
 from app.serving.batching.statistics import ComputeTime
-from app.serving.batching.threads import Done, Infer, Outcome, call
+from app.serving.batching.threads import Calls, Check, Infer, Outcome, call
 from app.tensors import Tensors
 
 Result = TypeVar("Result")
+
+_LATER_S = 1e-9
+"""After a time, so that the clock is past it however its numbers are rounded."""
 
 
 class _Selector(selectors.DefaultSelector):
@@ -96,8 +99,8 @@ class VirtualEngine:
         clock = asyncio.get_running_loop().time
         return Batcher(self.infer, BatchingPolicy(**knobs), slots, threads=self._slots, clock=clock)
 
-    def _slots(self, infer: Infer, slots: int) -> "_VirtualSlots":
-        return _VirtualSlots(infer, slots, self._time)
+    def _slots(self, calls: Calls, infer: Infer, check: Check, slots: int) -> "_VirtualSlots":
+        return _VirtualSlots(calls, lambda batch: call(infer, check, batch), slots, self._time)
 
     def _time(self, rows: int) -> ComputeTime:
         seconds = self.row_s * rows + self.call_s
@@ -105,23 +108,38 @@ class VirtualEngine:
 
 
 class _VirtualSlots:
-    def __init__(self, infer: Infer, slots: int, time: Callable[[int], ComputeTime]) -> None:
-        self._infer = infer
-        self._free_s = [0.0] * slots  # a heap: when each will be free
+    def __init__(
+        self, calls: Calls, run: Callable[[Batch], Outcome], slots: int, time: Callable[[int], ComputeTime]
+    ) -> None:
+        self._calls = calls
+        self._run = run
+        self._free = slots
         self._time = time
+        self._timer: asyncio.TimerHandle | None = None
 
-    def start(self, parts: Sequence[Tensors], done: Done) -> None:
-        loop, time = asyncio.get_running_loop(), self._time(sum(len(part["x"]) for part in parts))
-        starts_s = max(loop.time(), self._free_s[0])
-        heapq.heapreplace(self._free_s, starts_s + time.total_s)
-        loop.call_at(starts_s, self._run, parts, time, done)
+    def wake(self) -> None:
+        asyncio.get_running_loop().call_soon(self._next)
 
-    def _run(self, parts: Sequence[Tensors], time: ComputeTime, done: Done) -> None:
-        outcome = Outcome(call(self._infer, parts).answer, time)
-        asyncio.get_running_loop().call_later(time.total_s, done, outcome)
+    def _next(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+        if not self._free:
+            return
+        loop, chosen = asyncio.get_running_loop(), self._calls.next()
+        if isinstance(chosen, Batch):
+            self._free -= 1
+            outcome = replace(self._run(chosen), time=self._time(chosen.rows))
+            loop.call_later(outcome.time.total_s, self._end, chosen, outcome)
+        elif chosen:
+            self._timer = loop.call_at(chosen.until_s + _LATER_S, self._next)
 
     def close(self) -> None:
         pass
+
+    def _end(self, batch: Batch, outcome: Outcome) -> None:
+        self._free += 1
+        self._calls.ended(batch, outcome)
+        self._next()
 
 
 async def ask(batcher: Batcher, at_s: float, tensors: Tensors, **options: Any) -> Answered:

@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+import random
 import threading
 
 import numpy as np
@@ -136,6 +137,20 @@ def test_beyond_the_queue_a_request_is_told_when_to_come_back() -> None:
     assert (str(again), again.retry_after_s) == (str(error), error.retry_after_s)
 
 
+def test_requests_that_a_free_slot_is_about_to_take_do_not_fill_the_queue() -> None:
+    engine = VirtualEngine(call_s=0.1)
+
+    async def scenario() -> list[Answered]:
+        batcher = engine.batcher(max_batch_size=4, queue_limit=2)
+        answers = await asyncio.gather(*(ask(batcher, 0.0, row(value)) for value in range(7)))
+        await batcher.close()
+        return answers
+
+    answers = run(scenario())
+    assert engine.sizes == [4, 2]
+    assert [type(answer.error) for answer in answers] == [type(None)] * 6 + [OverloadError]
+
+
 def test_an_engine_that_is_not_measured_yet_asks_to_come_back_in_a_second() -> None:
     error, _ = run(_overloaded(VirtualEngine(call_s=0.1, row_s=0.01), warm=False))
     assert error.retry_after_s == 1.0
@@ -236,3 +251,48 @@ def test_whatever_the_engine_raises_reaches_who_asked_and_the_thread_lives_on(er
         await batcher.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_threads_that_take_their_calls_themselves_answer_everybody_once(slots: int) -> None:
+    """Clients that come, leave, run late and send bad rows while threads take calls: nothing is lost or mixed up."""
+    rng = random.Random(slots)
+
+    def infer(tensors: Tensors) -> Tensors:
+        if (tensors["x"] < 0).any():
+            raise FloatingPointError
+        return {"twice": 2 * tensors["x"]}
+
+    def check(outputs: Tensors) -> None:
+        if (outputs["twice"] == 2 * 13).any():
+            raise EngineError("thirteen")
+
+    async def scenario() -> tuple[list[float | str], BatchingStatistics]:
+        policy = BatchingPolicy(max_batch_size=4, max_queue_delay_s=0.001, queue_limit=100)
+        batcher = Batcher(infer, policy, slots, check=check)
+
+        async def client(number: int) -> list[float | str]:
+            said: list[float | str] = []
+            for turn in range(40):
+                value = rng.choice([number * 100 + turn + 20, number * 100 + turn + 20, 13, -1])
+                try:
+                    async with asyncio.timeout(rng.choice([None, None, 0.0005])):
+                        answer = await batcher.infer(
+                            row(value, rng.choice([1, 1, 6]), rng.choice([1, 2])),
+                            timeout_s=rng.choice([None, 0.001, 9]),
+                        )
+                    assert set(answer["twice"].ravel().tolist()) == {2.0 * value}
+                    said.append("good")
+                except (TimeoutError, DeadlineError, EngineError, FloatingPointError) as error:
+                    said.append(type(error).__name__)
+            return said
+
+        said = await asyncio.wait_for(asyncio.gather(*map(client, range(16))), timeout=30)
+        await asyncio.wait_for(batcher.close(), timeout=10)
+        assert not batcher.waiting
+        return [word for words in said for word in words], batcher.statistics
+
+    said, counted = asyncio.run(scenario())
+    assert counted.success.count + counted.fail.count == len(said) == 640
+    assert counted.success.count >= said.count("good") > 100, "some were told when their client had just gone"
+    assert counted.failures["engine"] >= said.count("EngineError") + said.count("FloatingPointError") > 100

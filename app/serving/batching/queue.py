@@ -1,9 +1,9 @@
 """Requests that wait for the engine."""
 
-import asyncio
 from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from app.errors import DeadlineError
 from app.serving.batching.arrivals import Arrivals
@@ -17,6 +17,43 @@ _MOST_GROUPS = 64
 """Shapes whose latency is remembered while no request of theirs waits."""
 
 
+class Answer(Protocol):
+    """Who waits for the answer of a request, such as a future. It is told on the event loop."""
+
+    def done(self) -> bool:
+        """Whether nobody waits any more; asked by any thread."""
+        ...
+
+    def set_result(self, outputs: Tensors, /) -> None:
+        """Take the outputs of all rows; they may be views of the outputs of a whole call."""
+        ...
+
+    def set_exception(self, error: Exception, /) -> None:
+        """Take the reason why there is no answer."""
+        ...
+
+
+@dataclass(slots=True)
+class Collected:
+    """What calls have given so far for a request that takes several of them."""
+
+    missing: int
+    """Rows."""
+    outputs: dict[int, Tensors] = field(default_factory=dict)
+    """By their first rows."""
+    compute: ComputeTime = field(default_factory=ComputeTime)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no row is missing."""
+        return not self.missing
+
+    @property
+    def joined(self) -> Tensors:
+        """The outputs of all rows, in order."""
+        return join([self.outputs[start] for start in sorted(self.outputs)])
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One that was admitted. Times are in seconds of the batcher's clock."""
@@ -28,14 +65,12 @@ class Request:
     arrived_s: float
     deadline_s: float
     group: "Group"
-    answer: asyncio.Future[Tensors]
+    answer: Answer
     taken: int = 0
     """Rows that calls were made of."""
-    answers: dict[int, Tensors] = field(default_factory=dict)
-    """Of a request that takes several calls, by their first rows."""
-    answered: int = 0
     queue_s: float = 0.0
-    compute: ComputeTime = field(default_factory=ComputeTime)
+    collected: Collected | None = None
+    """Of a request that takes several calls, once one has ended."""
 
     @property
     def waits(self) -> bool:
@@ -46,9 +81,11 @@ class Request:
         """Keep the outputs of the rows from ``start`` on. Return the outputs of all rows once they are complete."""
         if rows == self.rows:
             return outputs
-        self.answers[start] = outputs
-        self.answered += rows
-        return join([self.answers[start] for start in sorted(self.answers)]) if self.answered == self.rows else None
+        if self.collected is None:
+            self.collected = Collected(self.rows)
+        self.collected.outputs[start] = outputs
+        self.collected.missing -= rows
+        return self.collected.joined if self.collected.is_complete else None
 
     def late(self, now_s: float) -> DeadlineError:
         """Return the error of a request that cannot be answered in time."""

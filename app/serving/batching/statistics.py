@@ -44,9 +44,9 @@ class Durations:
     count: int = 0
     ns: int = 0
 
-    def add(self, seconds: float) -> None:
-        """One more."""
-        self.count += 1
+    def add(self, seconds: float, count: int = 1) -> None:
+        """Add some that took so long together."""
+        self.count += count
         self.ns += round(seconds * 1e9)
 
 
@@ -81,11 +81,11 @@ class ComputeDurations:
     infer: Durations = field(default_factory=Durations)
     output: Durations = field(default_factory=Durations)
 
-    def add(self, time: ComputeTime) -> None:
-        """Add one compute time."""
-        self.input.add(time.input_s)
-        self.infer.add(time.infer_s)
-        self.output.add(time.output_s)
+    def add(self, time: ComputeTime, count: int = 1) -> None:
+        """Add one compute time, as often as it counts."""
+        self.input.add(time.input_s * count, count)
+        self.infer.add(time.infer_s * count, count)
+        self.output.add(time.output_s * count, count)
 
 
 @dataclass

@@ -1,61 +1,78 @@
 """The engine's calls, off the event loop."""
 
-import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Protocol
 
 from app.errors import EngineError
+from app.serving.batching.release import Batch, Hold
 from app.serving.batching.rows import join
 from app.serving.batching.statistics import ComputeTime
 from app.tensors import Tensors
 
 Infer = Callable[[Tensors], Tensors]
+Check = Callable[[Tensors], object]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """The result of a call, and its duration."""
 
     answer: Tensors | Exception
     time: ComputeTime
+    is_checked: bool = False
+    """Whether the answer passed the check as a whole. If not, some of its rows may pass."""
 
 
-Done = Callable[[Outcome], None]
+class Calls(Protocol):
+    """Where slots get their calls. Both methods may be called by any thread."""
+
+    def next(self) -> Batch | Hold | None:
+        """Start the call that a free slot makes now. Else return when to ask again; None: once woken."""
+        ...
+
+    def ended(self, batch: Batch, outcome: Outcome) -> None:
+        """Take the outcome of a call."""
+        ...
 
 
 class Slots(Protocol):
     """Where calls run: as many at once as the engine has streams."""
 
-    def start(self, parts: Sequence[Tensors], done: Done) -> None:
-        """Run the rows of all parts in one call once a slot is free, and have the event loop call ``done``."""
+    def wake(self) -> None:
+        """Let a free slot ask for its next call."""
         ...
 
     def close(self) -> None:
-        """Take no more calls."""
+        """Ask for no more calls."""
         ...
 
 
-def call(infer: Infer, parts: Sequence[Tensors]) -> Outcome:
-    """Run the rows of all parts in one call.
+def call(infer: Infer, check: Check, batch: Batch) -> Outcome:
+    """Run the rows of a batch in one call, and check its answer.
 
     Nothing is raised: the outcome holds what ``infer`` raised, or an EngineError if the answer has too many or too few
     rows.
     """
     began_s = time.perf_counter()
     try:
-        inputs = join(parts)
+        inputs = join([part.tensors for part in batch.parts])
         joined_s = time.perf_counter()
         outputs = _run(infer, inputs)
         inferred_s = time.perf_counter()
-        _check_rows(outputs, len(next(iter(inputs.values()))))
+        _check_rows(outputs, batch.rows)
     except Exception as error:  # the batcher passes it to the requests
         return Outcome(error, ComputeTime())
-    return Outcome(outputs, ComputeTime(joined_s - began_s, inferred_s - joined_s, time.perf_counter() - inferred_s))
+    is_checked = False
+    with suppress(Exception):  # the batcher checks the rows of each request
+        check(outputs)
+        is_checked = True
+    time_taken = ComputeTime(joined_s - began_s, inferred_s - joined_s, time.perf_counter() - inferred_s)
+    return Outcome(outputs, time_taken, is_checked)
 
 
 def _run(infer: Infer, inputs: Tensors) -> Tensors:
@@ -75,29 +92,31 @@ def _check_rows(outputs: Tensors, rows: int) -> None:
 
 
 class EngineThreads:
-    """A thread for each slot.
+    """A thread for each slot, which takes its next call itself: the event loop need not be free for that."""
 
-    ``concurrent.futures`` would do the same at several times the cost of the hand-over.
-    """
-
-    def __init__(self, infer: Infer, slots: int) -> None:
+    def __init__(self, calls: Calls, infer: Infer, check: Check, slots: int) -> None:
+        self._calls = calls
         self._infer = infer
+        self._check = check
         self._slots = slots
-        self._work: SimpleQueue[tuple[asyncio.AbstractEventLoop, Sequence[Tensors], Done] | None] = SimpleQueue()
+        self._closed = False
+        self._wakes: SimpleQueue[None] = SimpleQueue()  # a condition would take several times as long
         for slot in range(slots):
             Thread(target=self._run, name=f"engine-{slot}", daemon=True).start()
 
-    def start(self, parts: Sequence[Tensors], done: Done) -> None:
-        self._work.put((asyncio.get_running_loop(), parts, done))
+    def wake(self) -> None:
+        self._wakes.put(None)
 
     def close(self) -> None:
+        self._closed = True
         for _ in range(self._slots):
-            self._work.put(None)
+            self.wake()
 
     def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            loop, parts, done = work
-            outcome = call(self._infer, parts)
-            with suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits for the answer
-                loop.call_soon_threadsafe(done, outcome)
-            del work, parts, done, outcome  # else they live on until the next call
+        while not self._closed:
+            chosen = self._calls.next()
+            if isinstance(chosen, Batch):
+                self._calls.ended(chosen, call(self._infer, self._check, chosen))
+            else:
+                with suppress(Empty):
+                    self._wakes.get(timeout=max(0.0, chosen.until_s - time.monotonic()) if chosen else None)

@@ -1,0 +1,175 @@
+"""Which call a free slot of the engine makes next, as what waits and what runs decide it."""
+
+import math
+from collections import deque
+
+from app.serving.batching.latency import LatencyModel
+from app.serving.batching.policy import BatchingPolicy
+from app.serving.batching.queue import Group, Request, WaitingQueue
+from app.serving.batching.release import Batch, GiveUp, Hold, release
+from app.serving.batching.statistics import ReleaseReason
+
+
+class Scheduler:
+    """Requests that wait, and calls that run or are to run again.
+
+    It knows neither threads nor the event loop: whoever uses it holds a lock, and passes the time, in seconds.
+    """
+
+    def __init__(self, policy: BatchingPolicy, slots: int) -> None:
+        self.queue = WaitingQueue(policy)
+        self.late: list[Request] = []
+        """Requests that were dropped because they cannot be answered in time. The caller empties the list."""
+        self.closing = False
+        """Whether no more requests come: then nothing is held back."""
+        self.expiry_s = math.inf
+        """No waiting request is late before."""
+        self._policy = policy
+        self._slots = slots
+        self._retries: deque[Batch] = deque()
+        self._running: dict[Batch, float] = {}  # with their start times
+        self._latency = LatencyModel()  # of all shapes
+        self._held_s: float | None = None  # since when a free slot is kept idle
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether no slot is free."""
+        return len(self._running) >= self._slots
+
+    @property
+    def is_running(self) -> bool:
+        """Whether any call runs."""
+        return bool(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a free slot may find a call to make."""
+        return not self.is_busy and bool(self._retries or self.queue.requests)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more requests may wait. Those that a free slot is about to take do not count."""
+        at_once = 0 if self.is_busy else self._policy.max_batch_size
+        return self.queue.requests >= self._policy.queue_limit + at_once
+
+    def running_s(self, now_s: float) -> float:
+        """Return the time for which the oldest running call has run; 0 if none runs."""
+        return max((now_s - started_s for started_s in self._running.values()), default=0.0)
+
+    def backlog_s(self, now_s: float) -> float:
+        """Return the time that all running and waiting rows take, as recent calls went; 0 before the first."""
+        max_rows = self._policy.max_batch_size
+        running = sum(
+            max(0.0, self._latency.seconds(batch.rows) - (now_s - started_s))
+            for batch, started_s in self._running.items()
+        )
+        calls, rest = divmod(self.queue.rows, max_rows)
+        waiting = calls * self._latency.seconds(max_rows) + (self._latency.seconds(rest) if rest else 0.0)
+        return (running + waiting) / self._slots
+
+    def put(self, request: Request) -> None:
+        """Add a request that arrives now."""
+        request.group.arrivals.arrived(request.arrived_s)
+        self.queue.put(request)
+        self.expiry_s = min(self.expiry_s, self._start_by_s(request))
+
+    def remove(self, request: Request) -> None:
+        """Run no more of a request. A slot that was held for the last waiting request is just idle from then on."""
+        self.queue.remove(request)
+        if not self.queue.requests:
+            self._held_s = None
+
+    def next(self, now_s: float) -> Batch | Hold | None:
+        """Start the call that a free slot makes now. Else return when to ask again, or None if nothing waits."""
+        self.expire(now_s)
+        chosen = self._retry(now_s) or self._release(now_s)
+        if isinstance(chosen, Hold):
+            if self._held_s is None:
+                self._held_s = now_s
+        elif chosen is not None:
+            self._running[chosen] = now_s
+            self._held_s = None
+        return chosen
+
+    def succeeded(self, batch: Batch, seconds: float, now_s: float) -> None:
+        """Free the slot of a call, and learn from it."""
+        self._free(batch, now_s)
+        self._latency.observe(batch.rows, seconds)
+        batch.group.latency.observe(batch.rows, seconds)
+        batch.group.arrivals.answered(sum(part.stop == part.request.rows for part in batch.parts))
+
+    def failed(self, batch: Batch, now_s: float) -> None:
+        """Free the slot of a call, and run the halves of it again; a single request has failed."""
+        self._free(batch, now_s)
+        if len(batch.parts) > 1:
+            half = len(batch.parts) // 2
+            for parts in (batch.parts[:half], batch.parts[half:]):
+                self._retries.append(Batch(batch.group, parts, ReleaseReason.RETRY))
+        else:
+            self.remove(batch.parts[0].request)
+
+    def expire(self, now_s: float) -> None:
+        """Drop what can no longer be answered in time.
+
+        While a slot is free, these are only requests whose deadlines have passed. The others are tried, so that an
+        engine that has become faster is noticed.
+        """
+        if now_s < self.expiry_s:
+            return
+        busy = self.is_busy
+        for request in list(self.queue):
+            if now_s >= (self._start_by_s(request) if busy else request.deadline_s):
+                self._drop(request)
+        self.expiry_s = min(map(self._start_by_s, self.queue), default=math.inf)
+
+    def _free(self, batch: Batch, now_s: float) -> None:
+        self.expire(now_s)
+        del self._running[batch]
+
+    def _retry(self, now_s: float) -> Batch | None:
+        """Return a part of a call that failed, without those requests that nobody waits for or that are late."""
+        while self._retries:
+            batch = self._retries.popleft()
+            for part in batch.parts:
+                if part.request.deadline_s <= now_s:
+                    self._drop(part.request)
+            parts = [part for part in batch.parts if part.request.deadline_s > now_s and not part.request.answer.done()]
+            if parts:
+                return Batch(batch.group, parts, ReleaseReason.RETRY)
+        return None
+
+    def _release(self, now_s: float) -> Batch | Hold | None:
+        """Take waiting requests into a call, after dropping those that nobody waits for and those that are given up."""
+        while (group := self.queue.next()) is not None:
+            group.arrivals.slot_free(now_s)
+            chosen = release(group, self._policy, now_s, self._hold_until_s(group, now_s))
+            if isinstance(chosen, GiveUp):
+                for request in chosen.requests:
+                    self._drop(request)
+            elif isinstance(chosen, Hold):
+                return chosen
+            elif gone := [part.request for part in chosen.parts if part.request.answer.done()]:
+                for request in gone:  # cancelled in this turn of the loop
+                    self.remove(request)
+            else:
+                for part in chosen.parts:
+                    if part.start == 0:
+                        part.request.queue_s = now_s - part.request.arrived_s
+                    self.queue.take(part.request, part.rows)
+                return chosen
+        return None
+
+    def _hold_until_s(self, group: Group, now_s: float) -> float:
+        """Return how long a slot may be kept idle for a group: not at all while other groups wait, too."""
+        if self.closing or not self._policy.max_queue_delay_s or group.requests < self.queue.requests:
+            return -math.inf
+        return (now_s if self._held_s is None else self._held_s) + self._policy.max_queue_delay_s
+
+    def _start_by_s(self, request: Request) -> float:
+        """Return the latest time at which a call for this request alone would have to start."""
+        rows = min(request.rows - request.taken, self._policy.max_batch_size)
+        return request.deadline_s - request.group.latency.seconds(rows)
+
+    def _drop(self, request: Request) -> None:
+        self.remove(request)
+        self.late.append(request)
