@@ -66,6 +66,10 @@ class TensorParallelEngine:
                 the engine answers nothing any more.
         """
         check_tensors(inputs, self.signature.inputs)
+        return self.run(inputs)
+
+    def run(self, inputs: Tensors) -> Tensors:
+        """Run one batch whose inputs were checked before. Raises EngineError as ``infer`` does."""
         with self._order:  # shards that were asked in different orders would wait for each other
             if self._refusal:
                 raise EngineError(self._refusal)

@@ -118,6 +118,9 @@ class EngineContract:
             engine.infer({**rows(1), **change})
         assert words in str(refused.value)
 
+    def test_what_was_checked_is_run_without_another_check(self, engine: Engine) -> None:
+        assert np.array_equal(engine.run(rows(2))[OUTPUT], engine.infer(rows(2))[OUTPUT])
+
     def test_it_closes_and_opens_again(self, opener: Callable[[], Engine]) -> None:
         engine = opener()
         expected = engine.infer(rows(2))[OUTPUT]

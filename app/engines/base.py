@@ -105,6 +105,10 @@ class Engine(Protocol):
         """
         ...
 
+    def run(self, inputs: Tensors) -> Tensors:
+        """Run one batch whose inputs were checked before. Raises EngineError as ``infer`` does."""
+        ...
+
     def close(self) -> None:
         """Wait for what runs, and give the memory back."""
         ...
@@ -157,6 +161,9 @@ class PooledEngine(ABC, Generic[Member]):
 
     def infer(self, inputs: Tensors) -> Tensors:
         check_tensors(inputs, self._signature.inputs)
+        return self.run(inputs)
+
+    def run(self, inputs: Tensors) -> Tensors:
         with self._pool.lend() as member, library_errors("the engine failed on a batch"):
             return self._run(member, inputs)
 

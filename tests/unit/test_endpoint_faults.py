@@ -77,6 +77,8 @@ class Troubled:
         outputs[OUTPUT][poisoned] = np.nan
         return outputs
 
+    run = infer
+
     def close(self) -> None:
         self._engine.close()
 
