@@ -74,6 +74,12 @@ def test_after_a_crash_the_replicas_of_before_are_tried(tmp_path: Path) -> None:
     assert "40001" in started(tmp_path, BACKEND.replace("40000", "40001"))
 
 
+def test_only_what_fails_is_logged(tmp_path: Path) -> None:
+    assert started(tmp_path, BACKEND).count("option dontlog-normal") == 1
+    (tmp_path / "haproxy.cfg").unlink()
+    assert started(tmp_path, "").count("option dontlog-normal") == 1, "also of what was kept"
+
+
 def test_who_does_not_end_its_headers_is_waited_for_half_a_minute(tmp_path: Path) -> None:
     config = started(tmp_path, BACKEND)
     assert config.count("timeout http-request 30s") == 1
