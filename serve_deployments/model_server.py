@@ -1,5 +1,6 @@
 """The model server: an endpoint in a replica of Ray Serve."""
 
+import gc
 from typing import Any
 
 from ray import serve
@@ -8,11 +9,23 @@ from app.serving.config import EndpointConfig
 from app.serving.endpoint import Endpoint
 from app.serving.transport.direct import DirectInference
 from app.serving.transport.grpc import GrpcMethods
+from app.serving.transport.hot import HotRoute, listen_hot
 from app.serving.transport.http import HttpApi
 from app.serving.transport.middleware import answer_directly
 from serve_deployments.autoscaling import DIRECT, LATENCY
 from serve_deployments.metrics import BatchingMetrics
 from serve_deployments.tensor_parallel import open_version
+
+_GC_THRESHOLDS = 10_000, 20, 50
+"""Of Python's collector. By its own of 700, it would run several times in each second of many small requests."""
+
+
+def spare_what_is_loaded() -> None:
+    """Keep the garbage collector from all objects that exist now: a full collection would visit every one of them."""
+    gc.unfreeze()  # what was loaded before and is not needed any more
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
 
 
 @serve.deployment(
@@ -36,11 +49,13 @@ class ModelServer(GrpcMethods):
     def __serve_build_asgi_app__(self) -> HttpApi:
         """What Serve sends HTTP requests to; asked for before Serve listens."""
         answer_directly(self._direct)
+        listen_hot(HotRoute(self._direct))
         return self._api
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve what is wanted now; on an error, everything stays as it was."""
         await self._endpoint.update(EndpointConfig.model_validate(user_config))
+        spare_what_is_loaded()
 
     async def check_health(self) -> None:
         """Whether this event loop and every engine answer: where Serve itself looks, neither needs to.

@@ -7,14 +7,19 @@ import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from app.serving.endpoint import Endpoint
+from app.serving.transport.direct import DirectInference
 from app.serving.transport.grpc import GrpcMethods, add_to_server
+from app.serving.transport.hot import HotProtocol, HotRoute
 from app.serving.transport.http import HttpApi
+from app.serving.transport.middleware import AnswerDirectly
 
 Result = TypeVar("Result")
 
@@ -30,6 +35,7 @@ class Server:
     """``host:port``, as for gRPC."""
     grpc: str
     loop: asyncio.AbstractEventLoop
+    route: HotRoute
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """On the endpoint's own loop."""
@@ -37,8 +43,8 @@ class Server:
 
 
 @contextmanager
-def serving(chance: random.Random | None = None) -> Iterator[Server]:
-    """Servers for an endpoint that has no models yet."""
+def serving(chance: random.Random | None = None, hot: bool = True) -> Iterator[Server]:
+    """Servers for an endpoint that has no models yet; not ``hot``: all requests go through ASGI."""
     loop, endpoint = asyncio.new_event_loop(), Endpoint(chance)
     methods = GrpcMethods(endpoint)
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -46,7 +52,11 @@ def serving(chance: random.Random | None = None) -> Iterator[Server]:
     # asyncio turns off Nagle's delay of 40 ms only for sockets created with an explicit protocol.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(HttpApi(endpoint), log_config=None, lifespan="off"))
+    direct = DirectInference(endpoint, HttpApi(endpoint))
+    route = HotRoute(direct)
+    app = AnswerDirectly(HttpApi(endpoint), direct)
+    protocol = partial(HotProtocol, route) if hot else HttpToolsProtocol
+    server = uvicorn.Server(uvicorn.Config(app, http=protocol, log_config=None, lifespan="off"))  # type: ignore[arg-type]
 
     async def start() -> tuple[asyncio.Task[None], grpc.aio.Server, int]:
         rpc = grpc.aio.server(options=[("grpc.max_receive_message_length", 64 * 2**20)])
@@ -57,7 +67,7 @@ def serving(chance: random.Random | None = None) -> Iterator[Server]:
 
     http, rpc, port = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
     try:
-        yield Server(endpoint, methods, f"127.0.0.1:{listener.getsockname()[1]}", f"127.0.0.1:{port}", loop)
+        yield Server(endpoint, methods, f"127.0.0.1:{listener.getsockname()[1]}", f"127.0.0.1:{port}", loop, route)
     finally:
 
         async def stop() -> None:

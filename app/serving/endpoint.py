@@ -98,6 +98,16 @@ class Endpoint:
         """
         return self._model(name).route(version)
 
+    def route_alone(self, name: str, version: str | None = None) -> ServedModel | None:
+        """Return what ``route`` would, if that is one version by itself; None if it is more, and nothing was chosen.
+
+        Raises:
+            NotServedError: as ``route``.
+        """
+        model = self._model(name)
+        chosen = model.route(version) if model.answers_alone(version) else None
+        return chosen if isinstance(chosen, ServedModel) else None
+
     def find(self, name: str, version: str | None = None) -> ServedModel:
         """A version, or the one in production. Raises NotServedError if it is not served here."""
         return self._model(name).find(version)

@@ -59,6 +59,10 @@ class Rollout:
             return Shadowed(chosen, self._copies)
         return chosen
 
+    def answers_alone(self, version: str | None) -> bool:
+        """Whether ``route`` gives one version itself: no cascade, and none that a shadow follows."""
+        return version is not None or not (self._cascade or self._shadow)
+
     def find(self, version: str | None) -> ServedModel:
         """A version, else production. Raises NotServedError if it is not served."""
         if version is None:

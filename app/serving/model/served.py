@@ -47,7 +47,8 @@ class ServedModel:
         self.inputs = model.processor.inputs
         """What a request may hold. Kept: a processor makes them anew each time it is asked."""
         self.policy = policy
-        self._batcher = Batcher(model.engine.infer, policy, check=_check_finite)
+        self.batcher = Batcher(model.engine.run, policy, check=_check_finite)
+        """For requests that ``check_request`` passes. Answers are for ``note_answer``, EngineErrors for ``blame``."""
         # Of its own: where health checks run, many texts that are being encoded would keep these waiting.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
         self._encoding = 0
@@ -157,19 +158,39 @@ class ServedModel:
     async def _run(self, tensors: Tensors, priority: int, timeout_s: float | None) -> Tensors:
         """Raises as ``run``."""
         with self._reading():
-            check_tensors(tensors, self.inputs)
-            _check_rows(f"input {self.inputs[0].name!r}", len(tensors[self.inputs[0].name]))
+            self._check_inputs(tensors)
         return await self._call(tensors, priority, timeout_s)
+
+    def check_request(self, request: InferRequest) -> None:
+        """Raise RequestError if the model does not take the inputs of a request, or does not give its outputs."""
+        check_outputs(request, self.model.engine.signature.outputs)
+        self._check_inputs(request.inputs)
+
+    def note_answer(self) -> None:
+        """Note that the engine has answered just now."""
+        self._last_inference_ms = round(time.time() * 1e3)
+        self.health.answered()
+
+    async def blame(self, error: EngineError) -> RequestError:
+        """Return the error of a request that the engine failed on: the request is to blame if a blank one is answered.
+
+        Raises:
+            EngineError: it does not.
+        """
+        await self.health.ask()
+        refusal = RequestError(f"the model cannot run these inputs: {error}")
+        refusal.__cause__ = error
+        return refusal
 
     @property
     def batching(self) -> BatchingStatistics:
         """What has become of its requests, and why its calls were made; it goes on counting."""
-        return self._batcher.statistics
+        return self.batcher.statistics
 
     @property
     def waiting(self) -> int:
         """Requests that the engine has not begun with."""
-        return self._batcher.waiting
+        return self.batcher.waiting
 
     async def check(self, *, may_ask: bool = True) -> None:
         """See whether the engine answers. One that is at work is left to it, however long others wait behind that.
@@ -180,18 +201,20 @@ class ServedModel:
         Raises:
             EngineError: it fails, answers numbers that are not finite, or does not come back from a call.
         """
-        await self.health.check(self._batcher.running_s, may_ask=may_ask)
+        await self.health.check(self.batcher.running_s, may_ask=may_ask)
 
     async def _call(self, tensors: Tensors, priority: int, timeout_s: float | None) -> Tensors:
-        """The engine's answer; its failure is the request's fault if it answers another one."""
+        """Raises as ``run``, after the tensors were checked."""
         try:
-            outputs = await self._batcher.infer(tensors, priority=priority, timeout_s=timeout_s)
+            outputs = await self.batcher.infer(tensors, priority=priority, timeout_s=timeout_s)
         except EngineError as error:
-            await self.health.ask()
-            raise RequestError(f"the model cannot run these inputs: {error}") from error
-        self._last_inference_ms = round(time.time() * 1e3)
-        self.health.answered()
+            raise await self.blame(error) from error
+        self.note_answer()
         return outputs
+
+    def _check_inputs(self, tensors: Tensors) -> None:
+        check_tensors(tensors, self.inputs)
+        _check_rows(f"input {self.inputs[0].name!r}", len(tensors[self.inputs[0].name]))
 
     @property
     def natural(self) -> NaturalModel:
@@ -238,7 +261,7 @@ class ServedModel:
     async def close(self) -> None:
         """Answer what was asked, then give the engine's memory back."""
         await self._unused.wait()  # who reads texts goes on to the batcher before this does
-        await self._batcher.close()
+        await self.batcher.close()
         await self.health.close()
         await asyncio.to_thread(self._encoder.shutdown)  # it may still read for a client that has gone
         await asyncio.to_thread(self.model.engine.close)

@@ -1,5 +1,7 @@
 """Inference from a replica's socket to its endpoint, without Serve's own work on each request.
 
+Plain requests over HTTP take a shorter way still, ``hot``, and are counted here.
+
 That work is two tasks, a queue, identifiers, a log record and metrics, much beside a small request. What it is for is
 held without it. The endpoint itself drops requests whose clients have gone, and counts what it did; how many requests
 are here at a time, and how large they are together, is bounded here. A replica that stops waits for every connection of
@@ -34,7 +36,7 @@ class DirectInference:
         self.ongoing = 0
         """Requests that are here: being read, waiting or running."""
         self._bytes = 0  # of their bodies
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._api = api
         self._room_bytes = room_bytes
 
@@ -44,10 +46,6 @@ class DirectInference:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or refuse it if there are too many, or once they are too large together."""
-        if self.ongoing >= self._endpoint.config.most_requests:
-            receive, send = close_if_unread(scope, receive, send)
-            await error_response(self._overload())(scope, receive, send)
-            return
         headers = headers_of(scope)
         largest = largest_body(headers)
         factor = _MOST_INFLATED if is_compressed(headers.get("content-encoding", "")) else 1
@@ -57,18 +55,37 @@ class DirectInference:
             nonlocal held
             message = await receive()
             more = min(held + factor * len(message.get("body", b"")), largest) - held
-            if self._bytes + more > self._room_bytes:
-                raise self._overload()
+            self.hold(more)
             held += more
-            self._bytes += more
             return message
 
-        self.ongoing += 1
+        try:
+            self.enter()
+        except OverloadError as error:
+            await error_response(error)(scope, *close_if_unread(scope, receive, send))
+            return
         try:
             await self._api(scope, counted, send)
         finally:
-            self.ongoing -= 1
-            self._bytes -= held
+            self.leave(held)
+
+    def enter(self, num_bytes: int = 0) -> None:
+        """Count a request until it leaves, and its bytes. Raises OverloadError if there are too many."""
+        if self.ongoing >= self.endpoint.config.most_requests:
+            raise self._overload()
+        self.hold(num_bytes)
+        self.ongoing += 1
+
+    def hold(self, num_bytes: int) -> None:
+        """Count more bytes of a request that has entered. Raises OverloadError if there is no room for them."""
+        if self._bytes + num_bytes > self._room_bytes:
+            raise self._overload()
+        self._bytes += num_bytes
+
+    def leave(self, num_bytes: int) -> None:
+        """Count a request no more, nor the bytes of it."""
+        self.ongoing -= 1
+        self._bytes -= num_bytes
 
     def _overload(self) -> OverloadError:
         return OverloadError(f"{self.ongoing} requests of up to {self._bytes} bytes are here already: try again later")
