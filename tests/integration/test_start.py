@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.helpers import ROOT, losses, result_of, train_alone
 
 UNUSED = {"boto3", "httpx", "optuna", "ray", "torch._dynamo", "torch._inductor", "transformers"}
@@ -26,8 +28,12 @@ assert taken < 1000, f"{taken} pages were returned to the system"
 """
 
 
-def test_training_imports_what_it_uses_and_keeps_the_memory_that_it_frees(tmp_path: Path) -> None:
-    settings = ["train.plan.zero_stage=3", "train.max_steps=3", f"storage={tmp_path}"]
+@pytest.mark.parametrize(("stage", "optimizer"), [(3, "adamw"), (0, "sgd")])
+def test_training_imports_what_it_uses_and_keeps_the_memory_that_it_frees(
+    stage: int, optimizer: str, tmp_path: Path
+) -> None:
+    plan = [f"train.plan.zero_stage={stage}", f"train.optimizer.name={optimizer}"]
+    settings = [*plan, "train.max_steps=3", f"storage={tmp_path}"]
     command = [sys.executable, "-c", TRAIN, " ".join(UNUSED), "recipes/digits.yaml", *settings]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
