@@ -15,7 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from app.serving.endpoint import Endpoint
-from app.serving.transport.direct import DirectInference
+from app.serving.transport.direct import ROOM_BYTES, DirectInference
 from app.serving.transport.grpc import GrpcMethods, add_to_server
 from app.serving.transport.hot import HotProtocol, HotRoute
 from app.serving.transport.http import HttpApi
@@ -43,7 +43,7 @@ class Server:
 
 
 @contextmanager
-def serving(chance: random.Random | None = None, hot: bool = True) -> Iterator[Server]:
+def serving(chance: random.Random | None = None, hot: bool = True, room_bytes: int = ROOM_BYTES) -> Iterator[Server]:
     """Servers for an endpoint that has no models yet; not ``hot``: all requests go through ASGI."""
     loop, endpoint = asyncio.new_event_loop(), Endpoint(chance)
     methods = GrpcMethods(endpoint)
@@ -52,7 +52,7 @@ def serving(chance: random.Random | None = None, hot: bool = True) -> Iterator[S
     # asyncio turns off Nagle's delay of 40 ms only for sockets created with an explicit protocol.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
-    direct = DirectInference(endpoint, HttpApi(endpoint))
+    direct = DirectInference(endpoint, HttpApi(endpoint), room_bytes)
     route = HotRoute(direct)
     app = AnswerDirectly(HttpApi(endpoint), direct)
     protocol = partial(HotProtocol, route) if hot else HttpToolsProtocol

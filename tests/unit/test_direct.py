@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from app.serving.transport.direct import DirectInference
 from app.serving.transport.http import HttpApi
 from app.serving.transport.middleware import answer_directly, middleware
 from tests.engine_contract import exported, rows
+from tests.serving import serving
 from tests.toy import body, config, expected, is_right, publish
 
 INFER = "/v2/models/toy/infer"
@@ -162,6 +164,43 @@ def test_bodies_take_the_room_that_they_may_come_to_once_they_are_here_not_as_th
             assert await status() == 404, "there is room again"
 
     asyncio.run(run())
+
+
+def test_requests_without_the_token_take_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asgi, "_REST_TIMEOUT_S", 0.5)
+
+    async def run() -> None:
+        endpoint, begun = Endpoint(), 0
+        await endpoint.update(EndpointConfig(access=Access.by_token("open sesame")))
+        direct = answered(endpoint)
+
+        async def unfinished() -> AsyncIterator[bytes]:
+            nonlocal begun
+            begun += 1
+            yield b"{" * 65_100
+            await asyncio.Event().wait()
+
+        async with client() as replica:
+            headers = {"content-encoding": "gzip"}
+            refused = [
+                asyncio.create_task(replica.post(INFER, content=unfinished(), headers=headers))
+                for _ in range(endpoint.config.most_requests)
+            ]
+            while begun < len(refused):
+                await asyncio.sleep(0)
+            assert not direct.ongoing
+            shown = {"authorization": "Bearer open sesame"}
+            assert (await replica.post(INFER, content=b"{}", headers=shown)).status_code == 404, "no such model"
+            assert {(await response).status_code for response in refused} == {401}
+
+    asyncio.run(run())
+
+
+def test_a_client_that_still_sends_reads_that_there_is_no_room() -> None:
+    head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: {32 * 2**20}\r\n{JSON_LENGTH}: 1\r\n\r\n".encode()
+    with serving(room_bytes=2**20) as server, socket.create_connection(server.http.split(":"), timeout=20) as sender:
+        sender.sendall(head + bytes(32 * 2**20))
+        assert sender.recv(2**16).startswith(b"HTTP/1.1 503 ")
 
 
 @pytest.mark.parametrize("size", [60, 70])

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Message, Receive, Scope, Send
 
-from app.errors import OverloadError, RequestError, RequestTooLargeError
+from app.errors import RequestError, RequestTooLargeError
 from app.serving.protocol.limits import LIMITS
 
 Result = TypeVar("Result")
@@ -92,7 +92,7 @@ def close_if_unread(scope: Scope, receive: Receive, send: Send) -> tuple[Receive
             async with asyncio.timeout(_REST_TIMEOUT_S):
                 while not has_ended:
                     await receive_part()
-        except (TimeoutError, OverloadError):
+        except TimeoutError:
             return False
         return True
 

@@ -19,7 +19,7 @@ from app.serving.transport.asgi import close_if_unread, headers_of
 from app.serving.transport.http import HttpApi, asks_inference
 from app.serving.transport.refusal import error_response
 
-_ROOM_BYTES = 4 * 2**30
+ROOM_BYTES = 4 * 2**30
 _MOST_INFLATED = 1032
 """Times that deflate, and so gzip, makes a body larger at most: https://zlib.net/zlib_tech.html"""
 
@@ -27,7 +27,7 @@ _MOST_INFLATED = 1032
 class DirectInference:
     """The requests for inference over HTTP that Serve does not see."""
 
-    def __init__(self, endpoint: Endpoint, api: HttpApi, room_bytes: int = _ROOM_BYTES) -> None:
+    def __init__(self, endpoint: Endpoint, api: HttpApi, room_bytes: int = ROOM_BYTES) -> None:
         """Let ``api`` answer for ``endpoint``.
 
         Args:
@@ -45,7 +45,14 @@ class DirectInference:
         return asks_inference(scope)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it if there are too many, or once they are too large together."""
+        """Answer a request, or refuse it if there are too many, or once they are too large together.
+
+        A request without its token takes no place. What is read of a body only to drop it takes no room.
+        """
+        receive, send = close_if_unread(scope, receive, send)
+        if refusal := self._api.refusal(scope):
+            await error_response(refusal)(scope, receive, send)
+            return
         headers = headers_of(scope)
         largest = largest_body(headers)
         factor = _MOST_INFLATED if is_compressed(headers.get("content-encoding", "")) else 1
@@ -62,10 +69,10 @@ class DirectInference:
         try:
             self.enter()
         except OverloadError as error:
-            await error_response(error)(scope, *close_if_unread(scope, receive, send))
+            await error_response(error)(scope, receive, send)
             return
         try:
-            await self._api(scope, counted, send)
+            await self._api.infer(scope, counted, send)
         finally:
             self.leave(held)
 

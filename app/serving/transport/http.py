@@ -32,19 +32,27 @@ class HttpApi:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         receive, send = close_if_unread(scope, receive, send)
+        if error := self.refusal(scope):
+            await error_response(error)(scope, receive, send)
+        elif asks_inference(scope):
+            await self.infer(scope, receive, send)
+        else:
+            await self._others(scope, receive, send)
+
+    def refusal(self, scope: Scope) -> UnauthorizedError | None:
+        """Return the error of a request that lacks the token that its path asks for."""
         if scope["type"] == "http" and not is_open(scope["path"]):
             try:
                 self._endpoint.access.check(_authorization(scope))
             except UnauthorizedError as error:
-                await error_response(error)(scope, receive, send)
-                return
-        path = _inference(scope)
-        if path is None:
-            await self._others(scope, receive, send)
-        else:
-            await self._infer(path[1], path[2], scope, receive, send)
+                return error
+        return None
 
-    async def _infer(self, name: str, version: str | None, scope: Scope, receive: Receive, send: Send) -> None:
+    async def infer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request for inference that may ask for it."""
+        path = _inference(scope)
+        assert path is not None
+        name, version = path[1], path[2]
         try:
             headers = headers_of(scope)
             body = await read_body(headers, receive, largest_body(headers))
