@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pickle
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -69,9 +70,10 @@ def fit(
             last_reported_epoch=last_reported_epoch,
         )
         try:
-            answer = _trainer(recipe.train, run_folder, arguments, callbacks).fit().return_value
+            result = _trainer(recipe.train, run_folder, arguments, callbacks).fit()
         except ray.train.TrainingFailedError as error:
             raise TrainingError(f"training failed: {_cause(run_folder, error)}") from error
+    answer = pickle.loads(result.return_value)  # noqa: S301 # from our own worker
     if isinstance(answer, RayloomError):
         raise answer
     ending: Ending = answer
@@ -116,11 +118,16 @@ def resources_of(config: TrainConfig, workers: int) -> dict[str, float]:
     return {"CPU": config.cpus_per_worker * workers, **gpus}
 
 
-def train_worker(arguments: WorkerArguments) -> Ending | RayloomError:
-    """Train as one of Ray Train's workers; what is returned is the result's ``return_value``.
+def train_worker(arguments: WorkerArguments) -> bytes:
+    """Train as one of Ray Train's workers. Return an ``Ending``, pickled, as the result's ``return_value``.
 
-    Ray restarts the workers after an exception. An error that would recur is returned instead.
+    Ray restarts the workers after an exception. A RayloomError that would recur is returned instead. Ray Train's
+    controller, which passes this on, would import torch to unpickle it.
     """
+    return pickle.dumps(_train(arguments))
+
+
+def _train(arguments: WorkerArguments) -> Ending | RayloomError:
     ray_context.logger.setLevel(logging.WARNING)  # it prints the whole of each report, past LoggingConfig
     recipe = Recipe.model_validate_json(arguments["recipe"])
     run_folder = to_path(arguments["run_folder"])
