@@ -276,6 +276,34 @@ def test_what_is_large_is_left_to_asgi(server: Server, reference: Server) -> Non
     assert server.route.answered == before
 
 
+def test_what_is_pipelined_is_read_no_faster_than_it_is_answered(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, before, most, received = post(GOOD + b" " * 30_000), server.route.answered, 0, 0
+    plain = HotProtocol.data_received
+
+    def receive(self: HotProtocol, data: bytes) -> None:
+        nonlocal most, received
+        plain(self, data)
+        received += len(data)
+        most = max(most, received - (server.route.answered - before) * len(request))
+
+    monkeypatch.setattr(HotProtocol, "data_received", receive)
+    said = converse(server, [request * 150], 150)
+    assert len(said) == 150
+    assert set(said) == set(converse(server, [request], 1))
+    one_read = 256 * 2**10
+    assert one_read < most <= hot._MAX_BYTES + one_read + len(request)
+
+
+def test_a_long_head_behind_plain_requests_is_read_to_its_end(server: Server, reference: Server) -> None:
+    line = b"X: " + b"x" * 400_000
+    parts = [PLAIN["bytes"] * 50 + COLD[:-2] + line[:300_000], line[300_000:] + b"\r\n\r\n"]
+    said = converse(server, parts, 51, pause_s=0.1)
+    assert len(said) == 51
+    assert said == converse(reference, parts, 51, pause_s=0.1)
+
+
 def test_the_token_is_asked_for_and_a_new_one_at_once(storage: UPath) -> None:
     with serving() as server:
         for token, other in (("open sesame", "shut"), ("shut", "open sesame")):

@@ -219,6 +219,7 @@ class HotProtocol(HttpToolsProtocol):
             self.transport.close()
         self.on_response_complete()
         if self._kept:
+            self._keep(self._kept)
             self.loop.call_soon(self._go_on)
 
     def refuse(self, exchange: _Exchange, error: Exception) -> None:
@@ -238,7 +239,7 @@ class HotProtocol(HttpToolsProtocol):
             self._gather(data)
         elif read := self._route.read(head, data[end : end + head.num_bytes]):
             self._stop_gathering()
-            self._kept = data[end + head.num_bytes :]
+            self._keep(data[end + head.num_bytes :])
             self._begin(_Exchange(self, read[0], head), read[1])
         else:
             self._leave_to_uvicorn(data)
@@ -261,9 +262,10 @@ class HotProtocol(HttpToolsProtocol):
             self._take(self._kept)
 
     def _keep(self, data: bytes) -> None:
+        """Keep what came behind a request. Read no more while it is large; ``on_response_complete`` reads again."""
         self._kept = data
         if len(data) > _MAX_BYTES:
-            self.flow.pause_reading()  # on_response_complete resumes it
+            self.flow.pause_reading()
 
     def _gather(self, data: bytes) -> None:
         self._kept = data
@@ -281,6 +283,7 @@ class HotProtocol(HttpToolsProtocol):
 
     def _leave_to_uvicorn(self, data: bytes) -> None:
         self._stop_gathering()
+        self.flow.resume_reading()  # uvicorn pauses by itself, and would wait for the rest of a head
         super().data_received(data)
 
 
