@@ -44,6 +44,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._virtual.now_s
 
+    def pass_time(self, seconds: float) -> None:
+        """Keep the loop busy for so long."""
+        self._virtual.now_s += seconds
+
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
     """Run to the end in virtual time."""

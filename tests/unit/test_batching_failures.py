@@ -13,7 +13,7 @@ from app.serving.batching.batcher import Batcher
 from app.serving.batching.policy import BatchingPolicy
 from app.serving.batching.statistics import BatchingStatistics, ComputeDurations
 from app.tensors import Tensors
-from tests.virtual_engine import Answered, VirtualEngine, ask, row, run
+from tests.virtual_engine import Answered, VirtualEngine, VirtualLoop, ask, row, run
 
 
 async def _at_once(engine: VirtualEngine, values: list[float]) -> tuple[list[Answered], BatchingStatistics]:
@@ -179,6 +179,44 @@ def test_what_is_counted() -> None:
     assert counts_and_ns(counted.batches[2]) == [(2, 2e7), (2, 14e7), (2, 4e7)]
     assert counts_and_ns(counted.batches[4]) == [(1, 1e7), (1, 7e7), (1, 2e7)]
     assert counted.fail.count == 0
+
+
+class _Written:
+    """An answer that takes 1 s to write to its client."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+        self.outputs: Tensors | None = None
+
+    def done(self) -> bool:
+        return self.outputs is not None
+
+    def set_result(self, outputs: Tensors, /) -> None:
+        self._loop.pass_time(1.0)
+        self.outputs = outputs
+
+    def set_exception(self, error: Exception, /) -> None:
+        raise error
+
+
+def test_the_time_to_write_answers_is_not_counted() -> None:
+    async def scenario() -> BatchingStatistics:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        batcher, answers = engine.batcher(max_batch_size=4), [_Written(loop) for _ in range(4)]
+        for value, answer in enumerate(answers):
+            batcher.submit(row(value), 1, "x", answer)
+        await batcher.close()
+        assert [answer.outputs["twice"][0, 0] for answer in answers if answer.outputs] == [0, 2, 4, 6]
+        assert loop.time() == pytest.approx(4.1)
+        return batcher.statistics
+
+    engine = VirtualEngine(call_s=0.1, output_s=0.02)
+    counted = run(scenario())
+    assert counted.success.count == 4
+    assert counted.success.ns == pytest.approx(4e8, abs=10)
+    assert counts_and_ns(counted.compute)[2] == (4, 8e7)
+    assert counts_and_ns(counted.batches[4])[2] == (1, 2e7)
 
 
 def test_closing_answers_what_waits_and_takes_nothing_new() -> None:

@@ -11,7 +11,7 @@ from app.errors import OverloadError
 from app.serving.batching.alarm import Alarm
 from app.serving.batching.policy import BatchingPolicy
 from app.serving.batching.queue import Answer, Request
-from app.serving.batching.release import Batch, Hold, Part
+from app.serving.batching.release import Batch, Hold
 from app.serving.batching.rows import cut, rows_of, shape_of
 from app.serving.batching.scheduler import Scheduler
 from app.serving.batching.statistics import BatchingStatistics, ComputeTime, FailureReason
@@ -234,19 +234,22 @@ class Batcher:
         self._check_drained()
 
     def _give_out(self, batch: Batch, outputs: Tensors, outcome: Outcome) -> None:
-        """Give each request its own rows, and count all of them together."""
+        """Give each request its own rows, and count all of them together before they are written to clients."""
         began_s, start = self._clock(), 0
-        given: list[Request] = []
+        given: list[tuple[Request, Tensors | None]] = []
         for part in batch.parts:
             stop = start + part.rows
             if not part.request.answer.done():
                 rows = outputs if len(batch.parts) == 1 else cut(outputs, start, stop)
-                if self._give(part, rows, outcome.is_checked):
-                    given.append(part.request)
+                if self._passes(part.request, rows, outcome.is_checked):
+                    given.append((part.request, part.request.collect(part.start, part.rows, rows)))
             start = stop
         outcome.time.output_s += self._clock() - began_s
         self._statistics.batches[batch.rows].add(outcome.time)
-        self._count(given, outcome.time)
+        self._count([request for request, _ in given], outcome.time)
+        for request, answer in given:
+            if answer is not None and not request.answer.done():
+                request.answer.set_result(answer)
 
     def _count(self, given: Sequence[Request], time: ComputeTime) -> None:
         """Count those of the requests that have all of their rows from a call, which took ``time``."""
@@ -264,16 +267,14 @@ class Batcher:
         counted.inferences += sum([request.rows for request in complete])
         self._unanswered -= len(complete)
 
-    def _give(self, part: Part, outputs: Tensors, is_checked: bool) -> bool:
-        """Give a request some of its rows, and the answer with the last of them. Return whether they will do."""
+    def _passes(self, request: Request, outputs: Tensors, is_checked: bool) -> bool:
+        """Return whether some rows of a request pass the check; if not, refuse it."""
         try:
             if not is_checked:
                 self._check(outputs)
         except Exception as error:
-            self._fail(part.request, error, FailureReason.ENGINE)
+            self._fail(request, error, FailureReason.ENGINE)
             return False
-        if (answer := part.request.collect(part.start, part.rows, outputs)) is not None:
-            part.request.answer.set_result(answer)
         return True
 
     def _fail(self, request: Request, error: Exception, reason: FailureReason) -> None:
