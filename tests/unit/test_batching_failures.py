@@ -4,6 +4,7 @@ import asyncio
 import pickle
 import random
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ import pytest
 from app.errors import DeadlineError, EngineError, OverloadError
 from app.serving.batching.batcher import Batcher
 from app.serving.batching.policy import BatchingPolicy
+from app.serving.batching.release import Batch, Hold
 from app.serving.batching.statistics import BatchingStatistics, ComputeDurations
+from app.serving.batching.threads import EngineThreads, Outcome
 from app.tensors import Tensors
 from tests.virtual_engine import Answered, VirtualEngine, VirtualLoop, ask, row, run
 
@@ -250,6 +253,36 @@ def test_closing_an_idle_batcher_ends_its_threads() -> None:
     for thread in threads:
         thread.join(timeout=10)
         assert not thread.is_alive()
+
+
+class _Asked:
+    """Has no calls. It lets the first who asks wait, and everybody after it ask again in 50 ms."""
+
+    def __init__(self) -> None:
+        self.free, self.done = threading.Event(), threading.Event()
+        self.times_s: list[float] = []
+
+    def next(self) -> Hold:
+        assert self.free.wait(10)
+        self.times_s.append(time.monotonic())
+        if len(self.times_s) == 3:
+            self.done.set()
+        return Hold(time.monotonic() + 0.05)
+
+    def ended(self, batch: Batch, outcome: Outcome) -> None:
+        raise AssertionError(batch, outcome)
+
+
+def test_a_busy_thread_that_is_woken_many_times_asks_once() -> None:
+    calls = _Asked()
+    threads = EngineThreads(calls, dict, lambda _: None, slots=1)
+    for _ in range(1000):
+        threads.wake()
+    calls.free.set()
+    assert calls.done.wait(10)
+    threads.close()
+    _, second_s, third_s = calls.times_s[:3]
+    assert third_s - second_s > 0.04
 
 
 def test_each_slot_runs_in_a_thread_and_the_loop_goes_on() -> None:

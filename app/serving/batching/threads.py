@@ -105,7 +105,8 @@ class EngineThreads:
             Thread(target=self._run, name=f"engine-{slot}", daemon=True).start()
 
     def wake(self) -> None:
-        self._wakes.put(None)
+        if self._wakes.qsize() < self._slots:  # else each thread has a wake to take, and asks after it
+            self._wakes.put(None)
 
     def close(self) -> None:
         self._closed = True
