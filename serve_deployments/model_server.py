@@ -1,5 +1,6 @@
 """The model server: an endpoint in a replica of Ray Serve."""
 
+import asyncio
 import gc
 from typing import Any
 
@@ -44,17 +45,25 @@ class ModelServer(GrpcMethods):
         super().__init__(Endpoint(open_version=open_version))
         self._api = HttpApi(self._endpoint)
         self._direct = DirectInference(self._endpoint, self._api)
+        self._hot = HotRoute(self._direct)
+        self._sparing: asyncio.Task[None] | None = None
         self._metrics = BatchingMetrics(self._endpoint)
 
     def __serve_build_asgi_app__(self) -> HttpApi:
         """What Serve sends HTTP requests to; asked for before Serve listens."""
         answer_directly(self._direct)
-        listen_hot(HotRoute(self._direct))
+        listen_hot(self._hot)
         return self._api
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve what is wanted now; on an error, everything stays as it was."""
         await self._endpoint.update(EndpointConfig.model_validate(user_config))
+        self._hot.forget_replaced()
+        self._sparing = asyncio.create_task(self._spare_once_closed())
+
+    async def _spare_once_closed(self) -> None:
+        """Wait for models that were let go of, which may still answer: the collector would never free them."""
+        await self._endpoint.wait_closed()
         spare_what_is_loaded()
 
     async def check_health(self) -> None:

@@ -85,6 +85,10 @@ class Endpoint:
             self._models = {name: self._rollout(name, model) for name, model in config.models.items()}
             self._close(gone, besides=loaded)
 
+    async def wait_closed(self) -> None:
+        """Return when all that was let go of so far has ended, however it ended."""
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
     @property
     def metadata(self) -> ServerMetadata:
         """What this is."""

@@ -8,6 +8,7 @@ import random
 import re
 import socket
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from uvicorn.config import HTTP_PROTOCOLS
 from app.errors import DeadlineError, OverloadError
 from app.serving.access import Access
 from app.serving.batching.queue import Request
-from app.serving.config import DeployedModel, Share
+from app.serving.config import DeployedModel, EndpointConfig, Share
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.infer import InferRequest
 from app.serving.protocol.rest import JSON_LENGTH, read_infer
@@ -31,7 +32,7 @@ from app.serving.transport.direct import DirectInference
 from app.serving.transport.hot import HotProtocol, HotRoute, listen_hot
 from app.serving.transport.http import HttpApi
 from app.tensors import OUTPUT, Tensors
-from serve_deployments.model_server import spare_what_is_loaded
+from serve_deployments.model_server import ModelServer, spare_what_is_loaded
 from tests.engine_contract import exported, rows
 from tests.helpers import wait_until
 from tests.hostile import GOOD, HEADERS, REQUESTS
@@ -456,6 +457,33 @@ def test_the_garbage_collector_leaves_alone_what_a_replica_has_loaded() -> None:
         spare_what_is_loaded()
         assert gc.get_freeze_count() > 10_000
         assert gc.get_threshold() > thresholds
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)
+
+
+def test_a_replica_frees_the_model_that_it_lets_go_of(storage: UPath) -> None:
+    """Nothing frozen holds it, and nothing that was read for it, though no other request comes."""
+    thresholds = gc.get_threshold()
+
+    async def run() -> None:
+        server = ModelServer.func_or_class.__base__()  # type: ignore[attr-defined] # without what Serve adds
+        endpoint, route = server._endpoint, server._hot
+        await server.reconfigure(config(storage, 1).model_dump(mode="json"))
+        old = [weakref.ref(held) for held in (endpoint.find("toy"), endpoint.find("toy").batcher)]
+        lines, _, content = PLAIN["bytes"].partition(b"\r\n\r\n")
+        head = route.head(lines + b"\r\n\r\n")
+        assert head
+        assert route.read(head, content)
+        await server.reconfigure(config(storage, 2).model_dump(mode="json"))
+        async with asyncio.timeout(10):
+            while any(held() for held in old):
+                await asyncio.sleep(0.01)
+        await endpoint.update(EndpointConfig())
+        await endpoint.wait_closed()
+
+    try:
+        asyncio.run(run())
     finally:
         gc.unfreeze()
         gc.set_threshold(*thresholds)

@@ -47,10 +47,7 @@ class HotRoute:
 
     def head(self, data: bytes) -> Head | None:
         """Read a head, most often one that came before. Return None if the request is not plain, or not allowed."""
-        if self._config is not self._endpoint.config:  # other models, or another token
-            self._config = self._endpoint.config
-            self._heads.clear()
-            self._prepared.clear()
+        self.forget_replaced()
         known = self._heads.get(data)
         if known or len(data) > MAX_HEAD_BYTES or (head := Head.read(data)) is None:
             return known
@@ -62,6 +59,13 @@ class HotRoute:
             self._heads.clear()
         self._heads[data] = head
         return head
+
+    def forget_replaced(self) -> None:
+        """Drop what was read for other models, or with another token."""
+        if self._config is not self._endpoint.config:
+            self._config = self._endpoint.config
+            self._heads.clear()
+            self._prepared.clear()
 
     def read(self, head: Head, body: bytes) -> tuple[Prepared, Tensors] | None:
         """Read a body. Return None if something is wrong with the request, or more than one version answers it."""
