@@ -1,5 +1,6 @@
 """On what, with what and when something was measured; and the memory that it took."""
 
+import ctypes
 import gc
 import os
 import platform
@@ -15,6 +16,8 @@ import psutil
 from app.engines.architecture import cpu_flags, usable_cores
 
 _PROCESS = Path("/proc/self")
+_MMAP_THRESHOLD = -3
+"""From glibc's malloc.h."""
 _FEATURES = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")
 
 
@@ -52,7 +55,11 @@ def load_average() -> str:
 
 @contextmanager
 def peak_growth() -> Iterator[Callable[[], int]]:
-    """Measure the block inside. Yield a function that returns the peak growth of resident memory, in bytes."""
+    """Measure the block inside. Yield a function that returns the peak growth of resident memory, in bytes.
+
+    From here on, glibc returns blocks of at least 1 MiB once they are freed, so that they are not counted.
+    """
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**20)
     gc.collect()
     (_PROCESS / "clear_refs").write_text("5", encoding="ascii")  # resets the peak
     before = _kilobytes("VmRSS")

@@ -13,8 +13,6 @@ from benchmarks.training.memory import paper
 
 WORKERS = 2
 GIB = 2**30
-_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
-"""Makes glibc return freed memory. By default it keeps blocks of up to 32 MB, which are no part of ZeRO."""
 _HEADER = (
     "parameters", "plan", "formula, GiB", "peak of creation, GiB", "peak of two steps, GiB", "steps / formula",
 )  # fmt: skip
@@ -82,7 +80,7 @@ def _row(size: str, plan: str) -> tuple[str, ...]:
 
 
 def _measure(size: str, plan: str) -> Peak:
-    lines = torchrun(WORKERS, "benchmarks.training.peak_worker", size, plan, **_ENVIRONMENT).splitlines()
+    lines = torchrun(WORKERS, "benchmarks.training.peak_worker", size, plan).splitlines()
     (found,) = (json.loads(line.removeprefix("PEAK ")) for line in lines if line.startswith("PEAK "))
     return Peak(size, plan, *found)
 

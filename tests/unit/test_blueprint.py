@@ -233,7 +233,7 @@ def test_one_tensor_is_in_memory_at_a_time() -> None:
 
 
 def wide() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4)))
+    return nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(5)))
 
 
 def test_a_weights_folder_is_read_into_memory_once(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ray.train.torch import TorchTrainer
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from torch import nn
 from upath import UPath
 
@@ -186,12 +186,12 @@ def test_ray_is_asked_for_no_number_of_workers_that_cannot_share_out_the_batch(
 ) -> None:
     given = {}
 
-    def run(_: TorchTrainer, **arguments: Any) -> SimpleNamespace:
+    def run(_: DataParallelTrainer, **arguments: Any) -> SimpleNamespace:
         given.update(arguments)
-        return SimpleNamespace(error=None, return_value=None)
+        return SimpleNamespace(error=None, return_value=pickle.dumps(None))
 
     monkeypatch.setattr("ray.put", lambda _: None)
-    monkeypatch.setattr(TorchTrainer, "_initialize_and_run_controller", run)
+    monkeypatch.setattr(DataParallelTrainer, "_initialize_and_run_controller", run)
     fit(load_recipe(ROOT / "recipes/digits.yaml", ["train.workers=[5, 64]"]), UPath(tmp_path))
     policy = pickle.loads(pickle.dumps(given["scaling_policy"]))  # as Ray sends it to its controller
     scaling = policy.scaling_config
