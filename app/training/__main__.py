@@ -17,7 +17,7 @@ from app.training.resume import start_or_resume
 from app.training.run import finish_run, open_run, prepare_run
 from app.training.run_folder import DATA
 from app.training.session import train
-from app.training.worker import Worker, start_worker
+from app.training.worker import Worker, keep_freed_memory, start_worker
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         recipe = _load(arguments.recipe, arguments.overrides)
+        keep_freed_memory()
         worker = start_worker(recipe.train)
         if worker.is_first:
             result = execute(_start(worker, recipe), partial(_lead, worker))

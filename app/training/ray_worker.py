@@ -26,7 +26,7 @@ from app.training.ray_trainer import LightTrainer
 from app.training.records import Ending, EpochRecord
 from app.training.run_folder import DATA, FAILURE_FILE
 from app.training.session import train
-from app.training.worker import start_worker
+from app.training.worker import keep_freed_memory, start_worker
 
 _RESIZE_INTERVAL_S = 10.0
 
@@ -131,6 +131,7 @@ def _train(arguments: WorkerArguments) -> Ending | RayloomError:
     ray_context.logger.setLevel(logging.WARNING)  # it prints the whole of each report, past LoggingConfig
     recipe = Recipe.model_validate_json(arguments["recipe"])
     run_folder = to_path(arguments["run_folder"])
+    keep_freed_memory()
     worker = start_worker(recipe.train)
     try:
         require_shared(worker, run_folder, arguments["mark"])

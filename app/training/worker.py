@@ -120,7 +120,6 @@ def start_worker(config: TrainConfig) -> Worker:
     Raises:
         TrainingError: a GPU is asked for, and torch sees none.
     """
-    _keep_freed_memory()
     device, timeout = config.device, collective_timeout(config)
     if device == "gpu" and not torch.cuda.is_available():
         raise TrainingError("train.device is gpu, and torch sees none here: set it to cpu, or check the driver")
@@ -146,10 +145,11 @@ def start_worker(config: TrainConfig) -> Worker:
     return Worker(dist.get_rank(), dist.get_world_size(), place)
 
 
-def _keep_freed_memory() -> None:
-    """Have glibc keep what this process frees. With a C library other than glibc, do nothing.
+def keep_freed_memory() -> None:
+    """Have glibc keep what a process that trains once frees. With a C library other than glibc, do nothing.
 
     By default it returns much of it to the system, and each step takes the same memory anew, page by page.
+    A process that trains many times would grow from one training to the next.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
