@@ -3,6 +3,7 @@
 A fork runs a command as a new interpreter would, with its own arguments, environment, folder and output.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -82,7 +83,10 @@ def run_ranks(processes: int, work: Callable[..., T], *arguments: Any) -> T:
         rdzv_endpoint=f"{_HERE}:0",
         local_addr=_HERE,
         start_method="fork",
+        max_restarts=0,  # as torchrun
+        shutdown_timeout=5,  # a rank that hangs does not end
     )
+    gc.freeze()  # else each collection in a rank would visit, and so copy, all that this process has imported
     first: T = elastic_launch(config, work)(*arguments)[0]
     return first
 
@@ -169,6 +173,7 @@ def main() -> None:
         warnings.simplefilter("ignore")
         for module in sys.argv[2:]:
             importlib.import_module(module)
+    gc.freeze()  # see run_ranks
     if command := _next_command(requests):
         command.run()
 

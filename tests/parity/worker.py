@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 
+import cpuinfo  # type: ignore[import-untyped]
 import numpy as np
 import torch
 from torch.nn import functional
@@ -175,10 +176,21 @@ def launch(make: Callable[[Row, UPath], Losses], folder: str, wanted: dict[int, 
     return {processes: run_ranks(processes, work, make, folder, names) for processes, names in wanted.items()}
 
 
+def _prepare_forks() -> None:
+    """Do once what every rank would otherwise repeat: import the models' modules, and identify the processor.
+
+    DeepSpeed identifies it whenever an optimizer is offloaded. That takes more than a second, in another process.
+    """
+    for model in MODELS:
+        build(model)
+    cpuinfo.get_cpu_info = partial(dict, cpuinfo.get_cpu_info())
+
+
 def main() -> None:
     warnings.filterwarnings("ignore")
     os.environ["DS_ACCELERATOR"] = "cpu"
     import_deepspeed()
+    _prepare_forks()
     folder, selected = sys.argv[1], SELECTIONS[sys.argv[2]]
     found = {"compare": launch(compare, folder, selected.compared), "go on": launch(go_on, folder, selected.goes_on)}
     print("LOSSES " + json.dumps(found), flush=True)
