@@ -22,7 +22,7 @@ from upath import UPath
 from app.cluster.state import ClusterState
 from app.training.checkpoints.store import CheckpointStore
 from app.training.run_folder import CHECKPOINTS
-from tests.helpers import BIN, ROOT, folder_of, records_of, result_of, run, wait_until
+from tests.helpers import BIN, ROOT, folder_of, records_of, result_of, run, train_alone, wait_until
 
 MARK = "RAYLOOM_TEST"
 """The environment variable that every process of a launch inherits."""
@@ -188,10 +188,8 @@ class Trained:
 
         Its workers have one thread, like all workers of the tests: the number of threads changes how sums are split.
         """
-        launch = Launch(folder)
-        arguments = ["-m", "app.training", "recipes/digits.yaml", *INTERRUPTED, f"storage={folder / 'storage'}"]
-        trained = cls.of(launch.torchrun(*arguments).result())
-        launch.check()
+        alone = [f"storage={folder / 'storage'}", "model.args.pause_s=0"]
+        trained = cls.of(train_alone(*INTERRUPTED, *alone, processes=2))
         assert [each["step"] for each in trained.records if "loss" in each] == list(range(1, STEPS + 1))
         return trained
 

@@ -3,18 +3,20 @@
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import records_of, run, wait_until, write_sums
+from tests.helpers import in_fork, records_of, run, wait_until, write_sums
 from tests.launch import Launch, newest_step
 from tests.tables import Faults
 
 pytestmark = pytest.mark.faults
 TIMEOUT_S = 10.0
 KEYS = ["train.epochs=9", "train.early_stopping=null", f"train.hang_timeout_s={TIMEOUT_S}"]
-RUN = ["-m", "app.training", "recipes/digits.yaml", *KEYS]
+RUN = ["recipes/digits.yaml", *KEYS]
 
 
 def failure_of(storage: Path) -> str:
@@ -25,36 +27,38 @@ def failure_of(storage: Path) -> str:
 
 
 def test_a_stage_that_sleeps_is_named_and_so_is_what_all_wait_in_after_one_has_skipped_an_exchange(
-    launch: Launch, tmp_path: Path, faults: Faults
+    tmp_path: Path, faults: Faults
 ) -> None:
-    elsewhere = tmp_path / "elsewhere"
+    elsewhere, pool = tmp_path / "elsewhere", ThreadPoolExecutor(2)
+    train = partial(pool.submit, in_fork, "app.training", processes=2, timeout=300)
     with faults(
         "T10", "torchrun: a pipeline's stage sleeps in its step", f"error in {TIMEOUT_S + 10:g} s, names the rank"
     ) as fault:
         once = tmp_path / "once"
-        run = launch.torchrun(
-            *("-m", "app.training", "recipes/stdlib_gpt.yaml", *KEYS),
+        run = train(
+            *("recipes/stdlib_gpt.yaml", *KEYS),
             *(f"data.source={write_sums(tmp_path / 'corpus')}", "data.tokenizer={kind: bytes}"),
             *("data.block_length=32", "train.plan={pipeline: 2}", "model.factory=tests.faults.models:hanging_gpt"),
             f"model.args={{rank: 1, call: 30, once: {once}}}",
         )
-        wait_until(lambda: once.exists() or run.process.poll() is not None, timeout_s=300)
-        skipping = launch.torchrun(
+        wait_until(lambda: once.exists() or run.done(), timeout_s=300)
+        skipping = train(
             *RUN,
             f"storage={elsewhere}",
             "model.factory=tests.faults.models:SkippingCnn",
             "model.args={width: 32, rank: 1, call: 30}",
         )
-        assert run.ends() != 0, run.output
+        done = run.result()
+        assert done.returncode != 0, done.stdout
         seconds = time.time() - once.stat().st_mtime
         fault.saw(f"{failure_of(tmp_path / 'storage')}; ended after {seconds:.1f} s")
         expected = f"no progress for {TIMEOUT_S:g} s: rank 1 does not come out of the pipeline's step; the others wait"
         assert failure_of(tmp_path / "storage") == expected
-        assert "in trouble" in run.output, "its stack is shown"
+        assert "in trouble" in done.stderr, "its stack is shown"
         assert seconds <= TIMEOUT_S + 10
         assert newest_step(tmp_path / "storage") > 0
     with faults("T10", "torchrun: a rank skips an all-reduce", f"error in {TIMEOUT_S + 10:g} s, says where") as fault:
-        assert skipping.ends() != 0
+        assert skipping.result().returncode != 0
         (folder,) = elsewhere.glob("runs/train/*")
         seconds = (folder / "failure.txt").stat().st_mtime - (folder / "metrics.jsonl").stat().st_mtime
         fault.saw(f"{failure_of(elsewhere)}; after {seconds:.1f} s")
@@ -68,9 +72,8 @@ def test_a_slow_rank_is_named_and_a_first_rank_that_is_frozen_ends_the_run(
     launch: Launch, tmp_path: Path, faults: Faults
 ) -> None:
     storage = tmp_path / "storage"
-    run = launch.torchrun(
-        *RUN, "model.factory=tests.faults.models:SlowCnn", "model.args={width: 32, rank: 1, extra_s: 0.5}"
-    )
+    slow = ["model.factory=tests.faults.models:SlowCnn", "model.args={width: 32, rank: 1, extra_s: 0.5}"]
+    run = launch.torchrun("-m", "app.training", *RUN, *slow)
     with faults("T11", "torchrun: 0.5 s more a step", "named within 20 steps, not killed") as fault:
         run.says("warning: rank 1 is slow")
         (folder,) = storage.glob("runs/train/*")

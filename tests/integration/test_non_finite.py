@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from app.config import load_recipe
 from app.tasks import prepare
 from app.training.data.batches import train_batches
 from tests.faults.models import fingerprints
-from tests.helpers import records_of, steps_of
-from tests.launch import Launch, Launched, newest_step, tensors_of
+from tests.helpers import in_fork, records_of, result_of, steps_of
+from tests.launch import newest_step, tensors_of
 from tests.receiver import HttpReceiver
 from tests.tables import Faults
 
@@ -39,9 +40,13 @@ def poison() -> str:
     return fingerprints(torch.from_numpy(pictures.batch([chosen]).inputs["pixel_values"]))[0]
 
 
-def start(launch: Launch, model: str, poison: str, *overrides: str) -> Launched:
+def train(model: str, poison: str, *overrides: str) -> tuple[dict[str, Any], str]:
+    """Train on two ranks. Return the result and what was printed."""
     poisoned = [f"model.factory=tests.faults.models:{model}", f"model.args.poison=['{poison}']"]
-    return launch.torchrun("-m", "app.training", RECIPE, *RUN, *poisoned, *overrides)
+    done = in_fork("app.training", RECIPE, *RUN, *poisoned, *overrides, processes=2)
+    result = result_of(done.stdout)
+    assert (done.returncode == 0) is (result["status"] != "failed"), done.stdout + done.stderr
+    return result, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -52,7 +57,6 @@ def start(launch: Launch, model: str, poison: str, *overrides: str) -> Launched:
     ],
 )
 def test_a_step_that_is_not_finite_stops_the_run_tells_and_can_be_left_out(
-    launch: Launch,
     tmp_path: Path,
     http: Callable[..., HttpReceiver],
     poison: str,
@@ -65,9 +69,8 @@ def test_a_step_that_is_not_finite_stops_the_run_tells_and_can_be_left_out(
     rule = {"when": f"{metric} is not finite", "do": ["notify"]}
     alerts = [f"alerts={json.dumps([rule])}", f"notify.webhook={json.dumps({'url': receiver.url})}"]
     with faults("T9", f"torchrun: {model}: {whose.rstrip(',')}", "all ranks stop; told; nothing of it kept") as fault:
-        stopped = start(launch, model, poison, *alerts)
-        assert stopped.ends() != 0
-        error = stopped.result()["error"]
+        stopped, _ = train(model, poison, *alerts)
+        error = stopped["error"]
         assert f"step {NUMBER + 1}: {whose} is not finite (epoch 1, batch {NUMBER})" in error
         (folder,) = storage.glob("runs/train/*")
         assert newest_step(storage) == NUMBER // 4 * 4
@@ -80,36 +83,34 @@ def test_a_step_that_is_not_finite_stops_the_run_tells_and_can_be_left_out(
             assert all(tensor.double().isfinite().all() for tensor in tensors_of(checkpoint).values())
         fault.saw(error.partition("(")[0].strip())
     with faults("T9", f"the same, {model}, rollback", "goes on without the batch, in each epoch; told") as fault:
-        done = start(launch, model, poison, *alerts, "train.non_finite=rollback")
-        result = done.result()
-        assert result["status"] == "succeeded", done.output
+        result, printed = train(model, poison, *alerts, "train.non_finite=rollback")
+        assert result["status"] == "succeeded", printed
         assert result["metrics"]["steps"] == EPOCHS * (STEPS - 1)
         assert [each["step"] for each in steps_of(folder)] == list(range(1, 1 + 2 * (STEPS - 1)))
         for epoch in records_of(folder):
             losses = [each["loss"] for each in steps_of(folder) if each["epoch"] == epoch["epoch"]]
             assert "loss" in epoch or epoch["train_loss"] == pytest.approx(sum(losses) / len(losses))
-        fault.saw(f"{done.output.count('without this batch')} batches left out")
-        assert done.output.count("without this batch") == EPOCHS
+        fault.saw(f"{printed.count('without this batch')} batches left out")
+        assert printed.count("without this batch") == EPOCHS
         assert len(receiver.requests) == 1 + EPOCHS
 
 
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_seen_where_its_gradient_is_and_the_fourth_batch_ends_the_run(
-    launch: Launch, poison: str, faults: Faults
+    poison: str, faults: Faults
 ) -> None:
     endless = ["train.non_finite=rollback", "train.epochs=9"]
     with faults("T9", "torchrun: an infinite loss, a finite gradient, rollback", "seen before it is kept") as fault:
-        stopped = start(launch, "InfiniteCnn", poison, *endless, "alerts=[{when: step above 35, do: [stop]}]")
-        assert stopped.result()["status"] == "stopped"
-        fault.saw(f"{stopped.output.count('without this batch')} batches left out")
-        assert stopped.output.count("without this batch") == 2
+        stopped, printed = train("InfiniteCnn", poison, *endless, "alerts=[{when: step above 35, do: [stop]}]")
+        assert stopped["status"] == "stopped"
+        fault.saw(f"{printed.count('without this batch')} batches left out")
+        assert printed.count("without this batch") == 2
         words = f"warning: step {NUMBER + 1}: the loss of rank 1 is not finite (epoch 1, batch {NUMBER})"
-        assert words in stopped.output
+        assert words in printed
     with faults("T9", "the same, stopped and gone on with", "the fourth batch ends the run") as fault:
-        failed = start(launch, "InfiniteCnn", poison, *endless)
-        assert failed.ends() != 0
-        assert failed.output.count("without this batch") == 1
-        error = failed.result()["error"]
+        failed, printed = train("InfiniteCnn", poison, *endless)
+        assert printed.count("without this batch") == 1
+        error = failed["error"]
         assert "is not finite (epoch 4, batch" in error
         assert error.endswith("; 3 were left out, no run leaves out more")
         fault.saw(error.partition("(")[0].strip())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import records_of, wait_until
+from tests.helpers import records_of, train_alone, wait_until
 from tests.launch import (
     EVERY_STEPS,
     HANG_TIMEOUT_S,
@@ -86,7 +86,7 @@ class Interrupted:
         """Let it come to its end."""
         stopped_at = newest_step(self.storage)
         with self._faults("T1", f"torchrun: {after} on one run", "ends with the same bits") as fault:
-            result = self._launch.torchrun("-m", "app.training", "recipes/digits.yaml", *INTERRUPTED).result()
+            result = train_alone(*INTERRUPTED, processes=2)
             assert result["metrics"]["resumed_from_step"] == stopped_at
             assert Trained.of(result) == uninterrupted
             fault.saw(f"weights, losses and all {len(uninterrupted.state)} tensors of the last checkpoint are the same")
