@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.helpers import in_fork, write_sums
 
 
+@pytest.mark.slow
 def test_the_gpu_benchmark_prints_a_row_for_each_recipe(tmp_path: Path) -> None:
     source = f"data.source={write_sums(tmp_path / 'corpus')}"
     small = (source, "train.device=cpu", "train.torch_compile=false", "model.args={layers: 1, width: 32, heads: 2}",

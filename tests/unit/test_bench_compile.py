@@ -75,6 +75,7 @@ def test_a_start_is_judged_with_its_imports_and_a_warm_cache() -> None:
     assert _goal(found, "minilm: seconds").verdict == "reached"
 
 
+@pytest.mark.slow
 def test_a_small_encoder_runs_through_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(PYTORCH_ENGINES, COMPILED)  # a compiler takes longer than all the rest
     model = Model(goals.ENCODER, "recipes/reviews.yaml", _small_encoder, lengths=(16,))
