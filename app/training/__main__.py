@@ -5,8 +5,6 @@ import os
 import sys
 from functools import partial
 
-import torch
-
 from app.config import Recipe, load_recipe
 from app.errors import RayloomError, UnsharedStorageError
 from app.runs import Outcome, Run, execute
@@ -17,7 +15,7 @@ from app.training.resume import start_or_resume
 from app.training.run import finish_run, open_run, prepare_run
 from app.training.run_folder import DATA
 from app.training.session import train
-from app.training.worker import Worker, keep_freed_memory, start_worker
+from app.training.worker import Worker, keep_freed_memory, leave_process_group, start_worker
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,8 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        leave_process_group()
     return 0
 
 

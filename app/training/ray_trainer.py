@@ -114,7 +114,6 @@ def _set_environment(address: str, port: int) -> None:
 
 
 def _leave_process_group() -> None:
-    import torch.distributed as dist  # which the worker has imported
+    from app.training.worker import leave_process_group  # which the worker has imported
 
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_process_group()

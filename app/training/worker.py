@@ -1,6 +1,7 @@
 """One process of a training run, among the others."""
 
 import ctypes
+import gc
 import os
 import random
 import warnings
@@ -143,6 +144,21 @@ def start_worker(config: TrainConfig) -> Worker:
         setattr(distributed_c10d, name, timeout)
     place = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
     return Worker(dist.get_rank(), dist.get_world_size(), place)
+
+
+def leave_process_group() -> None:
+    """Leave all process groups, if this process is in any, and end their threads.
+
+    A process aborts if gloo's thread frees a tensor while Python exits (github.com/pytorch/pytorch/issues/190489).
+    The threads end with the last reference to their group, and only DeepSpeed drops its own. An engine of ZeRO 3 leaks
+    some, so there the threads remain.
+    """
+    if dist.is_initialized():
+        import deepspeed.comm
+
+        if deepspeed.comm.is_initialized():
+            deepspeed.comm.destroy_process_group()
+            gc.collect()
 
 
 def keep_freed_memory() -> None:

@@ -22,7 +22,7 @@ from app.telemetry.peak import peak_flops
 from app.training.activity import Activity
 from app.training.data.micro_batch import MicroBatch
 from app.training.engine import TrainingEngine, create_engine
-from app.training.worker import Worker, start_worker
+from app.training.worker import Worker, leave_process_group, start_worker
 
 GOAL_MFU = 0.5
 _HEADER = ("model", "parameters", "step", "tokens/s", "MFU", "peak memory")
@@ -74,7 +74,7 @@ def main() -> None:
             _print_row(reached.cells)
     if worker.is_first:
         print(f"goal: MFU {GOAL_MFU} or more on one H100-class GPU", flush=True)
-    torch.distributed.destroy_process_group()
+    leave_process_group()
 
 
 def measure(recipe: Recipe, worker: Worker, warm_up: int, steps: int) -> Reached:

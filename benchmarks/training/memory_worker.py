@@ -19,7 +19,7 @@ from app.config import TrainConfig
 from app.models.blueprint import Blueprint
 from app.models.gpt import GPT
 from app.training.engine import create_engine
-from app.training.worker import Worker, start_worker
+from app.training.worker import Worker, leave_process_group, start_worker
 
 _VOCABULARY, _LENGTH, _SAMPLES = 2048, 16, 2
 
@@ -33,7 +33,7 @@ def main() -> None:
             torch.distributed.all_reduce(held, torch.distributed.ReduceOp.MAX)
             if worker.is_first:
                 print("HELD", json.dumps([stage, accumulation, *held.tolist()]), flush=True)
-    torch.distributed.destroy_process_group()
+    leave_process_group()
 
 
 def _measure(worker: Worker, stage: int, accumulation: int) -> list[int]:

@@ -18,7 +18,7 @@ from app.models.gpt import GPT
 from app.training.activity import Activity
 from app.training.data.micro_batch import MicroBatch
 from app.training.engine import TrainingEngine, create_engine
-from app.training.worker import start_worker
+from app.training.worker import leave_process_group, start_worker
 from benchmarks.machine import peak_growth
 from benchmarks.training.peak import PLANS, SIZES
 
@@ -49,7 +49,7 @@ def main() -> None:
     torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
     if worker.is_first:
         print("PEAK", json.dumps([num_parameters, *found.tolist()]), flush=True)
-    torch.distributed.destroy_process_group()
+    leave_process_group()
 
 
 def _create(blueprint: Blueprint, config: TrainConfig, workers: int) -> TrainingEngine:

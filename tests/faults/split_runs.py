@@ -14,7 +14,7 @@ from upath import UPath
 from app.config import Recipe, TrainConfig, load_recipe
 from app.tasks import prepare
 from app.training.session import train
-from app.training.worker import start_worker
+from app.training.worker import leave_process_group, start_worker
 
 STEPS = 20
 PLANS = {  # pipelines last: DeepSpeed remembers their grid for the rest of the process
@@ -56,7 +56,7 @@ def main() -> None:
             for split, stops in SPLITS.items():
                 for stop in [*stops, None]:
                     go(plan, split, stop)
-    torch.distributed.destroy_process_group()
+    leave_process_group()
 
 
 if __name__ == "__main__":

@@ -11,10 +11,13 @@ from tests.helpers import ROOT, losses, result_of, train_alone
 UNUSED = {"boto3", "httpx", "optuna", "ray", "torch._dynamo", "torch._inductor", "transformers"}
 TRAIN = """
 import resource, sys
+from pathlib import Path
 from app.training.__main__ import main
 assert main(sys.argv[2:]) == 0
 imported = {*sys.argv[1].split()} & {*sys.modules}
 assert not imported, imported
+threads = {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
+assert "pt_gloo_runloop" not in threads or "train.plan.zero_stage=3" in sys.argv, threads
 
 import torch
 def pages_taken_by(blocks, size):
@@ -29,7 +32,7 @@ assert taken < 1000, f"{taken} pages were returned to the system"
 
 
 @pytest.mark.parametrize(("stage", "optimizer"), [(3, "adamw"), (0, "sgd")])
-def test_training_imports_what_it_uses_and_keeps_the_memory_that_it_frees(
+def test_training_imports_what_it_uses_keeps_freed_memory_and_leaves_no_thread(
     stage: int, optimizer: str, tmp_path: Path
 ) -> None:
     plan = [f"train.plan.zero_stage={stage}", f"train.optimizer.name={optimizer}"]

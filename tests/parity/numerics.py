@@ -40,7 +40,7 @@ from app.training.data.batches import Shard, micro_batches
 from app.training.data.micro_batch import MicroBatch
 from app.training.engine import create_engine
 from app.training.session import train
-from app.training.worker import import_deepspeed, start_worker
+from app.training.worker import import_deepspeed, leave_process_group, start_worker
 from benchmarks.machine import peak_growth
 from tests.parity.plans import FACTS, LENGTH, MODELS
 
@@ -285,7 +285,7 @@ def work(rank: int, size: int, folder: Path, find: Callable[[Path], dict[str, Fo
     if rank == 0:
         (folder / f"{find.__name__}.json").write_text(json.dumps(found), encoding="utf-8")
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    leave_process_group()
 
 
 def main() -> None:

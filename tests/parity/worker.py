@@ -30,7 +30,7 @@ from app.training.data.micro_batch import MicroBatch
 from app.training.engine import TrainingEngine, create_engine
 from app.training.engine.objective import Totals
 from app.training.engine.schedule import lr_factor
-from app.training.worker import import_deepspeed, start_worker
+from app.training.worker import import_deepspeed, leave_process_group, start_worker
 from tests.forks import run_ranks
 from tests.parity.plans import (
     BATCH,
@@ -164,7 +164,7 @@ def work(make: Callable[[Row, UPath], Losses], folder: str, wanted: list[str]) -
     rows = rows_of(torch.distributed.get_world_size())
     found = {name: make(row, UPath(folder)) for name, row in rows.items() if name in wanted}
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    leave_process_group()
     return found
 
 
