@@ -86,6 +86,7 @@ def write_without_end(rank: int, meeting_point: Path, store: CheckpointStore, st
     """Begins with the step of the newest, which is kept again."""
     dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=RANKS)
     writer = CheckpointWriter(store, CheckpointConfig(num_to_keep=2))
+    dist.barrier()  # a rank that still connects would wait half an hour for one that is killed
     while True:
         writer.save(partial(snapshot, rank, step), best=None)
         step += 1
@@ -133,7 +134,7 @@ def kill(folder: Path, number: int, store: CheckpointStore, moment: str) -> Kill
     pids = [fork(rank, folder / f"meeting_{number}", store, step, moment) for rank in range(RANKS)]
     victims = [0]
     if moment not in MOMENTS:
-        wait_until(lambda: begun(store) > before)
+        wait_until(lambda: begun(store) - before)  # older ones may be removed meanwhile
         time.sleep(random.uniform(0.0, 0.5))
         victims = random.choice([[0], [1], [0, 1]])
         committed = store.committed()
