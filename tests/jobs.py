@@ -1,5 +1,6 @@
 """Run jobs with a driver attached to a cluster, which avoids the startup time of ``ray job submit``."""
 
+import subprocess
 from functools import cache
 from typing import Any
 
@@ -17,10 +18,32 @@ def run_job(cluster: dict[str, str], job: str, *arguments: str, succeeds: bool =
 
 def shown_by_job(cluster: dict[str, str], job: str, *arguments: str, succeeds: bool = True) -> str:
     """Run a job as ``run_job`` does, and return its standard output."""
-    drivers, environment = _drivers(cluster["RAYLOOM_HOME"])
-    done = drivers.run(Command(f"jobs.{job}", list(arguments), environment), timeout_s=500)
+    done = _driven(cluster, f"jobs.{job}", *arguments)
     assert (done.returncode == 0) is succeeds, done.stdout + done.stderr
     return done.stdout
+
+
+def serve_nothing(cluster: dict[str, str]) -> None:
+    """Delete the endpoint of a running cluster. Serve runs on: its REST API would end it, and the next job start it."""
+    done = _driven(cluster, "tests.jobs:delete_endpoint")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def delete_endpoint() -> None:
+    """Delete the endpoint of the cluster that this process's environment names."""
+    from ray import serve  # which takes seconds to load
+
+    from jobs._cluster import connect
+    from jobs._endpoint import APPLICATION
+
+    connect()
+    serve.delete(APPLICATION)
+
+
+def _driven(cluster: dict[str, str], module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a module in a fork with the environment of a submitted job."""
+    drivers, environment = _drivers(cluster["RAYLOOM_HOME"])
+    return drivers.run(Command(module, list(arguments), environment), timeout_s=500)
 
 
 @cache

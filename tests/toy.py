@@ -3,11 +3,9 @@
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import httpx
 import numpy as np
 import onnx
 import torch
@@ -24,7 +22,7 @@ from app.serving.batching.policy import BatchingPolicy
 from app.serving.config import DeployedModel, EndpointConfig, VersionConfig
 from app.tensors import OUTPUT, Tensor, Tensors
 from tests.engine_contract import PROCESSOR, SIGNATURE, encoder, exported
-from tests.jobs import run_job
+from tests.jobs import run_job, serve_nothing
 from tests.publishing import CARD
 
 LABELS = ["bad", "neither", "good"]
@@ -131,17 +129,6 @@ def deployed(cluster: dict[str, str], version: int, *overrides: str) -> Iterator
     """Serve a version in a cluster that serves nothing else, until the end; the artifacts of the job."""
     yield deploy(cluster, version, *overrides)
     serve_nothing(cluster)
-
-
-def serve_nothing(cluster: dict[str, str]) -> None:
-    """End the endpoint of a running cluster; Serve runs on."""
-    token = Path(cluster["RAY_AUTH_TOKEN_PATH"]).read_text(encoding="utf-8").strip()
-    answer = httpx.delete(
-        f"{cluster['RAY_API_SERVER_ADDRESS']}/api/serve/applications/",
-        headers={"Authorization": f"Bearer {token}"},
-        timeout=60,
-    )
-    assert answer.status_code == 200, answer.text
 
 
 def deploy(cluster: dict[str, str], version: int, *overrides: str) -> dict[str, Any]:

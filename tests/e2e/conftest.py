@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.toy import serve_nothing
+from tests.jobs import serve_nothing
 
 
 @pytest.fixture
