@@ -3,6 +3,7 @@
 import ssl
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -13,25 +14,47 @@ import trustme
 from tritonclient.utils import InferenceServerException
 from upath import UPath
 
-from app.cluster import ports
 from app.tensors import OUTPUT
 from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, exported, rows
-from tests.helpers import local_cluster, run, submit
+from tests.helpers import CLUSTER, local_cluster, run
+from tests.jobs import run_job
 from tests.toy import LABELS, asked, expected, publish_version
+
+
+@contextmanager
+def own_proxy() -> Iterator[dict[str, str]]:
+    """A cluster with Serve's own proxy, beside the one of the other tests."""
+    with (
+        tempfile.TemporaryDirectory(prefix="rayloom-test-") as home,
+        local_cluster(Path(home), RAY_SERVE_ENABLE_HA_PROXY="0") as environment,
+    ):
+        yield environment
+
+
+@contextmanager
+def haproxy(cluster: dict[str, str]) -> Iterator[dict[str, str]]:
+    """The cluster of the other tests. Serve starts anew, because an endpoint without TLS is refused TLS."""
+    end_serve(cluster)
+    yield cluster
+    end_serve(cluster)
+
+
+def end_serve(cluster: dict[str, str]) -> None:
+    """End Serve and its applications."""
+    token = Path(cluster["RAY_AUTH_TOKEN_PATH"]).read_text(encoding="utf-8").strip()
+    applications = f"{cluster['RAY_API_SERVER_ADDRESS']}/api/serve/applications/"
+    httpx.delete(applications, headers={"Authorization": f"Bearer {token}"}, timeout=60).raise_for_status()
 
 
 @pytest.fixture(
     params=[
-        pytest.param("1", id="HAProxy"),
-        pytest.param("0", id="Serve's own proxy", marks=pytest.mark.slow),
+        pytest.param("HAProxy", marks=pytest.mark.xdist_group(CLUSTER)),
+        pytest.param("Serve's own proxy", marks=pytest.mark.slow),
     ]
 )
 def proxied(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
-    """A cluster with this ingress, beside the one of the other tests."""
-    with (
-        tempfile.TemporaryDirectory(prefix="rayloom-test-") as home,
-        local_cluster(Path(home), RAY_SERVE_ENABLE_HA_PROXY=request.param) as environment,
-    ):
+    """A cluster with this ingress."""
+    with haproxy(request.getfixturevalue("cluster")) if request.param == "HAProxy" else own_proxy() as environment:
         yield environment
 
 
@@ -39,7 +62,6 @@ def test_clients_of_every_protocol_see_the_given_certificate(proxied: dict[str, 
     authority, certificate = trustme.CA(), tmp_path / "certificate.pem"
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     publish_version(UPath(proxied["RAYLOOM_STORAGE"]), "secret", exported(), SIGNATURE, PROCESSOR, LABELS)
-    http, grpc = ports.unused(2)  # the cluster of the other tests may serve on the default ports
 
     def deploy() -> dict[str, str]:
         """With a new certificate."""
@@ -47,9 +69,8 @@ def test_clients_of_every_protocol_see_the_given_certificate(proxied: dict[str, 
         issued.cert_chain_pems[0].write_to_path(certificate)
         issued.private_key_pem.write_to_path(tmp_path / "key.pem")
         tls = f"serve.tls={{certificate: {certificate}, key: {tmp_path}/key.pem}}"
-        listen = [f"serve.port={http}", f"serve.grpc_port={grpc}"]
-        recipe = ["recipes/reviews.yaml", "name=secret", "serve.version=1", "serve.auth=token", tls, *listen]
-        artifacts: dict[str, str] = submit(proxied, "deploy", *recipe)["artifacts"]
+        recipe = ["recipes/reviews.yaml", "name=secret", "serve.version=1", "serve.auth=token", tls]
+        artifacts: dict[str, str] = run_job(proxied, "deploy", *recipe)["artifacts"]
         return artifacts
 
     deployed = deploy()
@@ -64,7 +85,7 @@ def test_clients_of_every_protocol_see_the_given_certificate(proxied: dict[str, 
     assert answered.returncode == 0, answered.stderr
     assert any(label in answered.stdout for label in LABELS)
 
-    if proxied["RAY_SERVE_ENABLE_HA_PROXY"] == "0":
+    if proxied.get("RAY_SERVE_ENABLE_HA_PROXY") == "0":
         return  # Serve's own proxy has no TLS for gRPC, and reads the files once
     client = tritonclient.grpc.InferenceServerClient(
         deployed["grpc"], ssl=True, root_certificates=str(tmp_path / "ca.pem")
