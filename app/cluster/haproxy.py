@@ -81,7 +81,9 @@ def prepare(folder: Path, metrics: int, stats: int, fallback_http: int, fallback
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": MIDDLEWARE,
         "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(LIMITS.body_bytes),  # as a body over HTTP
         # How long a replica that is replaced still answers: long enough for HAProxy beside it to have heard of it.
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": os.environ.get(
+            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "5"
+        ),
         # Ray 2.60 lets two replicas listen on one port for gRPC, where two clusters share a machine.
         "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(replicas[0]),
         "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(replicas[-1]),

@@ -12,4 +12,5 @@ def forked_workers(home: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(folders),
         "RAYLOOM_TEST_WORKERS": str(home / "workers"),
         "RAY_worker_niceness": "0",  # tests wait for the workers, which must not yield to other tests
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # each change of the endpoint waits for it
     }
