@@ -20,6 +20,8 @@ _STATE_FILE = FOLDER / "cluster.json"
 MARK = "RAYLOOM_CLUSTER"
 """The environment variable that every process of a cluster inherits; its value is the cluster's id."""
 
+GCS = "gcs_server"
+"""The name of the process that holds Ray's control store."""
 SUPERVISOR = "app.cluster.supervisor"
 """The module that the cluster's supervisor runs."""
 
@@ -76,6 +78,10 @@ class ClusterState(BaseModel):
         """The process that watches over the others: one, or none if it has ended."""
         return [process for process in self.processes() if _runs(process, SUPERVISOR)]
 
+    def clients(self) -> list[psutil.Process]:
+        """Every process but Ray's control store, the GCS."""
+        return [process for process in self.processes() if not _is_gcs(process)]
+
     def forget(self) -> None:
         """Remove everything that this cluster left on disk."""
         shutil.rmtree(self.runtime, ignore_errors=True)
@@ -84,6 +90,13 @@ class ClusterState(BaseModel):
     def save(self) -> None:
         """Remember this cluster."""
         _STATE_FILE.write_text(self.model_dump_json(indent=1), encoding="utf-8")
+
+
+def _is_gcs(process: psutil.Process) -> bool:
+    try:
+        return process.name() == GCS
+    except psutil.Error:  # it ended while we looked
+        return False
 
 
 def _runs(process: psutil.Process, module: str) -> bool:

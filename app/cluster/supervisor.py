@@ -22,7 +22,7 @@ import psutil
 
 from app.cluster import local
 from app.cluster.jobs import JobsApi
-from app.cluster.state import ClusterState, running_cluster
+from app.cluster.state import GCS, ClusterState, running_cluster
 from app.cluster.submit import resubmit
 from app.errors import ClusterError
 
@@ -68,7 +68,7 @@ class Head:
     @classmethod
     def of(cls, cluster: ClusterState) -> Self:
         """Those of a cluster that runs. Raises ClusterError if one of them is not there."""
-        gcs, raylet = _oldest(cluster, "gcs_server"), _oldest(cluster, "raylet")
+        gcs, raylet = _oldest(cluster, GCS), _oldest(cluster, "raylet")
         return cls(gcs, raylet, gcs.cmdline(), gcs.environ(), gcs.cwd())
 
     def relaunch_gcs(self) -> Self:
