@@ -11,13 +11,13 @@ from ray.serve.config import BackpressureConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, DeploymentStatusTrigger, ReplicaState
 
+from app.cluster.haproxy import APPLICATION
 from app.errors import ClusterError
 from app.serving.config import EndpointConfig
 from jobs._cluster import require
 from serve_deployments.autoscaling import autoscaling_of
 from serve_deployments.model_server import ModelServer
 
-APPLICATION = "rayloom"
 DEPLOYMENT: str = ModelServer.name  # type: ignore[attr-defined] # from the decorator
 _LOCK, _NAMESPACE = "changes-the-endpoint", "rayloom"
 _BACK_TIMEOUT_S = 600.0

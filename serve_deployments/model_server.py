@@ -45,7 +45,7 @@ class ModelServer(GrpcMethods):
         super().__init__(Endpoint(open_version=open_version))
         self._api = HttpApi(self._endpoint)
         self._direct = DirectInference(self._endpoint, self._api)
-        self._hot = HotRoute(self._direct)
+        self._hot = HotRoute(self._direct, self)
         self._sparing: asyncio.Task[None] | None = None
         self._metrics = BatchingMetrics(self._endpoint)
 

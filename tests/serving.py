@@ -34,8 +34,13 @@ class Server:
     http: str
     """``host:port``, as for gRPC."""
     grpc: str
+    """Where unary calls are answered."""
+    streams: str
+    """Of gRPC's own server, which answers all calls."""
     loop: asyncio.AbstractEventLoop
     route: HotRoute
+    listener: uvicorn.Server
+    """Of HTTP."""
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """On the endpoint's own loop."""
@@ -44,7 +49,7 @@ class Server:
 
 @contextmanager
 def serving(chance: random.Random | None = None, hot: bool = True, room_bytes: int = ROOM_BYTES) -> Iterator[Server]:
-    """Servers for an endpoint that has no models yet; not ``hot``: all requests go through ASGI."""
+    """Servers for an endpoint that has no models yet; not ``hot``: all go through ASGI or gRPC's server."""
     loop, endpoint = asyncio.new_event_loop(), Endpoint(chance)
     methods = GrpcMethods(endpoint)
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -53,7 +58,7 @@ def serving(chance: random.Random | None = None, hot: bool = True, room_bytes: i
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     direct = DirectInference(endpoint, HttpApi(endpoint), room_bytes)
-    route = HotRoute(direct)
+    route = HotRoute(direct, methods)
     app = AnswerDirectly(HttpApi(endpoint), direct)
     protocol = partial(HotProtocol, route) if hot else HttpToolsProtocol
     server = uvicorn.Server(uvicorn.Config(app, http=protocol, log_config=None, lifespan="off"))  # type: ignore[arg-type]
@@ -67,7 +72,8 @@ def serving(chance: random.Random | None = None, hot: bool = True, room_bytes: i
 
     http, rpc, port = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
     try:
-        yield Server(endpoint, methods, f"127.0.0.1:{listener.getsockname()[1]}", f"127.0.0.1:{port}", loop, route)
+        web, streams = f"127.0.0.1:{listener.getsockname()[1]}", f"127.0.0.1:{port}"
+        yield Server(endpoint, methods, web, web if hot else streams, streams, loop, route, server)
     finally:
 
         async def stop() -> None:

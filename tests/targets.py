@@ -24,6 +24,8 @@ class Target:
     http: str
     grpc: str
     """``host:port``, as for HTTP."""
+    streams: str
+    """The same, for streams of gRPC."""
     replicas: Callable[[], set[int]]
     """Their process ids."""
     log: Callable[[], str]
@@ -38,7 +40,7 @@ def alone(folder: Path) -> Iterator[Target]:
     logging.getLogger().addHandler(handler)
     with serving() as server:
         server.run(server.endpoint.update(config(UPath(folder))))
-        yield Target(server.http, server.grpc, lambda: {os.getpid()}, log.getvalue)
+        yield Target(server.http, server.grpc, server.streams, lambda: {os.getpid()}, log.getvalue)
     logging.getLogger().removeHandler(handler)
 
 
@@ -58,7 +60,8 @@ def in_serve(cluster: dict[str, str]) -> Iterator[Target]:
 
     overrides = ("serve.replicas=1", "serve.batching.max_batch_size=1", "serve.threads=1")
     with deployed(cluster, version, *overrides) as artifacts:
-        yield Target(artifacts["http"].removeprefix("http://"), artifacts["grpc"], replicas, log)
+        grpc = artifacts["grpc"]
+        yield Target(artifacts["http"].removeprefix("http://"), grpc, grpc, replicas, log)
 
 
 def calls(target: Target) -> int:

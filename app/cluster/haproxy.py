@@ -13,9 +13,14 @@ from app.serving.protocol.limits import LIMITS
 from app.serving.transport.error_response import ErrorResponse, no_replica_answers
 from app.serving.transport.middleware import MIDDLEWARE
 
+APPLICATION = "rayloom"
+"""The application of Ray Serve that HAProxy sends requests to."""
 TLS_FILE = "RAYLOOM_TLS_FILE"
 """The setting that names a file of a certificate and its key: once it is there, clients have to speak TLS."""
 _HEADERS_TIMEOUT_S = 30
+_SERVICE = "/inference.GRPCInferenceService/"
+_IS_UNARY = f"{{ path_beg {_SERVICE} }} !{{ path {_SERVICE}ModelStreamInfer }} {{ nbsrv(unary-{APPLICATION}) ge 1 }}"
+"""What HAProxy asks of a call: whether it is unary, and a replica is there."""
 _START = """\
 #!/bin/sh
 # Starts HAProxy with what Ray Serve has written ("$3"), changed where Ray has no setting for it. Its pages and its
@@ -39,6 +44,24 @@ sed -i \\
     -e 's|^defaults.*|&\\n    timeout http-request {headers_s}s\\n    option http-ignore-probes|' \\
     -e 's|^defaults.*|&\\n    option dontlog-normal|' \\
     "$3"
+# Unary calls of gRPC go to the HTTP listeners of the replicas, which answer them with less work, and streams to gRPC's.
+if grep -q '^    default_backend grpc-{application}$' "$3"; then
+    sed -n \\
+        -e '/^backend http-{application}$/,/^[a-z]/!d' \\
+        -e 's/^\\(backend \\)http-{application}$/\\1unary-{application}/p' \\
+        -e '/^[^ ]/d' \\
+        -e '/ backup$\\|option httpchk\\|http-check\\|default-server/d' \\
+        -e 's|^\\(  *server \\([^ ]*\\) [^ ]*\\) .*|\\1 proto h2 track http-{application}/\\2|p' \\
+        -e '/^  *timeout\\|^  *http-reuse\\|^  *log/p' \\
+        "$3" > "$3.unary"
+    if grep -q '^  *server ' "$3.unary"; then
+        sed -i 's|^    default_backend grpc-{application}$|    use_backend unary-{application} if {is_unary}\\n&|' "$3"
+        cat "$3.unary" >> "$3"
+    fi
+fi
+if grep -q '^backend grpc-{application}$' "$3" && ! grep -q '^    use_backend unary-{application} ' "$3"; then
+    echo "no HTTP listener of {application} was found for gRPC: all calls go to the listeners that cost more CPU" >&2
+fi
 if [ -f {tls} ]; then
     sed -i -e '/^frontend [a-z]*_frontend/,/^    bind /s|^    bind .*|& ssl crt {tls}|' "$3"
 fi
@@ -56,6 +79,8 @@ def prepare(folder: Path, metrics: int, stats: int, fallback_http: int, fallback
         no_answer=no_answer,
         headers_s=_HEADERS_TIMEOUT_S,
         tls=tls,
+        application=APPLICATION,
+        is_unary=_IS_UNARY,
         haproxy=shlex.quote(get_haproxy_binary()),
     )
     start.write_text(script, encoding="utf-8")

@@ -190,6 +190,18 @@ def test_serve_sees_all_but_inference(target: Target) -> None:
     assert header not in httpx.post(f"{url}{INFER}", content=GOOD).raise_for_status().headers
 
 
+@pytest.mark.parametrize("target", [IN_SERVE], indirect=True)
+def test_serve_sees_of_grpc_only_streams(target: Target) -> None:
+    """So HAProxy sends unary calls to the listeners of HTTP: Serve adds an id to the trailers of what it sees."""
+    sent = infer_message().SerializeToString()
+    with grpc.insecure_channel(target.grpc) as channel:
+        unary = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer").future(sent)
+        stream = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(iter([sent]))
+        assert (unary.code().name, [bool(answer) for answer in stream]) == ("OK", [True])
+        assert "request_id" in dict(stream.trailing_metadata())
+        assert "request_id" not in dict(unary.trailing_metadata())
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("target", [IN_SERVE], indirect=True)
 @pytest.mark.parametrize("how", ["disconnect over HTTP", "cancel over gRPC"])
@@ -257,6 +269,7 @@ def test_changed_requests_are_answered_or_refused_over_grpc(target: Target) -> N
         assert code(channel.unary_unary("/inference.GRPCInferenceService/ModelConfig"), b"\xff") == "INVALID_ARGUMENT"
         assert code(channel.unary_unary("/inference.GRPCInferenceService/Nothing"), b"") == "UNIMPLEMENTED"
         assert code(channel.unary_unary("/another.Service/ModelInfer"), b"") == "UNIMPLEMENTED"
+    with grpc.insecure_channel(target.streams) as channel:
         stream = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
         good = infer_message().SerializeToString()
         told = [pb.ModelStreamInferResponse.FromString(each) for each in stream(iter([good, b"\xff", good]))]

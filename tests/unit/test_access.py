@@ -34,9 +34,16 @@ def server() -> Iterator[Server]:
         yield started
 
 
+@pytest.fixture(params=["grpc", "streams"])
+def calls(server: Server, request: pytest.FixtureRequest) -> Iterator[GRPCInferenceServiceStub]:
+    """Of both servers that answer unary calls."""
+    with grpc.insecure_channel(getattr(server, request.param)) as channel:
+        yield GRPCInferenceServiceStub(channel)
+
+
 @pytest.fixture
-def calls(server: Server) -> Iterator[GRPCInferenceServiceStub]:
-    with grpc.insecure_channel(server.grpc) as channel:
+def streams(server: Server) -> Iterator[GRPCInferenceServiceStub]:
+    with grpc.insecure_channel(server.streams) as channel:
         yield GRPCInferenceServiceStub(channel)
 
 
@@ -112,13 +119,15 @@ def test_the_described_api_asks_for_the_token(server: Server) -> None:
 
 
 @pytest.mark.parametrize("given", [None, *filter(str.isascii, filter(None, WRONG))])
-def test_without_the_token_grpc_is_told_what_to_send(calls: GRPCInferenceServiceStub, given: str | None) -> None:
+def test_without_the_token_grpc_is_told_what_to_send(
+    calls: GRPCInferenceServiceStub, streams: GRPCInferenceServiceStub, given: str | None
+) -> None:
     metadata = [] if given is None else [("authorization", given)]
     for call in (
         lambda: calls.ServerMetadata(pb.ServerMetadataRequest(), metadata=metadata),
         lambda: calls.RepositoryIndex(pb.RepositoryIndexRequest(), metadata=metadata),
         lambda: calls.ModelInfer(pb.ModelInferRequest(model_name="m"), metadata=metadata),
-        lambda: list(calls.ModelStreamInfer(iter([pb.ModelInferRequest(model_name="m")]), metadata=metadata)),
+        lambda: list(streams.ModelStreamInfer(iter([pb.ModelInferRequest(model_name="m")]), metadata=metadata)),
     ):
         with pytest.raises(grpc.RpcError) as refused:
             call()
@@ -135,9 +144,9 @@ def test_with_the_token_tritons_grpc_client_is_answered(server: Server) -> None:
     assert not client.is_model_ready("m", headers=GIVEN)
 
 
-def test_a_stream_with_the_token_is_answered(calls: GRPCInferenceServiceStub) -> None:
+def test_a_stream_with_the_token_is_answered(streams: GRPCInferenceServiceStub) -> None:
     asked = iter([pb.ModelInferRequest(model_name="m")])
-    (answer,) = calls.ModelStreamInfer(asked, metadata=list(GIVEN.items()))
+    (answer,) = streams.ModelStreamInfer(asked, metadata=list(GIVEN.items()))
     assert "'m' is not deployed" in answer.error_message
 
 

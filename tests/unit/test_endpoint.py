@@ -112,7 +112,7 @@ def test_tritons_grpc_client_works_unchanged(server: Server) -> None:
 
 
 def test_a_stream_of_grpc_requests_is_answered_in_order_and_outlives_a_bad_one(server: Server) -> None:
-    client, told, done = tritonclient.grpc.InferenceServerClient(server.grpc), [], threading.Semaphore(0)
+    client, told, done = tritonclient.grpc.InferenceServerClient(server.streams), [], threading.Semaphore(0)
 
     def note(result: object, error: object) -> None:
         told.append(error or result)

@@ -289,7 +289,7 @@ def test_who_goes_away_is_not_run_and_frees_the_queue(
 
 
 def test_requests_of_a_stream_share_a_call(server: Server, troubled: Troubled) -> None:
-    client, told = tritonclient.grpc.InferenceServerClient(server.grpc), queue.SimpleQueue[Any]()
+    client, told = tritonclient.grpc.InferenceServerClient(server.streams), queue.SimpleQueue[Any]()
     client.start_stream(lambda result, error: told.put(error or result))
     troubled.go.clear()
     for _ in range(8):
@@ -306,7 +306,7 @@ def test_requests_of_a_stream_share_a_call(server: Server, troubled: Troubled) -
 
 def test_a_stream_does_not_fill_a_queue_by_itself(server: Server, storage: UPath) -> None:
     server.run(server.endpoint.update(config(storage, max_batch_size=1, queue_limit=2)))
-    client, told = tritonclient.grpc.InferenceServerClient(server.grpc), queue.SimpleQueue[Any]()
+    client, told = tritonclient.grpc.InferenceServerClient(server.streams), queue.SimpleQueue[Any]()
     client.start_stream(lambda result, error: told.put(error))
     for _ in range(16):
         client.async_stream_infer("toy", asked(tritonclient.grpc, rows(1)))
@@ -315,7 +315,7 @@ def test_a_stream_does_not_fill_a_queue_by_itself(server: Server, storage: UPath
 
 
 def test_a_stream_whose_client_goes_away_frees_the_queue(server: Server, troubled: Troubled) -> None:
-    client = tritonclient.grpc.InferenceServerClient(server.grpc)
+    client = tritonclient.grpc.InferenceServerClient(server.streams)
     client.start_stream(lambda result, error: None)
     troubled.go.clear()
     for _ in range(8):
@@ -330,7 +330,7 @@ def test_a_stream_whose_client_goes_away_frees_the_queue(server: Server, trouble
 def test_streams_leave_room_for_others(server: Server, storage: UPath) -> None:
     server.run(server.endpoint.update(config(storage, queue_limit=1)))
     most = server.endpoint.config.most_requests // 2
-    with grpc.insecure_channel(server.grpc) as channel:
+    with grpc.insecure_channel(server.streams) as channel:
         infer = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
         idle: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         streams = [infer(iter(idle.get, b"")) for _ in range(most + 1)]

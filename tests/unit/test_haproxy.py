@@ -3,9 +3,14 @@
 import subprocess
 from pathlib import Path
 
+import pytest
 import trustme
+from ray.serve._private.common import RequestProtocol
+from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
+from ray.serve.config import HTTPOptions, gRPCOptions
 
-from app.cluster.haproxy import TLS_FILE, prepare
+from app.cluster.haproxy import APPLICATION, TLS_FILE, prepare
+from app.serving.transport.grpc import SERVICER
 
 WRITTEN = """\
 global
@@ -93,3 +98,54 @@ def test_with_a_certificate_clients_of_both_protocols_speak_tls(tmp_path: Path) 
     assert f"    bind *:18001 proto h2 ssl crt {tmp_path}/tls.pem\n" in config
     assert config.count(" ssl crt ") == 2
     assert started(tmp_path, BACKEND) == config, "also when the cluster's head is started again"
+
+
+def backend(protocol: RequestProtocol, application: str, replicas: int, first_port: int) -> BackendConfig:
+    servers = [ServerConfig(f"r{number}", "127.0.0.1", first_port + number) for number in range(replicas)]
+    spare = ServerConfig("spare", "127.0.0.1", 18500)
+    name = f"{protocol.value.lower()}-{application}"
+    return BackendConfig(
+        name, "/", app_name=application, servers=servers, fallback_server=spare, protocol=protocol, timeout_server_s=9
+    )
+
+
+def of_serve(folder: Path, *backends: BackendConfig) -> tuple[str, str]:
+    """What Ray Serve writes for these, as HAProxy is started with it, and what is said meanwhile."""
+    settings, config = prepare(folder, 18101, 18404, 18500, 18501), folder / "haproxy.cfg"
+    written = HAProxyConfig(
+        socket_path=str(folder / "admin.sock"),
+        http_options=HTTPOptions(port=18000),
+        grpc_options=gRPCOptions(port=18001, grpc_servicer_functions=[SERVICER]),
+    )
+    HAProxyApi(written, {each.name: each for each in backends}, str(config))._generate_config_file_internal()
+    command = [settings["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", str(config), "-c"]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+    return config.read_text(encoding="utf-8"), checked.stderr
+
+
+def test_unary_calls_of_grpc_go_to_the_listeners_of_http(tmp_path: Path) -> None:
+    both = [
+        backend(RequestProtocol.HTTP, APPLICATION, 2, 30000),
+        backend(RequestProtocol.GRPC, APPLICATION, 2, 31000),
+    ]
+    config, said = of_serve(tmp_path, *both)
+    unary = config.partition("backend unary-rayloom\n")[2].splitlines()
+    assert [line.split() for line in unary if "server " in line] == [
+        ["timeout", "server", "9s"],
+        ["server", "r0", "127.0.0.1:30000", "proto", "h2", "track", "http-rayloom/r0"],
+        ["server", "r1", "127.0.0.1:30001", "proto", "h2", "track", "http-rayloom/r1"],
+    ]
+    before, _, after = config.partition("    default_backend grpc-rayloom\n")
+    assert after
+    assert before.splitlines()[-1].startswith("    use_backend unary-rayloom if { path_beg /inference.GRPC")
+    assert "all calls go" not in said
+    assert of_serve(tmp_path, *both)[0] == config
+
+
+@pytest.mark.parametrize("others", [[], [backend(RequestProtocol.GRPC, "other", 1, 31005)]])
+def test_what_cannot_be_found_for_unary_calls_is_said(tmp_path: Path, others: list[BackendConfig]) -> None:
+    """Without replicas that listen for HTTP, or among other applications."""
+    config, said = of_serve(tmp_path, backend(RequestProtocol.GRPC, APPLICATION, 1, 31000), *others)
+    assert "unary-" not in config
+    assert "all calls go" in said

@@ -29,6 +29,7 @@ from app.serving.protocol.infer import InferRequest
 from app.serving.protocol.rest import JSON_LENGTH, read_infer
 from app.serving.transport import hot, prepared
 from app.serving.transport.direct import DirectInference
+from app.serving.transport.grpc import GrpcMethods
 from app.serving.transport.hot import HotProtocol, HotRoute, listen_hot
 from app.serving.transport.http import HttpApi
 from app.tensors import OUTPUT, Tensors
@@ -395,7 +396,7 @@ def test_a_listener_of_serves_takes_the_route_and_closes_what_is_idle(
     async def run() -> None:
         endpoint = Endpoint()
         await endpoint.update(config(storage))
-        route = HotRoute(DirectInference(endpoint, HttpApi(endpoint)))
+        route = HotRoute(DirectInference(endpoint, HttpApi(endpoint)), GrpcMethods(endpoint))
         listen_hot(route)
         options = HTTPOptions(host="127.0.0.1", port=0, keep_alive_timeout_s=1 if stops == "keep-alive" else 60)
         task, listener = await start_asgi_http_server(HttpApi(endpoint), options, event_loop=asyncio.get_running_loop())

@@ -92,6 +92,10 @@ class DirectInference:
     def leave(self, num_bytes: int) -> None:
         """Count a request no more, nor the bytes of it."""
         self.ongoing -= 1
+        self.let_go(num_bytes)
+
+    def let_go(self, num_bytes: int) -> None:
+        """Count bytes no more."""
         self._bytes -= num_bytes
 
     def _overload(self) -> OverloadError:

@@ -37,7 +37,7 @@ _OPEN_CALLS = ("ServerLive", "ServerReady")
 SERVICER = "app.serving.transport.grpc.add_to_server"
 """What registers the service with a server, as an import path."""
 
-_SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 
 
 class Context(Protocol):
@@ -233,7 +233,7 @@ def _not_spoken(name: str, answer: type[Message]) -> Callable[[Any, Any, Context
     return call
 
 
-for _method in _SERVICE.methods:
+for _method in SERVICE.methods:
     if not hasattr(GrpcMethods, _method.name):  # shared memory, tracing, log settings
         setattr(GrpcMethods, _method.name, _not_spoken(_method.name, getattr(pb, _method.output_type.name)))
 
@@ -252,9 +252,9 @@ def add_to_server(service: Any, server: grpc.aio.Server) -> None:
             request_deserializer=_parser(getattr(pb, method.input_type.name)),
             response_serializer=getattr(pb, method.output_type.name).SerializeToString,
         )
-        for method in _SERVICE.methods
+        for method in SERVICE.methods
     }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers),))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE.full_name, handlers),))
 
 
 def _parser(kind: type[Answer]) -> Callable[[bytes], Answer | None]:

@@ -9,24 +9,29 @@ It rests on what uvicorn keeps for itself: ``cycle``, ``on_message_begin``, ``on
 """
 
 import asyncio
-import time
 from typing import Any
 
 from uvicorn.config import HTTP_PROTOCOLS, Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from app.errors import DeadlineError, EngineError, OverloadError, UnauthorizedError
-from app.serving.batching.queue import Request
+from app.errors import OverloadError, UnauthorizedError
 from app.serving.transport.direct import DirectInference
+from app.serving.transport.exchange import Exchange
+from app.serving.transport.grpc import GrpcMethods
 from app.serving.transport.head import MAX_HEAD_BYTES, START, Head
+from app.serving.transport.http2 import Http2Protocol
+from app.serving.transport.http2_frames import PREFACE
 from app.serving.transport.prepared import Prepared, PreparedRequests
 from app.serving.transport.refusal import error_response
+from app.serving.transport.unary import UnaryService
 from app.tensors import Tensors
 
 _MAX_HEADS = 1024
 _MAX_BYTES = 256 * 2**10
 """Of a request. A larger one is left to uvicorn, which does not copy it with every part that comes."""
+_HTTP_2 = PREFACE[:4]
+"""No method of HTTP/1 begins with it. ``Http2Protocol`` looks at the rest of the preface."""
 _GATHER_S = 0.05
 """For the rest of a request. A slower one is left to uvicorn, and bounded there."""
 
@@ -34,9 +39,10 @@ _GATHER_S = 0.05
 class HotRoute:
     """What the connections of a listener share."""
 
-    def __init__(self, direct: DirectInference) -> None:
-        """Take requests for the endpoint of ``direct``, within the bounds that it keeps."""
+    def __init__(self, direct: DirectInference, methods: GrpcMethods) -> None:
+        """Take requests for the endpoint of ``direct``, within the bounds that it keeps; calls of gRPC, too."""
         self.direct = direct
+        self.unary = UnaryService(methods, direct)
         self.answered = 0
         """Requests that took this route, whatever they were told."""
         self._endpoint = direct.endpoint
@@ -62,6 +68,7 @@ class HotRoute:
 
     def forget_replaced(self) -> None:
         """Drop what was read for other models, or with another token."""
+        self.unary.forget_replaced()
         if self._config is not self._endpoint.config:
             self._config = self._endpoint.config
             self._heads.clear()
@@ -82,72 +89,38 @@ class HotRoute:
         return self._defaults[1]
 
 
-class _Exchange:
+class _Exchange(Exchange):
     """A request whose connection waits for the answer."""
 
-    __slots__ = ("_accepted", "_blaming", "_connection", "_direct", "_is_done", "_num_bytes", "_prepared", "_request")
+    __slots__ = ("_accepted", "_connection", "_direct", "_num_bytes", "_prepared")
 
     def __init__(self, connection: "HotProtocol", prepared: Prepared, head: Head) -> None:
+        super().__init__()
         self._connection = connection
         self._prepared = prepared
         self._accepted = head.accept_encoding
         self._num_bytes = head.num_bytes
-        self._is_done = False
         self._direct: DirectInference | None = None
-        self._request: Request | None = None
-        self._blaming: asyncio.Task[None] | None = None
 
     def begin(self, direct: DirectInference, tensors: Tensors) -> None:
         """Ask the model, within the bounds of ``direct``. Raises OverloadError."""
         direct.enter(self._num_bytes)
         self._direct = direct
-        prepared, parameters = self._prepared, self._prepared.request.parameters
-        self._request = prepared.served.batcher.submit(
-            tensors, prepared.rows, prepared.shape, self, parameters.priority, parameters.timeout_s
-        )
+        prepared = self._prepared
+        self.submit(prepared.served, tensors, prepared.rows, prepared.shape, prepared.request.parameters)
 
     def end(self) -> None:
         """Take no more room; a request that is not answered yet is given up."""
         if self._direct:
             self._direct.leave(self._num_bytes)
-        if self._request and not self._is_done:
-            self._is_done = True
-            self._prepared.served.batcher.cancel(self._request)
-        self._request = self._blaming = None  # which refer to this: the body would wait for the garbage collector
+        self.give_up()
 
-    def done(self) -> bool:
-        return self._is_done
+    def answer(self, outputs: Tensors) -> None:
+        lines, body = self._prepared.write(outputs, self._accepted)
+        self._connection.answer(self, 200, lines, body)
 
-    def set_result(self, outputs: Tensors, /) -> None:
-        self._is_done = True
-        self._note_latency()
-        self._prepared.served.note_answer()
-        try:
-            lines, body = self._prepared.write(outputs, self._accepted)
-        except Exception as error:
-            self._connection.refuse(self, error)
-        else:
-            self._connection.answer(self, 200, lines, body)
-
-    def set_exception(self, error: Exception, /) -> None:
-        self._is_done = True
-        if isinstance(error, EngineError):
-            self._blaming = asyncio.get_running_loop().create_task(self._blame(error))
-            return
-        if isinstance(error, DeadlineError):
-            self._note_latency()
+    def refuse(self, error: Exception) -> None:
         self._connection.refuse(self, error)
-
-    async def _blame(self, error: EngineError) -> None:
-        try:
-            told: Exception = await self._prepared.served.blame(error)
-        except Exception as worse:
-            told = worse
-        self._connection.refuse(self, told)
-
-    def _note_latency(self) -> None:
-        assert self._request is not None
-        self._prepared.served.latencies.add(time.monotonic() - self._request.arrived_s)
 
 
 class HotProtocol(HttpToolsProtocol):
@@ -173,8 +146,14 @@ class HotProtocol(HttpToolsProtocol):
         self._gathering: asyncio.TimerHandle | None = None
         self._is_uvicorn_reading = False
         self._is_leaving = False
+        self._is_new = True
 
     def data_received(self, data: bytes) -> None:
+        if self._is_new:
+            self._is_new = False
+            if data.startswith(_HTTP_2):
+                self._hand_over(data)
+                return
         if self._is_uvicorn_reading or (self.cycle is not None and not self.cycle.response_complete):
             super().data_received(data)
             return
@@ -247,6 +226,15 @@ class HotProtocol(HttpToolsProtocol):
             self._begin(_Exchange(self, read[0], head), read[1])
         else:
             self._leave_to_uvicorn(data)
+
+    def _hand_over(self, data: bytes) -> None:
+        """Leave the connection to HTTP/2, which its client speaks."""
+        self._unset_keepalive_if_required()
+        self.connections.discard(self)
+        protocol = Http2Protocol(self._route.unary.begin, self.connections, self.timeout_keep_alive)
+        self.transport.set_protocol(protocol)
+        protocol.connection_made(self.transport)
+        protocol.data_received(data)
 
     @property
     def _is_free(self) -> bool:

@@ -41,14 +41,14 @@ class _Layout:
 
 @dataclass(slots=True)
 class Prepared:
-    """What requests with the same JSON have in common; the inputs of ``request`` are left out."""
+    """What requests with the same head have in common; the inputs of ``request`` are left out."""
 
     served: ServedModel
     request: InferRequest
     rows: int
     shape: Hashable
     places: list[_Place]
-    """Empty if the JSON has tensors in it, or what follows must be read element by element."""
+    """Empty if the head has tensors in it, or what follows must be read element by element."""
     num_bytes: int
     """Of the body."""
     layout: _Layout | None = field(default=None)
@@ -60,15 +60,19 @@ class Prepared:
         """Read a request, and check that the model can answer it. Raises RequestError."""
         request = read_infer(body, headers, name, None, served.inputs)
         served.check_request(request)
-        start, places = int(headers.get(JSON_LENGTH, 0)), []
-        for tensor_name, tensor in request.inputs.items():
-            places.append(_Place(tensor_name, tensor.dtype, tensor.shape, start))
+        return cls.of(served, request, int(headers.get(JSON_LENGTH, 0)), len(body)), request.inputs
+
+    @classmethod
+    def of(cls, served: ServedModel, request: InferRequest, start: int, num_bytes: int) -> "Prepared":
+        """Return what a request has in common with others whose tensors begin at ``start``, one after the other."""
+        places = []
+        for name, tensor in request.inputs.items():
+            places.append(_Place(name, tensor.dtype, tensor.shape, start))
             start += tensor.nbytes
-        if start != len(body) or any(place.dtype.hasobject or place.dtype == np.bool_ for place in places):
+        if start != num_bytes or any(place.dtype.hasobject or place.dtype == np.bool_ for place in places):
             places = []
         rows = len(request.inputs[served.inputs[0].name])
-        prepared = cls(served, replace(request, inputs={}), rows, shape_of(request.inputs), places, len(body))
-        return prepared, request.inputs
+        return cls(served, replace(request, inputs={}), rows, shape_of(request.inputs), places, num_bytes)
 
     def tensors(self, body: bytes) -> Tensors:
         """Return views on a body with the same JSON. Raises RequestError of values that the model does not take."""

@@ -1,0 +1,102 @@
+"""The header of a call of gRPC over HTTP/2.
+
+https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hpack import Decoder
+from hpack.table import HeaderTable
+
+MAX_HEADER_BYTES = 2**16
+"""Of all names and values, and 32 for each of them. HAProxy passes on a quarter of it at most."""
+_MAX_KNOWN, _MAX_KNOWN_BYTES = 256, 4096
+_PSEUDO = frozenset({b":method", b":scheme", b":path", b":authority"})
+_OF_HTTP_1 = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"})
+_TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
+_UNIT_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+_RESIZES = 0b001_00000
+"""The first bits of a block that changes the size of the table: https://www.rfc-editor.org/rfc/rfc7541#section-6.3"""
+
+
+@dataclass(frozen=True, slots=True)
+class CallHead:
+    """What the header of a call says."""
+
+    method: str
+    path: str
+    content_type: str
+    encoding: str
+    """Of messages that are compressed."""
+    authorization: str | None
+    timeout_s: float | None
+    metadata: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def read(cls, headers: Iterable[tuple[bytes, bytes]]) -> "CallHead | None":
+        """Return None if the header is not what HTTP/2 allows, or the timeout not what gRPC does."""
+        pseudo: dict[bytes, bytes] = {}
+        metadata: list[tuple[str, str]] = []
+        for name, value in headers:
+            if name.startswith(b":"):
+                if metadata or name in pseudo or name not in _PSEUDO:
+                    return None
+                pseudo[name] = value
+            elif not name or name.lower() != name or name in _OF_HTTP_1:
+                return None
+            else:
+                metadata.append((name.decode("latin-1"), value.decode("latin-1")))
+        known = dict(metadata)
+        timeout = _TIMEOUT.fullmatch(known.get("grpc-timeout", "0S"))
+        if timeout is None or not {b":method", b":scheme", b":path"} <= pseudo.keys():
+            return None
+        return cls(
+            pseudo[b":method"].decode("latin-1"),
+            pseudo[b":path"].decode("latin-1"),
+            known.get("content-type", ""),
+            known.get("grpc-encoding", ""),
+            known.get("authorization"),
+            int(timeout[1]) * _UNIT_S[timeout[2]] if "grpc-timeout" in known else None,
+            tuple(metadata),
+        )
+
+
+class HeadReader:
+    """Reads the header blocks of a connection. One that came before, and changed nothing, is not decoded again."""
+
+    def __init__(self) -> None:
+        self._decoder = Decoder(max_header_list_size=MAX_HEADER_BYTES)
+        self._table = self._decoder.header_table = _CountingTable()
+        self._known: dict[bytes, CallHead | None] = {}
+
+    def read(self, block: bytes) -> CallHead | None:
+        """Return the head of a call; None as ``CallHead.read``.
+
+        Raises:
+            HPACKError: the block is none, or too large; those that follow it cannot be read.
+        """
+        if block in self._known:
+            return self._known[block]
+        before = self._table.added
+        head = CallHead.read(self._decoder.decode(block, raw=True))
+        if self._table.added != before or (block and block[0] & 0b111_00000 == _RESIZES):
+            self._known.clear()
+        elif len(block) <= _MAX_KNOWN_BYTES:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[block] = head
+        return head
+
+
+class _CountingTable(HeaderTable):
+    """A table that tells whether a block has added to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added = 0
+
+    def add(self, name: bytes, value: bytes) -> None:
+        self.added += 1
+        super().add(name, value)

@@ -1,0 +1,81 @@
+"""A request that waits for the answer of one version without a task of its own."""
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+
+from app.errors import DeadlineError, EngineError
+from app.serving.batching.queue import Request
+from app.serving.model.served import ServedModel
+from app.serving.protocol.infer import RequestParameters
+from app.tensors import Tensors
+
+
+class Exchange(ABC):
+    """What the batcher tells of its answer. A subclass sends it to the client."""
+
+    __slots__ = ("_blaming", "_is_done", "_request", "_served")
+
+    def __init__(self) -> None:
+        self._is_done = False
+        self._served: ServedModel | None = None
+        self._request: Request | None = None
+        self._blaming: asyncio.Task[None] | None = None
+
+    def submit(
+        self, served: ServedModel, tensors: Tensors, rows: int, shape: Hashable, parameters: RequestParameters
+    ) -> None:
+        """Ask a version. Raises OverloadError, as ``Batcher.submit`` does."""
+        self._served = served
+        self._request = served.batcher.submit(tensors, rows, shape, self, parameters.priority, parameters.timeout_s)
+
+    def give_up(self) -> None:
+        """Wait no more. A request that is not answered yet is not run, if it is not running."""
+        if self._served and self._request and not self._is_done:
+            self._is_done = True
+            self._served.batcher.cancel(self._request)
+        self._request = self._blaming = None  # which refer to this: the body would wait for the garbage collector
+
+    @abstractmethod
+    def answer(self, outputs: Tensors) -> None:
+        """Send the answer. What this raises goes to ``refuse``."""
+
+    @abstractmethod
+    def refuse(self, error: Exception) -> None:
+        """Tell the client of an error."""
+
+    def done(self) -> bool:
+        return self._is_done
+
+    def set_result(self, outputs: Tensors, /) -> None:
+        assert self._served is not None
+        self._is_done = True
+        self._note_latency()
+        self._served.note_answer()
+        try:
+            self.answer(outputs)
+        except Exception as error:
+            self.refuse(error)
+
+    def set_exception(self, error: Exception, /) -> None:
+        self._is_done = True
+        if isinstance(error, EngineError):
+            self._blaming = asyncio.get_running_loop().create_task(self._blame(error))
+            return
+        if isinstance(error, DeadlineError):
+            self._note_latency()
+        self.refuse(error)
+
+    async def _blame(self, error: EngineError) -> None:
+        assert self._served is not None
+        try:
+            told: Exception = await self._served.blame(error)
+        except Exception as worse:
+            told = worse
+        self.refuse(told)
+
+    def _note_latency(self) -> None:
+        assert self._served is not None
+        assert self._request is not None
+        self._served.latencies.add(time.monotonic() - self._request.arrived_s)

@@ -1,0 +1,76 @@
+"""Calls for inference whose messages are read once, however often they come with other tensors."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tritonclient.grpc import service_pb2 as pb
+
+from app.serving.model.served import ServedModel
+from app.serving.protocol.answer import answer
+from app.serving.protocol.grpc import read_infer, write_infer
+from app.serving.transport.prepared import Prepared
+from app.tensors import OUTPUT, Tensors
+
+_MAX_PREPARED = 1024
+_MAX_BYTES = 4096
+"""Of a message without its tensors."""
+
+
+@dataclass(slots=True)
+class PreparedCall:
+    """What messages have in common that differ in their tensors and id."""
+
+    prepared: Prepared
+    _shapes: dict[str, tuple[int, ...]] | None = None
+    _begin: bytes = b""
+    """Of an answer whose outputs have these shapes: all but their bytes."""
+
+    def write(self, outputs: Tensors, request_id: str | None) -> bytes:
+        """Return the message of an answer. Raises RequestError if an output cannot be classified."""
+        shapes = self._shapes
+        if shapes and request_id is None and all(outputs[name].shape == shape for name, shape in shapes.items()):
+            raw = [outputs[name].tobytes() for name in shapes]
+            rest: bytes = pb.ModelInferResponse(raw_output_contents=raw).SerializeToString()
+            return self._begin + rest  # which is one message: its fields may come in parts
+        model, request = self.prepared.served.model, replace(self.prepared.request, id=request_id)
+        response = answer(request, model.version, outputs, {OUTPUT: model.labels})
+        message = write_infer(response)
+        whole: bytes = message.SerializeToString()
+        if request_id is None and not any(sent.dtype.hasobject for sent in response.outputs.values()):
+            message.ClearField("raw_output_contents")
+            self._shapes = {name: sent.shape for name, sent in response.outputs.items()}
+            self._begin = message.SerializeToString()
+        return whole
+
+
+class PreparedCalls:
+    """What is known of recent messages."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[ServedModel, bytes, tuple[int, ...]], PreparedCall] = {}
+
+    def clear(self) -> None:
+        """Forget all, when other models are served."""
+        self._known.clear()
+
+    def read(self, served: ServedModel, message: Any) -> tuple[PreparedCall, Tensors]:
+        """Read a ModelInferRequest to a model, which loses its id.
+
+        Raises:
+            RequestError: as ``read_infer`` and ``ServedModel.check_request``.
+        """
+        raw = list(message.raw_input_contents)
+        message.ClearField("id")
+        message.ClearField("raw_input_contents")
+        key = served, message.SerializeToString(), tuple(map(len, raw))
+        if known := self._known.get(key):
+            return known, known.prepared.tensors(b"".join(raw))
+        message.raw_input_contents.extend(raw)
+        request = read_infer(message, served.inputs)
+        served.check_request(request)
+        call = PreparedCall(Prepared.of(served, request, 0, sum(key[2])))
+        if call.prepared.places and len(key[1]) <= _MAX_BYTES:
+            if len(self._known) >= _MAX_PREPARED:
+                self.clear()
+            self._known[key] = call
+        return call, request.inputs

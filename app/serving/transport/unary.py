@@ -1,0 +1,282 @@
+"""Unary calls of gRPC on a replica's own HTTP listener, without gRPC's server.
+
+The methods of ``GrpcMethods`` answer them. Inference by one version goes to its batcher without a task. What is wrong
+with it is told by the method, as is all that is not plain.
+https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+from google.protobuf.message import DecodeError, Message
+from grpc import StatusCode
+from tritonclient.grpc import service_pb2 as pb
+
+from app.errors import DeadlineError, OverloadError, RequestError, RequestTooLargeError
+from app.serving.protocol.compression import decompressed, is_compressed
+from app.serving.protocol.limits import LIMITS
+from app.serving.transport.call_head import CallHead
+from app.serving.transport.direct import DirectInference
+from app.serving.transport.exchange import Exchange
+from app.serving.transport.grpc import SERVICE, GrpcMethods
+from app.serving.transport.http2_stream import Stream, header_block
+from app.serving.transport.prepared_calls import PreparedCall, PreparedCalls
+from app.serving.transport.refusal import refusal
+from app.tensors import Tensors
+
+_CONTENT_TYPE = ("content-type", "application/grpc")
+_HEAD = header_block((":status", "200"), _CONTENT_TYPE)
+_OK = header_block(("grpc-status", "0"))
+_NOT_GRPC = header_block((":status", "415"))
+_PREFIX_BYTES = 5
+_MAX_DETAILS = 2730
+"""Bytes, which are three times as many in percents: a header is one frame of 16 KiB at most."""
+_PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+_MAX_CALLERS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Method:
+    """A method of the service."""
+
+    request: type[Message]
+    call: Callable[[Any, Any], Awaitable[Message]]
+    is_inference: bool
+
+
+class UnaryService:
+    """What the calls of a listener share."""
+
+    def __init__(self, methods: GrpcMethods, direct: DirectInference) -> None:
+        """Answer by ``methods``, within the bounds of ``direct`` on what is here at a time."""
+        self.direct = direct
+        self.answered = 0
+        """Calls that came here, whatever they were told."""
+        self.inferred = 0
+        """Those among them that needed no task."""
+        self.prepared = PreparedCalls()
+        self._methods = {
+            f"/{SERVICE.full_name}/{method.name}": _Method(
+                getattr(pb, method.input_type.name), getattr(methods, method.name), method.name == "ModelInfer"
+            )
+            for method in SERVICE.methods
+            if not method.client_streaming
+        }
+        self._check_caller = methods.check_caller
+        self._config = direct.endpoint.config
+        self._callers: set[tuple[str, str | None]] = set()
+
+    def begin(self, stream: Stream, head: CallHead) -> "UnaryCall":
+        """Take a call."""
+        self.answered += 1
+        return UnaryCall(self, stream, head, self._methods.get(head.path))
+
+    def check_caller(self, call: "UnaryCall") -> None:
+        """Raise UnauthorizedError if the endpoint does not answer whoever calls."""
+        self.forget_replaced()
+        caller = call.peer(), call.head.authorization
+        if caller not in self._callers:
+            self._check_caller(call)
+            if len(self._callers) >= _MAX_CALLERS:
+                self._callers.clear()
+            self._callers.add(caller)
+
+    def forget_replaced(self) -> None:
+        """Drop what was read for other models, or with another token."""
+        if self._config is not self.direct.endpoint.config:
+            self._config = self.direct.endpoint.config
+            self._callers.clear()
+            self.prepared.clear()
+
+
+class UnaryCall(Exchange):
+    """A call: what ``Http2Protocol`` gives its body to, and the ``Context`` of its method."""
+
+    __slots__ = (
+        "_code", "_data", "_deadline", "_details", "_has_entered", "_held", "_id", "_is_over", "_method", "_prepared",
+        "_service", "_stream", "_task", "_trailing", "head",
+    )  # fmt: skip
+
+    def __init__(self, service: UnaryService, stream: Stream, head: CallHead, method: _Method | None) -> None:
+        super().__init__()
+        self.head = head
+        self._service = service
+        self._stream = stream
+        self._method = method
+        self._data: bytes | bytearray = b""
+        self._held = 0  # bytes of it
+        self._has_entered = self._is_over = False
+        self._prepared: PreparedCall | None = None
+        self._id: str | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._code, self._details, self._trailing = StatusCode.OK, "", list[tuple[str, str]]()
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """Refuse what is no call of a method here."""
+        if not self.head.content_type.startswith(_CONTENT_TYPE[1]) or self.head.method != "POST":
+            self._stream.refuse(_NOT_GRPC)
+            self._end()
+        elif self._method is None:
+            self._tell(StatusCode.UNIMPLEMENTED, f"{self.head.path} is not a unary method of {SERVICE.full_name}")
+        elif self.head.timeout_s is not None:
+            self._deadline = asyncio.get_running_loop().call_later(self.head.timeout_s, self._be_late)
+
+    def receive(self, data: bytes) -> None:
+        """Take a part of the message, and refuse one that is too large before it has come."""
+        if self._is_over:
+            return
+        try:
+            self._hold(len(data))
+            if isinstance(self._data, bytearray):
+                self._data += data
+            else:
+                self._data = bytearray(self._data + data) if self._data else data
+            size = int.from_bytes(self._data[1:_PREFIX_BYTES], "big")
+            if len(self._data) >= _PREFIX_BYTES and size > LIMITS.body_bytes:
+                raise RequestTooLargeError(f"a message of {size} bytes: at most {LIMITS.body_bytes}")
+        except (OverloadError, RequestTooLargeError) as error:
+            self.refuse(error)
+
+    def finish(self) -> None:
+        """Answer."""
+        if self._is_over or self._method is None:
+            return
+        try:
+            content = self._message()
+            self._hold(max(0, len(content) - self._held))
+            if self._method.is_inference:
+                self._service.direct.enter()
+                self._has_entered = True
+                if self._submit(content):
+                    return
+        except (OverloadError, RequestError) as error:
+            self.refuse(error)
+            return
+        self._task = asyncio.get_running_loop().create_task(self._run(self._method, content))
+
+    def expire(self) -> None:
+        """The rest of the message does not come."""
+        self.refuse(TimeoutError("the message did not come in time: send it faster"))
+
+    def abandon(self) -> None:
+        """Give up what is asked: nobody waits for it."""
+        self._end()
+
+    def answer(self, outputs: Tensors) -> None:
+        assert self._prepared is not None
+        self._respond(self._prepared.write(outputs, self._id))
+
+    def refuse(self, error: Exception) -> None:
+        told = refusal(error)
+        after = [] if told.retry_after_s is None else [("retry-after", str(told.retry_after_s))]
+        self._tell(told.grpc, told.message, after)
+
+    def set_code(self, code: StatusCode) -> None:
+        """How the call ends."""
+        self._code = code
+
+    def set_details(self, details: str) -> None:
+        """Why."""
+        self._details = details
+
+    def set_trailing_metadata(self, trailing_metadata: list[tuple[str, str]]) -> None:
+        """What else is told at the end."""
+        self._trailing = trailing_metadata
+
+    def invocation_metadata(self) -> Iterable[tuple[str, str]]:
+        """What came with the call."""
+        return self.head.metadata
+
+    def peer(self) -> str:
+        """Where the call comes from."""
+        return self._stream.peer
+
+    def _hold(self, num_bytes: int) -> None:
+        """Count bytes until the call ends. Raises OverloadError if there is no room for them."""
+        self._service.direct.hold(num_bytes)
+        self._held += num_bytes
+
+    def _message(self) -> bytes:
+        """Return the message of the call. Raises RequestError if it is not one, whole and alone."""
+        prefix, message = self._data[:_PREFIX_BYTES], bytes(memoryview(self._data)[_PREFIX_BYTES:])
+        self._data = b""
+        size = int.from_bytes(prefix[1:], "big")
+        if len(prefix) < _PREFIX_BYTES or len(message) != size:
+            raise RequestError(f"the call has {len(message)} of {size} bytes of a message: send one, and all of it")
+        if not prefix[0]:
+            return message
+        if not is_compressed(self.head.encoding):
+            raise RequestError("the message is compressed, and grpc-encoding does not say how")
+        return decompressed(message, self.head.encoding, LIMITS.body_bytes)
+
+    def _submit(self, content: bytes) -> bool:
+        """Ask the version that answers a ModelInferRequest by itself. Return False if there is none, or an error.
+
+        Raises:
+            OverloadError: its queue is full.
+        """
+        service = self._service
+        try:
+            service.check_caller(self)
+            message = pb.ModelInferRequest.FromString(content)
+            served = service.direct.endpoint.route_alone(message.model_name, message.model_version or None)
+            if served is None:
+                return False
+            self._id = message.id or None
+            self._prepared, tensors = service.prepared.read(served, message)
+        except Exception:  # whatever it is, it happens again where errors are told
+            return False
+        known = self._prepared.prepared
+        self.submit(served, tensors, known.rows, known.shape, known.request.parameters)
+        service.inferred += 1
+        return True
+
+    async def _run(self, method: _Method, content: bytes) -> None:
+        try:
+            request = method.request.FromString(content)
+        except DecodeError:
+            request = None
+        try:
+            message = await method.call(request, self)
+        except Exception as error:
+            self.refuse(error)
+            return
+        if self._code is StatusCode.OK:
+            self._respond(message.SerializeToString())
+        else:
+            self._tell(self._code, self._details, self._trailing)
+
+    def _be_late(self) -> None:
+        self.refuse(DeadlineError("the call's time, its grpc-timeout, is over"))
+
+    def _respond(self, content: bytes) -> None:
+        self._stream.respond(_HEAD, b"\0" + len(content).to_bytes(4, "big") + content, _OK)
+        self._end()
+
+    def _tell(self, code: StatusCode, details: str, trailing: Sequence[tuple[str, str]] = ()) -> None:
+        """End the call with an error."""
+        status = (
+            ("grpc-status", str(code.value[0])),
+            ("grpc-message", quote(details.encode()[:_MAX_DETAILS], _PRINTABLE)),
+        )
+        self._stream.refuse(header_block((":status", "200"), _CONTENT_TYPE, *status, *trailing))
+        self._end()
+
+    def _end(self) -> None:
+        """Take no more room, and wait for nothing."""
+        self.give_up()
+        if self._deadline:
+            self._deadline.cancel()
+        if self._task and self._task is not asyncio.current_task():
+            self._task.cancel()
+        if self._has_entered:
+            self._service.direct.leave(self._held)
+        else:
+            self._service.direct.let_go(self._held)
+        self._held, self._has_entered, self._is_over = 0, False, True
+        self._task = self._prepared = self._deadline = None
+        self._data = b""
