@@ -65,9 +65,11 @@ def _quantization(quantization: Quantization | None) -> Iterator[str]:
 
 
 def _serving(defaults: ServingDefaults) -> str:
+    by_length = ", ".join(f"{length}: {rows}" for length, rows in defaults.max_batch_size_by_length.items())
     preferred = ", ".join(map(str, defaults.preferred_batch_sizes))
     return (
-        f"max_batch_size {defaults.max_batch_size}{f', preferred {preferred}' if preferred else ''}, timeout_us "
+        f"max_batch_size {defaults.max_batch_size}{f' (by length {by_length})' if by_length else ''}"
+        f"{f', preferred {preferred}' if preferred else ''}, timeout_us "
         f"{defaults.timeout_us}, replicas {defaults.replicas}, threads {defaults.threads}"
     )
 

@@ -2,12 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from app.compile.operating_points import OperatingPoint
 from app.compile.records import PublishedAccuracy, VariantRecord
+from app.compile.sweep import Point
 from app.config import ObjectiveConfig
 from app.errors import CompileError
 from app.repository.manifest import ServingDefaults
+
+_ABOUT = 0.95
+"""Of a throughput. Fewer measurements differ by less, and fewer calls have less work beside the engine."""
+
+Timed = TypeVar("Timed", Point, OperatingPoint)
 
 
 @dataclass(frozen=True)
@@ -30,12 +37,20 @@ def ranked(points: Sequence[OperatingPoint], objective: ObjectiveConfig) -> list
     if objective.goal == "min_latency":
         smallest = min(point.batch_size for point in points)
         return sorted((each for each in points if each.batch_size == smallest), key=lambda each: each.latency_ms)
-    in_time = [each for each in points if _in_time(each, objective)]
-    late = [each for each in points if not _in_time(each, objective)]
-    return [
-        *sorted(in_time, key=lambda each: -each.throughput),
-        *sorted(late, key=lambda each: each.latency_p95_ms),
-    ]
+    return _fastest_first(points, objective)
+
+
+def best_at_length(points: Sequence[Point], objective: ObjectiveConfig) -> Point:
+    """Return the point of the batch size that calls have at most, of the points of all sizes at one length.
+
+    For throughput it is the fastest in time. For the least latency it is the largest that is about as fast as that: it
+    counts only when many requests wait.
+    """
+    fastest = _fastest_first(points, objective)[0]
+    if objective.goal == "max_throughput":
+        return fastest
+    about_as_fast = [point for point in points if point.throughput >= _ABOUT * fastest.throughput]
+    return max(about_as_fast, key=lambda point: point.batch_size)
 
 
 def best_point(points: Sequence[OperatingPoint], objective: ObjectiveConfig) -> OperatingPoint:
@@ -45,7 +60,7 @@ def best_point(points: Sequence[OperatingPoint], objective: ObjectiveConfig) -> 
         CompileError: no point keeps the limit of latency.
     """
     best = ranked(points, objective)[0]
-    if not _in_time(best, objective):
+    if objective.latency_ms is not None and best.latency_p95_ms > objective.latency_ms:
         raise CompileError(
             f"compile.objective.latency_ms is {objective.latency_ms:g}, and the fastest setting takes "
             f"{best.latency_p95_ms:.2f} ms ({best}): allow more, or give a smaller model"
@@ -59,30 +74,44 @@ def serving_defaults(
     """How the chosen point is served, streams as replicas.
 
     For the least latency a batch is what waits when the engine is free, and nothing waits for more. For throughput it
-    is the batch of the point, and worth a wait.
+    is the batch of the point, and worth a wait. Either way ``best_at_length`` bounds the rows of each length.
     """
     for_throughput = objective.goal == "max_throughput"
+    alike = [point for point in points if _setting_but_batch(point) == _setting_but_batch(chosen)]
+    full = chosen if for_throughput else _full_call(alike)
     return ServingDefaults(
-        max_batch_size=chosen.batch_size if for_throughput else max(each.batch_size for each in points),
+        max_batch_size=full.batch_size,
+        max_batch_size_by_length=full.batch_sizes,
         preferred_batch_sizes=(chosen.batch_size,) if for_throughput and chosen.batch_size > 1 else (),
-        timeout_us=round(1e3 * _wait_ms(chosen, points, objective)) if for_throughput else 0,
+        timeout_us=round(1e3 * _wait_ms(chosen, alike, objective)) if for_throughput else 0,
         replicas=chosen.concurrency.streams,
         threads=chosen.concurrency.threads,
     )
 
 
-def _in_time(point: OperatingPoint, objective: ObjectiveConfig) -> bool:
-    return objective.latency_ms is None or point.latency_p95_ms <= objective.latency_ms
+def _fastest_first(points: Sequence[Timed], objective: ObjectiveConfig) -> list[Timed]:
+    """Sort by throughput; those that miss the limit of latency come last, the fastest of them first."""
+    limit_ms = objective.latency_ms
+
+    def order(point: Timed) -> tuple[bool, float]:
+        is_late = limit_ms is not None and point.latency_p95_ms > limit_ms
+        return is_late, point.latency_p95_ms if is_late else -point.throughput
+
+    return sorted(points, key=order)
 
 
-def _wait_ms(chosen: OperatingPoint, points: Sequence[OperatingPoint], objective: ObjectiveConfig) -> float:
+def _full_call(points: Sequence[OperatingPoint]) -> OperatingPoint:
+    """Return the point whose sizes were chosen by length; of inputs of one size, the point of the largest."""
+    return max(points, key=lambda point: (bool(point.batch_sizes), point.batch_size))
+
+
+def _wait_ms(chosen: OperatingPoint, alike: Sequence[OperatingPoint], objective: ObjectiveConfig) -> float:
     """As long as joining saves: the last row is answered no later than if all had run one after another.
 
     Never longer than the call itself, nor than the limit leaves.
     """
-    alike = [each for each in points if _setting_but_batch(each) == _setting_but_batch(chosen)]
     smallest = min(alike, key=lambda each: each.batch_size)
-    saved = smallest.latency_ms / smallest.batch_size * chosen.batch_size - chosen.latency_ms
+    saved = chosen.latency_ms * (chosen.throughput / smallest.throughput - 1)
     left = float("inf") if objective.latency_ms is None else objective.latency_ms - chosen.latency_p95_ms
     return max(0.0, min(saved, chosen.latency_ms, left))
 

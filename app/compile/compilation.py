@@ -5,10 +5,10 @@ from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
-from app.compile.choice import Choice, best_point, ranked, serving_defaults
+from app.compile.choice import Choice, best_at_length, best_point, ranked, serving_defaults
 from app.compile.family import Families
 from app.compile.files import ModelFile, Tell
-from app.compile.operating_points import OperatingPoint, operating_points
+from app.compile.operating_points import OperatingPoint, joined, operating_points
 from app.compile.parity import check_signature, compare
 from app.compile.race import race
 from app.compile.records import BuiltPlan, PublishedAccuracy, VariantRecord
@@ -123,8 +123,9 @@ class Compilation:
         file = None if variant.runs_module else family.files.get(variant.file)
         inherited = [f"in its file {each}" for each in file.failures] if file else []
         size_bytes = family.opener.path(variant).stat().st_size if file else self.subject.size_bytes
-        points = list(operating_points(variant, parity.accuracy, size_bytes, measured, self.subject.shares))
+        points = self._joined(variant, parity.accuracy, size_bytes, measured)
         self.points += points
+        by_size = [point for point in points if point.is_uniform]
         return VariantRecord(
             **dict(variant),
             **dict(parity),
@@ -132,8 +133,8 @@ class Compilation:
             size_bytes=size_bytes,
             reasons=(*inherited, *family.judge.failures(parity, variant.precision)),
             quantization=file.quantization if file else None,
-            latency_ms={each.batch_size: round(each.latency_ms, 3) for each in points},
-            throughput={each.batch_size: round(each.throughput, 1) for each in points},
+            latency_ms={each.batch_size: round(each.latency_ms, 3) for each in by_size},
+            throughput={each.batch_size: round(each.throughput, 1) for each in by_size},
         )
 
     def _finalists(self) -> list[VariantRecord]:
@@ -158,7 +159,13 @@ class Compilation:
                     measured += self._measure(engine, concurrency)
             except EngineError as error:  # so many do not fit in memory
                 self._tell(f"{record.variant}, {concurrency}: not measured: {error}")
-        return list(operating_points(record.variant, record.accuracy, record.size_bytes, measured, self.subject.shares))
+        return self._joined(record.variant, record.accuracy, record.size_bytes, measured)
+
+    def _joined(
+        self, variant: Variant, accuracy: float, size_bytes: int, measured: Iterable[Point]
+    ) -> list[OperatingPoint]:
+        choose = partial(best_at_length, objective=self.config.objective)
+        return list(operating_points(variant, accuracy, size_bytes, measured, self.subject.shares, choose))
 
     def _best_of(self, record: VariantRecord) -> OperatingPoint:
         """What the objective puts first of a variant."""
@@ -180,10 +187,12 @@ class Compilation:
         return raced
 
     def _time_again(self, engine: Engine, point: OperatingPoint) -> OperatingPoint:
-        rows = self.subject.rows_by_length
-        measured = measure(engine, point.concurrency, [point.batch_size], rows, _CALLS_FOR_A_MEDIAN)
-        (again,) = operating_points(point.variant, point.accuracy, point.size_bytes, measured, self.subject.shares)
-        return again.model_copy(update={"latency_p95_ms": point.latency_p95_ms})
+        measured: list[Point] = []
+        for length, rows in self.subject.rows_by_length.items():
+            sizes = [point.batch_size if length is None else point.batch_sizes.get(length, point.batch_size)]
+            measured += measure(engine, point.concurrency, sizes, {length: rows}, _CALLS_FOR_A_MEDIAN)
+        again = joined(point.variant, point.accuracy, point.size_bytes, measured, self.subject.shares)
+        return again.model_copy(update={"batch_sizes": point.batch_sizes, "latency_p95_ms": point.latency_p95_ms})
 
     def _open(self, variant: Variant, concurrency: Concurrency) -> Engine:
         return self._families.of(variant.sparse).opener.open(variant, concurrency)

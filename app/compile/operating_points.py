@@ -1,6 +1,6 @@
 """What a variant is worth in one setting, over the lengths that are really asked for, and what nothing beats."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from pydantic import BaseModel
@@ -10,11 +10,16 @@ from app.compile.variants import Variant
 
 
 class OperatingPoint(BaseModel):
-    """A variant, served in batches of one size with so many streams and threads."""
+    """A variant, served in batches of one size, or of one for each length, with so many streams and threads."""
 
     variant: Variant
     concurrency: Concurrency
     batch_size: int
+    """Rows of a call, at the length with the most."""
+
+    batch_sizes: dict[int, int] = {}
+    """Rows of a call at each length, if they were chosen by length; empty if all lengths have ``batch_size``."""
+
     latency_ms: float
     """Of a call, the median: the mean over lengths, weighted by how many rows have each."""
 
@@ -27,40 +32,72 @@ class OperatingPoint(BaseModel):
     accuracy: float
     size_bytes: int
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether batches have the same size at every length."""
+        return len(set(self.batch_sizes.values())) < 2
+
+    @property
+    def batches(self) -> str:
+        """The sizes of batches, for people."""
+        if self.is_uniform:
+            return str(self.batch_size)
+        return ", ".join(f"{size} at length {length}" for length, size in self.batch_sizes.items())
+
     def __str__(self) -> str:
         return (
-            f"{self.variant}, batches of {self.batch_size}, {self.concurrency}: {self.latency_ms:.2f} ms, "
+            f"{self.variant}, batches of {self.batches}, {self.concurrency}: {self.latency_ms:.2f} ms, "
             f"{self.throughput:,.0f} rows/s"
         )
 
 
 def operating_points(
-    variant: Variant, accuracy: float, size_bytes: int, points: Iterable[Point], shares: Mapping[int | None, float]
+    variant: Variant,
+    accuracy: float,
+    size_bytes: int,
+    points: Iterable[Point],
+    shares: Mapping[int | None, float],
+    choose: Callable[[Sequence[Point]], Point],
 ) -> Iterator[OperatingPoint]:
-    """Join what was measured of a variant at each length.
+    """Join the measurements of a variant over lengths: for each batch size, and for the size chosen at each length.
 
     Args:
         points: of the variant, in any number of settings.
         shares: the share of rows of each length that was measured.
+        choose: returns the best of the batch sizes that were measured at one length.
     """
 
-    def setting_of(point: Point) -> tuple[int, int, int]:
-        return point.concurrency.streams, point.concurrency.threads, point.batch_size
+    def sharing(point: Point) -> tuple[int, int]:
+        return point.concurrency.streams, point.concurrency.threads
 
-    for _, group in groupby(sorted(points, key=setting_of), key=setting_of):
+    for _, group in groupby(sorted(points, key=sharing), key=sharing):
         measured = list(group)
-        weights = [shares[each.length] for each in measured]
-        total = sum(weights)
-        yield OperatingPoint(
-            variant=variant,
-            concurrency=measured[0].concurrency,
-            batch_size=measured[0].batch_size,
-            latency_ms=sum(w * each.latency_ms for w, each in zip(weights, measured, strict=True)) / total,
-            latency_p95_ms=max(each.latency_p95_ms for each in measured),
-            throughput=total / sum(w / each.throughput for w, each in zip(weights, measured, strict=True)),
-            accuracy=accuracy,
-            size_bytes=size_bytes,
-        )
+        sizes = sorted({point.batch_size for point in measured})
+        lengths = dict.fromkeys(point.length for point in measured if point.length is not None)
+        settings = [[point for point in measured if point.batch_size == size] for size in sizes]
+        chosen = [choose([point for point in measured if point.length == length]) for length in lengths]
+        by_length = {point.length: point.batch_size for point in chosen}
+        for setting in settings if not chosen or chosen in settings else [*settings, chosen]:
+            point = joined(variant, accuracy, size_bytes, setting, shares)
+            yield point.model_copy(update={"batch_sizes": by_length}) if setting == chosen else point
+
+
+def joined(
+    variant: Variant, accuracy: float, size_bytes: int, points: Sequence[Point], shares: Mapping[int | None, float]
+) -> OperatingPoint:
+    """Return the mean over lengths of one setting, given its point at each length, as ``operating_points`` does."""
+    weights = [shares[point.length] for point in points]
+    total = sum(weights)
+    return OperatingPoint(
+        variant=variant,
+        concurrency=points[0].concurrency,
+        batch_size=max(point.batch_size for point in points),
+        latency_ms=sum(w * point.latency_ms for w, point in zip(weights, points, strict=True)) / total,
+        latency_p95_ms=max(point.latency_p95_ms for point in points),
+        throughput=total / sum(w / point.throughput for w, point in zip(weights, points, strict=True)),
+        accuracy=accuracy,
+        size_bytes=size_bytes,
+    )
 
 
 def pareto_front(points: Sequence[OperatingPoint]) -> list[OperatingPoint]:

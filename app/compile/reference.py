@@ -29,7 +29,7 @@ class Rows:
     @classmethod
     def of(cls, split: Dataset, signature: Signature) -> "Rows":
         """Group the rows. If the input length varies, encode each row once to find its length."""
-        if (place := varying_axis(signature)) is None:
+        if (place := signature.length_axis) is None:
             return cls(split, [range(len(split))])
         name, axis = place
         groups: defaultdict[int, list[int]] = defaultdict(list)
@@ -88,14 +88,6 @@ def accuracy_on(engine: Engine, split: Dataset, max_rows: int = BATCH) -> float:
     rows = Rows.of(split, engine.signature)
     answers = ((engine.infer(batch.inputs)[OUTPUT], batch.targets) for batch in rows.batches(max_rows))
     return sum(int((logits.argmax(-1) == classes).sum()) for logits, classes in answers) / len(rows)
-
-
-def varying_axis(signature: Signature) -> tuple[str, int] | None:
-    """Return the name of an input and its dynamic axis other than the rows; None if input sizes are fixed."""
-    places = (
-        (spec.name, axis) for spec in signature.inputs for axis, size in enumerate(spec.shape) if axis and size < 0
-    )
-    return next(places, None)
 
 
 def chunks(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:

@@ -99,6 +99,8 @@ def write_report(report: CompileReport, folder: UPath) -> UPath:
 def _facts(report: CompileReport) -> dict[str, object]:
     serving = report.serving.model_dump() if report.serving else {}
     if serving:
+        by_length = serving["max_batch_size_by_length"].items()
+        serving["max_batch_size_by_length"] = ", ".join(f"{length}: {rows}" for length, rows in by_length) or "the same"
         serving["preferred_batch_sizes"] = ", ".join(map(str, serving["preferred_batch_sizes"])) or "any"
     return {
         "chosen": report.point or f"nothing: {report.error}",
@@ -140,7 +142,7 @@ def _points(points: Sequence[OperatingPoint], point: OperatingPoint | None) -> t
         [
             "chosen" if each == point else "",
             each.variant,
-            each.batch_size,
+            each.batches,
             each.concurrency.streams,
             each.concurrency.threads,
             f"{each.accuracy:.4f}",

@@ -9,7 +9,7 @@ import numpy as np
 from upath import UPath
 
 from app.checksums import verify_checksums
-from app.compile.reference import BATCH, EncodedBatches, Reference, chunks, varying_axis
+from app.compile.reference import BATCH, EncodedBatches, Reference, chunks
 from app.compile.sparsity import prune_2_to_4
 from app.config import Recipe
 from app.data.classification import ClassificationData, LabelledDataset, load_test
@@ -145,7 +145,7 @@ def _signature_of(trained: TrainedModel) -> Signature:
 
 def _length_of(batch: Tensors, signature: Signature) -> int | None:
     """The size that varies beside the rows."""
-    if (place := varying_axis(signature)) is None:
+    if (place := signature.length_axis) is None:
         return None
     name, axis = place
     return int(batch[name].shape[axis])

@@ -25,6 +25,14 @@ class Signature:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
 
+    @property
+    def length_axis(self) -> tuple[str, int] | None:
+        """The name of an input and its dynamic axis other than the rows; None if input sizes are fixed."""
+        places = (
+            (spec.name, axis) for spec in self.inputs for axis, size in enumerate(spec.shape) if axis and size < 0
+        )
+        return next(places, None)
+
     def difference(self, expected: "Signature") -> str | None:
         """What is other than expected, if anything is, as the end of a sentence.
 

@@ -78,6 +78,9 @@ class ServingDefaults(BaseModel):
     """How a version is best served, unless somebody knows better."""
 
     max_batch_size: PositiveInt
+    max_batch_size_by_length: dict[PositiveInt, PositiveInt] = {}
+    """Of rows of each length that was measured; empty if it is the same for all, or was not recorded."""
+
     preferred_batch_sizes: tuple[PositiveInt, ...] = ()
     timeout_us: NonNegativeInt
     """Microseconds that the first request of a batch waits for more."""
@@ -87,10 +90,15 @@ class ServingDefaults(BaseModel):
     """Of one replica's engine."""
 
     @model_validator(mode="after")
-    def _preferred_sizes_can_be_reached(self) -> Self:
+    def _no_size_is_beyond_the_largest(self) -> Self:
         if max(self.preferred_batch_sizes, default=0) > self.max_batch_size:
             raise ValueError(
                 f"preferred_batch_sizes are {list(self.preferred_batch_sizes)}: expected {self.max_batch_size}, which "
+                "is max_batch_size, at most"
+            )
+        if max(self.max_batch_size_by_length.values(), default=0) > self.max_batch_size:
+            raise ValueError(
+                f"max_batch_size_by_length is {self.max_batch_size_by_length}: expected {self.max_batch_size}, which "
                 "is max_batch_size, at most"
             )
         return self
@@ -98,6 +106,7 @@ class ServingDefaults(BaseModel):
     def overridden(self, config: ServeConfig) -> "ServingDefaults":
         """What a recipe says, and where it says nothing what is said here; of a range of replicas the most.
 
+        A recipe that gives ``max_batch_size`` or ``preferred_batch_sizes`` gives them for rows of every length.
         Other replicas share the cores that these were measured on, unless the recipe says their threads too. Of a model
         that is sharded compile measured neither: it has one replica, and each process the threads that it reserves.
         """
@@ -109,8 +118,10 @@ class ServingDefaults(BaseModel):
         preferred = batching.preferred_batch_sizes
         if preferred is None:
             preferred = [size for size in self.preferred_batch_sizes if size <= most]
+        is_measured = batching.max_batch_size is None and batching.preferred_batch_sizes is None
         return ServingDefaults(
             max_batch_size=most,
+            max_batch_size_by_length=self.max_batch_size_by_length if is_measured else {},
             preferred_batch_sizes=tuple(preferred),
             timeout_us=self.timeout_us if batching.timeout_us is None else batching.timeout_us,
             replicas=replicas,

@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from app.config import Percent, ServeConfig, TensorParallelConfig
 from app.engines.registry import runs_module
 from app.errors import RecipeError
-from app.repository.manifest import Manifest
+from app.repository.manifest import Manifest, ServingDefaults
 from app.serving.access import Access
-from app.serving.batching.policy import BatchingPolicy
+from app.serving.batching.policy import BatchingPolicy, RowsByLength
 from app.serving.cascade.rule import CascadeRule
 from app.training.run_folder import WEIGHTS_FILE
 
@@ -54,6 +54,7 @@ class VersionConfig(_Config):
             )
         policy = BatchingPolicy(
             max_batch_size=serving.max_batch_size,
+            by_length=_by_length(manifest, serving),
             preferred_batch_sizes=serving.preferred_batch_sizes,
             max_queue_delay_s=serving.timeout_us / 1e6,
             priority_levels=batching.priority_levels,
@@ -69,6 +70,12 @@ class VersionConfig(_Config):
             policy=policy,
             tensor_parallel=config.tensor_parallel,
         )
+
+
+def _by_length(manifest: Manifest, serving: ServingDefaults) -> RowsByLength | None:
+    if not serving.max_batch_size_by_length or (axis := manifest.signature.length_axis) is None:
+        return None
+    return RowsByLength(*axis, tuple(sorted(serving.max_batch_size_by_length.items())))
 
 
 class Share(_Config):

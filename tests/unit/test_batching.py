@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from app.errors import RequestError
-from app.serving.batching.policy import BatchingPolicy
+from app.serving.batching.policy import BatchingPolicy, RowsByLength
 from app.tensors import Tensors
 from tests.virtual_engine import Answered, VirtualEngine, ask, row, run
 
@@ -86,6 +86,25 @@ def test_a_call_ends_with_the_largest_preferred_size_that_is_reached() -> None:
     assert statistics.releases == {"preferred": 2, "idle": 1}
 
 
+def test_a_call_takes_as_many_rows_as_their_length_allows() -> None:
+    engine = VirtualEngine(call_s=0.1)
+    by_length = RowsByLength("x", 1, ((2, 4), (8, 1)))
+    lengths = [1, 2, 2, 2, 2, 2, 5, 9, 9]
+    requests = [(0.0, row(length, length=length), {}) for length in lengths]
+    _, statistics = run(
+        _all(engine, [*requests, (0.0, row(8, rows=3, length=8), {})], max_batch_size=4, by_length=by_length)
+    )
+    assert engine.calls == [[1], [2] * 4, [2], [5], [9], [9], [8], [8], [8]]
+    assert statistics.releases == {"full": 7, "idle": 2}
+
+
+@pytest.mark.parametrize(("length", "rows"), [(1, 8), (32, 8), (33, 4), (64, 4), (65, 2), (128, 2), (1000, 2)])
+def test_a_length_that_was_not_measured_has_the_rows_of_the_next_longer_one(length: int, rows: int) -> None:
+    policy = BatchingPolicy(8, by_length=RowsByLength("ids", 1, ((32, 8), (64, 4), (128, 2))))
+    assert policy.max_rows({"mask": np.ones((1, 1)), "ids": np.ones((3, length))}) == rows
+    assert policy.max_longest_rows == 2
+
+
 def test_a_request_is_not_cut_for_a_preferred_size() -> None:
     engine = VirtualEngine(call_s=0.1)
     run(_all(engine, [(0.0, row(0, rows=3), {})] * 2, max_batch_size=8, preferred_batch_sizes=(4,)))
@@ -129,6 +148,7 @@ def test_a_request_without_rows_of_its_own_is_refused(tensors: Tensors) -> None:
     [
         ({"max_batch_size": 0}, "max_batch_size is 0"),
         ({"max_batch_size": 4, "preferred_batch_sizes": (8,)}, r"preferred_batch_sizes are \[8\]"),
+        ({"max_batch_size": 4, "by_length": RowsByLength("x", 1, ((2, 4), (8, 5)))}, r"by_length gives .* 8: 5"),
         ({"max_batch_size": 4, "default_priority": 2}, "default_priority is 2"),
         ({"max_batch_size": 4, "max_queue_delay_s": -1.0}, "max_queue_delay_s is -1.0"),
         ({"max_batch_size": 4, "default_timeout_s": 0.0}, "default_timeout_s is 0.0"),

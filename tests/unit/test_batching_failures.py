@@ -5,13 +5,14 @@ import pickle
 import random
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 
 from app.errors import DeadlineError, EngineError, OverloadError
 from app.serving.batching.batcher import Batcher
-from app.serving.batching.policy import BatchingPolicy
+from app.serving.batching.policy import BatchingPolicy, RowsByLength
 from app.serving.batching.release import Batch, Hold
 from app.serving.batching.statistics import BatchingStatistics, ComputeDurations
 from app.serving.batching.threads import EngineThreads, Outcome
@@ -117,9 +118,9 @@ def test_who_goes_away_in_the_turn_in_which_a_call_starts_is_not_run() -> None:
     assert engine.calls == [[0, 2]]
 
 
-async def _overloaded(engine: VirtualEngine, warm: bool) -> tuple[OverloadError, Batcher]:
-    """Two calls of 8 rows wait behind one that has 0.06 s left: one more request is too many."""
-    batcher = engine.batcher(max_batch_size=8, queue_limit=16)
+async def _overloaded(engine: VirtualEngine, warm: bool, **knobs: Any) -> tuple[OverloadError, Batcher]:
+    """16 rows wait, two calls of 8, behind a call that has 0.06 s left: one more request is too many."""
+    batcher = engine.batcher(max_batch_size=8, queue_limit=16, **knobs)
     for rows in (1, 8) if warm else ():
         await batcher.infer(row(0, rows=rows))
     start_s = asyncio.get_running_loop().time()
@@ -138,6 +139,12 @@ def test_beyond_the_queue_a_request_is_told_when_to_come_back() -> None:
     assert batcher.statistics.failures == {"rejected": 1}
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.retry_after_s) == (str(error), error.retry_after_s)
+
+
+def test_when_to_come_back_depends_on_the_rows_that_calls_take_of_a_length() -> None:
+    by_length = RowsByLength("x", 1, ((1, 4),))
+    error, _ = run(_overloaded(VirtualEngine(call_s=0.1, row_s=0.01), warm=True, by_length=by_length))
+    assert error.retry_after_s == pytest.approx(0.06 + 4 * 0.14)
 
 
 def test_requests_that_a_free_slot_is_about_to_take_do_not_fill_the_queue() -> None:

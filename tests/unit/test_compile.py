@@ -536,14 +536,31 @@ def test_every_length_is_measured_with_rows_that_alone_are_padded_to_it(tmp_path
     short, long = [f"{number} words" for number in range(60)], [" ".join(map(str, range(n, n + 20))) for n in range(20)]
     pd.DataFrame({"text": short + long, "label": ["good", "bad"] * 40}).to_csv(tmp_path / "texts.csv")
     source = f"data={{source: {tmp_path / 'texts.csv'}, buckets: [8, 64], validation_fraction: 0.5}}"
-    recipe = load_recipe(str(ROOT / "recipes/reviews.yaml"), [source, "model.args={layers: 1, width: 8, heads: 2}"])
-    subject = load_subject(write_weights(recipe, 2, leave_fresh, tmp_path), recipe, threads=1)
+    reviews = [str(ROOT / "recipes/reviews.yaml"), source, "model.args={layers: 1, width: 8, heads: 2}"]
+    recipe = load_recipe(reviews[0], reviews[1:])
+    weights = write_weights(recipe, 2, leave_fresh, tmp_path)
+    subject = load_subject(weights, recipe, threads=1)
     assert set(subject.rows_by_length) == set(subject.shares) == {8, 64}
     texts = subject.data.validation.split.inputs
     assert subject.shares[8] == sum(len(text.split()) == 2 for text in texts) / len(texts)
     assert (subject.rows_by_length[8]["attention_mask"].sum(1) <= 8).all()
     assert (subject.rows_by_length[64]["attention_mask"].sum(1) > 8).all()
     assert subject.profile([1]).lengths == (8, 64)
+    wanted = ["compile={engines: [torch], batch_sizes: [1, 4], objective: {goal: max_throughput}}"]
+    wanted += [f"compile.weights={weights}", f"storage={tmp_path / 'storage'}"]
+    compiling = Run.start("compile", load_recipe(reviews[0], [*reviews[1:], *wanted]))
+    result = execute(compiling, compile_model)
+    assert result.status == "succeeded", result.error
+    serving, point = (
+        Repository(UPath(tmp_path / "storage")).manifest(recipe.name, 1).serving,
+        report_in(compiling).point,
+    )
+    assert point is not None
+    assert serving.max_batch_size_by_length == point.batch_sizes
+    assert set(point.batch_sizes) == {8, 64}
+    assert serving.max_batch_size == point.batch_size == max(point.batch_sizes.values())
+    page = (compiling.folder / "report.html").read_text(encoding="utf-8")
+    assert f"8: {point.batch_sizes[8]}, 64: {point.batch_sizes[64]}" in page
 
 
 def test_a_pruned_model_is_to_keep_the_accuracy_of_the_whole_one(subject: Subject) -> None:

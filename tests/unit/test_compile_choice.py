@@ -1,10 +1,13 @@
 """Gates, operating points, the Pareto front and the objective, on numbers made by hand."""
 
+from collections.abc import Sequence
+from functools import partial
 from math import nan
+from typing import Any
 
 import pytest
 
-from app.compile.choice import best_point, ranked, serving_defaults
+from app.compile.choice import best_at_length, best_point, ranked, serving_defaults
 from app.compile.operating_points import OperatingPoint, operating_points, pareto_front
 from app.compile.parity import Parity, failures
 from app.compile.race import Timer, race
@@ -123,11 +126,72 @@ def test_lengths_count_as_rows_have_them() -> None:
         )
 
     points = [measured(16, 2.0, 2000.0), measured(64, 6.0, 500.0)]
-    (joined,) = operating_points(ONE.variant, 0.9, 100, points, {16: 0.75, 64: 0.25})
+    (joined,) = operating_points(ONE.variant, 0.9, 100, points, {16: 0.75, 64: 0.25}, only)
     assert (joined.accuracy, joined.size_bytes) == (0.9, 100)
     assert joined.latency_ms == pytest.approx(3.0)
     assert joined.latency_p95_ms == 7.0
     assert joined.throughput == pytest.approx(1 / (0.75 / 2000 + 0.25 / 500))
+
+
+def only(points: Sequence[Point]) -> Point:
+    (point,) = points
+    return point
+
+
+def at(length: int, throughputs: dict[int, float]) -> list[Point]:
+    """One stream, by batch size; 95 of 100 calls take as long as the median."""
+    times = {size: 1e3 * size / throughput for size, throughput in throughputs.items()}
+    return [
+        Point(
+            concurrency=Concurrency(2, 1),
+            batch_size=size,
+            length=length,
+            latency_ms=times[size],
+            latency_p95_ms=times[size],
+            throughput=throughput,
+        )
+        for size, throughput in throughputs.items()
+    ]
+
+
+SHORT, LONG = at(32, {1: 100.0, 4: 160.0, 16: 200.0, 32: 195.0}), at(128, {1: 40.0, 4: 50.0, 16: 48.0, 32: 40.0})
+
+
+def points_of(measured: list[Point], **objective: Any) -> tuple[list[OperatingPoint], ObjectiveConfig]:
+    config = ObjectiveConfig.model_validate(objective)
+    shares: dict[int | None, float] = {32: 0.5, 128: 0.5}
+    choose = partial(best_at_length, objective=config)
+    return list(operating_points(ONE.variant, 0.9, 100, measured, shares, choose)), config
+
+
+def test_for_throughput_each_length_has_the_size_that_is_fastest_in_time() -> None:
+    points, objective = points_of([*SHORT, *LONG], goal="max_throughput")
+    best = best_point(points, objective)
+    assert (best.batch_size, best.batch_sizes) == (16, {32: 16, 128: 4})
+    assert best.throughput == pytest.approx(1 / (0.5 / 200 + 0.5 / 50))
+    assert "batches of 16 at length 32, 4 at length 128" in str(best)
+    defaults = serving_defaults(best, points, objective)
+    assert (defaults.max_batch_size, defaults.preferred_batch_sizes) == (16, (16,))
+    assert defaults.max_batch_size_by_length == {32: 16, 128: 4}
+    assert defaults.timeout_us == 32_000  # a call takes 80 ms, and answers 80 rows a second; row by row they are 57.1
+    within, limited = points_of([*SHORT, *LONG], goal="max_throughput", latency_ms=30.0)
+    assert best_point(within, limited).batch_sizes == {32: 4, 128: 1}
+
+
+def test_for_the_least_latency_calls_are_as_large_as_costs_hardly_any_throughput() -> None:
+    points, objective = points_of([*SHORT, *LONG])
+    best = best_point(points, objective)
+    assert (best.batch_size, best.batch_sizes) == (1, {})
+    defaults = serving_defaults(best, points, objective)
+    assert (defaults.max_batch_size, defaults.max_batch_size_by_length) == (32, {32: 32, 128: 16})
+    assert (defaults.preferred_batch_sizes, defaults.timeout_us) == ((), 0)
+
+
+def test_one_size_that_is_best_at_every_length_is_one_point() -> None:
+    points, objective = points_of([*LONG, *at(32, {1: 100.0, 4: 160.0})], goal="max_throughput")
+    best = best_point(points, objective)
+    assert [point.batch_size for point in points] == [1, 4, 16, 32]
+    assert (best.batch_sizes, best.batches) == ({128: 4, 32: 4}, "4")
 
 
 def test_cores_are_shared_in_every_even_way() -> None:

@@ -16,6 +16,7 @@ from tritonclient.utils import InferenceServerException
 from upath import UPath
 
 from app.errors import EngineError
+from app.serving.batching.policy import RowsByLength
 from app.serving.transport import asgi
 from app.tensors import OUTPUT, Tensors
 from tests.engine_contract import TEXTS, exported, rows
@@ -70,6 +71,21 @@ def test_tritons_http_client_works_unchanged(server: Server, binary: bool) -> No
     assert [each.decode().rpartition(":")[2] for each in classes.as_numpy(OUTPUT).ravel()] == best
     with pytest.raises(InferenceServerException, match="is not deployed"):
         client.get_model_metadata("other")
+
+
+def test_calls_have_as_many_rows_as_the_version_takes_of_their_length(storage: UPath) -> None:
+    with serving() as server:
+        by_length = RowsByLength("input_ids", 1, ((8, 4), (16, 1)))
+        server.run(server.endpoint.update(config(storage, by_length=by_length)))
+        client = tritonclient.http.InferenceServerClient(server.http)
+        for length in (4, 8, 16, 32):
+            tensors = rows(4, length)
+            answer = client.infer("toy", asked(tritonclient.http, tensors))
+            assert np.allclose(answer.as_numpy(OUTPUT), expected(tensors, server), atol=1e-5)
+        (counted,) = client.get_inference_statistics("toy")["model_stats"]
+        sizes = {stats["batch_size"]: stats["compute_infer"]["count"] for stats in counted["batch_stats"]}
+        assert (sizes, counted["inference_count"], counted["execution_count"]) == ({1: 8, 4: 2}, 16, 10)
+        assert client.get_model_config("toy")["max_batch_size"] == 8
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from app.errors import EngineError, RecipeError, StorageError
 from app.repository.known_answers import KnownAnswers
 from app.repository.manifest import Manifest, ModelCard, Quantization, ServingDefaults
 from app.repository.repository import Repository
+from app.serving.config import VersionConfig
 from app.serving.model.engine import open_published
 from app.serving.model.loaded import LoadedModel, load_model
 from app.tensors import OUTPUT, Tensor, Tensors
@@ -386,6 +387,34 @@ def test_a_recipe_wins_and_what_it_leaves_out_is_as_compile_measured(
     given: ServeConfig, served: ServingDefaults
 ) -> None:
     assert card().model_copy(update={"serving": MEASURED}).served(given) == served
+
+
+@pytest.mark.parametrize(
+    ("batching", "by_length"),
+    [
+        (BatchingConfig(timeout_us=7), {16: 16, 32: 2}),
+        (BatchingConfig(max_batch_size=16), {}),
+        (BatchingConfig(preferred_batch_sizes=[4]), {}),
+    ],
+)
+def test_sizes_by_length_are_published_and_a_recipe_with_sizes_of_its_own_wins(
+    batching: BatchingConfig, by_length: dict[int, int], repository: Repository, tmp_path: Path
+) -> None:
+    measured = ServingDefaults.model_validate({**dict(MEASURED), "max_batch_size_by_length": {"16": 16, "32": 2}})
+    publish(repository, tmp_path, card().model_copy(update={"serving": measured}))
+    manifest = repository.manifest("toy", 1)
+    assert manifest.serving == measured
+    assert manifest.served(ServeConfig(batching=batching)).max_batch_size_by_length == by_length
+    policy = VersionConfig.of("storage", manifest, ServeConfig(batching=batching)).policy
+    assert [policy.max_rows(rows(1, length)) for length in (8, 32)] == ([16, 2] if by_length else [16, 16])
+
+
+def test_a_manifest_without_sizes_by_length_has_one_size_for_all() -> None:
+    earlier = MEASURED.model_dump()
+    del earlier["max_batch_size_by_length"]
+    assert ServingDefaults.model_validate(earlier) == MEASURED
+    with pytest.raises(ValueError, match=r"max_batch_size_by_length is {8: 17}: expected 16"):
+        ServingDefaults.model_validate({**earlier, "max_batch_size_by_length": {8: 17}})
 
 
 def test_a_batch_is_not_larger_than_a_plan_takes() -> None:

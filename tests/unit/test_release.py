@@ -29,14 +29,14 @@ def _loop() -> Iterator[None]:
 
 
 def request(rows: int = 1, deadline_s: float = math.inf, level: int = 1, taken: int = 0) -> Request:
-    group, answer = Group(POLICY), asyncio.get_event_loop().create_future()
+    group, answer = Group(POLICY, 8), asyncio.get_event_loop().create_future()
     tensors: Tensors = {"x": np.arange(rows)}
     return Request(tensors, rows, level, 0, NOW, NOW + deadline_s, group, answer, taken)
 
 
 def group_of(*requests: Request, expected_in_s: float | None = None, policy: BatchingPolicy = POLICY) -> Group:
     """Return a group with these waiting requests, in order. The next is expected in ``expected_in_s`` seconds."""
-    group = Group(policy)
+    group = Group(policy, policy.max_batch_size)
     group.latency.row_s, group.latency.call_s = 1.0, 4.0
     for waiting in requests:
         group.levels[waiting.level - 1].append(waiting)

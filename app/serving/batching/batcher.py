@@ -138,7 +138,7 @@ class Batcher:
                 next(self._numbers),
                 now_s,
                 policy.deadline_s(now_s, timeout_s),
-                self._scheduler.queue.group(shape),
+                self._scheduler.queue.group(shape, tensors),
                 answer,
             )
             self._scheduler.put(request)

@@ -1,7 +1,27 @@
 """The knobs of batching."""
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
+from operator import itemgetter
+
+from app.tensors import Tensors
+
+
+@dataclass(frozen=True)
+class RowsByLength:
+    """How many rows a call takes, at most, by their length."""
+
+    input: str
+    axis: int
+    """The size of ``input`` along this axis is the length."""
+    sizes: tuple[tuple[int, int], ...]
+    """Lengths with their rows, shortest first."""
+
+    def max_rows(self, length: float) -> int:
+        """Return the rows of a call: those of the next longer length that is given, and of the longest beyond that."""
+        place = bisect_left(self.sizes, length, key=itemgetter(0))
+        return self.sizes[min(place, len(self.sizes) - 1)][1]
 
 
 @dataclass(frozen=True)
@@ -26,6 +46,8 @@ class BatchingPolicy:
     """Requests that wait; one more is refused."""
     default_timeout_s: float | None = None
     """From a request's arrival until its answer; a request may ask for less, not for more. None: no bound."""
+    by_length: RowsByLength | None = None
+    """Rows of a call at each length, at most. None: ``max_batch_size`` at every length."""
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "priority_levels", "queue_limit"):
@@ -36,6 +58,11 @@ class BatchingPolicy:
                 f"preferred_batch_sizes are {list(self.preferred_batch_sizes)}: expected 1 to max_batch_size, "
                 f"{self.max_batch_size}"
             )
+        if self.by_length and not all(1 <= rows <= self.max_batch_size for _, rows in self.by_length.sizes):
+            raise ValueError(
+                f"by_length gives lengths these rows, {dict(self.by_length.sizes)}: expected 1 to max_batch_size, "
+                f"{self.max_batch_size}"
+            )
         if not 1 <= self.default_priority <= self.priority_levels:
             raise ValueError(
                 f"default_priority is {self.default_priority}: expected 1 to priority_levels, {self.priority_levels}"
@@ -44,6 +71,17 @@ class BatchingPolicy:
             raise ValueError(f"max_queue_delay_s is {self.max_queue_delay_s}: expected 0 or more")
         if self.default_timeout_s is not None and not self.default_timeout_s > 0:
             raise ValueError(f"default_timeout_s is {self.default_timeout_s}: expected more than 0, or None")
+
+    def max_rows(self, tensors: Tensors) -> int:
+        """Return the rows of a call for requests that have the shape of these tensors, at most."""
+        if self.by_length is None:
+            return self.max_batch_size
+        return self.by_length.max_rows(tensors[self.by_length.input].shape[self.by_length.axis])
+
+    @property
+    def max_longest_rows(self) -> int:
+        """Rows of a call for the longest rows, at most."""
+        return self.by_length.max_rows(math.inf) if self.by_length else self.max_batch_size
 
     def level(self, priority: int) -> int:
         """The level of a request: the default one for 0 and for levels that there are not, as in Triton."""

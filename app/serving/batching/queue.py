@@ -1,7 +1,7 @@
 """Requests that wait for the engine."""
 
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -99,7 +99,11 @@ class Request:
 class Group:
     """The requests of one shape, which can be joined."""
 
-    def __init__(self, policy: BatchingPolicy) -> None:
+    def __init__(self, policy: BatchingPolicy, max_rows: int) -> None:
+        self.max_rows = max_rows
+        """Of a call."""
+        self.rows = 0
+        """Of its waiting requests, those that are in no call yet."""
         self.latency = LatencyModel()
         self.arrivals = Arrivals(longest_s=4 * policy.max_queue_delay_s)
         self.levels: list[deque[Request]] = [deque() for _ in range(policy.priority_levels)]
@@ -127,30 +131,34 @@ class WaitingQueue:
         self._policy = policy
         self._groups: dict[Hashable, Group] = {}
         self.requests = 0
-        self.rows = 0
 
     def __iter__(self) -> Iterator[Request]:
-        for group in self._groups.values():
+        for group in self.groups:
             yield from group
 
-    def group(self, shape: Hashable) -> Group:
-        """The group of a shape, which may be new."""
+    @property
+    def groups(self) -> Iterable[Group]:
+        """All that are remembered."""
+        return self._groups.values()
+
+    def group(self, shape: Hashable, tensors: Tensors) -> Group:
+        """Return the group of a shape, the shape of ``tensors``. It may be new."""
         if (group := self._groups.get(shape)) is None:
             if len(self._groups) >= _MOST_GROUPS:
                 self._forget()
-            group = self._groups[shape] = Group(self._policy)
+            group = self._groups[shape] = Group(self._policy, self._policy.max_rows(tensors))
         return group
 
     def put(self, request: Request) -> None:
         """Add a request as the last of its level."""
         request.group.levels[request.level - 1].append(request)
         self.requests += 1
-        self.rows += request.rows
+        request.group.rows += request.rows
 
     def take(self, request: Request, rows: int) -> None:
         """Give some rows of a request to a call; with the last of them it waits no more."""
         request.taken += rows
-        self.rows -= rows
+        request.group.rows -= rows
         if not request.waits:
             self._leave(request)
 
@@ -161,7 +169,7 @@ class WaitingQueue:
 
     def next(self) -> Group | None:
         """The group of the oldest among the most urgent requests; None if nothing waits."""
-        heads = [head for group in self._groups.values() if (head := group.head)] if self.requests else []
+        heads = [head for group in self.groups if (head := group.head)] if self.requests else []
         return min(heads, key=lambda head: (head.level, head.number)).group if heads else None
 
     def _leave(self, request: Request) -> None:

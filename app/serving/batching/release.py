@@ -72,7 +72,7 @@ def release(group: Group, policy: BatchingPolicy, now_s: float, hold_until_s: fl
     ends_s = now_s + group.latency.seconds(_rows(parts))
     deadline_s = min(part.request.deadline_s for part in parts)
     if ends_s > deadline_s and len(parts) > 1:
-        return _in_time(group, policy, now_s, parts)
+        return _in_time(group, now_s, parts)
     if reason is not None:
         return Batch(group, parts, reason)
     until_s = _pays_until_s(group, len(parts), hold_until_s)
@@ -89,10 +89,10 @@ def _gather(group: Group, policy: BatchingPolicy) -> tuple[list[Part], ReleaseRe
     parts: list[Part] = []
     rows = preferred = 0
     for request in group:
-        more = min(request.rows - request.taken, policy.max_batch_size - rows)
+        more = min(request.rows - request.taken, group.max_rows - rows)
         parts.append(Part(request, request.taken, request.taken + more))
         rows += more
-        if rows == policy.max_batch_size:
+        if rows == group.max_rows:
             return parts, ReleaseReason.FULL
         if rows in policy.preferred_batch_sizes:
             preferred = len(parts)
@@ -116,7 +116,7 @@ def _pays_until_s(group: Group, requests: int, hold_until_s: float) -> float:
     return until_s if since_s + group.arrivals.gap_s < until_s else -math.inf
 
 
-def _in_time(group: Group, policy: BatchingPolicy, now_s: float, parts: Sequence[Part]) -> Batch | GiveUp:
+def _in_time(group: Group, now_s: float, parts: Sequence[Part]) -> Batch | GiveUp:
     """What to do if the call of all parts would end after a deadline of theirs.
 
     The first of them run, as many as are in time, if the others of the same level can still be answered in time after
@@ -128,14 +128,14 @@ def _in_time(group: Group, policy: BatchingPolicy, now_s: float, parts: Sequence
     waiting = sum(request.rows - request.taken for request in group.levels[level - 1])
     first = parts[: _most_in_time(group, now_s, parts)]
     ends_s = now_s + group.latency.seconds(_rows(first))
-    rest_s = group.latency.seconds(min(waiting - _rows(first), policy.max_batch_size))
+    rest_s = group.latency.seconds(min(waiting - _rows(first), group.max_rows))
     later = [part.request.deadline_s for part in parts[len(first) :] if part.request.level == level]
     if not later or (first and ends_s + rest_s <= min(later)):
         return Batch(group, first, ReleaseReason.DEADLINE)
     peers = sorted((part for part in parts if part.request.level == level), key=lambda part: part.request.deadline_s)
     given_up: list[Request] = []
     for part in peers[:-1]:
-        if now_s + group.latency.seconds(min(waiting, policy.max_batch_size)) <= part.request.deadline_s:
+        if now_s + group.latency.seconds(min(waiting, group.max_rows)) <= part.request.deadline_s:
             break
         given_up.append(part.request)
         waiting -= part.rows

@@ -58,14 +58,11 @@ class Scheduler:
 
     def backlog_s(self, now_s: float) -> float:
         """Return the time that all running and waiting rows take, as recent calls went; 0 before the first."""
-        max_rows = self._policy.max_batch_size
         running = sum(
             max(0.0, self._latency.seconds(batch.rows) - (now_s - started_s))
             for batch, started_s in self._running.items()
         )
-        calls, rest = divmod(self.queue.rows, max_rows)
-        waiting = calls * self._latency.seconds(max_rows) + (self._latency.seconds(rest) if rest else 0.0)
-        return (running + waiting) / self._slots
+        return (running + sum(map(self._waiting_s, self.queue.groups))) / self._slots
 
     def put(self, request: Request) -> None:
         """Add a request that arrives now."""
@@ -122,6 +119,10 @@ class Scheduler:
                 self._drop(request)
         self.expiry_s = min(map(self._start_by_s, self.queue), default=math.inf)
 
+    def _waiting_s(self, group: Group) -> float:
+        calls, rest = divmod(group.rows, group.max_rows)
+        return calls * self._latency.seconds(group.max_rows) + (self._latency.seconds(rest) if rest else 0.0)
+
     def _free(self, batch: Batch, now_s: float) -> None:
         self.expire(now_s)
         del self._running[batch]
@@ -167,7 +168,7 @@ class Scheduler:
 
     def _start_by_s(self, request: Request) -> float:
         """Return the latest time at which a call for this request alone would have to start."""
-        rows = min(request.rows - request.taken, self._policy.max_batch_size)
+        rows = min(request.rows - request.taken, request.group.max_rows)
         return request.deadline_s - request.group.latency.seconds(rows)
 
     def _drop(self, request: Request) -> None:
