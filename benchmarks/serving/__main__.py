@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.machine import load_average
-from benchmarks.serving.cases import CASES, Case, Field
+from benchmarks.serving.cases import CASES, STEADY_CASES, Case, Field
 from benchmarks.serving.environments import DEFAULT_FOLDER, InstallationError, version_of
 from benchmarks.serving.findings import Findings, Raced
 from benchmarks.serving.models import Models
@@ -16,13 +16,13 @@ from benchmarks.serving.plot import heat_map
 from benchmarks.serving.race import race
 from benchmarks.serving.report import report
 from benchmarks.serving.servers import SERVERS
-from benchmarks.serving.steady import Steady, steady
+from benchmarks.serving.steady import steady
 from benchmarks.serving.sweep import Swept, sweep
 from benchmarks.serving.workloads import workload
 from benchmarks.serving.wrk import WrkMissingError, require_wrk
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
-_SWEEP, _STEADY, _STEADY_S = "sweep", "steady", 15
+_SWEEP, _STEADY_S = "sweep", 15
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -53,7 +53,11 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> Findings:
         for name in arguments.cases
         if name in CASES
     }
-    steadily = _steady(CASES["texts"](models, field), arguments.rounds) if _STEADY in arguments.cases else None
+    steadily = [
+        steady(STEADY_CASES[name](models, field), arguments.rounds, _STEADY_S)
+        for name in arguments.cases
+        if name in STEADY_CASES
+    ]
     swept = _sweep(models, arguments.seconds) if _SWEEP in arguments.cases else None
     minutes = (time.monotonic() - began) / 60
     return Findings(
@@ -68,18 +72,13 @@ def _race(case: Case, num_rounds: int, seconds: int) -> Raced:
     return Raced(case.title, names, alone, ran)
 
 
-def _steady(case: Case, num_rounds: int) -> Steady:
-    (eager,) = case.peers
-    return steady(case.own, eager, case.workload, num_rounds, _STEADY_S)
-
-
 def _sweep(models: Models, seconds: int) -> Swept:
     return sweep(models.chosen, workload(models.encoder.onnx, models.short_texts), seconds)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
-    cases, peers = [*CASES, _STEADY, _SWEEP], list(SERVERS)
+    cases, peers = [*CASES, *STEADY_CASES, _SWEEP], list(SERVERS)
     parser.add_argument("--cases", nargs="+", choices=cases, default=cases, help="default: all")
     parser.add_argument("--peers", nargs="*", choices=peers, default=peers, help="default: all")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each server")

@@ -10,11 +10,12 @@ from benchmarks.serving.loops import best_rate
 from benchmarks.serving.models import Models, ServedModel
 from benchmarks.serving.peer import Peer
 from benchmarks.serving.rayloom import Rayloom
-from benchmarks.serving.servers import ALONE, EAGER, Server
+from benchmarks.serving.servers import ALONE, EAGER, SERVERS, Server
 from benchmarks.serving.wire import JsonTensors
 from benchmarks.serving.workloads import Workload, workload
 
 RAYLOOM, IN_JSON = "Rayloom", "Rayloom, JSON"
+TRITON_IN_JSON = "NVIDIA Triton, JSON, batching"
 BATCHING_OFF, CHOSEN = "Rayloom, batching off", "Rayloom, compile's choice"
 SAME_FILE_LOOP, CHOSEN_LOOP = "bare loop, the same file", "bare loop, compile's choice"
 
@@ -92,4 +93,34 @@ def texts(models: Models, field: Field) -> Case:
     )
 
 
+@dataclass(frozen=True)
+class SteadyCase:
+    """Servers asked at one rate, a share of what ``baseline`` can answer."""
+
+    title: str
+    own: Contender
+    baseline: Peer
+    share: float
+    """Of the answers that ``baseline`` gives to 16 connections that ask on."""
+    workload: Workload
+
+
+def steady_texts(models: Models, field: Field) -> SteadyCase:
+    """Latency of the whole stack at a load that PyTorch eager can just carry."""
+    own, rows = Rayloom(CHOSEN, models.chosen), workload(models.encoder.onnx, models.texts)
+    return SteadyCase("Texts of every length", own, field.eager(models.encoder), 0.8, rows)
+
+
+def steady_cnn(models: Models, field: Field) -> SteadyCase:
+    """Latency of the server alone at half of Triton's load."""
+    triton = SERVERS["triton"]
+    baseline = Peer(triton, models.cnn, triton.batchings[-1], field.environments)
+    rows = workload(models.cnn.onnx, models.pictures)
+    return SteadyCase("Tiny CNN", Rayloom(RAYLOOM, models.cnn), baseline, 0.5, rows)
+
+
 CASES: Mapping[str, Callable[[Models, Field], Case]] = {"cnn": tiny_cnn, "encoder": encoder, "texts": texts}
+STEADY_CASES: Mapping[str, Callable[[Models, Field], SteadyCase]] = {
+    "steady_cnn": steady_cnn,
+    "steady_texts": steady_texts,
+}

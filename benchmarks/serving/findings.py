@@ -32,8 +32,8 @@ class Findings:
     sweep: Swept | None
     """None: it was not asked for."""
 
-    steady: Steady | None
-    """Of texts of every length; None: it was not asked for."""
+    steady: Sequence[Steady]
+    """Cases at one rate."""
 
     versions: Sequence[str]
     """Of peers."""

@@ -7,7 +7,7 @@ from benchmarks.markdown import table
 from benchmarks.serving.findings import Findings, Raced
 from benchmarks.serving.goals import goals
 from benchmarks.serving.race import CONNECTIONS, Result
-from benchmarks.serving.steady import SHARE, Steady
+from benchmarks.serving.steady import Steady
 from benchmarks.serving.sweep import Swept
 from benchmarks.spread import Spread
 
@@ -26,7 +26,8 @@ once, and its answers are compared with those of ONNX Runtime run directly: in f
 off, of a variant in a narrower precision the cosine of each row must be 0.97 or more. Percentiles are wrk's, in which a
 pause that held up a connection counts as often as requests would have been sent meanwhile. Errors are answers with
 status 400 or more, broken connections and waits over 10 s. "wrk busy" is the share of its one core that wrk took, in
-the worst round; beyond 90 %, in bold, it may have been what held the server back. "Stolen" is how much of a core the
+the worst round; beyond 90 %, in bold, it may have been what held the server back. "CPU" is the time that all processes
+of the machine, wrk among them, took for one answer. "Stolen" is how much of a core the
 hypervisor gave to other machines, likewise: what runs in several processes loses more by it than a bare loop. A load
 that lost more than 5 % of a core is made again, four times at most, and the one that lost least counts.
 
@@ -47,8 +48,14 @@ def report(found: Findings, picture: Path) -> str:
         picture: of the sweep, beside the report.
     """
     swept = [_sweep(found.sweep, picture)] if found.sweep else []
-    steadily = [_steady(found.steady)] if found.steady else []
-    sections = [_title(found), _goals(found), *map(_race, found.races.values()), *steadily, *swept, _HOW]
+    sections = [
+        _title(found),
+        _goals(found),
+        *map(_race, found.races.values()),
+        *map(_steady, found.steady),
+        *swept,
+        _HOW,
+    ]
     return "\n\n".join(section.strip() for section in sections) + "\n"
 
 
@@ -74,7 +81,17 @@ good answers a second at that number of connections; without batching, the one t
 
 def _race(raced: Raced) -> str:
     race = raced.race
-    header = ("server", "connections", "good answers/s", "p50, ms", "p99, ms", "errors", "wrk busy", "stolen")
+    header = (
+        "server",
+        "connections",
+        "good answers/s",
+        "p50, ms",
+        "p99, ms",
+        "CPU, µs",
+        "errors",
+        "wrk busy",
+        "stolen",
+    )
     rows = [
         (
             name,
@@ -82,6 +99,7 @@ def _race(raced: Raced) -> str:
             _whole(result.rate(connections)),
             str(result.p50_ms(connections)),
             str(result.p99_ms(connections)),
+            _whole(result.cpu_us(connections)),
             str(result.errors(connections)),
             _busy(result.generator_busy(connections)),
             f"{result.stolen(connections):.0%}",
@@ -89,7 +107,7 @@ def _race(raced: Raced) -> str:
         for name, result in race.results.items()
         for connections in CONNECTIONS
     ]
-    loops = [(name, "", _whole(rate), "", "", "", "", "") for name, rate in race.loops.items()]
+    loops = [(name, "", _whole(rate), "", "", "", "", "", "") for name, rate in race.loops.items()]
     settings = "".join(f"\n- **{name}**: {_setting(result)}" for name, result in race.results.items())
     absent = "".join(f"\n- **{name}** was left out: {why}" for name, why in race.absent.items())
     return f"## {raced.title}\n\n{table(header, [*rows, *loops])}\n{settings}{absent}"
@@ -102,12 +120,13 @@ def _steady(steady: Steady) -> str:
     ]
     absent = "".join(f"\n- **{name}** was left out: {why}" for name, why in steady.absent.items())
     return f"""
-## Texts of every length, at one rate
+## {steady.title}, at one rate
 
 {table(header, rows)}
 
-{steady.rate:.0f} requests a second, {SHARE:.0%} of what PyTorch eager answers to 16 connections that ask on, at
-the times of a Poisson process, whatever has been answered; each takes from when it was due.{absent}"""
+{steady.rate:.0f} requests a second, {steady.share:.0%} of what {steady.baseline} answers to 16 connections that ask
+on. They are due at the times of a Poisson process, the same for both, whatever has been answered. A latency counts from
+when its request was due.{absent}"""
 
 
 def _setting(result: Result) -> str:

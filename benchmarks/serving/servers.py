@@ -99,6 +99,14 @@ SERVERS: Mapping[str, Server] = {
         "Python backend",
         (ALONE, Batching(32, wait_us=0)),
     ),
+    "triton_json": Server(
+        "NVIDIA Triton, JSON",
+        "triton",
+        "nvidia-pytriton",
+        JsonTensors(MODEL),
+        "Python backend",
+        (Batching(32, wait_us=0),),
+    ),
     "ray_serve": Server("Ray Serve", "ray_serve", "ray", NamedLists("/"), _RAY_LIMIT, (ALONE,), _ray),
     "ray_serve_fast": Server(
         "Ray Serve, fast ingress",

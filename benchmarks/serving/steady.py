@@ -6,21 +6,23 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import quantiles
+from typing import Self, cast
+from urllib.parse import SplitResult, urlsplit
 
-import httpx
+import httptools
+import uvloop
 
 from benchmarks.markdown import one_line
 from benchmarks.rounds import turns
+from benchmarks.serving.cases import SteadyCase
 from benchmarks.serving.contenders import Contender
 from benchmarks.serving.wire import Request
 from benchmarks.serving.workloads import Workload
 from benchmarks.serving.wrk import drive
 from benchmarks.spread import Spread
-
-SHARE = 0.8
-"""Of the answers that the server they are compared with gives to 16 connections that ask on."""
 
 _CONNECTIONS, _CAPACITY_S = 16, 4
 _TIMEOUT_S = 30.0
@@ -38,10 +40,16 @@ class Times:
 
 @dataclass(frozen=True)
 class Steady:
-    """All rounds."""
+    """All rounds of one case."""
 
+    title: str
+    own: str
+    baseline: str
+    """Names of the two contenders."""
+    share: float
+    """Of what the baseline can answer."""
     rate: float
-    """Requests a second; 0 if the server they are compared with did not run."""
+    """Requests a second; 0 if the baseline did not run."""
 
     times: Mapping[str, Sequence[Times]]
     """By the contender's name."""
@@ -62,17 +70,17 @@ class Steady:
         return sum(each.errors for each in self.times[name])
 
 
-def steady(
-    contenders: Sequence[Contender], baseline: Contender, workload: Workload, num_rounds: int, seconds: int
-) -> Steady:
-    """Ask each for ``SHARE`` of what ``baseline`` can answer, in turns."""
+def steady(case: SteadyCase, num_rounds: int, seconds: int) -> Steady:
+    """Ask both for a share of what the baseline can answer, in turns."""
+    own, baseline, workload = case.own, case.baseline, case.workload
+    found = partial(Steady, case.title, own.name, baseline.name, case.share)
     try:
         with tempfile.TemporaryDirectory(prefix="rb-", dir="/tmp") as folder, baseline.serve(Path(folder)) as url:
             workload.check(url, baseline.wire, baseline.tolerance)
-            rate = SHARE * drive(url, workload.requests(baseline.wire), _CONNECTIONS, _CAPACITY_S).rate
+            rate = case.share * drive(url, workload.requests(baseline.wire), _CONNECTIONS, _CAPACITY_S).rate
     except RuntimeError as error:
-        return Steady(0.0, {}, {baseline.name: one_line(str(error))})
-    by_name = {each.name: each for each in (*contenders, baseline)}
+        return found(0.0, {}, {baseline.name: one_line(str(error))})
+    by_name: dict[str, Contender] = {own.name: own, baseline.name: baseline}
     times: dict[str, list[Times]] = {name: [] for name in by_name}
     absent: dict[str, str] = {}
     for number, order in enumerate(turns(list(by_name), num_rounds), start=1):
@@ -85,7 +93,7 @@ def steady(
             except RuntimeError as error:
                 absent[name] = one_line(str(error))
                 print(f"round {number}: {name}: left out: {error}", flush=True)
-    return Steady(rate, {name: each for name, each in times.items() if name not in absent}, absent)
+    return found(rate, {name: taken for name, taken in times.items() if name not in absent}, absent)
 
 
 def _take_turn(contender: Contender, workload: Workload, rate: float, seconds: int) -> Times:
@@ -104,30 +112,86 @@ def ask_steadily(url: str, requests: Sequence[Request], rate: float, seconds: fl
     Raises:
         RuntimeError: fewer than two answers were good.
     """
-    gaps, taken_ms, errors = random.Random(0), list[float](), 0
+    address, gaps = urlsplit(url), random.Random(0)
+    raw = [request.raw(address.netloc) for request in requests]
+    idle, taken_ms, errors = list[_Connection](), list[float](), 0
 
-    async def ask(client: httpx.AsyncClient, request: Request, due_s: float) -> None:
+    async def ask(content: bytes, due_s: float) -> None:
         nonlocal errors
         try:
-            answer = await client.post(request.path, content=request.body, headers=dict(request.headers))
-            answer.raise_for_status()
-        except httpx.HTTPError:
+            connection = idle.pop() if idle else await _Connection.to(address)
+            async with asyncio.timeout(_TIMEOUT_S):
+                is_good = await connection.ask(content)
+        except OSError:
             errors += 1
-        else:
+            return
+        idle.append(connection)
+        if is_good:
             taken_ms.append(1e3 * (time.monotonic() - due_s))
+        else:
+            errors += 1
 
     async def run() -> None:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S, limits=limits) as client:
-            due_s, tasks = time.monotonic(), list[asyncio.Task[None]]()
-            until_s = due_s + seconds
-            while (due_s := due_s + gaps.expovariate(rate)) < until_s:
-                await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-                tasks.append(asyncio.create_task(ask(client, requests[len(tasks) % len(requests)], due_s)))
-            await asyncio.gather(*tasks)
+        due_s, tasks = time.monotonic(), list[asyncio.Task[None]]()
+        until_s = due_s + seconds
+        while (due_s := due_s + gaps.expovariate(rate)) < until_s:
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            tasks.append(asyncio.create_task(ask(raw[len(tasks) % len(raw)], due_s)))
+        await asyncio.gather(*tasks)
+        for connection in idle:
+            connection.close()
 
-    asyncio.run(run())
+    uvloop.run(run())
     if len(taken_ms) < 2:
         raise RuntimeError(f"{errors} requests got no good answer, and {len(taken_ms)} did")
     percentiles = quantiles(taken_ms, n=100, method="inclusive")
     return Times(percentiles[49], percentiles[98], errors)
+
+
+class _Connection(asyncio.Protocol):
+    """A connection that is kept, with one request at a time. It costs a fraction of what a full client does."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._answered: asyncio.Future[bool] | None = None
+
+    @classmethod
+    async def to(cls, address: SplitResult) -> Self:
+        """Connect. Raises OSError if that is refused."""
+        loop, host, port = asyncio.get_running_loop(), str(address.hostname), address.port or 80
+        _, connection = await loop.create_connection(cls, host, port)
+        return connection
+
+    async def ask(self, content: bytes) -> bool:
+        """Send a request and return whether its answer is good. Raises OSError if the connection breaks."""
+        assert self._transport is not None
+        self._parser = httptools.HttpResponseParser(self)
+        self._answered = asyncio.get_running_loop().create_future()
+        self._transport.write(content)
+        return await self._answered
+
+    def close(self) -> None:
+        """Close it."""
+        assert self._transport is not None
+        self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by asyncio."""
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Called by asyncio."""
+        assert self._parser is not None
+        self._parser.feed_data(data)
+
+    def on_message_complete(self) -> None:
+        """Called by httptools."""
+        assert self._parser is not None
+        assert self._answered is not None
+        self._answered.set_result(self._parser.get_status_code() < 400)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        """Called by asyncio."""
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_exception(ConnectionResetError("the server closed the connection"))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import which
+from typing import Self
 from urllib.parse import urlsplit
 
 import psutil
@@ -59,6 +60,38 @@ class Load:
     stolen: float
     """How much of a core the hypervisor gave to other machines meanwhile, where it tells."""
 
+    cpu_us: float
+    """CPU time of the whole machine, wrk included, for each answer."""
+
+
+@dataclass(frozen=True)
+class CpuTimes:
+    """CPU time, in seconds."""
+
+    machine_s: float
+    """Of all processes."""
+
+    children_s: float
+    """Of this process's children that have ended."""
+
+    stolen_s: float
+    """Given to other machines by the hypervisor, where it tells; of all cores together."""
+
+    @classmethod
+    def now(cls) -> Self:
+        """Return the times since the machine and this process started."""
+        machine, own = psutil.cpu_times(), os.times()
+        busy_s = machine.user + machine.nice + machine.system + machine.irq + machine.softirq
+        return cls(busy_s, own.children_user + own.children_system, machine.steal)
+
+    def __sub__(self, earlier: "CpuTimes") -> "CpuTimes":
+        """Return the time spent since ``earlier``."""
+        return CpuTimes(
+            self.machine_s - earlier.machine_s,
+            self.children_s - earlier.children_s,
+            self.stolen_s - earlier.stolen_s,
+        )
+
 
 class WrkMissingError(RuntimeError):
     """wrk is not installed."""
@@ -92,12 +125,12 @@ def drive(url: str, requests: Sequence[Request], connections: int, seconds: int)
             file.write_bytes(request.raw(urlsplit(url).netloc))
         command = ["wrk", "--threads=1", f"--connections={connections}", f"--duration={seconds}s"]
         command += [f"--timeout={_TIMEOUT_S}s", f"--script={_SCRIPT}", url, "--", *map(str, files)]
-        before, stolen_before = _cpu_s_of_children(), _stolen_s()
+        before = CpuTimes.now()
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        cpu_s, stolen_s = _cpu_s_of_children() - before, _stolen_s() - stolen_before
+        spent = CpuTimes.now() - before
     if done.returncode:
         raise RuntimeError(f"{' '.join(command[:6])} ended with {done.returncode}: {done.stderr or done.stdout}")
-    return parse(done.stdout, cpu_s, stolen_s)
+    return parse(done.stdout, spent)
 
 
 def least_disturbed(load: Callable[[], Load]) -> Load:
@@ -111,8 +144,8 @@ def least_disturbed(load: Callable[[], Load]) -> Load:
     return replace(min(loads, key=lambda each: each.stolen), errors=sum(each.errors for each in loads))
 
 
-def parse(output: str, cpu_s: float, stolen_s: float) -> Load:
-    """What wrk printed, the time that it computed, and that taken from all cores.
+def parse(output: str, spent: CpuTimes) -> Load:
+    """Return the load that wrk printed, with the CPU time spent meanwhile.
 
     Raises:
         RuntimeError: it printed no report, or nothing was answered.
@@ -128,17 +161,7 @@ def parse(output: str, cpu_s: float, stolen_s: float) -> Load:
         p50_ms=report.p50_us / 1e3,
         p99_ms=report.p99_us / 1e3,
         errors=report.refused + report.connect + report.read + report.write + report.timeout,
-        generator_busy=cpu_s / seconds,
-        stolen=stolen_s / seconds,
+        generator_busy=spent.children_s / seconds,
+        stolen=spent.stolen_s / seconds,
+        cpu_us=1e6 * spent.machine_s / report.requests,
     )
-
-
-def _cpu_s_of_children() -> float:
-    """Of all that have ended."""
-    times = os.times()
-    return times.children_user + times.children_system
-
-
-def _stolen_s() -> float:
-    """Since the machine started, of all its cores together."""
-    return float(getattr(psutil.cpu_times(), "steal", 0.0))

@@ -21,7 +21,7 @@ import pytest
 
 from app.tensors import Tensors
 from benchmarks.serving import goals
-from benchmarks.serving.cases import BATCHING_OFF, CHOSEN, RAYLOOM, SAME_FILE_LOOP
+from benchmarks.serving.cases import BATCHING_OFF, CHOSEN, IN_JSON, RAYLOOM, SAME_FILE_LOOP, TRITON_IN_JSON
 from benchmarks.serving.environments import PEERS
 from benchmarks.serving.findings import Findings, Raced
 from benchmarks.serving.plot import heat_map
@@ -33,7 +33,7 @@ from benchmarks.serving.steady import Steady, Times, ask_steadily
 from benchmarks.serving.sweep import SETTINGS, Outcome, Swept
 from benchmarks.serving.wire import BinaryTensors, JsonTensors, NamedLists, Request, StackedList, Wire
 from benchmarks.serving.workloads import EXACT, NARROWED, Tolerance, Workload
-from benchmarks.serving.wrk import Load, drive, least_disturbed, parse
+from benchmarks.serving.wrk import CpuTimes, Load, drive, least_disturbed, parse
 from benchmarks.spread import Spread
 
 WRK_SAID = """Running 1s test @ http://127.0.0.1:8000
@@ -43,18 +43,18 @@ WRK_SAID = """Running 1s test @ http://127.0.0.1:8000
 REPORT {"requests": 4010, "duration_us": 2000000, "p50_us": 1234, "p99_us": 5678, \
 "refused": 10, "connect": 0, "read": 2, "write": 0, "timeout": 1}
 """
-LOAD = Load(rate=2000.0, p50_ms=1.234, p99_ms=5.678, errors=13, generator_busy=0.25, stolen=0.05)
+LOAD = Load(rate=2000.0, p50_ms=1.234, p99_ms=5.678, errors=13, generator_busy=0.25, stolen=0.05, cpu_us=100.0)
 ROW: Tensors = {"ids": np.array([[1, 2]]), "mask": np.array([[1, 0]])}
 
 
 def test_only_good_answers_count_and_every_error_does() -> None:
-    assert parse(WRK_SAID, cpu_s=0.5, stolen_s=0.1) == LOAD
+    assert parse(WRK_SAID, CpuTimes(machine_s=0.401, children_s=0.5, stolen_s=0.1)) == LOAD
 
 
 @pytest.mark.parametrize("output", ["", WRK_SAID.replace("REPORT", ""), WRK_SAID.replace("4010", "0")])
 def test_a_run_that_says_nothing_is_an_error(output: str) -> None:
     with pytest.raises(RuntimeError, match=r"printed no report|nothing was answered"):
-        parse(output, cpu_s=0.0, stolen_s=0.0)
+        parse(output, CpuTimes(0.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,15 @@ def test_a_goal_is_judged_by_the_best_peer_at_each_number_of_connections() -> No
     assert _goal(found, "cnn: Rayloom / the best peer", some).verdict == "reached"
     assert _goal(found, "cnn: Rayloom / the best peer", many).reached == "1.200 (1.200 to 1.200), a"
     assert _goal(found, "cnn: Rayloom / the best peer", many).verdict == "**missed**"
-    assert _goal(found, "cnn: Rayloom / the best peer", "p99, 64 connections").verdict == "reached"
+    assert _goal(found, "cnn: Rayloom / the best peer", "p99, 16 connections").verdict == "reached"
+    assert _goal(found, "cnn: Rayloom / the best peer", "p99, 64 connections").verdict == "**missed**"
+    assert _goal(found, "cnn: Rayloom, CPU").reached == "90 µs"
+
+
+def test_json_is_compared_with_json() -> None:
+    found = _found({IN_JSON: (10, 130, 120), TRITON_IN_JSON: (10, 100, 100)})
+    what = f"cnn: {IN_JSON} / {TRITON_IN_JSON}, rows a second"
+    assert [_goal(found, f"{what}, {number}").verdict for number in (16, 64)] == ["reached", "**missed**"]
 
 
 def test_the_encoder_is_judged_by_its_loop_and_by_servers_without_batching() -> None:
@@ -258,7 +266,7 @@ def test_the_whole_stack_is_judged_where_requests_wait() -> None:
 
 def test_what_did_not_run_is_open_and_its_reason_is_told() -> None:
     found = _found({"a": (10, 10, 10)}, absent={RAYLOOM: "no such job"})
-    assert {each.reached for each in goals.goals(found)} == {"no such job"}
+    assert {each.reached for each in goals.goals(found)} == {"no such job", "did not take part"}
     assert {each.verdict for each in goals.goals(found)} == {"open"}
     assert "- **Rayloom** was left out: no such job" in report(found, Path("sweep.svg"))
 
@@ -267,7 +275,8 @@ def test_the_report_has_every_goal_and_every_server() -> None:
     found = _found({RAYLOOM: (10, 300, 300), "a": (10, 100, 250)})
     text = report(found, Path("sweep.svg"))
     assert all(f"| {each.what} | {each.goal} | {each.reached} |" in text for each in goals.goals(found))
-    row = "| a | 64 | 250 (250 to 250) | 256.000 (256.000 to 256.000) | 256.000 (256.000 to 256.000) | 0 | 50% |"
+    latency = "256.000 (256.000 to 256.000)"
+    row = f"| a | 64 | 250 (250 to 250) | {latency} | {latency} | 90 (90 to 90) | 0 | 50% |"
     assert row in text
     assert "- **a**: as it comes; sent lists" in text
     assert f"| {SAME_FILE_LOOP} |  | 200 (200 to 200) |" in text
@@ -303,12 +312,15 @@ def _found(
     peers = [name for name in rates if not name.startswith("Rayloom")]
     raced = Raced(case, peers, peers, ran)
     swept = Swept({SETTINGS[0]: Outcome(100.0, 1.5, 3)}, {SETTINGS[1]: "no such key"})
-    steady = Steady(40.0, {CHOSEN: [Times(3.0, 9.0, 0)] * 2, EAGER.name: [Times(20.0, 90.0, 1)] * 2}, {})
-    return Findings({case: raced}, swept, steady if case == "texts" else None, ["a 1.0"], 2, 1, "0.1", "0.2", 1.0)
+    times = {CHOSEN: [Times(3.0, 9.0, 0)] * 2, EAGER.name: [Times(20.0, 90.0, 1)] * 2}
+    steady = Steady("Texts of every length", CHOSEN, EAGER.name, 0.8, 40.0, times, {})
+    return Findings({case: raced}, swept, [steady] if case == "texts" else [], ["a 1.0"], 2, 1, "0.1", "0.2", 1.0)
 
 
 def _loads(rates: tuple[float, float, float]) -> dict[int, Load]:
     return {
-        connections: Load(rate, latency := 1e3 * connections / rate, latency, errors=0, generator_busy=0.5, stolen=0.0)
+        connections: Load(
+            rate, latency := 1e3 * connections / rate, latency, errors=0, generator_busy=0.5, stolen=0.0, cpu_us=90.0
+        )
         for connections, rate in zip(CONNECTIONS, rates, strict=True)
     }
