@@ -19,7 +19,6 @@ from hyperframe.frame import (
     GoAwayFrame,
     HeadersFrame,
     PingFrame,
-    PushPromiseFrame,
     RstStreamFrame,
     SettingsFrame,
     WindowUpdateFrame,
@@ -43,8 +42,9 @@ _STREAM_WINDOW, _CONNECTION_WINDOW = 2**20, 2**24
 _RECEIVE_TIMEOUT_S, _SEND_TIMEOUT_S = 30.0, 60.0
 _LOOK_S = 5.0
 """Between looks at what is idle or stuck."""
-_FAREWELL_S = 1.0
-"""For calls that were sent before the client has heard that this side leaves."""
+_FAREWELL_S, _GRACE_S = 1.0, 0.2
+"""For calls that were sent before the client has heard that this side leaves; and those that HAProxy, which has heard
+it, had given to the connection before."""
 _FAREWELL = b"farewell"
 _MAX_IDLE_FRAMES, _IDLE_FRAMES_PER_S = 10_000, 1_000
 """Frames that ask for nothing, or take back what was asked: together, and for long."""
@@ -219,7 +219,6 @@ class Http2Protocol(asyncio.Protocol):
             self._drop(stream)
 
     def _take_settings(self, frame: SettingsFrame) -> None:
-        self._has_settings = True
         self._count_idle_frame()
         if "ACK" in frame.flags:
             return
@@ -235,7 +234,7 @@ class Http2Protocol(asyncio.Protocol):
         if "ACK" not in frame.flags:
             self._write(PingFrame(opaque_data=frame.opaque_data, flags=["ACK"]))
         elif frame.opaque_data == _FAREWELL and self._is_leaving:
-            self._call_last()
+            asyncio.get_running_loop().call_later(_GRACE_S, self._call_last)
 
     def _take_window_update(self, frame: WindowUpdateFrame) -> None:
         stream = self._streams.get(frame.stream_id)
@@ -247,9 +246,6 @@ class Http2Protocol(asyncio.Protocol):
     def _take_goaway(self, _: GoAwayFrame) -> None:
         self._is_leaving = True
         self._call_last()
-
-    def _take_promise(self, _: PushPromiseFrame) -> None:
-        raise ProtocolError(Code.PROTOCOL_ERROR, "a client that pushes")
 
     def _count_idle_frame(self) -> None:
         """Leave a client that sends too many frames for nothing; then, if it goes on, leave at once."""
@@ -317,7 +313,6 @@ _TAKE: dict[type[Frame], Callable[[Http2Protocol, Any], None]] = {
     GoAwayFrame: Http2Protocol._take_goaway,
     HeadersFrame: Http2Protocol._take_head,
     PingFrame: Http2Protocol._take_ping,
-    PushPromiseFrame: Http2Protocol._take_promise,
     RstStreamFrame: Http2Protocol._take_reset,
     SettingsFrame: Http2Protocol._take_settings,
     WindowUpdateFrame: Http2Protocol._take_window_update,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from hyperframe.frame import ContinuationFrame, Frame, HeadersFrame, SettingsFrame
+from hyperframe.frame import ContinuationFrame, Frame, HeadersFrame, PushPromiseFrame, SettingsFrame
 
 from app.serving.transport.call_head import MAX_HEADER_BYTES
 from app.serving.transport.http2_stream import FIRST_MAX_FRAME, Code, ProtocolError
@@ -56,6 +56,8 @@ class FrameReader:
             if not isinstance(frame, SettingsFrame):
                 raise ProtocolError(Code.PROTOCOL_ERROR, "no SETTINGS first")
             self._has_settings = True
+        if isinstance(frame, PushPromiseFrame):
+            raise ProtocolError(Code.PROTOCOL_ERROR, "a client that pushes")
         if self._opening is not None or isinstance(frame, ContinuationFrame):
             return self._continued(frame)
         if isinstance(frame, HeadersFrame) and "END_HEADERS" not in frame.flags:

@@ -138,7 +138,9 @@ class UnaryCall(Exchange):
             size = int.from_bytes(self._data[1:_PREFIX_BYTES], "big")
             if len(self._data) >= _PREFIX_BYTES and size > LIMITS.body_bytes:
                 raise RequestTooLargeError(f"a message of {size} bytes: at most {LIMITS.body_bytes}")
-        except (OverloadError, RequestTooLargeError) as error:
+            if len(self._data) > _PREFIX_BYTES + size:
+                raise RequestError(f"the call goes on after a message of {size} bytes: send one in a call")
+        except (OverloadError, RequestError) as error:
             self.refuse(error)
 
     def finish(self) -> None:
