@@ -50,7 +50,7 @@ from app.runs import Result, Run, execute
 from app.serving.model.loaded import load_model
 from app.tensors import OUTPUT, Tensors
 from benchmarks.compile.models import leave_fresh, write_weights
-from tests.helpers import ROOT, result_of, run
+from tests.helpers import ROOT, result_of, train_alone
 
 DIGITS = str(ROOT / "recipes/digits.yaml")
 TUNED = ["tuned_from={run: 20261123-search, trial: 3}"]
@@ -61,9 +61,7 @@ FAST = ["compile.precisions=[fp32]", "compile.engines=[openvino]", "compile.batc
 def storage(tmp_path_factory: pytest.TempPathFactory) -> UPath:
     """Where a model of the digits was trained."""
     folder = tmp_path_factory.mktemp("storage")
-    # A process of its own: DeepSpeed remembers process groups that a run in this one would leave behind.
-    trained = run("python", "-m", "app.training", DIGITS, f"storage={folder}", "train.epochs=4", *TUNED)
-    assert trained.returncode == 0, trained.stdout + trained.stderr
+    train_alone(f"storage={folder}", "train.epochs=4", *TUNED, recipe=DIGITS)
     return UPath(folder)
 
 
