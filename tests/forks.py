@@ -26,7 +26,8 @@ ROOT = Path(__file__).parents[1]
 _HERE = "127.0.0.1"
 TRAINING = [
     *("app.training.__main__", "deepspeed", "deepspeed.ops"),
-    *("deepspeed.runtime.zero.muon.muon_optimizer", "sklearn.datasets", "tensorboardX", "torch._dynamo"),
+    *("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject", "sklearn.datasets", "sklearn.metrics"),
+    *("sklearn.model_selection", "tensorboardX", "torch._dynamo", "torch.distributed.checkpoint"),
 ]  # includes modules that models and optimizers would import late
 JOBS = [*TRAINING, "jobs.tune", "jobs.deploy", "transformers", "onnxscript"]
 """ONNX Runtime is left out: it starts a thread on import. A fork lacks this thread and would wait for it on exit."""
