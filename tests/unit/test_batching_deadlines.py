@@ -9,6 +9,7 @@ import pytest
 from app.errors import DeadlineError
 from app.serving.batching.batcher import Batcher
 from app.serving.batching.latency import LatencyModel
+from app.serving.batching.policy import RowsByLength
 from app.serving.batching.statistics import BatchingStatistics
 from tests.virtual_engine import Answered, VirtualEngine, ask, row, run
 
@@ -89,6 +90,36 @@ def test_a_request_fails_as_soon_as_the_engine_cannot_answer_it_in_time() -> Non
     assert isinstance(answers[1].error, DeadlineError)
     assert statistics.failures == {"deadline": 1}
     assert engine.calls[2:] == [[1]]
+
+
+async def _behind_one_row(engine: VirtualEngine, rows: int, timeout_s: float) -> tuple[Answered, BatchingStatistics]:
+    """A request whose rows run one at a time. It comes while another row runs."""
+    batcher = engine.batcher(max_batch_size=8, by_length=RowsByLength("x", 1, ((1, 1),)))
+    await ask(batcher, 0.0, row(0))
+    _, answer = await asyncio.gather(
+        ask(batcher, 1.0, row(1)), ask(batcher, 1.01, row(2, rows=rows), timeout_s=timeout_s)
+    )
+    await batcher.close()
+    return answer, batcher.statistics
+
+
+def test_a_request_whose_calls_together_end_late_is_refused_before_the_first() -> None:
+    engine = VirtualEngine(call_s=0.1)
+    answer, statistics = run(_behind_one_row(engine, rows=8, timeout_s=0.85))
+    assert isinstance(answer.error, DeadlineError)
+    assert answer.at_s == 1.06, "8 calls before its deadline at 1.86 s"
+    assert engine.calls == [[0], [1]]
+    assert statistics.failures == {"deadline": 1}
+
+
+def test_a_request_that_has_begun_is_answered_even_if_the_engine_gets_slower() -> None:
+    engine = VirtualEngine(call_s=0.1)
+
+    async def scenario() -> Answered:
+        asyncio.get_running_loop().call_at(1.15, setattr, engine, "call_s", 0.4)
+        return (await _behind_one_row(engine, rows=4, timeout_s=0.6))[0]
+
+    assert run(scenario()) == Answered(2.4, [4.0] * 4)
 
 
 def test_an_idle_engine_tries_what_it_has_not_been_fast_enough_for() -> None:

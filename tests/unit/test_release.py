@@ -107,12 +107,13 @@ def test_a_call_stays_small_for_an_urgent_request_whatever_becomes_of_others() -
 
 def test_a_call_stays_small_if_the_others_of_its_level_are_in_time_after_it() -> None:
     """The first call ends at 5 s and the call of the other request at 10 s. The eight rows run after both."""
-    first, less_urgent = request(rows=3, taken=2, deadline_s=5.0), request(rows=8, level=2)
-    assert released(group_of(first, request(deadline_s=10.0), less_urgent)) == (
-        [(first, 2, 3)],
-        ReleaseReason.DEADLINE,
-    )
-    assert given_up(group_of(first, request(deadline_s=9.75), less_urgent)) == [first]
+    begun, less_urgent = request(rows=3, taken=2, deadline_s=5.0), request(rows=8, level=2)
+    alone = [(begun, 2, 3)], ReleaseReason.DEADLINE
+    assert released(group_of(begun, request(deadline_s=10.0), less_urgent)) == alone
+    too_soon = request(deadline_s=9.75)
+    assert released(group_of(begun, too_soon, less_urgent)) == alone, "one that has begun is not given up"
+    first = request(deadline_s=5.0)
+    assert given_up(group_of(first, too_soon, less_urgent)) == [first]
 
 
 @pytest.mark.parametrize(

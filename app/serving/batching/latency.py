@@ -1,5 +1,7 @@
 """How long a call of the engine takes, learnt from recent calls."""
 
+import math
+
 _RECENT_CALLS = 16
 """A call that is so many calls old weighs a third of the newest."""
 _SETTLED = 8
@@ -29,6 +31,10 @@ class LatencyModel:
     def seconds(self, rows: int) -> float:
         """What a call of so many rows takes; 0 before the first."""
         return self.row_s * rows + self.call_s
+
+    def seconds_in_calls(self, rows: int, max_rows: int) -> float:
+        """What so many rows take in calls of ``max_rows`` at most, one after another."""
+        return self.row_s * rows + self.call_s * math.ceil(rows / max_rows)
 
     def observe(self, rows: int, seconds: float) -> None:
         """Learn from a call."""

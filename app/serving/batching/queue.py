@@ -1,7 +1,7 @@
 """Requests that wait for the engine."""
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -133,13 +133,12 @@ class WaitingQueue:
         self.requests = 0
 
     def __iter__(self) -> Iterator[Request]:
-        for group in self.groups:
+        for group in self._groups.values():
             yield from group
 
-    @property
-    def groups(self) -> Iterable[Group]:
-        """All that are remembered."""
-        return self._groups.values()
+    def seconds(self, latency: LatencyModel) -> float:
+        """Return the time that all waiting rows take, one call after another."""
+        return sum(latency.seconds_in_calls(group.rows, group.max_rows) for group in self._groups.values())
 
     def group(self, shape: Hashable, tensors: Tensors) -> Group:
         """Return the group of a shape, the shape of ``tensors``. It may be new."""
@@ -169,7 +168,7 @@ class WaitingQueue:
 
     def next(self) -> Group | None:
         """The group of the oldest among the most urgent requests; None if nothing waits."""
-        heads = [head for group in self.groups if (head := group.head)] if self.requests else []
+        heads = [head for group in self._groups.values() if (head := group.head)] if self.requests else []
         return min(heads, key=lambda head: (head.level, head.number)).group if heads else None
 
     def _leave(self, request: Request) -> None:

@@ -62,7 +62,7 @@ class Scheduler:
             max(0.0, self._latency.seconds(batch.rows) - (now_s - started_s))
             for batch, started_s in self._running.items()
         )
-        return (running + sum(map(self._waiting_s, self.queue.groups))) / self._slots
+        return (running + self.queue.seconds(self._latency)) / self._slots
 
     def put(self, request: Request) -> None:
         """Add a request that arrives now."""
@@ -115,13 +115,10 @@ class Scheduler:
             return
         busy = self.is_busy
         for request in list(self.queue):
-            if now_s >= (self._start_by_s(request) if busy else request.deadline_s):
+            start_by_s = self._start_by_s(request)
+            if now_s >= (start_by_s if busy else max(start_by_s, request.deadline_s)):
                 self._drop(request)
         self.expiry_s = min(map(self._start_by_s, self.queue), default=math.inf)
-
-    def _waiting_s(self, group: Group) -> float:
-        calls, rest = divmod(group.rows, group.max_rows)
-        return calls * self._latency.seconds(group.max_rows) + (self._latency.seconds(rest) if rest else 0.0)
 
     def _free(self, batch: Batch, now_s: float) -> None:
         self.expire(now_s)
@@ -167,9 +164,13 @@ class Scheduler:
         return (now_s if self._held_s is None else self._held_s) + self._policy.max_queue_delay_s
 
     def _start_by_s(self, request: Request) -> float:
-        """Return the latest time at which a call for this request alone would have to start."""
-        rows = min(request.rows - request.taken, request.group.max_rows)
-        return request.deadline_s - request.group.latency.seconds(rows)
+        """Return the latest time at which the first call for this request would have to start, if it ran alone.
+
+        A request that has begun is answered, be it late.
+        """
+        if request.taken:
+            return math.inf
+        return request.deadline_s - request.group.latency.seconds_in_calls(request.rows, request.group.max_rows)
 
     def _drop(self, request: Request) -> None:
         self.remove(request)
