@@ -198,7 +198,7 @@ class Endpoint:
             wanted.name,
             wanted.version,
             wanted.threads,
-            wanted.policy.max_longest_rows,
+            wanted.policy.full_batches,
             partial(self._open_version, wanted),
             besides=wanted.read_by_shards,
         )

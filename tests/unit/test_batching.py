@@ -102,7 +102,6 @@ def test_a_call_takes_as_many_rows_as_their_length_allows() -> None:
 def test_a_length_that_was_not_measured_has_the_rows_of_the_next_longer_one(length: int, rows: int) -> None:
     policy = BatchingPolicy(8, by_length=RowsByLength("ids", 1, ((32, 8), (64, 4), (128, 2))))
     assert policy.max_rows({"mask": np.ones((1, 1)), "ids": np.ones((3, length))}) == rows
-    assert policy.max_longest_rows == 2
 
 
 def test_a_request_is_not_cut_for_a_preferred_size() -> None:

@@ -26,6 +26,7 @@ from app.errors import EngineError, RecipeError, StorageError
 from app.repository.known_answers import KnownAnswers
 from app.repository.manifest import Manifest, ModelCard, Quantization, ServingDefaults
 from app.repository.repository import Repository
+from app.serving.batching.policy import BatchingPolicy, RowsByLength
 from app.serving.config import VersionConfig
 from app.serving.model.engine import open_published
 from app.serving.model.loaded import LoadedModel, load_model
@@ -98,8 +99,16 @@ def test_a_version_is_opened_with_the_engine_of_its_key(engine: str, repository:
     assert prediction.scores[prediction.label] == max(prediction.scores.values())
 
 
-def test_a_version_has_run_a_row_of_every_length_and_a_full_batch_before_it_is_asked(
-    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("by_length", "full"),
+    [(None, [(4, 32)]), (RowsByLength("input_ids", 1, ((8, 4), (16, 2), (32, 1))), [(4, 8), (2, 16), (1, 32)])],
+)
+def test_a_version_has_run_a_row_and_a_full_batch_of_every_length_before_it_is_asked(
+    by_length: RowsByLength | None,
+    full: list[tuple[int, int]],
+    repository: Repository,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ran: list[tuple[int, ...]] = []
 
@@ -115,8 +124,9 @@ def test_a_version_has_run_a_row_of_every_length_and_a_full_batch_before_it_is_a
         return engine
 
     publish(repository, tmp_path, card(profile=ShapeProfile(batch_sizes=(1,), lengths=(8, 16, 32))))
-    load_model(UPath(tmp_path / "storage"), "toy", 1, threads=1, max_batch_size=4, open_engine=opened)
-    assert ran == [(1, 8), (1, 16), (1, 32), (4, 32)]
+    full_batches = BatchingPolicy(max_batch_size=4, by_length=by_length).full_batches
+    load_model(UPath(tmp_path / "storage"), "toy", 1, 1, full_batches, open_engine=opened)
+    assert ran == [(1, 8), (1, 16), (1, 32), *full]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -1,9 +1,7 @@
 """The knobs of batching."""
 
 import math
-from bisect import bisect_left
 from dataclasses import dataclass
-from operator import itemgetter
 
 from app.tensors import Tensors
 
@@ -18,10 +16,9 @@ class RowsByLength:
     sizes: tuple[tuple[int, int], ...]
     """Lengths with their rows, shortest first."""
 
-    def max_rows(self, length: float) -> int:
+    def max_rows(self, length: int) -> int:
         """Return the rows of a call: those of the next longer length that is given, and of the longest beyond that."""
-        place = bisect_left(self.sizes, length, key=itemgetter(0))
-        return self.sizes[min(place, len(self.sizes) - 1)][1]
+        return next((rows for longest, rows in self.sizes if length <= longest), self.sizes[-1][1])
 
 
 @dataclass(frozen=True)
@@ -79,9 +76,12 @@ class BatchingPolicy:
         return self.by_length.max_rows(tensors[self.by_length.input].shape[self.by_length.axis])
 
     @property
-    def max_longest_rows(self) -> int:
-        """Rows of a call for the longest rows, at most."""
-        return self.by_length.max_rows(math.inf) if self.by_length else self.max_batch_size
+    def full_batches(self) -> tuple[tuple[int | None, int], ...]:
+        """Lengths with the rows of a full call; None for the longest that there are."""
+        if self.by_length is None:
+            return ((None, self.max_batch_size),)
+        *shorter, (_, rows) = self.by_length.sizes
+        return (*shorter, (None, rows))
 
     def level(self, priority: int) -> int:
         """The level of a request: the default one for 0 and for levels that there are not, as in Triton."""

@@ -114,13 +114,14 @@ def load_model(
     name: str,
     version: int,
     threads: int,
-    max_batch_size: int = 1,
+    full_batches: Sequence[tuple[int | None, int]] = ((None, 1),),
     open_engine: Callable[[Manifest, Path, int], Engine] = open_published,
     besides: Collection[str] = (),
 ) -> LoadedModel:
-    """Fetch a version, verify it, load its engine, and warm it up: with a row of each length, and with a full batch.
+    """Fetch a version, verify it, load its engine, and warm it up: with a row of each length, and with full batches.
 
     Args:
+        full_batches: lengths, as ``LoadedModel.check`` takes them, with their rows.
         open_engine: of the manifest, the folder of the files, and threads.
         besides: files that it does not read from that folder.
 
@@ -144,7 +145,8 @@ def load_model(
     try:
         for length in manifest.engine_key.profile.lengths or (None,):
             model.check(1, length)  # the first call with a shape compiles and allocates
-        model.check(max_batch_size)
+        for length, rows in full_batches:
+            model.check(rows, length)
     except BaseException:
         model.engine.close()
         raise
