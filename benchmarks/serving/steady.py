@@ -4,7 +4,7 @@ import asyncio
 import random
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -119,7 +119,7 @@ def ask_steadily(url: str, requests: Sequence[Request], rate: float, seconds: fl
     async def ask(content: bytes, due_s: float) -> None:
         nonlocal errors
         try:
-            connection = idle.pop() if idle else await _Connection.to(address)
+            connection = next(_open(idle), None) or await _Connection.to(address)
             async with asyncio.timeout(_TIMEOUT_S):
                 is_good = await connection.ask(content)
         except OSError:
@@ -163,13 +163,22 @@ class _Connection(asyncio.Protocol):
         _, connection = await loop.create_connection(cls, host, port)
         return connection
 
+    @property
+    def is_open(self) -> bool:
+        """Whether another request can be sent."""
+        return self._transport is not None and not self._transport.is_closing()
+
     async def ask(self, content: bytes) -> bool:
         """Send a request and return whether its answer is good. Raises OSError if the connection breaks."""
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
         self._answered = asyncio.get_running_loop().create_future()
         self._transport.write(content)
-        return await self._answered
+        try:
+            return await self._answered
+        except asyncio.CancelledError:  # its answer would be taken for the next one's
+            self.close()
+            raise
 
     def close(self) -> None:
         """Close it."""
@@ -189,9 +198,17 @@ class _Connection(asyncio.Protocol):
         """Called by httptools."""
         assert self._parser is not None
         assert self._answered is not None
-        self._answered.set_result(self._parser.get_status_code() < 400)
+        if not self._answered.done():
+            self._answered.set_result(self._parser.get_status_code() < 400)
 
     def connection_lost(self, _: Exception | None) -> None:
         """Called by asyncio."""
         if self._answered is not None and not self._answered.done():
             self._answered.set_exception(ConnectionResetError("the server closed the connection"))
+
+
+def _open(idle: list[_Connection]) -> Iterator[_Connection]:
+    """Take connections from ``idle`` that the server has not closed."""
+    while idle:
+        if (connection := idle.pop()).is_open:
+            yield connection

@@ -146,7 +146,7 @@ def kill(folder: Path, number: int, store: CheckpointStore, moment: str) -> Kill
     pids = [fork(rank, folder / f"meeting_{number}", store, step, moment) for rank in range(RANKS)]
     victims = [0]
     if moment not in MOMENTS:
-        wait_until(lambda: begun(store) - before)  # older ones may be removed meanwhile
+        wait_until(lambda: bool(begun(store) - before))  # older ones may be removed meanwhile
         time.sleep(random.uniform(0.0, 0.5))
         victims = random.choice([[0], [1], [0, 1]])
         committed = store.committed()

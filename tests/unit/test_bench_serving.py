@@ -179,6 +179,20 @@ def test_a_steady_load_asks_at_its_rate_whatever_is_answered(doubling: str) -> N
     assert 0 < times.p50_ms <= times.p99_ms
 
 
+def test_a_steady_load_connects_again_where_the_server_has_closed() -> None:
+    class Closing(Doubling):
+        def end_headers(self) -> None:
+            self.send_header("Connection", "close")
+            super().end_headers()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Closing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        times = ask_steadily(url, _asking(1).requests(NamedLists("/")), rate=50, seconds=0.5)
+        server.shutdown()
+    assert times.errors == 0
+
+
 def test_a_server_that_ends_is_told_with_its_log(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit('no such model')"]
     with (
