@@ -111,8 +111,8 @@ _SECTIONS: Mapping[str, Callable[[], str]] = {
     # With more than 1,000 on S3, moto takes minutes.
     "Runs": lambda: _stored(of_runs, [1_000, 10_000], [1_000, 10_000]),
     "Trials of a study": lambda: _stored(of_trials, [100, 1_000, 10_000], []),  # a search writes to a local disk
-    "Versions of one model": lambda: _stored(of_versions, [1_000, 10_000], [1_000]),
-    "Versions of 100 models": lambda: _stored(partial(of_versions, models=_MODELS), [1_000], [1_000]),
+    "Versions of one model": lambda: _stored(of_versions, [1_000, 10_000], [1_000, 10_000]),
+    "Versions of 100 models": lambda: _stored(partial(of_versions, models=_MODELS), [1_000, 10_000], [1_000, 10_000]),
     "Models in a replica": lambda: _stored(of_endpoint, [1, _MODELS], [1, _MODELS]),
     "Deploys on a local cluster": _deploys,
 }
