@@ -95,10 +95,10 @@ class Compilation:
         return Choice(record, point, serving, self._published_accuracy(record, point))
 
     def baseline_of(self, point: OperatingPoint) -> OperatingPoint | None:
-        """Return PyTorch's point with the same batch size and device, if it was measured."""
+        """Return PyTorch's best point on the same device, if it was measured."""
         baselines = [each for each in self.points if each.variant.baseline]
         alike = [each for each in baselines if each.variant.device == point.variant.device]
-        return next((each for each in alike if each.batch_size == point.batch_size), None)
+        return ranked(alike, self.config.objective)[0] if alike else None
 
     def record_of(self, point: OperatingPoint) -> VariantRecord:
         """The record of the variant that a point is of."""
@@ -178,10 +178,10 @@ class Compilation:
         with ExitStack() as engines:
             try:
                 opened = [engines.enter_context(closing(self._open(each.variant, each.concurrency))) for each in points]
+                raced = race([partial(self._time_again, *each) for each in zip(opened, points, strict=True)])
             except EngineError as error:  # so many do not fit in memory at once
                 self._tell(f"not timed in turns, and chosen by what each took alone: {error}")
                 return points
-            raced = race([partial(self._time_again, *each) for each in zip(opened, points, strict=True)])
         self._tell("in turns: " + "; ".join(map(str, raced)))
         self.points = [each for each in self.points if each not in points] + raced
         return raced
@@ -189,7 +189,7 @@ class Compilation:
     def _time_again(self, engine: Engine, point: OperatingPoint) -> OperatingPoint:
         measured: list[Point] = []
         for length, rows in self.subject.rows_by_length.items():
-            sizes = [point.batch_size if length is None else point.batch_sizes.get(length, point.batch_size)]
+            sizes = [point.batch_sizes.get(length or 0, point.batch_size)]
             measured += measure(engine, point.concurrency, sizes, {length: rows}, _CALLS_FOR_A_MEDIAN)
         again = joined(point.variant, point.accuracy, point.size_bytes, measured, self.subject.shares)
         return again.model_copy(update={"batch_sizes": point.batch_sizes, "latency_p95_ms": point.latency_p95_ms})

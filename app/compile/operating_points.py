@@ -61,6 +61,8 @@ def operating_points(
 ) -> Iterator[OperatingPoint]:
     """Join the measurements of a variant over lengths: for each batch size, and for the size chosen at each length.
 
+    A batch size counts only if it was measured at every length.
+
     Args:
         points: of the variant, in any number of settings.
         shares: the share of rows of each length that was measured.
@@ -71,15 +73,30 @@ def operating_points(
         return point.concurrency.streams, point.concurrency.threads
 
     for _, group in groupby(sorted(points, key=sharing), key=sharing):
-        measured = list(group)
+        measured = sorted(group, key=lambda point: point.length or 0)
         sizes = sorted({point.batch_size for point in measured})
-        lengths = dict.fromkeys(point.length for point in measured if point.length is not None)
         settings = [[point for point in measured if point.batch_size == size] for size in sizes]
-        chosen = [choose([point for point in measured if point.length == length]) for length in lengths]
+        settings = [setting for setting in settings if len(setting) == len(shares)]  # others failed at a length
+        chosen = [] if None in shares else _chosen(settings, choose)
         by_length = {point.length: point.batch_size for point in chosen}
         for setting in settings if not chosen or chosen in settings else [*settings, chosen]:
             point = joined(variant, accuracy, size_bytes, setting, shares)
             yield point.model_copy(update={"batch_sizes": by_length}) if setting == chosen else point
+
+
+def _chosen(settings: Sequence[Sequence[Point]], choose: Callable[[Sequence[Point]], Point]) -> list[Point]:
+    """Return the chosen point of each length, shortest first. Shorter rows never have a smaller size than longer ones.
+
+    Without this bound noise decides between sizes that are about as fast.
+
+    Args:
+        settings: for each batch size its point at each length, shortest first.
+    """
+    chosen: list[Point] = []
+    for points in reversed(list(zip(*settings, strict=True))):
+        min_size = chosen[0].batch_size if chosen else 1
+        chosen.insert(0, choose([point for point in points if point.batch_size >= min_size]))
+    return chosen
 
 
 def joined(

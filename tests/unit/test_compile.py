@@ -23,6 +23,7 @@ from app.compile.compilation import Compilation
 from app.compile.family import Family
 from app.compile.judge import Judge
 from app.compile.opening import Opener
+from app.compile.operating_points import OperatingPoint
 from app.compile.publication import publish
 from app.compile.quantization.search import Verdict
 from app.compile.reference import BATCH, Reference
@@ -301,6 +302,20 @@ def on_cpu(engine: EngineName, precision: ComputePrecision) -> Variant:
     return Variant(engine=engine, precision=precision, device="cpu")
 
 
+def point_of(variant: Variant, batch_size: int, throughput: float) -> OperatingPoint:
+    latency_ms = 1e3 * batch_size / throughput
+    return OperatingPoint(
+        variant=variant,
+        concurrency=Concurrency(1, 1),
+        batch_size=batch_size,
+        latency_ms=latency_ms,
+        latency_p95_ms=latency_ms,
+        throughput=throughput,
+        accuracy=0.9,
+        size_bytes=100,
+    )
+
+
 def compilation_of(subject: Subject, folder: Path, *variants: Variant) -> Compilation:
     config = CompileConfig(batch_sizes=[1])
     return Compilation(subject, config, Wanted(list(variants), [], []), folder, print)
@@ -405,6 +420,40 @@ def test_the_faster_variant_is_chosen_though_the_machine_was_slow_when_it_was_fi
     assert (choice.point.variant, choice.point.latency_ms) == (fast, 10.0)
     assert {each.variant: each.latency_ms for each in compilation.points} == {fast: 10.0, slow: 20.0}
     assert choice.point in compilation.points
+
+
+def test_a_race_that_runs_out_of_memory_leaves_what_each_took_alone(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variants, real_open = [on_cpu("onnxruntime", "fp32"), on_cpu("openvino", "fp32")], Opener.open
+    opened: list[Engine] = []
+
+    def open_few(opener: Opener, variant: Variant, concurrency: Concurrency) -> Engine:
+        engine = real_open(opener, variant, concurrency)
+        opened.append(engine)
+        if 2 < len(opened) <= 4:  # those of the race
+            engine.close()
+        return engine
+
+    monkeypatch.setattr(Opener, "open", open_few)
+    compilation = compilation_of(subject, tmp_path, *variants)
+    compilation.prove()
+    alone = list(compilation.points)
+    choice = compilation.choose()
+    assert compilation.points == alone
+    assert choice.point in alone
+
+
+def test_the_baseline_has_its_own_best_batch_size(subject: Subject, tmp_path: Path) -> None:
+    config = CompileConfig.model_validate({"batch_sizes": [4, 16], "objective": {"goal": "max_throughput"}})
+    compilation = Compilation(subject, config, Wanted([], [], []), tmp_path, print)
+    baseline = on_cpu("torch", "fp32").model_copy(update={"baseline": True})
+    slow, fast = (point_of(baseline, *numbers) for numbers in ((16, 24.0), (4, 50.0)))
+    compilation.points = [slow, fast]
+    assert compilation.baseline_of(point_of(on_cpu("openvino", "fp32"), 16, 80.0)) == fast
+    assert (
+        compilation.baseline_of(point_of(Variant(engine="tensorrt", precision="fp32", device="gpu"), 4, 80.0)) is None
+    )
 
 
 def test_an_int8_that_nobody_can_make_is_a_row_of_the_report(

@@ -188,10 +188,29 @@ def test_for_the_least_latency_calls_are_as_large_as_costs_hardly_any_throughput
 
 
 def test_one_size_that_is_best_at_every_length_is_one_point() -> None:
-    points, objective = points_of([*LONG, *at(32, {1: 100.0, 4: 160.0})], goal="max_throughput")
+    points, objective = points_of([*LONG, *at(32, {1: 100.0, 4: 160.0, 16: 150.0, 32: 145.0})], goal="max_throughput")
     best = best_point(points, objective)
     assert [point.batch_size for point in points] == [1, 4, 16, 32]
     assert (best.batch_sizes, best.batches) == ({128: 4, 32: 4}, "4")
+
+
+@pytest.mark.parametrize("goal", ["min_latency", "max_throughput"])
+@pytest.mark.parametrize(("long", "sizes"), [({1: 10.0, 4: 12.0}, [1, 4]), ({}, [])])
+def test_a_size_that_failed_at_one_length_is_left_out(goal: str, long: dict[int, float], sizes: list[int]) -> None:
+    """Rows of 512 run out of memory in calls that rows of 32 fit in."""
+    points, objective = points_of([*SHORT, *at(128, long)], goal=goal)
+    assert [point.batch_size for point in points] == sizes
+    if points:
+        defaults = serving_defaults(best_point(points, objective), points, objective)
+        assert (defaults.max_batch_size, defaults.max_batch_size_by_length) == (4, {32: 4, 128: 4})
+
+
+@pytest.mark.parametrize("goal", ["min_latency", "max_throughput"])
+def test_noise_gives_shorter_rows_no_smaller_calls_than_longer_ones(goal: str) -> None:
+    noisy = at(32, {1: 100.0, 4: 90.0, 16: 94.0, 32: 93.0})
+    points, _ = points_of([*noisy, *at(128, {1: 40.0, 4: 44.0, 16: 50.0, 32: 40.0})], goal=goal)
+    (chosen,) = [point for point in points if point.batch_sizes]
+    assert chosen.batch_sizes == {32: 32 if goal == "min_latency" else 16, 128: 16}
 
 
 def test_cores_are_shared_in_every_even_way() -> None:
