@@ -147,18 +147,22 @@ def test_when_to_come_back_depends_on_the_rows_that_calls_take_of_a_length() -> 
     assert error.retry_after_s == pytest.approx(0.06 + 4 * 0.14)
 
 
-def test_requests_that_a_free_slot_is_about_to_take_do_not_fill_the_queue() -> None:
+@pytest.mark.parametrize(("by_length", "sizes"), [(None, [4, 2]), (RowsByLength("x", 1, ((1, 2), (2, 4))), [2, 2])])
+def test_requests_that_a_free_slot_is_about_to_take_do_not_fill_the_queue(
+    by_length: RowsByLength | None, sizes: list[int]
+) -> None:
     engine = VirtualEngine(call_s=0.1)
 
     async def scenario() -> list[Answered]:
-        batcher = engine.batcher(max_batch_size=4, queue_limit=2)
+        batcher = engine.batcher(max_batch_size=4, queue_limit=2, by_length=by_length)
         answers = await asyncio.gather(*(ask(batcher, 0.0, row(value)) for value in range(7)))
         await batcher.close()
         return answers
 
     answers = run(scenario())
-    assert engine.sizes == [4, 2]
-    assert [type(answer.error) for answer in answers] == [type(None)] * 6 + [OverloadError]
+    assert engine.sizes == sizes
+    answered = sum(sizes)
+    assert [type(answer.error) for answer in answers] == [type(None)] * answered + [OverloadError] * (7 - answered)
 
 
 def test_an_engine_that_is_not_measured_yet_asks_to_come_back_in_a_second() -> None:

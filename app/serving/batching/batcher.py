@@ -10,7 +10,7 @@ from threading import Lock
 from app.errors import OverloadError
 from app.serving.batching.alarm import Alarm
 from app.serving.batching.policy import BatchingPolicy
-from app.serving.batching.queue import Answer, Request
+from app.serving.batching.queue import Answer, Group, Request
 from app.serving.batching.release import Batch, Hold
 from app.serving.batching.rows import cut, rows_of, shape_of
 from app.serving.batching.scheduler import Scheduler
@@ -130,7 +130,8 @@ class Batcher:
         """
         now_s, policy = self._clock(), self._policy
         with self._lock:
-            self._check_room(now_s)
+            group = self._scheduler.queue.group(shape, tensors)
+            self._check_room(group, now_s)
             request = Request(
                 tensors,
                 rows,
@@ -138,7 +139,7 @@ class Batcher:
                 next(self._numbers),
                 now_s,
                 policy.deadline_s(now_s, timeout_s),
-                self._scheduler.queue.group(shape, tensors),
+                group,
                 answer,
             )
             self._scheduler.put(request)
@@ -187,11 +188,11 @@ class Batcher:
                 self._scheduler.succeeded(batch, outcome.time.total_s, self._clock())
         self._tell(self._answer, batch, outcome)
 
-    def _check_room(self, now_s: float) -> None:
-        """Raise OverloadError if the queue is full, or the batcher closed."""
+    def _check_room(self, group: Group, now_s: float) -> None:
+        """Raise OverloadError if no more requests of a group may wait, or the batcher is closed."""
         if self._scheduler.closing:
             raise self._refusal("the model is being unloaded: ask again, or another server", 0.0)
-        if self._scheduler.is_full:
+        if self._scheduler.is_full(group):
             waiting, retry_after_s = self.waiting, self._scheduler.backlog_s(now_s) or _UNMEASURED_RETRY_S
             raise self._refusal(f"{waiting} requests wait already: try again in {retry_after_s:.3g} s", retry_after_s)
 

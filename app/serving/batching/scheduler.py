@@ -46,10 +46,9 @@ class Scheduler:
         """Whether a free slot may find a call to make."""
         return not self.is_busy and bool(self._retries or self.queue.requests)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether no more requests may wait. Those that a free slot is about to take do not count."""
-        at_once = 0 if self.is_busy else self._policy.max_batch_size
+    def is_full(self, group: Group) -> bool:
+        """Whether no more requests of a group may wait. Those that a free slot is about to take do not count."""
+        at_once = 0 if self.is_busy else group.max_rows
         return self.queue.requests >= self._policy.queue_limit + at_once
 
     def running_s(self, now_s: float) -> float:
