@@ -35,6 +35,7 @@ from tritonclient.grpc import service_pb2 as pb
 from upath import UPath
 from uvicorn.config import HTTP_PROTOCOLS
 
+from app.serving.access import Access
 from app.serving.batching.queue import Request
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.grpc import read_infer
@@ -46,7 +47,7 @@ from app.serving.transport.grpc import GrpcMethods
 from app.serving.transport.hot import HotRoute, listen_hot
 from app.serving.transport.http import HttpApi
 from app.serving.transport.http2 import Http2Protocol
-from app.serving.transport.http2_stream import Code
+from app.serving.transport.http2_stream import FIRST_WINDOW, Code, Sender, Stream
 from app.serving.transport.unary import UnaryCall
 from app.tensors import OUTPUT
 from tests.engine_contract import exported, rows
@@ -177,6 +178,12 @@ def test_what_is_not_one_message_is_refused(server: Server, name: str) -> None:
 
 def test_a_bomb_is_refused(server: Server) -> None:
     assert exchange(server.grpc, encoded("gzip", gzip.compress(bytes(70 * 2**20)))).status(1) == "8"
+
+
+def test_a_path_is_not_told_in_full(server: Server) -> None:
+    said = exchange(server.grpc, head(1, method="\xff" * 2800))
+    assert said.status(1) == "12"
+    assert len(said.headers[1]["grpc-message"]) < 400
 
 
 def test_a_long_error_fits_into_a_frame(server: Server) -> None:
@@ -329,6 +336,43 @@ def test_a_flood_is_left(server: Server, monkeypatch: pytest.MonkeyPatch, name: 
     assert said.goaways[-1] == Code.ENHANCE_YOUR_CALM
 
 
+def test_calls_that_end_with_an_empty_frame_are_no_flood(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http2, "_MAX_IDLE_FRAMES", 10)
+    monkeypatch.setattr(http2, "_IDLE_FRAMES_PER_S", 0)
+    numbers = range(1, 51, 2)
+    sent = [head(number) + data(number, prefixed(GOOD), end=False) + data(number, b"") for number in numbers]
+    said = exchange(server.grpc, *sent, streams=tuple(numbers))
+    assert (said.goaways, {said.status(number) for number in numbers}) == ([], {"0"})
+
+
+class _CountingStream(Stream):
+    """A stream that counts how often its window is looked at, which is a slot of its class."""
+
+    looks = 0
+
+    @property
+    def window(self) -> int:  # type: ignore[override]
+        type(self).looks += 1
+        return self._room
+
+    @window.setter
+    def window(self, size: int) -> None:
+        self._room = size
+
+
+def test_a_new_first_window_is_set_in_one_pass_over_the_streams() -> None:
+    sender = Sender(lambda _: None, lambda _: None)
+    streams = []
+    for number in range(1, 201, 2):
+        stream = _CountingStream(None, number, 0, "")  # type: ignore[arg-type]
+        sender.respond(stream, b"", b"answer", b"")
+        streams.append(stream)
+    _CountingStream.looks = 0
+    sender.set_first_window(FIRST_WINDOW - 1, streams)
+    assert {stream._room for stream in streams} == {-1}
+    assert _CountingStream.looks <= 3 * len(streams)
+
+
 def test_more_streams_than_allowed_are_refused(server: Server) -> None:
     most = http2._MAX_STREAMS
     numbers = range(1, 2 * most + 3, 2)
@@ -438,6 +482,23 @@ def test_another_version_is_asked_at_once(storage: UPath) -> None:
             answer = exchange(server.grpc, call(1, GOOD)).data[1][5:]
             assert pb.ModelInferResponse.FromString(answer).model_version == str(version)
         assert server.route.unary.inferred == 3
+
+
+def test_without_its_token_a_call_is_refused_before_its_message(storage: UPath) -> None:
+    unsent = data(1, prefixed(bytes(5000))[:5], end=False)
+    bomb = data(1, prefixed(gzip.compress(bytes(5000)), is_compressed=True))
+    with serving() as server:
+        access = Access.by_token("secret")
+        server.run(server.endpoint.update(config(storage).model_copy(update={"access": access})))
+        for method in ("ModelInfer", "ModelConfig"):
+            assert exchange(server.grpc, head(1, method=method)).status(1) == "16"
+        for sent in (head(1, method="ServerLive") + unsent, head(1, method="ServerLive", grpc_encoding="gzip") + bomb):
+            assert exchange(server.grpc, sent).status(1) == "8", "everybody may call it, with a small message"
+        assert exchange(server.grpc, call(1, b"", method="ServerLive")).status(1) == "0"
+        for blanks, num_known in ((1, 1), (5000, 1), (2, 2)):
+            told = exchange(server.grpc, call(1, GOOD, authorization="Bearer" + " " * blanks + "secret"))
+            assert told.status(1) == "0"
+            assert len(server.route.unary._callers) == num_known, "a long one is not kept"
 
 
 def test_too_many_calls_and_too_large_ones_are_refused(storage: UPath) -> None:

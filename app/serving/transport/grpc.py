@@ -32,7 +32,7 @@ from app.serving.transport.streams import in_order
 
 _MOST_AHEAD = 32
 """Requests of a stream that are under way at a time, at most, so that they can share calls of the engine."""
-_OPEN_CALLS = ("ServerLive", "ServerReady")
+OPEN_CALLS = ("ServerLive", "ServerReady")
 """What everybody may ask: load balancers, whether the server lives."""
 SERVICER = "app.serving.transport.grpc.add_to_server"
 """What registers the service with a server, as an import path."""
@@ -73,7 +73,7 @@ def _answers(
     ) -> Callable[[Any, Given | None, Context], Awaitable[Answer]]:
         async def call(service: Any, request: Given | None, grpc_context: Context) -> Answer:
             try:
-                if method.__name__ not in _OPEN_CALLS:
+                if method.__name__ not in OPEN_CALLS:
                     service.check_caller(grpc_context)
                 return await method(service, _understood(request))
             except Exception as error:

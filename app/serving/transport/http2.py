@@ -190,7 +190,7 @@ class Http2Protocol(asyncio.Protocol):
         if self._received >= _CONNECTION_WINDOW // 2:
             self._write(WindowUpdateFrame(0, window_increment=self._received))
             self._received = 0
-        if stream is None or stream.is_whole or not size:
+        if stream is None or stream.is_whole or (not size and "END_STREAM" not in frame.flags):
             self._count_idle_frame()
         if stream is None or stream.call is None or stream.rest is not None:
             return

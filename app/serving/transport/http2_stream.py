@@ -185,28 +185,30 @@ class Sender:
 
     def widen(self, stream: Stream | None, size: int) -> None:
         """Note that the client takes more of a stream, or without one in all. Raises ProtocolError: too much."""
-        window = stream.window if stream else self._window
-        if window + size > LARGEST_WINDOW:
-            raise ProtocolError(Code.FLOW_CONTROL_ERROR, "a window of more than 2^31-1 bytes")
         if stream:
-            stream.window += size
+            stream.window = _widened(stream.window, size)
         else:
-            self._window += size
+            self._window = _widened(self._window, size)
         self.flush()
 
     def set_first_window(self, size: int, streams: Iterable[Stream]) -> None:
         """Note the window of every stream, also of those that are open. Raises ProtocolError: it is too large."""
-        if size > LARGEST_WINDOW:
-            raise ProtocolError(Code.FLOW_CONTROL_ERROR, "a window of more than 2^31-1 bytes")
-        change, self.first_window = size - self.first_window, size
-        for stream in list(streams):
-            self.widen(stream, change)
+        change, self.first_window = size - self.first_window, _widened(0, size)
+        for stream in streams:
+            stream.window = _widened(stream.window, change)
+        self.flush()
 
     def set_max_frame(self, size: int) -> None:
         """Note how large a frame may be. Raises ProtocolError: the standard does not allow it."""
         if not FIRST_MAX_FRAME <= size <= LARGEST_MAX_FRAME:
             raise ProtocolError(Code.PROTOCOL_ERROR, f"frames of {size} bytes: expected 2^14 to 2^24-1")
         self.max_frame = size
+
+
+def _widened(window: int, size: int) -> int:
+    if window + size > LARGEST_WINDOW:
+        raise ProtocolError(Code.FLOW_CONTROL_ERROR, "a window of more than 2^31-1 bytes")
+    return window + size
 
 
 def _frame(kind: type[Frame], flags: int, stream_id: int, content: bytes | memoryview) -> bytes:

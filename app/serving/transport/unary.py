@@ -15,13 +15,14 @@ from google.protobuf.message import DecodeError, Message
 from grpc import StatusCode
 from tritonclient.grpc import service_pb2 as pb
 
-from app.errors import DeadlineError, OverloadError, RequestError, RequestTooLargeError
+from app.errors import DeadlineError, OverloadError, RequestError, RequestTooLargeError, UnauthorizedError
 from app.serving.protocol.compression import decompressed, is_compressed
 from app.serving.protocol.limits import LIMITS
+from app.serving.protocol.wording import shown
 from app.serving.transport.call_head import CallHead
 from app.serving.transport.direct import DirectInference
 from app.serving.transport.exchange import Exchange
-from app.serving.transport.grpc import SERVICE, GrpcMethods
+from app.serving.transport.grpc import OPEN_CALLS, SERVICE, GrpcMethods
 from app.serving.transport.http2_stream import Stream, header_block
 from app.serving.transport.prepared_calls import PreparedCall, PreparedCalls
 from app.serving.transport.refusal import refusal
@@ -35,7 +36,9 @@ _PREFIX_BYTES = 5
 _MAX_DETAILS = 2730
 """Bytes, which are three times as many in percents: a header is one frame of 16 KiB at most."""
 _PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
-_MAX_CALLERS = 1024
+_MAX_CALLERS, _MAX_CALLER_BYTES = 1024, 1024
+_MAX_OPEN_BYTES = 4096
+"""Of a message of a caller who has shown no token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,13 @@ class _Method:
     request: type[Message]
     call: Callable[[Any, Any], Awaitable[Message]]
     is_inference: bool
+    is_open: bool
+    """Whether everybody may call it."""
+
+    @property
+    def max_bytes(self) -> int:
+        """Return how large its message may be."""
+        return _MAX_OPEN_BYTES if self.is_open else LIMITS.body_bytes
 
 
 class UnaryService:
@@ -60,7 +70,10 @@ class UnaryService:
         self.prepared = PreparedCalls()
         self._methods = {
             f"/{SERVICE.full_name}/{method.name}": _Method(
-                getattr(pb, method.input_type.name), getattr(methods, method.name), method.name == "ModelInfer"
+                getattr(pb, method.input_type.name),
+                getattr(methods, method.name),
+                method.name == "ModelInfer",
+                method.name in OPEN_CALLS,
             )
             for method in SERVICE.methods
             if not method.client_streaming
@@ -80,6 +93,8 @@ class UnaryService:
         caller = call.peer(), call.head.authorization
         if caller not in self._callers:
             self._check_caller(call)
+            if len(caller[1] or "") > _MAX_CALLER_BYTES:
+                return
             if len(self._callers) >= _MAX_CALLERS:
                 self._callers.clear()
             self._callers.add(caller)
@@ -116,18 +131,27 @@ class UnaryCall(Exchange):
         self._deadline: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Refuse what is no call of a method here."""
+        """Refuse what is no call of a method here, or of a caller who may not make it."""
         if not self.head.content_type.startswith(_CONTENT_TYPE[1]) or self.head.method != "POST":
             self._stream.refuse(_NOT_GRPC)
             self._end()
-        elif self._method is None:
-            self._tell(StatusCode.UNIMPLEMENTED, f"{self.head.path} is not a unary method of {SERVICE.full_name}")
-        elif self.head.timeout_s is not None:
+            return
+        if self._method is None:
+            path = shown(self.head.path)
+            self._tell(StatusCode.UNIMPLEMENTED, f"{path} is not a unary method of {SERVICE.full_name}")
+            return
+        if not self._method.is_open:
+            try:
+                self._service.check_caller(self)
+            except UnauthorizedError as error:
+                self.refuse(error)
+                return
+        if self.head.timeout_s is not None:
             self._deadline = asyncio.get_running_loop().call_later(self.head.timeout_s, self._be_late)
 
     def receive(self, data: bytes) -> None:
         """Take a part of the message, and refuse one that is too large before it has come."""
-        if self._is_over:
+        if self._is_over or self._method is None:
             return
         try:
             self._hold(len(data))
@@ -136,8 +160,8 @@ class UnaryCall(Exchange):
             else:
                 self._data = bytearray(self._data + data) if self._data else data
             size = int.from_bytes(self._data[1:_PREFIX_BYTES], "big")
-            if len(self._data) >= _PREFIX_BYTES and size > LIMITS.body_bytes:
-                raise RequestTooLargeError(f"a message of {size} bytes: at most {LIMITS.body_bytes}")
+            if len(self._data) >= _PREFIX_BYTES and size > self._method.max_bytes:
+                raise RequestTooLargeError(f"a message of {size} bytes: at most {self._method.max_bytes}")
             if len(self._data) > _PREFIX_BYTES + size:
                 raise RequestError(f"the call goes on after a message of {size} bytes: send one in a call")
         except (OverloadError, RequestError) as error:
@@ -148,7 +172,7 @@ class UnaryCall(Exchange):
         if self._is_over or self._method is None:
             return
         try:
-            content = self._message()
+            content = self._message(self._method.max_bytes)
             self._hold(max(0, len(content) - self._held))
             if self._method.is_inference:
                 self._service.direct.enter()
@@ -202,7 +226,7 @@ class UnaryCall(Exchange):
         self._service.direct.hold(num_bytes)
         self._held += num_bytes
 
-    def _message(self) -> bytes:
+    def _message(self, max_bytes: int) -> bytes:
         """Return the message of the call. Raises RequestError if it is not one, whole and alone."""
         prefix, message = self._data[:_PREFIX_BYTES], bytes(memoryview(self._data)[_PREFIX_BYTES:])
         self._data = b""
@@ -213,7 +237,7 @@ class UnaryCall(Exchange):
             return message
         if not is_compressed(self.head.encoding):
             raise RequestError("the message is compressed, and grpc-encoding does not say how")
-        return decompressed(message, self.head.encoding, LIMITS.body_bytes)
+        return decompressed(message, self.head.encoding, max_bytes)
 
     def _submit(self, content: bytes) -> bool:
         """Ask the version that answers a ModelInferRequest by itself. Return False if there is none, or an error.
@@ -223,7 +247,7 @@ class UnaryCall(Exchange):
         """
         service = self._service
         try:
-            service.check_caller(self)
+            service.forget_replaced()
             message = pb.ModelInferRequest.FromString(content)
             served = service.direct.endpoint.route_alone(message.model_name, message.model_version or None)
             if served is None:
