@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -58,8 +58,10 @@ class Brightness(PooledEngine[None]):
         self.blind, self.work = blind, work
         self.began, self.may_end = threading.Event(), threading.Event()
         self.may_end.set()
+        self.sizes: set[int] = set()
 
     def _run(self, member: None, inputs: Tensors) -> Tensors:
+        self.sizes.add(len(inputs["pixel_values"]))
         self.began.set()
         self.may_end.wait()
         np.linalg.inv(np.eye(self.work))
@@ -100,11 +102,13 @@ def rule_of(threshold: float) -> CascadeRule:
 def test_versions_are_calibrated_by_what_each_is_right_in_and_takes() -> None:
     levels = np.repeat(np.arange(256, dtype=np.uint8), 4)
     split = Split([encode_png(np.full((1, 1), level)) for level in levels], (levels >= 128).astype(int).tolist())
-    rule = calibrate_versions([brightness("small", 0.3, 1), brightness("large", 0.0, 200)], split, 0.99)
+    models, policies = [brightness("small", 0.3, 1), brightness("large", 0.0, 200)], [BatchingPolicy(16)] * 2
+    rule = calibrate_versions(models, policies, split, 0.99)
     assert rule.rows == 1024
     assert rule.expected_shares == pytest.approx((0.7, 0.3), abs=0.02)
     assert rule.expected_accuracy == 1.0
     assert 0.3 < rule.expected_compute < 0.9
+    assert [max(cast("Brightness", model.engine).sizes) for model in models] == [16, 16]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """From published versions to the cascade that an endpoint serves."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from app.data.examples import Split
 from app.errors import RecipeError
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
+from app.serving.batching.policy import BatchingPolicy
 from app.serving.batching.together import infer_together
 from app.serving.cascade.calibration import calibrate
 from app.serving.cascade.rule import CascadeRule
@@ -27,6 +29,9 @@ from app.tensors import OUTPUT, Tensors
 from app.training.run_folder import DATA
 
 _TIMED_ROWS, _ROUNDS = 512, 3
+
+Stage = Callable[[Sequence[Tensors]], NDArray[np.float32]]
+"""Returns the logits of all rows."""
 
 
 def planned_cascade(wanted: CascadeConfig, production: VersionConfig, serve: ServeConfig, storage: UPath) -> Cascade:
@@ -46,12 +51,13 @@ def planned_cascade(wanted: CascadeConfig, production: VersionConfig, serve: Ser
             "each once, and not the one in production itself"
         )
     with ExitStack() as opened:
-        models = []
-        for each in (*before, production):
+        models, stages = [], (*before, production)
+        for each in stages:
             models.append(load_model(storage, each.name, each.version, each.threads))
             opened.callback(models[-1].engine.close)
         require_alike(models)
-        rule = calibrate_versions(models, load_validation(models[-1].manifest), wanted.accuracy_floor)
+        policies = [each.policy for each in stages]
+        rule = calibrate_versions(models, policies, load_validation(models[-1].manifest), wanted.accuracy_floor)
     return Cascade(before=before, rule=rule)
 
 
@@ -66,11 +72,14 @@ def load_validation(manifest: Manifest) -> Split:
     return ClassificationData.load(folder, find_processor(manifest.task)).validation.split
 
 
-def calibrate_versions(models: Sequence[LoadedModel], validation: Split, accuracy_floor: float) -> CascadeRule:
-    """The rule of a cascade of versions that are alike; what a row costs is timed here, in batches of compile's size.
+def calibrate_versions(
+    models: Sequence[LoadedModel], policies: Sequence[BatchingPolicy], validation: Split, accuracy_floor: float
+) -> CascadeRule:
+    """The rule of a cascade of versions that are alike; what a row costs is timed here, in full calls.
 
     Args:
         models: the stages in their order, with as many threads as they will have.
+        policies: how each is served.
         validation: what none of them was trained on.
         accuracy_floor: as a share of the last stage's accuracy, above 0 and below 1.
 
@@ -78,8 +87,9 @@ def calibrate_versions(models: Sequence[LoadedModel], validation: Split, accurac
         DataError: there are too few rows.
     """
     rows = [[model.processor.encode([given]) for given in validation.inputs] for model in models]
-    logits = [_logits(*each) for each in zip(models, rows, strict=True)]
-    return calibrate(logits, np.array(validation.classes), _seconds_per_row(models, rows), accuracy_floor)
+    stages = [partial(_logits, model, policy) for model, policy in zip(models, policies, strict=True)]
+    logits = [stage(each) for stage, each in zip(stages, rows, strict=True)]
+    return calibrate(logits, np.array(validation.classes), _seconds_per_row(stages, rows), accuracy_floor)
 
 
 def _version(reference: str, serve: ServeConfig, storage: UPath) -> VersionConfig:
@@ -90,19 +100,19 @@ def _version(reference: str, serve: ServeConfig, storage: UPath) -> VersionConfi
     return VersionConfig.of(str(storage), manifest, serve)
 
 
-def _logits(model: LoadedModel, rows: Sequence[Tensors]) -> NDArray[np.float32]:
-    answers = infer_together(model.engine, rows, model.manifest.serving.max_batch_size)
+def _logits(model: LoadedModel, policy: BatchingPolicy, rows: Sequence[Tensors]) -> NDArray[np.float32]:
+    answers = infer_together(model.engine, rows, policy.max_rows)
     return np.concatenate([answer[OUTPUT] for answer in answers])
 
 
-def _seconds_per_row(models: Sequence[LoadedModel], rows: Sequence[Sequence[Tensors]]) -> list[float]:
+def _seconds_per_row(stages: Sequence[Stage], rows: Sequence[Sequence[Tensors]]) -> list[float]:
     """Of each stage the median of a few rounds, in which they take turns."""
     some = [each[:: max(1, len(each) // _TIMED_ROWS)] for each in rows]
-    rounds = [[_seconds(*each) for each in zip(models, some, strict=True)] for _ in range(_ROUNDS)]
+    rounds = [[_seconds(*each) for each in zip(stages, some, strict=True)] for _ in range(_ROUNDS)]
     return (np.median(rounds, axis=0) / len(some[0])).tolist()  # type: ignore[no-any-return]
 
 
-def _seconds(model: LoadedModel, rows: Sequence[Tensors]) -> float:
+def _seconds(stage: Stage, rows: Sequence[Tensors]) -> float:
     began = time.perf_counter()
-    _logits(model, rows)
+    stage(rows)
     return time.perf_counter() - began
