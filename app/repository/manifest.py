@@ -106,7 +106,7 @@ class ServingDefaults(BaseModel):
     def overridden(self, config: ServeConfig) -> "ServingDefaults":
         """What a recipe says, and where it says nothing what is said here; of a range of replicas the most.
 
-        A recipe that gives ``max_batch_size`` or ``preferred_batch_sizes`` gives them for rows of every length.
+        A recipe that gives ``max_batch_size`` or prefers some sizes gives them for rows of every length.
         Other replicas share the cores that these were measured on, unless the recipe says their threads too. Of a model
         that is sharded compile measured neither: it has one replica, and each process the threads that it reserves.
         """
@@ -118,7 +118,7 @@ class ServingDefaults(BaseModel):
         preferred = batching.preferred_batch_sizes
         if preferred is None:
             preferred = [size for size in self.preferred_batch_sizes if size <= most]
-        is_measured = batching.max_batch_size is None and batching.preferred_batch_sizes is None
+        is_measured = batching.max_batch_size is None and not batching.preferred_batch_sizes
         return ServingDefaults(
             max_batch_size=most,
             max_batch_size_by_length=self.max_batch_size_by_length if is_measured else {},

@@ -44,9 +44,10 @@ class Rayloom:
         """Variant and batching."""
         card = self.model.manifest
         serving = card.serving
+        by_length = ", ".join(f"{rows} at length {length}" for length, rows in serving.max_batch_size_by_length.items())
         measured = (
-            f"batches of {serving.max_batch_size} at most, {list(serving.preferred_batch_sizes)} preferred, waits "
-            f"{serving.timeout_us} µs at most"
+            f"batches of {by_length or serving.max_batch_size} at most, "
+            f"{list(serving.preferred_batch_sizes)} preferred, waits {serving.timeout_us} µs at most"
         )
         variant = f"{card.engine_key.engine} {card.engine_key.precision}, cosine to PyTorch {card.cosine:.4f}"
         return f"{variant}; {', '.join(self.settings) or measured}"

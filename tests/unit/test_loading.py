@@ -403,6 +403,7 @@ def test_a_recipe_wins_and_what_it_leaves_out_is_as_compile_measured(
     ("batching", "by_length"),
     [
         (BatchingConfig(timeout_us=7), {16: 16, 32: 2}),
+        (BatchingConfig(preferred_batch_sizes=[]), {16: 16, 32: 2}),
         (BatchingConfig(max_batch_size=16), {}),
         (BatchingConfig(preferred_batch_sizes=[4]), {}),
     ],
