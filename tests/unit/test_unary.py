@@ -9,6 +9,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import numpy as np
@@ -40,7 +41,7 @@ from app.serving.batching.queue import Request
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.grpc import read_infer
 from app.serving.protocol.infer import InferRequest
-from app.serving.transport import http2, prepared_calls
+from app.serving.transport import http2, http2_frames, http2_stream, prepared_calls
 from app.serving.transport.call_head import CallHead, HeadReader
 from app.serving.transport.direct import DirectInference
 from app.serving.transport.grpc import GrpcMethods
@@ -325,8 +326,8 @@ FLOODS: dict[str, Frame] = {
 
 @pytest.mark.parametrize("name", [*FLOODS, "resets"])
 def test_a_flood_is_left(server: Server, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(http2, "_MAX_IDLE_FRAMES", 50)
-    monkeypatch.setattr(http2, "_IDLE_FRAMES_PER_S", 1)
+    monkeypatch.setattr(http2_frames, "_MAX_IDLE_FRAMES", 50)
+    monkeypatch.setattr(http2_frames, "_IDLE_FRAMES_PER_S", 1)
     numbers = range(3, 1003, 2)
     resets = b"".join(head(number) + RstStreamFrame(number, Code.CANCEL).serialize() for number in numbers)
     with Talk(server.grpc, answers=False) as talk:
@@ -337,8 +338,8 @@ def test_a_flood_is_left(server: Server, monkeypatch: pytest.MonkeyPatch, name: 
 
 
 def test_calls_that_end_with_an_empty_frame_are_no_flood(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http2, "_MAX_IDLE_FRAMES", 10)
-    monkeypatch.setattr(http2, "_IDLE_FRAMES_PER_S", 0)
+    monkeypatch.setattr(http2_frames, "_MAX_IDLE_FRAMES", 10)
+    monkeypatch.setattr(http2_frames, "_IDLE_FRAMES_PER_S", 0)
     numbers = range(1, 51, 2)
     sent = [head(number) + data(number, prefixed(GOOD), end=False) + data(number, b"") for number in numbers]
     said = exchange(server.grpc, *sent, streams=tuple(numbers))
@@ -374,7 +375,7 @@ def test_a_new_first_window_is_set_in_one_pass_over_the_streams() -> None:
 
 
 def test_more_streams_than_allowed_are_refused(server: Server) -> None:
-    most = http2._MAX_STREAMS
+    most = http2.MAX_STREAMS
     numbers = range(1, 2 * most + 3, 2)
     with Talk(server.grpc) as talk:
         talk.send(HELLO, *[head(number) for number in numbers], data(1, prefixed(GOOD)))
@@ -423,6 +424,102 @@ def test_a_real_client_sends_and_gets_what_is_large(server: Server) -> None:
     client = tritonclient.grpc.InferenceServerClient(server.grpc)
     result = client.infer("toy", asked(tritonclient.grpc, rows(1024, 32)), compression_algorithm="gzip")
     assert np.allclose(result.as_numpy(OUTPUT), expected(rows(1024, 32)), atol=1e-4)
+
+
+def test_a_client_that_does_not_read_is_not_read() -> None:
+    """Else what it asks for would gather here."""
+
+    async def run() -> None:
+        transport, connection = Mock(asyncio.Transport), Http2Protocol(_no_call, set[Any](), 90)
+        transport.is_closing.return_value = False
+        connection.connection_made(transport)
+        connection.data_received(HELLO)
+        num_written = transport.write.call_count
+        transport.write.side_effect = lambda _: connection.pause_writing()
+        connection.data_received(PingFrame().serialize() * 10)
+        assert transport.write.call_count == num_written + 1
+        transport.write.side_effect = None
+        connection.resume_writing()
+        assert transport.write.call_count == num_written + 10
+        connection.connection_lost(None)
+
+    asyncio.run(run())
+
+
+def test_a_client_that_does_not_read_is_left(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http2, "_SEND_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(http2, "_LOOK_S", 0.02)
+    with Talk(server.grpc) as talk:
+        talk.send(HELLO, head(1))
+        talk.read_until(kind=SettingsFrame)
+        (connection,) = _busy(server)
+        server.loop.call_soon_threadsafe(connection._transport.write, bytes(2**23))
+        wait_until(lambda: connection not in server.listener.server_state.connections)
+
+
+def test_a_connection_that_is_closed_waits_for_no_reader(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http2, "_LEAVE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(http2, "_LOOK_S", 0.02)
+    with Talk(server.grpc) as talk:
+        talk.send(HELLO, head(1))
+        talk.read_until(kind=SettingsFrame)
+        (connection,) = _busy(server)
+        server.loop.call_soon_threadsafe(connection._transport.write, bytes(2**23))
+        wait_until(lambda: connection._transport.get_write_buffer_size() > 0)
+        server.loop.call_soon_threadsafe(connection._fail, Code.NO_ERROR, "")
+        wait_until(lambda: connection not in server.listener.server_state.connections)
+
+
+def test_connections_take_turns(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http2, "_MAX_FRAMES_AT_A_TIME", 3)
+    turns: list[int] = []
+    take = Http2Protocol._take_some_frames
+
+    def note(connection: Http2Protocol) -> None:
+        before = server.route.unary.answered
+        take(connection)
+        turns.append(server.route.unary.answered - before)
+
+    monkeypatch.setattr(Http2Protocol, "_take_some_frames", note)
+    numbers = tuple(range(1, 41, 2))
+    said = exchange(server.grpc, b"".join(call(number, GOOD) for number in numbers), streams=numbers)
+    assert {said.status(number) for number in numbers} == {"0"}
+    assert max(turns) <= 3
+
+
+def test_an_answer_takes_room_until_it_is_sent(server: Server) -> None:
+    direct, sent = server.route.direct, infer(500)
+    with Talk(server.grpc) as talk:
+        talk.send(PREFACE + SettingsFrame(settings={SettingsFrame.INITIAL_WINDOW_SIZE: 0}).serialize(), call(1, sent))
+        wait_until(lambda: 1 in talk.said.headers or talk.read_some())
+        size = len(exchange(server.grpc, call(1, sent)).data[1])
+        assert (direct.ongoing, direct._bytes) == (1, size - 5)
+        talk.send(WindowUpdateFrame(1, size).serialize())
+        assert len(talk.read_until((1,)).data[1]) == size
+
+
+def test_an_answer_there_is_no_room_for_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = pb.RepositoryIndexRequest().SerializeToString()
+    with monkeypatch.context() as patched:
+        patched.setattr(server.route.direct, "_room_bytes", 10)
+        assert exchange(server.grpc, call(1, message, method="RepositoryIndex")).status(1) == "14"
+
+
+def test_a_client_that_takes_an_answer_in_small_parts_gains_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(http2_stream.time, "monotonic", lambda: now_s)
+    sender, stream = Sender(lambda _: None, lambda _: None), Stream(None, 1, 0, "")  # type: ignore[arg-type]
+    sender.respond(stream, b"", bytes(1000), b"")
+    for _ in range(100):
+        now_s += 50
+        sender.widen(stream, 1)
+    assert stream.moved_s < 1
+
+
+def _busy(server: Server) -> list[Http2Protocol]:
+    """The connections of HTTP/2 that have calls."""
+    connections = list(server.listener.server_state.connections)
+    return [each for each in connections if isinstance(each, Http2Protocol) and each._streams]
 
 
 def test_calls_of_many_clients_are_answered_and_counted(server: Server) -> None:
@@ -527,11 +624,7 @@ def test_a_connection_that_is_left_answers_what_is_on_its_way(server: Server) ->
     with Talk(server.grpc) as talk:
         talk.send(HELLO, head(1))
         talk.read_until(kind=SettingsFrame)
-        (connection,) = (
-            each
-            for each in list(server.listener.server_state.connections)
-            if isinstance(each, Http2Protocol) and each._streams
-        )
+        (connection,) = _busy(server)
         server.loop.call_soon_threadsafe(connection.shutdown)
         talk.read_until(kind=GoAwayFrame)
         (farewell,) = (frame for frame in talk.said.frames if isinstance(frame, GoAwayFrame))

@@ -9,6 +9,7 @@ https://www.rfc-editor.org/rfc/rfc9113
 import asyncio
 import time
 from collections.abc import Callable, MutableSet
+from itertools import islice
 from typing import Any, cast
 
 from hpack import HPACKError
@@ -24,41 +25,20 @@ from hyperframe.frame import (
     WindowUpdateFrame,
 )
 
-from app.serving.transport.call_head import MAX_HEADER_BYTES, CallHead, HeadReader
-from app.serving.transport.http2_frames import FrameReader
-from app.serving.transport.http2_stream import (
-    FIRST_WINDOW,
-    LARGEST_WINDOW,
-    Call,
-    Code,
-    ProtocolError,
-    Sender,
-    Stream,
-    peer_of,
-)
+from app.serving.transport.call_head import CallHead, HeadReader
+from app.serving.transport.http2_frames import HELLO, MAX_STREAMS, STREAM_WINDOW, TOTAL_WINDOW, FrameReader, IdleFrames
+from app.serving.transport.http2_stream import LARGEST_WINDOW, Call, Code, ProtocolError, Sender, Stream, peer_of
 
-_MAX_STREAMS = 256
-_STREAM_WINDOW, _CONNECTION_WINDOW = 2**20, 2**24
-_RECEIVE_TIMEOUT_S, _SEND_TIMEOUT_S = 30.0, 60.0
+_RECEIVE_TIMEOUT_S, _SEND_TIMEOUT_S, _LEAVE_TIMEOUT_S = 30.0, 60.0, 5.0
+"""For a part of a request, for the client to read a part of its answers, and once the connection is left."""
+_MAX_FRAMES_AT_A_TIME = 256
+"""Then other connections have their turn."""
 _LOOK_S = 5.0
 """Between looks at what is idle or stuck."""
 _FAREWELL_S, _GRACE_S = 1.0, 0.2
 """For calls that were sent before the client has heard that this side leaves; and those that HAProxy, which has heard
 it, had given to the connection before."""
 _FAREWELL = b"farewell"
-_MAX_IDLE_FRAMES, _IDLE_FRAMES_PER_S = 10_000, 1_000
-"""Frames that ask for nothing, or take back what was asked: together, and for long."""
-_GREETING = (
-    SettingsFrame(
-        settings={
-            SettingsFrame.MAX_CONCURRENT_STREAMS: _MAX_STREAMS,
-            SettingsFrame.INITIAL_WINDOW_SIZE: _STREAM_WINDOW,
-            SettingsFrame.MAX_HEADER_LIST_SIZE: MAX_HEADER_BYTES,
-        }
-    ).serialize()
-    + WindowUpdateFrame(0, window_increment=_CONNECTION_WINDOW - FIRST_WINDOW).serialize()
-)
-_SETTINGS_ACK = SettingsFrame(flags=["ACK"]).serialize()
 
 
 class Http2Protocol(asyncio.Protocol):
@@ -76,13 +56,13 @@ class Http2Protocol(asyncio.Protocol):
         self._begin = begin
         self._connections = connections
         self._keep_alive_s = keep_alive_s
-        self._frames, self._heads = FrameReader(), HeadReader()
+        self._frames, self._heads, self._idle_frames = FrameReader(), HeadReader(), IdleFrames()
         self._streams: dict[int, Stream] = {}
-        self._last_id = 0
-        self._received = 0
+        self._last_id = self._received = 0
         self._is_leaving = self._is_last_call = False
-        self._idle_frames, self._idle_frames_s = 0.0, 0.0
         self._idle_since_s = time.monotonic()
+        self._stuck_since_s: float | None = None
+        """Since when the client reads too little of what was written, or the connection is being closed."""
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -91,29 +71,33 @@ class Http2Protocol(asyncio.Protocol):
         self._sender = Sender(self._transport.write, self._forget)
         self._connections.add(self)
         self._look()
-        self._transport.write(_GREETING)
+        self._transport.write(HELLO)
 
     def connection_lost(self, _: Exception | None) -> None:
         if self._timer:
             self._timer.cancel()
         self._connections.discard(self)
-        self._abandon_all()
+        self._forget_all()
 
     def pause_writing(self) -> None:
         self._sender.is_paused = True
+        self._stuck_since_s = self._stuck_since_s or time.monotonic()
         self._transport.pause_reading()  # else what it asks for would gather here
 
     def resume_writing(self) -> None:
         self._sender.is_paused = False
-        self._transport.resume_reading()
+        if not self._transport.is_closing():
+            self._stuck_since_s = None
         self._sender.flush()
+        self._take_frames()
 
     def data_received(self, data: bytes) -> None:
+        self._frames.add(data)
+        self._take_frames()
+
+    def _take_frames(self) -> None:
         try:
-            for frame in self._frames.read(data):
-                self._take(frame)
-                if self._transport.is_closing():
-                    return
+            self._take_some_frames()
         except ProtocolError as fault:
             self._fail(fault.code, str(fault))
         except HPACKError as error:
@@ -137,7 +121,25 @@ class Http2Protocol(asyncio.Protocol):
 
     def reset(self, stream: Stream, code: Code) -> None:
         self._write(RstStreamFrame(stream.id, code))
-        self._drop(stream)
+        self._forget(stream)
+
+    def _take_some_frames(self) -> None:
+        """Take what has come, by turns with other connections, as long as the client reads its answers."""
+        num_taken = 0
+        for frame in islice(self._frames.read() if self._can_take else (), _MAX_FRAMES_AT_A_TIME):
+            self._take(frame)
+            num_taken += 1
+            if not self._can_take:
+                break
+        if num_taken == _MAX_FRAMES_AT_A_TIME:
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._take_frames)
+        elif self._can_take:
+            self._transport.resume_reading()
+
+    @property
+    def _can_take(self) -> bool:
+        return not (self._sender.is_paused or self._transport.is_closing())
 
     def _take(self, frame: Frame) -> None:
         take = _TAKE.get(type(frame))
@@ -153,7 +155,7 @@ class Http2Protocol(asyncio.Protocol):
         if frame.stream_id <= self._last_id:
             self._take_trailers(frame)
             return
-        if self._is_last_call or len(self._streams) >= _MAX_STREAMS:
+        if self._is_last_call or len(self._streams) >= MAX_STREAMS:
             self._last_id = frame.stream_id if not self._is_last_call else self._last_id
             self._count_idle_frame()
             self._write(RstStreamFrame(frame.stream_id, Code.REFUSED_STREAM))
@@ -185,9 +187,9 @@ class Http2Protocol(asyncio.Protocol):
         if frame.stream_id > self._last_id and not self._is_last_call:
             raise ProtocolError(Code.PROTOCOL_ERROR, "data of a stream that is not open")
         self._received += size
-        if self._received > _CONNECTION_WINDOW:
+        if self._received > TOTAL_WINDOW:
             raise ProtocolError(Code.FLOW_CONTROL_ERROR, "more data than the connection has room for")
-        if self._received >= _CONNECTION_WINDOW // 2:
+        if self._received >= TOTAL_WINDOW // 2:
             self._write(WindowUpdateFrame(0, window_increment=self._received))
             self._received = 0
         if stream is None or stream.is_whole or (not size and "END_STREAM" not in frame.flags):
@@ -195,14 +197,14 @@ class Http2Protocol(asyncio.Protocol):
         if stream is None or stream.call is None or stream.rest is not None:
             return
         stream.received += size
-        if stream.is_whole or stream.received > _STREAM_WINDOW:
+        if stream.is_whole or stream.received > STREAM_WINDOW:
             stream.reset(Code.FLOW_CONTROL_ERROR if not stream.is_whole else Code.PROTOCOL_ERROR)
             return
         if frame.data:
             stream.call.receive(frame.data)
         if "END_STREAM" in frame.flags:
             self._finish(stream)
-        elif stream.received >= _STREAM_WINDOW // 2 and stream.call is not None:
+        elif stream.received >= STREAM_WINDOW // 2 and stream.call is not None:
             self._write(WindowUpdateFrame(stream.id, window_increment=stream.received))
             stream.received = 0
 
@@ -216,7 +218,7 @@ class Http2Protocol(asyncio.Protocol):
             raise ProtocolError(Code.PROTOCOL_ERROR, "a stream that is not open is reset")
         self._count_idle_frame()
         if stream := self._streams.get(frame.stream_id):
-            self._drop(stream)
+            self._forget(stream)
 
     def _take_settings(self, frame: SettingsFrame) -> None:
         self._count_idle_frame()
@@ -227,7 +229,7 @@ class Http2Protocol(asyncio.Protocol):
             self._sender.set_max_frame(sizes[SettingsFrame.MAX_FRAME_SIZE])
         if SettingsFrame.INITIAL_WINDOW_SIZE in sizes:
             self._sender.set_first_window(sizes[SettingsFrame.INITIAL_WINDOW_SIZE], self._streams.values())
-        self._transport.write(_SETTINGS_ACK)
+        self._write(SettingsFrame(flags=["ACK"]))
 
     def _take_ping(self, frame: PingFrame) -> None:
         self._count_idle_frame()
@@ -248,21 +250,20 @@ class Http2Protocol(asyncio.Protocol):
         self._call_last()
 
     def _count_idle_frame(self) -> None:
-        """Leave a client that sends too many frames for nothing; then, if it goes on, leave at once."""
-        now_s = time.monotonic()
-        forgiven = (now_s - self._idle_frames_s) * _IDLE_FRAMES_PER_S
-        self._idle_frames, self._idle_frames_s = max(0.0, self._idle_frames - forgiven) + 1, now_s
-        if self._idle_frames > 2 * _MAX_IDLE_FRAMES:
-            raise ProtocolError(Code.ENHANCE_YOUR_CALM, "too many frames that ask for nothing")
-        if self._idle_frames > _MAX_IDLE_FRAMES:
+        """Leave a client that sends too many frames for nothing."""
+        if self._idle_frames.count():
             self.shutdown()
 
     def _look(self) -> None:
         """End what is idle or stuck."""
         now_s = time.monotonic()
+        limit_s = _LEAVE_TIMEOUT_S if self._is_leaving or self._transport.is_closing() else _SEND_TIMEOUT_S
+        if self._stuck_since_s is not None and now_s - self._stuck_since_s > limit_s:
+            self._transport.abort()
+            return
         for stream in list(self._streams.values()):
             waited_s = now_s - stream.moved_s
-            if stream.rest is not None and waited_s > _SEND_TIMEOUT_S:
+            if stream.rest is not None and waited_s > limit_s:
                 stream.reset(Code.CANCEL)
             elif stream.call is not None and not stream.is_whole and waited_s > _RECEIVE_TIMEOUT_S:
                 stream.call.expire()
@@ -279,27 +280,27 @@ class Http2Protocol(asyncio.Protocol):
 
     def _close_if_done(self) -> None:
         if self._is_last_call and not self._streams:
-            self._transport.close()
+            self._close()
 
     def _fail(self, code: Code, told: str) -> None:
         self._write(GoAwayFrame(last_stream_id=self._last_id, error_code=code, additional_data=told.encode()[:256]))
-        self._transport.close()
-        self._abandon_all()
+        self._close()
+        self._forget_all()
 
-    def _abandon_all(self) -> None:
+    def _close(self) -> None:
+        self._stuck_since_s = self._stuck_since_s or time.monotonic()
+        self._transport.close()  # once all is written
+
+    def _forget_all(self) -> None:
         for stream in list(self._streams.values()):
-            self._drop(stream)
-
-    def _drop(self, stream: Stream) -> None:
-        call = stream.call
-        self._forget(stream)
-        if call is not None:
-            call.abandon()
+            self._forget(stream)
 
     def _forget(self, stream: Stream) -> None:
         self._streams.pop(stream.id, None)
         self._sender.forget(stream)
-        stream.call = None
+        call, stream.call = stream.call, None
+        if call is not None:
+            call.end()
         if not self._streams:
             self._idle_since_s = time.monotonic()
             self._close_if_done()

@@ -1,13 +1,36 @@
-"""The frames that a client of HTTP/2 sends: https://www.rfc-editor.org/rfc/rfc9113#section-4"""
+"""The frames that a client of HTTP/2 sends, and the first ones that it gets: https://www.rfc-editor.org/rfc/rfc9113#section-4"""
 
+import time
 from collections.abc import Iterator
 
-from hyperframe.frame import ContinuationFrame, Frame, HeadersFrame, PushPromiseFrame, SettingsFrame
+from hyperframe.frame import (
+    ContinuationFrame,
+    Frame,
+    HeadersFrame,
+    PushPromiseFrame,
+    SettingsFrame,
+    WindowUpdateFrame,
+)
 
 from app.serving.transport.call_head import MAX_HEADER_BYTES
-from app.serving.transport.http2_stream import FIRST_MAX_FRAME, Code, ProtocolError
+from app.serving.transport.http2_stream import FIRST_MAX_FRAME, FIRST_WINDOW, Code, ProtocolError
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+MAX_STREAMS = 256
+STREAM_WINDOW, TOTAL_WINDOW = 2**20, 2**24
+"""Bytes on their way here: of a stream, and of all streams of a connection."""
+HELLO = (
+    SettingsFrame(
+        settings={
+            SettingsFrame.MAX_CONCURRENT_STREAMS: MAX_STREAMS,
+            SettingsFrame.INITIAL_WINDOW_SIZE: STREAM_WINDOW,
+            SettingsFrame.MAX_HEADER_LIST_SIZE: MAX_HEADER_BYTES,
+        }
+    ).serialize()
+    + WindowUpdateFrame(0, window_increment=TOTAL_WINDOW - FIRST_WINDOW).serialize()
+)
+_MAX_IDLE_FRAMES, _IDLE_FRAMES_PER_S = 10_000, 1_000
+"""Together, and for long."""
 _FRAME_HEAD = 9
 _MAX_CONTINUATIONS = 16
 
@@ -16,39 +39,41 @@ class FrameReader:
     """Cuts what comes on a connection into frames, in the order that the standard allows."""
 
     def __init__(self) -> None:
-        self._kept = b""  # the beginning of a frame, or of the preface
+        self._data, self._at = b"", 0  # what has come, and how far it was read
         self._has_preface = self._has_settings = False
         self._opening: HeadersFrame | None = None  # its header goes on in the next frame
         self._continuations = 0
 
-    def read(self, data: bytes) -> Iterator[Frame]:
-        """Return the frames that are whole now. Those of a header are one.
+    def add(self, data: bytes) -> None:
+        """Take what comes."""
+        self._data, self._at = self._data[self._at :] + data, 0
+
+    def read(self) -> Iterator[Frame]:
+        """Return the frames that are whole now, each of them once. Those of a header are one.
 
         Raises:
             ProtocolError: the client does not speak HTTP/2, or sends more than it may.
             HyperframeError: a frame is none.
         """
-        data, at = self._kept + data if self._kept else data, 0
-        self._kept = b""
+        data = self._data
         if not self._has_preface:
             if not data.startswith(PREFACE[: len(data)]):
                 raise ProtocolError(Code.PROTOCOL_ERROR, "no preface of HTTP/2")
-            self._has_preface = len(data) >= len(PREFACE)
-            at = len(PREFACE) if self._has_preface else len(data)
-            self._kept = b"" if self._has_preface else data
+            if len(data) < len(PREFACE):
+                return
+            self._has_preface, self._at = True, len(PREFACE)
         view = memoryview(data)
-        while len(data) - at >= _FRAME_HEAD:
-            frame, size = Frame.parse_frame_header(view[at : at + _FRAME_HEAD])
+        while len(data) - self._at >= _FRAME_HEAD:
+            begin = self._at + _FRAME_HEAD
+            frame, size = Frame.parse_frame_header(view[self._at : begin])
             if size > FIRST_MAX_FRAME:
                 raise ProtocolError(Code.FRAME_SIZE_ERROR, f"a frame of {size} bytes: at most {FIRST_MAX_FRAME}")
-            end = at + _FRAME_HEAD + size
-            if end > len(data):
-                break
-            frame.parse_body(view[at + _FRAME_HEAD : end])
-            at = end
+            if begin + size > len(data):
+                return
+            frame.parse_body(view[begin : begin + size])
+            self._at = begin + size
             if whole := self._joined(frame):
                 yield whole
-        self._kept = self._kept or data[at:]
 
     def _joined(self, frame: Frame) -> Frame | None:
         """Return a frame, or None where a header goes on. Raises ProtocolError: this frame may not come now."""
@@ -79,3 +104,19 @@ class FrameReader:
             return None
         self._opening = None
         return opening
+
+
+class IdleFrames:
+    """Counts the frames of a connection that ask for nothing, or take back what was asked."""
+
+    def __init__(self) -> None:
+        self._num_frames, self._counted_s = 0.0, 0.0
+
+    def count(self) -> bool:
+        """Count one more. Return whether there are too many. Raises ProtocolError: the client goes on even so."""
+        now_s = time.monotonic()
+        forgiven = (now_s - self._counted_s) * _IDLE_FRAMES_PER_S
+        self._num_frames, self._counted_s = max(0.0, self._num_frames - forgiven) + 1, now_s
+        if self._num_frames > 2 * _MAX_IDLE_FRAMES:
+            raise ProtocolError(Code.ENHANCE_YOUR_CALM, "too many frames that ask for nothing")
+        return self._num_frames > _MAX_IDLE_FRAMES

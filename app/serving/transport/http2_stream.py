@@ -13,6 +13,8 @@ FIRST_WINDOW, LARGEST_WINDOW = 2**16 - 1, 2**31 - 1
 FIRST_MAX_FRAME, LARGEST_MAX_FRAME = 2**14, 2**24 - 1
 _MOST_IN_A_FRAME = 2**16
 """However much more the client takes: answers take turns."""
+_MIN_BYTES_PER_S = 2**16
+"""Of an answer. A client that takes it in small parts does not keep it for ever."""
 _FRAME_HEAD = struct.Struct(">HBBBL")
 _END_STREAM, _END_HEADERS = 1, 4
 _ENCODER = Encoder()
@@ -54,8 +56,8 @@ class Call(Protocol):
     def expire(self) -> None:
         """Answer: the rest of the body does not come."""
 
-    def abandon(self) -> None:
-        """Let go of all: nobody waits for the answer any more."""
+    def end(self) -> None:
+        """Let go of all: the answer has been sent, or nobody waits for it any more."""
 
 
 class Answers(Protocol):
@@ -90,7 +92,7 @@ class Stream:
         self.received = 0
         """Bytes that the client has not been given room for again."""
         self.moved_s = time.monotonic()
-        """When the stream was opened; then, when a part of its answer was sent."""
+        """When the stream was opened; then, when its answer began. Each part that is sent moves it on."""
         self.rest: memoryview | None = None
         """Of the answer; None before it."""
         self.trailers = b""
@@ -176,7 +178,7 @@ class Sender:
         if size > 0:
             self._window -= size
             stream.window -= size
-            stream.moved_s = time.monotonic()
+            stream.moved_s = min(time.monotonic(), stream.moved_s + size / _MIN_BYTES_PER_S)
             part, stream.rest = stream.rest[:size], stream.rest[size:]
             self._write(_frame(DataFrame, 0, stream.id, part))
         if not stream.rest:

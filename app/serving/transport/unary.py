@@ -134,7 +134,6 @@ class UnaryCall(Exchange):
         """Refuse what is no call of a method here, or of a caller who may not make it."""
         if not self.head.content_type.startswith(_CONTENT_TYPE[1]) or self.head.method != "POST":
             self._stream.refuse(_NOT_GRPC)
-            self._end()
             return
         if self._method is None:
             path = shown(self.head.path)
@@ -188,9 +187,14 @@ class UnaryCall(Exchange):
         """The rest of the message does not come."""
         self.refuse(TimeoutError("the message did not come in time: send it faster"))
 
-    def abandon(self) -> None:
-        """Give up what is asked: nobody waits for it."""
-        self._end()
+    def end(self) -> None:
+        """Take no more room, and wait for nothing."""
+        self._stop()
+        if self._has_entered:
+            self._service.direct.leave(self._held)
+        else:
+            self._service.direct.let_go(self._held)
+        self._held, self._has_entered, self._is_over = 0, False, True
 
     def answer(self, outputs: Tensors) -> None:
         assert self._prepared is not None
@@ -268,20 +272,22 @@ class UnaryCall(Exchange):
             request = None
         try:
             message = await method.call(request, self)
+            if self._code is StatusCode.OK:
+                self._respond(message.SerializeToString())
+            else:
+                self._tell(self._code, self._details, self._trailing)
         except Exception as error:
             self.refuse(error)
-            return
-        if self._code is StatusCode.OK:
-            self._respond(message.SerializeToString())
-        else:
-            self._tell(self._code, self._details, self._trailing)
 
     def _be_late(self) -> None:
         self.refuse(DeadlineError("the call's time, its grpc-timeout, is over"))
 
     def _respond(self, content: bytes) -> None:
-        self._stream.respond(_HEAD, b"\0" + len(content).to_bytes(4, "big") + content, _OK)
-        self._end()
+        """Answer. Raises OverloadError if there is no room for what waits to be sent."""
+        if not self._is_over:
+            self._stop()
+            self._hold(len(content) - self._held)
+            self._stream.respond(_HEAD, b"\0" + len(content).to_bytes(4, "big") + content, _OK)
 
     def _tell(self, code: StatusCode, details: str, trailing: Sequence[tuple[str, str]] = ()) -> None:
         """End the call with an error."""
@@ -290,19 +296,13 @@ class UnaryCall(Exchange):
             ("grpc-message", quote(details.encode()[:_MAX_DETAILS], _PRINTABLE)),
         )
         self._stream.refuse(header_block((":status", "200"), _CONTENT_TYPE, *status, *trailing))
-        self._end()
 
-    def _end(self) -> None:
-        """Take no more room, and wait for nothing."""
+    def _stop(self) -> None:
+        """Wait for nothing, and keep nothing of what was asked."""
         self.give_up()
         if self._deadline:
             self._deadline.cancel()
         if self._task and self._task is not asyncio.current_task():
             self._task.cancel()
-        if self._has_entered:
-            self._service.direct.leave(self._held)
-        else:
-            self._service.direct.let_go(self._held)
-        self._held, self._has_entered, self._is_over = 0, False, True
         self._task = self._prepared = self._deadline = None
         self._data = b""
