@@ -49,6 +49,7 @@ from app.serving.transport.hot import HotRoute, listen_hot
 from app.serving.transport.http import HttpApi
 from app.serving.transport.http2 import Http2Protocol
 from app.serving.transport.http2_stream import FIRST_WINDOW, Code, Sender, Stream
+from app.serving.transport.prepared_calls import PreparedCalls
 from app.serving.transport.unary import UnaryCall
 from app.tensors import OUTPUT
 from tests.engine_contract import exported, rows
@@ -163,6 +164,7 @@ MALFORMED = {
     "half a prefix": head(1) + data(1, b"\0\0"),
     "half a message": head(1) + data(1, prefixed(GOOD)[:-3]),
     "two messages": head(1) + data(1, prefixed(GOOD) * 2),
+    "a timeout that is none": head(1, grpc_timeout="x") + data(1, prefixed(GOOD)),
     "more than a message": head(1) + data(1, prefixed(GOOD) + b"abc"),
     "compressed, and not said how": head(1) + data(1, prefixed(gzip.compress(GOOD), is_compressed=True)),
     "gzip that is none": encoded("gzip", b"zzz"),
@@ -209,7 +211,7 @@ def test_a_stream_is_refused_before_it_ends(server: Server) -> None:
     assert (said.status(1), said.resets) == ("12", {1: Code.NO_ERROR})
 
 
-@pytest.mark.parametrize("line", [("X-A", "b"), ("connection", "close"), ("grpc-timeout", "x"), (":path", "/twice")])
+@pytest.mark.parametrize("line", [("X-A", "b"), ("connection", "close"), (":path", "/twice")])
 def test_a_header_that_is_wrong_ends_its_stream_alone(server: Server, line: tuple[str, str]) -> None:
     said = exchange(server.grpc, head(1, line) + data(1, prefixed(GOOD)) + call(3, GOOD), streams=(1, 3))
     assert said.resets == {1: Code.PROTOCOL_ERROR}
@@ -294,6 +296,14 @@ def test_what_is_no_http_2_ends_its_connection(server: Server, name: str) -> Non
         said = talk.read_until(kind=PushPromiseFrame)  # which never comes: until it closes
     assert said.goaways == [code]
     assert 101 not in said.headers
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_preface_may_come_in_pieces(server: Server, size: int) -> None:
+    with Talk(server.grpc) as talk:
+        talk.send(PREFACE[:size], PREFACE[size:4], pause_s=0.02)
+        talk.send(HELLO[4:], call(1, GOOD))
+        assert talk.read_until((1,)).status(1) == "0"
 
 
 @pytest.mark.parametrize("sent", [PREFACE[:10] + b"x" * 20, PREFACE + head(1), PREFACE + PingFrame().serialize()])
@@ -658,6 +668,28 @@ def test_heads_are_read_as_hpack_does_however_they_are_packed(seed: int) -> None
                 reader.read(block)
             break
         assert reader.read(block) == read
+
+
+def test_heads_are_not_kept_that_are_large_without_their_packing() -> None:
+    reader, encoder = HeadReader(), Encoder()
+    lines = [(":method", "POST"), (":scheme", "http"), (":path", "/x"), ("x", "y" * 2000)]
+    for num_copies, num_known in ((0, 0), (0, 1), (9, 1), (1, 2)):
+        assert reader.read(bytes(encoder.encode(lines + lines[3:] * num_copies)))
+        assert len(reader._known) == num_known
+
+
+def test_a_large_message_is_not_taken_apart(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared_calls, "_MAX_WHOLE_BYTES", len(infer(2, id="a")))
+    for count, kept_id, num_known in ((3, "a", 0), (2, "", 1)):
+        content, calls = infer(count, id="a"), PreparedCalls()
+        message = pb.ModelInferRequest.FromString(content)
+        known, tensors = calls.read(server.endpoint.find("toy"), message, len(content))
+        assert known.prepared.rows == count
+        assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
+            name: tensor.tolist() for name, tensor in rows(count).items()
+        }
+        assert (message.id, len(calls._known)) == (kept_id, num_known)
+        assert exchange(server.grpc, call(1, content)).status(1) == "0"
 
 
 def test_a_connection_without_calls_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ from hpack.table import HeaderTable
 
 MAX_HEADER_BYTES = 2**16
 """Of all names and values, and 32 for each of them. HAProxy passes on a quarter of it at most."""
-_MAX_KNOWN, _MAX_KNOWN_BYTES = 256, 4096
+_MAX_KNOWN, _MAX_KNOWN_BYTES = 256, 8192
+"""Heads, and bytes of the names and values of each: a block of few bytes may stand for many."""
 _PSEUDO = frozenset({b":method", b":scheme", b":path", b":authority"})
 _OF_HTTP_1 = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"})
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
@@ -32,11 +33,13 @@ class CallHead:
     """Of messages that are compressed."""
     authorization: str | None
     timeout_s: float | None
+    wrong_timeout: str | None
+    """What ``grpc-timeout`` says, if it is not what gRPC allows."""
     metadata: tuple[tuple[str, str], ...]
 
     @classmethod
     def read(cls, headers: Iterable[tuple[bytes, bytes]]) -> "CallHead | None":
-        """Return None if the header is not what HTTP/2 allows, or the timeout not what gRPC does."""
+        """Return None if the header is not what HTTP/2 allows."""
         pseudo: dict[bytes, bytes] = {}
         metadata: list[tuple[str, str]] = []
         for name, value in headers:
@@ -49,8 +52,9 @@ class CallHead:
             else:
                 metadata.append((name.decode("latin-1"), value.decode("latin-1")))
         known = dict(metadata)
-        timeout = _TIMEOUT.fullmatch(known.get("grpc-timeout", "0S"))
-        if timeout is None or not {b":method", b":scheme", b":path"} <= pseudo.keys():
+        told = known.get("grpc-timeout")
+        timeout = _TIMEOUT.fullmatch(told or "")
+        if not {b":method", b":scheme", b":path"} <= pseudo.keys():
             return None
         return cls(
             pseudo[b":method"].decode("latin-1"),
@@ -58,7 +62,8 @@ class CallHead:
             known.get("content-type", ""),
             known.get("grpc-encoding", ""),
             known.get("authorization"),
-            int(timeout[1]) * _UNIT_S[timeout[2]] if "grpc-timeout" in known else None,
+            int(timeout[1]) * _UNIT_S[timeout[2]] if timeout else None,
+            told if timeout is None else None,
             tuple(metadata),
         )
 
@@ -80,10 +85,11 @@ class HeadReader:
         if block in self._known:
             return self._known[block]
         before = self._table.added
-        head = CallHead.read(self._decoder.decode(block, raw=True))
+        headers = self._decoder.decode(block, raw=True)
+        head = CallHead.read(headers)
         if self._table.added != before or (block and block[0] & 0b111_00000 == _RESIZES):
             self._known.clear()
-        elif len(block) <= _MAX_KNOWN_BYTES:
+        elif len(block) + sum(len(name) + len(value) for name, value in headers) <= _MAX_KNOWN_BYTES:
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
             self._known[block] = head

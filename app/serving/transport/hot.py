@@ -150,7 +150,11 @@ class HotProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._is_new:
-            self._is_new = False
+            data = self._kept + data
+            self._is_new = len(data) < len(_HTTP_2) and _HTTP_2.startswith(data)
+            self._kept = data if self._is_new else b""
+            if self._is_new:
+                return
             if data.startswith(_HTTP_2):
                 self._hand_over(data)
                 return

@@ -14,6 +14,8 @@ from app.tensors import OUTPUT, Tensors
 _MAX_PREPARED = 1024
 _MAX_BYTES = 4096
 """Of a message without its tensors."""
+_MAX_WHOLE_BYTES = 256 * 2**10
+"""Of a message. To take a larger one apart costs more than to read it again."""
 
 
 @dataclass(slots=True)
@@ -53,12 +55,14 @@ class PreparedCalls:
         """Forget all, when other models are served."""
         self._known.clear()
 
-    def read(self, served: ServedModel, message: Any) -> tuple[PreparedCall, Tensors]:
-        """Read a ModelInferRequest to a model, which loses its id.
+    def read(self, served: ServedModel, message: Any, num_bytes: int) -> tuple[PreparedCall, Tensors]:
+        """Read a ModelInferRequest of so many bytes to a model. It may lose its id.
 
         Raises:
             RequestError: as ``read_infer`` and ``ServedModel.check_request``.
         """
+        if num_bytes > _MAX_WHOLE_BYTES:
+            return self._read(served, message, 0)
         raw = list(message.raw_input_contents)
         message.ClearField("id")
         message.ClearField("raw_input_contents")
@@ -66,11 +70,14 @@ class PreparedCalls:
         if known := self._known.get(key):
             return known, known.prepared.tensors(b"".join(raw))
         message.raw_input_contents.extend(raw)
-        request = read_infer(message, served.inputs)
-        served.check_request(request)
-        call = PreparedCall(Prepared.of(served, request, 0, sum(key[2])))
+        call, tensors = self._read(served, message, sum(key[2]))
         if call.prepared.places and len(key[1]) <= _MAX_BYTES:
             if len(self._known) >= _MAX_PREPARED:
                 self.clear()
             self._known[key] = call
-        return call, request.inputs
+        return call, tensors
+
+    def _read(self, served: ServedModel, message: Any, num_bytes: int) -> tuple[PreparedCall, Tensors]:
+        request = read_infer(message, served.inputs)
+        served.check_request(request)
+        return PreparedCall(Prepared.of(served, request, 0, num_bytes)), request.inputs

@@ -139,12 +139,14 @@ class UnaryCall(Exchange):
             path = shown(self.head.path)
             self._tell(StatusCode.UNIMPLEMENTED, f"{path} is not a unary method of {SERVICE.full_name}")
             return
-        if not self._method.is_open:
-            try:
+        try:
+            if not self._method.is_open:
                 self._service.check_caller(self)
-            except UnauthorizedError as error:
-                self.refuse(error)
-                return
+            if self.head.wrong_timeout is not None:
+                raise RequestError(f"grpc-timeout is {shown(self.head.wrong_timeout)}: expected, for example, 10S")
+        except (UnauthorizedError, RequestError) as error:
+            self.refuse(error)
+            return
         if self.head.timeout_s is not None:
             self._deadline = asyncio.get_running_loop().call_later(self.head.timeout_s, self._be_late)
 
@@ -257,7 +259,7 @@ class UnaryCall(Exchange):
             if served is None:
                 return False
             self._id = message.id or None
-            self._prepared, tensors = service.prepared.read(served, message)
+            self._prepared, tensors = service.prepared.read(served, message, len(content))
         except Exception:  # whatever it is, it happens again where errors are told
             return False
         known = self._prepared.prepared
