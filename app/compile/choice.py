@@ -81,7 +81,7 @@ def serving_defaults(
     full = chosen if for_throughput else _full_call(alike)
     return ServingDefaults(
         max_batch_size=full.batch_size,
-        max_batch_size_by_length={} if full.is_uniform else full.batch_sizes,
+        max_batch_size_by_length=full.batch_sizes,
         preferred_batch_sizes=(chosen.batch_size,) if for_throughput and chosen.batch_size > 1 else (),
         timeout_us=round(1e3 * _wait_ms(chosen, alike, objective)) if for_throughput else 0,
         replicas=chosen.concurrency.streams,
