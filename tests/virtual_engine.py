@@ -137,7 +137,7 @@ class _VirtualSlots:
         elif chosen:
             self._timer = loop.call_at(chosen.until_s + _LATER_S, self._next)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         pass
 
     def _end(self, batch: Batch, outcome: Outcome) -> None:

@@ -284,14 +284,15 @@ class _Asked:
         raise AssertionError(batch, outcome)
 
 
-def test_a_busy_thread_that_is_woken_many_times_asks_once() -> None:
-    calls = _Asked()
+def test_a_busy_thread_that_is_woken_many_times_asks_once_and_ends_before_its_slots_are_closed() -> None:
+    calls, others = _Asked(), {*threading.enumerate()}
     threads = EngineThreads(calls, dict, lambda _: None, slots=1)
     for _ in range(1000):
         threads.wake()
     calls.free.set()
     assert calls.done.wait(10)
-    threads.close()
+    asyncio.run(threads.close())
+    assert not {thread for thread in threading.enumerate() if thread.name == "engine-0"} - others
     _, second_s, third_s = calls.times_s[:3]
     assert third_s - second_s > 0.04
 

@@ -164,7 +164,7 @@ class Batcher:
         self._slots.wake()  # one may be held idle
         self._check_drained()
         await self._drained.wait()
-        self._slots.close()
+        await self._slots.close()
         self._alarm.cancel()
 
     def next(self) -> Batch | Hold | None:

@@ -1,5 +1,6 @@
 """The engine's calls, off the event loop."""
 
+import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -47,7 +48,7 @@ class Slots(Protocol):
         """Let a free slot ask for its next call."""
         ...
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Ask for no more calls."""
         ...
 
@@ -98,20 +99,23 @@ class EngineThreads:
         self._calls = calls
         self._infer = infer
         self._check = check
-        self._slots = slots
         self._closed = False
         self._wakes: SimpleQueue[None] = SimpleQueue()  # a condition would take several times as long
-        for slot in range(slots):
-            Thread(target=self._run, name=f"engine-{slot}", daemon=True).start()
+        self._threads = [Thread(target=self._run, name=f"engine-{slot}", daemon=True) for slot in range(slots)]
+        for thread in self._threads:
+            thread.start()
 
     def wake(self) -> None:
-        if self._wakes.qsize() < self._slots:  # else each thread has a wake to take, and asks after it
+        if self._wakes.qsize() < len(self._threads):  # else each thread has a wake to take, and asks after it
             self._wakes.put(None)
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """End the threads, none of which runs a call. One that still ran would keep its model alive."""
         self._closed = True
-        for _ in range(self._slots):
+        for _ in self._threads:
             self.wake()
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join)
 
     def _run(self) -> None:
         while not self._closed:
