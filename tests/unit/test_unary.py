@@ -461,7 +461,7 @@ def test_a_client_that_does_not_read_is_left(server: Server, monkeypatch: pytest
     monkeypatch.setattr(http2, "_LOOK_S", 0.02)
     with Talk(server.grpc) as talk:
         talk.send(HELLO, head(1))
-        talk.read_until(kind=SettingsFrame)
+        wait_until(lambda: bool(_busy(server)))
         (connection,) = _busy(server)
         server.loop.call_soon_threadsafe(connection._transport.write, bytes(2**23))
         wait_until(lambda: connection not in server.listener.server_state.connections)
@@ -472,7 +472,7 @@ def test_a_connection_that_is_closed_waits_for_no_reader(server: Server, monkeyp
     monkeypatch.setattr(http2, "_LOOK_S", 0.02)
     with Talk(server.grpc) as talk:
         talk.send(HELLO, head(1))
-        talk.read_until(kind=SettingsFrame)
+        wait_until(lambda: bool(_busy(server)))
         (connection,) = _busy(server)
         server.loop.call_soon_threadsafe(connection._transport.write, bytes(2**23))
         wait_until(lambda: connection._transport.get_write_buffer_size() > 0)
@@ -633,7 +633,7 @@ def test_a_sender_that_is_too_slow_is_not_waited_for(server: Server, monkeypatch
 def test_a_connection_that_is_left_answers_what_is_on_its_way(server: Server) -> None:
     with Talk(server.grpc) as talk:
         talk.send(HELLO, head(1))
-        talk.read_until(kind=SettingsFrame)
+        wait_until(lambda: bool(_busy(server)))
         (connection,) = _busy(server)
         server.loop.call_soon_threadsafe(connection.shutdown)
         talk.read_until(kind=GoAwayFrame)
