@@ -14,13 +14,13 @@ from app.serving.transport.error_response import ErrorResponse, no_replica_answe
 from app.serving.transport.middleware import MIDDLEWARE
 
 APPLICATION = "rayloom"
-"""The application of Ray Serve that HAProxy sends requests to."""
+"""The Ray Serve application that HAProxy sends requests to."""
 TLS_FILE = "RAYLOOM_TLS_FILE"
 """The setting that names a file of a certificate and its key: once it is there, clients have to speak TLS."""
 _HEADERS_TIMEOUT_S = 30
 _SERVICE = "/inference.GRPCInferenceService/"
 _IS_UNARY = f"{{ path_beg {_SERVICE} }} !{{ path {_SERVICE}ModelStreamInfer }} {{ nbsrv(unary-{APPLICATION}) ge 1 }}"
-"""What HAProxy asks of a call: whether it is unary, and a replica is there."""
+"""HAProxy's condition for unary calls: the call is unary, and at least one replica is up."""
 _START = """\
 #!/bin/sh
 # Starts HAProxy with what Ray Serve has written ("$3"), changed where Ray has no setting for it. Its pages and its
@@ -44,7 +44,7 @@ sed -i \\
     -e 's|^defaults.*|&\\n    timeout http-request {headers_s}s\\n    option http-ignore-probes|' \\
     -e 's|^defaults.*|&\\n    option dontlog-normal|' \\
     "$3"
-# Unary calls of gRPC go to the HTTP listeners of the replicas, which answer them with less work, and streams to gRPC's.
+# Unary gRPC calls go to the HTTP listeners of the replicas, which need less CPU. Streams go to the gRPC listeners.
 if grep -q '^    default_backend grpc-{application}$' "$3"; then
     sed -n \\
         -e '/^backend http-{application}$/,/^[a-z]/!d' \\
@@ -60,7 +60,7 @@ if grep -q '^    default_backend grpc-{application}$' "$3"; then
     fi
 fi
 if grep -q '^backend grpc-{application}$' "$3" && ! grep -q '^    use_backend unary-{application} ' "$3"; then
-    echo "no HTTP listener of {application} was found for gRPC: all calls go to the listeners that cost more CPU" >&2
+    echo "no HTTP listener of {application} was found: all gRPC calls go to gRPC listeners, which need more CPU" >&2
 fi
 if [ -f {tls} ]; then
     sed -i -e '/^frontend [a-z]*_frontend/,/^    bind /s|^    bind .*|& ssl crt {tls}|' "$3"

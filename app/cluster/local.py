@@ -65,7 +65,7 @@ def start(
 def stop(cluster: ClusterState) -> int:
     """End every process of ``cluster``, politely and then not, and forget it. Returns how many there were."""
     ended = _end(cluster.supervisors)  # first: it would start again what ends next
-    ended |= _end(cluster.clients)  # before the control store: Ray's monitor tells it its end, and would wait for it
+    ended |= _end(cluster.clients)  # before the control store: Ray's monitor reports its end there, and would wait
     ended |= _end(cluster.processes)
     cluster.forget()
     return len(ended)

@@ -21,7 +21,7 @@ MARK = "RAYLOOM_CLUSTER"
 """The environment variable that every process of a cluster inherits; its value is the cluster's id."""
 
 GCS = "gcs_server"
-"""The name of the process that holds Ray's control store."""
+"""The process name of Ray's control store."""
 SUPERVISOR = "app.cluster.supervisor"
 """The module that the cluster's supervisor runs."""
 
@@ -79,7 +79,7 @@ class ClusterState(BaseModel):
         return [process for process in self.processes() if _runs(process, SUPERVISOR)]
 
     def clients(self) -> list[psutil.Process]:
-        """Every process but Ray's control store, the GCS."""
+        """Return every process except Ray's control store, the GCS."""
         return [process for process in self.processes() if not _is_gcs(process)]
 
     def forget(self) -> None:
@@ -95,7 +95,7 @@ class ClusterState(BaseModel):
 def _is_gcs(process: psutil.Process) -> bool:
     try:
         return process.name() == GCS
-    except psutil.Error:  # it ended while we looked
+    except psutil.Error:  # it has ended meanwhile
         return False
 
 

@@ -12,7 +12,10 @@ from app.errors import CompileError
 from app.repository.manifest import ServingDefaults
 
 _ABOUT = 0.95
-"""Of a throughput. Fewer measurements differ by less, and fewer calls have less work beside the engine."""
+"""Share of the highest throughput that counts as equally fast.
+
+Smaller differences are within the noise, and fewer, larger calls cost less work outside the engine.
+"""
 
 Timed = TypeVar("Timed", Point, OperatingPoint)
 
@@ -41,10 +44,13 @@ def ranked(points: Sequence[OperatingPoint], objective: ObjectiveConfig) -> list
 
 
 def best_at_length(points: Sequence[Point], objective: ObjectiveConfig) -> Point:
-    """Return the point of the batch size that calls have at most, of the points of all sizes at one length.
+    """Return the point whose batch size becomes the maximum at one length.
 
-    For throughput it is the fastest in time. For the least latency it is the largest that is about as fast as that: it
-    counts only when many requests wait.
+    For throughput it is the fastest point within the latency limit. For minimum latency it is the largest size that is
+    about as fast as the fastest: the maximum matters only when many requests wait.
+
+    Args:
+        points: of every batch size at this length.
     """
     fastest = _fastest_first(points, objective)[0]
     if objective.goal == "max_throughput":
@@ -71,10 +77,11 @@ def best_point(points: Sequence[OperatingPoint], objective: ObjectiveConfig) -> 
 def serving_defaults(
     chosen: OperatingPoint, points: Sequence[OperatingPoint], objective: ObjectiveConfig
 ) -> ServingDefaults:
-    """How the chosen point is served, streams as replicas.
+    """Return how the chosen point is served; its streams become replicas.
 
-    For the least latency a batch is what waits when the engine is free, and nothing waits for more. For throughput it
-    is the batch of the point, and worth a wait. Either way ``best_at_length`` bounds the rows of each length.
+    For minimum latency a batch is whatever waits when the engine is free, and no request waits for others. For
+    throughput requests wait for a batch of the point's size. In both cases ``best_at_length`` limits the rows of a call
+    at each length.
     """
     for_throughput = objective.goal == "max_throughput"
     alike = [point for point in points if _setting_but_batch(point) == _setting_but_batch(chosen)]
@@ -90,7 +97,7 @@ def serving_defaults(
 
 
 def _fastest_first(points: Sequence[Timed], objective: ObjectiveConfig) -> list[Timed]:
-    """Sort by throughput; those that miss the limit of latency come last, the fastest of them first."""
+    """Sort points by throughput. Those over the latency limit come last, sorted by p95 latency."""
     limit_ms = objective.latency_ms
 
     def order(point: Timed) -> tuple[bool, float]:
@@ -101,14 +108,15 @@ def _fastest_first(points: Sequence[Timed], objective: ObjectiveConfig) -> list[
 
 
 def _full_call(points: Sequence[OperatingPoint]) -> OperatingPoint:
-    """Return the point whose sizes were chosen by length; of inputs of one size, the point of the largest."""
+    """Return the point whose sizes were chosen by length. Without one, return that of the largest batch size."""
     return max(points, key=lambda point: (bool(point.batch_sizes), point.batch_size))
 
 
 def _wait_ms(chosen: OperatingPoint, alike: Sequence[OperatingPoint], objective: ObjectiveConfig) -> float:
-    """As long as joining saves: the last row is answered no later than if all had run one after another.
+    """Return how long a batch may wait: as long as batching saves.
 
-    Never longer than the call itself, nor than the limit leaves.
+    The last row is then answered no later than if all rows had run one after another. The wait is never longer than the
+    call itself, or than the latency limit allows.
     """
     smallest = min(alike, key=lambda each: each.batch_size)
     saved = chosen.latency_ms * (chosen.throughput / smallest.throughput - 1)

@@ -10,15 +10,15 @@ from app.compile.variants import Variant
 
 
 class OperatingPoint(BaseModel):
-    """A variant, served in batches of one size, or of one for each length, with so many streams and threads."""
+    """A variant in one setting: streams, threads, and a batch size for all lengths or for each."""
 
     variant: Variant
     concurrency: Concurrency
     batch_size: int
-    """Rows of a call, at the length with the most."""
+    """Rows of a call; the largest if sizes differ by length."""
 
     batch_sizes: dict[int, int] = {}
-    """Rows of a call at each length, if they were chosen by length; empty if all lengths have ``batch_size``."""
+    """Rows of a call by length. Empty if they were not chosen by length; all lengths then have ``batch_size``."""
 
     latency_ms: float
     """Of a call, the median: the mean over lengths, weighted by how many rows have each."""
@@ -39,7 +39,7 @@ class OperatingPoint(BaseModel):
 
     @property
     def batches(self) -> str:
-        """The sizes of batches, for people."""
+        """The batch sizes in words."""
         if self.is_uniform:
             return str(self.batch_size)
         return ", ".join(f"{size} at length {length}" for length, size in self.batch_sizes.items())
@@ -59,24 +59,25 @@ def operating_points(
     shares: Mapping[int | None, float],
     choose: Callable[[Sequence[Point]], Point],
 ) -> Iterator[OperatingPoint]:
-    """Join the measurements of a variant over lengths: for each batch size, and for the size chosen at each length.
+    """Combine the measurements of a variant over lengths.
 
-    A batch size counts only if it was measured at every length.
+    Yield a point for each batch size, and one for the sizes that were chosen by length. A batch size counts only if it
+    was measured at every length.
 
     Args:
         points: of the variant, in any number of settings.
         shares: the share of rows of each length that was measured.
-        choose: returns the best of the batch sizes that were measured at one length.
+        choose: returns the best of the points that were measured at one length.
     """
 
-    def sharing(point: Point) -> tuple[int, int]:
+    def streams_and_threads(point: Point) -> tuple[int, int]:
         return point.concurrency.streams, point.concurrency.threads
 
-    for _, group in groupby(sorted(points, key=sharing), key=sharing):
+    for _, group in groupby(sorted(points, key=streams_and_threads), key=streams_and_threads):
         measured = sorted(group, key=lambda point: point.length or 0)
         sizes = sorted({point.batch_size for point in measured})
         settings = [[point for point in measured if point.batch_size == size] for size in sizes]
-        settings = [setting for setting in settings if len(setting) == len(shares)]  # others failed at a length
+        settings = [setting for setting in settings if len(setting) == len(shares)]  # the others failed at some length
         chosen = [] if None in shares else _chosen(settings, choose)
         by_length = {point.length: point.batch_size for point in chosen}
         for setting in settings if not chosen or chosen in settings else [*settings, chosen]:
@@ -85,12 +86,13 @@ def operating_points(
 
 
 def _chosen(settings: Sequence[Sequence[Point]], choose: Callable[[Sequence[Point]], Point]) -> list[Point]:
-    """Return the chosen point of each length, shortest first. Shorter rows never have a smaller size than longer ones.
+    """Return the chosen point at each length, shortest first.
 
-    Without this bound noise decides between sizes that are about as fast.
+    Shorter rows never get a smaller size than longer ones. Without this bound, noise would decide between sizes that
+    are about equally fast.
 
     Args:
-        settings: for each batch size its point at each length, shortest first.
+        settings: the points of each batch size, shortest length first.
     """
     chosen: list[Point] = []
     for points in reversed(list(zip(*settings, strict=True))):
@@ -102,7 +104,7 @@ def _chosen(settings: Sequence[Sequence[Point]], choose: Callable[[Sequence[Poin
 def joined(
     variant: Variant, accuracy: float, size_bytes: int, points: Sequence[Point], shares: Mapping[int | None, float]
 ) -> OperatingPoint:
-    """Return the mean over lengths of one setting, given its point at each length, as ``operating_points`` does."""
+    """Combine the points of one setting, one for each length, into an operating point."""
     weights = [shares[point.length] for point in points]
     total = sum(weights)
     return OperatingPoint(

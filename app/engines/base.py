@@ -27,7 +27,7 @@ class Signature:
 
     @property
     def length_axis(self) -> tuple[str, int] | None:
-        """The name of an input and its dynamic axis other than the rows; None if input sizes are fixed."""
+        """The name of an input and its dynamic axis, other than that of the rows; None if input sizes are fixed."""
         places = (
             (spec.name, axis) for spec in self.inputs for axis, size in enumerate(spec.shape) if axis and size < 0
         )

@@ -79,7 +79,7 @@ class ServingDefaults(BaseModel):
 
     max_batch_size: PositiveInt
     max_batch_size_by_length: dict[PositiveInt, PositiveInt] = {}
-    """Of rows of each length that was measured; empty if it is the same for all, or was not recorded."""
+    """The maximum at each length that was measured; empty if it is the same at all lengths, or was not recorded."""
 
     preferred_batch_sizes: tuple[PositiveInt, ...] = ()
     timeout_us: NonNegativeInt
@@ -93,20 +93,20 @@ class ServingDefaults(BaseModel):
     def _no_size_is_beyond_the_largest(self) -> Self:
         if max(self.preferred_batch_sizes, default=0) > self.max_batch_size:
             raise ValueError(
-                f"preferred_batch_sizes are {list(self.preferred_batch_sizes)}: expected {self.max_batch_size}, which "
-                "is max_batch_size, at most"
+                f"preferred_batch_sizes are {list(self.preferred_batch_sizes)}: expected {self.max_batch_size} at "
+                "most, which is max_batch_size"
             )
         if max(self.max_batch_size_by_length.values(), default=0) > self.max_batch_size:
             raise ValueError(
-                f"max_batch_size_by_length is {self.max_batch_size_by_length}: expected {self.max_batch_size}, which "
-                "is max_batch_size, at most"
+                f"max_batch_size_by_length is {self.max_batch_size_by_length}: expected {self.max_batch_size} at "
+                "most, which is max_batch_size"
             )
         return self
 
     def overridden(self, config: ServeConfig) -> "ServingDefaults":
         """What a recipe says, and where it says nothing what is said here; of a range of replicas the most.
 
-        A recipe that gives ``max_batch_size`` or prefers some sizes gives them for rows of every length.
+        If a recipe sets ``max_batch_size`` or preferred sizes, they apply to rows of every length.
         Other replicas share the cores that these were measured on, unless the recipe says their threads too. Of a model
         that is sharded compile measured neither: it has one replica, and each process the threads that it reserves.
         """

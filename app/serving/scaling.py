@@ -12,12 +12,13 @@ _SPARE = 0.5
 
 
 def target_ongoing_requests(policies: Iterable[BatchingPolicy]) -> float:
-    """Requests in a replica, waiting and running, that are as they should be: a full call of an engine.
+    """Return the target for waiting and running requests in a replica: one full call of an engine.
 
-    While a call runs, the next one gathers. For requests of one row and one length: with twice a full call in the
-    replica every call is full, and more requests only wait longer; with one, calls are about half full, and there is
-    room until another replica has started. Where sizes differ by length, the largest counts, although calls of longer
-    rows are full with fewer requests. Of several models the one with the smallest calls counts.
+    While a call runs, the next one gathers. Assume requests of one row and one length. If a replica has enough of them
+    for two full calls, every call is full, and more requests only wait longer. If it has enough for one, calls are
+    about half full, which leaves room until another replica has started. If sizes differ by length, the largest counts,
+    although calls of longer rows are full with fewer requests. Of several models, the one with the smallest calls
+    counts.
     """
     return float(min((policy.max_batch_size for policy in policies), default=1))
 

@@ -114,6 +114,6 @@ def _set_environment(address: str, port: int) -> None:
 
 
 def _leave_process_group() -> None:
-    from app.training.worker import leave_process_group  # which the worker has imported
+    from app.training.worker import leave_process_group  # the worker has already imported it
 
     leave_process_group()

@@ -150,8 +150,8 @@ def leave_process_group() -> None:
     """Leave all process groups, if this process is in any, and end their threads.
 
     A process aborts if gloo's thread frees a tensor while Python exits (github.com/pytorch/pytorch/issues/190489).
-    The threads end with the last reference to their group, and only DeepSpeed drops its own. An engine of ZeRO 3 leaks
-    some, so there the threads remain.
+    The threads end when the last reference to their group is dropped. Only DeepSpeed can drop its own references. A
+    ZeRO 3 engine leaks some, so its threads remain.
     """
     if dist.is_initialized():
         import deepspeed.comm

@@ -147,7 +147,7 @@ def test_a_request_without_rows_of_its_own_is_refused(tensors: Tensors) -> None:
     [
         ({"max_batch_size": 0}, "max_batch_size is 0"),
         ({"max_batch_size": 4, "preferred_batch_sizes": (8,)}, r"preferred_batch_sizes are \[8\]"),
-        ({"max_batch_size": 4, "by_length": RowsByLength("x", 1, ((2, 4), (8, 5)))}, r"by_length gives .* 8: 5"),
+        ({"max_batch_size": 4, "by_length": RowsByLength("x", 1, ((2, 4), (8, 5)))}, r"by_length are .* 8: 5"),
         ({"max_batch_size": 4, "default_priority": 2}, "default_priority is 2"),
         ({"max_batch_size": 4, "max_queue_delay_s": -1.0}, "max_queue_delay_s is -1.0"),
         ({"max_batch_size": 4, "default_timeout_s": 0.0}, "default_timeout_s is 0.0"),

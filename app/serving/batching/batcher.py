@@ -189,7 +189,7 @@ class Batcher:
         self._tell(self._answer, batch, outcome)
 
     def _check_room(self, group: Group, now_s: float) -> None:
-        """Raise OverloadError if no more requests of a group may wait, or the batcher is closed."""
+        """Raise OverloadError if the queue is full for a group, or the batcher is closed."""
         if self._scheduler.closing:
             raise self._refusal("the model is being unloaded: ask again, or another server", 0.0)
         if self._scheduler.is_full(group):

@@ -33,7 +33,7 @@ class LatencyModel:
         return self.row_s * rows + self.call_s
 
     def seconds_in_calls(self, rows: int, max_rows: int) -> float:
-        """What so many rows take in calls of ``max_rows`` at most, one after another."""
+        """Return the time that rows take in consecutive calls of ``max_rows`` at most."""
         return self.row_s * rows + self.call_s * math.ceil(rows / max_rows)
 
     def observe(self, rows: int, seconds: float) -> None:

@@ -8,16 +8,19 @@ from app.tensors import Tensors
 
 @dataclass(frozen=True)
 class RowsByLength:
-    """How many rows a call takes, at most, by their length."""
+    """The maximum rows of a call, by their length."""
 
     input: str
     axis: int
     """The size of ``input`` along this axis is the length."""
     sizes: tuple[tuple[int, int], ...]
-    """Lengths with their rows, shortest first."""
+    """Pairs of a length and its maximum rows, shortest length first."""
 
     def max_rows(self, length: int) -> int:
-        """Return the rows of a call: those of the next longer length that is given, and of the longest beyond that."""
+        """Return the maximum rows of a call.
+
+        A length that is not listed counts as the next longer one. Beyond the longest, it counts as the longest.
+        """
         return next((rows for longest, rows in self.sizes if length <= longest), self.sizes[-1][1])
 
 
@@ -44,7 +47,7 @@ class BatchingPolicy:
     default_timeout_s: float | None = None
     """From a request's arrival until its answer; a request may ask for less, not for more. None: no bound."""
     by_length: RowsByLength | None = None
-    """Rows of a call at each length, at most. None: ``max_batch_size`` at every length."""
+    """The maximum rows of a call at each length. None: ``max_batch_size`` at every length."""
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "priority_levels", "queue_limit"):
@@ -57,7 +60,7 @@ class BatchingPolicy:
             )
         if self.by_length and not all(1 <= rows <= self.max_batch_size for _, rows in self.by_length.sizes):
             raise ValueError(
-                f"by_length gives lengths these rows, {dict(self.by_length.sizes)}: expected 1 to max_batch_size, "
+                f"rows in by_length are {dict(self.by_length.sizes)}: expected 1 to max_batch_size, "
                 f"{self.max_batch_size}"
             )
         if not 1 <= self.default_priority <= self.priority_levels:
@@ -70,14 +73,14 @@ class BatchingPolicy:
             raise ValueError(f"default_timeout_s is {self.default_timeout_s}: expected more than 0, or None")
 
     def max_rows(self, tensors: Tensors) -> int:
-        """Return the rows of a call for requests that have the shape of these tensors, at most."""
+        """Return the maximum rows of a call for requests with the shape of these tensors."""
         if self.by_length is None:
             return self.max_batch_size
         return self.by_length.max_rows(tensors[self.by_length.input].shape[self.by_length.axis])
 
     @property
     def full_batches(self) -> tuple[tuple[int | None, int], ...]:
-        """Lengths with the rows of a full call; None for the longest that there are."""
+        """Pairs of a length and the rows of a full call; None stands for the longest length."""
         if self.by_length is None:
             return ((None, self.max_batch_size),)
         *shorter, (_, rows) = self.by_length.sizes

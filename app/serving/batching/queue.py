@@ -101,9 +101,9 @@ class Group:
 
     def __init__(self, policy: BatchingPolicy, max_rows: int) -> None:
         self.max_rows = max_rows
-        """Of a call."""
+        """The maximum rows of a call."""
         self.rows = 0
-        """Of its waiting requests, those that are in no call yet."""
+        """Rows of waiting requests that are in no call yet."""
         self.latency = LatencyModel()
         self.arrivals = Arrivals(longest_s=4 * policy.max_queue_delay_s)
         self.levels: list[deque[Request]] = [deque() for _ in range(policy.priority_levels)]
@@ -137,11 +137,11 @@ class WaitingQueue:
             yield from group
 
     def seconds(self, latency: LatencyModel) -> float:
-        """Return the time that all waiting rows take, one call after another."""
+        """Return the time that all waiting rows take in consecutive calls."""
         return sum(latency.seconds_in_calls(group.rows, group.max_rows) for group in self._groups.values())
 
     def group(self, shape: Hashable, tensors: Tensors) -> Group:
-        """Return the group of a shape, the shape of ``tensors``. It may be new."""
+        """Return the group of a shape, which is that of ``tensors``. Create the group if it is new."""
         if (group := self._groups.get(shape)) is None:
             if len(self._groups) >= _MOST_GROUPS:
                 self._forget()

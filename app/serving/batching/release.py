@@ -122,7 +122,7 @@ def _in_time(group: Group, now_s: float, parts: Sequence[Part]) -> Batch | GiveU
     The first of them run, as many as are in time, if the others of the same level can still be answered in time after
     that. If not, there is more to do than time for it: calls that get smaller and smaller to suit the oldest would
     answer fewer and fewer. So those with the least time are given up, until the others are in time together; this is
-    the early drop of Nexus (SOSP 2019). A request that has begun is not given up.
+    the early drop of Nexus (SOSP 2019). A request that has begun is never given up.
     """
     level = parts[0].request.level
     waiting = sum(request.rows - request.taken for request in group.levels[level - 1])

@@ -47,7 +47,7 @@ class Scheduler:
         return not self.is_busy and bool(self._retries or self.queue.requests)
 
     def is_full(self, group: Group) -> bool:
-        """Whether no more requests of a group may wait. Those that a free slot is about to take do not count."""
+        """Return whether the queue is full for a group. Requests that a free slot is about to take do not count."""
         at_once = 0 if self.is_busy else group.max_rows
         return self.queue.requests >= self._policy.queue_limit + at_once
 
@@ -163,9 +163,9 @@ class Scheduler:
         return (now_s if self._held_s is None else self._held_s) + self._policy.max_queue_delay_s
 
     def _start_by_s(self, request: Request) -> float:
-        """Return the latest time at which the first call for this request would have to start, if it ran alone.
+        """Return the latest time at which the first call for this request can start, if the request runs alone.
 
-        A request that has begun is answered, be it late.
+        A request that has begun has no such time: it is answered even if it is late.
         """
         if request.taken:
             return math.inf

@@ -8,12 +8,12 @@ from app.tensors import Tensors
 
 
 def infer_together(engine: Engine, requests: Sequence[Tensors], max_rows: Callable[[Tensors], int]) -> list[Tensors]:
-    """Run requests together, and give each its own rows back, in order.
+    """Run requests together, and return the outputs of each, in order.
 
-    Requests share a call if their rows are of one shape; one with more rows than a call takes several calls.
+    Requests share calls if their rows have the same shape. A request with more rows than one call takes several calls.
 
     Args:
-        max_rows: returns the rows of a call for requests that have the shape of its argument, at most.
+        max_rows: returns the maximum rows of a call for requests with the shape of its argument.
     """
     answers: list[list[Tensors]] = [[] for _ in requests]
     for group in by_shape(requests):
@@ -28,7 +28,7 @@ def infer_together(engine: Engine, requests: Sequence[Tensors], max_rows: Callab
 
 
 def _calls(requests: Sequence[Tensors], group: Sequence[int], max_rows: int) -> Iterator[list[tuple[int, Tensors]]]:
-    """The pieces of each call for requests of one shape, each request's in order."""
+    """Yield the pieces of each call for requests of one shape; those of a request stay in order."""
     call: list[tuple[int, Tensors]] = []
     rows = 0
     for index in group:

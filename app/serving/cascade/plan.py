@@ -31,7 +31,7 @@ from app.training.run_folder import DATA
 _TIMED_ROWS, _ROUNDS = 512, 3
 
 Stage = Callable[[Sequence[Tensors]], NDArray[np.float32]]
-"""Returns the logits of all rows."""
+"""A function that returns the logits of all rows."""
 
 
 def planned_cascade(wanted: CascadeConfig, production: VersionConfig, serve: ServeConfig, storage: UPath) -> Cascade:
@@ -52,11 +52,11 @@ def planned_cascade(wanted: CascadeConfig, production: VersionConfig, serve: Ser
         )
     with ExitStack() as opened:
         models, stages = [], (*before, production)
-        for each in stages:
-            models.append(load_model(storage, each.name, each.version, each.threads))
+        for stage in stages:
+            models.append(load_model(storage, stage.name, stage.version, stage.threads))
             opened.callback(models[-1].engine.close)
         require_alike(models)
-        policies = [each.policy for each in stages]
+        policies = [stage.policy for stage in stages]
         rule = calibrate_versions(models, policies, load_validation(models[-1].manifest), wanted.accuracy_floor)
     return Cascade(before=before, rule=rule)
 
@@ -75,11 +75,11 @@ def load_validation(manifest: Manifest) -> Split:
 def calibrate_versions(
     models: Sequence[LoadedModel], policies: Sequence[BatchingPolicy], validation: Split, accuracy_floor: float
 ) -> CascadeRule:
-    """The rule of a cascade of versions that are alike; what a row costs is timed here, in full calls.
+    """Return the rule of a cascade of versions that are alike. The time of a row is measured here, in full calls.
 
     Args:
         models: the stages in their order, with as many threads as they will have.
-        policies: how each is served.
+        policies: the batching policy of each stage.
         validation: what none of them was trained on.
         accuracy_floor: as a share of the last stage's accuracy, above 0 and below 1.
 
@@ -88,7 +88,7 @@ def calibrate_versions(
     """
     rows = [[model.processor.encode([given]) for given in validation.inputs] for model in models]
     stages = [partial(_logits, model, policy) for model, policy in zip(models, policies, strict=True)]
-    logits = [stage(each) for stage, each in zip(stages, rows, strict=True)]
+    logits = [stage(encoded) for stage, encoded in zip(stages, rows, strict=True)]
     return calibrate(logits, np.array(validation.classes), _seconds_per_row(stages, rows), accuracy_floor)
 
 
@@ -106,10 +106,10 @@ def _logits(model: LoadedModel, policy: BatchingPolicy, rows: Sequence[Tensors])
 
 
 def _seconds_per_row(stages: Sequence[Stage], rows: Sequence[Sequence[Tensors]]) -> list[float]:
-    """Of each stage the median of a few rounds, in which they take turns."""
-    some = [each[:: max(1, len(each) // _TIMED_ROWS)] for each in rows]
-    rounds = [[_seconds(*each) for each in zip(stages, some, strict=True)] for _ in range(_ROUNDS)]
-    return (np.median(rounds, axis=0) / len(some[0])).tolist()  # type: ignore[no-any-return]
+    """Return the median of each stage over a few rounds, in which the stages take turns."""
+    samples = [encoded[:: max(1, len(encoded) // _TIMED_ROWS)] for encoded in rows]
+    rounds = [[_seconds(*timed) for timed in zip(stages, samples, strict=True)] for _ in range(_ROUNDS)]
+    return (np.median(rounds, axis=0) / len(samples[0])).tolist()  # type: ignore[no-any-return]
 
 
 def _seconds(stage: Stage, rows: Sequence[Tensors]) -> float:

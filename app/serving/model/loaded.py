@@ -118,10 +118,10 @@ def load_model(
     open_engine: Callable[[Manifest, Path, int], Engine] = open_published,
     besides: Collection[str] = (),
 ) -> LoadedModel:
-    """Fetch a version, verify it, load its engine, and warm it up: with a row of each length, and with full batches.
+    """Fetch and verify a version, load its engine, and warm it up with a row of each length and with full batches.
 
     Args:
-        full_batches: lengths, as ``LoadedModel.check`` takes them, with their rows.
+        full_batches: pairs of a length, as ``LoadedModel.check`` takes it, and its rows.
         open_engine: of the manifest, the folder of the files, and threads.
         besides: files that it does not read from that folder.
 
