@@ -108,7 +108,7 @@ def _s3() -> Iterator[None]:
 
 
 _SECTIONS: Mapping[str, Callable[[], str]] = {
-    # With more than 1,000 on S3, moto takes minutes.
+    # With 10,000 on S3, moto takes minutes.
     "Runs": lambda: _stored(of_runs, [1_000, 10_000], [1_000, 10_000]),
     "Trials of a study": lambda: _stored(of_trials, [100, 1_000, 10_000], []),  # a search writes to a local disk
     "Versions of one model": lambda: _stored(of_versions, [1_000, 10_000], [1_000, 10_000]),

@@ -95,13 +95,13 @@ def texts(models: Models, field: Field) -> Case:
 
 @dataclass(frozen=True)
 class SteadyCase:
-    """Servers asked at one rate, a share of what ``baseline`` can answer."""
+    """Two servers asked at one rate, a share of what ``baseline`` can answer."""
 
     title: str
     own: Contender
     baseline: Peer
     share: float
-    """Of the answers that ``baseline`` gives to 16 connections that ask on."""
+    """Of the answers that ``baseline`` gives to 16 connections that ask without a pause."""
     workload: Workload
 
 
@@ -112,7 +112,7 @@ def steady_texts(models: Models, field: Field) -> SteadyCase:
 
 
 def steady_cnn(models: Models, field: Field) -> SteadyCase:
-    """Latency of the server alone at half of Triton's load."""
+    """Latency of the server alone at half the load that Triton can carry."""
     triton = SERVERS["triton"]
     baseline = Peer(triton, models.cnn, triton.batchings[-1], field.environments)
     rows = workload(models.cnn.onnx, models.pictures)

@@ -33,7 +33,7 @@ class Findings:
     """None: it was not asked for."""
 
     steady: Sequence[Steady]
-    """Cases at one rate."""
+    """Results of the cases at one rate."""
 
     versions: Sequence[str]
     """Of peers."""

@@ -13,7 +13,7 @@ from benchmarks.serving.steady import Steady
 from benchmarks.spread import Spread
 
 FASTER_THAN_PEERS = {16: 1.7, 64: 1.6}
-"""By the number of connections."""
+"""Times the rate of the best peer, by the number of connections."""
 P99_OF_PEERS = 0.8
 FASTER_IN_JSON = 1.3
 CPU_US = 100
@@ -48,11 +48,9 @@ def _cnn(raced: Raced) -> Iterator[Goal]:
 
 
 def _cnn_alone(raced: Raced) -> Iterator[Goal]:
-    """Beside the best peer that does not join requests, which would gain nothing."""
-    what, best = (
-        f"{raced.title}: {RAYLOOM} / the best peer without batching",
-        raced.race.soonest(raced.peers_alone, _ONE),
-    )
+    """Compare with the best peer without batching, which gains nothing with one connection."""
+    what = f"{raced.title}: {RAYLOOM} / the best peer without batching"
+    best = raced.race.soonest(raced.peers_alone, _ONE)
     rates = _ratio(raced, Result.rate, RAYLOOM, best, _ONE)
     p50s = _ratio(raced, Result.p50_ms, RAYLOOM, best, _ONE)
     yield _judged(f"{what}, rows a second, {_at(_ONE)}", rates, "≥", 1.0)

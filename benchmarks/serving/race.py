@@ -41,8 +41,8 @@ class Result:
         return Spread(tuple(each[connections].p99_ms for each in self.rounds))
 
     def cpu_us(self, connections: int) -> Spread:
-        """CPU time for each answer, wrk included."""
-        return Spread(tuple(each[connections].cpu_us for each in self.rounds))
+        """CPU time of the whole machine for each answer, including wrk's."""
+        return Spread(tuple(loads[connections].cpu_us for loads in self.rounds))
 
     def errors(self, connections: int) -> int:
         """Of all rounds."""
@@ -142,10 +142,10 @@ def take_turn(contender: Contender, workload: Workload, seconds: int) -> Loads:
 
 
 def _line(loads: Loads) -> str:
-    return "; ".join(f"{connections} connections {_said(load)}" for connections, load in loads.items())
+    return "; ".join(f"{connections} connections {_figures(load)}" for connections, load in loads.items())
 
 
-def _said(load: Load) -> str:
+def _figures(load: Load) -> str:
     errors = f", {load.errors} errors" if load.errors else ""
     spent = f"{load.cpu_us:.0f} µs of CPU, wrk {load.generator_busy:.0%} busy, {load.stolen:.0%} stolen"
     return f"{load.rate:.0f}/s, p50 {load.p50_ms:.2f} ms, p99 {load.p99_ms:.2f} ms{errors}, {spent}"

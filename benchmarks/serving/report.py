@@ -26,8 +26,8 @@ once, and its answers are compared with those of ONNX Runtime run directly: in f
 off, of a variant in a narrower precision the cosine of each row must be 0.97 or more. Percentiles are wrk's, in which a
 pause that held up a connection counts as often as requests would have been sent meanwhile. Errors are answers with
 status 400 or more, broken connections and waits over 10 s. "wrk busy" is the share of its one core that wrk took, in
-the worst round; beyond 90 %, in bold, it may have been what held the server back. "CPU" is the time that all processes
-of the machine, wrk among them, took for one answer. "Stolen" is how much of a core the
+the worst round; beyond 90 %, in bold, it may have been what held the server back. "CPU" is the CPU time that all
+processes of the machine, including wrk, took for each answer. "Stolen" is how much of a core the
 hypervisor gave to other machines, likewise: what runs in several processes loses more by it than a bare loop. A load
 that lost more than 5 % of a core is made again, four times at most, and the one that lost least counts.
 
@@ -124,9 +124,9 @@ def _steady(steady: Steady) -> str:
 
 {table(header, rows)}
 
-{steady.rate:.0f} requests a second, {steady.share:.0%} of what {steady.baseline} answers to 16 connections that ask
-on. They are due at the times of a Poisson process, the same for both, whatever has been answered. A latency counts from
-when its request was due.{absent}"""
+The rate is {steady.rate:.0f} requests a second, {steady.share:.0%} of what {steady.baseline} answers to 16 connections
+that ask without a pause. Requests are due at the times of a Poisson process, whether or not earlier ones have been
+answered. The times are the same for both servers. Latency is counted from the time that a request is due.{absent}"""
 
 
 def _setting(result: Result) -> str:

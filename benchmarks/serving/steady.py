@@ -47,7 +47,7 @@ class Steady:
     baseline: str
     """Names of the two contenders."""
     share: float
-    """Of what the baseline can answer."""
+    """Of the requests that the baseline can answer."""
     rate: float
     """Requests a second; 0 if the baseline did not run."""
 
@@ -71,7 +71,7 @@ class Steady:
 
 
 def steady(case: SteadyCase, num_rounds: int, seconds: int) -> Steady:
-    """Ask both for a share of what the baseline can answer, in turns."""
+    """Ask both contenders, in turns, at a share of the rate that the baseline can answer."""
     own, baseline, workload = case.own, case.baseline, case.workload
     found = partial(Steady, case.title, own.name, baseline.name, case.share)
     try:
@@ -149,7 +149,7 @@ def ask_steadily(url: str, requests: Sequence[Request], rate: float, seconds: fl
 
 
 class _Connection(asyncio.Protocol):
-    """A connection that is kept, with one request at a time. It costs a fraction of what a full client does."""
+    """A keep-alive connection with one request at a time. It costs a fraction of the CPU of a full client."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -158,7 +158,7 @@ class _Connection(asyncio.Protocol):
 
     @classmethod
     async def to(cls, address: SplitResult) -> Self:
-        """Connect. Raises OSError if that is refused."""
+        """Connect. Raises OSError if the connection is refused."""
         loop, host, port = asyncio.get_running_loop(), str(address.hostname), address.port or 80
         _, connection = await loop.create_connection(cls, host, port)
         return connection
@@ -176,12 +176,12 @@ class _Connection(asyncio.Protocol):
         self._transport.write(content)
         try:
             return await self._answered
-        except asyncio.CancelledError:  # its answer would be taken for the next one's
+        except asyncio.CancelledError:  # a late answer would be taken for that of the next request
             self.close()
             raise
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connection."""
         assert self._transport is not None
         self._transport.close()
 
@@ -208,7 +208,7 @@ class _Connection(asyncio.Protocol):
 
 
 def _open(idle: list[_Connection]) -> Iterator[_Connection]:
-    """Take connections from ``idle`` that the server has not closed."""
+    """Remove connections from ``idle``, and yield those that the server has not closed."""
     while idle:
         if (connection := idle.pop()).is_open:
             yield connection

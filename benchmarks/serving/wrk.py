@@ -61,7 +61,7 @@ class Load:
     """How much of a core the hypervisor gave to other machines meanwhile, where it tells."""
 
     cpu_us: float
-    """CPU time of the whole machine, wrk included, for each answer."""
+    """CPU time of the whole machine for each answer, including wrk's."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class CpuTimes:
     """Of this process's children that have ended."""
 
     stolen_s: float
-    """Given to other machines by the hypervisor, where it tells; of all cores together."""
+    """Time of all cores that the hypervisor gave to other machines, if it reports this."""
 
     @classmethod
     def now(cls) -> Self:
