@@ -11,7 +11,7 @@ import pytest
 from upath import UPath
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests share the cores; torch reads it on import
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else torch starts processes that import it
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # otherwise torch starts processes that import torch
 from tests.helpers import CLUSTER, ROOT, local_cluster
 from tests.launch import Cluster, Launch, Trained
 from tests.postgres import PostgresServer

@@ -84,10 +84,10 @@ def run_ranks(processes: int, work: Callable[..., T], *arguments: Any) -> T:
         rdzv_endpoint=f"{_HERE}:0",
         local_addr=_HERE,
         start_method="fork",
-        max_restarts=0,  # as torchrun
-        shutdown_timeout=5,  # a rank that hangs does not end
+        max_restarts=0,  # as in torchrun
+        shutdown_timeout=5,  # a rank that hangs does not end by itself
     )
-    gc.freeze()  # else each collection in a rank would visit, and so copy, all that this process has imported
+    gc.freeze()  # otherwise each collection in a rank visits, and so copies, everything that this process has imported
     first: T = elastic_launch(config, work)(*arguments)[0]
     return first
 

@@ -24,14 +24,17 @@ def shown_by_job(cluster: dict[str, str], job: str, *arguments: str, succeeds: b
 
 
 def serve_nothing(cluster: dict[str, str]) -> None:
-    """Delete the endpoint of a running cluster. Serve runs on: its REST API would end it, and the next job start it."""
+    """Delete the endpoint of a running cluster, and keep Serve running.
+
+    Serve's REST API would end Serve, and the next job would have to start it.
+    """
     done = _driven(cluster, "tests.jobs:delete_endpoint")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def delete_endpoint() -> None:
     """Delete the endpoint of the cluster that this process's environment names."""
-    from ray import serve  # which takes seconds to load
+    from ray import serve  # takes seconds to import
 
     from jobs._cluster import connect
     from jobs._endpoint import APPLICATION

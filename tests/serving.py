@@ -34,13 +34,13 @@ class Server:
     http: str
     """``host:port``, as for gRPC."""
     grpc: str
-    """Where unary calls are answered."""
+    """Address for unary calls."""
     streams: str
-    """Of gRPC's own server, which answers all calls."""
+    """Address of the gRPC server, which answers all calls."""
     loop: asyncio.AbstractEventLoop
     route: HotRoute
     listener: uvicorn.Server
-    """Of HTTP."""
+    """The HTTP server."""
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """On the endpoint's own loop."""
@@ -49,7 +49,7 @@ class Server:
 
 @contextmanager
 def serving(chance: random.Random | None = None, hot: bool = True, room_bytes: int = ROOM_BYTES) -> Iterator[Server]:
-    """Servers for an endpoint that has no models yet; not ``hot``: all go through ASGI or gRPC's server."""
+    """Start servers for an endpoint without models. Unless ``hot``, requests go through ASGI or the gRPC server."""
     loop, endpoint = asyncio.new_event_loop(), Endpoint(chance)
     methods = GrpcMethods(endpoint)
     thread = threading.Thread(target=loop.run_forever, daemon=True)

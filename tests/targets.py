@@ -25,7 +25,7 @@ class Target:
     grpc: str
     """``host:port``, as for HTTP."""
     streams: str
-    """The same, for streams of gRPC."""
+    """``host:port`` for gRPC streams."""
     replicas: Callable[[], set[int]]
     """Their process ids."""
     log: Callable[[], str]

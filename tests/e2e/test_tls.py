@@ -23,7 +23,7 @@ from tests.toy import LABELS, asked, expected, publish_version
 
 @contextmanager
 def own_proxy() -> Iterator[dict[str, str]]:
-    """A cluster with Serve's own proxy, beside the one of the other tests."""
+    """Start a cluster with Serve's own proxy, beside the cluster of the other tests."""
     with (
         tempfile.TemporaryDirectory(prefix="rayloom-test-") as home,
         local_cluster(Path(home), RAY_SERVE_ENABLE_HA_PROXY="0") as environment,
@@ -33,7 +33,7 @@ def own_proxy() -> Iterator[dict[str, str]]:
 
 @contextmanager
 def haproxy(cluster: dict[str, str]) -> Iterator[dict[str, str]]:
-    """The cluster of the other tests. Serve starts anew, because an endpoint without TLS is refused TLS."""
+    """Yield the cluster of the other tests. Restart Serve, because TLS cannot be added to an endpoint without it."""
     end_serve(cluster)
     yield cluster
     end_serve(cluster)

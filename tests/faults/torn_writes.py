@@ -84,7 +84,7 @@ def write_without_end(rank: int, meeting_point: Path, store: CheckpointStore, st
     """Begins with the step of the newest, which is kept again."""
     dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=RANKS)
     writer = CheckpointWriter(store, CheckpointConfig(num_to_keep=2))
-    dist.barrier()  # a rank that still connects would wait half an hour for one that is killed
+    dist.barrier()  # a rank that is still connecting would wait half an hour for a killed one
     while True:
         writer.save(partial(snapshot, rank, step), best=None)
         step += 1

@@ -41,7 +41,7 @@ def poison() -> str:
 
 
 def train(model: str, poison: str, *overrides: str) -> tuple[dict[str, Any], str]:
-    """Train on two ranks. Return the result and what was printed."""
+    """Train on two ranks. Return the result and the output."""
     poisoned = [f"model.factory=tests.faults.models:{model}", f"model.args.poison=['{poison}']"]
     done = in_fork("app.training", RECIPE, *RUN, *poisoned, *overrides, processes=2)
     result = result_of(done.stdout)

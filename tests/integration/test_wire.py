@@ -191,8 +191,8 @@ def test_serve_sees_all_but_inference(target: Target) -> None:
 
 
 @pytest.mark.parametrize("target", [IN_SERVE], indirect=True)
-def test_serve_sees_of_grpc_only_streams(target: Target) -> None:
-    """So HAProxy sends unary calls to the listeners of HTTP: Serve adds an id to the trailers of what it sees."""
+def test_serve_sees_streams_of_grpc_but_no_unary_calls(target: Target) -> None:
+    """Serve adds an id to the trailers of calls that it sees. HAProxy sends unary calls to the HTTP listeners."""
     sent = infer_message().SerializeToString()
     with grpc.insecure_channel(target.grpc) as channel:
         unary = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer").future(sent)

@@ -179,7 +179,8 @@ def launch(make: Callable[[Row, UPath], Losses], folder: str, wanted: dict[int, 
 def _prepare_forks() -> None:
     """Do once what every rank would otherwise repeat: import the models' modules, and identify the processor.
 
-    DeepSpeed identifies it whenever an optimizer is offloaded. That takes more than a second, in another process.
+    DeepSpeed identifies the processor whenever an optimizer is offloaded. That takes more than a second, in another
+    process.
     """
     for model in MODELS:
         build(model)

@@ -36,7 +36,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(params=["grpc", "streams"])
 def calls(server: Server, request: pytest.FixtureRequest) -> Iterator[GRPCInferenceServiceStub]:
-    """Of both servers that answer unary calls."""
+    """A stub for each of the two servers that answer unary calls."""
     with grpc.insecure_channel(getattr(server, request.param)) as channel:
         yield GRPCInferenceServiceStub(channel)
 

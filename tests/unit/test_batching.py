@@ -99,7 +99,7 @@ def test_a_call_takes_as_many_rows_as_their_length_allows() -> None:
 
 
 @pytest.mark.parametrize(("length", "rows"), [(1, 8), (32, 8), (33, 4), (64, 4), (65, 2), (128, 2), (1000, 2)])
-def test_a_length_that_was_not_measured_has_the_rows_of_the_next_longer_one(length: int, rows: int) -> None:
+def test_a_length_that_was_not_measured_has_the_rows_of_the_next_longer(length: int, rows: int) -> None:
     policy = BatchingPolicy(8, by_length=RowsByLength("ids", 1, ((32, 8), (64, 4), (128, 2))))
     assert policy.max_rows({"mask": np.ones((1, 1)), "ids": np.ones((3, length))}) == rows
 

@@ -93,7 +93,7 @@ def test_a_request_fails_as_soon_as_the_engine_cannot_answer_it_in_time() -> Non
 
 
 async def _behind_one_row(engine: VirtualEngine, rows: int, timeout_s: float) -> tuple[Answered, BatchingStatistics]:
-    """A request whose rows run one at a time. It comes while another row runs."""
+    """Send a request whose rows run one at a time. It arrives while another row runs."""
     batcher = engine.batcher(max_batch_size=8, by_length=RowsByLength("x", 1, ((1, 1),)))
     await ask(batcher, 0.0, row(0))
     _, answer = await asyncio.gather(

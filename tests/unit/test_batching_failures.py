@@ -119,7 +119,7 @@ def test_who_goes_away_in_the_turn_in_which_a_call_starts_is_not_run() -> None:
 
 
 async def _overloaded(engine: VirtualEngine, warm: bool, **knobs: Any) -> tuple[OverloadError, Batcher]:
-    """16 rows wait, two calls of 8, behind a call that has 0.06 s left: one more request is too many."""
+    """Queue 16 rows, which are two calls of 8, behind a call with 0.06 s left, and send one request too many."""
     batcher = engine.batcher(max_batch_size=8, queue_limit=16, **knobs)
     for rows in (1, 8) if warm else ():
         await batcher.infer(row(0, rows=rows))
@@ -141,7 +141,7 @@ def test_beyond_the_queue_a_request_is_told_when_to_come_back() -> None:
     assert (str(again), again.retry_after_s) == (str(error), error.retry_after_s)
 
 
-def test_when_to_come_back_depends_on_the_rows_that_calls_take_of_a_length() -> None:
+def test_the_retry_delay_depends_on_the_maximum_rows_at_a_length() -> None:
     by_length = RowsByLength("x", 1, ((1, 4),))
     error, _ = run(_overloaded(VirtualEngine(call_s=0.1, row_s=0.01), warm=True, by_length=by_length))
     assert error.retry_after_s == pytest.approx(0.06 + 4 * 0.14)

@@ -179,7 +179,7 @@ def test_a_steady_load_asks_at_its_rate_whatever_is_answered(doubling: str) -> N
     assert 0 < times.p50_ms <= times.p99_ms
 
 
-def test_a_steady_load_connects_again_where_the_server_has_closed() -> None:
+def test_a_steady_load_connects_again_if_the_server_closes_a_connection() -> None:
     class Closing(Doubling):
         def end_headers(self) -> None:
             self.send_header("Connection", "close")

@@ -422,7 +422,7 @@ def test_the_faster_variant_is_chosen_though_the_machine_was_slow_when_it_was_fi
     assert choice.point in compilation.points
 
 
-def test_a_race_that_runs_out_of_memory_leaves_what_each_took_alone(
+def test_a_race_that_runs_out_of_memory_keeps_the_points_that_were_measured_alone(
     subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variants, real_open = [on_cpu("onnxruntime", "fp32"), on_cpu("openvino", "fp32")], Opener.open

@@ -139,7 +139,7 @@ def only(points: Sequence[Point]) -> Point:
 
 
 def at(length: int, throughputs: dict[int, float]) -> list[Point]:
-    """One stream, by batch size; 95 of 100 calls take as long as the median."""
+    """Return the points of one stream at a length, one for each batch size. The p95 latency is the median."""
     times = {size: 1e3 * size / throughput for size, throughput in throughputs.items()}
     return [
         Point(
@@ -164,7 +164,7 @@ def points_of(measured: list[Point], **objective: Any) -> tuple[list[OperatingPo
     return list(operating_points(ONE.variant, 0.9, 100, measured, shares, choose)), config
 
 
-def test_for_throughput_each_length_has_the_size_that_is_fastest_in_time() -> None:
+def test_for_throughput_each_length_gets_the_fastest_size_within_the_limit() -> None:
     points, objective = points_of([*SHORT, *LONG], goal="max_throughput")
     best = best_point(points, objective)
     assert (best.batch_size, best.batch_sizes) == (16, {32: 16, 128: 4})
@@ -173,12 +173,12 @@ def test_for_throughput_each_length_has_the_size_that_is_fastest_in_time() -> No
     defaults = serving_defaults(best, points, objective)
     assert (defaults.max_batch_size, defaults.preferred_batch_sizes) == (16, (16,))
     assert defaults.max_batch_size_by_length == {32: 16, 128: 4}
-    assert defaults.timeout_us == 32_000  # a call takes 80 ms, and answers 80 rows a second; row by row they are 57.1
+    assert defaults.timeout_us == 32_000  # a call takes 80 ms at 80 rows a second; row by row it is 57.1 rows a second
     within, limited = points_of([*SHORT, *LONG], goal="max_throughput", latency_ms=30.0)
     assert best_point(within, limited).batch_sizes == {32: 4, 128: 1}
 
 
-def test_for_the_least_latency_calls_are_as_large_as_costs_hardly_any_throughput() -> None:
+def test_for_min_latency_each_length_gets_the_largest_size_that_is_about_as_fast() -> None:
     points, objective = points_of([*SHORT, *LONG])
     best = best_point(points, objective)
     assert (best.batch_size, best.batch_sizes) == (1, {})
@@ -197,7 +197,7 @@ def test_one_size_that_is_best_at_every_length_is_one_point() -> None:
 @pytest.mark.parametrize("goal", ["min_latency", "max_throughput"])
 @pytest.mark.parametrize(("long", "sizes"), [({1: 10.0, 4: 12.0}, [1, 4]), ({}, [])])
 def test_a_size_that_failed_at_one_length_is_left_out(goal: str, long: dict[int, float], sizes: list[int]) -> None:
-    """Rows of 512 run out of memory in calls that rows of 32 fit in."""
+    """Long rows run out of memory in calls of a size that is fine for short rows."""
     points, objective = points_of([*SHORT, *at(128, long)], goal=goal)
     assert [point.batch_size for point in points] == sizes
     if points:
@@ -206,7 +206,7 @@ def test_a_size_that_failed_at_one_length_is_left_out(goal: str, long: dict[int,
 
 
 @pytest.mark.parametrize("goal", ["min_latency", "max_throughput"])
-def test_noise_gives_shorter_rows_no_smaller_calls_than_longer_ones(goal: str) -> None:
+def test_noise_does_not_give_shorter_rows_smaller_calls_than_longer_ones(goal: str) -> None:
     noisy = at(32, {1: 100.0, 4: 90.0, 16: 94.0, 32: 93.0})
     points, _ = points_of([*noisy, *at(128, {1: 40.0, 4: 44.0, 16: 50.0, 32: 40.0})], goal=goal)
     (chosen,) = [point for point in points if point.batch_sizes]

@@ -73,7 +73,7 @@ def test_tritons_http_client_works_unchanged(server: Server, binary: bool) -> No
         client.get_model_metadata("other")
 
 
-def test_calls_have_as_many_rows_as_the_version_takes_of_their_length(storage: UPath) -> None:
+def test_calls_have_the_maximum_rows_of_their_length(storage: UPath) -> None:
     with serving() as server:
         by_length = RowsByLength("input_ids", 1, ((8, 4), (16, 1)))
         server.run(server.endpoint.update(config(storage, by_length=by_length)))

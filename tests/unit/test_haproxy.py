@@ -110,21 +110,21 @@ def backend(protocol: RequestProtocol, application: str, replicas: int, first_po
 
 
 def of_serve(folder: Path, *backends: BackendConfig) -> tuple[str, str]:
-    """What Ray Serve writes for these, as HAProxy is started with it, and what is said meanwhile."""
+    """Return the configuration that HAProxy starts with for these backends, and what was printed meanwhile."""
     settings, config = prepare(folder, 18101, 18404, 18500, 18501), folder / "haproxy.cfg"
     written = HAProxyConfig(
         socket_path=str(folder / "admin.sock"),
         http_options=HTTPOptions(port=18000),
         grpc_options=gRPCOptions(port=18001, grpc_servicer_functions=[SERVICER]),
     )
-    HAProxyApi(written, {each.name: each for each in backends}, str(config))._generate_config_file_internal()
+    HAProxyApi(written, {entry.name: entry for entry in backends}, str(config))._generate_config_file_internal()
     command = [settings["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", str(config), "-c"]
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr
     return config.read_text(encoding="utf-8"), checked.stderr
 
 
-def test_unary_calls_of_grpc_go_to_the_listeners_of_http(tmp_path: Path) -> None:
+def test_unary_grpc_calls_go_to_the_http_listeners(tmp_path: Path) -> None:
     both = [
         backend(RequestProtocol.HTTP, APPLICATION, 2, 30000),
         backend(RequestProtocol.GRPC, APPLICATION, 2, 31000),
@@ -139,13 +139,13 @@ def test_unary_calls_of_grpc_go_to_the_listeners_of_http(tmp_path: Path) -> None
     before, _, after = config.partition("    default_backend grpc-rayloom\n")
     assert after
     assert before.splitlines()[-1].startswith("    use_backend unary-rayloom if { path_beg /inference.GRPC")
-    assert "all calls go" not in said
+    assert "all gRPC calls go" not in said
     assert of_serve(tmp_path, *both)[0] == config
 
 
 @pytest.mark.parametrize("others", [[], [backend(RequestProtocol.GRPC, "other", 1, 31005)]])
-def test_what_cannot_be_found_for_unary_calls_is_said(tmp_path: Path, others: list[BackendConfig]) -> None:
-    """Without replicas that listen for HTTP, or among other applications."""
+def test_a_missing_http_listener_for_unary_calls_is_reported(tmp_path: Path, others: list[BackendConfig]) -> None:
+    """No replica listens for HTTP: alone, and beside another application."""
     config, said = of_serve(tmp_path, backend(RequestProtocol.GRPC, APPLICATION, 1, 31000), *others)
     assert "unary-" not in config
-    assert "all calls go" in said
+    assert "all gRPC calls go" in said

@@ -408,7 +408,7 @@ def test_a_recipe_wins_and_what_it_leaves_out_is_as_compile_measured(
         (BatchingConfig(preferred_batch_sizes=[4]), {}),
     ],
 )
-def test_sizes_by_length_are_published_and_a_recipe_with_sizes_of_its_own_wins(
+def test_sizes_by_length_are_published_and_sizes_in_a_recipe_win(
     batching: BatchingConfig, by_length: dict[int, int], repository: Repository, tmp_path: Path
 ) -> None:
     measured = ServingDefaults.model_validate({**dict(MEASURED), "max_batch_size_by_length": {"16": 16, "32": 2}})

@@ -53,7 +53,7 @@ def test_requests_of_one_shape_share_calls_that_are_not_too_large(
         assert not answer["masked"].any()
 
 
-def test_calls_have_as_many_rows_as_requests_of_their_shape_allow() -> None:
+def test_calls_have_the_maximum_rows_of_their_shape() -> None:
     engine = Doubling()
     requests = [request(3, 4), request(3, 8), request(1, 4)]
     answers = infer_together(engine, requests, lambda tensors: 8 // tensors["ids"].shape[1])
