@@ -1,4 +1,4 @@
-"""HTTP/2 as frames on a socket, right or wrong."""
+"""HTTP/2 as frames on a socket, valid or invalid."""
 
 import socket
 import struct
@@ -17,14 +17,14 @@ _PATIENCE_S = 20.0
 
 @dataclass
 class Said:
-    """What a server said on one connection."""
+    """What a server sent on one connection."""
 
     headers: dict[int, dict[str, str]] = field(default_factory=dict)
-    """By stream; trailers among them."""
+    """Headers and trailers, by stream."""
     data: dict[int, bytes] = field(default_factory=dict)
     resets: dict[int, int] = field(default_factory=dict)
     goaways: list[int] = field(default_factory=list)
-    """Their codes."""
+    """Their error codes."""
     frames: list[Frame] = field(default_factory=list)
     is_closed: bool = False
 
@@ -33,17 +33,17 @@ class Said:
 
     @property
     def told(self) -> dict[int, tuple[str | None, bytes]]:
-        """How each stream that was answered has ended, and its message."""
+        """The status and the message of each stream that was answered."""
         return {number: (self.status(number), self.data.get(number, b"")) for number in self.headers}
 
 
 def prefixed(message: bytes, is_compressed: bool = False) -> bytes:
-    """A message as gRPC sends it."""
+    """Return a message as gRPC sends it."""
     return struct.pack(">BI", is_compressed, len(message)) + message
 
 
 def head(stream: int, *lines: tuple[str, str], method: str = "ModelInfer", end: bool = False, **other: str) -> bytes:
-    """The header of a call; ``other`` names replace those that it has."""
+    """Return the headers of a call. ``other`` replaces or adds some."""
     named = {":method": "POST", ":scheme": "http", ":path": SERVICE + method, ":authority": "x", "te": "trailers"}
     named |= {"content-type": "application/grpc"} | {name.replace("_", "-"): value for name, value in other.items()}
     block = Encoder().encode([*named.items(), *lines])
@@ -52,7 +52,7 @@ def head(stream: int, *lines: tuple[str, str], method: str = "ModelInfer", end: 
 
 
 def data(stream: int, content: bytes, end: bool = True, size: int = 2**14) -> bytes:
-    """Content in as many frames as it takes."""
+    """Return content in as many frames as it takes."""
     parts = [content[at : at + size] for at in range(0, len(content), size)] or [b""]
     frames = [DataFrame(stream, part) for part in parts]
     if end:
@@ -61,7 +61,7 @@ def data(stream: int, content: bytes, end: bool = True, size: int = 2**14) -> by
 
 
 def call(stream: int, message: bytes, *lines: tuple[str, str], method: str = "ModelInfer", **other: str) -> bytes:
-    """A whole call."""
+    """Return a whole call."""
     return head(stream, *lines, method=method, **other) + data(stream, prefixed(message))
 
 
@@ -69,7 +69,7 @@ class Talk:
     """A connection to a server."""
 
     def __init__(self, address: str, answers: bool = True) -> None:
-        """Connect; without ``answers``, what the server asks stays unanswered, also after it has closed."""
+        """Connect. Without ``answers``, never acknowledge the server's settings and pings, even after it has closed."""
         host, _, port = address.rpartition(":")
         self.socket = socket.create_connection((host, int(port)), _PATIENCE_S)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -92,10 +92,10 @@ class Talk:
             time.sleep(pause_s)
 
     def read_until(self, streams: Sequence[int] = (), kind: type[Frame] | None = None) -> Said:
-        """Read until these streams have ended, such a frame has come, or the server has closed.
+        """Read until these streams have ended, a frame of this kind has come, or the server has closed.
 
         Raises:
-            TimeoutError: none of it happens.
+            TimeoutError: none of this happens in time.
         """
         while not self.said.is_closed:
             if streams and all(self._has_ended(stream) for stream in streams):

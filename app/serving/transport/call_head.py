@@ -1,4 +1,4 @@
-"""The header of a call of gRPC over HTTP/2.
+"""The headers of a gRPC call over HTTP/2.
 
 https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
 """
@@ -11,35 +11,35 @@ from hpack import Decoder
 from hpack.table import HeaderTable
 
 MAX_HEADER_BYTES = 2**16
-"""Of all names and values, and 32 for each of them. HAProxy passes on a quarter of it at most."""
+"""Of all names and values, plus 32 for each header. HAProxy passes on a quarter of this at most."""
 _MAX_KNOWN, _MAX_KNOWN_BYTES = 256, 8192
-"""Heads, and bytes of the names and values of each: a block of few bytes may stand for many."""
+"""Heads that are kept, and the bytes of each. A small block may decode to many bytes."""
 _PSEUDO = frozenset({b":method", b":scheme", b":path", b":authority"})
 _OF_HTTP_1 = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"})
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
 _UNIT_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _RESIZES = 0b001_00000
-"""The first bits of a block that changes the size of the table: https://www.rfc-editor.org/rfc/rfc7541#section-6.3"""
+"""The first bits of a block that resizes the header table: https://www.rfc-editor.org/rfc/rfc7541#section-6.3"""
 
 
 @dataclass(frozen=True, slots=True)
 class CallHead:
-    """What the header of a call says."""
+    """The headers of a call."""
 
     method: str
     path: str
     content_type: str
     encoding: str
-    """Of messages that are compressed."""
+    """The compression of compressed messages."""
     authorization: str | None
     timeout_s: float | None
     wrong_timeout: str | None
-    """What ``grpc-timeout`` says, if it is not what gRPC allows."""
+    """The value of ``grpc-timeout``, if gRPC does not allow it."""
     metadata: tuple[tuple[str, str], ...]
 
     @classmethod
     def read(cls, headers: Iterable[tuple[bytes, bytes]]) -> "CallHead | None":
-        """Return None if the header is not what HTTP/2 allows."""
+        """Read the headers of a call. Return None if HTTP/2 does not allow them."""
         pseudo: dict[bytes, bytes] = {}
         metadata: list[tuple[str, str]] = []
         for name, value in headers:
@@ -69,7 +69,7 @@ class CallHead:
 
 
 class HeadReader:
-    """Reads the header blocks of a connection. One that came before, and changed nothing, is not decoded again."""
+    """Reads the header blocks of a connection. A block that came before and changed nothing is not decoded again."""
 
     def __init__(self) -> None:
         self._decoder = Decoder(max_header_list_size=MAX_HEADER_BYTES)
@@ -77,10 +77,10 @@ class HeadReader:
         self._known: dict[bytes, CallHead | None] = {}
 
     def read(self, block: bytes) -> CallHead | None:
-        """Return the head of a call; None as ``CallHead.read``.
+        """Return the head of a call, or None as ``CallHead.read`` does.
 
         Raises:
-            HPACKError: the block is none, or too large; those that follow it cannot be read.
+            HPACKError: the block is invalid or too large. The blocks after it cannot be read.
         """
         if block in self._known:
             return self._known[block]
@@ -97,7 +97,7 @@ class HeadReader:
 
 
 class _CountingTable(HeaderTable):
-    """A table that tells whether a block has added to it."""
+    """A header table that counts the entries added to it."""
 
     def __init__(self) -> None:
         super().__init__()

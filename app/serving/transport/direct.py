@@ -90,12 +90,12 @@ class DirectInference:
         self._bytes += num_bytes
 
     def leave(self, num_bytes: int) -> None:
-        """Count a request no more, nor the bytes of it."""
+        """Stop counting a request and its bytes."""
         self.ongoing -= 1
         self.let_go(num_bytes)
 
     def let_go(self, num_bytes: int) -> None:
-        """Count bytes no more."""
+        """Stop counting bytes."""
         self._bytes -= num_bytes
 
     def _overload(self) -> OverloadError:

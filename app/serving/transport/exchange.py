@@ -1,4 +1,4 @@
-"""A request that waits for the answer of one version without a task of its own."""
+"""A request that waits for the answer of one version without an asyncio task."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ from app.tensors import Tensors
 
 
 class Exchange(ABC):
-    """What the batcher tells of its answer. A subclass sends it to the client."""
+    """The receiver of the batcher's answer. A subclass sends the answer to the client."""
 
     __slots__ = ("_blaming", "_is_done", "_request", "_served")
 
@@ -26,24 +26,24 @@ class Exchange(ABC):
     def submit(
         self, served: ServedModel, tensors: Tensors, rows: int, shape: Hashable, parameters: RequestParameters
     ) -> None:
-        """Ask a version. Raises OverloadError, as ``Batcher.submit`` does."""
+        """Submit the request to a version. Raises OverloadError, as ``Batcher.submit`` does."""
         self._served = served
         self._request = served.batcher.submit(tensors, rows, shape, self, parameters.priority, parameters.timeout_s)
 
     def give_up(self) -> None:
-        """Wait no more. A request that is not answered yet is not run, if it is not running."""
+        """Stop waiting. A request that is not running yet will not run."""
         if self._served and self._request and not self._is_done:
             self._is_done = True
             self._served.batcher.cancel(self._request)
-        self._request = self._blaming = None  # which refer to this: the body would wait for the garbage collector
+        self._request = self._blaming = None  # both refer to this: the body would wait for the garbage collector
 
     @abstractmethod
     def answer(self, outputs: Tensors) -> None:
-        """Send the answer. What this raises goes to ``refuse``."""
+        """Send the answer. Any exception raised here goes to ``refuse``."""
 
     @abstractmethod
     def refuse(self, error: Exception) -> None:
-        """Tell the client of an error."""
+        """Send an error to the client."""
 
     def done(self) -> bool:
         return self._is_done

@@ -31,7 +31,7 @@ _MAX_HEADS = 1024
 _MAX_BYTES = 256 * 2**10
 """Of a request. A larger one is left to uvicorn, which does not copy it with every part that comes."""
 _HTTP_2 = PREFACE[:4]
-"""No method of HTTP/1 begins with it. ``Http2Protocol`` looks at the rest of the preface."""
+"""No HTTP/1 method begins with these bytes. ``Http2Protocol`` checks the rest of the preface."""
 _GATHER_S = 0.05
 """For the rest of a request. A slower one is left to uvicorn, and bounded there."""
 
@@ -40,7 +40,7 @@ class HotRoute:
     """What the connections of a listener share."""
 
     def __init__(self, direct: DirectInference, methods: GrpcMethods) -> None:
-        """Take requests for the endpoint of ``direct``, within the bounds that it keeps; calls of gRPC, too."""
+        """Take requests and gRPC calls for the endpoint of ``direct``, within its bounds."""
         self.direct = direct
         self.unary = UnaryService(methods, direct)
         self.answered = 0
@@ -232,7 +232,7 @@ class HotProtocol(HttpToolsProtocol):
             self._leave_to_uvicorn(data)
 
     def _hand_over(self, data: bytes) -> None:
-        """Leave the connection to HTTP/2, which its client speaks."""
+        """Hand the connection over to ``Http2Protocol``, because its client speaks HTTP/2."""
         self._unset_keepalive_if_required()
         self.connections.discard(self)
         protocol = Http2Protocol(self._route.unary.begin, self.connections, self.timeout_keep_alive)

@@ -1,8 +1,8 @@
-"""HTTP/2 for calls that are one request and one answer.
+"""HTTP/2 for calls with one request and one answer.
 
-hyperframe reads and writes frames, hpack headers. The states of streams are kept here: h2, which would keep them, takes
-more CPU for a small request than everything else together. A client behind HAProxy shares its connection with others:
-what is wrong with one request ends its stream alone.
+hyperframe reads and writes frames, and hpack reads and writes headers. The states of streams are kept here. h2 could
+keep them, but takes more CPU for a small request than everything else together. A client behind HAProxy shares its
+connection with others, so an invalid request ends only its own stream.
 https://www.rfc-editor.org/rfc/rfc9113
 """
 
@@ -30,28 +30,28 @@ from app.serving.transport.http2_frames import HELLO, MAX_STREAMS, STREAM_WINDOW
 from app.serving.transport.http2_stream import LARGEST_WINDOW, Call, Code, ProtocolError, Sender, Stream, peer_of
 
 _RECEIVE_TIMEOUT_S, _SEND_TIMEOUT_S, _LEAVE_TIMEOUT_S = 30.0, 60.0, 5.0
-"""For a part of a request, for the client to read a part of its answers, and once the connection is left."""
+"""Time to receive a part of a request, for the client to read a part of its answers, and to read them while closing."""
 _MAX_FRAMES_AT_A_TIME = 256
-"""Then other connections have their turn."""
+"""After so many, other connections have their turn."""
 _LOOK_S = 5.0
-"""Between looks at what is idle or stuck."""
+"""Between checks for idle or stuck streams and connections."""
 _FAREWELL_S, _GRACE_S = 1.0, 0.2
-"""For calls that were sent before the client has heard that this side leaves; and those that HAProxy, which has heard
-it, had given to the connection before."""
+"""How long calls are still accepted while the connection closes: until the client knows of it, at most; then, for calls
+that HAProxy had already assigned to the connection."""
 _FAREWELL = b"farewell"
 
 
 class Http2Protocol(asyncio.Protocol):
-    """A connection that begins with HTTP/2's preface. Its ``shutdown`` is what uvicorn asks of a protocol."""
+    """A connection that begins with the HTTP/2 preface. uvicorn calls its ``shutdown``."""
 
     def __init__(
         self, begin: Callable[[Stream, CallHead], Call], connections: MutableSet[Any], keep_alive_s: float
     ) -> None:
-        """Begin each request by ``begin``.
+        """Begin each request with ``begin``.
 
         Args:
-            connections: those of the listener, for as long as this one lasts.
-            keep_alive_s: after so long without a request, the connection is left.
+            connections: the listener's open connections, to which this one adds itself.
+            keep_alive_s: a connection is closed after this time without a request.
         """
         self._begin = begin
         self._connections = connections
@@ -62,11 +62,11 @@ class Http2Protocol(asyncio.Protocol):
         self._is_leaving = self._is_last_call = False
         self._idle_since_s = time.monotonic()
         self._stuck_since_s: float | None = None
-        """Since when the client reads too little of what was written, or the connection is being closed."""
+        """When the client began to read too slowly, or the connection began to close."""
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is of no class of asyncio's
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of asyncio's
         self._peer = peer_of(transport.get_extra_info("peername"))
         self._sender = Sender(self._transport.write, self._forget)
         self._connections.add(self)
@@ -82,7 +82,7 @@ class Http2Protocol(asyncio.Protocol):
     def pause_writing(self) -> None:
         self._sender.is_paused = True
         self._stuck_since_s = self._stuck_since_s or time.monotonic()
-        self._transport.pause_reading()  # else what it asks for would gather here
+        self._transport.pause_reading()  # otherwise its answers would pile up here
 
     def resume_writing(self) -> None:
         self._sender.is_paused = False
@@ -106,7 +106,7 @@ class Http2Protocol(asyncio.Protocol):
             self._fail(Code.PROTOCOL_ERROR, str(error))
 
     def shutdown(self) -> None:
-        """Answer what has been asked, also what is on its way, then close."""
+        """Answer all requests, including those on their way, then close."""
         if not self._is_leaving:
             self._is_leaving = True
             self._write(GoAwayFrame(last_stream_id=LARGEST_WINDOW))
@@ -124,7 +124,7 @@ class Http2Protocol(asyncio.Protocol):
         self._forget(stream)
 
     def _take_some_frames(self) -> None:
-        """Take what has come, by turns with other connections, as long as the client reads its answers."""
+        """Take received frames, in turns with other connections, as long as the client reads its answers."""
         num_taken = 0
         for frame in islice(self._frames.read() if self._can_take else (), _MAX_FRAMES_AT_A_TIME):
             self._take(frame)
@@ -149,9 +149,9 @@ class Http2Protocol(asyncio.Protocol):
             self._count_idle_frame()
 
     def _take_head(self, frame: HeadersFrame) -> None:
-        head = self._heads.read(frame.data)  # also where it is not needed: the next ones depend on it
+        head = self._heads.read(frame.data)  # even if it is not needed: later blocks depend on it
         if not frame.stream_id % 2:
-            raise ProtocolError(Code.PROTOCOL_ERROR, "a stream of an even number")
+            raise ProtocolError(Code.PROTOCOL_ERROR, "a stream with an even number")
         if frame.stream_id <= self._last_id:
             self._take_trailers(frame)
             return
@@ -185,10 +185,10 @@ class Http2Protocol(asyncio.Protocol):
     def _take_data(self, frame: DataFrame) -> None:
         stream, size = self._streams.get(frame.stream_id), frame.flow_controlled_length
         if frame.stream_id > self._last_id and not self._is_last_call:
-            raise ProtocolError(Code.PROTOCOL_ERROR, "data of a stream that is not open")
+            raise ProtocolError(Code.PROTOCOL_ERROR, "data for a stream that is not open")
         self._received += size
         if self._received > TOTAL_WINDOW:
-            raise ProtocolError(Code.FLOW_CONTROL_ERROR, "more data than the connection has room for")
+            raise ProtocolError(Code.FLOW_CONTROL_ERROR, "more data than the connection's window allows")
         if self._received >= TOTAL_WINDOW // 2:
             self._write(WindowUpdateFrame(0, window_increment=self._received))
             self._received = 0
@@ -215,7 +215,7 @@ class Http2Protocol(asyncio.Protocol):
 
     def _take_reset(self, frame: RstStreamFrame) -> None:
         if frame.stream_id > self._last_id and not self._is_last_call:
-            raise ProtocolError(Code.PROTOCOL_ERROR, "a stream that is not open is reset")
+            raise ProtocolError(Code.PROTOCOL_ERROR, "a reset of a stream that is not open")
         self._count_idle_frame()
         if stream := self._streams.get(frame.stream_id):
             self._forget(stream)
@@ -243,19 +243,19 @@ class Http2Protocol(asyncio.Protocol):
         if stream or not frame.stream_id:
             self._sender.widen(stream, frame.window_increment)
         elif frame.stream_id > self._last_id and not self._is_last_call:
-            raise ProtocolError(Code.PROTOCOL_ERROR, "a window of a stream that is not open")
+            raise ProtocolError(Code.PROTOCOL_ERROR, "a window update for a stream that is not open")
 
     def _take_goaway(self, _: GoAwayFrame) -> None:
         self._is_leaving = True
         self._call_last()
 
     def _count_idle_frame(self) -> None:
-        """Leave a client that sends too many frames for nothing."""
+        """Close the connection if its client sends too many idle frames."""
         if self._idle_frames.count():
             self.shutdown()
 
     def _look(self) -> None:
-        """End what is idle or stuck."""
+        """End stuck streams, and close the connection if it is idle or stuck."""
         now_s = time.monotonic()
         limit_s = _LEAVE_TIMEOUT_S if self._is_leaving or self._transport.is_closing() else _SEND_TIMEOUT_S
         if self._stuck_since_s is not None and now_s - self._stuck_since_s > limit_s:
@@ -289,7 +289,7 @@ class Http2Protocol(asyncio.Protocol):
 
     def _close(self) -> None:
         self._stuck_since_s = self._stuck_since_s or time.monotonic()
-        self._transport.close()  # once all is written
+        self._transport.close()  # after everything is written
 
     def _forget_all(self) -> None:
         for stream in list(self._streams.values()):

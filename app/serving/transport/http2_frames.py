@@ -1,4 +1,4 @@
-"""The frames that a client of HTTP/2 sends, and the first ones that it gets: https://www.rfc-editor.org/rfc/rfc9113#section-4"""
+"""Frames that an HTTP/2 client sends, and the first that it gets: https://www.rfc-editor.org/rfc/rfc9113#section-4"""
 
 import time
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from app.serving.transport.http2_stream import FIRST_MAX_FRAME, FIRST_WINDOW, Co
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 MAX_STREAMS = 256
 STREAM_WINDOW, TOTAL_WINDOW = 2**20, 2**24
-"""Bytes on their way here: of a stream, and of all streams of a connection."""
+"""Bytes that the client may have on their way: of a stream, and of all streams of a connection."""
 HELLO = (
     SettingsFrame(
         settings={
@@ -30,35 +30,35 @@ HELLO = (
     + WindowUpdateFrame(0, window_increment=TOTAL_WINDOW - FIRST_WINDOW).serialize()
 )
 _MAX_IDLE_FRAMES, _IDLE_FRAMES_PER_S = 10_000, 1_000
-"""Together, and for long."""
+"""In a burst, and in the long run."""
 _FRAME_HEAD = 9
 _MAX_CONTINUATIONS = 16
 
 
 class FrameReader:
-    """Cuts what comes on a connection into frames, in the order that the standard allows."""
+    """Splits the data of a connection into frames, in the order that the standard allows."""
 
     def __init__(self) -> None:
-        self._data, self._at = b"", 0  # what has come, and how far it was read
+        self._data, self._at = b"", 0  # received data, and how much of it has been read
         self._has_preface = self._has_settings = False
-        self._opening: HeadersFrame | None = None  # its header goes on in the next frame
+        self._opening: HeadersFrame | None = None  # its header continues in the next frame
         self._continuations = 0
 
     def add(self, data: bytes) -> None:
-        """Take what comes."""
+        """Add received data."""
         self._data, self._at = self._data[self._at :] + data, 0
 
     def read(self) -> Iterator[Frame]:
-        """Return the frames that are whole now, each of them once. Those of a header are one.
+        """Yield the complete frames, each of them once. The frames of one header are joined.
 
         Raises:
             ProtocolError: the client does not speak HTTP/2, or sends more than it may.
-            HyperframeError: a frame is none.
+            HyperframeError: a frame is invalid.
         """
         data = self._data
         if not self._has_preface:
             if not data.startswith(PREFACE[: len(data)]):
-                raise ProtocolError(Code.PROTOCOL_ERROR, "no preface of HTTP/2")
+                raise ProtocolError(Code.PROTOCOL_ERROR, "no HTTP/2 preface")
             if len(data) < len(PREFACE):
                 return
             self._has_preface, self._at = True, len(PREFACE)
@@ -76,13 +76,13 @@ class FrameReader:
                 yield whole
 
     def _joined(self, frame: Frame) -> Frame | None:
-        """Return a frame, or None where a header goes on. Raises ProtocolError: this frame may not come now."""
+        """Return a frame, or None if a header continues. Raises ProtocolError if this frame may not come now."""
         if not self._has_settings:
             if not isinstance(frame, SettingsFrame):
-                raise ProtocolError(Code.PROTOCOL_ERROR, "no SETTINGS first")
+                raise ProtocolError(Code.PROTOCOL_ERROR, "the first frame is not SETTINGS")
             self._has_settings = True
         if isinstance(frame, PushPromiseFrame):
-            raise ProtocolError(Code.PROTOCOL_ERROR, "a client that pushes")
+            raise ProtocolError(Code.PROTOCOL_ERROR, "PUSH_PROMISE from a client")
         if self._opening is not None or isinstance(frame, ContinuationFrame):
             return self._continued(frame)
         if isinstance(frame, HeadersFrame) and "END_HEADERS" not in frame.flags:
@@ -98,7 +98,7 @@ class FrameReader:
         opening.data += frame.data
         if self._continuations > _MAX_CONTINUATIONS or len(opening.data) > MAX_HEADER_BYTES:
             raise ProtocolError(
-                Code.ENHANCE_YOUR_CALM, f"a header of more than {MAX_HEADER_BYTES} bytes, or of many frames"
+                Code.ENHANCE_YOUR_CALM, f"a header of more than {MAX_HEADER_BYTES} bytes, or in too many frames"
             )
         if "END_HEADERS" not in frame.flags:
             return None
@@ -107,13 +107,13 @@ class FrameReader:
 
 
 class IdleFrames:
-    """Counts the frames of a connection that ask for nothing, or take back what was asked."""
+    """Counts the frames of a connection that ask for nothing, or that cancel a request."""
 
     def __init__(self) -> None:
         self._num_frames, self._counted_s = 0.0, 0.0
 
     def count(self) -> bool:
-        """Count one more. Return whether there are too many. Raises ProtocolError: the client goes on even so."""
+        """Count one more. Return whether there are too many. Raises ProtocolError if the client still goes on."""
         now_s = time.monotonic()
         forgiven = (now_s - self._counted_s) * _IDLE_FRAMES_PER_S
         self._num_frames, self._counted_s = max(0.0, self._num_frames - forgiven) + 1, now_s

@@ -1,4 +1,4 @@
-"""Streams of HTTP/2, and how their answers are sent: https://www.rfc-editor.org/rfc/rfc9113"""
+"""HTTP/2 streams, and how their answers are sent: https://www.rfc-editor.org/rfc/rfc9113"""
 
 import struct
 import time
@@ -11,10 +11,10 @@ from hyperframe.frame import DataFrame, Frame, HeadersFrame, RstStreamFrame
 
 FIRST_WINDOW, LARGEST_WINDOW = 2**16 - 1, 2**31 - 1
 FIRST_MAX_FRAME, LARGEST_MAX_FRAME = 2**14, 2**24 - 1
-_MOST_IN_A_FRAME = 2**16
-"""However much more the client takes: answers take turns."""
+_MAX_IN_A_FRAME = 2**16
+"""Even if the client takes larger frames: answers take turns."""
 _MIN_BYTES_PER_S = 2**16
-"""Of an answer. A client that takes it in small parts does not keep it for ever."""
+"""Of an answer. A client that reads it in small parts cannot hold it forever."""
 _FRAME_HEAD = struct.Struct(">HBBBL")
 _END_STREAM, _END_HEADERS = 1, 4
 _ENCODER = Encoder()
@@ -34,7 +34,7 @@ class Code(IntEnum):
 
 
 class ProtocolError(Exception):
-    """A fault of the client's, after which a connection cannot go on."""
+    """A client error after which the connection cannot go on."""
 
     def __init__(self, code: Code, told: str) -> None:
         super().__init__(told)
@@ -42,32 +42,32 @@ class ProtocolError(Exception):
 
 
 class Call(Protocol):
-    """What takes the body of a request."""
+    """The receiver of a request's body."""
 
     def begin(self) -> None:
-        """Answer already, if the header is wrong. What comes afterwards is for nothing."""
+        """Refuse the request at once if its header is wrong. Its body is then ignored."""
 
     def receive(self, data: bytes) -> None:
         """Take a part of the body."""
 
     def finish(self) -> None:
-        """Answer: the body is whole."""
+        """Answer the request. Its body is complete."""
 
     def expire(self) -> None:
-        """Answer: the rest of the body does not come."""
+        """Refuse the request. The rest of its body did not arrive in time."""
 
     def end(self) -> None:
-        """Let go of all: the answer has been sent, or nobody waits for it any more."""
+        """Release everything. The answer has been sent, or nobody waits for it any more."""
 
 
 class Answers(Protocol):
-    """What sends the answers of a connection."""
+    """The sender of a connection's answers."""
 
     def respond(self, stream: "Stream", head: bytes, body: bytes, trailers: bytes) -> None:
         """Send a header, a body and trailers."""
 
     def refuse(self, stream: "Stream", trailers: bytes) -> None:
-        """Send a header that is all of the answer."""
+        """Send an answer that is only a header."""
 
     def reset(self, stream: "Stream", code: Code) -> None:
         """End the stream without an answer."""
@@ -82,28 +82,28 @@ class Stream:
         self._answers = answers
         self.id = stream_id
         self.window = window
-        """Bytes of the answer that the client takes now; below 0 after it has taken back some."""
+        """Bytes of the answer that the client takes now; below 0 after it has reduced its window."""
         self.peer = peer
-        """Where the connection comes from, as gRPC writes it."""
+        """The client's address, as gRPC writes it."""
         self.call: Call | None = None
         """None once the answer has been sent, or nobody waits for it."""
         self.is_whole = False
-        """Whether the client has sent all."""
+        """Whether the client has sent the whole request."""
         self.received = 0
-        """Bytes that the client has not been given room for again."""
+        """Bytes received since the client's window was last widened."""
         self.moved_s = time.monotonic()
-        """When the stream was opened; then, when its answer began. Each part that is sent moves it on."""
+        """When the stream was opened; later, when its answer began. Each part that is sent moves this time forward."""
         self.rest: memoryview | None = None
-        """Of the answer; None before it."""
+        """The part of the answer that is not sent yet; None before the answer."""
         self.trailers = b""
 
     def respond(self, head: bytes, body: bytes, trailers: bytes) -> None:
-        """Send an answer, whose headers come from ``header_block``, unless the stream has ended."""
+        """Send an answer unless the stream has ended. Its headers come from ``header_block``."""
         if self.call is not None and self.rest is None:
             self._answers.respond(self, head, body, trailers)
 
     def refuse(self, trailers: bytes) -> None:
-        """Send an answer that is a header and nothing else, unless the stream has ended."""
+        """Send an answer that is only a header, unless the stream has ended."""
         if self.call is not None and self.rest is None:
             self._answers.refuse(self, trailers)
 
@@ -114,12 +114,12 @@ class Stream:
 
 
 def header_block(*headers: tuple[str, str]) -> bytes:
-    """Encode headers in a way that depends on no connection."""
+    """Encode headers independently of the state of any connection."""
     return bytes(_ENCODER.encode([NeverIndexedHeaderTuple(*header) for header in headers], huffman=False))
 
 
 def peer_of(address: object) -> str:
-    """Return the address of a connection's other end as gRPC writes it."""
+    """Return a client's address as gRPC writes it."""
     if not isinstance(address, tuple):
         return "unix:"
     host, port = address[:2]
@@ -127,19 +127,19 @@ def peer_of(address: object) -> str:
 
 
 class Sender:
-    """Sends the answers of a connection as fast as its client takes them, large ones by turns."""
+    """Sends the answers of a connection as fast as its client takes them. Large answers take turns."""
 
     def __init__(self, write: Callable[[bytes], None], ended: Callable[[Stream], None]) -> None:
-        """Write frames by ``write``; ``ended`` is told of each stream whose answer has been written."""
+        """Write frames with ``write``. Call ``ended`` with each stream whose answer has been written."""
         self._write = write
         self._ended = ended
         self._waiting: dict[int, Stream] = {}
         self._window = FIRST_WINDOW
         self.first_window = FIRST_WINDOW
-        """Of a stream that is opened now."""
+        """The window of a new stream."""
         self.max_frame = FIRST_MAX_FRAME
         self.is_paused = False
-        """Whether the transport holds enough."""
+        """Whether the transport's buffer is full."""
 
     def respond(self, stream: Stream, head: bytes, body: bytes, trailers: bytes) -> None:
         """Send an answer, at once if there is room."""
@@ -155,16 +155,16 @@ class Sender:
         self.flush()
 
     def refuse(self, stream: Stream, trailers: bytes) -> None:
-        """Send an answer that is a header and nothing else."""
+        """Send an answer that is only a header."""
         self._write(_last(stream, trailers))
         self._ended(stream)
 
     def forget(self, stream: Stream) -> None:
-        """Send no more of an answer."""
+        """Stop sending an answer."""
         self._waiting.pop(stream.id, None)
 
     def flush(self) -> None:
-        """Send what there is room for, a frame of each answer at a time."""
+        """Send as much as there is room for, one frame of each answer at a time."""
         while not self.is_paused and self._window > 0:
             ready = [stream for stream in self._waiting.values() if stream.window > 0 or not stream.rest]
             if not ready:
@@ -174,7 +174,7 @@ class Sender:
 
     def _send_part(self, stream: Stream) -> None:
         assert stream.rest is not None
-        size = min(len(stream.rest), stream.window, self._window, self.max_frame, _MOST_IN_A_FRAME)
+        size = min(len(stream.rest), stream.window, self._window, self.max_frame, _MAX_IN_A_FRAME)
         if size > 0:
             self._window -= size
             stream.window -= size
@@ -186,7 +186,7 @@ class Sender:
             self._ended(stream)
 
     def widen(self, stream: Stream | None, size: int) -> None:
-        """Note that the client takes more of a stream, or without one in all. Raises ProtocolError: too much."""
+        """Widen the window of a stream, or of the connection (None). Raises ProtocolError if it gets too large."""
         if stream:
             stream.window = _widened(stream.window, size)
         else:
@@ -194,14 +194,14 @@ class Sender:
         self.flush()
 
     def set_first_window(self, size: int, streams: Iterable[Stream]) -> None:
-        """Note the window of every stream, also of those that are open. Raises ProtocolError: it is too large."""
+        """Set the first window of new streams, and adjust open ones. Raises ProtocolError if one gets too large."""
         change, self.first_window = size - self.first_window, _widened(0, size)
         for stream in streams:
             stream.window = _widened(stream.window, change)
         self.flush()
 
     def set_max_frame(self, size: int) -> None:
-        """Note how large a frame may be. Raises ProtocolError: the standard does not allow it."""
+        """Set the maximum size of a frame. Raises ProtocolError if the standard does not allow it."""
         if not FIRST_MAX_FRAME <= size <= LARGEST_MAX_FRAME:
             raise ProtocolError(Code.PROTOCOL_ERROR, f"frames of {size} bytes: expected 2^14 to 2^24-1")
         self.max_frame = size
@@ -214,7 +214,7 @@ def _widened(window: int, size: int) -> int:
 
 
 def _frame(kind: type[Frame], flags: int, stream_id: int, content: bytes | memoryview) -> bytes:
-    """Return a frame as hyperframe writes it, which takes ten times as long. Three are sent for each call."""
+    """Return a frame as hyperframe writes it. hyperframe takes ten times as long, and each call sends three frames."""
     size = len(content)
     return b"".join((_FRAME_HEAD.pack(size >> 8, size & 0xFF, kind.type, flags, stream_id), content))
 

@@ -41,14 +41,14 @@ class _Layout:
 
 @dataclass(slots=True)
 class Prepared:
-    """What requests with the same head have in common; the inputs of ``request`` are left out."""
+    """The common part of requests with the same head. ``request`` has no inputs."""
 
     served: ServedModel
     request: InferRequest
     rows: int
     shape: Hashable
     places: list[_Place]
-    """Empty if the head has tensors in it, or what follows must be read element by element."""
+    """Empty if the head contains tensors, or if the bytes after it must be read element by element."""
     num_bytes: int
     """Of the body."""
     layout: _Layout | None = field(default=None)
@@ -64,7 +64,7 @@ class Prepared:
 
     @classmethod
     def of(cls, served: ServedModel, request: InferRequest, start: int, num_bytes: int) -> "Prepared":
-        """Return what a request has in common with others whose tensors begin at ``start``, one after the other."""
+        """Return the common part of requests like ``request``, whose tensors follow each other from ``start`` on."""
         places = []
         for name, tensor in request.inputs.items():
             places.append(_Place(name, tensor.dtype, tensor.shape, start))

@@ -1,4 +1,4 @@
-"""Calls for inference whose messages are read once, however often they come with other tensors."""
+"""Inference calls whose messages are read once, even if they come again with other tensors."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,17 +15,17 @@ _MAX_PREPARED = 1024
 _MAX_BYTES = 4096
 """Of a message without its tensors."""
 _MAX_WHOLE_BYTES = 256 * 2**10
-"""Of a message. To take a larger one apart costs more than to read it again."""
+"""Of a message. Taking a larger one apart costs more than reading it again."""
 
 
 @dataclass(slots=True)
 class PreparedCall:
-    """What messages have in common that differ in their tensors and id."""
+    """The common part of messages that differ only in their tensors and id."""
 
     prepared: Prepared
     _shapes: dict[str, tuple[int, ...]] | None = None
     _begin: bytes = b""
-    """Of an answer whose outputs have these shapes: all but their bytes."""
+    """An answer whose outputs have these shapes, without the bytes of the outputs."""
 
     def write(self, outputs: Tensors, request_id: str | None) -> bytes:
         """Return the message of an answer. Raises RequestError if an output cannot be classified."""
@@ -33,7 +33,7 @@ class PreparedCall:
         if shapes and request_id is None and all(outputs[name].shape == shape for name, shape in shapes.items()):
             raw = [outputs[name].tobytes() for name in shapes]
             rest: bytes = pb.ModelInferResponse(raw_output_contents=raw).SerializeToString()
-            return self._begin + rest  # which is one message: its fields may come in parts
+            return self._begin + rest  # one message: protobuf allows its fields to come in parts
         model, request = self.prepared.served.model, replace(self.prepared.request, id=request_id)
         response = answer(request, model.version, outputs, {OUTPUT: model.labels})
         message = write_infer(response)
@@ -46,17 +46,17 @@ class PreparedCall:
 
 
 class PreparedCalls:
-    """What is known of recent messages."""
+    """The common parts of recent messages."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[ServedModel, bytes, tuple[int, ...]], PreparedCall] = {}
 
     def clear(self) -> None:
-        """Forget all, when other models are served."""
+        """Forget all messages."""
         self._known.clear()
 
     def read(self, served: ServedModel, message: Any, num_bytes: int) -> tuple[PreparedCall, Tensors]:
-        """Read a ModelInferRequest of so many bytes to a model. It may lose its id.
+        """Read a ModelInferRequest of ``num_bytes`` for a model. The message may lose its id.
 
         Raises:
             RequestError: as ``read_infer`` and ``ServedModel.check_request``.

@@ -1,7 +1,7 @@
-"""Unary calls of gRPC on a replica's own HTTP listener, without gRPC's server.
+"""Unary gRPC calls on a replica's own HTTP listener, without the gRPC server.
 
-The methods of ``GrpcMethods`` answer them. Inference by one version goes to its batcher without a task. What is wrong
-with it is told by the method, as is all that is not plain.
+The methods of ``GrpcMethods`` answer them. Inference by one version goes to its batcher without a task. If a request is
+wrong or not plain, the method answers it.
 https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
 """
 
@@ -34,11 +34,11 @@ _OK = header_block(("grpc-status", "0"))
 _NOT_GRPC = header_block((":status", "415"))
 _PREFIX_BYTES = 5
 _MAX_DETAILS = 2730
-"""Bytes, which are three times as many in percents: a header is one frame of 16 KiB at most."""
+"""In bytes. Percent-encoding may triple them, and a header must fit into one frame of 16 KiB."""
 _PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 _MAX_CALLERS, _MAX_CALLER_BYTES = 1024, 1024
 _MAX_OPEN_BYTES = 4096
-"""Of a message of a caller who has shown no token."""
+"""Of a message to a method that needs no token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class _Method:
 
     @property
     def max_bytes(self) -> int:
-        """Return how large its message may be."""
+        """The maximum size of its message."""
         return _MAX_OPEN_BYTES if self.is_open else LIMITS.body_bytes
 
 
@@ -61,12 +61,12 @@ class UnaryService:
     """What the calls of a listener share."""
 
     def __init__(self, methods: GrpcMethods, direct: DirectInference) -> None:
-        """Answer by ``methods``, within the bounds of ``direct`` on what is here at a time."""
+        """Answer with ``methods``, within the bounds of ``direct`` on requests and bytes at a time."""
         self.direct = direct
         self.answered = 0
-        """Calls that came here, whatever they were told."""
+        """Calls that came here, including refused ones."""
         self.inferred = 0
-        """Those among them that needed no task."""
+        """Calls among them that needed no task."""
         self.prepared = PreparedCalls()
         self._methods = {
             f"/{SERVICE.full_name}/{method.name}": _Method(
@@ -88,7 +88,7 @@ class UnaryService:
         return UnaryCall(self, stream, head, self._methods.get(head.path))
 
     def check_caller(self, call: "UnaryCall") -> None:
-        """Raise UnauthorizedError if the endpoint does not answer whoever calls."""
+        """Raise UnauthorizedError if the endpoint does not answer this caller."""
         self.forget_replaced()
         caller = call.peer(), call.head.authorization
         if caller not in self._callers:
@@ -100,7 +100,7 @@ class UnaryService:
             self._callers.add(caller)
 
     def forget_replaced(self) -> None:
-        """Drop what was read for other models, or with another token."""
+        """Drop callers and messages if the models or the token were replaced."""
         if self._config is not self.direct.endpoint.config:
             self._config = self.direct.endpoint.config
             self._callers.clear()
@@ -108,7 +108,7 @@ class UnaryService:
 
 
 class UnaryCall(Exchange):
-    """A call: what ``Http2Protocol`` gives its body to, and the ``Context`` of its method."""
+    """A call. ``Http2Protocol`` passes the body to it, and it is the ``Context`` of its method."""
 
     __slots__ = (
         "_code", "_data", "_deadline", "_details", "_has_entered", "_held", "_id", "_is_over", "_method", "_prepared",
@@ -122,7 +122,7 @@ class UnaryCall(Exchange):
         self._stream = stream
         self._method = method
         self._data: bytes | bytearray = b""
-        self._held = 0  # bytes of it
+        self._held = 0  # bytes that the service counts for this call
         self._has_entered = self._is_over = False
         self._prepared: PreparedCall | None = None
         self._id: str | None = None
@@ -131,7 +131,7 @@ class UnaryCall(Exchange):
         self._deadline: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Refuse what is no call of a method here, or of a caller who may not make it."""
+        """Refuse a call of an unknown method, from an unauthorized caller, or with an invalid timeout."""
         if not self.head.content_type.startswith(_CONTENT_TYPE[1]) or self.head.method != "POST":
             self._stream.refuse(_NOT_GRPC)
             return
@@ -151,7 +151,7 @@ class UnaryCall(Exchange):
             self._deadline = asyncio.get_running_loop().call_later(self.head.timeout_s, self._be_late)
 
     def receive(self, data: bytes) -> None:
-        """Take a part of the message, and refuse one that is too large before it has come."""
+        """Take a part of the message. Refuse a message that is too large before it has arrived."""
         if self._is_over or self._method is None:
             return
         try:
@@ -164,12 +164,12 @@ class UnaryCall(Exchange):
             if len(self._data) >= _PREFIX_BYTES and size > self._method.max_bytes:
                 raise RequestTooLargeError(f"a message of {size} bytes: at most {self._method.max_bytes}")
             if len(self._data) > _PREFIX_BYTES + size:
-                raise RequestError(f"the call goes on after a message of {size} bytes: send one in a call")
+                raise RequestError(f"the call continues after a message of {size} bytes: send one message")
         except (OverloadError, RequestError) as error:
             self.refuse(error)
 
     def finish(self) -> None:
-        """Answer."""
+        """Answer the call."""
         if self._is_over or self._method is None:
             return
         try:
@@ -186,11 +186,11 @@ class UnaryCall(Exchange):
         self._task = asyncio.get_running_loop().create_task(self._run(self._method, content))
 
     def expire(self) -> None:
-        """The rest of the message does not come."""
-        self.refuse(TimeoutError("the message did not come in time: send it faster"))
+        """Refuse the call. The rest of its message did not arrive in time."""
+        self.refuse(TimeoutError("the message did not arrive in time: send it faster"))
 
     def end(self) -> None:
-        """Take no more room, and wait for nothing."""
+        """Free the call's room, and stop waiting."""
         self._stop()
         if self._has_entered:
             self._service.direct.leave(self._held)
@@ -208,23 +208,23 @@ class UnaryCall(Exchange):
         self._tell(told.grpc, told.message, after)
 
     def set_code(self, code: StatusCode) -> None:
-        """How the call ends."""
+        """Set the status of the call."""
         self._code = code
 
     def set_details(self, details: str) -> None:
-        """Why."""
+        """Set the error message of the call."""
         self._details = details
 
     def set_trailing_metadata(self, trailing_metadata: list[tuple[str, str]]) -> None:
-        """What else is told at the end."""
+        """Set the metadata that is sent at the end."""
         self._trailing = trailing_metadata
 
     def invocation_metadata(self) -> Iterable[tuple[str, str]]:
-        """What came with the call."""
+        """Return the metadata that came with the call."""
         return self.head.metadata
 
     def peer(self) -> str:
-        """Where the call comes from."""
+        """Return the client's address."""
         return self._stream.peer
 
     def _hold(self, num_bytes: int) -> None:
@@ -233,20 +233,20 @@ class UnaryCall(Exchange):
         self._held += num_bytes
 
     def _message(self, max_bytes: int) -> bytes:
-        """Return the message of the call. Raises RequestError if it is not one, whole and alone."""
+        """Return the message of the call. Raises RequestError unless the call has one whole message."""
         prefix, message = self._data[:_PREFIX_BYTES], bytes(memoryview(self._data)[_PREFIX_BYTES:])
         self._data = b""
         size = int.from_bytes(prefix[1:], "big")
         if len(prefix) < _PREFIX_BYTES or len(message) != size:
-            raise RequestError(f"the call has {len(message)} of {size} bytes of a message: send one, and all of it")
+            raise RequestError(f"the call has {len(message)} of {size} bytes of a message: send one whole message")
         if not prefix[0]:
             return message
         if not is_compressed(self.head.encoding):
-            raise RequestError("the message is compressed, and grpc-encoding does not say how")
+            raise RequestError("the message is compressed, but grpc-encoding does not say how")
         return decompressed(message, self.head.encoding, max_bytes)
 
     def _submit(self, content: bytes) -> bool:
-        """Ask the version that answers a ModelInferRequest by itself. Return False if there is none, or an error.
+        """Ask the version that alone answers a ModelInferRequest. Return False if there is none, or an error.
 
         Raises:
             OverloadError: its queue is full.
@@ -260,7 +260,7 @@ class UnaryCall(Exchange):
                 return False
             self._id = message.id or None
             self._prepared, tensors = service.prepared.read(served, message, len(content))
-        except Exception:  # whatever it is, it happens again where errors are told
+        except Exception:  # the method meets the same error and reports it
             return False
         known = self._prepared.prepared
         self.submit(served, tensors, known.rows, known.shape, known.request.parameters)
@@ -282,10 +282,10 @@ class UnaryCall(Exchange):
             self.refuse(error)
 
     def _be_late(self) -> None:
-        self.refuse(DeadlineError("the call's time, its grpc-timeout, is over"))
+        self.refuse(DeadlineError("the call's grpc-timeout has passed"))
 
     def _respond(self, content: bytes) -> None:
-        """Answer. Raises OverloadError if there is no room for what waits to be sent."""
+        """Send an answer. Raises OverloadError if there is no room for it until it is sent."""
         if not self._is_over:
             self._stop()
             self._hold(len(content) - self._held)
@@ -300,7 +300,7 @@ class UnaryCall(Exchange):
         self._stream.refuse(header_block((":status", "200"), _CONTENT_TYPE, *status, *trailing))
 
     def _stop(self) -> None:
-        """Wait for nothing, and keep nothing of what was asked."""
+        """Stop waiting, and drop the request."""
         self.give_up()
         if self._deadline:
             self._deadline.cancel()
