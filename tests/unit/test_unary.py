@@ -1,4 +1,4 @@
-"""Unary calls of gRPC on the HTTP listener: as gRPC's own server answers them, and whatever a client sends."""
+"""Unary gRPC calls on the HTTP listener: the same answers as the gRPC server's, whatever a client sends."""
 
 import asyncio
 import contextlib
@@ -147,7 +147,7 @@ _WORDED_BY_GRPC = {"no time", "no such method", "another service", "a message to
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_is_answered_as_by_grpcs_own_server(server: Server, name: str) -> None:
+def test_a_call_gets_the_answer_of_the_grpc_server(server: Server, name: str) -> None:
     here, there = (exchange(address, CALLS[name]) for address in (server.grpc, server.streams))
     assert here.headers[1][":status"] == there.headers[1][":status"] == "200"
     assert here.headers[1]["content-type"] == there.headers[1]["content-type"]
@@ -164,26 +164,26 @@ MALFORMED = {
     "half a prefix": head(1) + data(1, b"\0\0"),
     "half a message": head(1) + data(1, prefixed(GOOD)[:-3]),
     "two messages": head(1) + data(1, prefixed(GOOD) * 2),
-    "a timeout that is none": head(1, grpc_timeout="x") + data(1, prefixed(GOOD)),
+    "an invalid timeout": head(1, grpc_timeout="x") + data(1, prefixed(GOOD)),
     "more than a message": head(1) + data(1, prefixed(GOOD) + b"abc"),
-    "compressed, and not said how": head(1) + data(1, prefixed(gzip.compress(GOOD), is_compressed=True)),
-    "gzip that is none": encoded("gzip", b"zzz"),
-    "an encoding that there is not": encoded("br", GOOD),
+    "compressed without an encoding": head(1) + data(1, prefixed(gzip.compress(GOOD), is_compressed=True)),
+    "invalid gzip": encoded("gzip", b"zzz"),
+    "an unknown encoding": encoded("br", GOOD),
 }
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_what_is_not_one_message_is_refused(server: Server, name: str) -> None:
-    """gRPC's own server waits for the rest of it, or drops it."""
+def test_a_malformed_call_is_refused(server: Server, name: str) -> None:
+    """The gRPC server waits for the rest of the call, or drops it."""
     said = exchange(server.grpc, MALFORMED[name] + call(3, GOOD), streams=(1, 3))
     assert (said.status(1), said.status(3)) == ("3", "0")
 
 
-def test_a_bomb_is_refused(server: Server) -> None:
+def test_a_decompression_bomb_is_refused(server: Server) -> None:
     assert exchange(server.grpc, encoded("gzip", gzip.compress(bytes(70 * 2**20)))).status(1) == "8"
 
 
-def test_a_path_is_not_told_in_full(server: Server) -> None:
+def test_a_long_path_is_shortened_in_the_error(server: Server) -> None:
     said = exchange(server.grpc, head(1, method="\xff" * 2800))
     assert said.status(1) == "12"
     assert len(said.headers[1]["grpc-message"]) < 400
@@ -195,31 +195,31 @@ def test_a_long_error_fits_into_a_frame(server: Server) -> None:
     assert max(frame.body_len for frame in said.frames) < 2**14
 
 
-def test_what_is_no_call_of_grpc_is_told_so_by_http(server: Server) -> None:
+def test_a_request_that_is_not_grpc_gets_an_http_error(server: Server) -> None:
     said = exchange(server.grpc, call(1, GOOD, content_type="text/plain") + call(3, GOOD), streams=(1, 3))
     assert said.headers[1] == {":status": "415"}
     assert said.status(3) == "0"
 
 
-def test_more_than_a_message_is_refused_before_it_ends(server: Server) -> None:
+def test_a_call_with_more_than_a_message_is_refused_before_it_ends(server: Server) -> None:
     said = exchange(server.grpc, head(1) + data(1, prefixed(b"") + bytes(10), end=False))
     assert (said.status(1), said.resets) == ("3", {1: Code.NO_ERROR})
 
 
-def test_a_stream_is_refused_before_it_ends(server: Server) -> None:
+def test_a_streaming_call_is_refused_before_it_ends(server: Server) -> None:
     said = exchange(server.grpc, head(1, method="ModelStreamInfer") + data(1, prefixed(GOOD), end=False))
     assert (said.status(1), said.resets) == ("12", {1: Code.NO_ERROR})
 
 
 @pytest.mark.parametrize("line", [("X-A", "b"), ("connection", "close"), (":path", "/twice")])
-def test_a_header_that_is_wrong_ends_its_stream_alone(server: Server, line: tuple[str, str]) -> None:
+def test_an_invalid_header_ends_only_its_stream(server: Server, line: tuple[str, str]) -> None:
     said = exchange(server.grpc, head(1, line) + data(1, prefixed(GOOD)) + call(3, GOOD), streams=(1, 3))
     assert said.resets == {1: Code.PROTOCOL_ERROR}
     assert said.status(3) == "0"
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_streams_in_pieces_are_answered_as_by_grpcs_own_server(server: Server, seed: int) -> None:
+def test_calls_in_pieces_get_the_answers_of_the_grpc_server(server: Server, seed: int) -> None:
     rng = random.Random(seed)
     numbers = range(1, 121, 2)
     waiting = {number: rng.choice([infer(rng.randint(1, 3)), listed(), infer(1, model="zz")]) for number in numbers}
@@ -242,13 +242,13 @@ def test_streams_in_pieces_are_answered_as_by_grpcs_own_server(server: Server, s
         size = rng.choice([1, 9, 50, 700, 20_000])
         parts.append(stream[:size])
         stream = stream[size:]
-    here, there = (exchange(each, *parts, streams=tuple(numbers)) for each in (server.grpc, server.streams))
+    here, there = (exchange(address, *parts, streams=tuple(numbers)) for address in (server.grpc, server.streams))
     assert {number: status for number, (status, _) in here.told.items()} == {
         number: status for number, (status, _) in there.told.items()
     }
     for number, (status, message) in here.told.items():
         if status == "0":
-            assert np.allclose(logits(message), logits(there.data[number]), atol=1e-5), "others shared its call"
+            assert np.allclose(logits(message), logits(there.data[number]), atol=1e-5), "others shared its batch"
 
 
 def logits(content: bytes) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -269,11 +269,11 @@ HOSTILE = {
     "an even stream": (head(2), Code.PROTOCOL_ERROR),
     "a stream that goes back": (head(5) + data(7, b"x"), Code.PROTOCOL_ERROR),
     "a continuation of nothing": (ContinuationFrame(1, b"").serialize(), Code.PROTOCOL_ERROR),
-    "a header that is left": (HeadersFrame(1, b"\x82").serialize() + head(3), Code.PROTOCOL_ERROR),
+    "a header that is not continued": (HeadersFrame(1, b"\x82").serialize() + head(3), Code.PROTOCOL_ERROR),
     "a header without an end": (
         HeadersFrame(1, b"").serialize() + ContinuationFrame(1, b"").serialize() * 100, Code.ENHANCE_YOUR_CALM),
-    "a header of no HPACK": (HeadersFrame(1, b"\xff" * 30, flags=["END_HEADERS"]).serialize(), Code.COMPRESSION_ERROR),
-    "a header that is no index": (HeadersFrame(1, b"\xc6", flags=["END_HEADERS"]).serialize(), Code.COMPRESSION_ERROR),
+    "an invalid header": (HeadersFrame(1, b"\xff" * 30, flags=["END_HEADERS"]).serialize(), Code.COMPRESSION_ERROR),
+    "an unknown header index": (HeadersFrame(1, b"\xc6", flags=["END_HEADERS"]).serialize(), Code.COMPRESSION_ERROR),
     "a header too large": (
         HeadersFrame(1, Encoder().encode(_LONG), flags=["END_HEADERS"]).serialize(), Code.COMPRESSION_ERROR),
     "padding too long": (raw(0, 8, 1, b"\xff"), Code.PROTOCOL_ERROR),
@@ -289,11 +289,11 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_is_no_http_2_ends_its_connection(server: Server, name: str) -> None:
+def test_invalid_http_2_ends_the_connection(server: Server, name: str) -> None:
     sent, code = HOSTILE[name]
     with Talk(server.grpc, answers=False) as talk:
         talk.send(HELLO + sent + call(101, GOOD))
-        said = talk.read_until(kind=PushPromiseFrame)  # which never comes: until it closes
+        said = talk.read_until(kind=PushPromiseFrame)  # never comes: read until the server closes
     assert said.goaways == [code]
     assert 101 not in said.headers
 
@@ -307,7 +307,7 @@ def test_the_preface_may_come_in_pieces(server: Server, size: int) -> None:
 
 
 @pytest.mark.parametrize("sent", [PREFACE[:10] + b"x" * 20, PREFACE + head(1), PREFACE + PingFrame().serialize()])
-def test_a_client_that_begins_wrongly_is_left(server: Server, sent: bytes) -> None:
+def test_a_connection_that_begins_wrongly_is_closed(server: Server, sent: bytes) -> None:
     with Talk(server.grpc, answers=False) as talk:
         talk.send(sent)
         assert talk.read_until().goaways == [Code.PROTOCOL_ERROR]
@@ -320,7 +320,7 @@ def test_noise_breaks_nothing(server: Server, seed: int) -> None:
     for _ in range(rng.randint(1, 6)):
         sent[rng.randrange(len(sent))] = rng.randrange(256)
     with Talk(server.grpc) as talk:
-        talk.socket.settimeout(0.3)  # it may still wait for the rest
+        talk.socket.settimeout(0.3)  # the server may still wait for the rest
         talk.send(HELLO + bytes(sent))
         with contextlib.suppress(TimeoutError):
             talk.read_until((1, 3, 5))
@@ -335,7 +335,7 @@ FLOODS: dict[str, Frame] = {
 
 
 @pytest.mark.parametrize("name", [*FLOODS, "resets"])
-def test_a_flood_is_left(server: Server, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_flood_ends_its_connection(server: Server, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(http2_frames, "_MAX_IDLE_FRAMES", 50)
     monkeypatch.setattr(http2_frames, "_IDLE_FRAMES_PER_S", 1)
     numbers = range(3, 1003, 2)
@@ -347,7 +347,7 @@ def test_a_flood_is_left(server: Server, monkeypatch: pytest.MonkeyPatch, name: 
     assert said.goaways[-1] == Code.ENHANCE_YOUR_CALM
 
 
-def test_calls_that_end_with_an_empty_frame_are_no_flood(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_end_with_an_empty_frame_are_not_a_flood(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http2_frames, "_MAX_IDLE_FRAMES", 10)
     monkeypatch.setattr(http2_frames, "_IDLE_FRAMES_PER_S", 0)
     numbers = range(1, 51, 2)
@@ -357,7 +357,7 @@ def test_calls_that_end_with_an_empty_frame_are_no_flood(server: Server, monkeyp
 
 
 class _CountingStream(Stream):
-    """A stream that counts how often its window is looked at, which is a slot of its class."""
+    """A stream that counts how often its window is read. In ``Stream`` the window is a slot."""
 
     looks = 0
 
@@ -385,8 +385,7 @@ def test_a_new_first_window_is_set_in_one_pass_over_the_streams() -> None:
 
 
 def test_more_streams_than_allowed_are_refused(server: Server) -> None:
-    most = http2.MAX_STREAMS
-    numbers = range(1, 2 * most + 3, 2)
+    numbers = range(1, 2 * http2.MAX_STREAMS + 3, 2)
     with Talk(server.grpc) as talk:
         talk.send(HELLO, *[head(number) for number in numbers], data(1, prefixed(GOOD)))
         said = talk.read_until((1, numbers[-1]))
@@ -394,7 +393,7 @@ def test_more_streams_than_allowed_are_refused(server: Server) -> None:
         assert said.status(1) == "0"
 
 
-def test_who_goes_away_leaves_nothing_behind(server: Server) -> None:
+def test_a_client_that_goes_away_leaves_nothing_behind(server: Server) -> None:
     direct = server.route.direct
     part = prefixed(infer(300))[:50_000]
     with Talk(server.grpc) as talk:
@@ -405,7 +404,7 @@ def test_who_goes_away_leaves_nothing_behind(server: Server) -> None:
     wait_until(lambda: not direct._bytes)
 
 
-def test_an_answer_waits_for_room_and_others_do_not_wait_for_it(server: Server) -> None:
+def test_an_answer_that_waits_for_room_does_not_block_others(server: Server) -> None:
     numbers = (1, 3)
     with Talk(server.grpc) as talk:
         talk.send(PREFACE + SettingsFrame(settings={SettingsFrame.INITIAL_WINDOW_SIZE: 10}).serialize())
@@ -414,7 +413,7 @@ def test_an_answer_waits_for_room_and_others_do_not_wait_for_it(server: Server) 
         talk.send(WindowUpdateFrame(3, 2**20).serialize())
         talk.read_until((3,))
         assert len(talk.said.data[1]) == 10
-        talk.send(SettingsFrame(settings={SettingsFrame.INITIAL_WINDOW_SIZE: 5}).serialize())  # takes back 5
+        talk.send(SettingsFrame(settings={SettingsFrame.INITIAL_WINDOW_SIZE: 5}).serialize())  # 5 less
         talk.send(WindowUpdateFrame(1, 5).serialize(), call(5, infer(1)), PingFrame().serialize())
         talk.read_until(kind=PingFrame)
         assert len(talk.said.data[1]) == 10
@@ -425,7 +424,7 @@ def test_an_answer_waits_for_room_and_others_do_not_wait_for_it(server: Server) 
     assert max(len(frame.data) for frame in said.frames if isinstance(frame, DataFrame)) <= 2**14
 
 
-def test_a_real_client_sends_and_gets_what_is_large(server: Server) -> None:
+def test_a_real_client_sends_and_receives_large_messages(server: Server) -> None:
     options = [("grpc.max_send_message_length", -1)]
     with grpc.insecure_channel(server.grpc, options=options) as channel:
         ask = channel.unary_unary(f"{SERVICE}ModelInfer")
@@ -436,8 +435,8 @@ def test_a_real_client_sends_and_gets_what_is_large(server: Server) -> None:
     assert np.allclose(result.as_numpy(OUTPUT), expected(rows(1024, 32)), atol=1e-4)
 
 
-def test_a_client_that_does_not_read_is_not_read() -> None:
-    """Else what it asks for would gather here."""
+def test_nothing_is_read_from_a_client_that_does_not_read() -> None:
+    """Otherwise its answers would pile up in the server."""
 
     async def run() -> None:
         transport, connection = Mock(asyncio.Transport), Http2Protocol(_no_call, set[Any](), 90)
@@ -456,7 +455,7 @@ def test_a_client_that_does_not_read_is_not_read() -> None:
     asyncio.run(run())
 
 
-def test_a_client_that_does_not_read_is_left(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_does_not_read_is_disconnected(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http2, "_SEND_TIMEOUT_S", 0.1)
     monkeypatch.setattr(http2, "_LOOK_S", 0.02)
     with Talk(server.grpc) as talk:
@@ -467,7 +466,7 @@ def test_a_client_that_does_not_read_is_left(server: Server, monkeypatch: pytest
         wait_until(lambda: connection not in server.listener.server_state.connections)
 
 
-def test_a_connection_that_is_closed_waits_for_no_reader(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closing_connection_does_not_wait_for_its_reader(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http2, "_LEAVE_TIMEOUT_S", 0.1)
     monkeypatch.setattr(http2, "_LOOK_S", 0.02)
     with Talk(server.grpc) as talk:
@@ -508,7 +507,7 @@ def test_an_answer_takes_room_until_it_is_sent(server: Server) -> None:
         assert len(talk.read_until((1,)).data[1]) == size
 
 
-def test_an_answer_there_is_no_room_for_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_is_refused_without_room_for_its_answer(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     message = pb.RepositoryIndexRequest().SerializeToString()
     with monkeypatch.context() as patched:
         patched.setattr(server.route.direct, "_room_bytes", 10)
@@ -527,9 +526,9 @@ def test_a_client_that_takes_an_answer_in_small_parts_gains_little_time(monkeypa
 
 
 def _busy(server: Server) -> list[Http2Protocol]:
-    """The connections of HTTP/2 that have calls."""
+    """Return the HTTP/2 connections that have calls."""
     connections = list(server.listener.server_state.connections)
-    return [each for each in connections if isinstance(each, Http2Protocol) and each._streams]
+    return [connection for connection in connections if isinstance(connection, Http2Protocol) and connection._streams]
 
 
 def test_calls_of_many_clients_are_answered_and_counted(server: Server) -> None:
@@ -540,8 +539,8 @@ def test_calls_of_many_clients_are_answered_and_counted(server: Server) -> None:
 
     def ask() -> None:
         with tritonclient.grpc.InferenceServerClient(server.grpc) as client:
-            for each, count in zip(inputs, (1, 2, 3), strict=True):
-                result = client.infer("toy", each, request_id=str(count), client_timeout=30)
+            for tensors, count in zip(inputs, (1, 2, 3), strict=True):
+                result = client.infer("toy", tensors, request_id=str(count), client_timeout=30)
                 if not np.allclose(result.as_numpy(OUTPUT), expected(rows(count)), atol=1e-4):
                     wrong.append(str(count))
 
@@ -578,10 +577,10 @@ def test_a_message_is_read_once_whatever_its_tensors_and_id(server: Server, monk
     assert len(read) == 1
     message.raw_input_contents[:] = [tensors[0] + tensors[1][:8], tensors[1][8:]]
     moved = exchange(server.grpc, call(1, message.SerializeToString()))
-    assert moved.status(1) == "3", "as many bytes in all, of which one tensor has too many"
+    assert moved.status(1) == "3", "the same total size, but one tensor has too many bytes"
 
 
-def test_another_version_is_asked_at_once(storage: UPath) -> None:
+def test_a_new_version_answers_at_once(storage: UPath) -> None:
     publish(storage, answering(1))
     with serving() as server:
         for version in (1, 2, 1):
@@ -591,7 +590,7 @@ def test_another_version_is_asked_at_once(storage: UPath) -> None:
         assert server.route.unary.inferred == 3
 
 
-def test_without_its_token_a_call_is_refused_before_its_message(storage: UPath) -> None:
+def test_a_call_without_the_token_is_refused_before_its_message(storage: UPath) -> None:
     unsent = data(1, prefixed(bytes(5000))[:5], end=False)
     bomb = data(1, prefixed(gzip.compress(bytes(5000)), is_compressed=True))
     with serving() as server:
@@ -622,7 +621,7 @@ def test_too_many_calls_and_too_large_ones_are_refused(storage: UPath) -> None:
         assert (direct.ongoing, direct._bytes) == (0, 0)
 
 
-def test_a_sender_that_is_too_slow_is_not_waited_for(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_arrives_too_slowly_times_out(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http2, "_RECEIVE_TIMEOUT_S", 0.05)
     monkeypatch.setattr(http2, "_LOOK_S", 0.02)
     said = exchange(server.grpc, head(1) + data(1, prefixed(GOOD)[:-1], end=False))
@@ -630,7 +629,7 @@ def test_a_sender_that_is_too_slow_is_not_waited_for(server: Server, monkeypatch
     assert said.resets == {1: Code.NO_ERROR}
 
 
-def test_a_connection_that_is_left_answers_what_is_on_its_way(server: Server) -> None:
+def test_a_closing_connection_answers_calls_on_their_way(server: Server) -> None:
     with Talk(server.grpc) as talk:
         talk.send(HELLO, head(1))
         wait_until(lambda: bool(_busy(server)))
@@ -639,7 +638,7 @@ def test_a_connection_that_is_left_answers_what_is_on_its_way(server: Server) ->
         talk.read_until(kind=GoAwayFrame)
         (farewell,) = (frame for frame in talk.said.frames if isinstance(frame, GoAwayFrame))
         assert farewell.last_stream_id == 2**31 - 1
-        talk.send(call(3, GOOD), data(1, prefixed(GOOD)))  # after it has heard, and answered the ping
+        talk.send(call(3, GOOD), data(1, prefixed(GOOD)))  # after the client has read GOAWAY and answered the ping
         said = talk.read_until()
     assert said.is_closed
     assert said.status(1) == "0"
@@ -648,7 +647,7 @@ def test_a_connection_that_is_left_answers_what_is_on_its_way(server: Server) ->
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_heads_are_read_as_hpack_does_however_they_are_packed(seed: int) -> None:
+def test_heads_are_read_as_hpack_decodes_them(seed: int) -> None:
     rng = random.Random(seed)
     reader, plain, encoder = HeadReader(), Decoder(), Encoder()
     seen: list[bytes] = []
@@ -658,7 +657,7 @@ def test_heads_are_read_as_hpack_does_however_they_are_packed(seed: int) -> None
             encoder.header_table_size = rng.choice([0, 100, 4096])
         kind = rng.choice([HeaderTuple, NeverIndexedHeaderTuple])
         others = [kind(f"x-{rng.randrange(3)}", "v" * rng.randrange(50)) for _ in range(rng.randrange(3))]
-        is_known = bool(seen) and rng.random() < 0.05  # it may mean something else now, or nothing
+        is_known = bool(seen) and rng.random() < 0.05  # it may have another meaning now, or none
         block = rng.choice(seen) if is_known else bytes(encoder.encode([*needed, *others]))
         seen.append(block)
         try:
@@ -670,7 +669,7 @@ def test_heads_are_read_as_hpack_does_however_they_are_packed(seed: int) -> None
         assert reader.read(block) == read
 
 
-def test_heads_are_not_kept_that_are_large_without_their_packing() -> None:
+def test_heads_that_are_large_when_decoded_are_not_kept() -> None:
     reader, encoder = HeadReader(), Encoder()
     lines = [(":method", "POST"), (":scheme", "http"), (":path", "/x"), ("x", "y" * 2000)]
     for num_copies, num_known in ((0, 0), (0, 1), (9, 1), (1, 2)):
@@ -692,7 +691,7 @@ def test_a_large_message_is_not_taken_apart(server: Server, monkeypatch: pytest.
         assert exchange(server.grpc, call(1, content)).status(1) == "0"
 
 
-def test_a_connection_without_calls_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_without_calls_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http2, "_FAREWELL_S", 0.05)
 
     async def run() -> None:
@@ -717,10 +716,10 @@ def _no_call(*_: object) -> UnaryCall:
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_a_listener_of_serves_answers_calls_and_lets_them_end(
+def test_a_listener_of_serve_answers_calls_and_lets_them_end(
     storage: UPath, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a replica's own, whose event loop may be uvloop's."""
+    """A replica has such a listener, on an event loop of asyncio or uvloop."""
     monkeypatch.setitem(HTTP_PROTOCOLS, "auto", HTTP_PROTOCOLS["auto"])
 
     async def serve() -> None:
@@ -750,7 +749,7 @@ def test_a_listener_of_serves_answers_calls_and_lets_them_end(
 
 
 def test_no_call_waits_for_the_garbage_collector(storage: UPath) -> None:
-    """With its message: answered, refused, or reset."""
+    """Neither does its message, whether the call is answered, refused or reset."""
     with serving() as server, Talk(server.grpc) as talk:
         server.run(server.endpoint.update(config(storage)))
         talk.send(HELLO, call(1, GOOD), call(3, infer(1, model="zz")))
