@@ -133,8 +133,8 @@ class Compilation:
             size_bytes=size_bytes,
             reasons=(*inherited, *family.judge.failures(parity, variant.precision)),
             quantization=file.quantization if file else None,
-            latency_ms={each.batch_size: round(each.latency_ms, 3) for each in by_size},
-            throughput={each.batch_size: round(each.throughput, 1) for each in by_size},
+            latency_ms={point.batch_size: round(point.latency_ms, 3) for point in by_size},
+            throughput={point.batch_size: round(point.throughput, 1) for point in by_size},
         )
 
     def _finalists(self) -> list[VariantRecord]:

@@ -104,7 +104,7 @@ def _chosen(settings: Sequence[Sequence[Point]], choose: Callable[[Sequence[Poin
 def joined(
     variant: Variant, accuracy: float, size_bytes: int, points: Sequence[Point], shares: Mapping[int | None, float]
 ) -> OperatingPoint:
-    """Combine the points of one setting, one for each length, into an operating point."""
+    """Return the operating point of one setting. ``points`` has its point at each length."""
     weights = [shares[point.length] for point in points]
     total = sum(weights)
     return OperatingPoint(

@@ -36,8 +36,8 @@ _MAX_FRAMES_AT_A_TIME = 256
 _LOOK_S = 5.0
 """Between checks for idle or stuck streams and connections."""
 _FAREWELL_S, _GRACE_S = 1.0, 0.2
-"""How long calls are still accepted while the connection closes: until the client knows of it, at most; then, for calls
-that HAProxy had already assigned to the connection."""
+"""How long a closing connection still takes calls: at most, if the client does not confirm that it knows; and once it
+has confirmed, for calls that HAProxy had already assigned to the connection."""
 _FAREWELL = b"farewell"
 
 

@@ -186,7 +186,7 @@ class Sender:
             self._ended(stream)
 
     def widen(self, stream: Stream | None, size: int) -> None:
-        """Widen the window of a stream, or of the connection (None). Raises ProtocolError if it gets too large."""
+        """Widen the window of a stream; None: of the connection. Raises ProtocolError if it gets too large."""
         if stream:
             stream.window = _widened(stream.window, size)
         else:
