@@ -79,7 +79,7 @@ class ServingDefaults(BaseModel):
 
     max_batch_size: PositiveInt
     max_batch_size_by_length: dict[PositiveInt, PositiveInt] = {}
-    """The maximum at each length that was measured; empty if it is the same at all lengths, or was not recorded."""
+    """The maximum at each length that was measured; empty if inputs have one length, or it was not recorded."""
 
     preferred_batch_sizes: tuple[PositiveInt, ...] = ()
     timeout_us: NonNegativeInt
