@@ -6,7 +6,7 @@ INSTALLED_BENCH := .venv/.installed-bench
 INSTALLED_MUTATION := .venv/.installed-mutation
 
 .NOTPARALLEL:  # what is installed for two goals goes into one environment
-.PHONY: help install demo test test-slow test-faults test-gpu mutation bench-training bench-tuning bench-compile bench-serving bench-many lint format
+.PHONY: help install demo test test-slow test-faults test-gpu mutation bench-training bench-tuning bench-compile bench-serving bench-many docs lint format
 
 help:
 	@echo "make demo            from a fresh clone to a prediction: install, start a cluster, tune, train, compile, deploy, ask"
@@ -20,6 +20,7 @@ help:
 	@echo "make bench-compile   compiled models beside PyTorch and ONNX Runtime, into benchmarks/compile/RESULTS.md; the machine must be quiet"
 	@echo "make bench-serving   the endpoint beside other model servers, into benchmarks/serving/RESULTS.md; needs wrk; the machine must be quiet"
 	@echo "make bench-many      the cost of many runs, trials, versions and models, into benchmarks/many/RESULTS.md"
+	@echo "make docs            the documentation as a site, into build/docs; a warning is an error"
 	@echo "make lint            ruff, mypy and the rules between the parts"
 	@echo "make format          put the code into its one form"
 
@@ -82,6 +83,10 @@ bench-serving: $(INSTALLED_BENCH)
 
 bench-many: $(INSTALLED_BENCH)
 	@$(BIN)/python -m benchmarks.many
+
+docs: $(INSTALLED_DEV)
+	@$(BIN)/sphinx-build --quiet --fail-on-warning --builder html docs build/docs
+	@echo "the site is in build/docs/index.html"
 
 lint: $(INSTALLED_DEV)
 	@$(BIN)/ruff check .

@@ -104,15 +104,15 @@ class WebhookConfig(ReceiverConfig):
 class EmailConfig(ReceiverConfig):
     """A mail server, and who gets a mail for each notification."""
 
-    host: str
-    port: Annotated[int, Field(ge=1, le=65535)] = 587
+    host: str = Field(description="name of the mail server")
+    port: Annotated[int, Field(ge=1, le=65535)] = Field(default=587, description="port of the mail server")
     security: Literal["starttls", "tls", "none"] = Field(
         default="starttls", description="starttls: usual on port 587; tls: usual on port 465"
     )
     username: str | None = Field(default=None, description="to log in with; null: no login")
     password: Secret = Field(default=None, description=_REFERENCE_HELP)
-    sender: Address
-    to: Annotated[list[Address], Field(min_length=1)]
+    sender: Address = Field(description="address that mails come from")
+    to: Annotated[list[Address], Field(min_length=1)] = Field(description="addresses that mails go to")
 
     @model_validator(mode="after")
     def _login_is_whole_and_private(self) -> "EmailConfig":
@@ -126,5 +126,5 @@ class EmailConfig(ReceiverConfig):
 class NotifyConfig(Section):
     """Who is told of an alert, beside the log."""
 
-    webhook: WebhookConfig | None = None
-    email: EmailConfig | None = None
+    webhook: WebhookConfig | None = Field(default=None, description="an HTTP receiver; default: none")
+    email: EmailConfig | None = Field(default=None, description="a mail server; default: no mail")

@@ -40,7 +40,10 @@ class GatesConfig(Section):
 class ObjectiveConfig(Section):
     """What the published variant and its serving settings are best at, among those that hold the gates."""
 
-    goal: Literal["max_throughput", "min_latency"] = "min_latency"
+    goal: Literal["max_throughput", "min_latency"] = Field(
+        default="min_latency",
+        description="min_latency: the fastest call with one row; max_throughput: the most rows a second",
+    )
     latency_ms: PositiveFloat | None = Field(
         default=None, description="of max_throughput: what a call may take, 95 of 100; default: any time"
     )
@@ -68,7 +71,9 @@ class CompileConfig(Section):
     resources: CustomResources = Field(
         default={}, description="custom resources reserved in Ray; choose the kind of node that will serve"
     )
-    precisions: list[ComputePrecision] = Field(default=["fp32", "bf16", "int8"], min_length=1)
+    precisions: list[ComputePrecision] = Field(
+        default=["fp32", "bf16", "int8"], min_length=1, description="precisions to make variants in"
+    )
     engines: Literal["auto"] | Annotated[list[EngineName], Field(min_length=1)] = Field(
         default="auto",
         description="auto: all that this machine has, and torch to compare with; torch is published where it is named",

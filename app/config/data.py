@@ -10,8 +10,8 @@ from app.config.section import Section
 class CleanConfig(Section):
     """What cleaning drops before the split. Texts under several labels are always dropped."""
 
-    drop_empty: bool = True
-    deduplicate: bool = True
+    drop_empty: bool = Field(default=True, description="drop empty examples")
+    deduplicate: bool = Field(default=True, description="keep one of several equal examples")
 
 
 class ColumnsConfig(Section):

@@ -23,7 +23,7 @@ class ZeroPlusPlusConfig(Section):
 class PowerSgdConfig(Section):
     """Gradients travel in low rank (Vogels et al. 2019, arXiv:1905.13727), through torch's reduction; ZeRO 0, fp32."""
 
-    rank: PositiveInt = 4
+    rank: PositiveInt = Field(default=4, description="rank of the approximation")
 
 
 class PlanConfig(Section):
@@ -57,7 +57,9 @@ class PlanConfig(Section):
     communication_data_type: Literal["fp32", "bf16", "fp16"] | None = Field(
         default=None, description="the type in which gradients travel; default: their own"
     )
-    powersgd: PowerSgdConfig | None = None
+    powersgd: PowerSgdConfig | None = Field(
+        default=None, description="send gradients in low rank; for ZeRO 0 in fp32; default: send them whole"
+    )
     overlap_comm: bool = Field(default=True, description="reduce gradients while the backward pass runs")
     zero_plus_plus: ZeroPlusPlusConfig = ZeroPlusPlusConfig()
 

@@ -21,15 +21,19 @@ Name = Annotated[str, Field(pattern=rf"^{NAME}$")]
 class ModelConfig(Section):
     """The model: a function that returns a ``torch.nn.Module``, and its arguments."""
 
-    factory: ImportString
-    args: dict[str, Any] = Field(default={})
+    factory: ImportString = Field(
+        description="import path, package.module:name, of a function that returns a torch.nn.Module"
+    )
+    args: dict[str, Any] = Field(
+        default={}, description="arguments of the factory; it also gets the dataset properties that its signature names"
+    )
 
 
 class TunedFrom(Section):
     """The trial of a search that found a recipe's values."""
 
     run: str = Field(description="id of the tune run")
-    trial: int
+    trial: int = Field(description="number of the trial in that run")
 
     def __str__(self) -> str:
         return f"trial {self.trial} of {self.run}"
@@ -38,17 +42,22 @@ class TunedFrom(Section):
 class Recipe(Section):
     """One task, its data and its model, from training to the endpoint."""
 
-    name: Name
+    name: Name = Field(description="name of the recipe, and of the model that it publishes")
     task: Annotated[
         str, Field(pattern=rf"^(text-classification|image-classification|{LANGUAGE_MODELING}|{IMPORT_STRING})$")
-    ]
+    ] = Field(
+        description=f"text-classification, image-classification or {LANGUAGE_MODELING}; or the import path of a "
+        "processor of your own"
+    )
     storage: str | None = Field(
         default=None, description="URI or absolute path; default: $RAYLOOM_STORAGE, else ~/.rayloom/storage"
     )
     data: DataConfig
     model: ModelConfig
     train: TrainConfig = TrainConfig()
-    tune: TuneConfig | None = None
+    tune: TuneConfig | None = Field(
+        default=None, description="search that jobs.tune runs, and jobs.lifecycle before training; default: none"
+    )
     compile: CompileConfig = CompileConfig()
     serve: ServeConfig = ServeConfig()
     alerts: list[AlertConfig] = Field(default=[], description="rules over what training reports")

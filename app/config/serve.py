@@ -70,7 +70,9 @@ class ServeConfig(Section):
     version: PositiveInt | None = Field(
         default=None, description="version to make production; default: production as it is"
     )
-    host: str = "127.0.0.1"
+    host: str = Field(
+        default="127.0.0.1", description="address to listen on; 0.0.0.0: every interface, which several nodes need"
+    )
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
         default=None, description="default: the port that the local cluster chose, else 8000"
     )
@@ -83,7 +85,7 @@ class ServeConfig(Section):
     token_file: LocalFile | None = Field(
         default=None, description="absolute path, mode 600; default: endpoint_token in ~/.rayloom, made if missing"
     )
-    tls: TlsConfig | None = None
+    tls: TlsConfig | None = Field(default=None, description="serve HTTPS; default: HTTP")
     batching: BatchingConfig = BatchingConfig()
     queue_limit: PositiveInt = Field(default=256, description="requests that wait in a replica; one more is refused")
     request_timeout_s: PositiveFloat | None = Field(

@@ -15,9 +15,11 @@ from app.config.section import Fraction, NumberOrRange, Section, is_stored
 class OptimizerConfig(Section):
     """The optimizer and its rates."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    lr: Annotated[float, Field(gt=0.0)] = 3.0e-4
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.01
+    name: Literal["adamw", "sgd"] = Field(default="adamw", description="the algorithm")
+    lr: Annotated[float, Field(gt=0.0)] = Field(default=3.0e-4, description="peak learning rate, after the warm-up")
+    weight_decay: Annotated[float, Field(ge=0.0)] = Field(
+        default=0.01, description="of parameters with two or more dimensions; biases and norms have none"
+    )
     momentum: Fraction = Field(default=0.0, description="for sgd")
     betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.999), strict=False, description="for adamw")
 
@@ -25,17 +27,21 @@ class OptimizerConfig(Section):
 class ScheduleConfig(Section):
     """How the learning rate moves over the optimizer steps of a run."""
 
-    name: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_fraction: Fraction = 0.05
+    name: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="shape after the warm-up")
+    warmup_fraction: Fraction = Field(
+        default=0.05, description="share of the optimizer steps in which the rate rises to lr"
+    )
 
 
 class EarlyStoppingConfig(Section):
     """Stop when the last ``patience`` epochs brought nothing better than the best before them."""
 
-    metric: Literal["val_loss", "val_accuracy", "val_perplexity"] = "val_loss"
-    mode: Literal["min", "max"] = "min"
-    patience: PositiveInt = 3
-    min_delta: Annotated[float, Field(ge=0.0)] = 0.0
+    metric: Literal["val_loss", "val_accuracy", "val_perplexity"] = Field(
+        default="val_loss", description="what is watched; the best epoch is chosen by it, too"
+    )
+    mode: Literal["min", "max"] = Field(default="min", description="max for val_accuracy, min for the others")
+    patience: PositiveInt = Field(default=3, description="epochs without an improvement until training ends")
+    min_delta: Annotated[float, Field(ge=0.0)] = Field(default=0.0, description="smallest improvement that counts")
 
     @model_validator(mode="after")
     def _mode_fits_metric(self) -> Self:
@@ -77,30 +83,44 @@ class LoaderConfig(Section):
 class TrainConfig(Section):
     """The training run."""
 
-    epochs: PositiveInt = 3
-    global_batch_size: PositiveInt = 64
-    precision: Precision = "fp32"
+    epochs: PositiveInt = Field(default=3, description="passes over the training split, at most")
+    global_batch_size: PositiveInt = Field(
+        default=64, description="samples of an optimizer step, over all workers; the same for any number of workers"
+    )
+    precision: Precision = Field(
+        default="fp32", description="type that the model computes in; fp16 is for GPUs, with a dynamic loss scale"
+    )
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
-    early_stopping: EarlyStoppingConfig | None = EarlyStoppingConfig()
+    early_stopping: EarlyStoppingConfig | None = Field(
+        default=EarlyStoppingConfig(), description="when training ends before its last epoch; null: never"
+    )
     gradient_clipping: Annotated[float, Field(ge=0.0)] = Field(
         default=1.0, description="largest global norm of the gradient; 0 leaves it as it is"
     )
-    label_smoothing: Fraction = 0.0
+    label_smoothing: Fraction = Field(
+        default=0.0, description="share of the target that is spread evenly over all classes"
+    )
     linear_baseline: bool = Field(
         default=False, description="texts: also fit a linear model on the same split, to compare with"
     )
     max_steps: PositiveInt | None = Field(default=None, description="stop after so many optimizer steps")
-    seed: int = 0
+    seed: int = Field(default=0, description="seed of the weights, the order of the samples and dropout")
     workers: NumberOrRange = Field(
         default=1, description="processes; or [least, most]: as many as the cluster has room for"
     )
-    cpus_per_worker: Annotated[float, Field(gt=0.0)] = 1.0
+    cpus_per_worker: Annotated[float, Field(gt=0.0)] = Field(
+        default=1.0, description="CPUs that each worker reserves in Ray"
+    )
     device: Device = Field(default="cpu", description="gpu: one GPU a worker")
     sync_batch_norm: bool = Field(
         default=False, description="compute batch norm statistics over the micro-batches of all workers"
     )
-    plan: Plan = Field(default=PlanConfig(), validate_default=True)
+    plan: Plan = Field(
+        default=PlanConfig(),
+        validate_default=True,
+        description="how training is distributed over the workers; auto: ZeRO 1",
+    )
     deepspeed: dict[str, Any] = Field(default={}, description="further keys of DeepSpeed's own configuration")
     torch_compile: bool = Field(default=False, description="compile the model with torch.compile")
     loader: LoaderConfig = LoaderConfig()

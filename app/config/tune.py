@@ -74,7 +74,7 @@ class TuneConfig(Section):
         description="what is best in the epoch that training keeps; several metrics: their Pareto front",
     )
     mode: Modes = Field(default=[], description="max or min, one for each metric; default: as the metric is better")
-    trials: PositiveInt = 32
+    trials: PositiveInt = Field(default=32, description="maximum number of trials")
     epochs: PositiveInt | None = Field(default=None, description="of a trial, at most; default: train.epochs")
     sampler: Sampler = Field(default="tpe", description="who proposes values: learns from the trials before")
     random_trials: Annotated[int, Field(ge=0)] | None = Field(

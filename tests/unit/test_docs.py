@@ -1,0 +1,106 @@
+"""What the pages name exists: commands, options, recipes and their keys, modules, files; and every key is described."""
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from pydantic import TypeAdapter
+from typer.core import TyperGroup
+
+from app.cli.main import app
+from app.config import Recipe, load_recipe
+from tests.helpers import ROOT
+from tests.pages import Command, blocks, commands, pages
+
+COMMANDS = list(commands())
+_PLACEHOLDER = re.compile(r"\b[A-Z][A-Z_]{2,}\b")  # such as RUN_ID: the reader puts a value there
+
+
+def undescribed(path: str, section: dict[str, Any], definitions: dict[str, Any]) -> Iterator[str]:
+    """Yield the keys of a section, and of the sections in it, that the schema says nothing about."""
+    for name, field in section["properties"].items():
+        options = [field, *field.get("anyOf", []), field.get("items", {})]
+        inner = [definitions[option["$ref"].rpartition("/")[2]] for option in options if "$ref" in option]
+        if not any(each.get("description") for each in (field, *inner)):
+            yield path + name
+        for each in inner:
+            yield from undescribed(f"{path}{name}.", each, definitions)
+
+
+def test_every_key_of_a_recipe_has_a_description() -> None:
+    schema = Recipe.model_json_schema()
+    assert list(undescribed("", schema, schema["$defs"])) == []
+
+
+def parse(arguments: list[str]) -> dict[str, Any]:
+    """Parse the arguments of ``rayloom`` as it would, without running it. Return the parameters of the command."""
+    command: Any = typer.main.get_command(app)
+    context = command.make_context("rayloom", arguments)
+    while isinstance(command, TyperGroup):
+        name, command, arguments = command.resolve_command(context, [*context._protected_args, *context.args])
+        context = command.make_context(name, list(arguments), parent=context)
+    parameters: dict[str, Any] = context.params
+    return parameters
+
+
+def require_recipe(recipe: str, overrides: list[str]) -> None:
+    """Load a recipe of the repository with the overrides. A recipe that the reader brings is not looked at."""
+    if recipe.startswith("recipes/"):
+        load_recipe(str(ROOT / recipe), [each for each in overrides if not _PLACEHOLDER.search(each.partition("=")[2])])
+
+
+def module_of(words: tuple[str, ...]) -> tuple[str, list[str]] | None:
+    """Return the module that a command runs with ``-m``, and its arguments."""
+    if "-m" not in words:
+        return None
+    place = words.index("-m") + 1
+    return words[place], list(words[place + 1 :])
+
+
+def test_the_pages_have_commands() -> None:
+    assert len(COMMANDS) > 40
+    assert {command.words[0] for command in COMMANDS} >= {"rayloom", "make", "torchrun", "ray"}
+
+
+@pytest.mark.parametrize("command", [each for each in COMMANDS if each.words[0] == "rayloom"], ids=str)
+def test_a_command_of_rayloom_is_one(command: Command) -> None:
+    parameters = parse(list(command.words[1:]))
+    if recipe := parameters.get("recipe"):
+        require_recipe(recipe, parameters["overrides"] or [])
+
+
+@pytest.mark.parametrize("command", [each for each in COMMANDS if "-m" in each.words], ids=str)
+def test_a_module_that_a_command_runs_exists(command: Command) -> None:
+    module, arguments = module_of(command.words) or ("", [])
+    found = importlib.util.find_spec(module)
+    assert found, module
+    assert found.submodule_search_locations is None or importlib.util.find_spec(f"{module}.__main__"), module
+    if module.startswith(("jobs.", "app.")) and arguments:
+        processes = [f"train.workers={command.words[2]}"] if command.words[0] == "torchrun" else []
+        require_recipe(arguments[0], [*arguments[1:], *processes])
+
+
+def test_targets_of_make_exist() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    named = {target for command in COMMANDS if command.words[0] == "make" for target in command.words[1:]}
+    assert named
+    assert named <= targets
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_yaml_of_a_page_is_part_of_a_recipe(page: Path) -> None:
+    for block in blocks(page, "yaml"):
+        for key, value in yaml.safe_load(block).items():
+            TypeAdapter(Recipe.model_fields[key].annotation).validate_python(value)
+
+
+def test_files_that_the_readme_links_to_exist() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
