@@ -11,6 +11,8 @@ from benchmarks.machine import load_average
 from benchmarks.serving.cases import CASES, STEADY_CASES, Case, Field
 from benchmarks.serving.environments import DEFAULT_FOLDER, InstallationError, version_of
 from benchmarks.serving.findings import Findings, Raced
+from benchmarks.serving.h2load import H2LOAD
+from benchmarks.serving.load import GeneratorMissingError
 from benchmarks.serving.models import Models
 from benchmarks.serving.plot import heat_map
 from benchmarks.serving.race import race
@@ -19,20 +21,21 @@ from benchmarks.serving.servers import SERVERS
 from benchmarks.serving.steady import steady
 from benchmarks.serving.sweep import Swept, sweep
 from benchmarks.serving.workloads import workload
-from benchmarks.serving.wrk import WrkMissingError, require_wrk
+from benchmarks.serving.wrk import WRK
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
-_SWEEP, _STEADY_S = "sweep", 15
+_GRPC, _SWEEP, _STEADY_S = "grpc", "sweep", 15
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what is asked for, print what was found and keep it."""
     arguments = _arguments(argv)
     try:
-        require_wrk()
+        for case in arguments.cases:
+            (H2LOAD if case == _GRPC else WRK).require()
         with tempfile.TemporaryDirectory(prefix="bench-serving-") as temporary:
             found = _measure(arguments, (arguments.models or Path(temporary)).absolute())
-    except (WrkMissingError, InstallationError) as error:
+    except (GeneratorMissingError, InstallationError) as error:
         sys.exit(f"error: {error}")
     picture = arguments.output.with_name("sweep.svg")
     if found.sweep and found.sweep.outcomes:

@@ -10,11 +10,11 @@ from benchmarks.serving.loops import best_rate
 from benchmarks.serving.models import Models, ServedModel
 from benchmarks.serving.peer import Peer
 from benchmarks.serving.rayloom import Rayloom
-from benchmarks.serving.servers import ALONE, EAGER, SERVERS, Server
-from benchmarks.serving.wire import JsonTensors
+from benchmarks.serving.servers import ALONE, EAGER, SERVERS, TRITON_GRPC, Server
+from benchmarks.serving.wire import GrpcTensors, JsonTensors
 from benchmarks.serving.workloads import Workload, workload
 
-RAYLOOM, IN_JSON = "Rayloom", "Rayloom, JSON"
+RAYLOOM, IN_JSON, OVER_GRPC = "Rayloom", "Rayloom, JSON", "Rayloom, gRPC"
 TRITON_IN_JSON = "NVIDIA Triton, JSON, batching"
 BATCHING_OFF, CHOSEN = "Rayloom, batching off", "Rayloom, compile's choice"
 SAME_FILE_LOOP, CHOSEN_LOOP = "bare loop, the same file", "bare loop, compile's choice"
@@ -31,9 +31,11 @@ class Field:
 
     def peers(self, model: ServedModel) -> list[Peer]:
         """Each server in every way that it is run."""
-        return [
-            Peer(server, model, batching, self.environments) for server in self.servers for batching in server.batchings
-        ]
+        return [peer for server in self.servers for peer in self.ways(server, model)]
+
+    def ways(self, server: Server, model: ServedModel) -> list[Peer]:
+        """One server in every way that it is run."""
+        return [Peer(server, model, batching, self.environments) for batching in server.batchings]
 
     def eager(self, model: ServedModel) -> Peer:
         """PyTorch, one request at a time."""
@@ -60,6 +62,17 @@ def tiny_cnn(models: Models, field: Field) -> Case:
         field.peers(models.cnn),
         workload(models.cnn.onnx, models.pictures),
         {SAME_FILE_LOOP: partial(best_rate, models.cnn, models.pictures)},
+    )
+
+
+def grpc(models: Models, field: Field) -> Case:
+    """The same model over gRPC, beside Triton alone."""
+    return Case(
+        "Tiny CNN, gRPC",
+        [Rayloom(OVER_GRPC, models.cnn, encoding=GrpcTensors)],
+        field.ways(TRITON_GRPC, models.cnn),
+        workload(models.cnn.onnx, models.pictures),
+        {},
     )
 
 
@@ -119,7 +132,12 @@ def steady_cnn(models: Models, field: Field) -> SteadyCase:
     return SteadyCase("Tiny CNN", Rayloom(RAYLOOM, models.cnn), baseline, 0.5, rows)
 
 
-CASES: Mapping[str, Callable[[Models, Field], Case]] = {"cnn": tiny_cnn, "encoder": encoder, "texts": texts}
+CASES: Mapping[str, Callable[[Models, Field], Case]] = {
+    "cnn": tiny_cnn,
+    "grpc": grpc,
+    "encoder": encoder,
+    "texts": texts,
+}
 STEADY_CASES: Mapping[str, Callable[[Models, Field], SteadyCase]] = {
     "steady_cnn": steady_cnn,
     "steady_texts": steady_texts,

@@ -5,10 +5,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.markdown import Goal, verdict
-from benchmarks.serving.cases import BATCHING_OFF, CHOSEN, IN_JSON, RAYLOOM, SAME_FILE_LOOP, TRITON_IN_JSON
+from benchmarks.serving.cases import (
+    BATCHING_OFF,
+    CHOSEN,
+    IN_JSON,
+    OVER_GRPC,
+    RAYLOOM,
+    SAME_FILE_LOOP,
+    TRITON_IN_JSON,
+)
 from benchmarks.serving.findings import Findings, Raced
 from benchmarks.serving.race import Result
-from benchmarks.serving.servers import EAGER
+from benchmarks.serving.servers import EAGER, TRITON_GRPC
 from benchmarks.serving.steady import Steady
 from benchmarks.spread import Spread
 
@@ -16,6 +24,7 @@ FASTER_THAN_PEERS = {16: 1.7, 64: 1.6}
 """Times the rate of the best peer, by the number of connections."""
 P99_OF_PEERS = 0.8
 FASTER_IN_JSON = 1.3
+FASTER_OVER_GRPC = 1.2
 CPU_US = 100
 OF_THE_LOOP = 0.95
 NO_SLOWER = 1.03
@@ -28,7 +37,7 @@ _ONE, _SOME, _MANY = 1, 16, 64
 
 def goals(found: Findings) -> list[Goal]:
     """Every goal of the races that were run."""
-    rows = {"cnn": _cnn, "encoder": _encoder, "texts": _texts}
+    rows = {"cnn": _cnn, "grpc": _grpc, "encoder": _encoder, "texts": _texts}
     raced = [goal for name, raced in found.races.items() for goal in rows[name](raced)]
     return [*raced, *(goal for steady in found.steady for goal in _steady(steady))]
 
@@ -63,6 +72,13 @@ def _cpu(raced: Raced) -> Goal:
         return Goal(what, goal, missing, "open")
     spent = raced.race.results[RAYLOOM].cpu_us(_MANY)
     return Goal(what, goal, f"{spent.median:.0f} µs", verdict(spent.median <= CPU_US))
+
+
+def _grpc(raced: Raced) -> Iterator[Goal]:
+    for connections in (_SOME, _MANY):
+        rates = _ratio(raced, Result.rate, OVER_GRPC, raced.race.fastest(raced.peers, connections), connections)
+        what = f"{raced.title}: {OVER_GRPC} / {TRITON_GRPC.name}, rows a second, {_at(connections)}"
+        yield _judged(what, rates, "≥", FASTER_OVER_GRPC)
 
 
 def _encoder(raced: Raced) -> Iterator[Goal]:

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-
 from app.cluster.ports import LOOPBACK, unused
+from benchmarks.serving.client import connect
 from benchmarks.serving.environments import PEERS, interpreter
 from benchmarks.serving.models import ServedModel
 from benchmarks.serving.processes import running
@@ -58,9 +57,10 @@ class Peer:
         """Start a copy of its files, since some servers write beside them."""
         python, (port,) = interpreter(self.server, self.environments), unused(1)
         copied = shutil.copytree(PEERS / self.server.folder, folder / "server")
-        url = f"http://{LOOPBACK}:{port}"
+        url = f"{self.wire.scheme}://{LOOPBACK}:{port}"
         environment = {
             "PORT": str(port),
+            "PROTOCOL": self.wire.scheme,
             "MODEL_FILE": str(self.model.onnx),
             "WEIGHTS": str(self.model.weights),
             "MAX_BATCH_SIZE": str(self.batching.max_size),
@@ -75,5 +75,5 @@ class Peer:
 
     def _answers(self, url: str) -> bool:
         request = self.wire.request(self.model.blank_row)
-        answer = httpx.post(f"{url}{request.path}", content=request.body, headers=dict(request.headers), timeout=5.0)
-        return answer.is_success
+        with connect(url, timeout_s=5.0) as client:
+            return client.post(request.path, content=request.body, headers=dict(request.headers)).is_success

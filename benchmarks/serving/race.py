@@ -8,13 +8,19 @@ from pathlib import Path
 
 from benchmarks.markdown import one_line
 from benchmarks.rounds import turns
+from benchmarks.serving import h2load, wrk
 from benchmarks.serving.contenders import Contender
+from benchmarks.serving.load import Load, least_disturbed
+from benchmarks.serving.wire import Request, Scheme
 from benchmarks.serving.workloads import Workload
-from benchmarks.serving.wrk import Load, drive, least_disturbed
 from benchmarks.spread import Spread
 
 CONNECTIONS = (1, 16, 64)
 _WARM_UP_S = 1
+_DRIVERS: Mapping[Scheme, Callable[[str, Sequence[Request], int, int], Load]] = {
+    "http": wrk.drive,
+    "grpc": h2load.drive,
+}
 
 Loads = Mapping[int, Load]
 """By the number of connections."""
@@ -41,7 +47,7 @@ class Result:
         return Spread(tuple(each[connections].p99_ms for each in self.rounds))
 
     def cpu_us(self, connections: int) -> Spread:
-        """CPU time of the whole machine for each answer, including wrk's."""
+        """CPU time of the whole machine for each answer, including the load generator's."""
         return Spread(tuple(loads[connections].cpu_us for loads in self.rounds))
 
     def errors(self, connections: int) -> int:
@@ -49,7 +55,7 @@ class Result:
         return sum(each[connections].errors for each in self.rounds)
 
     def generator_busy(self, connections: int) -> float:
-        """The share of its core that wrk took, in the worst round."""
+        """The share of its core that the load generator took, in the worst round."""
         return max(each[connections].generator_busy for each in self.rounds)
 
     def stolen(self, connections: int) -> float:
@@ -123,11 +129,11 @@ def race(
 
 def take_turn(contender: Contender, workload: Workload, seconds: int) -> Loads:
     """Start it, warm it up and load it. Raises RuntimeError: it does not run, or answers wrong."""
-    requests = workload.requests(contender.wire)
+    requests, drive = workload.requests(contender.wire), _DRIVERS[contender.wire.scheme]
     with tempfile.TemporaryDirectory(prefix="rb-", dir="/tmp") as folder, contender.serve(Path(folder)) as url:
 
         def check() -> None:
-            """Once it has answered all this, it has also answered what wrk left behind when its time was over."""
+            """Once it has answered all this, it has also answered what the load left behind when its time was over."""
             workload.check(url, contender.wire, contender.tolerance)
 
         def load(connections: int) -> Load:
@@ -147,5 +153,5 @@ def _line(loads: Loads) -> str:
 
 def _figures(load: Load) -> str:
     errors = f", {load.errors} errors" if load.errors else ""
-    spent = f"{load.cpu_us:.0f} µs of CPU, wrk {load.generator_busy:.0%} busy, {load.stolen:.0%} stolen"
+    spent = f"{load.cpu_us:.0f} µs of CPU, generator {load.generator_busy:.0%} busy, {load.stolen:.0%} stolen"
     return f"{load.rate:.0f}/s, p50 {load.p50_ms:.2f} ms, p99 {load.p99_ms:.2f} ms{errors}, {spent}"

@@ -1,20 +1,20 @@
 """Rayloom's endpoint, driven as a person drives it: ``rayloom up``, ``rayloom submit deploy``, ``rayloom down``."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.cluster import Cluster, local_cluster
 from benchmarks.serving.models import THREADS, ServedModel
-from benchmarks.serving.wire import BinaryTensors, Wire
+from benchmarks.serving.wire import BinaryTensors, Scheme, Wire
 from benchmarks.serving.workloads import EXACT, NARROWED, Tolerance
 
 _ROOT = Path(__file__).parents[2]
 
 
-def deploy(cluster: Cluster, model: ServedModel, *settings: str) -> str:
-    """Serve a model with one replica and one thread; its address.
+def deploy(cluster: Cluster, model: ServedModel, *settings: str) -> Mapping[Scheme, str]:
+    """Serve a model with one replica and one thread; return its address for each protocol.
 
     Args:
         settings: of the recipe's ``serve``, such as ``serve.queue_limit=64``.
@@ -24,7 +24,8 @@ def deploy(cluster: Cluster, model: ServedModel, *settings: str) -> str:
     """
     fixed = (f"name={model.name}", f"storage={model.storage}", "serve.replicas=1", f"serve.threads={THREADS}")
     recipe = (_ROOT / model.recipe).relative_to(_ROOT)  # a job gets a copy of the checkout
-    return cluster.submit("deploy", str(recipe), *fixed, *settings).result.artifacts["http"]
+    artifacts = cluster.submit("deploy", str(recipe), *fixed, *settings).result.artifacts
+    return {"http": artifacts["http"], "grpc": f"grpc://{artifacts['grpc']}"}
 
 
 @dataclass(frozen=True)
@@ -66,4 +67,4 @@ class Rayloom:
     def serve(self, _: Path) -> Iterator[str]:
         """Start a cluster and deploy."""
         with local_cluster() as cluster:
-            yield deploy(cluster, self.model, *self.settings)
+            yield deploy(cluster, self.model, *self.settings)[self.wire.scheme]

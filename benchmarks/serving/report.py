@@ -12,7 +12,7 @@ from benchmarks.serving.sweep import Swept
 from benchmarks.spread import Spread
 
 SATURATED = 0.9
-"""Of its core: beyond, wrk may have been what held a server back."""
+"""Of its core: beyond, the load generator may have been what held a server back."""
 
 _PACKAGES = ("rayloom", "ray", "onnxruntime", "openvino", "torch")
 
@@ -25,8 +25,8 @@ is answered; it takes turns through 32 rows that differ. Before each load the se
 once, and its answers are compared with those of ONNX Runtime run directly: in float32 no number may be more than 0.001
 off, of a variant in a narrower precision the cosine of each row must be 0.97 or more. Percentiles are wrk's, in which a
 pause that held up a connection counts as often as requests would have been sent meanwhile. Errors are answers with
-status 400 or more, broken connections and waits over 10 s. "wrk busy" is the share of its one core that wrk took, in
-the worst round; beyond 90 %, in bold, it may have been what held the server back. "CPU" is the CPU time that all
+status 400 or more, broken connections and waits over 10 s. "Generator busy" is the share of its one core that wrk took,
+in the worst round; beyond 90 %, in bold, it may have been what held the server back. "CPU" is the CPU time that all
 processes of the machine, including wrk, took for each answer. "Stolen" is how much of a core the
 hypervisor gave to other machines, likewise: what runs in several processes loses more by it than a bare loop. A load
 that lost more than 5 % of a core is made again, four times at most, and the one that lost least counts.
@@ -39,6 +39,14 @@ engine in a process of its own, with the batch size that gives most.
 
 PyTorch eager is behind Ray Serve with the fast ingress, as Rayloom is, and answers one request after the other. All are
 asked for texts that the tokenizer has padded to 32, 64 or 128 tokens; PyTorch cuts the padding off."""
+
+_HOW_GRPC = """
+
+gRPC is loaded by h2load instead: one thread, so many connections, each with one unary ModelInfer call at a time. It
+sends one row again and again. All rows are checked before each load, as over HTTP. A short load estimates how many
+calls fill the time, and that number is made, so no call is cancelled. h2load does not read gRPC's status, but a refused
+call has no message. So errors are calls without the bytes of an answer, on broken connections, or after a wait of 10 s.
+Percentiles are h2load's, in which a pause counts once for each connection that it held up."""
 
 
 def report(found: Findings, picture: Path) -> str:
@@ -54,7 +62,7 @@ def report(found: Findings, picture: Path) -> str:
         *map(_race, found.races.values()),
         *map(_steady, found.steady),
         *swept,
-        _HOW,
+        _HOW + (_HOW_GRPC if "grpc" in found.races else ""),
     ]
     return "\n\n".join(section.strip() for section in sections) + "\n"
 
@@ -64,7 +72,7 @@ def _title(found: Findings) -> str:
 # Serving: results
 
 `make bench-serving`, {today()}, {found.minutes:.0f} minutes, {found.num_rounds} rounds, {found.seconds} s of load with
-1 and 16 connections, {2 * found.seconds} with 64. {machine()}, shared between the server and wrk, which makes the load.
+1 and 16 connections, {2 * found.seconds} with 64. {machine()}, shared between the server and the load generator.
 {versions(_PACKAGES)}; {", ".join(found.versions)}.
 Load average over 1, 5 and 15 minutes: {found.load_before} before, {found.load_after} after. Anything above
 0.5 before means that other work took part of the cores, and that single numbers are worth little."""
@@ -89,7 +97,7 @@ def _race(raced: Raced) -> str:
         "p99, ms",
         "CPU, µs",
         "errors",
-        "wrk busy",
+        "generator busy",
         "stolen",
     )
     rows = [

@@ -1,11 +1,11 @@
 """The servers that a user would pick instead, run as their own documentation does; each ``server.py`` says more."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.cluster.ports import unused
-from benchmarks.serving.wire import BinaryTensors, JsonTensors, NamedLists, StackedList, Wire
+from benchmarks.serving.wire import BinaryTensors, GrpcTensors, JsonTensors, NamedLists, StackedList, Wire
 
 MODEL = "model"
 """What servers that name models call the one they serve."""
@@ -119,6 +119,8 @@ SERVERS: Mapping[str, Server] = {
     ),
 }
 """By the name that the command line takes."""
+
+TRITON_GRPC = replace(SERVERS["triton"], name="NVIDIA Triton, gRPC", wire=GrpcTensors(MODEL))
 
 EAGER = Server(
     "PyTorch eager",

@@ -8,10 +8,11 @@ from itertools import product
 from benchmarks.cluster import local_cluster
 from benchmarks.markdown import one_line
 from benchmarks.serving.contenders import Contender
+from benchmarks.serving.load import Load, least_disturbed
 from benchmarks.serving.models import ServedModel
 from benchmarks.serving.rayloom import Rayloom, deploy
 from benchmarks.serving.workloads import Workload
-from benchmarks.serving.wrk import Load, drive, least_disturbed
+from benchmarks.serving.wrk import drive
 
 CONNECTIONS = 64
 SIZES = (1, 8, 32)
@@ -83,7 +84,7 @@ def sweep(model: ServedModel, workload: Workload, seconds: int, settings: Sequen
         for setting in settings:
             contender = Rayloom(setting.override, model, (setting.override,))
             try:
-                url = deploy(cluster, model, setting.override)
+                url = deploy(cluster, model, setting.override)["http"]
                 outcomes[setting] = _outcome(url, contender, workload, seconds)
                 print(f"{setting.override}: {outcomes[setting]}", flush=True)
             except RuntimeError as error:

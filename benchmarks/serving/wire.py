@@ -3,15 +3,18 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import httpx
 import numpy as np
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
+from tritonclient.grpc import service_pb2 as pb
 
 from app.serving.protocol.datatypes import DATATYPES
 from app.tensors import OUTPUT, Tensors
 
+Scheme = Literal["http", "grpc"]
 Answer = NDArray[np.float32]
 """The numbers of one row's answer, flat."""
 
@@ -37,6 +40,11 @@ class Request:
 class Wire(Protocol):
     """What a server is sent."""
 
+    @property
+    def scheme(self) -> Scheme:
+        """The protocol that carries it."""
+        ...
+
     def request(self, row: Tensors) -> Request:
         """The request for a batch of one row."""
         ...
@@ -50,6 +58,7 @@ class Wire(Protocol):
 class BinaryTensors:
     """The Open Inference Protocol with the binary tensor extension, both ways."""
 
+    scheme: ClassVar[Scheme] = "http"
     model: str
 
     def __str__(self) -> str:
@@ -78,6 +87,7 @@ class BinaryTensors:
 class JsonTensors:
     """The Open Inference Protocol in JSON."""
 
+    scheme: ClassVar[Scheme] = "http"
     model: str
 
     def __str__(self) -> str:
@@ -95,9 +105,39 @@ class JsonTensors:
 
 
 @dataclass(frozen=True)
+class GrpcTensors:
+    """The Open Inference Protocol over gRPC, with raw contents both ways."""
+
+    scheme: ClassVar[Scheme] = "grpc"
+    model: str
+
+    def __str__(self) -> str:
+        return "Open Inference Protocol over gRPC, raw contents"
+
+    def request(self, row: Tensors) -> Request:
+        """A ModelInferRequest, for a unary call."""
+        message = pb.ModelInferRequest(model_name=self.model)
+        for name, tensor in row.items():
+            message.inputs.add(**_described(name, tensor))
+            message.raw_input_contents.append(tensor.tobytes())
+        return Request("/inference.GRPCInferenceService/ModelInfer", message.SerializeToString(), {})
+
+    def answer(self, response: httpx.Response) -> Answer:
+        """The raw contents of the one output."""
+        try:
+            message = pb.ModelInferResponse.FromString(response.content)
+        except DecodeError as error:
+            raise ValueError(str(error)) from error
+        (output,), (contents,) = message.outputs, message.raw_output_contents
+        assert output.name == OUTPUT
+        return np.frombuffer(contents, np.float32)
+
+
+@dataclass(frozen=True)
 class NamedLists:
     """A JSON object with a list for each input; the answer has the one output."""
 
+    scheme: ClassVar[Scheme] = "http"
     path: str
 
     def __str__(self) -> str:
@@ -116,6 +156,7 @@ class NamedLists:
 class StackedList:
     """One JSON list, several inputs stacked along a second axis, for a server that batches a single argument."""
 
+    scheme: ClassVar[Scheme] = "http"
     path: str
 
     def __str__(self) -> str:

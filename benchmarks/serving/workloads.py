@@ -10,11 +10,11 @@ import numpy as np
 import onnxruntime
 
 from app.tensors import OUTPUT, Tensors
+from benchmarks.serving.client import connect
 from benchmarks.serving.processes import ServerError
 from benchmarks.serving.wire import Answer, Request, Wire
 
 _AT_ONCE = 16
-_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Workload:
 
     def check(self, url: str, wire: Wire, tolerance: Tolerance) -> None:
         """Ask for every row, several at once, and compare. Raises ServerError, which names the first that is wrong."""
-        with httpx.Client(base_url=url, timeout=_TIMEOUT_S) as client, ThreadPoolExecutor(_AT_ONCE) as pool:
+        with connect(url) as client, ThreadPoolExecutor(_AT_ONCE) as pool:
             answers = list(pool.map(lambda request: ask(client, wire, request), self.requests(wire)))
         for number, (given, expected) in enumerate(zip(answers, self.expected, strict=True)):
             if wrong := tolerance.difference_of(given, expected):

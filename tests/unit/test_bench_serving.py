@@ -10,30 +10,43 @@ import threading
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 
+import grpc
 import httpx
 import numpy as np
 import psutil
 import pytest
+from tritonclient.grpc import service_pb2 as pb
 
 from app.tensors import Tensors
-from benchmarks.serving import goals
-from benchmarks.serving.cases import BATCHING_OFF, CHOSEN, IN_JSON, RAYLOOM, SAME_FILE_LOOP, TRITON_IN_JSON
+from benchmarks.serving import goals, h2load, wrk
+from benchmarks.serving.__main__ import main
+from benchmarks.serving.cases import (
+    BATCHING_OFF,
+    CHOSEN,
+    IN_JSON,
+    OVER_GRPC,
+    RAYLOOM,
+    SAME_FILE_LOOP,
+    TRITON_IN_JSON,
+)
 from benchmarks.serving.environments import PEERS
 from benchmarks.serving.findings import Findings, Raced
+from benchmarks.serving.load import CpuTimes, Load, least_disturbed
 from benchmarks.serving.plot import heat_map
 from benchmarks.serving.processes import ServerError, running
 from benchmarks.serving.race import CONNECTIONS, Race, Result, race
 from benchmarks.serving.report import report
-from benchmarks.serving.servers import EAGER
+from benchmarks.serving.servers import EAGER, TRITON_GRPC
 from benchmarks.serving.steady import Steady, Times, ask_steadily
 from benchmarks.serving.sweep import SETTINGS, Outcome, Swept
-from benchmarks.serving.wire import BinaryTensors, JsonTensors, NamedLists, Request, StackedList, Wire
+from benchmarks.serving.wire import BinaryTensors, GrpcTensors, JsonTensors, NamedLists, Request, StackedList, Wire
 from benchmarks.serving.workloads import EXACT, NARROWED, Tolerance, Workload
-from benchmarks.serving.wrk import CpuTimes, Load, drive, least_disturbed, parse
 from benchmarks.spread import Spread
 
 WRK_SAID = """Running 1s test @ http://127.0.0.1:8000
@@ -43,18 +56,44 @@ WRK_SAID = """Running 1s test @ http://127.0.0.1:8000
 REPORT {"requests": 4010, "duration_us": 2000000, "p50_us": 1234, "p99_us": 5678, \
 "refused": 10, "connect": 0, "read": 2, "write": 0, "timeout": 1}
 """
+H2LOAD_SAID = """finished in 2.00s, 2000.00 req/s, 247.07KB/s
+requests: 4010 total, 4010 started, 4009 done, 4008 succeeded, 1 failed, 1 errored, 0 timeout
+status codes: 4008 2xx, 0 3xx, 0 4xx, 0 5xx
+traffic: 489.26KB (501000) total, 11.75KB (12030) headers (space savings 96.27%), 300.59KB (308000) data
+"""
+ANSWER_BYTES = 77
 LOAD = Load(rate=2000.0, p50_ms=1.234, p99_ms=5.678, errors=13, generator_busy=0.25, stolen=0.05, cpu_us=100.0)
 ROW: Tensors = {"ids": np.array([[1, 2]]), "mask": np.array([[1, 0]])}
 
 
 def test_only_good_answers_count_and_every_error_does() -> None:
-    assert parse(WRK_SAID, CpuTimes(machine_s=0.401, children_s=0.5, stolen_s=0.1)) == LOAD
+    assert wrk.parse(WRK_SAID, CpuTimes(machine_s=0.401, children_s=0.5, stolen_s=0.1)) == LOAD
 
 
 @pytest.mark.parametrize("output", ["", WRK_SAID.replace("REPORT", ""), WRK_SAID.replace("4010", "0")])
 def test_a_run_that_says_nothing_is_an_error(output: str) -> None:
     with pytest.raises(RuntimeError, match=r"printed no report|nothing was answered"):
-        parse(output, CpuTimes(0.0, 0.0, 0.0))
+        wrk.parse(output, CpuTimes(0.0, 0.0, 0.0))
+
+
+def test_calls_without_a_message_and_calls_that_failed_are_errors() -> None:
+    answers = [(1_000_000, 200, 1000), (1_001_000, 200, 2000), (1_002_000, 200, 9000), (2_990_000, 200, 10_000)]
+    log = "".join(f"{start}\t{status}\t{taken}\n" for start, status, taken in [*answers, (1_500_000, -1, 9_000_000)])
+    load = h2load.parse(H2LOAD_SAID, log, 4010, ANSWER_BYTES, CpuTimes(machine_s=0.0004, children_s=0.5, stolen_s=0.1))
+    assert load == Load(2000.0, 5.5, pytest.approx(9.97), errors=10, generator_busy=0.25, stolen=0.05, cpu_us=100.0)
+
+
+@pytest.mark.parametrize(("output", "log"), [("", "1\t200\t1\n"), (H2LOAD_SAID, ""), (H2LOAD_SAID, "1\t-1\t1\n")])
+def test_a_load_of_calls_that_says_nothing_is_an_error(output: str, log: str) -> None:
+    with pytest.raises(RuntimeError, match=r"printed no report|nothing was answered"):
+        h2load.parse(output, log, 4010, ANSWER_BYTES, CpuTimes(0.0, 0.0, 0.0))
+
+
+@pytest.mark.parametrize(("case", "package"), [("grpc", "nghttp2-client"), ("cnn", "wrk")])
+def test_a_load_generator_that_is_missing_is_named(case: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SystemExit, match=f"apt-get install {package}"):
+        main(["--cases", case])
 
 
 @pytest.mark.parametrize(
@@ -76,6 +115,14 @@ def test_the_least_disturbed_load_counts_with_the_errors_of_all(stolen: list[flo
             (header := b'{"outputs": [{"name": "logits"}]}') + np.array([0.5, -2], np.float32).tobytes(),
             {"Inference-Header-Content-Length": str(len(header))},
         ),
+        (
+            GrpcTensors("m"),
+            pb.ModelInferResponse(
+                outputs=[pb.ModelInferResponse.InferOutputTensor(name="logits", datatype="FP32", shape=[1, 2])],
+                raw_output_contents=[np.array([0.5, -2], np.float32).tobytes()],
+            ).SerializeToString(),
+            {},
+        ),
     ],
     ids=str,
 )
@@ -94,6 +141,12 @@ def test_what_is_sent_holds_the_row() -> None:
     length = int(binary.headers["Inference-Header-Content-Length"])
     assert [each["parameters"] for each in json.loads(binary.body[:length])["inputs"]] == [{"binary_data_size": 16}] * 2
     assert np.frombuffer(binary.body[length:], np.int64).tolist() == [1, 2, 1, 0]
+    message = pb.ModelInferRequest.FromString(GrpcTensors("m").request(ROW).body)
+    assert [(each.name, each.datatype, list(each.shape)) for each in message.inputs] == [
+        ("ids", "INT64", [1, 2]),
+        ("mask", "INT64", [1, 2]),
+    ]
+    assert list(message.raw_input_contents) == [ROW["ids"].tobytes(), ROW["mask"].tobytes()]
 
 
 def test_a_raw_request_is_one_that_http_knows() -> None:
@@ -164,11 +217,61 @@ def test_a_server_is_checked_on_every_row(doubling: str) -> None:
 @pytest.mark.skipif(shutil.which("wrk") is None, reason="wrk is not installed")
 def test_wrk_takes_turns_through_the_requests(doubling: str) -> None:
     asked = _asking(1, 13).requests(NamedLists("/"))
-    load = drive(doubling, asked, connections=2, seconds=1)
+    load = wrk.drive(doubling, asked, connections=2, seconds=1)
     assert 0 < load.p50_ms <= load.p99_ms
     assert 0 < load.generator_busy < 1
     # Every other answer is an error. A busy machine makes the second longer, by which errors are not divided.
     assert load.errors == pytest.approx(load.rate, rel=0.25)
+
+
+class GrpcDoubling(grpc.GenericRpcHandler):
+    """Doubles the numbers of a call; it refuses every other call that has the number 13."""
+
+    def __init__(self) -> None:
+        self.unlucky = count()
+
+    def service(self, _: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        return grpc.unary_unary_rpc_method_handler(self.infer)
+
+    def infer(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        values = np.frombuffer(pb.ModelInferRequest.FromString(message).raw_input_contents[0])
+        if 13 in values and next(self.unlucky) % 2:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "bad luck")
+        response = pb.ModelInferResponse(raw_output_contents=[(2 * values).astype(np.float32).tobytes()])
+        response.outputs.add(name="logits", datatype="FP32", shape=[1, 2])
+        return bytes(response.SerializeToString())
+
+
+@contextlib.contextmanager
+def _serving_grpc(handler: GrpcDoubling) -> Iterator[str]:
+    with ThreadPoolExecutor(4) as pool:
+        server = grpc.server(pool, [handler])
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        yield f"grpc://127.0.0.1:{port}"
+        server.stop(None).wait()
+
+
+def test_a_server_is_checked_over_grpc() -> None:
+    wire = GrpcTensors("m")
+    wrong = dataclasses.replace(_asking(1, 2), expected=_asking(1, 3).expected)
+    with _serving_grpc(GrpcDoubling()) as url:
+        _asking(*range(12)).check(url, wire, EXACT)
+        with pytest.raises(ServerError, match="ModelInfer answered 500: UNAVAILABLE: bad luck"):
+            _asking(13, 13).check(url, wire, EXACT)
+        with pytest.raises(ServerError, match="row 1 is answered wrong: a number is 2 off"):
+            wrong.check(url, wire, EXACT)
+
+
+@pytest.mark.skipif(shutil.which("h2load") is None, reason="h2load is not installed")
+def test_h2load_counts_refused_calls_as_errors() -> None:
+    handler, wire = GrpcDoubling(), GrpcTensors("m")
+    with _serving_grpc(handler) as url:
+        load = h2load.drive(url, _asking(13).requests(wire), connections=2, seconds=1)
+    assert 0 < load.p50_ms <= load.p99_ms
+    assert 0 < load.generator_busy < 1
+    before_the_load = 1 + 2 * h2load.PILOT_CALLS
+    assert load.errors == pytest.approx((next(handler.unlucky) - before_the_load) / 2, abs=1)
 
 
 def test_a_steady_load_asks_at_its_rate_whatever_is_answered(doubling: str) -> None:
@@ -257,6 +360,15 @@ def test_json_is_compared_with_json() -> None:
     found = _found({IN_JSON: (10, 130, 120), TRITON_IN_JSON: (10, 100, 100)})
     what = f"cnn: {IN_JSON} / {TRITON_IN_JSON}, rows a second"
     assert [_goal(found, f"{what}, {number}").verdict for number in (16, 64)] == ["reached", "**missed**"]
+
+
+def test_grpc_is_compared_with_the_faster_way_to_run_triton() -> None:
+    batching = f"{TRITON_GRPC.name}, batching"
+    found = _found({OVER_GRPC: (10, 120, 120), TRITON_GRPC.name: (20, 80, 70), batching: (10, 100, 110)}, case="grpc")
+    what = f"grpc: {OVER_GRPC} / {TRITON_GRPC.name}, rows a second"
+    assert _goal(found, what, "16 connections").reached == f"1.200 (1.200 to 1.200), {batching}"
+    assert [_goal(found, what, f"{number} connections").verdict for number in (16, 64)] == ["reached", "**missed**"]
+    assert "h2load" in report(found, Path("sweep.svg"))
 
 
 def test_the_encoder_is_judged_by_its_loop_and_by_servers_without_batching() -> None:

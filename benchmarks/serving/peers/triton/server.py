@@ -57,15 +57,16 @@ def main():
     write_backend(triton, backends)
     libraries = [Path(package).with_name("nvidia_pytriton.libs"), sysconfig.get_config_var("LIBDIR")]
     os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(map(str, libraries))
+    protocol = os.environ["PROTOCOL"]
     os.execv(
         triton / "bin/tritonserver",
         [
             "tritonserver",
             f"--model-repository={repository}",
             f"--backend-directory={backends}",
-            "--http-address=127.0.0.1",
-            f"--http-port={os.environ['PORT']}",
-            "--allow-grpc=false",
+            f"--{protocol}-address=127.0.0.1",
+            f"--{protocol}-port={os.environ['PORT']}",
+            f"--allow-{'http' if protocol == 'grpc' else 'grpc'}=false",
             "--allow-metrics=false",
         ],
     )
