@@ -20,7 +20,7 @@ help:
 	@echo "make bench-compile   compiled models beside PyTorch and ONNX Runtime, into benchmarks/compile/RESULTS.md; the machine must be quiet"
 	@echo "make bench-serving   the endpoint beside other model servers, into benchmarks/serving/RESULTS.md; needs wrk and h2load; the machine must be quiet"
 	@echo "make bench-many      the cost of many runs, trials, versions and models, into benchmarks/many/RESULTS.md"
-	@echo "make docs            the documentation as a site, into build/docs; a warning is an error"
+	@echo "make docs            the documentation as a site, into build/docs; a warning or a page of long sentences is an error"
 	@echo "make lint            ruff, mypy and the rules between the parts"
 	@echo "make format          put the code into its one form"
 
@@ -86,6 +86,7 @@ bench-many: $(INSTALLED_BENCH)
 
 docs: $(INSTALLED_DEV)
 	@$(BIN)/sphinx-build --quiet --fail-on-warning --builder html docs build/docs
+	@$(BIN)/python docs/prose.py
 	@echo "the site is in build/docs/index.html"
 
 lint: $(INSTALLED_DEV)

@@ -11,16 +11,19 @@ from markdown_it.token import Token
 
 from tests.helpers import ROOT
 
+NOT_RUN = ("# needs a GPU", "# needs a cloud", "# takes minutes")
+"""The first lines of code blocks that no test runs."""
 _COMMAND = re.compile(r"(rayloom|make|ray|torchrun|python|\.venv/bin/\w+) ")
 _COPIES = ROOT / "docs/benchmarks"  # 'make docs' copies them there
 
 
 @dataclass(frozen=True)
 class Command:
-    """A line of a page that a shell would run."""
+    """A line of a page that a shell would run. ``mark`` says why no test runs its block; most have none."""
 
     page: Path
     words: tuple[str, ...]
+    mark: str
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}: {shlex.join(self.words)}"
@@ -41,6 +44,19 @@ def blocks(page: Path, *languages: str) -> Iterator[str]:
             yield token.content
 
 
+def mark_of(block: str) -> str:
+    """Return the mark with which a block begins, or an empty string."""
+    return next((mark for mark in NOT_RUN if block.startswith(f"{mark}\n")), "")
+
+
+def links(page: Path) -> Iterator[str]:
+    """Yield the targets of the links and images of a page."""
+    for token in MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8")):
+        for child in token.children or []:
+            if target := child.attrGet("href") or child.attrGet("src"):
+                yield str(target)
+
+
 def _language(token: Token) -> str:
     return token.info.split()[0] if token.info.split() else ""
 
@@ -51,4 +67,4 @@ def commands() -> Iterator[Command]:
         for block in blocks(page, "bash", ""):
             for line in block.replace("\\\n", " ").splitlines():
                 if _COMMAND.match(line):
-                    yield Command(page, tuple(shlex.split(line, comments=True)))
+                    yield Command(page, tuple(shlex.split(line, comments=True)), mark_of(block))

@@ -46,7 +46,7 @@ def up(
 
 @app.command()
 def down() -> None:
-    """Stop the cluster that 'rayloom up' started, and remove its state; storage stays."""
+    """Stop the cluster that 'rayloom up' started, and remove its state. Storage stays."""
     cluster = read_state()
     if cluster is None:
         print("no local cluster is up: nothing to stop")
@@ -66,7 +66,7 @@ def status() -> None:
 
 @app.command()
 def env() -> None:
-    """Print what 'ray job submit' needs; use it as: eval "$(rayloom env)"."""
+    """Print what 'ray job submit' needs. Use it as: eval "$(rayloom env)"."""
     for name, value in running_cluster().client_environment().items():
         print(f"export {name}={shlex.quote(value)}")
 
@@ -74,7 +74,7 @@ def env() -> None:
 @app.command()
 def submit(
     job: str,
-    recipe: Annotated[str | None, typer.Argument(help="Path or URI of a recipe; - is standard input.")] = None,
+    recipe: Annotated[str | None, typer.Argument(help="Path or URI of a recipe. - is standard input.")] = None,
     overrides: Overrides = None,
     recipe_option: Annotated[
         str | None, typer.Option("--recipe", help="The recipe, instead of the second argument.")
@@ -91,7 +91,7 @@ def submit(
 
 @app.command()
 def pause(run_id: str, storage: Storage = None) -> None:
-    """Let a training run keep its state and end, to be resumed; its workers hear of it within a second or two."""
+    """Ask a training run to save its state and end. It can be resumed. Its workers notice within a second or two."""
     request(_train_run(run_id, storage), Action.PAUSE)
     print(f"asked {run_id} to pause; go on with: rayloom resume {run_id}")
 
@@ -123,7 +123,7 @@ def export(
 @app.command()
 def predict(
     model: str,
-    inputs: Annotated[list[str], typer.Argument(help="Texts; or paths of images, with --image.")],
+    inputs: Annotated[list[str], typer.Argument(help="Texts, or with --image the paths of images.")],
     image: Annotated[bool, typer.Option("--image", help="The inputs are paths of images.")] = False,
     endpoint: Annotated[str | None, typer.Option(help="Default: the local cluster's.")] = None,
     token_file: Annotated[

@@ -59,7 +59,7 @@ def promote(
 
 @models.command()
 def rollback(name: str, storage: Storage = None) -> None:
-    """Put what was in production before into production again; once more, and it is as it was."""
+    """Put the previous production version into production again. A second rollback undoes the first."""
     with _repository(storage) as repository:
         repository.rollback(name)
         version = repository.production(name)
@@ -88,7 +88,7 @@ def verify(
     version: Annotated[int | None, typer.Argument(min=1, help="Default: all of them.")] = None,
     storage: Storage = None,
 ) -> None:
-    """Compare every file of a version, or of all, and config.pbtxt with what was published; name what was changed."""
+    """Compare every file of a version, or of all, with what was published. Name each file that was changed."""
     damages: list[str] = []
     with _repository(storage) as repository:
         for each in [version] if version else repository.versions(name):

@@ -10,7 +10,7 @@ VersionReference = Annotated[str, Field(pattern=rf"^{NAME}(/[1-9][0-9]*)?$")]
 
 
 class CascadeConfig(Section):
-    """Each model answers the rows that it is sure of; the recipe's own answers the rest."""
+    """Each model answers the rows that it is sure of. The recipe's own model answers the rest."""
 
     before: Annotated[list[VersionReference], Field(min_length=1, max_length=3)] = Field(
         description="what is asked first, the cheapest at the front: NAME, its version in production, or NAME/VERSION"

@@ -11,7 +11,7 @@ Device = Literal["cpu", "gpu"]
 
 
 class ZeroPlusPlusConfig(Section):
-    """ZeRO++ (Wang et al. 2023, arXiv:2306.10209): less traffic between nodes for ZeRO 3; GPUs only."""
+    """ZeRO++ (Wang et al. 2023, arXiv:2306.10209): less traffic between nodes for ZeRO 3. GPUs only."""
 
     hpz_partition_size: PositiveInt = Field(
         default=1, description="hpZ: ranks, usually of a node, that hold a second copy of the parameters; 1 is off"
@@ -21,13 +21,13 @@ class ZeroPlusPlusConfig(Section):
 
 
 class PowerSgdConfig(Section):
-    """Gradients travel in low rank (Vogels et al. 2019, arXiv:1905.13727), through torch's reduction; ZeRO 0, fp32."""
+    """Gradients travel in low rank (Vogels et al. 2019, arXiv:1905.13727), through torch's reduction. ZeRO 0, fp32."""
 
     rank: PositiveInt = Field(default=4, description="rank of the approximation")
 
 
 class PlanConfig(Section):
-    """How training is laid over the workers. Each degree counts workers; 1 is off.
+    """How training is distributed over the workers. Each degree counts workers. 1 is off.
 
     ``data`` parallel ranks are what is left: workers / (tensor x pipeline).
     """

@@ -12,7 +12,7 @@ from app.config.section import CustomResources, NumberOrRange, Section
 
 
 class BatchingConfig(Section):
-    """How requests are joined into one call of the engine; what is left out is as jobs.compile measured it."""
+    """How requests are joined into one call of the engine. Keys left out take what jobs.compile measured."""
 
     max_batch_size: PositiveInt | None = Field(default=None, description="rows in a call of the engine, at most")
     preferred_batch_sizes: list[PositiveInt] | None = Field(

@@ -56,7 +56,7 @@ class EarlyStoppingConfig(Section):
 
 
 class ProfileConfig(Section):
-    """Which optimizer steps of a run are profiled; each number counts steps."""
+    """Which optimizer steps of a run are profiled. Each number counts steps."""
 
     wait: Annotated[int, Field(ge=0)] = Field(default=5, description="left alone first")
     warmup: Annotated[int, Field(ge=0)] = Field(default=1, description="profiled and thrown away: the first ones lie")

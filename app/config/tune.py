@@ -50,7 +50,7 @@ Modes = Annotated[list[Mode], BeforeValidator(_as_list, json_schema_input_type=M
 
 
 class StopConfig(Section):
-    """When the search ends before its last trial; each limit alone is enough."""
+    """When the search ends before its last trial. Each limit alone is enough."""
 
     time_s: Annotated[float, Field(gt=0.0)] | None = Field(
         default=None, description="seconds of searching, without those between a stop and tune.resume"

@@ -1,4 +1,4 @@
-"""What a model writes to be cut into pipeline stages and tensor-parallel shards, as docs/language_models.md shows."""
+"""The methods with which a model can be split over workers, as docs/how-to/split_a_model.md shows."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -116,7 +116,7 @@ def parameters_of(layer: Layer) -> Iterable[tuple[str, nn.Parameter]]:
 
 def _staged(model: nn.Module) -> Staged:
     if not isinstance(model, Staged):
-        raise _wrong(model, "it has no layers() and tp_plan(): write them as docs/language_models.md shows")
+        raise _wrong(model, "it has no layers() and tp_plan(): write them as docs/how-to/split_a_model.md shows")
     return model
 
 

@@ -21,7 +21,7 @@ class _Peak(NamedTuple):
     fp32: float
 
 
-# From NVIDIA's data sheets, halved where they count sparsity; docs/telemetry.md says which.
+# From NVIDIA's data sheets, halved where they count sparsity; docs/reference/training_metrics.md says which.
 _GPUS = {
     r"NVIDIA GB200": _Peak(2500, 1250, 80),
     r"NVIDIA B200": _Peak(2250, 1125, 75),

@@ -112,8 +112,9 @@ def test_what_cannot_work_is_refused_and_no_secret_is_shown(override: str, words
 
 
 def test_the_sentences_of_the_documentation_are_understood() -> None:
-    text = (ROOT / "docs/alerts.md").read_text(encoding="utf-8")
-    table = [line.split("`")[1] for line in text.partition("## Do")[0].splitlines() if line.startswith("| `")]
+    reference = (ROOT / "docs/reference/alert_rules.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/how-to/get_alerts.md").read_text(encoding="utf-8")
+    table = [line.split("`")[1] for line in reference.partition("## Do")[0].splitlines() if line.startswith("| `")]
     assert len([parse_rule(sentence) for sentence in table]) >= 6
     for block in text.split("```yaml\n")[1:]:
         tree = yaml.safe_load(DIGITS.read_text(encoding="utf-8")) | yaml.safe_load(block.split("```")[0])

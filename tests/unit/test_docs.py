@@ -1,4 +1,4 @@
-"""What the pages name exists: commands, options, recipes and their keys, modules, files; and every key is described."""
+"""What the pages name exists: commands, options, recipes and their keys, modules, files. Every key is described."""
 
 import importlib.util
 import re
@@ -14,8 +14,9 @@ from typer.core import TyperGroup
 
 from app.cli.main import app
 from app.config import Recipe, load_recipe
+from docs.generated_pages import PAGES
 from tests.helpers import ROOT
-from tests.pages import Command, blocks, commands, pages
+from tests.pages import Command, blocks, commands, links, pages
 
 COMMANDS = list(commands())
 _PLACEHOLDER = re.compile(r"\b[A-Z][A-Z_]{2,}\b")  # such as RUN_ID: the reader puts a value there
@@ -99,8 +100,18 @@ def test_yaml_of_a_page_is_part_of_a_recipe(page: Path) -> None:
             TypeAdapter(Recipe.model_fields[key].annotation).validate_python(value)
 
 
-def test_files_that_the_readme_links_to_exist() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_to_files_lead_somewhere(page: Path) -> None:
+    files = [link.partition("#")[0] for link in links(page) if "://" not in link and not link.startswith("#")]
+    generated = {ROOT / "docs/reference" / name for name in PAGES}  # by 'make docs'
+    missing = [file for file in files if not ({(page.parent / file).resolve()} & generated)]
+    assert [file for file in missing if not (page.parent / file).exists()] == []
+
+
+def test_commands_for_a_gpu_or_a_cloud_are_marked() -> None:
+    for command in COMMANDS:
+        words = " ".join(command.words)
+        if command.words[:2] in {("ray", "up"), ("ray", "dashboard")}:
+            assert command.mark == "# needs a cloud", str(command)
+        elif re.search(r"device=gpu|gpus\w*[=:] ?[1-9]", words):
+            assert command.mark in ("# needs a GPU", "# needs a cloud"), str(command)

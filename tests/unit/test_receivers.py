@@ -91,7 +91,9 @@ def test_a_webhook_is_tried_until_it_takes_a_signed_notification(
     alerts.close()
     assert len(receiver.requests) == 3
     assert len({body for _, body in receiver.requests}) == 1
-    is_genuine = documented("alerts.md", hashlib=hashlib, hmac=hmac, time=time, Mapping=Mapping)["is_genuine"]
+    is_genuine = documented("how-to/get_alerts.md", hashlib=hashlib, hmac=hmac, time=time, Mapping=Mapping)[
+        "is_genuine"
+    ]
     for headers, body in receiver.requests:
         assert headers["Content-Type"] == "application/json"
         assert is_genuine(SECRET, headers, body)

@@ -12,7 +12,7 @@ from app.models.staged import Layer, Staged, Tied, cuts_of, layers_of, run_layer
 from app.models.traits import traits_of
 from tests.helpers import documented
 
-Tiny = documented("language_models.md")["Tiny"]
+Tiny = documented("how-to/split_a_model.md")["Tiny"]
 
 
 def test_a_model_is_its_layers() -> None:
