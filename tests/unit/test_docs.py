@@ -1,5 +1,7 @@
 """What the pages name exists: commands, options, recipes and their keys, modules, files. Every key is described."""
 
+import ast
+import importlib
 import importlib.util
 import re
 from collections.abc import Iterator
@@ -9,7 +11,6 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from pydantic import TypeAdapter
 from typer.core import TyperGroup
 
 from app.cli.main import app
@@ -94,10 +95,21 @@ def test_targets_of_make_exist() -> None:
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_yaml_of_a_page_is_part_of_a_recipe(page: Path) -> None:
+def test_yaml_of_a_page_is_a_recipe_or_completes_one(page: Path, tmp_path: Path) -> None:
+    digits = yaml.safe_load((ROOT / "recipes/digits.yaml").read_text(encoding="utf-8"))
     for block in blocks(page, "yaml"):
-        for key, value in yaml.safe_load(block).items():
-            TypeAdapter(Recipe.model_fields[key].annotation).validate_python(value)
+        keys = yaml.safe_load(block)
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(keys if "data" in keys else digits | keys))
+        load_recipe(str(tmp_path / "recipe.yaml"))
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_of_a_page_is_valid_and_imports_what_exists(page: Path) -> None:
+    for block in blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("app."):
+                module = importlib.import_module(node.module)
+                assert [name.name for name in node.names if not hasattr(module, name.name)] == []
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
