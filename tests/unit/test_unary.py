@@ -9,7 +9,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import grpc
 import numpy as np
@@ -646,19 +646,25 @@ def test_a_closing_connection_answers_calls_on_their_way(server: Server) -> None
     assert said.goaways == [Code.NO_ERROR, Code.NO_ERROR]
 
 
+_NEEDED = [(":method", "POST"), (":scheme", "http"), (":path", "/x")]
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_heads_are_read_as_hpack_decodes_them(seed: int) -> None:
     rng = random.Random(seed)
     reader, plain, encoder = HeadReader(), Decoder(), Encoder()
     seen: list[bytes] = []
-    needed = [(":method", "POST"), (":scheme", "http"), (":path", "/x")]
-    for _ in range(200):
+    for _ in range(400):
         if rng.random() < 0.05:
             encoder.header_table_size = rng.choice([0, 100, 4096])
         kind = rng.choice([HeaderTuple, NeverIndexedHeaderTuple])
         others = [kind(f"x-{rng.randrange(3)}", "v" * rng.randrange(50)) for _ in range(rng.randrange(3))]
-        is_known = bool(seen) and rng.random() < 0.05  # it may have another meaning now, or none
-        block = rng.choice(seen) if is_known else bytes(encoder.encode([*needed, *others]))
+        if seen and rng.random() < 0.02:
+            block = rng.choice(seen)  # it may have another meaning now, or none
+        elif rng.random() < 0.5:
+            block = _independent(encoder, rng.choice(["a", "b" * 500, "c" * 5000]))
+        else:
+            block = bytes(encoder.encode([*_NEEDED, *others]))
         seen.append(block)
         try:
             read = CallHead.read(plain.decode(block, raw=True))
@@ -669,12 +675,33 @@ def test_heads_are_read_as_hpack_decodes_them(seed: int) -> None:
         assert reader.read(block) == read
 
 
+def _independent(encoder: Encoder, agent: str) -> bytes:
+    """Return a block that adds entries to the table that ``encoder`` keeps, and refers to none."""
+    other = Encoder()
+    block = bytes(other.encode([*_NEEDED, ("user-agent", agent)]))
+    for entry in reversed(other.header_table.dynamic_entries):
+        encoder.header_table.add(*entry)
+    return block
+
+
+def test_a_block_that_comes_again_is_decoded_once() -> None:
+    reader, encoder = HeadReader(), Encoder()
+    first, again = (bytes(encoder.encode([*_NEEDED, ("x", "y")])) for _ in range(2))
+    independent = bytes(Encoder().encode([*_NEEDED, ("user-agent", "z")]))
+    assert reader.read(first) == reader.read(again)
+    other = reader.read(independent)
+    with patch.object(reader._decoder, "decode") as decode:
+        assert [reader.read(independent) for _ in range(1000)] == [other] * 1000
+        decode.assert_not_called()
+    assert reader.read(again) == other, "it refers to the newest entries"
+
+
 def test_heads_that_are_large_when_decoded_are_not_kept() -> None:
     reader, encoder = HeadReader(), Encoder()
     lines = [(":method", "POST"), (":scheme", "http"), (":path", "/x"), ("x", "y" * 2000)]
-    for num_copies, num_known in ((0, 0), (0, 1), (9, 1), (1, 2)):
+    for num_copies, num_known in ((0, 1), (0, 2), (9, 2), (1, 3)):
         assert reader.read(bytes(encoder.encode(lines + lines[3:] * num_copies)))
-        assert len(reader._known) == num_known
+        assert len(reader._independent) + len(reader._dependent) == num_known
 
 
 def test_a_large_message_is_not_taken_apart(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,16 +4,20 @@ https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
 """
 
 import re
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from hpack import Decoder
 from hpack.table import HeaderTable
 
 MAX_HEADER_BYTES = 2**16
 """Of all names and values, plus 32 for each header. HAProxy passes on a quarter of this at most."""
-_MAX_KNOWN, _MAX_KNOWN_BYTES = 256, 8192
-"""Heads that are kept, and the bytes of each. A small block may decode to many bytes."""
+_MAX_KNOWN, _MAX_KNOWN_BYTES = 128, 8192
+"""Heads of each kind that are kept, and the bytes of each. A small block may decode to many bytes."""
+_MAX_ENTRIES = HeaderTable.DEFAULT_SIZE // 32
+"""Of a header table, where each entry takes 32 bytes at least."""
 _PSEUDO = frozenset({b":method", b":scheme", b":path", b":authority"})
 _OF_HTTP_1 = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"})
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
@@ -69,12 +73,19 @@ class CallHead:
 
 
 class HeadReader:
-    """Reads the header blocks of a connection. A block that came before and changed nothing is not decoded again."""
+    """Reads the header blocks of a connection, and decodes a block that comes again once.
+
+    Some blocks refer to no entry of the connection's header table. Their headers are always the same, but they may add
+    entries. HAProxy sends only such blocks, and each adds the same entries again. These entries wait until a block is
+    decoded. The headers of other blocks are known until the table changes.
+    """
 
     def __init__(self) -> None:
         self._decoder = Decoder(max_header_list_size=MAX_HEADER_BYTES)
-        self._table = self._decoder.header_table = _CountingTable()
-        self._known: dict[bytes, CallHead | None] = {}
+        self._table = self._decoder.header_table = _WatchedTable()
+        self._independent: dict[bytes, tuple[CallHead | None, _Entries]] = {}
+        self._dependent: dict[bytes, CallHead | None] = {}
+        self._waiting: deque[tuple[bytes, bytes]] = deque(maxlen=_MAX_ENTRIES)
 
     def read(self, block: bytes) -> CallHead | None:
         """Return the head of a call, or None as ``CallHead.read`` does.
@@ -82,27 +93,63 @@ class HeadReader:
         Raises:
             HPACKError: the block is invalid or too large. The blocks after it cannot be read.
         """
-        if block in self._known:
-            return self._known[block]
-        before = self._table.added
+        if known := self._independent.get(block):
+            head, entries = known
+            if entries:
+                self._waiting.extend(entries)
+                self._dependent.clear()
+            return head
+        if block in self._dependent:
+            return self._dependent[block]
+        return self._decode(block)
+
+    def _decode(self, block: bytes) -> CallHead | None:
+        table = self._table
+        for entry in self._waiting:
+            table.add(*entry)
+        self._waiting.clear()
+        table.watch()
         headers = self._decoder.decode(block, raw=True)
         head = CallHead.read(headers)
-        if self._table.added != before or (block and block[0] & 0b111_00000 == _RESIZES):
-            self._known.clear()
-        elif len(block) + sum(len(name) + len(value) for name, value in headers) <= _MAX_KNOWN_BYTES:
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            self._known[block] = head
+        resizes = bool(block) and block[0] & 0b111_00000 == _RESIZES
+        is_independent = not (resizes or table.is_referred_to)
+        if table.added or resizes:
+            self._dependent.clear()
+        if len(block) + sum(len(name) + len(value) for name, value in headers) > _MAX_KNOWN_BYTES:
+            return head
+        if is_independent:
+            _keep(self._independent, block, (head, tuple(table.added)))
+        elif not (table.added or resizes):
+            _keep(self._dependent, block, head)
         return head
 
 
-class _CountingTable(HeaderTable):
-    """A header table that counts the entries added to it."""
+_Entries = tuple[tuple[bytes, bytes], ...]
+_Known = TypeVar("_Known")
+
+
+def _keep(known: dict[bytes, _Known], block: bytes, value: _Known) -> None:
+    if len(known) >= _MAX_KNOWN:
+        known.clear()
+    known[block] = value
+
+
+class _WatchedTable(HeaderTable):
+    """A header table that tells what a block does with it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.added = 0
+        self.watch()
+
+    def watch(self) -> None:
+        """Forget earlier blocks."""
+        self.added: list[tuple[bytes, bytes]] = []
+        self.is_referred_to = False
 
     def add(self, name: bytes, value: bytes) -> None:
-        self.added += 1
+        self.added.append((name, value))
         super().add(name, value)
+
+    def get_by_index(self, index: int) -> tuple[bytes, bytes]:
+        self.is_referred_to |= index > self.STATIC_TABLE_LENGTH
+        return super().get_by_index(index)
