@@ -158,6 +158,42 @@ def test_a_call_gets_the_answer_of_the_grpc_server(server: Server, name: str) ->
         assert here.data[1] == there.data[1]
 
 
+def padded(sent: bytes, kind: type[DataFrame | HeadersFrame], flags: list[str]) -> bytes:
+    """Return a frame with padding and more flags."""
+    plain, _ = Frame.parse_frame_header(memoryview(sent[:9]))
+    return kind(1, sent[9:], pad_length=7, flags=["PADDED", *plain.flags, *flags]).serialize()
+
+
+def reserved(sent: bytes) -> bytes:
+    """Return a frame with the bit set that a receiver ignores."""
+    return sent[:5] + bytes([sent[5] | 0x80]) + sent[6:]
+
+
+UNUSUAL = {
+    "padding": padded(head(1), HeadersFrame, []) + padded(data(1, prefixed(GOOD)), DataFrame, []),
+    "a priority": padded(head(1), HeadersFrame, ["PRIORITY"]) + data(1, prefixed(GOOD)),
+    "reserved bits": reserved(head(1))
+    + reserved(WindowUpdateFrame(1, 1).serialize())
+    + reserved(data(1, prefixed(GOOD))),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_an_unusual_frame_is_read_as_a_plain_one(server: Server, name: str) -> None:
+    """gRPC's own server does not take padded data."""
+    assert exchange(server.grpc, UNUSUAL[name]).told == exchange(server.grpc, call(1, GOOD)).told
+
+
+def test_padding_takes_room_in_the_window(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, padding = prefixed(GOOD)[:5], 200
+    for window, code in ((5 + 1 + padding, None), (5 + padding, Code.FLOW_CONTROL_ERROR)):
+        sent = DataFrame(1, content, pad_length=padding, flags=["PADDED"]).serialize()
+        with Talk(server.grpc) as talk, monkeypatch.context() as patched:
+            patched.setattr(http2, "STREAM_WINDOW", window)
+            talk.send(HELLO, head(1) + sent + PingFrame().serialize())
+            assert talk.read_until(kind=PingFrame).resets.get(1) == code
+
+
 MALFORMED = {
     "no message": head(1, end=True),
     "no byte": head(1) + data(1, b""),

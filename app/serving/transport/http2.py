@@ -15,10 +15,8 @@ from typing import Any, cast
 from hpack import HPACKError
 from hyperframe.exceptions import HyperframeError
 from hyperframe.frame import (
-    DataFrame,
     Frame,
     GoAwayFrame,
-    HeadersFrame,
     PingFrame,
     RstStreamFrame,
     SettingsFrame,
@@ -26,7 +24,18 @@ from hyperframe.frame import (
 )
 
 from app.serving.transport.call_head import CallHead, HeadReader
-from app.serving.transport.http2_frames import HELLO, MAX_STREAMS, STREAM_WINDOW, TOTAL_WINDOW, FrameReader, IdleFrames
+from app.serving.transport.http2_frames import (
+    DATA,
+    HEADERS,
+    HELLO,
+    MAX_STREAMS,
+    STREAM_WINDOW,
+    TOTAL_WINDOW,
+    WINDOW_UPDATE,
+    CallFrame,
+    FrameReader,
+    IdleFrames,
+)
 from app.serving.transport.http2_stream import LARGEST_WINDOW, Call, Code, ProtocolError, Sender, Stream, peer_of
 
 _RECEIVE_TIMEOUT_S, _SEND_TIMEOUT_S, _LEAVE_TIMEOUT_S = 30.0, 60.0, 5.0
@@ -141,15 +150,15 @@ class Http2Protocol(asyncio.Protocol):
     def _can_take(self) -> bool:
         return not (self._sender.is_paused or self._transport.is_closing())
 
-    def _take(self, frame: Frame) -> None:
-        take = _TAKE.get(type(frame))
+    def _take(self, frame: CallFrame | Frame) -> None:
+        take = _TAKE.get(frame.kind if isinstance(frame, CallFrame) else type(frame))
         if take:
             take(self, frame)
         else:
             self._count_idle_frame()
 
-    def _take_head(self, frame: HeadersFrame) -> None:
-        head = self._heads.read(frame.data)  # even if it is not needed: later blocks depend on it
+    def _take_head(self, frame: CallFrame) -> None:
+        head = self._heads.read(frame.content)  # even if it is not needed: later blocks depend on it
         if not frame.stream_id % 2:
             raise ProtocolError(Code.PROTOCOL_ERROR, "a stream with an even number")
         if frame.stream_id <= self._last_id:
@@ -167,24 +176,24 @@ class Http2Protocol(asyncio.Protocol):
             self._write(RstStreamFrame(stream.id, Code.PROTOCOL_ERROR))
             return
         self._streams[stream.id] = stream
-        stream.is_whole = "END_STREAM" in frame.flags
+        stream.is_whole = frame.is_last
         stream.call = call = self._begin(stream, head)
         call.begin()
         if stream.is_whole:
             call.finish()
 
-    def _take_trailers(self, frame: HeadersFrame) -> None:
+    def _take_trailers(self, frame: CallFrame) -> None:
         stream = self._streams.get(frame.stream_id)
-        if stream is None or stream.is_whole or "END_STREAM" not in frame.flags:
+        if stream is None or stream.is_whole or not frame.is_last:
             self._count_idle_frame()
             if stream:
                 stream.reset(Code.PROTOCOL_ERROR)
             return
         self._finish(stream)
 
-    def _take_data(self, frame: DataFrame) -> None:
-        stream, size = self._streams.get(frame.stream_id), frame.flow_controlled_length
-        if frame.stream_id > self._last_id and not self._is_last_call:
+    def _take_data(self, frame: CallFrame) -> None:
+        stream, size = self._streams.get(frame.stream_id), len(frame.content) + frame.padding
+        if not frame.stream_id or (frame.stream_id > self._last_id and not self._is_last_call):
             raise ProtocolError(Code.PROTOCOL_ERROR, "data for a stream that is not open")
         self._received += size
         if self._received > TOTAL_WINDOW:
@@ -192,7 +201,7 @@ class Http2Protocol(asyncio.Protocol):
         if self._received >= TOTAL_WINDOW // 2:
             self._write(WindowUpdateFrame(0, window_increment=self._received))
             self._received = 0
-        if stream is None or stream.is_whole or (not size and "END_STREAM" not in frame.flags):
+        if stream is None or stream.is_whole or (not size and not frame.is_last):
             self._count_idle_frame()
         if stream is None or stream.call is None or stream.rest is not None:
             return
@@ -200,9 +209,9 @@ class Http2Protocol(asyncio.Protocol):
         if stream.is_whole or stream.received > STREAM_WINDOW:
             stream.reset(Code.FLOW_CONTROL_ERROR if not stream.is_whole else Code.PROTOCOL_ERROR)
             return
-        if frame.data:
-            stream.call.receive(frame.data)
-        if "END_STREAM" in frame.flags:
+        if frame.content:
+            stream.call.receive(frame.content)
+        if frame.is_last:
             self._finish(stream)
         elif stream.received >= STREAM_WINDOW // 2 and stream.call is not None:
             self._write(WindowUpdateFrame(stream.id, window_increment=stream.received))
@@ -238,10 +247,12 @@ class Http2Protocol(asyncio.Protocol):
         elif frame.opaque_data == _FAREWELL and self._is_leaving:
             asyncio.get_running_loop().call_later(_GRACE_S, self._call_last)
 
-    def _take_window_update(self, frame: WindowUpdateFrame) -> None:
-        stream = self._streams.get(frame.stream_id)
+    def _take_window_update(self, frame: CallFrame) -> None:
+        stream, increment = self._streams.get(frame.stream_id), int.from_bytes(frame.content, "big")
+        if not 0 < increment <= LARGEST_WINDOW:
+            raise ProtocolError(Code.PROTOCOL_ERROR, f"a window wider by {increment} bytes: expected 1 to 2^31-1")
         if stream or not frame.stream_id:
-            self._sender.widen(stream, frame.window_increment)
+            self._sender.widen(stream, increment)
         elif frame.stream_id > self._last_id and not self._is_last_call:
             raise ProtocolError(Code.PROTOCOL_ERROR, "a window update for a stream that is not open")
 
@@ -309,12 +320,12 @@ class Http2Protocol(asyncio.Protocol):
         self._transport.write(frame.serialize())
 
 
-_TAKE: dict[type[Frame], Callable[[Http2Protocol, Any], None]] = {
-    DataFrame: Http2Protocol._take_data,
+_TAKE: dict[int | type[Frame], Callable[[Http2Protocol, Any], None]] = {
+    DATA: Http2Protocol._take_data,
+    HEADERS: Http2Protocol._take_head,
+    WINDOW_UPDATE: Http2Protocol._take_window_update,
     GoAwayFrame: Http2Protocol._take_goaway,
-    HeadersFrame: Http2Protocol._take_head,
     PingFrame: Http2Protocol._take_ping,
     RstStreamFrame: Http2Protocol._take_reset,
     SettingsFrame: Http2Protocol._take_settings,
-    WindowUpdateFrame: Http2Protocol._take_window_update,
 }
