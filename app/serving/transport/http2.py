@@ -15,8 +15,10 @@ from typing import Any, cast
 from hpack import HPACKError
 from hyperframe.exceptions import HyperframeError
 from hyperframe.frame import (
+    DataFrame,
     Frame,
     GoAwayFrame,
+    HeadersFrame,
     PingFrame,
     RstStreamFrame,
     SettingsFrame,
@@ -25,13 +27,10 @@ from hyperframe.frame import (
 
 from app.serving.transport.call_head import CallHead, HeadReader
 from app.serving.transport.http2_frames import (
-    DATA,
-    HEADERS,
     HELLO,
     MAX_STREAMS,
     STREAM_WINDOW,
     TOTAL_WINDOW,
-    WINDOW_UPDATE,
     CallFrame,
     FrameReader,
     IdleFrames,
@@ -136,7 +135,11 @@ class Http2Protocol(asyncio.Protocol):
         """Take received frames, in turns with other connections, as long as the client reads its answers."""
         num_taken = 0
         for frame in islice(self._frames.read() if self._can_take else (), _MAX_FRAMES_AT_A_TIME):
-            self._take(frame)
+            take = _TAKE.get(frame.type)
+            if take:
+                take(self, frame)
+            else:
+                self._count_idle_frame()
             num_taken += 1
             if not self._can_take:
                 break
@@ -149,13 +152,6 @@ class Http2Protocol(asyncio.Protocol):
     @property
     def _can_take(self) -> bool:
         return not (self._sender.is_paused or self._transport.is_closing())
-
-    def _take(self, frame: CallFrame | Frame) -> None:
-        take = _TAKE.get(frame.kind if isinstance(frame, CallFrame) else type(frame))
-        if take:
-            take(self, frame)
-        else:
-            self._count_idle_frame()
 
     def _take_head(self, frame: CallFrame) -> None:
         head = self._heads.read(frame.content)  # even if it is not needed: later blocks depend on it
@@ -320,12 +316,12 @@ class Http2Protocol(asyncio.Protocol):
         self._transport.write(frame.serialize())
 
 
-_TAKE: dict[int | type[Frame], Callable[[Http2Protocol, Any], None]] = {
-    DATA: Http2Protocol._take_data,
-    HEADERS: Http2Protocol._take_head,
-    WINDOW_UPDATE: Http2Protocol._take_window_update,
-    GoAwayFrame: Http2Protocol._take_goaway,
-    PingFrame: Http2Protocol._take_ping,
-    RstStreamFrame: Http2Protocol._take_reset,
-    SettingsFrame: Http2Protocol._take_settings,
+_TAKE: dict[int | None, Callable[[Http2Protocol, Any], None]] = {
+    DataFrame.type: Http2Protocol._take_data,
+    GoAwayFrame.type: Http2Protocol._take_goaway,
+    HeadersFrame.type: Http2Protocol._take_head,
+    PingFrame.type: Http2Protocol._take_ping,
+    RstStreamFrame.type: Http2Protocol._take_reset,
+    SettingsFrame.type: Http2Protocol._take_settings,
+    WindowUpdateFrame.type: Http2Protocol._take_window_update,
 }

@@ -38,17 +38,17 @@ _FRAME_HEAD = struct.Struct(">HBHL")
 _STREAM_ID = 2**31 - 1
 """The bit above is reserved."""
 _MAX_CONTINUATIONS = 16
-DATA, HEADERS, WINDOW_UPDATE = DataFrame.type, HeadersFrame.type, WindowUpdateFrame.type
-_PLAIN = {DATA << 8: False, DATA << 8 | 1: True, HEADERS << 8 | 4: False, HEADERS << 8 | 5: True}
+_DATA, _HEADERS = DataFrame.type << 8, HeadersFrame.type << 8
+_PLAIN = {_DATA: False, _DATA | 1: True, _HEADERS | 4: False, _HEADERS | 5: True}
 """Type and flags of frames without padding or priority, whose header ends with them, and whether they end a stream."""
-_WIDENS, _INCREMENT_BYTES = WINDOW_UPDATE << 8, 4
+_WIDENS, _INCREMENT_BYTES = WindowUpdateFrame.type << 8, 4
 
 
 class CallFrame(NamedTuple):
     """A frame of a kind that every call has."""
 
-    kind: int
-    """DATA, HEADERS or WINDOW_UPDATE."""
+    type: int
+    """That of DataFrame, HeadersFrame or WindowUpdateFrame."""
     stream_id: int
     content: bytes
     """Without padding. A header is complete."""

@@ -127,7 +127,8 @@ class UnaryCall(Exchange):
         self._prepared: PreparedCall | None = None
         self._id: str | None = None
         self._task: asyncio.Task[None] | None = None
-        self._code, self._details, self._trailing = StatusCode.OK, "", list[tuple[str, str]]()
+        self._code, self._details = StatusCode.OK, ""
+        self._trailing: Sequence[tuple[str, str]] = ()
         self._deadline: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
