@@ -9,7 +9,7 @@ import re
 import socket
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -91,6 +91,11 @@ def listed(tensors: Tensors, *lines: str, path: str = INFER, **parameters: objec
     return post(json.dumps(body(tensors, **parameters)).encode(), *lines, path=path)
 
 
+def _nested(tensors: Tensors) -> bytes:
+    entries = [{**entry, "data": tensors[entry["name"]].tolist()} for entry in body(tensors)["inputs"]]
+    return json.dumps({"inputs": entries}, separators=(",", ":")).encode()
+
+
 PLAIN = {
     "bytes": binary(rows(1)),
     "other bytes with the same JSON": binary({name: tensor[:, ::-1] for name, tensor in rows(1).items()}),
@@ -104,6 +109,10 @@ PLAIN = {
         json.dumps({**body(rows(2)), "outputs": [{"name": OUTPUT, "parameters": {"classification": 2}}]}).encode()
     ),
     "JSON": listed(rows(2)),
+    "JSON with other numbers": listed({name: tensor[::-1] for name, tensor in rows(2).items()}),
+    "JSON of another shape": listed(rows(3)),
+    "JSON with an id": post(json.dumps({**body(rows(2)), "id": '"data": [1]'}).encode()),
+    "nested JSON": post(_nested(rows(2))),
     "JSON in, bytes out": listed(rows(2), binary_data_output=True),
     "an answer to compress": listed(rows(200, 8), "Accept-Encoding: gzip, deflate"),
     "nothing to compress": binary(rows(1), "Accept-Encoding: gzip, deflate"),
@@ -116,6 +125,10 @@ COLDER = {
     "no such version": binary(rows(1), path="/v2/models/toy/versions/9/infer"),
     "another type": binary(rows(1)).replace(b"INT64", b"INT32"),
     "a token that there is not": binary({**rows(1), "input_ids": rows(1)["input_ids"] + 10**6}),
+    **{
+        f"JSON with {text} in it": post(json.dumps(body(rows(2))).replace("[1, 1", f"[{text}", 1).encode())
+        for text in ("true, 1", "1", "1], 1", "[1, 1]", "NaN, 1", "-1, 1", "1.5, 1")
+    },
     "an output that there is not": post(json.dumps({**body(rows(1)), "outputs": [{"name": "y"}]}).encode()),
     "a query": listed(rows(1), path=f"{INFER}?a=b"),
     "a path in percents": listed(rows(1), path="/v2/models/%74oy/infer"),
@@ -344,7 +357,10 @@ def test_what_a_shadow_follows_is_left_to_asgi_and_what_a_canary_answers_is_not(
         wait_until(lambda: copies.success.count == 1)
 
 
-def test_json_before_tensors_is_parsed_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("write", [binary, listed])
+def test_json_around_tensors_is_parsed_once(
+    server: Server, monkeypatch: pytest.MonkeyPatch, write: Callable[[Tensors], bytes]
+) -> None:
     parsed: list[str] = []
 
     def read(*given: Any) -> InferRequest:
@@ -352,7 +368,7 @@ def test_json_before_tensors_is_parsed_once(server: Server, monkeypatch: pytest.
         return read_infer(*given)
 
     monkeypatch.setattr(prepared, "read_infer", read)
-    sent = [binary({name: tensor + number % 2 for name, tensor in rows(7).items()}) for number in range(4)]
+    sent = [write({name: tensor + number % 2 for name, tensor in rows(7).items()}) for number in range(4)]
     said = converse(server, sent, 4)
     assert parsed == ["toy"]
     assert said[0] == said[2] != said[1] == said[3]

@@ -5,7 +5,6 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -95,6 +94,12 @@ def read_infer(
     )
 
 
+def read_array(name: str, datatype: str, shape: list[int], text: bytes) -> NDArray[Any]:
+    """Return the input whose data is the JSON array ``text``. Raises RequestError or JSONDecodeError."""
+    may_have_bools = b"t" in text or b"f" in text  # true or false; no number has these letters
+    return _listed(name, datatype, shape, orjson.loads(text), may_have_bools)
+
+
 def write_infer(
     response: InferResponse, request: InferRequest, accept_encoding: str = ""
 ) -> tuple[bytes, dict[str, str]]:
@@ -129,6 +134,11 @@ def write_infer(
         if encoding:
             headers["content-encoding"] = encoding
     return body, headers
+
+
+def write_array(name: str, tensor: NDArray[Any]) -> bytes:
+    """Return the JSON array of an output's elements. Raises RequestError, as ``write_infer``."""
+    return orjson.dumps(_elements(name, DATATYPES[tensor.dtype], tensor), option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def _json_length(header: str, size: int) -> int:
@@ -202,7 +212,7 @@ def _input(name: str, entry: dict[str, Any], body: Body, start: int) -> tuple[ND
     return from_bytes(name, entry.get("datatype"), entry.get("shape"), body, start, size), start + size
 
 
-def _listed(name: str, datatype: object, shape: object, data: object) -> NDArray[Any]:
+def _listed(name: str, datatype: object, shape: object, data: object, may_have_bools: bool = True) -> NDArray[Any]:
     """A tensor whose elements JSON lists, flat or nested as its shape is."""
     if type(data) is not list:
         raise RequestError(
@@ -212,7 +222,7 @@ def _listed(name: str, datatype: object, shape: object, data: object) -> NDArray
         data = _flattened(name, shape, data)
     if datatype == BYTES:
         data = _encoded(name, data)
-    return from_elements(name, datatype, shape, data)
+    return from_elements(name, datatype, shape, data, may_have_bools)
 
 
 def _flattened(name: str, shape: list[Any], data: list[Any]) -> list[Any]:
@@ -221,7 +231,10 @@ def _flattened(name: str, shape: list[Any], data: list[Any]) -> list[Any]:
         if not nested or any(type(row) is not list or len(row) != size for row in data):
             nested = False
             break
-        data = list(chain.from_iterable(data))
+        elements: list[Any] = []
+        for row in data:
+            elements += row
+        data = elements
     if not nested:
         raise RequestError(
             f"input {shown(name)} has data that is not nested as its shape {shown(shape)} is: nest it so, or list its "

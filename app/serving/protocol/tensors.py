@@ -84,8 +84,13 @@ def from_bytes(
     return _shaped(name, tensor, shape)
 
 
-def from_elements(name: str, datatype: object, shape: object, elements: Sequence[Any]) -> NDArray[Any]:
+def from_elements(
+    name: str, datatype: object, shape: object, elements: Sequence[Any], may_have_bools: bool = True
+) -> NDArray[Any]:
     """The input of these elements: Python's numbers, bools or, for BYTES, ``bytes``. A bool is not a number.
+
+    Args:
+        may_have_bools: False spares a search of numbers for bools, which takes as long as reading them.
 
     Raises:
         RequestError: they do not fit the datatype and shape, or the datatype is carried as bytes only; the input is
@@ -101,7 +106,7 @@ def from_elements(name: str, datatype: object, shape: object, elements: Sequence
     if datatype == "BOOL":
         _check_bools(name, elements)
         return _shaped(name, np.array(elements, dtype), shape)
-    return _shaped(name, _packed(name, str(datatype), dtype, elements), shape)
+    return _shaped(name, _packed(name, str(datatype), dtype, elements, may_have_bools), shape)
 
 
 def to_buffer(tensor: NDArray[Any]) -> NDArray[Any]:
@@ -164,7 +169,9 @@ def _check_bools(name: str, elements: Sequence[object]) -> None:
             raise RequestError(f"input {shown(name)} has {shown(element)} at {index}: expected true or false, for BOOL")
 
 
-def _packed(name: str, datatype: str, dtype: np.dtype[Any], elements: Sequence[Any]) -> NDArray[Any]:
+def _packed(
+    name: str, datatype: str, dtype: np.dtype[Any], elements: Sequence[Any], may_have_bools: bool
+) -> NDArray[Any]:
     """An array of numbers. Raises RequestError if one is of another type or out of range."""
     try:
         packed = struct.pack(f"{len(elements)}{_FORMATS[datatype]}", *elements)
@@ -172,10 +179,11 @@ def _packed(name: str, datatype: str, dtype: np.dtype[Any], elements: Sequence[A
         raise _misfit(name, datatype, dtype, elements) from None
     tensor: NDArray[Any] = np.ndarray((len(elements),), dtype, packed)
     # What is too large for a C float becomes infinite without a word, unlike in the standard formats, which are slower.
-    infinite = np.flatnonzero(np.isinf(tensor)).tolist() if datatype == "FP32" else []
+    infinite = np.isinf(tensor).nonzero()[0].tolist() if datatype == "FP32" else []
     # A bool packs as 0 or 1: without either, no type has to be checked. With one, checking all is fastest.
-    may_have_bools = bool(((tensor == 0) | (tensor == 1)).any())
-    if (may_have_bools and _has_bools(elements)) or not _fit(datatype, [elements[index] for index in infinite]):
+    may_have_bools = may_have_bools and bool(((tensor == 0) | (tensor == 1)).any())
+    is_too_large = bool(infinite) and not _fit(datatype, [elements[index] for index in infinite])
+    if is_too_large or (may_have_bools and _has_bools(elements)):
         raise _misfit(name, datatype, dtype, elements)
     return tensor
 
