@@ -207,7 +207,7 @@ def test_a_precision_that_the_cpu_lacks_is_refused_not_exchanged(onnx: Path) -> 
             difference = np.abs(open_engine("openvino", onnx, settings).infer(batch)[OUTPUT] - exact).max()
             assert 0.0 < difference < 0.05
         else:
-            with pytest.raises(EngineError, match=f"does not compute in {precision}: OpenVINO finds FP32"):
+            with pytest.raises(EngineError, match=f"does not compute in {precision}: OpenVINO finds .*FP32"):
                 open_engine("openvino", onnx, settings)
 
 
