@@ -101,7 +101,7 @@ class VirtualEngine:
     def batcher(self, slots: int = 1, **knobs: Any) -> Batcher:
         """One in front of this engine, for the running loop."""
         clock = asyncio.get_running_loop().time
-        return Batcher(self.infer, BatchingPolicy(**knobs), slots, threads=self._slots, clock=clock)
+        return Batcher(self.infer, BatchingPolicy(**knobs), slots, max_on_loop_s=0.0, threads=self._slots, clock=clock)
 
     def _slots(self, calls: Calls, infer: Infer, check: Check, slots: int) -> "_VirtualSlots":
         return _VirtualSlots(calls, lambda batch: call(infer, check, batch), slots, self._time)
@@ -129,13 +129,16 @@ class _VirtualSlots:
             self._timer.cancel()
         if not self._free:
             return
-        loop, chosen = asyncio.get_running_loop(), self._calls.next()
+        chosen = self._calls.next()
         if isinstance(chosen, Batch):
-            self._free -= 1
-            outcome = replace(self._run(chosen), time=self._time(chosen.rows))
-            loop.call_later(outcome.time.total_s, self._end, chosen, outcome)
+            self.run(chosen)
         elif chosen:
-            self._timer = loop.call_at(chosen.until_s + _LATER_S, self._next)
+            self._timer = asyncio.get_running_loop().call_at(chosen.until_s + _LATER_S, self._next)
+
+    def run(self, batch: Batch) -> None:
+        self._free -= 1
+        outcome = replace(self._run(batch), time=self._time(batch.rows))
+        asyncio.get_running_loop().call_later(outcome.time.total_s, self._end, batch, outcome)
 
     async def close(self) -> None:
         pass

@@ -172,8 +172,15 @@ class PooledEngine(ABC, Generic[Member]):
         return self.run(inputs)
 
     def run(self, inputs: Tensors) -> Tensors:
-        with self._pool.lend() as member, library_errors("the engine failed on a batch"):
+        member = self._pool.take()
+        try:
             return self._run(member, inputs)
+        except RayloomError:
+            raise
+        except Exception as error:
+            raise EngineError(f"the engine failed on a batch: {error}") from error
+        finally:
+            self._pool.give_back(member)
 
     def close(self) -> None:
         self._pool.close()
@@ -192,19 +199,17 @@ class _Pool(Generic[Member]):
         self._changed = Condition()
         self._closed = False
 
-    @contextmanager
-    def lend(self) -> Iterator[Member]:
+    def take(self) -> Member:
         with self._changed:
             self._changed.wait_for(lambda: self._free or self._closed)
             if self._closed:
                 raise EngineError("the engine is closed: open it again")
-            member = self._free.pop()
-        try:
-            yield member
-        finally:
-            with self._changed:
-                self._free.append(member)
-                self._changed.notify_all()
+            return self._free.pop()
+
+    def give_back(self, member: Member) -> None:
+        with self._changed:
+            self._free.append(member)
+            self._changed.notify_all()
 
     def close(self) -> None:
         with self._changed:

@@ -48,11 +48,11 @@ class OnnxRuntimeEngine(PooledEngine[onnxruntime.InferenceSession]):
             options.add_session_config_entry(key, value)
         session = _open(path, options, _PROVIDERS[settings.device])
         signature = Signature(_specs(path, session.get_inputs()), _specs(path, session.get_outputs()))
+        self._names = [spec.name for spec in signature.outputs]
         super().__init__(signature, [session] * settings.streams)
 
     def _run(self, member: onnxruntime.InferenceSession, inputs: Tensors) -> Tensors:
-        names = [spec.name for spec in self.signature.outputs]
-        return dict(zip(names, member.run(names, dict(inputs)), strict=True))
+        return dict(zip(self._names, member.run(self._names, dict(inputs)), strict=True))
 
 
 def open_oracle(path: Path, threads: int | None = None) -> OnnxRuntimeEngine:

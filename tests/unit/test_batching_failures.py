@@ -1,6 +1,7 @@
 """Errors, clients that go away, overload, what is counted, and the engine's threads."""
 
 import asyncio
+import math
 import pickle
 import random
 import threading
@@ -336,9 +337,32 @@ def test_whatever_the_engine_raises_reaches_who_asked_and_the_thread_lives_on(er
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("expected_s", [0.0, 1e-3])
+def test_short_calls_run_on_the_loop_and_all_others_in_a_thread(expected_s: float) -> None:
+    async def scenario() -> list[str]:
+        ran_in: list[str] = []
+
+        def infer(tensors: Tensors) -> Tensors:
+            ran_in.append(threading.current_thread().name)
+            time.sleep(expected_s)
+            return tensors
+
+        batcher = Batcher(infer, BatchingPolicy(max_batch_size=1), max_on_loop_s=5e-4 if expected_s else 1.0)
+        for value in range(3):
+            assert (await batcher.infer(row(value)))["x"] == value
+        assert await asyncio.gather(*(batcher.infer(row(value)) for value in range(3))) == [row(0), row(1), row(2)]
+        await batcher.close()
+        assert batcher.statistics.executions == 6
+        return ran_in
+
+    loop = threading.current_thread().name
+    assert asyncio.run(scenario()) == ["engine-0", *["engine-0" if expected_s else loop] * 5]
+
+
+@pytest.mark.parametrize("max_on_loop_s", [0.0, 3e-5, math.inf])
 @pytest.mark.parametrize("slots", [1, 3])
-def test_threads_that_take_their_calls_themselves_answer_everybody_once(slots: int) -> None:
-    """Clients that come, leave, run late and send bad rows while threads take calls: nothing is lost or mixed up."""
+def test_the_loop_and_threads_that_take_calls_answer_everybody_once(slots: int, max_on_loop_s: float) -> None:
+    """Clients that come, leave, run late and send bad rows while calls are taken: nothing is lost or mixed up."""
     rng = random.Random(slots)
 
     def infer(tensors: Tensors) -> Tensors:
@@ -352,7 +376,7 @@ def test_threads_that_take_their_calls_themselves_answer_everybody_once(slots: i
 
     async def scenario() -> tuple[list[float | str], BatchingStatistics]:
         policy = BatchingPolicy(max_batch_size=4, max_queue_delay_s=0.001, queue_limit=100)
-        batcher = Batcher(infer, policy, slots, check=check)
+        batcher = Batcher(infer, policy, slots, check=check, max_on_loop_s=max_on_loop_s)
 
         async def client(number: int) -> list[float | str]:
             said: list[float | str] = []

@@ -76,9 +76,12 @@ class Scheduler:
             self._held_s = None
 
     def next(self, now_s: float) -> Batch | Hold | None:
-        """Start the call that a free slot makes now. Else return when to ask again, or None if nothing waits."""
+        """Start the call that a free slot makes now.
+
+        Else return when to ask again, or None if nothing waits or no slot is free.
+        """
         self.expire(now_s)
-        chosen = self._retry(now_s) or self._release(now_s)
+        chosen = None if self.is_busy else self._retry(now_s) or self._release(now_s)
         if isinstance(chosen, Hold):
             if self._held_s is None:
                 self._held_s = now_s

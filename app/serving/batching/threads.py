@@ -48,6 +48,10 @@ class Slots(Protocol):
         """Let a free slot ask for its next call."""
         ...
 
+    def run(self, batch: Batch) -> None:
+        """Let a free slot make a call that was started for it, then ask for its next call."""
+        ...
+
     async def close(self) -> None:
         """Ask for no more calls."""
         ...
@@ -100,7 +104,7 @@ class EngineThreads:
         self._infer = infer
         self._check = check
         self._closed = False
-        self._wakes: SimpleQueue[None] = SimpleQueue()  # a condition would take several times as long
+        self._wakes: SimpleQueue[Batch | None] = SimpleQueue()  # a condition would take several times as long
         self._threads = [Thread(target=self._run, name=f"engine-{slot}", daemon=True) for slot in range(slots)]
         for thread in self._threads:
             thread.start()
@@ -108,6 +112,9 @@ class EngineThreads:
     def wake(self) -> None:
         if self._wakes.qsize() < len(self._threads):  # else each thread has a wake to take, and asks after it
             self._wakes.put(None)
+
+    def run(self, batch: Batch) -> None:
+        self._wakes.put(batch)
 
     async def close(self) -> None:
         """End the threads, none of which runs a call. One that still ran would keep its model alive."""
@@ -118,10 +125,16 @@ class EngineThreads:
             await asyncio.to_thread(thread.join)
 
     def _run(self) -> None:
+        chosen: Batch | Hold | None = None
         while not self._closed:
-            chosen = self._calls.next()
             if isinstance(chosen, Batch):
                 self._calls.ended(chosen, call(self._infer, self._check, chosen))
+                chosen = self._calls.next()
             else:
-                with suppress(Empty):
-                    self._wakes.get(timeout=max(0.0, chosen.until_s - time.monotonic()) if chosen else None)
+                chosen = self._wait(chosen) or self._calls.next()
+
+    def _wait(self, hold: Hold | None) -> Batch | None:
+        """Return the call that the slot was given, or None when it is to ask for one."""
+        with suppress(Empty):
+            return self._wakes.get(timeout=max(0.0, hold.until_s - time.monotonic()) if hold else None)
+        return None
