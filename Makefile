@@ -6,13 +6,14 @@ INSTALLED_BENCH := .venv/.installed-bench
 INSTALLED_MUTATION := .venv/.installed-mutation
 
 .NOTPARALLEL:  # what is installed for two goals goes into one environment
-.PHONY: help install demo test test-slow test-faults test-gpu mutation bench-training bench-tuning bench-compile bench-serving bench-many docs lint format
+.PHONY: help install demo test test-slow test-faults test-gpu mutation bench-training bench-tuning bench-compile bench-serving bench-many coverage docs lint format
 
 help:
 	@echo "make demo            from a fresh clone to a prediction: install, start a cluster, tune, train, compile, deploy, ask"
 	@echo "make test            the tests that need no GPU, except slow ones and fault injection"
 	@echo "make test-slow       the slow tests, except fault injection"
 	@echo "make test-faults     fault injection, with a table of the outcomes"
+	@echo "make coverage        which lines the unit tests run, with the modules that lack most first"
 	@echo "make test-gpu        the tests that need a GPU"
 	@echo "make mutation        mutation tests of six modules; lists the mutants that no unit test catches"
 	@echo "make bench-training  training beside its peers, into benchmarks/training/RESULTS.md; the machine must be quiet"
@@ -61,6 +62,11 @@ test-slow: $(INSTALLED_DEV)
 
 test-faults: $(INSTALLED_DEV)
 	@$(BIN)/python -m pytest -m faults tests
+
+# Unit tests alone: what runs in Ray's workers, and what only integration tests reach, counts as not run.
+coverage: $(INSTALLED_DEV)
+	@$(BIN)/python -m coverage run -m pytest --quiet -m "not slow" tests/unit
+	@$(BIN)/python -m coverage report
 
 test-gpu: $(INSTALLED_DEV)
 	@$(BIN)/python -m pytest tests/gpu
