@@ -19,6 +19,7 @@ from app.cluster.submit import send_job
 from app.cluster.submit import submit as submit_job
 from app.config import Recipe, dump_recipe, load_recipe
 from app.errors import ClusterError, RayloomError, RequestError, StorageError
+from app.project.scaffold import create_project
 from app.runs import CONFIG_FILE, runs_folder
 from app.serving.protocol.natural import PredictRequest
 from app.storage import absolute_location, to_path
@@ -31,6 +32,16 @@ app.add_typer(recipes, name="recipe")
 app.add_typer(models, name="models")
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Such as train.epochs=3.")]
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="A new folder. Its name is that of the package, recipe and model.")],
+) -> None:
+    """Write a project of your own: a recipe with data, a model, a search space and a test, all of which work."""
+    for file in create_project(folder):
+        print(file)
+    print(f"next: cd {shlex.quote(str(folder))}, then follow README.md")
 
 
 @app.command()

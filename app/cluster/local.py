@@ -14,10 +14,11 @@ from pathlib import Path
 import psutil
 
 from app.cluster import haproxy, ports, state
+from app.cluster.packages import LIBRARY
 from app.cluster.ports import LOOPBACK
 from app.cluster.state import MARK, ClusterState
 from app.errors import ClusterError
-from app.storage import absolute_location
+from app.storage import HOME, absolute_location
 
 _STOP_TIMEOUT_S = 5.0
 _PERIOD_S = 0.05
@@ -174,6 +175,14 @@ def _environment(cluster: ClusterState) -> dict[str, str]:
 
 
 def _storage() -> str:
-    """``$RAYLOOM_STORAGE``, else ``storage`` in the checkout that the library lies in."""
-    checkout = Path(__file__).resolve().parents[2]
-    return absolute_location(os.environ.get("RAYLOOM_STORAGE") or str(checkout / "storage"))
+    """Return where the cluster's jobs keep what they make.
+
+    ``$RAYLOOM_STORAGE``, else ``storage`` in the current folder if that is a project or a checkout, which have
+    recipes, else ``storage`` in the checkout that runs, else the default of an installed Rayloom.
+    """
+    if location := os.environ.get("RAYLOOM_STORAGE"):
+        return absolute_location(location)
+    for folder in (Path.cwd(), LIBRARY):
+        if (folder / "recipes").is_dir():
+            return str(folder / "storage")
+    return str(HOME / "storage")

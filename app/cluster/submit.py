@@ -16,12 +16,12 @@ from typing import Any
 import httpx
 
 from app.cluster.jobs import Job, JobsApi
+from app.cluster.packages import known_jobs, runtime_env
 from app.cluster.state import read_state, running_cluster
 from app.config import embedded, load_recipe, read_text, title_of
 from app.errors import ClusterError
 from app.storage import absolute_location
 
-JOBS = Path("jobs")
 _FOLDER = "rayloom_folder"
 """The key in a job's metadata under which the folder lies that it was submitted from."""
 _RESUME = {
@@ -37,20 +37,20 @@ _LOST_TIMEOUT_S = 300.0
 def submit(job: str, recipe: str, overrides: list[str]) -> int:
     """Submit ``python -m jobs.JOB RECIPE …`` from the current folder, show its log, return its exit code.
 
-    The recipe is a path, a URI, or ``-`` for standard input. Ray uploads the current folder with the job. A recipe that
-    is not part of this upload is embedded in the job's command, so a resubmitted job has it, too.
+    The recipe is a path, a URI, or ``-`` for standard input. Ray uploads the current folder with the job, which may be
+    a checkout or a person's own project. A recipe that is not part of this upload is embedded in the job's command, so
+    a resubmitted job has it, too.
 
     The local cluster is used, unless ``RAY_API_SERVER_ADDRESS`` names another one. If the cluster is lost while the job
     runs, the one that its supervisor submits in its place is followed.
 
     Raises:
         RecipeError: the recipe is refused; nothing was sent.
-        ClusterError: no such job here, no cluster answers, the token is not its own, or the cluster was lost and with
-            it the job.
+        ClusterError: no such job, the folder has a package by the name of one of Rayloom's, no cluster answers, the
+            token is not its own, or the cluster was lost and with it the job.
     """
-    known = sorted(file.stem for file in JOBS.glob("[!_]*.py"))
-    if job not in known:
-        raise ClusterError(f"job {job!r} is not in {str(JOBS.absolute())!r}: known are {', '.join(known) or 'none'}")
+    if job not in (known := known_jobs(Path.cwd())):
+        raise ClusterError(f"no job {job!r}: known are {', '.join(known)}")
     sent = recipe if _is_uploaded(recipe) else embedded(read_text(recipe), title_of(recipe))
     storage = load_recipe(sent, overrides).storage
     return send_job(job, sent, [*overrides, *([f"storage={absolute_location(storage)}"] if storage else [])])
@@ -76,7 +76,7 @@ def send_job(job: str, recipe: str, overrides: list[str]) -> int:
         ClusterError: no cluster answers, it rejects the token or the job, or the cluster was lost and with it the job.
     """
     environment = dict(os.environ)
-    if "RAY_API_SERVER_ADDRESS" not in environment:
+    if is_local := "RAY_API_SERVER_ADDRESS" not in environment:
         environment |= running_cluster().client_environment()
     JobsApi.of(environment).require_access()
     submission_id = f"{job}-{secrets.token_hex(4)}"
@@ -85,7 +85,7 @@ def send_job(job: str, recipe: str, overrides: list[str]) -> int:
         failure=f"job {submission_id} cannot be submitted",
         entrypoint=shlex.join(["python", "-m", f"jobs.{job}", recipe, *overrides]),
         submission_id=submission_id,
-        runtime_env={"working_dir": "."},
+        runtime_env=runtime_env(".", has_rayloom=is_local),
         metadata={_FOLDER: str(Path.cwd())},
     )
     print(f"Job '{submission_id}' submitted. To stop it: ray job stop {submission_id}", flush=True)
@@ -114,7 +114,7 @@ def resubmit(job: Job, environment: Mapping[str, str]) -> str | None:
         failure=f"job {job.submission_id} was lost, and cannot be submitted again",
         entrypoint=shlex.join(entrypoint),
         submission_id=second,
-        runtime_env={"working_dir": folder},
+        runtime_env=runtime_env(folder, has_rayloom=True),  # only supervisors resubmit, those of local clusters
     )
     return second
 

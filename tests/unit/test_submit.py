@@ -115,8 +115,7 @@ def test_any_other_recipe_is_checked_and_sent_along(
     place: str, sent: Sent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "project"
-    (folder / "jobs").mkdir(parents=True)
-    (folder / "jobs/train.py").touch()
+    folder.mkdir()
     (folder / ".gitignore").write_text("storage/\n", encoding="utf-8")
     subprocess.run(["git", "init", "-q", str(folder)], check=True)
     monkeypatch.chdir(folder)

@@ -1,0 +1,55 @@
+"""The folder that a job is submitted from, and those packages of Rayloom that its cluster may lack."""
+
+from pathlib import Path
+from typing import Any
+
+from app.errors import ClusterError
+
+LIBRARY = Path(__file__).resolve().parents[2]
+"""The folder with Rayloom's packages: a checkout, or ``site-packages``."""
+PACKAGES = ("app", "jobs", "serve_deployments", "tune_spaces")
+
+
+def is_checkout(folder: Path) -> bool:
+    """Return True if the folder has Rayloom's own packages, so that they are uploaded as a part of it."""
+    return (folder / "app/cluster" / Path(__file__).name).is_file()
+
+
+def known_jobs(folder: Path) -> list[str]:
+    """Return the names of the jobs that can be submitted from a folder.
+
+    Raises:
+        ClusterError: the folder has a package of its own by the name of one of Rayloom's.
+    """
+    if not is_checkout(folder):
+        require_own_names(folder)
+        folder = LIBRARY
+    return sorted(file.stem for file in (folder / "jobs").glob("[!_]*.py"))
+
+
+def require_own_names(folder: Path) -> None:
+    """Refuse a folder in which Python would import something else by the name of one of Rayloom's packages.
+
+    Raises:
+        ClusterError: the folder has such a module or package.
+    """
+    for name in PACKAGES:
+        module, package = folder / f"{name}.py", folder / name
+        if module.is_file() or next(package.glob("*.py"), None):
+            own = module if module.is_file() else package
+            raise ClusterError(
+                f"{str(own)!r} has the name of Rayloom's package {name!r}, which a job could not import beside it: "
+                "rename it, or submit from another folder"
+            )
+
+
+def runtime_env(folder: str, has_rayloom: bool) -> dict[str, Any]:
+    """Return Ray's runtime environment of a job: the folder as its working directory, and Rayloom's packages.
+
+    Args:
+        has_rayloom: the cluster runs on this machine with this installation, so the packages need not be sent.
+    """
+    if has_rayloom or is_checkout(Path(folder)):
+        return {"working_dir": folder}
+    packages = [str(LIBRARY / name) for name in PACKAGES]
+    return {"working_dir": folder, "py_modules": packages, "excludes": ["__pycache__"]}

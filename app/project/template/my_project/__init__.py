@@ -1,0 +1,1 @@
+"""The model and the search space of my_project."""
