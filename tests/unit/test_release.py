@@ -159,3 +159,13 @@ def test_nobody_is_held_beyond_the_bound_or_into_a_deadline(
     hold_s: float, deadline_s: float, decision: float | ReleaseReason
 ) -> None:
     assert decided(group_of(request(deadline_s=deadline_s), expected_in_s=0.0), hold_s) == decision
+
+
+@pytest.mark.parametrize(("call_s", "held_s"), [(4e-4, 2e-4), (1e-4, ReleaseReason.IDLE)])
+def test_a_slot_is_not_held_for_less_than_its_thread_takes_to_wake(
+    call_s: float, held_s: float | ReleaseReason
+) -> None:
+    group = group_of(request(), expected_in_s=1e-6)
+    group.latency.row_s, group.latency.call_s = 0.0, call_s
+    held = decided(group, 1.0)
+    assert held == (pytest.approx(held_s) if isinstance(held_s, float) else held_s)

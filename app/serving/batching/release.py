@@ -12,6 +12,9 @@ from app.serving.batching.rows import cut
 from app.serving.batching.statistics import ReleaseReason
 from app.tensors import Tensors
 
+_MIN_HOLD_S = 0.1e-3
+"""A free slot is not held for less: waking its thread takes as long."""
+
 
 class Part(NamedTuple):
     """Rows of a request, from ``start`` to before ``stop``, in one call."""
@@ -100,7 +103,7 @@ def _gather(group: Group, policy: BatchingPolicy) -> tuple[list[Part], ReleaseRe
 
 
 def _pays_until_s(group: Group, requests: int, hold_until_s: float) -> float:
-    """Until when it pays to wait for one more request, and ``hold_until_s`` at most; -inf if it does not.
+    """Return until when it pays to wait for one more request, ``hold_until_s`` at most; -inf if it does not.
 
     Let n requests wait, let a call of r rows take a·r + b, and let the next request come in d seconds, with as many
     rows as the others have on average. Then the engine answers more requests a second with it than without it if
@@ -113,6 +116,8 @@ def _pays_until_s(group: Group, requests: int, hold_until_s: float) -> float:
     if since_s is None:
         return -math.inf
     until_s = min(hold_until_s, since_s + group.latency.call_s / (2 * requests))
+    if until_s - since_s < _MIN_HOLD_S:
+        return -math.inf
     return until_s if since_s + group.arrivals.gap_s < until_s else -math.inf
 
 
