@@ -52,7 +52,9 @@ def parse(arguments: list[str]) -> dict[str, Any]:
 
 def require_recipe(recipe: str, overrides: list[str]) -> None:
     """Load a recipe of the repository with the overrides. A recipe that the reader brings is not looked at."""
-    if recipe.startswith("recipes/"):
+    if recipe in ("recipes/my_project.yaml", "recipes/tickets.yaml"):  # as 'rayloom init' writes them
+        recipe = "app/project/template/recipes/my_project.yaml"
+    if recipe.startswith(("recipes/", "app/")):
         load_recipe(str(ROOT / recipe), [each for each in overrides if not _PLACEHOLDER.search(each.partition("=")[2])])
 
 
