@@ -28,6 +28,7 @@ help:
 install: $(INSTALLED)
 
 # Each of them holds Rayloom and what it runs on, so none has to wait for another.
+$(INSTALLED): EXTRAS := [demo]
 $(INSTALLED_DEV): EXTRAS := [dev]
 $(INSTALLED_BENCH): EXTRAS := [bench]
 $(INSTALLED_MUTATION): EXTRAS := [mutation]

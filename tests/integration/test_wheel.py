@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from site import getsitepackages
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.helpers import ROOT
 
@@ -74,3 +77,22 @@ def test_an_installed_rayloom_starts_a_project_without_a_checkout(wheel: Path, t
     project = tmp_path / "tickets"
     assert "factory: tickets.models:net" in run(rayloom, "recipe", "show", "recipes/tickets.yaml", folder=project)
     assert "2 passed" in run(python, "-m", "pytest", "--quiet", folder=project)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "serve_deployments.model_server",
+        "app.engines.onnxruntime",
+        "app.engines.openvino",
+        "jobs.deploy",
+        "app.cli.main",
+    ],
+)
+def test_serving_and_submitting_need_nothing_of_the_training_extra(module: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extra = {Requirement(text).name for text in project["optional-dependencies"]["train"]} - {"ray"}
+    missing = sorted(name for name, homes in packages_distributions().items() if extra & set(homes))
+    assert {"torch", "deepspeed", "optuna", "onnx"} <= {*missing}
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import {module}"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
