@@ -5,7 +5,7 @@ import random
 import socket
 import threading
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from app.serving.transport.grpc import GrpcMethods, add_to_server
 from app.serving.transport.hot import HotProtocol, HotRoute
 from app.serving.transport.http import HttpApi
 from app.serving.transport.middleware import AnswerDirectly
+from tests.haproxy import in_front
 
 Result = TypeVar("Result")
 
@@ -34,7 +35,7 @@ class Server:
     http: str
     """``host:port``, as for gRPC."""
     grpc: str
-    """Address for unary calls."""
+    """Address of HAProxy, which sends unary calls to the HTTP server, and streams to the gRPC server."""
     streams: str
     """Address of the gRPC server, which answers all calls."""
     loop: asyncio.AbstractEventLoop
@@ -73,7 +74,9 @@ def serving(chance: random.Random | None = None, hot: bool = True, room_bytes: i
     http, rpc, port = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
     try:
         web, streams = f"127.0.0.1:{listener.getsockname()[1]}", f"127.0.0.1:{port}"
-        yield Server(endpoint, methods, web, web if hot else streams, streams, loop, route, server)
+        with ExitStack() as stack:
+            calls = stack.enter_context(in_front(web, streams)) if hot else streams
+            yield Server(endpoint, methods, web, calls, streams, loop, route, server)
     finally:
 
         async def stop() -> None:

@@ -51,7 +51,7 @@ if grep -q '^    default_backend grpc-{application}$' "$3"; then
         -e 's/^\\(backend \\)http-{application}$/\\1unary-{application}/p' \\
         -e '/^[^ ]/d' \\
         -e '/ backup$\\|option httpchk\\|http-check\\|default-server/d' \\
-        -e 's|^\\(  *server \\([^ ]*\\) [^ ]*\\) .*|\\1 proto h2 track http-{application}/\\2|p' \\
+        -e 's|^\\(  *server \\([^ ]*\\) [^ ]*\\) .*|\\1 track http-{application}/\\2|p' \\
         -e '/^  *timeout\\|^  *http-reuse\\|^  *log/p' \\
         "$3" > "$3.unary"
     if grep -q '^  *server ' "$3.unary"; then

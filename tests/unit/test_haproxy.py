@@ -133,8 +133,8 @@ def test_unary_grpc_calls_go_to_the_http_listeners(tmp_path: Path) -> None:
     unary = config.partition("backend unary-rayloom\n")[2].splitlines()
     assert [line.split() for line in unary if "server " in line] == [
         ["timeout", "server", "9s"],
-        ["server", "r0", "127.0.0.1:30000", "proto", "h2", "track", "http-rayloom/r0"],
-        ["server", "r1", "127.0.0.1:30001", "proto", "h2", "track", "http-rayloom/r1"],
+        ["server", "r0", "127.0.0.1:30000", "track", "http-rayloom/r0"],
+        ["server", "r1", "127.0.0.1:30001", "track", "http-rayloom/r1"],
     ]
     before, _, after = config.partition("    default_backend grpc-rayloom\n")
     assert after

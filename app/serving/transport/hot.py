@@ -16,12 +16,12 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from app.errors import OverloadError, UnauthorizedError
+from app.serving.transport.calls import START as CALL_START
+from app.serving.transport.calls import CallConnection
 from app.serving.transport.direct import DirectInference
 from app.serving.transport.exchange import Exchange
 from app.serving.transport.grpc import GrpcMethods
 from app.serving.transport.head import MAX_HEAD_BYTES, START, Head
-from app.serving.transport.http2 import Http2Protocol
-from app.serving.transport.http2_frames import PREFACE
 from app.serving.transport.prepared import Prepared, PreparedRequests
 from app.serving.transport.refusal import error_response
 from app.serving.transport.unary import UnaryService
@@ -30,8 +30,6 @@ from app.tensors import Tensors
 _MAX_HEADS = 1024
 _MAX_BYTES = 256 * 2**10
 """Of a request. A larger one is left to uvicorn, which does not copy it with every part that comes."""
-_HTTP_2 = PREFACE[:4]
-"""No HTTP/1 method begins with these bytes. ``Http2Protocol`` checks the rest of the preface."""
 _GATHER_S = 0.05
 """For the rest of a request. A slower one is left to uvicorn, and bounded there."""
 
@@ -151,11 +149,11 @@ class HotProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_new:
             data = self._kept + data
-            self._is_new = len(data) < len(_HTTP_2) and _HTTP_2.startswith(data)
+            self._is_new = len(data) < len(CALL_START) and CALL_START.startswith(data)
             self._kept = data if self._is_new else b""
             if self._is_new:
                 return
-            if data.startswith(_HTTP_2):
+            if data.startswith(CALL_START):
                 self._hand_over(data)
                 return
         if self._is_uvicorn_reading or (self.cycle is not None and not self.cycle.response_complete):
@@ -232,10 +230,10 @@ class HotProtocol(HttpToolsProtocol):
             self._leave_to_uvicorn(data)
 
     def _hand_over(self, data: bytes) -> None:
-        """Hand the connection over to ``Http2Protocol``, because its client speaks HTTP/2."""
+        """Hand the connection over to ``CallConnection``. HAProxy sends only calls over it."""
         self._unset_keepalive_if_required()
         self.connections.discard(self)
-        protocol = Http2Protocol(self._route.unary.begin, self.connections, self.timeout_keep_alive)
+        protocol = CallConnection(self._route.unary, self.connections, self.timeout_keep_alive)
         self.transport.set_protocol(protocol)
         protocol.connection_made(self.transport)
         protocol.data_received(data)

@@ -8,7 +8,7 @@ https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote
 
 from google.protobuf.message import DecodeError, Message
@@ -23,18 +23,13 @@ from app.serving.transport.call_head import CallHead
 from app.serving.transport.direct import DirectInference
 from app.serving.transport.exchange import Exchange
 from app.serving.transport.grpc import OPEN_CALLS, SERVICE, GrpcMethods
-from app.serving.transport.http2_stream import Stream, header_block
 from app.serving.transport.prepared_calls import PreparedCall, PreparedCalls
 from app.serving.transport.refusal import refusal
 from app.tensors import Tensors
 
-_CONTENT_TYPE = ("content-type", "application/grpc")
-_HEAD = header_block((":status", "200"), _CONTENT_TYPE)
-_OK = header_block(("grpc-status", "0"))
-_NOT_GRPC = header_block((":status", "415"))
 _PREFIX_BYTES = 5
 _MAX_DETAILS = 2730
-"""In bytes. Percent-encoding may triple them, and a header must fit into one frame of 16 KiB."""
+"""In bytes. Percent-encoding may triple them, and HAProxy takes no header of more than 15 KiB."""
 _PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 _MAX_CALLERS, _MAX_CALLER_BYTES = 1024, 1024
 _MAX_OPEN_BYTES = 4096
@@ -55,6 +50,22 @@ class _Method:
     def max_bytes(self) -> int:
         """The maximum size of its message."""
         return _MAX_OPEN_BYTES if self.is_open else LIMITS.body_bytes
+
+
+class Answers(Protocol):
+    """The sender of a connection's answers. It ends a call once its answer is sent."""
+
+    peer: str
+    """The client's address, as gRPC writes it."""
+
+    def respond(self, call: "UnaryCall", content: bytes) -> None:
+        """Send a message as the answer to a call, unless it has one."""
+
+    def refuse(self, call: "UnaryCall", trailers: list[tuple[str, str]]) -> None:
+        """Answer a call with an error, unless it has an answer."""
+
+    def refuse_http(self, call: "UnaryCall") -> None:
+        """Answer a request that is no call."""
 
 
 class UnaryService:
@@ -82,10 +93,10 @@ class UnaryService:
         self._config = direct.endpoint.config
         self._callers: set[tuple[str, str | None]] = set()
 
-    def begin(self, stream: Stream, head: CallHead) -> "UnaryCall":
-        """Take a call."""
+    def begin(self, answers: Answers, head: CallHead) -> "UnaryCall":
+        """Take a call, which ``answers`` will answer."""
         self.answered += 1
-        return UnaryCall(self, stream, head, self._methods.get(head.path))
+        return UnaryCall(self, answers, head, self._methods.get(head.path))
 
     def check_caller(self, call: "UnaryCall") -> None:
         """Raise UnauthorizedError if the endpoint does not answer this caller."""
@@ -108,18 +119,18 @@ class UnaryService:
 
 
 class UnaryCall(Exchange):
-    """A call. ``Http2Protocol`` passes the body to it, and it is the ``Context`` of its method."""
+    """A call. ``CallConnection`` passes the body to it, and it is the ``Context`` of its method."""
 
     __slots__ = (
-        "_code", "_data", "_deadline", "_details", "_has_entered", "_held", "_id", "_is_over", "_method", "_prepared",
-        "_service", "_stream", "_task", "_trailing", "head",
+        "_answers", "_code", "_data", "_deadline", "_details", "_has_entered", "_held", "_id", "_is_over", "_method",
+        "_prepared", "_service", "_task", "_trailing", "head",
     )  # fmt: skip
 
-    def __init__(self, service: UnaryService, stream: Stream, head: CallHead, method: _Method | None) -> None:
+    def __init__(self, service: UnaryService, answers: Answers, head: CallHead, method: _Method | None) -> None:
         super().__init__()
         self.head = head
         self._service = service
-        self._stream = stream
+        self._answers = answers
         self._method = method
         self._data: bytes | bytearray = b""
         self._held = 0  # bytes that the service counts for this call
@@ -133,8 +144,8 @@ class UnaryCall(Exchange):
 
     def begin(self) -> None:
         """Refuse a call of an unknown method, from an unauthorized caller, or with an invalid timeout."""
-        if not self.head.content_type.startswith(_CONTENT_TYPE[1]) or self.head.method != "POST":
-            self._stream.refuse(_NOT_GRPC)
+        if not self.head.is_grpc:
+            self._answers.refuse_http(self)
             return
         if self._method is None:
             path = shown(self.head.path)
@@ -226,7 +237,7 @@ class UnaryCall(Exchange):
 
     def peer(self) -> str:
         """Return the client's address."""
-        return self._stream.peer
+        return self._answers.peer
 
     def _hold(self, num_bytes: int) -> None:
         """Count bytes until the call ends. Raises OverloadError if there is no room for them."""
@@ -290,15 +301,12 @@ class UnaryCall(Exchange):
         if not self._is_over:
             self._stop()
             self._hold(len(content) - self._held)
-            self._stream.respond(_HEAD, b"\0" + len(content).to_bytes(4, "big") + content, _OK)
+            self._answers.respond(self, content)
 
     def _tell(self, code: StatusCode, details: str, trailing: Sequence[tuple[str, str]] = ()) -> None:
         """End the call with an error."""
-        status = (
-            ("grpc-status", str(code.value[0])),
-            ("grpc-message", quote(details.encode()[:_MAX_DETAILS], _PRINTABLE)),
-        )
-        self._stream.refuse(header_block((":status", "200"), _CONTENT_TYPE, *status, *trailing))
+        message = quote(details.encode()[:_MAX_DETAILS], _PRINTABLE)
+        self._answers.refuse(self, [("grpc-status", str(code.value[0])), ("grpc-message", message), *trailing])
 
     def _stop(self) -> None:
         """Stop waiting, and drop the request."""
