@@ -61,7 +61,6 @@ class CallConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of asyncio's
-        self._transport.set_write_buffer_limits(0)  # an answer takes room until all of it is sent
         self.peer = _peer_of(transport.get_extra_info("peername"))
         self._connections.add(self)
         self._look()
