@@ -202,7 +202,7 @@ class CallConnection(asyncio.Protocol):
             elif self._call is None:
                 self._transport.abort()
         elif self._is_whole and self._call is None and waited_s >= self._keep_alive_s:
-            self._transport.close()
+            self._transport.abort()  # with what its client has not read
         self._timer = asyncio.get_running_loop().call_later(min(_LOOK_S, self._keep_alive_s), self._look)
 
 
