@@ -13,7 +13,8 @@ from upath import UPath
 from app.cli.endpoint import TOKEN_FILE_VARIABLE, EndpointClient, local_endpoint
 from app.cli.models import models
 from app.cli.options import Storage, chosen_storage
-from app.cluster import local, ports
+from app.cluster import local
+from app.cluster.ports import open_ports
 from app.cluster.state import SUPERVISOR_LOG, TOKEN_FILE, ClusterState, read_state, running_cluster
 from app.cluster.submit import send_job
 from app.cluster.submit import submit as submit_job
@@ -66,12 +67,14 @@ def down() -> None:
 
 
 @app.command()
-def status() -> None:
-    """Show the local cluster: addresses, models, what its supervisor did, and every port that others could reach."""
+def status(
+    ports: Annotated[bool, typer.Option("--ports", help="List every port that other machines could reach.")] = False,
+) -> None:
+    """Show the local cluster: addresses, models, what its supervisor did, and how many ports others could reach."""
     cluster = running_cluster()
-    _describe_ports(cluster)
     _describe(cluster)
     _describe_supervisor(cluster)
+    _describe_ports(cluster, ports)
     _describe_models(cluster)
 
 
@@ -203,11 +206,12 @@ def _describe_models(cluster: ClusterState) -> None:
         print(f"try        {endpoint.curl(name)}")
 
 
-def _describe_ports(cluster: ClusterState) -> None:
-    """The ports that Ray opens on other interfaces than loopback; the token guards the first kind."""
-    exposed = [port for port in ports.open_ports(cluster.processes()) if not port.is_loopback]
-    print(f"ports that other machines could reach, unless a firewall is in front ({len(exposed)}):")
-    for port in exposed:
+def _describe_ports(cluster: ClusterState, are_listed: bool) -> None:
+    """Count or list the ports that Ray opens on other interfaces than loopback."""
+    exposed = [port for port in open_ports(cluster.processes()) if not port.is_loopback]
+    more = ":" if are_listed else "; 'rayloom status --ports' lists them"
+    print(f"ports      {len(exposed)} that other machines could reach, unless a firewall is in front{more}")
+    for port in exposed if are_listed else ():
         print(f"  {port.port:>5}  {port.address:<18} {port.process}")
 
 

@@ -139,8 +139,8 @@ def _connect(environment: Mapping[str, str]) -> Any:
     os.environ.update(environment)
     from ray.job_submission import JobSubmissionClient
 
-    # By default Ray logs a line for each file that it leaves out.
-    logging.getLogger("ray.dashboard.modules.dashboard_sdk").setLevel(logging.ERROR)
+    for name in ("ray.dashboard.modules", "ray._private.runtime_env"):  # a line for each file that they leave out
+        logging.getLogger(name).setLevel(logging.ERROR)
     return JobSubmissionClient(environment["RAY_API_SERVER_ADDRESS"])
 
 
@@ -191,7 +191,7 @@ def _exit_code(submission_id: str, job: Job | None) -> int:
         print(f"the end of job {submission_id} is unknown: look at 'rayloom status'", file=sys.stderr)
         return 1
     if job.status == "FAILED":
-        reason = (job.message or "no reason is known").partition("\n")[0]
+        reason = (job.message or "no reason is known").partition("\n")[0].partition(", last available logs")[0]
         print(f"job {submission_id} failed: {reason}", file=sys.stderr)
         return 1
     return 0

@@ -96,7 +96,7 @@ wait_until(lambda: not psutil.pid_exists(pid.result()), timeout_s=10)
 
 
 def test_status_lists_the_ports_that_others_could_reach(cluster: dict[str, str]) -> None:
-    shown = run("rayloom", "status", environment=cluster).stdout
+    shown = run("rayloom", "status", "--ports", environment=cluster).stdout
     state = json.loads((Path(cluster["RAYLOOM_HOME"]) / "cluster/cluster.json").read_text(encoding="utf-8"))
     listed = {int(line.split()[0]) for line in shown.splitlines() if line.startswith("  ")}
     opened = {
@@ -110,6 +110,7 @@ def test_status_lists_the_ports_that_others_could_reach(cluster: dict[str, str])
     assert opened <= listed
     assert state["dashboard_port"] not in listed
     assert "supervisor watches over Ray's control processes" in shown
+    assert "\n  " not in run("rayloom", "status", environment=cluster).stdout
 
 
 @pytest.mark.parametrize("option", ["--dashboard-port", "--serve-port"])

@@ -41,7 +41,8 @@ class AcceptingClient:
 
 
 def job(submission_id: str, status: str, **fields: Any) -> Job:
-    given = {"entrypoint": "", "start_time": 0, "metadata": {}, "message": "its driver returned 1\n(its log again)"}
+    message = "its driver returned 1, last available logs (truncated to 20,000 chars):\nits log again"
+    given = {"entrypoint": "", "start_time": 0, "metadata": {}, "message": message}
     return Job.model_validate({"submission_id": submission_id, "status": status, **given, **fields})
 
 
