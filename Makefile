@@ -46,10 +46,10 @@ demo: $(INSTALLED)
 	@$(BIN)/rayloom submit lifecycle recipes/reviews.yaml train.epochs=2 tune.space=tune_spaces.text:rates tune.trials=2 tune.epochs=1
 	@$(BIN)/rayloom status
 	@echo
-	@$(BIN)/rayloom predict reviews "这本书很好，内容生动，值得一读" "质量太差，用了一天就坏了"
-	@echo
 	@echo "Next: ask it yourself, paste the curl line with a text of your own; look at the runs in the dashboard;"
 	@echo "train it in full with '$(BIN)/rayloom submit lifecycle recipes/reviews.yaml tune=null'; stop with '$(BIN)/rayloom down'."
+	@echo
+	@$(BIN)/rayloom predict reviews "这本书很好，内容生动，值得一读" "质量太差，用了一天就坏了"
 
 # One process for each of two cores. Tests that share an expensive fixture run in the same process: see tests/conftest.py.
 # Ray's workers are forked from a process that has imported the slow modules: see tests/workers.
