@@ -45,6 +45,6 @@ def test_every_node_starts_as_a_local_cluster_does_with_the_same_storage(command
 
 def test_nodes_with_gpus_install_tensorrt_and_all_that_the_others_do() -> None:
     everywhere = CONFIG["setup_commands"]
-    assert any("'.[s3]'" in command for command in everywhere)
-    expected = [command.replace("'.[s3]'", "'.[s3,tensorrt]'") for command in everywhere]
+    assert any("'.[demo,s3]'" in command for command in everywhere)
+    expected = [command.replace("'.[demo,s3]'", "'.[demo,s3,tensorrt]'") for command in everywhere]
     assert CONFIG["available_node_types"]["gpu_spot"]["worker_setup_commands"] == expected
