@@ -10,6 +10,7 @@ RayloomError
 │   └── NonFiniteLossError a loss or gradient is not a number, or infinite
 ├── TuningError            a search cannot start or go on
 │   └── ActorBusyError     a trial's actor cannot run another trial
+├── PlanError              a cluster is unknown, or no parallel plan fits
 ├── CompileError           a model cannot be exported, or its numbers differ too much
 ├── EngineError            a compiled model cannot be loaded
 ├── RequestError           a request to the endpoint is malformed
@@ -64,6 +65,10 @@ class TuningError(RayloomError):
 
 class ActorBusyError(TuningError):
     """A trial's actor is still storing its last trial's state, or cannot free it. The next trial needs a new actor."""
+
+
+class PlanError(RayloomError):
+    """A cluster is unknown, or no parallel plan fits it."""
 
 
 class CompileError(RayloomError):

@@ -1,0 +1,296 @@
+"""Clusters that a plan is made for: devices, their memory and rates, and the links between them.
+
+Bytes are bytes, rates are per second, and the rates of links are of one direction and one device. Figures come from
+vendors' data sheets (dense, without sparsity) and describe what the hardware could do at most.
+"""
+
+import json
+import math
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import yaml
+from pydantic import Field, PositiveInt, ValidationError
+
+from app.config.plan import Device as DeviceKind
+from app.config.plan import Precision
+from app.config.section import Section
+from app.errors import PlanError
+from app.suggestions import did_you_mean
+
+_GIB = 2**30
+Rate = Annotated[float, Field(gt=0.0)]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a device can send to another, by the alpha-beta model (Hockney 1994): time = latency + bytes / bandwidth."""
+
+    bandwidth: float
+    """Bytes per second, in one direction, of one device."""
+    latency_s: float
+    """Seconds until the first byte arrives."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or one worker process on CPUs."""
+
+    name: str
+    kind: DeviceKind
+    memory: int
+    """Bytes that programs can allocate."""
+    memory_bandwidth: float
+    half_flops: float
+    """Operations per second in bf16 or fp16, with sums in fp32."""
+    float_flops: float
+    """Operations per second in fp32, which is TF32 where the device has it."""
+    launch_s: float
+    """Seconds that a small operation takes at least, from Python to the end of its kernel."""
+
+    def flops(self, precision: Precision) -> float:
+        """Return the operations per second of matrix products in ``precision``."""
+        return self.float_flops if precision == "fp32" else self.half_flops
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal devices on equal nodes. The last node may be partly filled."""
+
+    device: Device
+    devices: int
+    devices_per_node: int
+    node_link: Link
+    """Between the devices of a node."""
+    network: Link
+    """Between nodes."""
+    host_memory: int
+    """Bytes of memory of a node, for what is offloaded."""
+    host_link: Link
+    """Between a device and its node's memory."""
+    disk_bandwidth: float
+    """Bytes per second of a node's local disk."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that hold the devices."""
+        return math.ceil(self.devices / self.devices_per_node)
+
+    def resized(self, devices: int) -> "Cluster":
+        """Return the same cluster with another number of devices."""
+        return replace(self, devices=devices, devices_per_node=min(self.devices_per_node, devices))
+
+    def __str__(self) -> str:
+        nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
+        return f"{self.devices} x {self.device.name}{nodes}"
+
+
+def _gpu(name: str, memory: float, bandwidth: float, half: float, single: float) -> Device:
+    """Return a GPU from GiB, GB/s and teraFLOP/s."""
+    return Device(name, "gpu", int(memory * _GIB), bandwidth * 1e9, half * 1e12, single * 1e12, _GPU_LAUNCH_S)
+
+
+_GPU_LAUNCH_S = 10e-6
+"""PyTorch takes 5 to 10 microseconds to launch a kernel, and eager training two or three launches an operation."""
+_CPU_LAUNCH_S = 8e-6
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """A node as it is usually sold: devices, links in GB/s a device, memory in GiB, disk in GB/s."""
+
+    device: Device
+    devices_per_node: int
+    node_link: float
+    network: float
+    host_memory: float
+    host_link: float
+    disk: float = 6.0
+
+
+# Data sheets: A100 and T4 (nvidia.com/en-us/data-center/a100, tesla-t4), H100 SXM, H200 SXM, B200 in HGX, L4. Memory is
+# what nvidia-smi shows. Networks: HDR InfiniBand of a DGX A100 (200 Gb/s a GPU), NDR of DGX H100, H200 and B200
+# (400 Gb/s), 100 Gb/s a node with L4 (Google g2-standard-96) and T4 (AWS g4dn.metal).
+_MACHINES = {
+    "a100-40": _Machine(_gpu("a100-40", 39.4, 1555, 312, 156), 8, 300, 25, 1024, 25),
+    "a100-80": _Machine(_gpu("a100-80", 79.2, 2039, 312, 156), 8, 300, 25, 2048, 25),
+    "h100": _Machine(_gpu("h100", 79.1, 3350, 989.4, 494.7), 8, 450, 50, 2048, 50),
+    "h200": _Machine(_gpu("h200", 139.8, 4800, 989.4, 494.7), 8, 450, 50, 2048, 50),
+    "b200": _Machine(_gpu("b200", 178.3, 7700, 2250, 1125), 8, 900, 50, 2048, 50),
+    "l4": _Machine(_gpu("l4", 22.0, 300, 121, 60), 8, 16, 1.56, 384, 16, 2.0),
+    "t4": _Machine(_gpu("t4", 14.6, 320, 65, 8.1), 8, 8, 1.56, 384, 8, 1.0),
+}
+_NODE_LATENCY_S, _NETWORK_LATENCY_S, _HOST_LATENCY_S = 5e-6, 12e-6, 10e-6
+"""Small messages of NCCL through NVLink and through InfiniBand, and a copy to pinned memory."""
+
+CATALOGUE = (*_MACHINES, "cpu")
+"""Names of devices that ``--cluster`` knows."""
+
+
+def cluster_of(text: str) -> Cluster:
+    """Return the cluster that ``--cluster`` names.
+
+    Args:
+        text: ``64xa100-80`` (devices), ``8x4xh100`` (nodes and devices of each), ``2xcpu`` (worker processes of this
+            machine), or the path of a YAML or JSON file.
+
+    Raises:
+        PlanError: the device is unknown, the text is neither, or the file lacks something.
+    """
+    if text.endswith((".yaml", ".yml", ".json")):
+        return _read_file(Path(text))
+    match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w.-]*)", text)
+    if match is None:
+        raise PlanError(
+            f"cluster {text!r} is not known: expected devices and their name, such as 64xa100-80, nodes too, such as "
+            "8x4xh100, or the path of a YAML or JSON file"
+        )
+    nodes, count, name = match.groups()
+    if int(count) < 1 or int(nodes or 1) < 1:
+        raise PlanError(f"cluster {text!r} has no devices: give at least one, such as 1x{name}")
+    cluster = _named(name.lower(), int(count))
+    if nodes:
+        cluster = replace(cluster, devices=int(nodes) * int(count), devices_per_node=int(count))
+    return cluster
+
+
+def _named(name: str, devices: int) -> Cluster:
+    """Return a cluster of the catalogue."""
+    if name == "cpu":
+        return this_machine(devices)
+    if name not in _MACHINES:
+        alike = [known for known in CATALOGUE if known.startswith(name)]
+        nearest = f"did you mean {' or '.join(alike)}?" if alike else did_you_mean(name, CATALOGUE)
+        raise PlanError(f"device {name!r} is not in the catalogue; {nearest} Others come from a file")
+    machine = _MACHINES[name]
+    return Cluster(
+        device=machine.device,
+        devices=devices,
+        devices_per_node=min(machine.devices_per_node, devices),
+        node_link=Link(machine.node_link * 1e9, _NODE_LATENCY_S),
+        network=Link(machine.network * 1e9, _NETWORK_LATENCY_S),
+        host_memory=int(machine.host_memory * _GIB),
+        host_link=Link(machine.host_link * 1e9, _HOST_LATENCY_S),
+        disk_bandwidth=machine.disk * 1e9,
+    )
+
+
+def this_machine(workers: int) -> Cluster:
+    """Return this machine's CPUs, shared by ``workers`` processes. The rates are typical ones: calibration measures."""
+    cores = psutil.cpu_count(logical=False) or 1
+    memory = psutil.virtual_memory().total
+    share = max(1.0, cores / workers)
+    return Cluster(
+        device=Device(
+            name="cpu",
+            kind="cpu",
+            memory=memory // workers,
+            memory_bandwidth=10e9 * share,
+            half_flops=30e9 * share,
+            float_flops=60e9 * share,
+            launch_s=_CPU_LAUNCH_S,
+        ),
+        devices=workers,
+        devices_per_node=workers,
+        node_link=Link(1.5e9, 100e-6),
+        network=Link(1e9, 200e-6),
+        host_memory=memory,
+        host_link=Link(10e9 * share, 1e-6),
+        disk_bandwidth=0.5e9,
+    )
+
+
+class _LinkFile(Section):
+    gigabytes_per_s: Rate = Field(description="of one device, in one direction")
+    latency_us: Annotated[float, Field(ge=0.0)] = Field(default=10.0, description="until the first byte arrives")
+
+    def link(self) -> Link:
+        return Link(self.gigabytes_per_s * 1e9, self.latency_us * 1e-6)
+
+
+class _DeviceFile(Section):
+    name: str = Field(description="as the table shows it")
+    kind: DeviceKind = Field(default="gpu", description="cpu or gpu")
+    memory_gib: Rate = Field(description="memory that programs can allocate")
+    memory_gigabytes_per_s: Rate = Field(description="bandwidth of the memory")
+    half_teraflops: Rate = Field(description="dense matrix products in bf16 or fp16")
+    float_teraflops: Rate = Field(description="the same in fp32 or TF32")
+    launch_us: Rate = Field(default=10.0, description="time of a small operation")
+
+    def device(self) -> Device:
+        return Device(
+            name=self.name,
+            kind=self.kind,
+            memory=int(self.memory_gib * _GIB),
+            memory_bandwidth=self.memory_gigabytes_per_s * 1e9,
+            half_flops=self.half_teraflops * 1e12,
+            float_flops=self.float_teraflops * 1e12,
+            launch_s=self.launch_us * 1e-6,
+        )
+
+
+class ClusterFile(Section):
+    """A cluster as a file describes it. A device of the catalogue brings its own links, which keys here replace."""
+
+    device: str | _DeviceFile = Field(description="a name of the catalogue, or its figures")
+    devices: PositiveInt = Field(description="all of them")
+    devices_per_node: PositiveInt | None = Field(default=None, description="default: the catalogue's, else all")
+    node_link: _LinkFile | None = Field(default=None, description="between the devices of a node")
+    network: _LinkFile | None = Field(default=None, description="between nodes")
+    host_memory_gib: Rate | None = Field(default=None, description="memory of a node, for offload")
+    host_link: _LinkFile | None = Field(default=None, description="between a device and its node's memory")
+    disk_gigabytes_per_s: Rate | None = Field(default=None, description="a node's local disk, for offload to nvme")
+
+
+def _read_file(path: Path) -> Cluster:
+    """Return the cluster of a file. Raises PlanError if it cannot be read, or a link is missing."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        given: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        file = ClusterFile.model_validate(given)
+    except OSError as error:
+        raise PlanError(f"cluster file {str(path)!r} cannot be read ({error.strerror}): give another path") from error
+    except (yaml.YAMLError, json.JSONDecodeError) as error:
+        raise PlanError(f"cluster file {str(path)!r} is neither YAML nor JSON: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the whole"
+        raise PlanError(
+            f"cluster file {str(path)!r}: {where}: {first['msg']}, got {first['input']!r}; known keys are "
+            f"{', '.join(ClusterFile.model_fields)}"
+        ) from error
+    return _from_file(file, path)
+
+
+def _from_file(file: ClusterFile, path: Path) -> Cluster:
+    base = _named(file.device, file.devices) if isinstance(file.device, str) else None
+    device = base.device if base else file.device.device()  # type: ignore[union-attr] # one of the two
+    per_node = file.devices_per_node or (base.devices_per_node if base else file.devices)
+    per_node = min(per_node, file.devices)
+
+    def link(key: str, default: Link | None, is_needed: bool) -> Link:
+        given: _LinkFile | None = getattr(file, key)
+        if given is None and default is None and is_needed:
+            raise PlanError(
+                f"cluster file {str(path)!r} has no {key}, and {file.devices} devices with {per_node} a node need one: "
+                f"add {key}: {{gigabytes_per_s: 25, latency_us: 10}}"
+            )
+        return given.link() if given else default or Link(math.inf, 0.0)
+
+    return Cluster(
+        device=device,
+        devices=file.devices,
+        devices_per_node=per_node,
+        node_link=link("node_link", base.node_link if base else None, per_node > 1),
+        network=link("network", base.network if base else None, file.devices > per_node),
+        host_memory=int(file.host_memory_gib * _GIB) if file.host_memory_gib else base.host_memory if base else 0,
+        host_link=link("host_link", base.host_link if base else Link(16e9, _HOST_LATENCY_S), is_needed=True),
+        disk_bandwidth=file.disk_gigabytes_per_s * 1e9
+        if file.disk_gigabytes_per_s
+        else base.disk_bandwidth
+        if base
+        else 1e9,
+    )

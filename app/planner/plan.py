@@ -1,0 +1,71 @@
+"""A parallel plan as the planner computes with it: the recipe's plan laid over workers, or another framework's."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from app.config.layout import Layout
+from app.config.plan import PlanConfig
+
+Recompute = Literal["none", "selective", "full"]
+"""Activations computed again in the backward pass.
+
+selective: those of attention, or with fused attention the cheap operations (Korthikanti 2022, arXiv:2205.05198, section
+5). full: whole layers.
+"""
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """How one step of training is laid over workers. Each degree counts workers; 1 is off."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    micro_batch: int
+    """Samples of a micro-batch."""
+    accumulation: int
+    """Micro-batches of a data-parallel rank in a step."""
+    zero_stage: int = 1
+    offload: Literal["none", "cpu", "nvme"] = "none"
+    offload_param: Literal["none", "cpu"] = "none"
+    recompute: Recompute = "none"
+    overlap: bool = True
+    """Gradients are reduced, and parameters gathered, while others are computed."""
+    interleave: int = 1
+    """Parts of the model that each pipeline stage holds (Narayanan 2021, arXiv:2104.04473). 1: one after the other."""
+    sequence_parallel: bool = False
+    """Norms and dropout are split over the tensor group by tokens (Korthikanti 2022)."""
+    fused_attention: bool = True
+    """Attention's scores are not kept (Dao 2022, arXiv:2205.14135)."""
+
+    @property
+    def workers(self) -> int:
+        """All processes."""
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def share(self) -> int:
+        """Samples of a data-parallel rank in a step."""
+        return self.micro_batch * self.accumulation
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step."""
+        return self.share * self.data
+
+
+def parallel_plan(config: PlanConfig, layout: Layout, fused_attention: bool = True) -> ParallelPlan:
+    """Return the recipe's plan laid over workers."""
+    return ParallelPlan(
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        data=layout.data,
+        micro_batch=layout.micro_batch,
+        accumulation=layout.gradient_accumulation,
+        zero_stage=config.zero_stage,
+        offload=config.offload,
+        offload_param=config.offload_param,
+        recompute="full" if config.activation_checkpointing else "none",
+        overlap=config.overlap_comm and layout.pipeline == 1,
+        fused_attention=fused_attention,
+    )
