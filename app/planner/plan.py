@@ -6,11 +6,11 @@ from typing import Literal
 from app.config.layout import Layout
 from app.config.plan import PlanConfig
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "selective_op", "full"]
 """Activations computed again in the backward pass.
 
-selective: those of attention, or with fused attention the cheap operations (Korthikanti 2022, arXiv:2205.05198, section
-5). full: whole layers.
+selective: attention's scores (Korthikanti 2022, arXiv:2205.05198, section 5). selective_op: every other matrix product
+and all that memory bounds, as torchtitan does. full: whole layers.
 """
 
 
@@ -35,8 +35,6 @@ class ParallelPlan:
     """Parts of the model that each pipeline stage holds (Narayanan 2021, arXiv:2104.04473). 1: one after the other."""
     sequence_parallel: bool = False
     """Norms and dropout are split over the tensor group by tokens (Korthikanti 2022)."""
-    fused_attention: bool = True
-    """Attention's scores are not kept (Dao 2022, arXiv:2205.14135)."""
 
     @property
     def workers(self) -> int:
@@ -54,7 +52,7 @@ class ParallelPlan:
         return self.share * self.data
 
 
-def parallel_plan(config: PlanConfig, layout: Layout, fused_attention: bool = True) -> ParallelPlan:
+def parallel_plan(config: PlanConfig, layout: Layout) -> ParallelPlan:
     """Return the recipe's plan laid over workers."""
     return ParallelPlan(
         tensor=layout.tensor,
@@ -67,5 +65,4 @@ def parallel_plan(config: PlanConfig, layout: Layout, fused_attention: bool = Tr
         offload_param=config.offload_param,
         recompute="full" if config.activation_checkpointing else "none",
         overlap=config.overlap_comm and layout.pipeline == 1,
-        fused_attention=fused_attention,
     )

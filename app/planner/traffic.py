@@ -1,11 +1,17 @@
-"""Bytes that a rank's collectives carry in one optimizer step, by kind and group."""
+"""Bytes that a rank's collectives carry in one optimizer step, by kind and group, in several training stacks."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "send"]
-Group = Literal["tensor", "data", "pipeline", "tied", "world"]
-"""tied: the first and the last stage, which share an embedding. world: all ranks."""
+from app.config.plan import Precision
+from app.planner.plan import ParallelPlan
+from app.planner.profile import PRECISION_BYTES, ModelProfile, count_parameters
+from app.planner.stages import Stage
+
+CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather", "send"]
+Group = Literal["tensor", "data", "pipeline", "tied"]
+"""tied: the first and the last stage, which share an embedding."""
 
 
 @dataclass(frozen=True)
@@ -20,3 +26,176 @@ class Collective:
     """Bytes of all of them together, of the whole tensor: an all-gather's output, a reduce-scatter's input."""
     count: float
     """How many there are."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What a training framework does, as far as plans differ by it."""
+
+    name: str
+    family: Literal["rayloom", "megatron", "fsdp"]
+    sums_input_gradients_once: bool = True
+    """Matrices with one input sum its gradient once, not each by itself."""
+    splits_sends: bool = False
+    """Each rank of a tensor group sends its part of an activation (Narayanan 2021, section 4.1)."""
+    gradient_bytes: int | None = None
+    """Bytes of a gradient on its way. None: as the model computes."""
+    cuts_by_parameters: bool = False
+    kernel_factor: float = 1.0
+    """Launches beside those of the model's own operations."""
+
+    def gradient_size(self, precision: Precision) -> int:
+        """Return the bytes of a gradient on its way."""
+        return self.gradient_bytes or PRECISION_BYTES[precision]
+
+
+RAYLOOM = Stack("rayloom", "rayloom", cuts_by_parameters=True, kernel_factor=1.2)
+STACKS = {
+    "rayloom": RAYLOOM,
+    "megatron": Stack("megatron", "megatron", splits_sends=True),
+    "megatron-deepspeed": Stack("megatron-deepspeed", "megatron"),
+    "megatron-core": Stack("megatron-core", "megatron", splits_sends=True, gradient_bytes=4),
+    "fsdp": Stack("fsdp", "fsdp"),
+    "fsdp-eager": Stack("fsdp-eager", "fsdp", gradient_bytes=4),
+    "fsdp-compile": Stack("fsdp-compile", "fsdp", gradient_bytes=4, kernel_factor=0.5),
+}
+
+
+def traffic(
+    profile: ModelProfile, plan: ParallelPlan, stack: Stack, stage: Stage, position: int = 0
+) -> tuple[Collective, ...]:
+    """Return the collectives of a rank in a step.
+
+    Args:
+        stage: the layers that the rank holds, whole.
+        position: number of the stage, from 0.
+    """
+    return (
+        *_tensor_traffic(plan, stack, stage),
+        *_pipeline_traffic(profile, plan, stack, stage, position),
+        *_data_traffic(profile, plan, stack, stage),
+        *_tied_traffic(profile, plan, stack, stage, position),
+    )
+
+
+def _tensor_traffic(plan: ParallelPlan, stack: Stack, stage: Stage) -> Iterator[Collective]:
+    """Yield the sums of split matrices: of outputs forward, of input gradients backward (Shoeybi 2019, section 3).
+
+    Four all-reduces a block and micro-batch, b s h numbers each; with full recomputation the forward ones twice.
+    Sequence parallelism turns each into an all-gather and a reduce-scatter, of the same bytes (Korthikanti 2022,
+    section 4.2.2).
+    """
+    if plan.tensor == 1:
+        return
+    forward_passes = 2 if plan.recompute == "full" else 1
+    count, size = 0.0, 0.0
+    for layer in stage:
+        backward = layer.column_inputs if stack.sums_input_gradients_once else layer.column_cuts
+        reductions = layer.row_cuts * forward_passes + backward
+        count += reductions
+        size += reductions * layer.boundary_bytes * plan.micro_batch
+    count, size = count * plan.accumulation, size * plan.accumulation
+    if plan.sequence_parallel:
+        yield Collective("all_gather", "tensor", plan.tensor, size, count)
+        yield Collective("reduce_scatter", "tensor", plan.tensor, size, count)
+    elif count:
+        yield Collective("all_reduce", "tensor", plan.tensor, size, count)
+
+
+def _pipeline_traffic(
+    profile: ModelProfile, plan: ParallelPlan, stack: Stack, stage: Stage, position: int
+) -> Iterator[Collective]:
+    """Yield what a stage sends: activations to the next, their gradients to the one before (arXiv:2104.04473)."""
+    if plan.pipeline == 1:
+        return
+    sends_forward = position < plan.pipeline - 1 or plan.interleave > 1
+    sends_backward = position > 0 or plan.interleave > 1
+    boundary = stage[-1].boundary_bytes if sends_forward else 0.0
+    before = profile.layers[0].boundary_bytes if sends_backward else 0.0
+    share = plan.tensor if stack.splits_sends or plan.sequence_parallel else 1
+    number = plan.accumulation * plan.interleave
+    size = (boundary + before) * plan.micro_batch * number / share
+    yield Collective("send", "pipeline", plan.pipeline, size, number * (sends_forward + sends_backward))
+    if share > 1:
+        received = (boundary + before) * plan.micro_batch * number
+        yield Collective("all_gather", "tensor", plan.tensor, received, number * 2)
+
+
+def _data_traffic(profile: ModelProfile, plan: ParallelPlan, stack: Stack, stage: Stage) -> Iterator[Collective]:
+    """Yield what data-parallel ranks reduce and gather (Rajbhandari 2020, arXiv:1910.02054, section 7)."""
+    if plan.data == 1:
+        return
+    elements = held_parameters(stage, plan.tensor)
+    gradients = elements * stack.gradient_size(profile.precision)
+    parameters = elements * profile.element_bytes
+    tensors = len(stage)
+    if stack.family == "fsdp":
+        yield from _sharded_traffic(plan, gradients, parameters, tensors)
+    elif stack.family == "megatron":
+        yield from _megatron_traffic(plan, stack, gradients, parameters)
+    else:
+        yield from _deepspeed_traffic(profile, plan, elements, parameters, tensors)
+
+
+def _sharded_traffic(plan: ParallelPlan, gradients: float, parameters: float, units: int) -> Iterator[Collective]:
+    """Yield FSDP's: parameters gathered forward and again backward, gradients scattered, in each micro-batch.
+
+    Zhao 2023, arXiv:2304.11277, section 3. ``zero_stage`` 2 keeps the parameters between the passes.
+    """
+    gathers = (2 if plan.zero_stage == 3 else 1) * plan.accumulation
+    yield Collective("all_gather", "data", plan.data, parameters * gathers, units * gathers)
+    yield Collective("reduce_scatter", "data", plan.data, gradients * plan.accumulation, units * plan.accumulation)
+
+
+def _megatron_traffic(plan: ParallelPlan, stack: Stack, gradients: float, parameters: float) -> Iterator[Collective]:
+    """Yield Megatron-LM's: gradients reduced once a step; its distributed optimizer scatters and gathers.
+
+    Its documentation, docs/source/api-guide/dist_optimizer.md. ZeRO 1 of Megatron-DeepSpeed all-reduces instead.
+    """
+    if plan.zero_stage == 0 or stack.name == "megatron-deepspeed":
+        yield Collective("all_reduce", "data", plan.data, gradients, 1)
+    else:
+        yield Collective("reduce_scatter", "data", plan.data, gradients, 1)
+    if plan.zero_stage:
+        yield Collective("all_gather", "data", plan.data, parameters, 1)
+
+
+def _deepspeed_traffic(
+    profile: ModelProfile, plan: ParallelPlan, elements: float, parameters: float, tensors: int
+) -> Iterator[Collective]:
+    """Yield DeepSpeed 0.19.8's, as Rayloom configures it.
+
+    ZeRO 1 and 2 all-reduce gradients whatever ``reduce_scatter`` says (DeepSpeed #5758, #7059), ZeRO 1 once a step,
+    ZeRO 2 and 3 in every micro-batch. Without ZeRO gradients are float32, and so are those of pipelines in bf16.
+    ZeRO 3 gathers parameters forward and backward (arXiv:1910.02054, section 7.2.2).
+    """
+    size = 4 if plan.zero_stage == 0 or plan.pipeline > 1 else profile.element_bytes
+    gradients = elements * size
+    if plan.zero_stage == 3:
+        micro_batches = plan.accumulation
+        yield Collective("all_gather", "data", plan.data, 2 * parameters * micro_batches, 2 * tensors * micro_batches)
+        yield Collective("reduce_scatter", "data", plan.data, gradients * micro_batches, tensors * micro_batches)
+        return
+    reductions = plan.accumulation if plan.zero_stage == 2 else 1
+    buckets = 64  # app/training/engine/deepspeed_config.py: a bucket holds a 64th of the model
+    yield Collective("all_reduce", "data", plan.data, gradients * reductions, buckets * reductions)
+    if plan.zero_stage:
+        yield Collective("all_gather", "data", plan.data, parameters, buckets)
+
+
+def _tied_traffic(
+    profile: ModelProfile, plan: ParallelPlan, stack: Stack, stage: Stage, position: int
+) -> Iterator[Collective]:
+    """Yield the sum of a tied embedding's gradients over the first and the last stage (arXiv:1909.08053)."""
+    tied = [layer for layer in stage if layer.tied]
+    if plan.pipeline == 1 or not tied or position not in (0, plan.pipeline - 1):
+        return
+    elements = max(layer.parameters_of(plan.tensor) for layer in tied)
+    yield Collective("all_reduce", "tied", 2, elements * stack.gradient_size(profile.precision), 1)
+
+
+def held_parameters(stage: Stage, tensor: int) -> float:
+    """Return the elements that a rank holds of a stage, before data-parallel ranks split them."""
+    whole = count_parameters(stage)
+    split = sum({layer.tied or number: layer.split_parameters for number, layer in enumerate(stage)}.values())
+    return whole - split * (1 - 1 / tensor)

@@ -1,0 +1,60 @@
+"""How a pipeline cuts a model's layers into stages."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from app.planner.profile import LayerProfile, ModelProfile
+
+Stage = tuple[LayerProfile, ...]
+
+
+def stages_of(profile: ModelProfile, pipeline: int, is_balanced_by_parameters: bool) -> tuple[Stage, ...]:
+    """Return the layers of each stage, in order.
+
+    Args:
+        is_balanced_by_parameters: as DeepSpeed cuts, and Rayloom with it. Otherwise each stage takes as many blocks as
+            the next, the first also the embedding, the last also the output layer: as Megatron-LM cuts.
+    """
+    layers = profile.layers
+    if pipeline == 1:
+        return (layers,)
+    if is_balanced_by_parameters:
+        bounds = balanced_cuts(tuple(layer.parameters for layer in layers), pipeline)
+    else:
+        inner = np.linspace(0, len(layers) - 2, pipeline + 1).round().astype(int) + 1
+        bounds = (0, *inner[1:-1].tolist(), len(layers))
+    return tuple(layers[start:end] for start, end in pairwise(bounds))
+
+
+@lru_cache(maxsize=256)
+def balanced_cuts(weights: Sequence[int], parts: int) -> tuple[int, ...]:
+    """Return the bounds of ``parts`` runs of ``weights`` whose largest and smallest sums differ least.
+
+    DeepSpeed 0.19.8 cuts so (``deepspeed.runtime.utils.partition_balanced``): by the linear partition problem, of equal
+    costs the one with the last cut furthest back.
+    """
+    count = len(weights)
+    if count <= parts:
+        return tuple(min(part, count) for part in range(parts + 1))
+    sums = np.concatenate([[0.0], np.cumsum(weights)])
+    largest = np.full((parts + 1, count + 1), np.inf)
+    smallest, cost = largest.copy(), largest.copy()
+    position = np.zeros((parts + 1, count + 1), dtype=int)
+    largest[0, 0] = cost[0, 0] = 0.0
+    for part in range(1, parts + 1):
+        for end in range(part, count + 1):
+            last = sums[end] - sums[:end]
+            highest = np.maximum(largest[part - 1, :end], last)
+            lowest = np.minimum(smallest[part - 1, :end], last)
+            with np.errstate(invalid="ignore"):  # infinity less infinity: no such cut
+                costs = np.nan_to_num(highest - lowest, nan=np.inf)
+            cut = end - 1 - int(np.argmin(costs[::-1]))
+            position[part, end], cost[part, end] = cut, costs[cut]
+            largest[part, end], smallest[part, end] = highest[cut], lowest[cut]
+    bounds = [count]
+    for part in range(parts, 0, -1):
+        bounds.append(int(position[part, bounds[-1]]))
+    return tuple(reversed(bounds))
