@@ -8,13 +8,13 @@ import ray
 from ray import serve
 from ray.exceptions import ActorAlreadyExistsError
 from ray.serve.config import BackpressureConfig
-from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, DeploymentStatusTrigger, ReplicaState
 
-from app.cluster.haproxy import APPLICATION
+from app.cluster.haproxy_script import APPLICATION
 from app.errors import ClusterError
 from app.serving.config import EndpointConfig
 from jobs._cluster import require
+from jobs._serve_internals import await_proxies, deployed_user_config
 from serve_deployments.autoscaling import autoscaling_of
 from serve_deployments.model_server import ModelServer
 
@@ -62,15 +62,8 @@ def _hold() -> ray.actor.ActorHandle | None:
 
 def wanted() -> EndpointConfig:
     """What Serve was told last to serve, whether its replicas have come to that yet or not: nothing, if never told."""
-    try:
-        client = serve.context._get_global_client(raise_if_no_controller_running=True)
-    except RayServeException:
-        return EndpointConfig()
-    application = client.get_serve_details()["applications"].get(APPLICATION)
-    if application is None or DEPLOYMENT not in application["deployments"]:
-        return EndpointConfig()
-    config = application["deployments"][DEPLOYMENT]["deployment_config"]["user_config"]
-    return EndpointConfig.model_validate(config)
+    config = deployed_user_config(APPLICATION, DEPLOYMENT)
+    return EndpointConfig() if config is None else EndpointConfig.model_validate(config)
 
 
 def change_over(before: EndpointConfig, after: EndpointConfig, timeout_s: float) -> None:
@@ -104,7 +97,7 @@ def await_routes() -> None:
         ClusterError: they do not within a minute.
     """
     try:
-        serve.context._get_global_client().wait_for_proxies_serving()
+        await_proxies()
     except TimeoutError as error:
         raise ClusterError(f"every replica is ready, and requests do not find them: {error}") from error
 

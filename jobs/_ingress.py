@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import ray
 from ray import serve
 from ray.serve.config import gRPCOptions
-from ray.serve.exceptions import RayServeException
 
 from app.config import ServeConfig
 from app.errors import ClusterError
 from app.serving.access import is_loopback
 from app.serving.transport.grpc import SERVICER
+from jobs._serve_internals import start_options
 from jobs._tls import haproxy_speaks_tls, require_possible, serve_options, show_to_haproxy
 
 DEFAULT_PORT, DEFAULT_GRPC_PORT = 8000, 8001
@@ -94,13 +94,10 @@ def _require_reachable(wanted: Address) -> None:
 
 def _listens_on() -> Address | None:
     """Where the Serve that runs on this cluster listens, if one does."""
-    try:
-        client = serve.context._get_global_client(raise_if_no_controller_running=True)
-    except RayServeException:
+    if (options := start_options()) is None:
         return None
-    grpc_port = ray.get(client._controller.get_grpc_config.remote()).port
-    http = client.http_config
-    return Address(http.host, http.port, grpc_port, "https" if http.ssl_certfile or haproxy_speaks_tls() else "http")
+    http, grpc = options
+    return Address(http.host, http.port, grpc.port, "https" if http.ssl_certfile or haproxy_speaks_tls() else "http")
 
 
 def _require_free(host: str, port: int, key: str) -> None:

