@@ -255,7 +255,7 @@ def test_deepspeed_gets_the_plan_every_default_that_moved_and_what_the_recipe_ad
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     assert [made[size] for size in sizes] == [32, 8, 2]
     assert made["gradient_clipping"] == 1.0
-    assert made["bf16"] == {"enabled": True, "check_grad_overflow": True}
+    assert made["bf16"] == {"enabled": True, "check_grad_overflow": True, "immediate_grad_update": True}
     assert made["zero_optimization"]["stage"] == 2
     assert made["zero_optimization"]["reduce_bucket_size"] == 1000
     assert made["dump_state"]

@@ -47,7 +47,11 @@ def deepspeed_config(config: TrainConfig, layout: Layout, kind: ModelKind) -> di
         "communication_data_type": config.plan.communication_data_type,
         "zero_optimization": _zero(config.plan, config.device == "gpu"),
         "zero_allow_untested_optimizer": True,  # SGD: DeepSpeed lists only the Adam family as tested
-        "bf16": {"enabled": config.precision == "bf16", "check_grad_overflow": True},
+        "bf16": {
+            "enabled": config.precision == "bf16",
+            "check_grad_overflow": True,
+            "immediate_grad_update": True,  # frees the bf16 gradients that stage 1 has added to its float32 sums
+        },
         "fp16": {
             "enabled": config.precision == "fp16",
             "loss_scale": 0,  # dynamic
