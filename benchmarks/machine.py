@@ -1,20 +1,26 @@
-"""On what, with what and when something was measured; and the memory that it took."""
+"""The machine, versions and date of a measurement, and the CPU time and memory that it took."""
 
 import ctypes
 import gc
 import os
 import platform
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import psutil
 
 from app.engines.architecture import cpu_flags, usable_cores
 
+_SAMPLE_S = 0.05
+"""Seconds between two samples of the CPU time."""
 _PROCESS = Path("/proc/self")
 _MMAP_THRESHOLD = -3
 """From glibc's malloc.h."""
@@ -51,6 +57,48 @@ def today() -> str:
 def load_average() -> str:
     """Processes that ran or waited in the last 1, 5 and 15 minutes."""
     return ", ".join(f"{each:.1f}" for each in os.getloadavg())
+
+
+def busy_s() -> float:
+    """CPU seconds that all processes of the machine have used since it started, on all cores."""
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system + times.irq + times.softirq)
+
+
+@dataclass(frozen=True)
+class CpuUse:
+    """CPU time of the whole machine over a period, sampled."""
+
+    unix_s: list[float] = field(default_factory=list)
+    """Unix times of the samples."""
+    busy_s: list[float] = field(default_factory=list)
+    """``busy_s()`` at each sample."""
+
+    def between(self, start_s: float, end_s: float) -> float:
+        """CPU seconds used between two Unix times, interpolated between samples."""
+        start, end = np.interp([start_s, end_s], self.unix_s, self.busy_s)
+        return float(end - start)
+
+
+@contextmanager
+def record_cpu_use() -> Iterator[CpuUse]:
+    """Sample the machine's CPU time in a thread while the block runs. It includes other work on the machine."""
+    use, ended = CpuUse(), threading.Event()
+
+    def sample() -> None:
+        while True:
+            use.unix_s.append(time.time())
+            use.busy_s.append(busy_s())
+            if ended.wait(_SAMPLE_S):
+                return
+
+    thread = threading.Thread(target=sample, name="cpu use", daemon=True)
+    thread.start()
+    try:
+        yield use
+    finally:
+        ended.set()
+        thread.join()
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from typing import Self
 
 import psutil
 
+from benchmarks.machine import busy_s
+
 TIMEOUT_S = 10
 """The longest wait for an answer."""
 _STOLEN, _TRIES = 0.05, 5
@@ -52,9 +54,8 @@ class CpuTimes:
     @classmethod
     def now(cls) -> Self:
         """Return the times since the machine and this process started."""
-        machine, own = psutil.cpu_times(), os.times()
-        busy_s = machine.user + machine.nice + machine.system + machine.irq + machine.softirq
-        return cls(busy_s, own.children_user + own.children_system, machine.steal)
+        own = os.times()
+        return cls(busy_s(), own.children_user + own.children_system, psutil.cpu_times().steal)
 
     def __sub__(self, earlier: "CpuTimes") -> "CpuTimes":
         """Return the time spent since ``earlier``."""

@@ -2,8 +2,8 @@
 
 import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
@@ -11,8 +11,9 @@ from statistics import mean
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from app.telemetry.tensorboard import TENSORBOARD
-from benchmarks.cluster import local_cluster
+from benchmarks.cluster import Cluster, local_cluster
 from benchmarks.launch import torchrun
+from benchmarks.machine import CpuUse, record_cpu_use
 from benchmarks.training.cases import WORKERS, Case
 from benchmarks.training.workload import Workload
 
@@ -30,6 +31,10 @@ class Trial:
     """Unix times at which steps ended, by the number of the step; Rayloom tells of some steps only."""
     losses: dict[int, float]
     """By the number of the step: the mean over all ranks."""
+    cpu: CpuUse
+    """CPU time of the whole machine while it ran."""
+    second_start_s: float | None = None
+    """``first_step_s`` of the next job from the same folder on the same cluster; None without a cluster."""
 
     @property
     def first_step_s(self) -> float:
@@ -38,9 +43,21 @@ class Trial:
 
     @property
     def steps_per_s(self) -> float:
-        """After start-up, from the first step that it tells of to the last."""
-        first, *_, last = (step for step in sorted(self.ends) if step >= WARM_UP_STEPS)
+        """Steps a second after start-up."""
+        first, last = self._timed_steps
         return (last - first) / (self.ends[last] - self.ends[first])
+
+    @property
+    def cpu_s_per_step(self) -> float:
+        """CPU seconds a step after start-up, of all processes of the machine."""
+        first, last = self._timed_steps
+        return self.cpu.between(self.ends[first], self.ends[last]) / (last - first)
+
+    @property
+    def _timed_steps(self) -> tuple[int, int]:
+        """The first and last recorded step after start-up."""
+        first, *_, last = (step for step in sorted(self.ends) if step >= WARM_UP_STEPS)
+        return first, last
 
     @property
     def mean_loss(self) -> float:
@@ -55,28 +72,36 @@ Contender = Callable[[Case, Workload, Path], Trial]
 def run_rayloom(case: Case, _: Workload, folder: Path) -> Trial:
     """``torchrun -m app.training RECIPE``, data included."""
     launched = time.time()
-    torchrun(WORKERS, "app.training", *case.command(folder))
-    return _take_run(folder, launched)
+    with record_cpu_use() as cpu:
+        torchrun(WORKERS, "app.training", *case.command(folder))
+    return _take_run(folder, launched, cpu)
 
 
 def run_job(case: Case, _: Workload, folder: Path) -> Trial:
-    """``rayloom submit train RECIPE``, data included, on a Ray cluster that is up only meanwhile."""
+    """``rayloom submit train RECIPE``, data included, on a fresh Ray cluster, then a second job of a few steps."""
     with local_cluster() as cluster:
-        launched = time.time()
-        cluster.submit("train", *case.command(folder))
-    return _take_run(folder, launched)
+        trial = _submit(cluster, case.command(folder), folder)
+        second = _submit(cluster, [*case.command(folder), f"train.max_steps={WARM_UP_STEPS}"], folder)
+    return replace(trial, second_start_s=second.first_step_s)
 
 
-def _take_run(folder: Path, launched: float) -> Trial:
-    """The one run in storage, moved out of it."""
+def _submit(cluster: Cluster, command: Sequence[str], folder: Path) -> Trial:
+    launched = time.time()
+    with record_cpu_use() as cpu:
+        cluster.submit("train", *command)
+    return _take_run(folder, launched, cpu)
+
+
+def _take_run(folder: Path, launched: float, cpu: CpuUse) -> Trial:
+    """Read the only run in storage, and move it away."""
     (run,) = (folder / "storage" / "runs" / "train").iterdir()
-    trial = read_run(run, launched)
+    trial = read_run(run, launched, cpu)
     run.rename(folder / f"{run.name}.done")
     return trial
 
 
-def read_run(run: Path, launched: float) -> Trial:
-    """From the TensorBoard files of a run, whose records carry the time.
+def read_run(run: Path, launched: float, cpu: CpuUse) -> Trial:
+    """Read the TensorBoard files of a run, whose records carry the time.
 
     Workers tell each other of several steps at once; the record of the last of these is written when that step
     ended. They share one rate.
@@ -85,7 +110,7 @@ def read_run(run: Path, launched: float) -> Trial:
     rates = events.Scalars("step/samples_per_s")
     last_of_exchange = [one for one, following in pairwise(rates) if one.value != following.value] + rates[-1:]
     losses = {event.step: event.value for event in events.Scalars("step/loss")}
-    return Trial(launched, {event.step: event.wall_time for event in last_of_exchange}, losses)
+    return Trial(launched, {event.step: event.wall_time for event in last_of_exchange}, losses, cpu)
 
 
 def run_peer(module: str) -> Contender:
@@ -95,10 +120,11 @@ def run_peer(module: str) -> Contender:
         path = folder / "workload.json"
         work.write(path)
         launched = time.time()
-        torchrun(WORKERS, module, str(path))
+        with record_cpu_use() as cpu:
+            torchrun(WORKERS, module, str(path))
         stamps = json.loads(Path(work.stamps_file).read_text(encoding="utf-8"))
         ends, losses = (dict(enumerate(stamps[name], start=1)) for name in ("ends", "losses"))
-        return Trial(launched, ends, losses)
+        return Trial(launched, ends, losses, cpu)
 
     return run
 

@@ -39,8 +39,8 @@ class Holding:
 
     @property
     def expected(self) -> Bytes:
-        """By the paper."""
-        return paper(self.stage, self.workers)
+        """By the paper, with sums of 4 bytes where micro-batches are added up."""
+        return paper(self.stage, self.workers, gradient_bytes=4 if self.accumulation > 1 else 2)
 
     @property
     def difference(self) -> float:
@@ -48,13 +48,13 @@ class Holding:
         return self.held.total / self.expected.total - 1
 
 
-def paper(stage: int, workers: int) -> Bytes:
-    """2 for bf16 parameters, 2 for their gradients, 12 for AdamW in float32; what a stage splits, by the workers.
+def paper(stage: int, workers: int, gradient_bytes: int = 2) -> Bytes:
+    """Return 2 for bf16 parameters, ``gradient_bytes``, and 12 for AdamW in float32. A stage divides its parts.
 
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, figure 1 and section 5, with K = 12.
     """
     parameters, gradients, optimizer = (workers if stage >= least else 1 for least in (3, 2, 1))
-    return Bytes(2 / parameters, 2 / gradients, 12 / optimizer)
+    return Bytes(2 / parameters, gradient_bytes / gradients, 12 / optimizer)
 
 
 def measure_memory() -> list[Holding]:

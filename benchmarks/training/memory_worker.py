@@ -7,17 +7,20 @@ bytes.
 import gc
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from app.config import TrainConfig
 from app.models.blueprint import Blueprint
 from app.models.gpt import GPT
+from app.telemetry.phases import Phase
+from app.training.activity import Activity
+from app.training.data.micro_batch import MicroBatch
 from app.training.engine import create_engine
 from app.training.worker import Worker, leave_process_group, start_worker
 
@@ -37,11 +40,7 @@ def main() -> None:
 
 
 def _measure(worker: Worker, stage: int, accumulation: int) -> list[int]:
-    """Parameters of the model, then bytes of its parameters, gradients, optimizer state, and of all else.
-
-    Taken between the last backward pass of a step and the step, when gradients are there; in the second step, so
-    that the optimizer's state is there too.
-    """
+    """Parameters of the model, then bytes of its parameters, gradients, optimizer state, and of all else."""
     gc.collect()
     there_before = list(_all_tensors())
     samples = _SAMPLES * accumulation * worker.size
@@ -51,16 +50,34 @@ def _measure(worker: Worker, stage: int, accumulation: int) -> list[int]:
     )
     blueprint = Blueprint.of(partial(GPT, _VOCABULARY, _LENGTH, layers=3, width=512, heads=4))
     count = blueprint.num_parameters
-    engine = create_engine(blueprint, config, config.layout(worker.size), total_steps=10).deepspeed
+    engine = create_engine(blueprint, config, config.layout(worker.size), total_steps=10)
     tokens = torch.zeros(_SAMPLES, _LENGTH, dtype=torch.int64)
-    last = 2 * accumulation - 1
-    for number in range(last + 1):
-        engine.backward(cross_entropy(engine(tokens).float().flatten(0, 1), tokens.flatten()))
-        if number < last:
-            engine.step()
-    held = _bytes_held(engine, there_before)
-    engine.destroy()
-    return [count, *held]
+    batches = [MicroBatch({"input_ids": tokens}, tokens)] * accumulation
+    engine.train_step(iter(batches), Activity())
+    probe = _Probe(engine.deepspeed, accumulation, there_before)
+    engine.train_step(iter(batches), probe)
+    engine.deepspeed.destroy()
+    return [count, *probe.held]
+
+
+class _Probe(Activity):
+    """Measures between the last backward pass of a step and the update, when gradients are there.
+
+    The step must be the second, so that the optimizer's state is there too.
+    """
+
+    def __init__(self, engine: Any, accumulation: int, there_before: list[Tensor]) -> None:
+        super().__init__()
+        self._engine, self._remaining, self._there_before = engine, accumulation, there_before
+        self.held: list[int] = []
+
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        if name is Phase.OPTIMIZER:
+            self._remaining -= 1
+            if not self._remaining:
+                self.held = _bytes_held(self._engine, self._there_before)
+        yield
 
 
 def _bytes_held(engine: Any, there_before: list[Tensor]) -> list[int]:

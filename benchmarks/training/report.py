@@ -1,15 +1,18 @@
 """RESULTS.md: what was reached, beside the goals."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.machine import machine, today
 from benchmarks.markdown import table, verdict
+from benchmarks.spread import Spread
 from benchmarks.training.contenders import CONTENDERS, OURS, OURS_ON_RAY, WARM_UP_STEPS
 from benchmarks.training.memory import Holding
 from benchmarks.training.throughput import Comparison
 
-GOAL_SPEED, GOAL_START, GOAL_MEMORY = 0.97, 1.3, 0.1
+GOAL_SPEED, GOAL_SPEED_ON_RAY, GOAL_CPU = 0.99, 0.97, 0.97
+GOAL_START, GOAL_START_ON_RAY, GOAL_SECOND_START = 1.0, 3.3, 2.5
+GOAL_MEMORY = 0.02
 PEERS = tuple(name for name in CONTENDERS if name not in (OURS, OURS_ON_RAY))
 _MANY_OTHER_BYTES = 2**20
 
@@ -46,37 +49,57 @@ that follow each other are worth more."""
 
 def _goals(found: Findings) -> str:
     rows = [
-        _speed_goal(found, "steps/s after start-up / the best peer's", OURS),
-        _speed_goal(found, "the same as a job on a Ray cluster", OURS_ON_RAY),
-        _start_goal(found, "time to the first step / torchrun's", OURS),
-        _start_goal(found, "the same as a job on a Ray cluster", OURS_ON_RAY),
-        _memory_goal(found, "bytes that a rank holds / the ZeRO paper's", accumulates=False),
+        _least("steps/s / the best peer's", GOAL_SPEED, _over_peers(found, Comparison.speed_ratio, OURS)),
+        _least(
+            "steps/s as a job on Ray / the best peer's",
+            GOAL_SPEED_ON_RAY,
+            _over_peers(found, Comparison.speed_ratio, OURS_ON_RAY),
+        ),
+        _most("CPU seconds a step / the best peer's", GOAL_CPU, _over_peers(found, Comparison.cpu_ratio, OURS)),
+        _most("time to the first step / torchrun's", GOAL_START, _over_torchrun(found, OURS)),
+        _most(
+            "the same as the first job on a fresh Ray cluster", GOAL_START_ON_RAY, _over_torchrun(found, OURS_ON_RAY)
+        ),
+        _most(
+            "the same as the second job from the same folder",
+            GOAL_SECOND_START,
+            [comparison.second_start_ratio("torchrun").median for comparison in found.comparisons],
+        ),
+        _memory_goal(found, "bytes that a rank holds / the formula", accumulates=False),
         _memory_goal(found, "the same where micro-batches are added up", accumulates=True),
         ("MFU of 350 M and 1.3 B parameters on one H100", "≥ 0.50", "measured by benchmarks.training.gpu", "open"),
     ]
     return (
         table(("what", "goal", "reached", ""), rows)
-        + "\n\nRatios are medians, of the worst case. Why a rank holds what it holds is said below its table."
+        + "\n\nRatios are medians over the rounds, of the worse case. The best peer is the one beside which Rayloom is "
+        "worst. The sections below explain the misses."
     )
 
 
-def _speed_goal(found: Findings, what: str, ours: str) -> tuple[str, ...]:
-    least = min(each.speed_ratio(peer, ours).median for each in found.comparisons for peer in PEERS)
-    return what, f"≥ {GOAL_SPEED}", f"{least:.3f}", verdict(least >= GOAL_SPEED)
+_Ratio = Callable[[Comparison, str, str], Spread]
 
 
-def _start_goal(found: Findings, what: str, ours: str) -> tuple[str, ...]:
-    most = max(each.start_ratio("torchrun", ours).median for each in found.comparisons)
-    prepared = max(each.start_ratio_prepared("torchrun", ours).median for each in found.comparisons)
-    return what, f"≤ {GOAL_START}", f"{most:.2f}; {prepared:.2f} without preparing data", verdict(most <= GOAL_START)
+def _over_peers(found: Findings, ratio: _Ratio, ours: str) -> list[float]:
+    """Return the median ratio to each peer in each case."""
+    return [ratio(comparison, peer, ours).median for comparison in found.comparisons for peer in PEERS]
+
+
+def _over_torchrun(found: Findings, ours: str) -> list[float]:
+    return [comparison.start_ratio("torchrun", ours).median for comparison in found.comparisons]
+
+
+def _least(what: str, goal: float, ratios: list[float]) -> tuple[str, ...]:
+    return what, f"≥ {goal}", f"{min(ratios):.3f}", verdict(min(ratios) >= goal)
+
+
+def _most(what: str, goal: float, ratios: list[float]) -> tuple[str, ...]:
+    return what, f"≤ {goal}", f"{max(ratios):.3f}", verdict(max(ratios) <= goal)
 
 
 def _memory_goal(found: Findings, what: str, accumulates: bool) -> tuple[str, ...]:
-    """To hold less than the paper says misses it as well."""
-    among = [each for each in found.holdings if (each.accumulation > 1) == accumulates]
-    least, most = (choose(among, key=lambda each: each.difference) for choose in (min, max))
-    holds = all(abs(each.difference) <= GOAL_MEMORY for each in among)
-    return what, f"within {GOAL_MEMORY:.0%}", f"{_described(least)} to {_described(most)}", verdict(holds)
+    measured = [holding for holding in found.holdings if (holding.accumulation > 1) == accumulates]
+    largest = max(measured, key=lambda holding: holding.difference)
+    return what, f"≤ +{GOAL_MEMORY:.0%}", _described(largest), verdict(largest.difference <= GOAL_MEMORY)
 
 
 def _described(holding: Holding) -> str:
@@ -85,7 +108,10 @@ def _described(holding: Holding) -> str:
 
 def _speed(found: Findings) -> str:
     rows = [row for each in found.comparisons for row in _speed_rows(each)]
-    header = ("case", "contender", "steps/s", "Rayloom / it", "first step, s", "Rayloom / it", "loss")
+    header = (
+        *("case", "contender", "steps/s", "Rayloom / it", "CPU, ms a step", "Rayloom / it"),
+        *("first step, s", "Rayloom / it", "loss"),
+    )
     seconds = ", ".join(f"{each.preparation_s:.1f} s" for each in found.comparisons)
     return f"""
 ## Beside torchrun with DeepSpeed, and accelerate with DeepSpeed
@@ -102,6 +128,8 @@ Rayloom is run as a person runs it, with its log, metrics, TensorBoard files and
 - **steps/s**: steps / wall time, from the first step ≥ {WARM_UP_STEPS} that a contender tells of to the last. Each
   script stamps the ends of its steps; Rayloom's stamps are those of its TensorBoard records. Validation and
   checkpoints come after the last step.
+- **CPU**: time of all processes of the machine between the same two steps, sampled every 50 ms. On Ray it includes
+  Ray's own processes.
 - **first step**: from the start of the command to the end of step 1, on a Ray cluster that is up already. Rayloom's
   includes making tokens of the text ({seconds}, measured alone); the peers read blocks that are there already.
 - **loss**: mean over all ranks and the steps after step {WARM_UP_STEPS}, to see that all train alike: on the same
@@ -117,6 +145,8 @@ def _speed_rows(each: Comparison) -> list[tuple[str, ...]]:
             name,
             str(each.steps_per_s(name)),
             "" if name == OURS else str(each.speed_ratio(name)),
+            f"{1000 * each.cpu_s_per_step(name).median:.1f}",
+            "" if name == OURS else str(each.cpu_ratio(name)),
             str(each.first_step_s(name)),
             "" if name == OURS else str(each.start_ratio(name)),
             f"{each.loss(name):.3f}",
@@ -145,20 +175,19 @@ def _memory(found: Findings) -> str:
 Bytes for each parameter of the model: parameters + gradients + optimizer state, in bf16 with AdamW, of the rank that
 holds most. Measured in the live engine between the backward pass and the step: all storages of its tensors, each
 counted once. The formulas are of the ZeRO paper ([arXiv:1910.02054](https://arxiv.org/abs/1910.02054), figure 1):
-2 Ψ + 2 Ψ + 12 Ψ, where stage 1 divides the third by the workers, stage 2 also the second, stage 3 all.
+2 Ψ + 2 Ψ + 12 Ψ, where stage 1 divides the third by the workers, stage 2 also the second, stage 3 all. Where
+micro-batches are added up, the sums are float32, and the second term is 4 Ψ.
 
 {table(header, rows)}
 
 Where it is not the formula:
 
-- **ZeRO 1 holds less**, and the more workers the less: DeepSpeed frees a gradient once it is reduced, in stage 1 as in
-  stage 2, so a rank holds what the paper says of stage 2. That misses the goal and harms nobody.
+- **ZeRO 0**: gradients are summed in float32 with any number of micro-batches, 4 Ψ.
+- **ZeRO 1 without accumulation holds less**: DeepSpeed frees a gradient once it is reduced, in stage 1 as in stage 2.
 - **Gradients of stages 1 and 2 on 4 workers**: a parameter that lies across two ranks' parts is kept whole by both.
-- **Several micro-batches**: Rayloom adds gradients up in float32, 4 bytes for each. DeepSpeed's stage 1 then
-  keeps a bf16 optimizer (`BF16_Optimizer`) that holds the whole float32 gradient in each rank, and a bf16 one beside
-  it; stages 2 and 3 hold their part. Without accumulation gradients stay in bf16.
+- **Several micro-batches**: Rayloom adds gradients up in float32, and frees each bf16 gradient once it is added.
 - **Other tensors of ZeRO 3**: a bucket of `reduce_bucket_size`. Rayloom sets it to a 64th of the model, but at least
-  1 Mi elements; DeepSpeed's default is 5·10⁸ elements. Stages 1 and 2 use such buckets, two with `overlap_comm`, during
+  1 Mi elements. DeepSpeed's default is 5·10⁸ elements. Stages 1 and 2 use such buckets, two with `overlap_comm`, during
   the backward pass only. [MEMORY.md](MEMORY.md) has the peak memory of a rank."""
 
 

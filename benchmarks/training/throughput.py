@@ -9,7 +9,7 @@ from statistics import median
 from benchmarks.rounds import turns
 from benchmarks.spread import Spread
 from benchmarks.training.cases import Case, copy_corpus
-from benchmarks.training.contenders import CONTENDERS, OURS, Trial
+from benchmarks.training.contenders import CONTENDERS, OURS, OURS_ON_RAY, Trial
 from benchmarks.training.workload import Workload
 
 Round = dict[str, Trial]
@@ -33,6 +33,10 @@ class Comparison:
         """Seconds from the command to the end of the first step."""
         return Spread(tuple(each[name].first_step_s for each in self.rounds))
 
+    def cpu_s_per_step(self, name: str) -> Spread:
+        """CPU seconds a step of one contender, of all processes of the machine."""
+        return Spread(tuple(trials[name].cpu_s_per_step for trials in self.rounds))
+
     def loss(self, name: str) -> float:
         """Mean loss over the steps after start-up."""
         return median(each[name].mean_loss for each in self.rounds)
@@ -44,6 +48,15 @@ class Comparison:
     def start_ratio(self, peer: str, ours: str = OURS) -> Spread:
         """Our time to the first step / the peer's, round by round."""
         return self.first_step_s(ours).over(self.first_step_s(peer))
+
+    def cpu_ratio(self, peer: str, ours: str = OURS) -> Spread:
+        """Our CPU seconds a step / the peer's, round by round."""
+        return self.cpu_s_per_step(ours).over(self.cpu_s_per_step(peer))
+
+    def second_start_ratio(self, peer: str) -> Spread:
+        """First step of the second job on a cluster / the peer's first step, round by round."""
+        second = Spread(tuple(trials[OURS_ON_RAY].second_start_s or 0.0 for trials in self.rounds))
+        return second.over(self.first_step_s(peer))
 
     def start_ratio_prepared(self, peer: str, ours: str = OURS) -> Spread:
         """The same without the time that preparing the data takes."""
