@@ -50,6 +50,8 @@ class Device:
     """Operations per second in fp32, which is TF32 where the device has it."""
     launch_s: float
     """Seconds that a small operation takes at least, from Python to the end of its kernel."""
+    units: int = 1
+    """Multiprocessors, among which a product's tiles are dealt out."""
 
     def flops(self, precision: Precision) -> float:
         """Return the operations per second of matrix products in ``precision``."""
@@ -88,9 +90,9 @@ class Cluster:
         return f"{self.devices} x {self.device.name}{nodes}"
 
 
-def _gpu(name: str, memory: float, bandwidth: float, half: float, single: float) -> Device:
-    """Return a GPU from GiB, GB/s and teraFLOP/s."""
-    return Device(name, "gpu", int(memory * _GIB), bandwidth * 1e9, half * 1e12, single * 1e12, _GPU_LAUNCH_S)
+def _gpu(name: str, memory: float, bandwidth: float, half: float, single: float, units: int) -> Device:
+    """Return a GPU from GiB, GB/s, teraFLOP/s and multiprocessors."""
+    return Device(name, "gpu", int(memory * _GIB), bandwidth * 1e9, half * 1e12, single * 1e12, _GPU_LAUNCH_S, units)
 
 
 _GPU_LAUNCH_S = 10e-6
@@ -112,16 +114,18 @@ class _Machine:
 
 
 # Data sheets: A100 and T4 (nvidia.com/en-us/data-center/a100, tesla-t4), H100 SXM, H200 SXM, B200 in HGX, L4. Memory is
-# what nvidia-smi shows. Networks: HDR InfiniBand of a DGX A100 (200 Gb/s a GPU), NDR of DGX H100, H200 and B200
-# (400 Gb/s), 100 Gb/s a node with L4 (Google g2-standard-96) and T4 (AWS g4dn.metal).
+# what nvidia-smi shows. h100-500w is Meta's Grand Teton (HBM2e of 2.4 TB/s, torchtitan's docs). Its peak is taken to
+# fall with the square root of the power, 500 of 700 W. Networks: HDR InfiniBand of a DGX A100 (200 Gb/s a GPU), NDR of
+# DGX H100, H200 and B200 (400 Gb/s), 100 Gb/s a node with L4 (Google g2-standard-96) and T4 (AWS g4dn.metal).
 _MACHINES = {
-    "a100-40": _Machine(_gpu("a100-40", 39.4, 1555, 312, 156), 8, 300, 25, 1024, 25),
-    "a100-80": _Machine(_gpu("a100-80", 79.2, 2039, 312, 156), 8, 300, 25, 2048, 25),
-    "h100": _Machine(_gpu("h100", 79.1, 3350, 989.4, 494.7), 8, 450, 50, 2048, 50),
-    "h200": _Machine(_gpu("h200", 139.8, 4800, 989.4, 494.7), 8, 450, 50, 2048, 50),
-    "b200": _Machine(_gpu("b200", 178.3, 7700, 2250, 1125), 8, 900, 50, 2048, 50),
-    "l4": _Machine(_gpu("l4", 22.0, 300, 121, 60), 8, 16, 1.56, 384, 16, 2.0),
-    "t4": _Machine(_gpu("t4", 14.6, 320, 65, 8.1), 8, 8, 1.56, 384, 8, 1.0),
+    "a100-40": _Machine(_gpu("a100-40", 39.4, 1555, 312, 156, 108), 8, 300, 25, 1024, 25),
+    "a100-80": _Machine(_gpu("a100-80", 79.2, 2039, 312, 156, 108), 8, 300, 25, 2048, 25),
+    "h100": _Machine(_gpu("h100", 79.1, 3350, 989.4, 494.7, 132), 8, 450, 50, 2048, 50),
+    "h100-500w": _Machine(_gpu("h100-500w", 94.5, 2400, 836, 418, 132), 8, 450, 50, 2048, 50),
+    "h200": _Machine(_gpu("h200", 139.8, 4800, 989.4, 494.7, 132), 8, 450, 50, 2048, 50),
+    "b200": _Machine(_gpu("b200", 178.3, 7700, 2250, 1125, 148), 8, 900, 50, 2048, 50),
+    "l4": _Machine(_gpu("l4", 22.0, 300, 121, 60, 58), 8, 16, 1.56, 384, 16, 2.0),
+    "t4": _Machine(_gpu("t4", 14.6, 320, 65, 8.1, 40), 8, 8, 1.56, 384, 8, 1.0),
 }
 _NODE_LATENCY_S, _NETWORK_LATENCY_S, _HOST_LATENCY_S = 5e-6, 12e-6, 10e-6
 """Small messages of NCCL through NVLink and through InfiniBand, and a copy to pinned memory."""
@@ -219,6 +223,7 @@ class _DeviceFile(Section):
     half_teraflops: Rate = Field(description="dense matrix products in bf16 or fp16")
     float_teraflops: Rate = Field(description="the same in fp32 or TF32")
     launch_us: Rate = Field(default=10.0, description="time of a small operation")
+    units: PositiveInt = Field(default=1, description="multiprocessors of a GPU")
 
     def device(self) -> Device:
         return Device(
@@ -229,6 +234,7 @@ class _DeviceFile(Section):
             half_flops=self.half_teraflops * 1e12,
             float_flops=self.float_teraflops * 1e12,
             launch_s=self.launch_us * 1e-6,
+            units=self.units,
         )
 
 

@@ -36,28 +36,44 @@ class Stack:
     family: Literal["rayloom", "megatron", "fsdp"]
     sums_input_gradients_once: bool = True
     """Matrices with one input sum its gradient once, not each by itself."""
-    splits_sends: bool = False
-    """Each rank of a tensor group sends its part of an activation (Narayanan 2021, section 4.1)."""
+    splits_activations: bool = False
+    splits_gradients: bool = False
+    """Each rank of a tensor group sends its part of an activation, or of its gradient (Narayanan 2021, section 4.1).
+
+    DeepSpeed calls them ``pipe_partitioned`` and ``grad_partitioned``. The second came after Megatron-DeepSpeed's runs.
+    """
     gradient_bytes: int | None = None
     """Bytes of a gradient on its way. None: as the model computes."""
+    hides_model_parallel: bool = False
+    """Sums of split matrices and sends run beside computation (Megatron-LM's README: ``--tp-comm-overlap``)."""
     cuts_by_parameters: bool = False
     kernel_factor: float = 1.0
-    """Launches beside those of the model's own operations."""
+    """Launches beside those of the model's own operations, or fewer where a compiler fuses them."""
+    moved_factor: float = 1.0
+    """Bytes of memory-bound operations that are left where a compiler fuses norms, activations and additions."""
 
     def gradient_size(self, precision: Precision) -> int:
-        """Return the bytes of a gradient on its way."""
-        return self.gradient_bytes or PRECISION_BYTES[precision]
+        """Return the bytes of a gradient on its way. Megatron-LM and DeepSpeed's bf16 optimizer add up in 32 bits."""
+        return self.gradient_bytes or self.accumulated_bytes(precision)
+
+    def accumulated_bytes(self, precision: Precision) -> int:
+        """Return the bytes in which the gradients of micro-batches are added up: 4, or in fp16 Megatron-LM's 2."""
+        return PRECISION_BYTES[precision] if self.family == "megatron" and precision == "fp16" else 4
 
 
-RAYLOOM = Stack("rayloom", "rayloom", cuts_by_parameters=True, kernel_factor=1.2)
+RAYLOOM = Stack(
+    "rayloom", "rayloom", splits_activations=True, splits_gradients=True, cuts_by_parameters=True, kernel_factor=1.2
+)
 STACKS = {
     "rayloom": RAYLOOM,
-    "megatron": Stack("megatron", "megatron", splits_sends=True),
-    "megatron-deepspeed": Stack("megatron-deepspeed", "megatron"),
-    "megatron-core": Stack("megatron-core", "megatron", splits_sends=True, gradient_bytes=4),
-    "fsdp": Stack("fsdp", "fsdp"),
+    "megatron": Stack("megatron", "megatron", splits_activations=True, splits_gradients=True),
+    "megatron-deepspeed": Stack("megatron-deepspeed", "megatron", splits_activations=True),
+    "megatron-core": Stack(
+        "megatron-core", "megatron", splits_activations=True, splits_gradients=True, hides_model_parallel=True
+    ),
+    "fsdp": Stack("fsdp", "fsdp", gradient_bytes=2),
     "fsdp-eager": Stack("fsdp-eager", "fsdp", gradient_bytes=4),
-    "fsdp-compile": Stack("fsdp-compile", "fsdp", gradient_bytes=4, kernel_factor=0.5),
+    "fsdp-compile": Stack("fsdp-compile", "fsdp", gradient_bytes=4, kernel_factor=0.5, moved_factor=0.5),
 }
 
 
@@ -110,15 +126,21 @@ def _pipeline_traffic(
         return
     sends_forward = position < plan.pipeline - 1 or plan.interleave > 1
     sends_backward = position > 0 or plan.interleave > 1
-    boundary = stage[-1].boundary_bytes if sends_forward else 0.0
-    before = profile.layers[0].boundary_bytes if sends_backward else 0.0
-    share = plan.tensor if stack.splits_sends or plan.sequence_parallel else 1
     number = plan.accumulation * plan.interleave
-    size = (boundary + before) * plan.micro_batch * number / share
-    yield Collective("send", "pipeline", plan.pipeline, size, number * (sends_forward + sends_backward))
-    if share > 1:
-        received = (boundary + before) * plan.micro_batch * number
-        yield Collective("all_gather", "tensor", plan.tensor, received, number * 2)
+    activations = stage[-1].boundary_bytes * plan.micro_batch * number if sends_forward else 0.0
+    gradients = profile.layers[0].boundary_bytes * plan.micro_batch * number if sends_backward else 0.0
+    parts = plan.tensor
+    splits_both = plan.sequence_parallel
+    sent = activations / (parts if stack.splits_activations or splits_both else 1)
+    sent += gradients / (parts if stack.splits_gradients or splits_both else 1)
+    yield Collective("send", "pipeline", plan.pipeline, sent, number * (sends_forward + sends_backward))
+    if parts > 1 and not plan.sequence_parallel:  # the receivers put the parts together
+        if stack.splits_activations and position > 0:
+            size = profile.layers[0].boundary_bytes * plan.micro_batch * number
+            yield Collective("all_gather", "tensor", parts, size, number)
+        if stack.splits_gradients and position < plan.pipeline - 1:
+            size = stage[-1].boundary_bytes * plan.micro_batch * number
+            yield Collective("all_gather", "tensor", parts, size, number)
 
 
 def _data_traffic(profile: ModelProfile, plan: ParallelPlan, stack: Stack, stage: Stage) -> Iterator[Collective]:

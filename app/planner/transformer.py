@@ -101,10 +101,10 @@ def _block_work(shape: TransformerShape) -> tuple[Work, Work]:
         attention_flops=4 * tokens**2 * hidden,
         attention_bytes=tokens * scores * (_SCORE_PASSES * number + dropout_bytes / 2),
         moved_bytes=number * tokens * (2 * inner / 2 + heads_width),
-        kernels=10 if shape.fused_attention else 16,
+        kernels=20 if shape.fused_attention else 32,
     )
     # Two norms read and write the stream, two additions read two tensors and write one.
-    whole = Work(moved_bytes=tokens * hidden * (10 * number + dropout_bytes), kernels=8)
+    whole = Work(moved_bytes=tokens * hidden * (10 * number + dropout_bytes), kernels=12)
     return whole, split
 
 
