@@ -6,10 +6,9 @@ bytes.
 
 import gc
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from app.training.activity import Activity
 from app.training.data.micro_batch import MicroBatch
 from app.training.engine import create_engine
 from app.training.worker import Worker, leave_process_group, start_worker
+from benchmarks.states import new_bytes, states_of
 
 _VOCABULARY, _LENGTH, _SAMPLES = 2048, 16, 2
 
@@ -81,41 +81,12 @@ class _Probe(Activity):
 
 
 def _bytes_held(engine: Any, there_before: list[Tensor]) -> list[int]:
-    """Of parameters, gradients, optimizer state and every other tensor; a storage counts where it is first seen."""
+    """Return the bytes of parameters, gradients, optimizer state and every other tensor."""
     gc.collect()
-    seen = {each.untyped_storage().data_ptr() for each in there_before}
-    kinds: tuple[Iterable[Tensor], ...] = (_parameters(engine), _gradients(engine), _state(engine), _all_tensors())
-    return [sum(map(_new_bytes, tensors, repeat(seen))) for tensors in kinds]
-
-
-def _new_bytes(tensor: Tensor, seen: set[int]) -> int:
-    """The size of its storage, unless that was seen."""
-    storage = tensor.untyped_storage()
-    if storage.data_ptr() in seen or not storage.data_ptr():
-        return 0
-    seen.add(storage.data_ptr())
-    return storage.nbytes()
-
-
-def _parameters(engine: Any) -> Iterator[Tensor]:
-    for parameter in engine.module.parameters():
-        yield parameter.data
-        if hasattr(parameter, "ds_tensor"):  # this rank's part, under ZeRO 3
-            yield parameter.ds_tensor
-
-
-def _gradients(engine: Any) -> Iterator[Tensor]:
-    yield from (each.grad for each in engine.module.parameters() if each.grad is not None)
-    for reduced in getattr(engine.optimizer, "averaged_gradients", {}).values():
-        yield from reduced or []
-    yield from getattr(engine.optimizer, "fp32_groups_gradients_flat", [])
-
-
-def _state(engine: Any) -> Iterator[Tensor]:
-    """Float32 weights and the optimizer's averages."""
-    for weight, averages in engine.optimizer.optimizer.state.items():
-        yield weight
-        yield from (each for each in averages.values() if isinstance(each, Tensor))
+    seen = {tensor.untyped_storage().data_ptr() for tensor in there_before}
+    states = states_of(engine, seen)
+    other = sum(new_bytes(tensor, seen) for tensor in _all_tensors())
+    return [states.parameters, states.gradients, states.optimizer, other]
 
 
 def _all_tensors() -> Iterator[Tensor]:

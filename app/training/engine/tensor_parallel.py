@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from app.models.staged import ShardStyle
 
@@ -26,11 +27,14 @@ class LinearSplitter:
         self._module, self._group = module, group
         self._placed: set[int] = set()
         self._waiting: dict[nn.Module, tuple[ShardStyle, str, list[tuple[nn.Module, str]]]] = {}
+        self._inputs: dict[nn.Module, _SharedInput] = {}
         for parent in module.modules():
             for child_name, child in parent.named_children():
                 if (name := names.get(id(child), "")) in cuts:
                     _, _, places = self._waiting.setdefault(child, (cuts[name], name, []))
                     places.append((parent, child_name))
+                    if cuts[name] == "colwise":
+                        self._inputs.setdefault(parent, _SharedInput(group)).readers += 1
 
     def __call__(self, parameter: nn.Parameter) -> None:
         """Record that ``parameter`` has its value, and split the layers that are now complete."""
@@ -43,8 +47,55 @@ class LinearSplitter:
         from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 
         layers = {"colwise": LinearLayer, "rowwise": LinearAllreduce}
-        part: nn.Module = layers[cut](linear, self._group, name=name)
+        part: Any = layers[cut](linear, self._group, name=name)
+        if cut == "colwise":
+            part.register_forward_pre_hook(self._inputs[places[0][0]].read)
+            part.mp_group = None  # otherwise it would reduce the gradient of its input by itself
         for parent, child_name in places:
             setattr(parent, child_name, part)
         functions = self._module.forward_funcs
         functions[:] = [part if function is linear else function for function in functions]
+
+
+class _SharedInput:
+    """The input of the split layers of one module, such as the queries, keys and values of attention.
+
+    Each worker has a part of the input's gradient, and the parts are summed. Layers that read the same tensor read one
+    alias of it. Autograd adds their gradients there, and the sum is reduced once instead of once for each layer.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.readers = 0
+        self._group = group
+        self._input: Tensor | None = None
+        self._alias: Tensor | None = None
+        self._unread = 0
+
+    def read(self, layer: nn.Module, inputs: tuple[Tensor]) -> Tensor:  # noqa: ARG002
+        """Return the layer's input with a gradient that is summed over the workers: a forward pre-hook."""
+        (given,) = inputs
+        if not torch.is_grad_enabled():
+            return given
+        alias = self._alias
+        if alias is None or self._input is not given:
+            alias = _SumGradient.apply(given, self._group)
+            self._input, self._alias, self._unread = given, alias, self.readers
+        self._unread -= 1
+        if not self._unread:
+            self._input = self._alias = None  # otherwise they would stay in memory until the next step
+        return alias
+
+
+class _SumGradient(torch.autograd.Function):
+    """The identity, whose gradient is summed over the workers of a group."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, group: Any) -> Tensor:  # type: ignore[override]
+        ctx.group = group
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        summed = gradient.contiguous()
+        torch.distributed.all_reduce(summed, group=ctx.group)
+        return summed, None
