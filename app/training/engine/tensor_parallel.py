@@ -78,7 +78,7 @@ class _SharedInput:
             return given
         alias = self._alias
         if alias is None or self._input is not given:
-            alias = _SumGradient.apply(given, self._group)
+            alias = _SumGradient.apply(given, self._group)  # type: ignore[no-untyped-call]
             self._input, self._alias, self._unread = given, alias, self.readers
         self._unread -= 1
         if not self._unread:
@@ -90,12 +90,12 @@ class _SumGradient(torch.autograd.Function):
     """The identity, whose gradient is summed over the workers of a group."""
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor, group: Any) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, given: Tensor, group: Any) -> Tensor:
         ctx.group = group
         return given.view_as(given)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         summed = gradient.contiguous()
         torch.distributed.all_reduce(summed, group=ctx.group)
         return summed, None
