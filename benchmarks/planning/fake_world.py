@@ -7,7 +7,7 @@ counted on its way there, so the counts are those of the real stack and not of a
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from typing import Any
