@@ -7,6 +7,7 @@ RayloomError
 │   └── UnsharedStorageError  a node cannot see files that another node wrote
 ├── ClusterError           the local cluster is not in the state that a command needs
 ├── TrainingError          training cannot start or go on
+│   ├── TopologyError      workers that split the same matrices are on several nodes
 │   └── NonFiniteLossError a loss or gradient is not a number, or infinite
 ├── TuningError            a search cannot start or go on
 │   └── ActorBusyError     a trial's actor cannot run another trial
@@ -53,6 +54,10 @@ class ClusterError(RayloomError):
 
 class TrainingError(RayloomError):
     """Training cannot start or go on."""
+
+
+class TopologyError(TrainingError):
+    """Workers that split the same matrices are on several nodes, or would be."""
 
 
 class NonFiniteLossError(TrainingError):

@@ -9,12 +9,13 @@ from app.config import TrainConfig
 from app.runs import Outcome, Run
 from app.telemetry.alerts import Action
 from app.training.coordination.control import request
-from app.training.ray_worker import fit, resources_of
+from app.training.coordination.topology import require_room_for_groups
+from app.training.ray_worker import fit, resources_of, worker_slots
 from app.training.records import Ending
 from app.training.resume import start_or_resume
 from app.training.run import finish_run, open_run, prepare_run
 from app.warnings import warn
-from jobs._cluster import connect, require
+from jobs._cluster import connect, may_grow, require
 from jobs._runner import main
 from jobs._sigterm import on_sigterm
 
@@ -29,6 +30,8 @@ def train(run: Run) -> Outcome:
     connect()
     least = config.worker_counts[0]
     require(resources_of(config, least), f"train.workers, of which there are {least},")
+    if not may_grow():
+        require_room_for_groups(config.plan, least, worker_slots(config))
     open_run(run, data)
     with on_sigterm(lambda: request(run.folder, Action.STOP), "keeping the state"):
         ending = _fit(run)

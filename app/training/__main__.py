@@ -11,6 +11,7 @@ from app.runs import Outcome, Run, execute
 from app.storage import absolute_location, to_path
 from app.tasks import load_prepared
 from app.training.coordination.shared_folder import marked, require_shared
+from app.training.coordination.topology import require_groups_within_nodes
 from app.training.resume import start_or_resume
 from app.training.run import finish_run, open_run, prepare_run
 from app.training.run_folder import DATA
@@ -28,6 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         recipe = _load(arguments.recipe, arguments.overrides)
         keep_freed_memory()
         worker = start_worker(recipe.train)
+        require_groups_within_nodes(worker, recipe.train.plan)
         if worker.is_first:
             result = execute(_start(worker, recipe), partial(_lead, worker))
             print(result.to_line(), flush=True)

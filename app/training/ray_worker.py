@@ -16,12 +16,13 @@ from upath import UPath
 
 from app.cluster.state import MARK
 from app.config import Recipe, TrainConfig
-from app.errors import NonFiniteLossError, RayloomError, TrainingError, UnsharedStorageError
+from app.errors import NonFiniteLossError, RayloomError, TopologyError, TrainingError, UnsharedStorageError
 from app.storage import to_path
 from app.tasks import load_prepared
 from app.telemetry.alerts import Action
 from app.training.coordination.heartbeat import keep_heartbeat
 from app.training.coordination.shared_folder import marked, require_shared
+from app.training.coordination.topology import require_groups_within_nodes
 from app.training.ray_trainer import LightTrainer
 from app.training.records import Ending, EpochRecord
 from app.training.run_folder import DATA, FAILURE_FILE
@@ -59,6 +60,7 @@ def fit(
         TrainingError: the workers failed more often than the recipe allows.
         NonFiniteLossError: a loss or gradient is not finite.
         UnsharedStorageError: a worker's node does not see the run's folder.
+        TopologyError: workers that split the same matrices came to lie on several nodes.
     """
     with marked(run_folder) as mark:
         arguments = WorkerArguments(
@@ -118,6 +120,18 @@ def resources_of(config: TrainConfig, workers: int) -> dict[str, float]:
     return {"CPU": config.cpus_per_worker * workers, **gpus}
 
 
+def worker_slots(config: TrainConfig) -> dict[str, int]:
+    """Return the number of workers that each living node of the cluster has room for, by its name."""
+    needed = resources_of(config, workers=1)
+    return {
+        node["NodeName"]: min(
+            int(node["Resources"].get(name, 0) // amount) for name, amount in needed.items() if amount
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+
+
 def train_worker(arguments: WorkerArguments) -> bytes:
     """Train as one of Ray Train's workers. Return an ``Ending``, pickled, as the result's ``return_value``.
 
@@ -134,8 +148,9 @@ def _train(arguments: WorkerArguments) -> Ending | RayloomError:
     keep_freed_memory()
     worker = start_worker(recipe.train)
     try:
+        require_groups_within_nodes(worker, recipe.train.plan)
         require_shared(worker, run_folder, arguments["mark"])
-    except UnsharedStorageError as error:
+    except (TopologyError, UnsharedStorageError) as error:
         return error
     data = load_prepared(recipe, to_path(arguments["data_folder"]))
     with ExitStack() as stack:
