@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from app.models.staged import Layer, ShardStyle, Tied, run_layers
+from app.models.staged import Layer, ShardStyle, Tied, embed, run_layers, unembed
 
 _STD = 0.02
 Positions = Literal["rotary", "learned"]
@@ -66,7 +66,7 @@ class GPT(nn.Module):
         """Embedding, start, blocks, norm and output layer."""
         between = [self.start, *self.blocks, self.norm]
         if self.head is None:
-            return [Tied(self.tokens, _embed), *between, Tied(self.tokens, _unembed)]
+            return [Tied(self.tokens, embed), *between, Tied(self.tokens, unembed)]
         return [self.tokens, *between, self.head]
 
     def tp_plan(self) -> dict[str, ShardStyle]:
@@ -83,15 +83,6 @@ class GPT(nn.Module):
 
 
 gpt = GPT
-
-
-def _embed(tokens: nn.Embedding, input_ids: Tensor) -> Tensor:
-    embedded: Tensor = tokens(input_ids)
-    return embedded
-
-
-def _unembed(tokens: nn.Embedding, hidden: Tensor) -> Tensor:
-    return functional.linear(hidden, tokens.weight)
 
 
 def _initialise(module: nn.Module) -> None:

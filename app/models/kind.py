@@ -4,7 +4,7 @@ from enum import Enum, auto
 
 from torch import nn
 
-from app.models.staged import Staged
+from app.models.staged import stages_of
 
 
 class ModelKind(Enum):
@@ -13,15 +13,18 @@ class ModelKind(Enum):
     PLAIN = auto()
     """Nobody."""
     STAGED = auto()
-    """Rayloom, by the layers and matrices that the model names (``app.models.staged``)."""
+    """Rayloom, by the layers and matrices that the model names (``app.models.staged``), or known decoders have."""
     HUGGING_FACE = auto()
-    """DeepSpeed's automatic tensor parallelism, and ``transformers`` itself."""
+    """DeepSpeed's automatic tensor parallelism; ``transformers`` computes the activations again."""
 
 
 def kind_of(model: nn.Module) -> ModelKind:
     """The kind of the whole ``model``."""
-    if isinstance(model, Staged):
+    if stages_of(model) is not None:
         return ModelKind.STAGED
-    if hasattr(model, "gradient_checkpointing_enable") and hasattr(model, "config"):
-        return ModelKind.HUGGING_FACE
-    return ModelKind.PLAIN
+    return ModelKind.HUGGING_FACE if is_hugging_face(model) else ModelKind.PLAIN
+
+
+def is_hugging_face(model: nn.Module) -> bool:
+    """Return whether the model is one of ``transformers``. Some of them are staged too."""
+    return hasattr(model, "gradient_checkpointing_enable") and hasattr(model, "config")

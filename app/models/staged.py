@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from app.errors import RecipeError
 
@@ -63,6 +64,17 @@ def run_layers(layers: Iterable[Layer], inputs: Tensor) -> Tensor:
     return inputs
 
 
+def embed(tokens: nn.Embedding, input_ids: Tensor) -> Tensor:
+    """Return the embedding of tokens: the first use of a tied embedding."""
+    embedded: Tensor = tokens(input_ids)
+    return embedded
+
+
+def unembed(tokens: nn.Embedding, hidden: Tensor) -> Tensor:
+    """Return the logits of tokens: the last use of a tied embedding."""
+    return functional.linear(hidden, tokens.weight)
+
+
 def layers_of(model: nn.Module) -> list[Layer]:
     """The model's layers, checked: together they hold each of its parameters, and no other.
 
@@ -70,7 +82,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
         RecipeError: the model has no layers, a parameter is missing or from elsewhere, or is in two layers
             that do not tie it; it is named.
     """
-    layers = _staged(model).layers()
+    layers = _require_stages(model).layers()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held: dict[int, Layer] = {}
     for position, layer in enumerate(layers):
@@ -97,7 +109,7 @@ def cuts_of(model: nn.Module) -> dict[str, ShardStyle]:
     """
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     cuts: dict[str, ShardStyle] = {}
-    for pattern, cut in _staged(model).tp_plan().items():
+    for pattern, cut in _require_stages(model).tp_plan().items():
         if cut not in get_args(ShardStyle):
             raise _wrong(model, f"tp_plan has {cut!r} for {pattern!r}: expected {' or '.join(get_args(ShardStyle))}")
         matched = [name for name in linears if re.fullmatch(pattern, name)]
@@ -114,10 +126,20 @@ def parameters_of(layer: Layer) -> Iterable[tuple[str, nn.Parameter]]:
     return (layer.module if isinstance(layer, Tied) else layer).named_parameters()
 
 
-def _staged(model: nn.Module) -> Staged:
-    if not isinstance(model, Staged):
+def stages_of(model: nn.Module) -> Staged | None:
+    """Return how the model can be cut: by its own methods, or as a known decoder of ``transformers``. None: not."""
+    if isinstance(model, Staged):
+        return model
+    from app.models.decoder_stages import DecoderStages  # it builds on this module
+
+    return DecoderStages.of(model)
+
+
+def _require_stages(model: nn.Module) -> Staged:
+    stages = stages_of(model)
+    if stages is None:
         raise _wrong(model, "it has no layers() and tp_plan(): write them as docs/how-to/split_a_model.md shows")
-    return model
+    return stages
 
 
 def _wrong(model: nn.Module, problem: str) -> RecipeError:

@@ -6,7 +6,7 @@ from torch import nn
 
 from app.config import ModelTraits
 from app.models.kind import ModelKind, kind_of
-from app.models.staged import cuts_of, layers_of, parameters_of
+from app.models.staged import cuts_of, layers_of, parameters_of, stages_of
 
 
 def traits_of(model: nn.Module) -> ModelTraits:
@@ -16,7 +16,7 @@ def traits_of(model: nn.Module) -> ModelTraits:
         case ModelKind.STAGED:
             layers = sum(1 for layer in layers_of(model) if any(True for _ in parameters_of(layer)))
             common_width = _common_width(model)  # also where it has heads: this checks how the matrices are cut
-            divisor = _first_number(model, "heads") or common_width
+            divisor = _first_number(stages_of(model), "heads") or common_width
             return ModelTraits(name, layers, divisor, checkpoints_activations=True)
         case ModelKind.HUGGING_FACE:
             # Of grouped queries the fewer heads of keys and values.

@@ -17,7 +17,7 @@ from app.data.processor import Processor
 from app.errors import RecipeError
 from app.models.blueprint import Blueprint
 from app.models.factory import blueprint_of
-from app.models.kind import ModelKind, kind_of
+from app.models.kind import is_hugging_face
 from app.storage import local_copy, to_path
 from app.tasks import find_processor
 from app.training.checkpoints.reader import export_weights
@@ -53,7 +53,7 @@ def publish_weights(checkpoint: UPath, data: PreparedData, recipe: Recipe, folde
     model = blueprint_of(recipe.model, data.facts).model
     with tempfile.TemporaryDirectory(prefix="rayloom-weights-") as temporary:
         export_weights(checkpoint, Path(temporary) / WEIGHTS_FILE)
-        if kind_of(model) is ModelKind.HUGGING_FACE:
+        if is_hugging_face(model):
             configuration: Any = model.config
             configuration.save_pretrained(temporary)
         for file in to_path(temporary).iterdir():

@@ -75,6 +75,8 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
         "ZeRO 3, offload": {"zero_stage": 3, "offload": "cpu", "offload_param": "cpu"},
         "Llama, tensor 2, ZeRO 0": {"tensor": 2, "zero_stage": 0, "model": "llama"},
         "Llama, tensor 2, ZeRO 1": {"tensor": 2, "model": "llama"},
+        "Llama, pipeline 2": {"pipeline": 2, "micro_batch": 4, "model": "llama"},
+        "Llama, pipeline 2, bf16": {"pipeline": 2, "micro_batch": 4, "precision": "bf16", "model": "llama"},
         "tensor 2": {"tensor": 2},
         "tensor 2, bf16": {"tensor": 2, "precision": "bf16"},
         "pipeline 2": {"pipeline": 2},
@@ -88,6 +90,7 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
         "pipeline 2 x data 2, accumulation 2": {"pipeline": 2, "micro_batch": 4},
         "pipeline 2 x tensor 2": {"pipeline": 2, "tensor": 2},
         "pipeline 2 x tensor 2, bf16": {"pipeline": 2, "tensor": 2, "micro_batch": 4, "precision": "bf16"},
+        "Llama, pipeline 2 x tensor 2": {"pipeline": 2, "tensor": 2, "model": "llama"},
     },
     8: {
         "pipeline 2 x tensor 2 x data 2": {"pipeline": 2, "tensor": 2},
@@ -169,12 +172,17 @@ SELECTIONS = {
                 *("ZeRO 2, bf16, adamw", "ZeRO 2, accumulation 4, sgd", "ZeRO 2, torch.compile, adamw"),
                 *("ZeRO 2, offload, adamw", "ZeRO 3, sgd", "ZeRO 3, bf16, sgd", "ZeRO 3, accumulation 4, adamw"),
                 *("ZeRO 3, offload, adamw", "Llama, tensor 2, ZeRO 0, sgd", "Llama, tensor 2, ZeRO 1, adamw"),
+                *("Llama, pipeline 2, sgd", "Llama, pipeline 2, bf16, adamw"),
                 *("tensor 2, adamw", "tensor 2, bf16, sgd", "pipeline 2, adamw", "pipeline 2, bf16, sgd"),
                 *("pipeline 2, recomputed activations, adamw", "pipeline 2, learned positions, untied, sgd"),
             ],
             4: [
                 *("tensor 2 x data 2, sgd", "pipeline 2 x data 2, accumulation 2, adamw"),
-                *("pipeline 2 x tensor 2, adamw", "pipeline 2 x tensor 2, bf16, sgd"),
+                *(
+                    "pipeline 2 x tensor 2, adamw",
+                    "pipeline 2 x tensor 2, bf16, sgd",
+                    "Llama, pipeline 2 x tensor 2, sgd",
+                ),
             ],
         },
         goes_on={

@@ -14,6 +14,8 @@ from app.checksums import write_checksums
 from app.config import ModelConfig, load_recipe
 from app.errors import RecipeError
 from app.models.factory import build_model, logits_of
+from app.models.staged import cuts_of, layers_of, run_layers
+from app.models.traits import traits_of
 from app.tasks import prepare
 from app.training.checkpoints.names import WEIGHT, parameter
 from app.training.checkpoints.state import Position, TrainState
@@ -48,6 +50,30 @@ def test_a_causal_model_answers_the_next_token(args: dict[str, Any], tmp_path: P
     torch.nn.init.zeros_(other.get_input_embeddings().weight)
     safetensors.torch.load_model(other, str(tmp_path / "model.safetensors"))
     assert torch.equal(logits_of(other(input_ids=ids)), logits)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_layers_of_a_decoder_are_the_model_bit_for_bit(model_type: str, tied: bool, attention: str) -> None:
+    grouped = LLAMA | {"num_key_value_heads": 2, "tie_word_embeddings": tied}
+    model = build("causal_lm", model_type=model_type, **grouped)
+    model.set_attn_implementation(attention)
+    ids = torch.randint(0, 60, (2, 16))
+    assert torch.equal(run_layers(layers_of(model), ids), logits_of(model(input_ids=ids)))
+    cuts = cuts_of(model)
+    assert len(cuts) == 2 * 7
+    assert cuts["model.layers.1.self_attn.k_proj"] == "colwise"
+    assert cuts["model.layers.1.mlp.down_proj"] == "rowwise"
+    traits = traits_of(model)
+    assert (traits.layers, traits.tensor_divisor) == (5, 2)
+
+
+@pytest.mark.parametrize(
+    "args", [LLAMA | {"model_type": "mistral", "sliding_window": 8}, LLAMA | {"model_type": "qwen3"}]
+)
+def test_a_decoder_that_is_more_than_such_layers_is_not_cut_into_stages(args: dict[str, Any]) -> None:
+    assert traits_of(build("causal_lm", **args)).layers is None
 
 
 def test_transformers_reads_the_weights_that_training_keeps(tmp_path: Path) -> None:

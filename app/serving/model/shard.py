@@ -15,7 +15,7 @@ from app.engines.architecture import Device
 from app.engines.base import EngineSettings, library_errors
 from app.engines.torch import TorchEngine
 from app.errors import RecipeError
-from app.models.kind import ModelKind, kind_of
+from app.models.kind import is_hugging_face
 from app.models.traits import traits_of
 from app.repository.repository import Repository
 from app.serving.config import VersionConfig
@@ -82,7 +82,7 @@ def require_shardable(folder: Path, size: int) -> type[nn.Module]:
     """
     whole = read_architecture(folder).blueprint.model
     title = type(whole).__name__
-    if kind_of(whole) is not ModelKind.HUGGING_FACE or not whole.supports_tp_plan:
+    if not is_hugging_face(whole) or not whole.supports_tp_plan:
         raise RecipeError(
             f"serve.tensor_parallel needs a model of transformers whose class has a tp_plan, and {title} has none: "
             "serve it without, or choose another, such as model_type=llama or qwen3"

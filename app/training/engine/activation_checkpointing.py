@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from app.errors import TrainingError
-from app.models.kind import ModelKind, kind_of
+from app.models.kind import ModelKind, is_hugging_face, kind_of
 from app.models.staged import Tied, layers_of
 
 
@@ -16,15 +16,14 @@ def recompute_activations(model: nn.Module) -> None:
     Raises:
         TrainingError: the model is neither.
     """
-    match kind_of(model):
-        case ModelKind.STAGED:
-            for layer in layers_of(model):
-                if not isinstance(layer, Tied):
-                    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        case ModelKind.HUGGING_FACE:
-            model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-        case ModelKind.PLAIN:
-            raise TrainingError(
-                f"plan.activation_checkpointing: {type(model).__name__} is neither staged nor of Hugging Face: "
-                "set it to false"
-            )
+    if is_hugging_face(model):  # first: the layers of one that is staged too are not those of its forward pass
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    elif kind_of(model) is ModelKind.STAGED:
+        for layer in layers_of(model):
+            if not isinstance(layer, Tied):
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    else:
+        raise TrainingError(
+            f"plan.activation_checkpointing: {type(model).__name__} is neither staged nor of Hugging Face: "
+            "set it to false"
+        )
