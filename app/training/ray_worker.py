@@ -123,12 +123,10 @@ def resources_of(config: TrainConfig, workers: int) -> dict[str, float]:
 def worker_slots(config: TrainConfig) -> dict[str, int]:
     """Return the number of workers that each living node of the cluster has room for, by its name."""
     needed = resources_of(config, workers=1)
+    living = {node["NodeName"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
     return {
-        node["NodeName"]: min(
-            int(node["Resources"].get(name, 0) // amount) for name, amount in needed.items() if amount
-        )
-        for node in ray.nodes()
-        if node["Alive"]
+        name: min(int(held.get(resource, 0) // amount) for resource, amount in needed.items())
+        for name, held in living.items()
     }
 
 

@@ -44,6 +44,7 @@ _KINDS = {
     "recv_": "receive",
 }
 """torch's operations on process groups, by what the planner calls them."""
+_GPT = ModelConfig(factory="app.models.gpt:gpt", args={"layers": 4, "width": 64, "heads": 8})
 _WARM_UP_STEPS = 2
 """ZeRO 3 records the order of layers in its first step, and a pipeline sends the shape of its tensors."""
 
@@ -58,7 +59,7 @@ class FakeRank:
     rank: int = 0
     micro_batch: int = 2
     precision: Precision = "bf16"
-    model: ModelConfig = ModelConfig(factory="app.models.gpt:gpt", args={"layers": 4, "width": 64, "heads": 8})
+    model: ModelConfig = _GPT
     vocabulary: int = 512
     length: int = 16
 
