@@ -1,6 +1,6 @@
 """The recipe as typed values. Imported by every other part of Rayloom; imports none of them."""
 
-from app.config.alerts import AlertConfig, EmailConfig, NotifyConfig, WebhookConfig
+from app.config.alerts import AlertConfig
 from app.config.cascade import CascadeConfig
 from app.config.compile import (
     PLAN_ENGINES,
@@ -15,6 +15,7 @@ from app.config.compile import (
 from app.config.data import CleanConfig, ColumnsConfig, DataConfig, ImageConfig, TokenizerConfig
 from app.config.layout import Layout
 from app.config.loading import dump_recipe, load_recipe, load_stored_recipe, parse_stored_recipe, with_values
+from app.config.notify import EmailConfig, NotifyConfig, WebhookConfig
 from app.config.plan import PlanConfig, Precision
 from app.config.plan_rules import ModelTraits, Setting, refusal
 from app.config.reading import embedded, read_text, title_of

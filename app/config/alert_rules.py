@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import Literal
 
 Unit = Literal["s", "steps", "epochs"]
+Better = Literal["higher", "lower"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class HasFallen:
 class NotImproved:
     """The value is not better than the best before it."""
 
-    better: Literal["higher", "lower"]
+    better: Better
 
 
 Condition = Threshold | NotFinite | HasFallen | NotImproved
@@ -76,9 +77,14 @@ FORMS = (
 """The sentences that are understood. ``for D`` may follow each of them; it must where it stands here."""
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_UNIT = "s|(?:second|min|minute|h|hour|step|epoch)s?"
+METRIC = r"[A-Za-z_][\w./-]*"
+DURATION = f"{_NUMBER} ?(?:{_UNIT})"
+PERCENT = f"{_NUMBER} ?%"
+"""Patterns of a metric's name, of a time such as 3 epochs, and of a share such as 50 %."""
+TIMES = "a time such as 10 s, 5 min, 2 h, 20 steps or 3 epochs"
 _SENTENCE = re.compile(
-    rf"(?P<metric>[A-Za-z_][\w./-]*) (?P<predicate>.+?)"
-    rf"(?: for (?P<amount>{_NUMBER}) ?(?P<unit>s|(?:second|min|minute|h|hour|step|epoch)s?))?"
+    rf"(?P<metric>{METRIC}) (?P<predicate>.+?)(?: for (?P<amount>{_NUMBER}) ?(?P<unit>{_UNIT}))?"
     r"(?: \((?P<better>higher|lower) is better\))?"
 )
 _THRESHOLD = re.compile(rf"(?:is )?(?P<side>above|below) (?P<bound>{_NUMBER})")
@@ -88,7 +94,7 @@ _WORDS = (
     *("has", "not", "improved", "is", "above", "below", "finite", "fallen", "by", "nothing", "reported", "for"),
     *("seconds", "min", "minutes", "hours", "steps", "epochs", "(higher", "(lower", "better)"),
 )
-_BETTER: dict[str, Literal["higher", "lower"]] = {
+_BETTER: dict[str, Better] = {
     "loss": "lower",
     "perplexity": "lower",
     "accuracy": "higher",
@@ -161,17 +167,21 @@ def _seconds(hold: Duration | None) -> float:
     return hold.amount
 
 
-def _direction(metric: str, better: str | None) -> Literal["higher", "lower"]:
+def known_direction(metric: str) -> Better | None:
+    """Return which way a metric is better, as the last words of its name tell; None if they do not."""
+    return next((better for ending, better in _BETTER.items() if metric.endswith(ending)), None)
+
+
+def _direction(metric: str, better: str | None) -> Better:
     """Which way is better: as the sentence says, else as the metric's last words tell."""
     if better:
         return "higher" if better == "higher" else "lower"
-    for ending, known in _BETTER.items():
-        if metric.endswith(ending):
-            return known
-    raise ValueError(
-        f"whether {metric} should rise or fall is not known: end the sentence with '(higher is better)' "
-        "or '(lower is better)'"
-    )
+    if (known := known_direction(metric)) is None:
+        raise ValueError(
+            f"whether {metric} should rise or fall is not known: end the sentence with '(higher is better)' "
+            "or '(lower is better)'"
+        )
+    return known
 
 
 def _suggestion(text: str) -> str:
@@ -183,4 +193,4 @@ def _suggestion(text: str) -> str:
         with suppress(ValueError):
             if _read(repaired):
                 return f"did you mean {repaired!r}?"
-    return f"expected one of: {'; '.join(FORMS)}; D is a time such as 10 s, 5 min, 2 h, 20 steps or 3 epochs"
+    return f"expected one of: {'; '.join(FORMS)}; D is {TIMES}"

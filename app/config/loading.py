@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from app.config.alert_rules import TIMES
 from app.config.overrides import apply_overrides, parse_yaml, set_value
 from app.config.reading import read_text, title_of
 from app.config.recipe import Recipe
@@ -19,6 +20,9 @@ from app.suggestions import did_you_mean
 _PATTERNS = {
     "task": "text-classification, image-classification, language-modeling, or an import string, package.module:name",
     "model.factory": "an import string, package.module:name",
+    **dict.fromkeys(("alerts.no_improvement_for", "alerts.for", "alerts.nothing_reported_for"), TIMES),
+    "alerts.fallen_by": "a share such as 50 %",
+    "alerts.metric": "the name of a metric, such as val_loss",
     "serve.cascade.before": "a model, NAME or NAME/VERSION",
 }
 
@@ -93,8 +97,10 @@ def _explain(problem: ErrorDetails) -> str:
             return f"{key}: {problem['ctx']['error']}"
         case "literal_error":
             expected = problem["ctx"]["expected"]
+        case "string_pattern_mismatch" | "string_type" if _without_indices(key) in _PATTERNS:
+            expected = _PATTERNS[_without_indices(key)]
         case "string_pattern_mismatch":
-            expected = _PATTERNS.get(_without_indices(key), f"a text that matches {problem['ctx']['pattern']}")
+            expected = f"a text that matches {problem['ctx']['pattern']}"
         case "model_type":
             expected = "a section of keys"
         case _:
@@ -118,7 +124,7 @@ def _without_indices(key: str) -> str:
 def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every dotted key of a recipe."""
     for name, field in model.model_fields.items():
-        yield prefix + name
+        yield prefix + (field.alias or name)
         if section := _section_of(field.annotation):
             yield from _keys(section, f"{prefix}{name}.")
 

@@ -4,9 +4,10 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from app.config.alerts import AlertConfig, NotifyConfig
+from app.config.alerts import AlertConfig
 from app.config.compile import CompileConfig
 from app.config.data import DataConfig
+from app.config.notify import NotifyConfig
 from app.config.section import IMPORT_STRING, NAME, Section
 from app.config.serve import ServeConfig
 from app.config.train import TrainConfig

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
-from app.config.alerts import is_reference
+from app.config.notify import is_reference
 from app.config.section import IMPORT_STRING, Section
 
 Mode = Literal["min", "max"]

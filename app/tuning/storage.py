@@ -19,7 +19,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 from upath import UPath
 
-from app.config.alerts import is_reference
+from app.config.notify import is_reference
 from app.errors import DeliveryError, RecipeError, StorageError
 from app.storage import is_local
 from app.telemetry.alerts.secret import read_secret

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 
@@ -72,18 +73,52 @@ def test_another_sentence_is_refused_with_a_way_out(sentence: str, words: list[s
     assert all(word in str(refused.value) for word in words), str(refused.value)
 
 
+SAME = [
+    ("metric: val_loss, no_improvement_for: 3 epochs", "val_loss has not improved for 3 epochs"),
+    ("metric: f1, no_improvement_for: 2 h, better: higher", "f1 has not improved for 2 h (higher is better)"),
+    ("metric: loss, above: 5, for: 20 steps", "loss above 5 for 20 steps"),
+    ("metric: grad_norm, above: 1.0e-7", "grad_norm above 1e-7"),
+    ("metric: my/metric, below: -0.5, for: 5 min", "my/metric below -0.5 for 5 min"),
+    ("metric: lr, below: 0", "lr below 0"),
+    ("metric: loss, not_finite: true", "loss is not finite"),
+    ("metric: samples_per_s, fallen_by: 12.5 %, for: 10 s", "samples_per_s has fallen by 12.5 % for 10 s"),
+    ("nothing_reported_for: 10 min", "nothing reported for 10 min"),
+]
+"""Rules in keys, and as sentences."""
+
+
+@pytest.mark.parametrize(("keys", "sentence"), SAME)
+def test_keys_and_a_sentence_are_the_same_rule(keys: str, sentence: str) -> None:
+    alert = load_recipe(DIGITS, [f"alerts=[{{{keys}, do: [stop]}}]"]).alerts[0]
+    assert alert.rule == parse_rule(sentence) == parse_rule(alert.sentence)
+
+
+@pytest.mark.parametrize("keys", [*(keys for keys, _ in SAME), *(f'when: "{sentence}"' for _, sentence in SAME)])
+def test_the_schema_takes_what_the_recipe_takes(keys: str) -> None:
+    schema = Recipe.model_json_schema()
+    alert = yaml.safe_load(f"{{{keys}, do: [stop]}}")
+    validate = jsonschema.Draft202012Validator({**schema["$defs"]["AlertConfig"], "$defs": schema["$defs"]}).is_valid
+    assert validate(alert)
+    assert not validate({**alert, "for": "soon"})
+    assert not validate({**alert, "when": "loss above 5", "metric": "loss", "above": 5})
+
+
 def test_what_is_dumped_is_the_same_recipe(tmp_path: Path) -> None:
     recipe = load_recipe(
         DIGITS,
         [
-            "alerts=[{when: val_loss  has not improved for 3 epochs, do: [notify, pause]}]",
+            "alerts=[{when: val_loss  has not improved for 3 epochs, do: [notify, pause]}, "
+            "{metric: loss, above: 5, for: 3 steps, do: [stop]}]",
             "notify.webhook={url: 'env:HOOK', secret: 'file:/etc/rayloom/secret'}",
+            "notify.apprise=['env:SLACK']",
             "notify.email={host: mail.example.org, sender: a@example.org, to: [b@example.org]}",
         ],
     )
     (tmp_path / "dumped.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
     assert load_recipe(tmp_path / "dumped.yaml") == recipe
     assert recipe.alerts[0].when == "val_loss has not improved for 3 epochs"
+    dumped = yaml.safe_load(dump_recipe(recipe))["alerts"]
+    assert dumped[1] == {"metric": "loss", "above": 5.0, "for": "3 steps", "do": ["stop"]}
 
 
 @pytest.mark.parametrize(
@@ -94,6 +129,28 @@ def test_what_is_dumped_is_the_same_recipe(tmp_path: Path) -> None:
         ("alerts=[{when: loss is not finite, do: []}]", ["alerts.0.do"]),
         ("alerts=[{when: loss is not finite, do: [pause, stop]}]", ["alerts.0.do", "keep one"]),
         ("alerts=[{whn: loss is not finite, do: [stop]}]", ["unknown key alerts.0.whn", "'when'"]),
+        ("alerts=[{do: [stop]}]", ["alerts.0", "no rule", "no_improvement_for", "nothing_reported_for"]),
+        ("alerts=[{metric: loss, do: [stop]}]", ["metric loss has no condition", "above, below"]),
+        ("alerts=[{above: 1, do: [stop]}]", ["above needs the metric"]),
+        ("alerts=[{metric: loss, above: 1, not_finite: true, do: [stop]}]", ["above and not_finite are two rules"]),
+        (
+            "alerts=[{when: loss above 1, metric: loss, above: 1, do: [stop]}]",
+            ["when is a whole rule", "metric, above"],
+        ),
+        ("alerts=[{metric: loss, nothing_reported_for: 1 h, do: [stop]}]", ["nothing_reported_for is a whole rule"]),
+        ("alerts=[{metric: val_loss, no_improvement_for: 3 epochs, for: 2 h, do: [stop]}]", ["for goes with above"]),
+        ("alerts=[{when: loss above 1, for: 2 h, do: [stop]}]", ["for goes with above"]),
+        ("alerts=[{metric: loss, above: 1, better: lower, do: [stop]}]", ["better goes with no_improvement_for"]),
+        ("alerts=[{metric: mfu, no_improvement_for: 3 epochs, do: [stop]}]", ["mfu", "add better"]),
+        ("alerts=[{metric: loss, above: 1, for: 10, do: [stop]}]", ["alerts.0.for is 10", "20 steps or 3 epochs"]),
+        ("alerts=[{metric: loss, above: 1, for: 0 s, do: [stop]}]", ["alerts.0", "more than 0"]),
+        ("alerts=[{metric: loss, above: .inf, do: [stop]}]", ["alerts.0.above", "finite number"]),
+        ("alerts=[{metric: loss, fallen_by: 50, do: [stop]}]", ["alerts.0.fallen_by is 50", "50 %"]),
+        ("alerts=[{metric: loss, fallen_by: 100 %, do: [stop]}]", ["100 %", "less than 100"]),
+        ("alerts=[{metric: a b, above: 1, do: [stop]}]", ["alerts.0.metric is 'a b'", "val_loss"]),
+        ("alerts=[{nothing_reported_for: 3 epochs, do: [stop]}]", ["10 min"]),
+        ("alerts=[{metric: loss, hold: 3 s, above: 4, do: [stop]}]", ["unknown key alerts.0.hold", "fallen_by, for"]),
+        ("notify.apprise=['slack://hunter2/b/c']", ["notify.apprise.0", "env:NAME"]),
         ("notify.webhook={url: example.org}", ["notify.webhook.url", "https://"]),
         ("notify.webhook={url: 'https://u:hunter2@example.org'}", ["notify.webhook.url", "env:NAME"]),
         ("notify.webhook={url: 'https://example.org', secret: hunter2}", ["notify.webhook.secret", "env:NAME"]),
@@ -111,11 +168,16 @@ def test_what_cannot_work_is_refused_and_no_secret_is_shown(override: str, words
     assert "hunter2" not in str(refused.value)
 
 
-def test_the_sentences_of_the_documentation_are_understood() -> None:
+def test_the_rules_of_the_documentation_are_understood() -> None:
     reference = (ROOT / "docs/reference/alert_rules.md").read_text(encoding="utf-8")
     text = (ROOT / "docs/how-to/get_alerts.md").read_text(encoding="utf-8")
-    table = [line.split("`")[1] for line in reference.partition("## Do")[0].splitlines() if line.startswith("| `")]
-    assert len([parse_rule(sentence) for sentence in table]) >= 6
-    for block in text.split("```yaml\n")[1:]:
+    table = [line.split("`") for line in reference.partition("## Do")[0].splitlines() if line.startswith("| `")]
+    assert len(table) >= 6
+    for _, keys, _, sentence, *_ in table:
+        alert = load_recipe(DIGITS, [f"alerts=[{{{keys}, do: [stop]}}]"]).alerts[0]
+        assert alert.rule == parse_rule(sentence)
+    blocks = text.split("```yaml\n")[1:]
+    assert blocks
+    for block in blocks:
         tree = yaml.safe_load(DIGITS.read_text(encoding="utf-8")) | yaml.safe_load(block.split("```")[0])
-        assert Recipe.model_validate(tree).alerts
+        assert Recipe.model_validate(tree)

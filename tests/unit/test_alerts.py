@@ -6,7 +6,8 @@ from math import inf, nan
 import pytest
 
 from app.config import AlertConfig
-from app.config.alerts import Act, ReceiverConfig
+from app.config.alerts import Act
+from app.config.notify import ReceiverConfig
 from app.telemetry.alerts import Action, Alerts, Notification, Notifier
 from app.telemetry.alerts.notifier import Outbox
 from app.telemetry.record import Record

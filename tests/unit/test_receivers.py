@@ -6,8 +6,9 @@ import json
 import queue
 import socket
 import ssl
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from aiosmtpd.controller import Controller
 from aiosmtpd.smtp import AuthResult, Envelope
 
 from app.config import load_recipe
+from app.errors import TryLaterError
 from app.telemetry.alerts import Action, Alerts, Notification
+from app.telemetry.alerts.apprise_service import AppriseService
 from app.telemetry.record import Record
 from tests.helpers import ROOT, documented, wait_until
 from tests.receiver import HttpReceiver
@@ -61,8 +64,9 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def alerts_of(when: str = "loss above 2", **notify: dict[str, Any]) -> Alerts:
-    receivers = {kind: {"retry_wait_s": 0.01, **settings} for kind, settings in notify.items()}
+def alerts_of(when: str = "loss above 2", apprise: Sequence[str] = (), **notify: dict[str, Any]) -> Alerts:
+    receivers: dict[str, Any] = {kind: {"retry_wait_s": 0.01, **settings} for kind, settings in notify.items()}
+    receivers["apprise"] = [*apprise]
     overrides = [f"alerts={json.dumps([{'when': when, 'do': ['notify', 'pause']}])}", f"notify={json.dumps(receivers)}"]
     return Alerts.of(load_recipe(ROOT / "recipes/digits.yaml", overrides), "run-1")
 
@@ -237,6 +241,53 @@ def test_no_mail_without_the_tls_that_was_asked_for(
     alerts.close()
     assert receiver.mails.empty()
     assert capsys.readouterr().err.count("gave up") == 1
+
+
+def test_apprise_tells_each_service_what_happened(
+    http: Callable[..., HttpReceiver], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first, second = http(200), http(200)
+    monkeypatch.setenv("FIRST_URL", first.url.replace("http:", "json:"))
+    (tmp_path / "url").write_text(second.url.replace("http:", "json:") + "\n", encoding="utf-8")
+    alerts = alerts_of(apprise=["env:FIRST_URL", f"file:{tmp_path / 'url'}"])
+    observe(alerts)
+    alerts.close()
+    for receiver in (first, second):
+        ((_, body),) = receiver.requests
+        told = json.loads(body)
+        assert told["title"] == "[rayloom] digits: loss above 2"
+        assert "alert: loss above 2 (loss 3, epoch 2, step 12): training pauses" in told["message"]
+        assert told["type"] == "warning"
+
+
+def test_a_service_that_apprise_does_not_reach_is_tried_again_and_its_url_is_not_shown(
+    http: Callable[..., HttpReceiver], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    receiver = http(503, 200)
+    monkeypatch.setenv("SERVICE_URL", receiver.url.replace("http:", "json:"))
+    service = AppriseService("env:SERVICE_URL", timeout_s=5.0)
+    notification = Notification(
+        run_id="run-1", recipe="digits", rule="r", action="stop", metric=None, value=None, step=1, epoch=1
+    )
+    with pytest.raises(TryLaterError):
+        service.send(notification)
+    service.send(notification)
+    assert len(receiver.requests) == 2
+    assert capfd.readouterr().err == ""
+
+
+def test_what_apprise_cannot_use_leaves_the_receiver_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WRONG_URL", "nonsense://private")
+    monkeypatch.setenv("RIGHT_URL", "json://127.0.0.1:1/private")
+    alerts_of(apprise=["env:WRONG_URL"]).close()
+    monkeypatch.setitem(sys.modules, "apprise", None)
+    alerts_of(apprise=["env:RIGHT_URL"]).close()
+    unknown, missing = capsys.readouterr().err.splitlines()
+    assert "notify.apprise is env:WRONG_URL, which holds no URL that Apprise knows" in unknown
+    assert "install rayloom[notify]" in missing
+    assert "private" not in unknown + missing
 
 
 def _server_context(authority: trustme.CA) -> ssl.SSLContext:

@@ -98,7 +98,7 @@ class Alerts:
         notification = Notification(
             run_id=self._run_id,
             recipe=self._recipe_name,
-            rule=alert.when,
+            rule=alert.sentence,
             action=alert.strongest,
             metric=metric,
             value=value,

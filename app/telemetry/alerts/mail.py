@@ -54,13 +54,10 @@ class Mail:
 
     def _message(self, notification: Notification) -> EmailMessage:
         message = EmailMessage()
-        message["Subject"] = f"[rayloom] {notification.recipe}: {notification.rule}"
+        message["Subject"] = notification.title
         message["From"] = self._config.sender
         message["To"] = ", ".join(self._config.to)
-        message.set_content(
-            f"{notification.line}\n\nrun     {notification.run_id}\nrecipe  {notification.recipe}\n"
-            f"time    {notification.time.isoformat(timespec='seconds')}\n"
-        )
+        message.set_content(notification.text)
         return message
 
 

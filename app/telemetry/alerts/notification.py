@@ -26,7 +26,7 @@ class Notification(BaseModel):
     time: datetime = Field(default_factory=lambda: datetime.now(UTC), description="UTC, ISO 8601")
     run_id: str
     recipe: str
-    rule: str = Field(description="the alert's sentence, as the recipe has it")
+    rule: str = Field(description="the alert's rule as a sentence")
     action: Act = Field(description="what is done about it")
     metric: str | None = Field(description="null: nothing was reported")
     value: float | None = Field(description="the value with which the rule came true")
@@ -44,3 +44,16 @@ class Notification(BaseModel):
         told = ", ".join(fact for fact in facts if fact)
         done = {"notify": "training goes on", "pause": "training pauses", "stop": "training stops"}[self.action]
         return f"alert: {self.rule} ({told}): {done}" if told else f"alert: {self.rule}: {done}"
+
+    @property
+    def title(self) -> str:
+        """The alert as the subject of a message."""
+        return f"[rayloom] {self.recipe}: {self.rule}"
+
+    @property
+    def text(self) -> str:
+        """The alert as a message for a person."""
+        return (
+            f"{self.line}\n\nrun     {self.run_id}\nrecipe  {self.recipe}\n"
+            f"time    {self.time.isoformat(timespec='seconds')}\n"
+        )

@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -15,8 +16,8 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from app.config import EmailConfig, NotifyConfig, WebhookConfig
-from app.config.alerts import ReceiverConfig
+from app.config import NotifyConfig, WebhookConfig
+from app.config.notify import ReceiverConfig
 from app.errors import DeliveryError, TryLaterError
 from app.telemetry.alerts.mail import Mail
 from app.telemetry.alerts.notification import Notification
@@ -96,10 +97,16 @@ class Notifier:
     @classmethod
     def of(cls, config: NotifyConfig) -> "Notifier":
         """A notifier to the recipe's receivers; one whose secret is missing here is left out, with a warning."""
+        makers: list[tuple[Callable[[], Receiver], ReceiverConfig]] = []
+        if config.webhook:
+            makers.append((partial(_webhook, config.webhook), config.webhook))
+        if config.email:
+            makers.append((partial(Mail, config.email), config.email))
+        makers += [(partial(_apprise, reference), ReceiverConfig()) for reference in config.apprise]
         outboxes = []
-        for each in (config.webhook, config.email):
+        for make, settings in makers:
             try:
-                outboxes += [Outbox(_receiver(each), each)] if each else []
+                outboxes.append(Outbox(make(), settings))
             except DeliveryError as error:
                 warn(f"alerts: {error}; this receiver is told nothing")
         return cls(outboxes)
@@ -118,9 +125,13 @@ class Notifier:
             outbox.join(deadline_s)
 
 
-def _receiver(config: WebhookConfig | EmailConfig) -> Receiver:
-    if isinstance(config, EmailConfig):
-        return Mail(config)
+def _webhook(config: WebhookConfig) -> Receiver:
     from app.telemetry.alerts.webhook import Webhook  # imports httpx, which only webhooks need
 
     return Webhook(config)
+
+
+def _apprise(reference: str) -> Receiver:
+    from app.telemetry.alerts.apprise_service import AppriseService  # imports requests, which only Apprise needs
+
+    return AppriseService(reference, ReceiverConfig().timeout_s)

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from app.config import WebhookConfig
-from app.config.alerts import check_url, is_reference
+from app.config.notify import check_url, is_reference
 from app.errors import DeliveryError, TryLaterError
 from app.telemetry.alerts.notification import Notification
 from app.telemetry.alerts.secret import read_secret
