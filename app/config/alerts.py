@@ -38,19 +38,16 @@ _CONDITIONS = ("no_improvement_for", "above", "below", "not_finite", "fallen_by"
 _RULES = ("when", "metric", *_CONDITIONS, "nothing_reported_for")
 
 
+def _require_one_rule(schema: dict[str, Any]) -> None:
+    """Add to the JSON schema of an alert that it has exactly one rule."""
+    of_metric = [{"required": ["metric", condition]} for condition in _CONDITIONS]
+    schema["oneOf"] = [*of_metric, {"required": ["nothing_reported_for"]}, {"required": ["when"]}]
+
+
 class AlertConfig(Section):
     """A rule over what training reports, in keys or as a sentence, and what to do when it becomes true."""
 
-    model_config = ConfigDict(
-        serialize_by_alias=True,
-        json_schema_extra={
-            "oneOf": [
-                {"required": ["when"]},
-                *({"required": ["metric", condition]} for condition in _CONDITIONS),
-                {"required": ["nothing_reported_for"]},
-            ]
-        },
-    )
+    model_config = ConfigDict(serialize_by_alias=True, json_schema_extra=_require_one_rule)
 
     metric: Annotated[str, Field(pattern=f"^{METRIC}$")] | None = Field(
         default=None,
