@@ -44,19 +44,33 @@ Rule = Callable[[PlanConfig, Setting], str | None]
 
 def refusal(plan: PlanConfig, setting: Setting) -> str | None:
     """Why the plan cannot run, with what was given, and the nearest that can, if one can; None if it can run."""
-    rule = _broken_rule(plan, setting)
-    nearest = rule and _nearest_plan(plan, setting)
-    return f"{rule}; {nearest}" if nearest else rule
+    broken = broken_rule(plan, setting)
+    if broken is None:
+        return None
+    nearest = _nearest_plan(plan, setting)
+    return f"{broken.reason}; {nearest}" if nearest else broken.reason
 
 
-def _broken_rule(plan: PlanConfig, setting: Setting) -> str | None:
-    """The first rule that the plan breaks."""
-    return next((said for rule in _RULES if (said := rule(plan, setting))), None)
+@dataclass(frozen=True)
+class BrokenRule:
+    """A rule that a plan breaks."""
+
+    name: str
+    reason: str
+    """What was given, and what the rule expects."""
+
+
+def broken_rule(plan: PlanConfig, setting: Setting) -> BrokenRule | None:
+    """Return the first rule that the plan breaks; None if it can run."""
+    for rule in _RULES:
+        if reason := rule(plan, setting):
+            return BrokenRule(rule.__name__.strip("_").replace("_", " "), reason)
+    return None
 
 
 def _nearest_plan(plan: PlanConfig, setting: Setting) -> str | None:
     """The plan that can run and differs least from ``plan``, as the keys to set; None if none can."""
-    fitting = [each for each in _neighbours(plan, setting) if not _broken_rule(each, setting)]
+    fitting = [each for each in _neighbours(plan, setting) if not broken_rule(each, setting)]
     best = min(fitting, key=lambda each: _distance(plan, each), default=None)
     if best is None:
         return None

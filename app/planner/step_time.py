@@ -79,17 +79,17 @@ def step_time(
     Under 1F1B the step takes a pass through all stages, and the busiest stage's time for each further micro-batch;
     interleaving divides what is waited by the parts of a stage (Narayanan 2021, arXiv:2104.04473, section 2.2).
     """
-    collectives = [traffic(profile, plan, stack, stage, number) for number, stage in enumerate(stages)]
-    times = [
-        _stage_time(profile, plan, cluster, stack, stage, sent, rates)
-        for stage, sent in zip(stages, collectives, strict=True)
-    ]
-    busiest = max(range(len(stages)), key=lambda number: times[number].total_s)
-    worst, micro_batches = times[busiest], plan.accumulation
-    through = sum(time.total_s for time in times) - worst.total_s
-    data_s = max(
-        _data_s(plan, cluster, stack, sent, time, rates) for sent, time in zip(collectives, times, strict=True)
-    )
+    times: dict[object, tuple[_StageTime, float]] = {}
+    keys = [_stage_key(stage, number, plan) for number, stage in enumerate(stages)]
+    for number, (stage, key) in enumerate(zip(stages, keys, strict=True)):
+        if key not in times:
+            sent = traffic(profile, plan, stack, stage, number)
+            time = _stage_time(profile, plan, cluster, stack, stage, sent, rates)
+            times[key] = time, _data_s(plan, cluster, stack, sent, time, rates)
+    busiest = max(range(len(stages)), key=lambda number: times[keys[number]][0].total_s)
+    worst, micro_batches = times[keys[busiest]][0], plan.accumulation
+    through = sum(times[key][0].total_s for key in keys) - worst.total_s
+    data_s = max(reduced_s for _, reduced_s in times.values())
     optimizer_s = _optimizer_s(plan, cluster, stack, held_parameters(stages[busiest], plan.tensor), rates)
     return StepEstimate(
         compute_s=(worst.forward_s + worst.backward_s) * micro_batches,
@@ -99,6 +99,11 @@ def step_time(
         bubble_s=through / plan.interleave,
         optimizer_s=optimizer_s,
     )
+
+
+def _stage_key(stage: Stage, number: int, plan: ParallelPlan) -> object:
+    """Return a key that stages of the same layers share. The first and the last send less."""
+    return tuple(map(id, stage)), number == 0, number == plan.pipeline - 1
 
 
 def _stage_time(

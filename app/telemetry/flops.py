@@ -24,7 +24,7 @@ def flops_per_sample(model: nn.Module, inputs: Mapping[str, Tensor]) -> float:
         model: run once on ``inputs``, without gradients; its mode, buffers and random state stay.
         inputs: its tensors by name, each of shape (batch, …).
     """
-    counter = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
+    counter = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION)
     with _unchanged(model, inputs), torch.no_grad(), counter:
         model(**inputs)
     return 3 * counter.get_total_flops() / len(next(iter(inputs.values())))
@@ -51,7 +51,7 @@ def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *_: 
     return flops
 
 
-_CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 """What torch's table of operations lacks."""
 
 

@@ -1,0 +1,84 @@
+"""Every plan that a recipe could have on a cluster, and the rules that refuse some."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import product
+
+from app.config.layout import lay_out
+from app.config.plan import PlanConfig
+from app.config.plan_rules import Setting, broken_rule
+from app.planner.cluster import Cluster
+from app.planner.plan import ParallelPlan, parallel_plan
+
+_MAX_MICRO_BATCH = 64
+_MAX_SIZES = 7
+"""Micro-batches that are tried for one layout."""
+
+
+@dataclass
+class Refusals:
+    """Plans that were refused, by rule."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
+    """The reason that the first of them was given."""
+
+    def add(self, rule: str, reason: str, count: int = 1) -> None:
+        """Count plans that ``rule`` refuses."""
+        self.counts[rule] = self.counts.get(rule, 0) + count
+        self.examples.setdefault(rule, reason)
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of ``number``, ascending."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def enumerate_plans(
+    base: PlanConfig, setting: Setting, cluster: Cluster, global_batch: int, refusals: Refusals
+) -> Iterator[tuple[PlanConfig, ParallelPlan]]:
+    """Yield the plans that the rules let run on all devices. Those that they refuse are counted.
+
+    Args:
+        base: keys that are not searched, such as ``communication_data_type``, are taken from it.
+    """
+    devices = cluster.devices
+    offloads = ("none", "cpu", "nvme") if base.nvme_path else ("none", "cpu")
+    for tensor, pipeline in product(divisors(devices), divisors(devices)):
+        if tensor * pipeline > devices or devices % (tensor * pipeline):
+            continue
+        data = devices // (tensor * pipeline)
+        if global_batch % data:
+            refusals.add("the batch divides", f"global batch {global_batch} does not divide over {data} ranks")
+            continue
+        sizes = _micro_batches(global_batch // data, pipeline)
+        if tensor > cluster.devices_per_node:
+            reason = f"tensor {tensor} would straddle nodes of {cluster.devices_per_node} devices"
+            refusals.add("tensor groups stay in a node", reason, len(sizes))
+            continue
+        for stage, offload, recomputes in product((0, 1, 2, 3), offloads, (False, True)):
+            keys = {"tensor": tensor, "pipeline": pipeline, "zero_stage": stage, "offload": offload}
+            plan = base.model_copy(update={**keys, "activation_checkpointing": recomputes})
+            if broken := broken_rule(plan, setting):
+                refusals.add(broken.name, broken.reason, len(sizes))
+                continue
+            yield from _sized(plan, sizes, global_batch, devices)
+
+
+def _sized(
+    plan: PlanConfig, sizes: Iterable[int], global_batch: int, devices: int
+) -> Iterator[tuple[PlanConfig, ParallelPlan]]:
+    for size in sizes:
+        config = plan.model_copy(update={"micro_batch": size})
+        yield config, parallel_plan(config, lay_out(config, global_batch, devices))
+
+
+def _micro_batches(share: int, pipeline: int) -> list[int]:
+    """Return sizes of micro-batches to try: divisors of a rank's share, spread evenly. A pipeline tries the small."""
+    sizes = [size for size in divisors(share) if size <= _MAX_MICRO_BATCH]
+    if len(sizes) <= _MAX_SIZES:
+        return sizes
+    if pipeline > 1:
+        return sizes[:_MAX_SIZES]
+    step = (len(sizes) - 1) / (_MAX_SIZES - 1)
+    return sorted({sizes[round(number * step)] for number in range(_MAX_SIZES)})

@@ -1,0 +1,379 @@
+"""The profile of a user's own model: one forward pass on fake tensors, which have shapes and no memory."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+from app.config.plan import Precision
+from app.errors import PlanError
+from app.models.factory import logits_of
+from app.models.kind import ModelKind, kind_of
+from app.models.precision import TORCH_DTYPES
+from app.models.staged import Layer, ShardStyle, Tied, cuts_of, layers_of
+from app.models.traits import traits_of
+from app.planner.profile import LayerProfile, ModelProfile, SavedActivations, Work
+from app.telemetry.flops import CPU_ATTENTION
+
+_SAMPLES = 2
+"""Samples of the pass. Batch norm needs two."""
+_ROW_CUTS = ("o_proj", "out_proj", "down_proj", "c_proj", "fc2", "dense_4h_to_h", "attention.dense", "output.dense")
+"""Names of the Linears in models of Hugging Face whose inputs DeepSpeed splits (``module_inject/auto_tp.py``)."""
+_MEASURED_BLOCKS = 2
+
+
+def measure(model: nn.Module, inputs: Mapping[str, Tensor], precision: Precision) -> ModelProfile:
+    """Return the profile of ``model`` on samples like ``inputs``. The model and torch's random state stay as they are.
+
+    Layers that are alike are measured once. In a model that is not staged they are the modules of its longest
+    ``ModuleList``, as in Hugging Face's.
+
+    Args:
+        model: whole. Its tensors may lie on the meta device.
+        inputs: tensors by name, each of shape (batch, …).
+        precision: what it will compute in.
+
+    Raises:
+        PlanError: its forward pass needs values that shapes do not have.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+        fakes = _Fakes.of(model, inputs, precision)
+        try:
+            is_staged = kind_of(model) is ModelKind.STAGED and len(inputs) == 1
+            layers = _staged_layers(fakes) if is_staged else _hooked_layers(fakes)
+        except Exception as error:  # a user's model may do anything
+            raise PlanError(
+                f"model {type(model).__name__} cannot be measured without values ({error}): give train.plan its keys "
+                "instead of auto"
+            ) from error
+        output = fakes.output
+    traits = traits_of(model)
+    sequence = max((tensor.shape[1] for tensor in inputs.values() if tensor.dim() == 2), default=1)
+    return ModelProfile(
+        name=type(model).__name__,
+        precision=precision,
+        layers=tuple(layers),
+        traits=traits,
+        hidden=_hidden(layers, sequence, precision) if traits.tensor_divisor else 0,
+        heads=traits.tensor_divisor or 0,
+        key_value_heads=traits.tensor_divisor or 0,
+        feed_forward=max((linear.out_features for linear in _linears(model)), default=0),
+        sequence=sequence,
+        vocabulary=output.shape[-1],
+        sample_bytes=sum(tensor.nbytes / len(tensor) for tensor in inputs.values()),
+        output_bytes=output.nbytes / _SAMPLES,
+    )
+
+
+def _hidden(layers: list[LayerProfile], sequence: int, precision: Precision) -> int:
+    """Return the width between layers."""
+    return int(layers[0].boundary_bytes / TORCH_DTYPES[precision].itemsize / sequence)
+
+
+def _linears(model: nn.Module) -> list[nn.Linear]:
+    """Return the Linears, except the last: the output layer."""
+    return [module for module in model.modules() if isinstance(module, nn.Linear)][:-1]
+
+
+@dataclass
+class _Fakes:
+    """A copy of the model on fake tensors, what is known of its parameters, and the inputs."""
+
+    model: nn.Module
+    inputs: dict[str, Tensor]
+    cuts: dict[int, ShardStyle]
+    """How tensor parallelism cuts a parameter, by the identity of its storage."""
+    parameters: set[int]
+    """Identities of all parameters' storages."""
+    output: Tensor = field(default_factory=lambda: torch.empty(_SAMPLES, 1))
+
+    @classmethod
+    def of(cls, model: nn.Module, inputs: Mapping[str, Tensor], precision: Precision) -> "_Fakes":
+        """Copy ``model`` within a ``FakeTensorMode``, in ``precision``. Tied parameters stay tied."""
+        dtype = TORCH_DTYPES[precision]
+
+        def fake(tensor: Tensor) -> Tensor:
+            return torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
+
+        memo: dict[int, Any] = {id(buffer): fake(buffer) for buffer in model.buffers()}
+        memo |= {id(parameter): nn.Parameter(fake(parameter)) for parameter in model.parameters()}
+        copied = copy.deepcopy(model, memo).train()
+        samples = {
+            name: torch.zeros(
+                (_SAMPLES, *tensor.shape[1:]), dtype=dtype if tensor.is_floating_point() else tensor.dtype
+            )
+            for name, tensor in inputs.items()
+        }
+        cuts: dict[int, ShardStyle] = {}
+        for name, cut in _cuts(model).items():
+            cuts |= {_storage(parameter): cut for parameter in copied.get_submodule(name).parameters()}
+        return cls(copied, samples, cuts, {_storage(parameter) for parameter in copied.parameters()})
+
+
+def _cuts(model: nn.Module) -> dict[str, ShardStyle]:
+    """Return how tensor parallelism cuts the Linears, by name."""
+    match kind_of(model):
+        case ModelKind.STAGED:
+            return cuts_of(model)
+        case ModelKind.HUGGING_FACE:
+            blocks = _longest_list(model)
+            inside = {id(module) for block in blocks or () for module in block.modules()}
+            return {
+                name: "rowwise" if name.endswith(_ROW_CUTS) else "colwise"
+                for name, module in model.named_modules()
+                if isinstance(module, nn.Linear) and id(module) in inside
+            }
+        case ModelKind.PLAIN:
+            return {}
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class _Recorder(TorchDispatchMode):
+    """Counts the operations of the layer that runs, and marks what tensor parallelism would split.
+
+    Outputs of a matrix that is cut by columns are split, and what is computed from them, up to a matrix cut by rows.
+    """
+
+    def __init__(self, fakes: _Fakes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fakes = fakes
+        self._split: set[int] = set()
+        self._kept: list[Any] = []
+        """Storages, so that no identity is used again."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a layer."""
+        self.whole, self.split = Work(), Work()
+        self.saved: dict[int, tuple[float, bool]] = {}
+        self.column_inputs: set[int] = set()
+        self.column_cuts = self.row_cuts = 0
+
+    def layer(self, name: str, parameters: Iterable[nn.Parameter], output: Tensor | None, tied: str | None) -> Any:
+        """Return what was counted since ``begin``, of one sample."""
+        given = list(parameters)
+        share = 1 / _SAMPLES
+        split = sum(size for size, is_split in self.saved.values() if is_split)
+        return LayerProfile(
+            name=name,
+            parameters=sum(parameter.numel() for parameter in given),
+            split_parameters=sum(parameter.numel() for parameter in given if _storage(parameter) in self._fakes.cuts),
+            whole_work=_per_sample(self.whole),
+            split_work=_per_sample(self.split),
+            saved=SavedActivations(
+                whole=(sum(size for size, _ in self.saved.values()) - split) * share, split=split * share
+            ),
+            boundary_bytes=output.nbytes * share if output is not None else 0.0,
+            column_cuts=self.column_cuts,
+            column_inputs=len(self.column_inputs),
+            row_cuts=self.row_cuts,
+            tied=tied,
+            tensor_sizes=tuple(parameter.numel() for parameter in given),
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_iter(made) if isinstance(leaf, Tensor)]
+        if not func.is_view and given and outputs:
+            self._count(func, args, kwargs or {}, made, given, outputs)
+        return made
+
+    def _count(self, func: Any, args: Any, kwargs: Any, made: Any, given: list[Tensor], outputs: list[Tensor]) -> None:
+        self._kept += [tensor.untyped_storage() for tensor in outputs]
+        cut = next(
+            (self._fakes.cuts[_storage(tensor)] for tensor in given if _storage(tensor) in self._fakes.cuts), None
+        )
+        activations = [tensor for tensor in given if _storage(tensor) not in self._fakes.parameters]
+        is_split = cut is not None or any(_storage(tensor) in self._split for tensor in activations)
+        work = _work_of(func, args, kwargs, made, activations, outputs, has_weight=len(activations) < len(given))
+        if is_split:
+            self.split += work
+        else:
+            self.whole += work
+        if cut == "colwise" and work.matmul_flops:
+            self.column_cuts += 1
+            self.column_inputs |= {_storage(tensor) for tensor in activations}
+        self.row_cuts += bool(cut == "rowwise" and work.matmul_flops)
+        if is_split and cut != "rowwise":
+            self._split |= {_storage(tensor) for tensor in outputs}
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Count what autograd saves."""
+
+        def pack(tensor: Tensor) -> Tensor:
+            key = _storage(tensor)
+            if key not in self._fakes.parameters:
+                self.saved.setdefault(key, (float(tensor.nbytes), key in self._split))
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+
+
+def _per_sample(work: Work) -> Work:
+    kernels = work.kernels
+    return work * (1 / _SAMPLES) + Work(kernels=kernels * (1 - 1 / _SAMPLES))
+
+
+def _work_of(
+    func: Any, args: Any, kwargs: Any, made: Any, activations: list[Tensor], outputs: list[Tensor], has_weight: bool
+) -> Work:
+    """Return the work of one operation. Products of activations with each other are attention's."""
+    moved = float(sum(tensor.nbytes for tensor in (*activations, *outputs)))
+    packet = func.overloadpacket
+    count = CPU_ATTENTION.get(packet) or flop_registry.get(packet)
+    if count is None:
+        return Work(moved_bytes=moved, kernels=1)
+    shapes = packet in CPU_ATTENTION
+    values = [arg.shape if isinstance(arg, Tensor) else arg for arg in args] if shapes else args
+    flops = float(count(*values) if shapes else count(*args, **kwargs, out_val=made))
+    if has_weight:
+        return Work(matmul_flops=flops, matmul_bytes=moved, kernels=1)
+    is_fused = "attention" in packet.__name__
+    return Work(attention_flops=flops, attention_bytes=0.0 if is_fused else moved, kernels=1)
+
+
+def _staged_layers(fakes: _Fakes) -> list[LayerProfile]:
+    """Measure the layers of a staged model one after the other. A layer like one before is not run again."""
+    layers = layers_of(fakes.model)
+    tensor = next(iter(fakes.inputs.values()))
+    recorder = _Recorder(fakes)
+    known: dict[object, tuple[LayerProfile, Tensor]] = {}
+    found = []
+    tied_modules = [layer.module for layer in layers if isinstance(layer, Tied)]
+    for position, layer in enumerate(layers):
+        is_last = position == len(layers) - 1
+        key = _likeness(layer, tensor, position if is_last else -1)
+        if key not in known:
+            recorder.begin()
+            with recorder.keeping(), recorder:
+                output = layer(tensor)
+                if is_last:
+                    _loss(output)
+            tied = f"tied_{tied_modules.index(layer.module)}" if isinstance(layer, Tied) else None
+            held = (layer.module if isinstance(layer, Tied) else layer).parameters()
+            known[key] = recorder.layer(_name(layer), held, None if is_last else output, tied), output
+        profile, tensor = known[key]
+        found.append(profile)
+    fakes.output = tensor
+    return found
+
+
+def _name(layer: Layer) -> str:
+    return type(layer.module if isinstance(layer, Tied) else layer).__name__
+
+
+def _likeness(layer: Layer, inputs: Tensor, position: int) -> object:
+    """Return a key that layers with the same profile share."""
+    if isinstance(layer, Tied):
+        return id(layer), position
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+    return type(layer), shapes, tuple(inputs.shape), inputs.dtype, position
+
+
+def _hooked_layers(fakes: _Fakes) -> list[LayerProfile]:
+    """Measure a model's first blocks alike, with what runs before and after them."""
+    blocks = _longest_list(fakes.model)
+    recorder = _Recorder(fakes)
+    found: list[LayerProfile] = []
+
+    def close(name: str, parameters: Iterable[nn.Parameter], output: Tensor | None) -> None:
+        found.append(recorder.layer(name, parameters, output, None))
+        recorder.begin()
+
+    number = len(blocks) if blocks is not None else 0
+    with _shortened(blocks), _hooks(blocks, close, found), recorder.keeping(), recorder:
+        output = logits_of(fakes.model(**fakes.inputs))
+        _loss(output)
+    fakes.output = output
+    if blocks is None or len(found) < 2:
+        return [recorder.layer(type(fakes.model).__name__, fakes.model.parameters(), None, None)]
+    whole = {id(parameter) for block in blocks for parameter in block.parameters()}
+    outside = [parameter for parameter in fakes.model.parameters() if id(parameter) not in whole]
+    tables = [module for module in fakes.model.modules() if isinstance(module, nn.Embedding)]
+    embeddings = {id(table.weight) for table in tables}
+    first, *measured = found
+    start = _with_parameters(first, [parameter for parameter in outside if id(parameter) in embeddings])
+    rest = [parameter for parameter in outside if id(parameter) not in embeddings]
+    middle = [measured[min(position, len(measured) - 1)] for position in range(number)]
+    return [start, *middle, recorder.layer("output", rest, None, None)]
+
+
+def _with_parameters(layer: LayerProfile, parameters: list[nn.Parameter]) -> LayerProfile:
+    """Return ``layer`` with these parameters."""
+    sizes = tuple(parameter.numel() for parameter in parameters)
+    return replace(layer, parameters=sum(sizes), split_parameters=0, tensor_sizes=sizes)
+
+
+def _longest_list(model: nn.Module) -> nn.ModuleList | None:
+    """Return the longest list of modules of one class and one shape."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
+    alike = [modules for modules in lists if len({_shape(module) for module in modules}) == 1]
+    return max(alike, key=len, default=None)
+
+
+def _shape(module: nn.Module) -> object:
+    return type(module), tuple(tuple(parameter.shape) for parameter in module.parameters())
+
+
+@contextmanager
+def _shortened(blocks: nn.ModuleList | None) -> Iterator[None]:
+    """Leave the first blocks of ``blocks`` for a while."""
+    kept = dict(blocks._modules) if blocks is not None else {}
+    if blocks is not None:
+        for name in list(kept)[_MEASURED_BLOCKS:]:
+            del blocks._modules[name]
+    try:
+        yield
+    finally:
+        if blocks is not None:
+            blocks._modules.update(kept)
+
+
+@contextmanager
+def _hooks(
+    blocks: nn.ModuleList | None,
+    close: Callable[[str, Iterable[nn.Parameter], Tensor | None], None],
+    found: list[LayerProfile],
+) -> Iterator[None]:
+    """Close a layer where a block begins or ends."""
+
+    def before(_: nn.Module, args: Any) -> None:
+        if not found:
+            first = next((leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)), None)
+            close("input", [], first)
+
+    def after(block: nn.Module, _: Any, output: Any) -> None:
+        first = next((leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor)), None)
+        close(type(block).__name__, block.parameters(), first)
+
+    handles = []
+    for block in blocks or ():
+        handles += [block.register_forward_pre_hook(before), block.register_forward_hook(after)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _loss(logits: Tensor) -> None:
+    """Compute a loss as training does, in 32 bits."""
+    flat = logits.reshape(prod(logits.shape[:-1]), logits.shape[-1])
+    functional.cross_entropy(flat.float(), torch.zeros(len(flat), dtype=torch.long))

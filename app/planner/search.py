@@ -1,0 +1,151 @@
+"""The fastest plans of a model on a cluster, and why others were refused."""
+
+import time
+from dataclasses import dataclass, field
+
+from app.config.plan import PlanConfig
+from app.config.plan_rules import Setting
+from app.errors import PlanError
+from app.planner.cluster import Cluster
+from app.planner.enumeration import Refusals, divisors, enumerate_plans
+from app.planner.memory import CONTEXT_BYTES, MemoryEstimate, memory
+from app.planner.plan import ParallelPlan
+from app.planner.profile import ModelProfile
+from app.planner.rates import Rates, rates_of
+from app.planner.stages import stages_of
+from app.planner.step_time import StepEstimate, step_time
+from app.planner.traffic import RAYLOOM, Stack
+
+_GIB = 2**30
+_MAX_DEVICES = 65536
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a plan is searched for."""
+
+    profile: ModelProfile
+    cluster: Cluster
+    setting: Setting
+    global_batch: int
+    base: PlanConfig = field(default_factory=PlanConfig)
+    rates: Rates | None = None
+    """None: those of the published runs."""
+    stack: Stack = RAYLOOM
+    optimizer_numbers: int = 2
+    context: float = CONTEXT_BYTES
+    """Bytes of a rank beside its tensors."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that fits, with what it is predicted to take."""
+
+    config: PlanConfig
+    plan: ParallelPlan
+    time: StepEstimate
+    memory: MemoryEstimate
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples of all ranks together in a second."""
+        return self.plan.global_batch / self.time.step_s
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The plans that fit, fastest first, and the count of those refused."""
+
+    candidates: tuple[Candidate, ...]
+    refusals: Refusals
+    search_s: float
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest."""
+        return self.candidates[0]
+
+
+def search(problem: Problem) -> Findings:
+    """Return all plans that fit, fastest first. None may fit.
+
+    Raises:
+        PlanError: no number of data-parallel ranks divides the global batch.
+    """
+    started = time.perf_counter()
+    refusals = Refusals()
+    _require_divisible(problem)
+    candidates = [
+        candidate
+        for config, plan in enumerate_plans(
+            problem.base, problem.setting, problem.cluster, problem.global_batch, refusals
+        )
+        if (candidate := _priced(problem, config, plan, refusals)) is not None
+    ]
+    candidates.sort(key=_rank)
+    return Findings(tuple(candidates), refusals, time.perf_counter() - started)
+
+
+def _rank(candidate: Candidate) -> tuple[float, float]:
+    """Return what orders candidates: time to within a thousandth, then memory."""
+    return float(f"{candidate.time.step_s:.3g}"), candidate.memory.total
+
+
+def _priced(problem: Problem, config: PlanConfig, plan: ParallelPlan, refusals: Refusals) -> Candidate | None:
+    """Return the plan with its time and memory; None, and a refusal, if it does not fit."""
+    device = problem.cluster.device
+    stages = stages_of(problem.profile, plan.pipeline, problem.stack.cuts_by_parameters)
+    positions = sorted({0, min(1, len(stages) - 1), len(stages) - 1})
+    estimates = [
+        memory(problem.profile, plan, problem.stack, stages, position, problem.optimizer_numbers, problem.context)
+        for position in positions
+    ]
+    fullest = max(estimates, key=lambda estimate: estimate.total)
+    if fullest.total > device.memory:
+        refusals.add(
+            "the device's memory",
+            f"needs {fullest.total / _GIB:.1f} GiB, and {device.name} has {device.memory / _GIB:.1f}",
+        )
+        return None
+    host = fullest.host * problem.cluster.devices_per_node
+    if host > problem.cluster.host_memory:
+        refusals.add("the node's memory", f"offload needs {host / _GIB:.0f} GiB of a node")
+        return None
+    rates = problem.rates or rates_of(device)
+    return Candidate(
+        config, plan, step_time(problem.profile, plan, problem.cluster, problem.stack, stages, rates), fullest
+    )
+
+
+def _require_divisible(problem: Problem) -> None:
+    """Refuse a batch that no plan could share out. Raises PlanError."""
+    devices, batch = problem.cluster.devices, problem.global_batch
+    layers = problem.setting.model.layers if problem.setting.model else None
+    divisor = problem.setting.model.tensor_divisor if problem.setting.model else None
+    most = min(divisor or 1, problem.cluster.devices_per_node) * (layers or 1)
+    possible = [data for data in divisors(devices) if devices // data <= most]
+    if not any(batch % data == 0 for data in possible):
+        nearest = min((-(-batch // data) * data for data in possible), key=lambda size: size - batch)
+        raise PlanError(
+            f"train.global_batch_size is {batch}, which no plan divides over {devices} devices: expected a multiple "
+            f"of {possible[0]}; the nearest is {nearest}"
+        )
+
+
+def fewest_devices(problem: Problem) -> tuple[int, Candidate] | None:
+    """Return the fewest devices of this kind, doubling, on which a plan fits, and the fastest plan there."""
+    from dataclasses import replace
+
+    devices = 1
+    while devices <= _MAX_DEVICES:
+        per_node = max(problem.cluster.devices_per_node, 1)
+        cluster = replace(problem.cluster, devices=devices, devices_per_node=min(per_node, devices))
+        setting = replace(problem.setting, workers=(devices, devices))
+        try:
+            findings = search(replace(problem, cluster=cluster, setting=setting))
+        except PlanError:
+            return None
+        if findings.candidates:
+            return devices, findings.best
+        devices *= 2
+    return None
