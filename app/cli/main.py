@@ -12,7 +12,8 @@ from upath import UPath
 
 from app.cli.endpoint import TOKEN_FILE_VARIABLE, EndpointClient, local_endpoint
 from app.cli.models import models
-from app.cli.options import Storage, chosen_storage
+from app.cli.options import Overrides, Storage, chosen_storage
+from app.cli.plan import plan
 from app.cluster import local
 from app.cluster.ports import open_ports
 from app.cluster.state import SUPERVISOR_LOG, TOKEN_FILE, ClusterState, read_state, running_cluster
@@ -31,8 +32,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 recipes = typer.Typer(no_args_is_help=True, help="Look at recipes.")
 app.add_typer(recipes, name="recipe")
 app.add_typer(models, name="models")
-
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Such as train.epochs=3.")]
+app.command()(plan)
 
 
 @app.command()

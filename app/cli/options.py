@@ -9,6 +9,7 @@ from app.cluster.state import read_state
 from app.storage import absolute_location, open_storage
 
 Storage = Annotated[str | None, typer.Option(help="Default: the local cluster's, else $RAYLOOM_STORAGE.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Such as train.epochs=3.")]
 
 
 def chosen_storage(storage: str | None) -> UPath:

@@ -139,7 +139,8 @@ def _cuts(model: nn.Module) -> dict[str, ShardStyle]:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
 
 
 class _Recorder(TorchDispatchMode):

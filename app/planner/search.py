@@ -1,7 +1,7 @@
 """The fastest plans of a model on a cluster, and why others were refused."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from app.config.plan import PlanConfig
 from app.config.plan_rules import Setting
@@ -45,11 +45,20 @@ class Candidate:
     plan: ParallelPlan
     time: StepEstimate
     memory: MemoryEstimate
+    measured_step_s: float | None = None
+    """What a few steps took on this machine."""
+    scale: float = 1.0
+    """Measured by predicted time of like plans that have run."""
+
+    @property
+    def step_s(self) -> float:
+        """The measured time of a step; without one the predicted."""
+        return self.measured_step_s or self.time.step_s * self.scale
 
     @property
     def samples_per_s(self) -> float:
         """Samples of all ranks together in a second."""
-        return self.plan.global_batch / self.time.step_s
+        return self.plan.global_batch / self.step_s
 
 
 @dataclass(frozen=True)
@@ -134,8 +143,6 @@ def _require_divisible(problem: Problem) -> None:
 
 def fewest_devices(problem: Problem) -> tuple[int, Candidate] | None:
     """Return the fewest devices of this kind, doubling, on which a plan fits, and the fastest plan there."""
-    from dataclasses import replace
-
     devices = 1
     while devices <= _MAX_DEVICES:
         per_node = max(problem.cluster.devices_per_node, 1)

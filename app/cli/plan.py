@@ -1,0 +1,36 @@
+"""The command ``rayloom plan``."""
+
+from typing import Annotated
+
+import typer
+
+from app.config import load_recipe
+
+
+def plan(
+    recipe: Annotated[str, typer.Argument(help="Path or URI of a recipe. - is standard input.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Such as train.epochs=3.")
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="Such as 64xa100-80, 8x4xh100 (nodes, devices of each) or 2xcpu; or a YAML or JSON file. Default: "
+            "the recipe's workers on this machine's CPUs."
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 5,
+    price: Annotated[float | None, typer.Option(min=0.0, help="Of a device's hour, in any currency.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this machine and a few steps of the best plans first.")
+    ] = False,
+) -> None:
+    """Find the fastest parallel plans of a recipe on a cluster: time, memory, communication and price."""
+    from app.planner.cluster import cluster_of, this_machine
+    from app.planner.recipe import Options, plan_recipe  # which brings torch
+
+    loaded = load_recipe(recipe, overrides or [])
+    chosen = cluster_of(cluster) if cluster else this_machine(loaded.train.workers_range[1])
+    found = plan_recipe(loaded, chosen, Options(top, price, calibrate))
+    print(found.model_dump_json(indent=1) if as_json else found.to_text())

@@ -1,0 +1,236 @@
+"""Measurements on this machine: rates of its processors and links, and a few steps of a plan.
+
+Each measurement starts worker processes of its own, as many as the plan has, which compute at the same time.
+"""
+
+import multiprocessing
+import os
+import re
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from app.config import Recipe
+from app.config.plan import Precision
+from app.data.prepared import PreparedData
+from app.errors import PlanError
+from app.models.factory import blueprint_of
+from app.models.precision import TORCH_DTYPES
+from app.planner.calibration import Calibration, MeasuredPlan, machine_name
+from app.planner.report import plan_keys
+from app.planner.search import Candidate
+from app.storage import to_path
+from app.tasks import load_prepared
+from app.training.activity import Activity
+from app.training.data.feed import Feed
+from app.training.engine import create_engine
+from app.training.worker import Worker, keep_freed_memory, leave_process_group, seed_random, start_worker
+
+T = TypeVar("T")
+_TIMEOUT_S = 300.0
+_WARM_UP_STEPS, _STEPS = 2, 8
+_SIZES = (2**10, 2**14, 2**18, 2**22)
+"""Elements of the all-reduces."""
+
+
+def measure_machine(workers: int, precision: Precision, threads: int) -> Calibration:
+    """Measure a matrix product, memory bandwidth, small operations and all-reduces with ``workers`` processes."""
+    found = _run_workers(_measure_rates, workers, threads, precision)
+    latency_s, seconds_per_byte = _fit_line([point for rates in found for point in rates.reductions])
+    passes = 2 * (workers - 1) / workers if workers > 1 else 1.0
+    hops = max(1, 2 * (workers - 1))
+    return Calibration(
+        machine=machine_name(),
+        workers=workers,
+        precision=precision,
+        matmul_flops=min(rates.matmul_flops for rates in found),
+        memory_bandwidth=min(rates.memory_bandwidth for rates in found),
+        launch_s=max(rates.launch_s for rates in found),
+        link_bandwidth=passes / seconds_per_byte if workers > 1 else 1e12,
+        link_latency_s=latency_s / hops,
+    )
+
+
+def measure_plan(recipe: Recipe, data: PreparedData, candidate: Candidate, subject: str) -> MeasuredPlan:
+    """Run a few steps of a plan on this machine's processors.
+
+    Raises:
+        PlanError: a worker failed or did not end.
+    """
+    config = recipe.train.model_copy(
+        update={"plan": candidate.config, "workers": candidate.plan.workers, "device": "cpu"}
+    )
+    planned = recipe.model_copy(update={"train": config})
+    with tempfile.TemporaryDirectory() as folder:
+        data.save(to_path(folder) / "data")
+        threads = max(1, int(config.cpus_per_worker))
+        found = _run_workers(_measure_steps, candidate.plan.workers, threads, planned, str(Path(folder) / "data"))
+    return MeasuredPlan(
+        subject=subject,
+        plan=plan_keys(candidate.config),
+        step_s=max(steps.step_s for steps in found),
+        memory_bytes=max(steps.memory_bytes for steps in found),
+        context_bytes=max(steps.context_bytes for steps in found),
+        predicted_step_s=candidate.time.step_s,
+        predicted_memory_bytes=int(candidate.memory.total),
+    )
+
+
+@dataclass(frozen=True)
+class _Rates:
+    matmul_flops: float
+    memory_bandwidth: float
+    launch_s: float
+    reductions: list[tuple[int, float]]
+    """Bytes and seconds of all-reduces."""
+
+
+@dataclass(frozen=True)
+class _Steps:
+    step_s: float
+    memory_bytes: int
+    context_bytes: int
+
+
+def _run_workers(work: Callable[..., T], workers: int, threads: int, *arguments: Any) -> list[T]:
+    """Run ``work`` in ``workers`` processes of one process group, and return what each returned, by rank.
+
+    Raises:
+        PlanError: one failed, or did not end in time. The others are ended.
+    """
+    context = multiprocessing.get_context("spawn")
+    port = _free_port()
+    pipes, processes = [], []
+    for rank in range(workers):
+        receiver, sender = context.Pipe(duplex=False)
+        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "MASTER_PORT": port}
+        process = context.Process(target=_enter, args=(sender, environment, threads, work, arguments), daemon=True)
+        process.start()
+        sender.close()
+        pipes.append(receiver)
+        processes.append(process)
+    try:
+        return [_receive(pipe) for pipe in pipes]
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+
+
+def _receive(pipe: Any) -> Any:
+    if not wait([pipe], _TIMEOUT_S):
+        raise PlanError(f"a worker that measures has not answered for {_TIMEOUT_S:g} s: try again on an idle machine")
+    try:
+        answer = pipe.recv()
+    except EOFError as error:
+        raise PlanError("a worker that measures has died, perhaps for lack of memory: leave out --calibrate") from error
+    if isinstance(answer, str):
+        raise PlanError(f"a worker that measures failed: {answer}")
+    return answer
+
+
+def _enter(
+    sender: Any, environment: dict[str, Any], threads: int, work: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    """Run ``work`` in this process, and send what it returns, or its error as text."""
+    os.environ.update({key: str(value) for key, value in environment.items()}, MASTER_ADDR="127.0.0.1")
+    torch.set_num_threads(threads)
+    try:
+        sender.send(work(*arguments))
+    except Exception as error:  # the parent says so
+        sender.send(f"{type(error).__name__}: {error}")
+    finally:
+        leave_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _measure_rates(precision: Precision) -> _Rates:
+    dist.init_process_group("gloo")
+    side = 512
+    matrix = torch.ones(side, side, dtype=TORCH_DTYPES[precision])
+    product_s = _seconds(lambda: matrix @ matrix)
+    large = torch.ones(2**23)
+    copied = torch.empty_like(large)
+    copy_s = _seconds(lambda: copied.copy_(large))
+    small = torch.ones(8)
+    launch_s = _seconds(lambda: small + small)
+    reductions = []
+    for size in _SIZES:
+        tensor = torch.ones(size)
+        reductions.append((tensor.nbytes, _seconds(lambda tensor=tensor: dist.all_reduce(tensor))))  # type: ignore[misc]
+    dist.destroy_process_group()
+    return _Rates(2 * side**3 / product_s, 2 * large.nbytes / copy_s, launch_s, reductions)
+
+
+def _seconds(work: Callable[[], Any], repeats: int = 30) -> float:
+    """Return the median seconds of ``work``."""
+    work()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def _fit_line(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """Return seconds at zero bytes, and seconds per byte: from the smallest messages, and from the largest."""
+    sizes = sorted({size for size, _ in points})
+    at = {size: max(seconds for found, seconds in points if found == size) for size in sizes}
+    latency_s = at[sizes[0]]
+    return latency_s, max((at[sizes[-1]] - latency_s) / (sizes[-1] - sizes[0]), 1e-15)
+
+
+def _measure_steps(recipe: Recipe, folder: str) -> _Steps:
+    """Train a few steps on the recipe's data."""
+    config = recipe.train
+    keep_freed_memory()
+    worker = start_worker(config)
+    data = load_prepared(recipe, to_path(folder))
+    layout = config.layout(worker.size)
+    context_bytes = _memory("VmRSS")
+    seed_random(config.seed)
+    blueprint = blueprint_of(recipe.model, data.facts)
+    steps = min(_WARM_UP_STEPS + _STEPS, len(data.train) // config.global_batch_size)
+    engine = create_engine(blueprint, config, layout, steps)
+    activity = Activity()
+    feed = Feed(data, config, layout, worker, activity)
+    batches = feed.train(1, range(steps))
+    times = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        engine.train_step(islice(batches, layout.gradient_accumulation), activity)
+        times.append(time.perf_counter() - started)
+    feed.close()
+    engine.deepspeed.destroy()
+    return _Steps(_slowest(worker, statistics.median(times[_WARM_UP_STEPS:] or times)), _memory("VmHWM"), context_bytes)
+
+
+def _slowest(worker: Worker, seconds: float) -> float:
+    """Return the largest of the workers' ``seconds``."""
+    gathered: list[float] = [0.0] * worker.size
+    dist.all_gather_object(gathered, seconds)
+    return max(gathered)
+
+
+def _memory(key: str) -> int:
+    """Return bytes of this process from Linux: VmRSS, or VmHWM for its peak."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    match = re.search(rf"{key}:\s+(\d+) kB", status)
+    return int(match.group(1)) * 1024 if match else 0

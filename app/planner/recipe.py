@@ -1,0 +1,168 @@
+"""From a recipe and a cluster to the planner's problem and its report."""
+
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from app.config import Recipe, TrainConfig
+from app.data.prepared import PreparedData
+from app.errors import PlanError
+from app.models.factory import blueprint_of
+from app.planner.calibration import Calibration, read_calibration
+from app.planner.cluster import Cluster
+from app.planner.machine import measure_machine, measure_plan
+from app.planner.measure import measure
+from app.planner.memory import CONTEXT_BYTES, OPTIMIZER_NUMBERS
+from app.planner.profile import ModelProfile
+from app.planner.report import PlanReport, plan_keys, report
+from app.planner.search import Findings, Problem, search
+from app.tasks import prepare
+from app.training.data.batches import count_steps
+
+CPU_CONTEXT_BYTES = 420e6
+"""Resident memory of a Python process that has imported torch and DeepSpeed, before it has a model."""
+_MEASURED_PLANS = 3
+"""Plans that a calibration runs."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A recipe's model and the samples that it is trained on."""
+
+    recipe: Recipe
+    profile: ModelProfile
+    inputs: tuple[str, ...]
+    steps: int
+    """Optimizer steps of the whole recipe."""
+
+    @property
+    def name(self) -> str:
+        """What measured steps belong to: the model, its samples, the batch and the precision."""
+        config, profile = self.recipe.train, self.profile
+        return (
+            f"{self.recipe.model.factory}, {profile.parameters} parameters, {profile.sample_bytes:g} bytes a sample, "
+            f"batch {config.global_batch_size}, {config.precision}, {config.optimizer.name}"
+        )
+
+
+def subject_of(recipe: Recipe, model: nn.Module, data: PreparedData) -> Subject:
+    """Return the model's profile on the recipe's longest samples.
+
+    Raises:
+        PlanError: the model cannot be measured.
+        TrainingError: there are fewer samples than one batch takes.
+    """
+    inputs = longest_inputs(data)
+    profile = measure(model, inputs, recipe.train.precision)
+    return Subject(recipe, profile, tuple(inputs), count_steps(recipe.train, len(data.train)))
+
+
+def longest_inputs(data: PreparedData) -> dict[str, Tensor]:
+    """Return the inputs of the split's longest sample, since memory must hold it."""
+    lengths = data.train.lengths
+    longest = max(range(len(lengths)), key=lambda number: int(lengths[number]))
+    return {name: torch.as_tensor(array) for name, array in data.train.batch([longest]).inputs.items()}
+
+
+def problem_of(subject: Subject, cluster: Cluster) -> Problem:
+    """Return what is searched: the recipe's model, batch and rules on all of the cluster's devices."""
+    config = subject.recipe.train
+    is_gpu = cluster.device.kind == "gpu"
+    on_cluster = config.model_copy(update={"workers": cluster.devices, "device": cluster.device.kind})
+    calibration = None if is_gpu else read_calibration(cluster, config.precision)
+    return Problem(
+        profile=subject.profile,
+        cluster=calibration.apply(cluster) if calibration else cluster,
+        setting=on_cluster.setting(subject.profile.traits, subject.inputs),
+        global_batch=config.global_batch_size,
+        base=config.plan,
+        rates=calibration.rates if calibration else None,
+        optimizer_numbers=_optimizer_numbers(config),
+        context=CONTEXT_BYTES if is_gpu else (calibration and calibration.context_bytes) or CPU_CONTEXT_BYTES,
+    )
+
+
+def _optimizer_numbers(config: TrainConfig) -> int:
+    """Return the 32-bit numbers that the optimizer keeps for a parameter."""
+    if config.optimizer.name == "sgd":
+        return OPTIMIZER_NUMBERS["sgd"] if config.optimizer.momentum else 0
+    return OPTIMIZER_NUMBERS[config.optimizer.name]
+
+
+def calibrate(subject: Subject, cluster: Cluster, data: PreparedData) -> Calibration:
+    """Measure this machine, then a few steps of the plans that are best by these rates. Keep both in a file.
+
+    Raises:
+        PlanError: the cluster is not this machine's processors, or a worker failed.
+    """
+    if cluster.device.kind != "cpu":
+        raise PlanError(
+            f"calibration measures this machine's processors, and the cluster is {cluster}: leave --calibrate out, "
+            f"or give --cluster {subject.recipe.train.workers_range[1]}xcpu"
+        )
+    config = subject.recipe.train
+    known = read_calibration(cluster, config.precision)
+    found = measure_machine(cluster.devices, config.precision, max(1, int(config.cpus_per_worker)))
+    calibration = found.with_plans(known.plans if known else [])
+    calibration.save()
+    candidates = search(problem_of(subject, cluster)).candidates[:_MEASURED_PLANS]
+    runs = [measure_plan(subject.recipe, data, candidate, subject.name) for candidate in candidates]
+    calibration = calibration.with_plans(runs)
+    calibration.save()
+    return calibration
+
+
+def find_plans(subject: Subject, cluster: Cluster) -> tuple[Problem, Findings]:
+    """Return the plans that fit, fastest first. Where one has run on this machine, the measured time counts."""
+    problem = problem_of(subject, cluster)
+    findings = search(problem)
+    calibration = read_calibration(cluster, subject.profile.precision) if cluster.device.kind == "cpu" else None
+    return problem, with_measurements(findings, calibration, subject.name) if calibration else findings
+
+
+def with_measurements(findings: Findings, calibration: Calibration, subject: str) -> Findings:
+    """Return the findings with measured times. Other plans are scaled by how much the measured ones were off."""
+    runs = [calibration.measured(subject, plan_keys(candidate.config)) for candidate in findings.candidates]
+    ratios = [
+        run.step_s / candidate.time.step_s
+        for run, candidate in zip(runs, findings.candidates, strict=True)
+        if run is not None
+    ]
+    if not ratios:
+        return findings
+    scale = median(ratios)
+    candidates = [
+        replace(candidate, measured_step_s=run.step_s if run else None, scale=scale)
+        for run, candidate in zip(runs, findings.candidates, strict=True)
+    ]
+    return replace(findings, candidates=tuple(sorted(candidates, key=lambda candidate: candidate.step_s)))
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a person asks of the planner, beside the recipe."""
+
+    top: int = 5
+    """Plans to show."""
+    price: float | None = None
+    """Of a device's hour."""
+    calibrate: bool = False
+    """Measure this machine and the best plans first. Processors only."""
+
+
+def plan_recipe(recipe: Recipe, cluster: Cluster, options: Options) -> PlanReport:
+    """Prepare the recipe's data, measure its model, and return the best plans on the cluster.
+
+    Raises:
+        RecipeError: the task or model cannot be had as the recipe says.
+        DataError: the data cannot be read.
+        PlanError: the model cannot be measured, no plan divides the batch, or calibration is not possible.
+    """
+    data = prepare(recipe)
+    subject = subject_of(recipe, blueprint_of(recipe.model, data.facts).model, data)
+    if options.calibrate:
+        calibrate(subject, cluster, data)
+    problem, findings = find_plans(subject, cluster)
+    return report(recipe.name, problem, findings, subject.steps, options.top, options.price)

@@ -1,0 +1,183 @@
+"""What the planner found, as a table for people and as JSON."""
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from app.config.plan import PlanConfig
+from app.planner.search import Candidate, Findings, Problem, fewest_devices
+from app.planner.validation import validation_of
+
+_GIB = 2**30
+_SHOWN_KEYS = ("tensor", "pipeline", "zero_stage", "offload", "micro_batch", "activation_checkpointing")
+
+
+class PlanRow(BaseModel):
+    """One plan, and what it is predicted to take."""
+
+    plan: dict[str, Any]
+    """Keys of ``train.plan``."""
+    data: int
+    """Data-parallel ranks."""
+    gradient_accumulation: int
+    step_s: float
+    error: float | None
+    """Nine of ten published runs on such hardware were within this share. None: not validated."""
+    memory_bytes: int
+    """Of the fullest rank."""
+    communication: float
+    """Share of the step in which communication is not hidden."""
+    bubble: float
+    """Share of the step in which a stage waits."""
+    samples_per_s: float
+    tokens_per_s: float | None
+    hours: float
+    """Of the whole recipe, without validation and checkpoints."""
+    device_hours: float
+    price: float | None
+    measured_step_s: float | None = None
+
+
+class RefusedPlans(BaseModel):
+    """Plans that one rule refused."""
+
+    rule: str
+    count: int
+    example: str
+
+
+class PlanReport(BaseModel):
+    """The best plans of a recipe on a cluster."""
+
+    recipe: str
+    model: str
+    parameters: int
+    cluster: str
+    devices: int
+    global_batch_size: int
+    steps: int
+    plans: list[PlanRow]
+    num_fitting: int
+    refused: list[RefusedPlans]
+    fewest_devices: int | None = None
+    """Devices that would do, if no plan fits."""
+    search_s: float
+
+    def to_text(self) -> str:
+        """Return the table, with why plans were refused below it."""
+        head = (
+            f"{self.model}: {self.parameters:,} parameters on {self.cluster}, global batch {self.global_batch_size}, "
+            f"{self.steps:,} steps"
+        )
+        body = _table(self.plans) if self.plans else [self._advice()]
+        refused = [f"{row.count:>7,}  {row.rule}: {row.example}" for row in self.refused]
+        total = sum(row.count for row in self.refused)
+        why = [f"refused {total:,} plans, by rule and with the first reason:", *refused] if refused else []
+        found = f"{self.num_fitting:,} plans fit; searched in {self.search_s:.2f} s"
+        return "\n".join([head, *body, found, *why])
+
+    def _advice(self) -> str:
+        if self.fewest_devices is None:
+            return "no plan fits, on any number of these devices: choose a device with more memory or a smaller model"
+        return f"no plan fits: {self.fewest_devices} of these devices would do"
+
+
+def report(recipe: str, problem: Problem, findings: Findings, steps: int, top: int, price: float | None) -> PlanReport:
+    """Return the report of a search.
+
+    Args:
+        steps: optimizer steps of the whole recipe.
+        top: plans to show.
+        price: of a device's hour.
+    """
+    refused = sorted(findings.refusals.counts.items(), key=lambda item: -item[1])
+    fewest = None if findings.candidates else fewest_devices(problem)
+    return PlanReport(
+        recipe=recipe,
+        model=problem.profile.name,
+        parameters=problem.profile.parameters,
+        cluster=str(problem.cluster),
+        devices=problem.cluster.devices,
+        global_batch_size=problem.global_batch,
+        steps=steps,
+        plans=[_row(candidate, problem, steps, price) for candidate in findings.candidates[:top]],
+        num_fitting=len(findings.candidates),
+        refused=[
+            RefusedPlans(rule=rule, count=count, example=findings.refusals.examples[rule]) for rule, count in refused
+        ],
+        fewest_devices=fewest[0] if fewest else None,
+        search_s=round(findings.search_s, 3),
+    )
+
+
+def _row(candidate: Candidate, problem: Problem, steps: int, price: float | None) -> PlanRow:
+    validation = validation_of(problem.cluster.device, candidate.config)
+    hours = candidate.step_s * steps / 3600
+    device_hours = hours * problem.cluster.devices
+    tokens = problem.profile.sequence
+    return PlanRow(
+        plan=plan_keys(candidate.config),
+        data=candidate.plan.data,
+        gradient_accumulation=candidate.plan.accumulation,
+        step_s=candidate.step_s,
+        measured_step_s=candidate.measured_step_s,
+        error=validation.p90 if validation else None,
+        memory_bytes=int(candidate.memory.total),
+        communication=candidate.time.communication,
+        bubble=candidate.time.bubble,
+        samples_per_s=candidate.samples_per_s,
+        tokens_per_s=candidate.samples_per_s * tokens if tokens > 1 else None,
+        hours=hours,
+        device_hours=device_hours,
+        price=device_hours * price if price is not None else None,
+    )
+
+
+def plan_keys(plan: PlanConfig) -> dict[str, Any]:
+    """Return the keys of a plan that the planner chooses, as a recipe writes them."""
+    return {key: getattr(plan, key) for key in _SHOWN_KEYS}
+
+
+def _table(rows: list[PlanRow]) -> list[str]:
+    """Return the lines of the table."""
+    has_price = any(row.price is not None for row in rows)
+    titles = ["plan", "step", "memory", "comm.", "bubble", "samples/s", "tokens/s", "hours", "device-hours"]
+    cells = [[*titles, *(["price"] if has_price else [])]]
+    for row in rows:
+        error = f"± {row.error:.0%}" if row.error is not None else "not validated"
+        error = "measured" if row.measured_step_s else error
+        cells.append(
+            [
+                _plan_text(row),
+                f"{_seconds(row.step_s)} {error}",
+                f"{row.memory_bytes / _GIB:.1f} GiB",
+                f"{row.communication:.0%}",
+                f"{row.bubble:.0%}",
+                f"{row.samples_per_s:,.1f}",
+                f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else "",
+                _number(row.hours),
+                _number(row.device_hours),
+                *([f"{row.price:,.2f}"] if row.price is not None else []),
+            ]
+        )
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+
+
+def _plan_text(row: PlanRow) -> str:
+    plan = row.plan
+    parts = [f"data {row.data}"]
+    parts += [f"{key} {plan[key]}" for key in ("tensor", "pipeline") if plan[key] > 1]
+    parts.append(f"zero {plan['zero_stage']}")
+    parts += [f"offload {plan['offload']}"] if plan["offload"] != "none" else []
+    parts.append(f"micro {plan['micro_batch']} x {row.gradient_accumulation}")
+    parts += ["recompute"] if plan["activation_checkpointing"] else []
+    return ", ".join(parts)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 0.1 else f"{value * 1000:.3g} ms"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,32 @@
+"""How far the planner's step times were from published ones."""
+
+from dataclasses import dataclass
+
+from app.config.plan import PlanConfig, ZeroPlusPlusConfig
+from app.planner.cluster import Device
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Errors on the published runs of one kind of hardware that no constant was fitted on.
+
+    ``python -m benchmarks.planning`` computes them, and a test compares.
+    """
+
+    runs: int
+    median: float
+    p90: float
+    """Nine of ten runs lie within this share of the prediction."""
+
+
+_KINDS = {"a100": Validation(162, 0.045, 0.109), "h100": Validation(56, 0.050, 0.162)}
+
+
+def validation_of(device: Device, plan: PlanConfig | None = None) -> Validation | None:
+    """Return the errors for the kind of ``device``; None where no published run shows any.
+
+    No published row offloads or uses ZeRO++.
+    """
+    if plan and (plan.offload != "none" or plan.zero_plus_plus != ZeroPlusPlusConfig()):
+        return None
+    return next((found for kind, found in _KINDS.items() if device.name.startswith(kind)), None)
