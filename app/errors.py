@@ -27,6 +27,16 @@ Each message says what was given, what was expected and what to do. Each error i
 hands to its base class, so that it survives pickling between Ray's processes.
 """
 
+from reprlib import Repr
+
+_SHORT = Repr()
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 2, 8, 80, 80
+
+
+def short_repr(value: object) -> str:
+    """Return the ``repr`` of a value that a client sent, shortened: it may be of any size."""
+    return _SHORT.repr(value)
+
 
 class RayloomError(Exception):
     """A problem that the person at the keyboard can solve; shown without a traceback."""

@@ -144,7 +144,7 @@ def _run_application(config: EndpointConfig, timeout_s: float) -> None:
     """Raises RuntimeError if a replica cannot load a model, and TimeoutError if one is not ready in time."""
     scaling = config.scaling
     server = ModelServer.options(  # type: ignore[attr-defined] # from the decorator
-        max_ongoing_requests=config.most_requests,
+        max_ongoing_requests=config.max_requests,
         max_queued_requests=_QUEUED_REQUESTS,
         backpressure_config=_BACKPRESSURE,
         user_config=config.model_dump(mode="json"),

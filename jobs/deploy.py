@@ -10,7 +10,7 @@ from app.runs import Outcome, Run
 from app.serving.access import access_of, token_file_of
 from app.serving.cascade.rule import CascadeRule
 from app.serving.config import DeployedModel, EndpointConfig
-from app.serving.plan import deployed_model, promote_named
+from app.serving.deployment import deployed_model, promote_named
 from jobs._cluster import connect
 from jobs._endpoint import (
     await_routes,

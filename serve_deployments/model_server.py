@@ -8,10 +8,9 @@ from ray import serve
 
 from app.serving.config import EndpointConfig
 from app.serving.endpoint import Endpoint
-from app.serving.transport.direct import DirectInference
 from app.serving.transport.grpc import GrpcMethods
 from app.serving.transport.hot import HotRoute, listen_hot
-from app.serving.transport.http import HttpApi
+from app.serving.transport.http import DirectInference, HttpApi
 from app.serving.transport.middleware import answer_directly
 from serve_deployments.autoscaling import DIRECT, LATENCY
 from serve_deployments.metrics import BatchingMetrics
@@ -51,7 +50,7 @@ class ModelServer(GrpcMethods):
 
     def __serve_build_asgi_app__(self) -> HttpApi:
         """What Serve sends HTTP requests to; asked for before Serve listens."""
-        answer_directly(self._direct)
+        answer_directly(self._direct.before)
         listen_hot(self._hot)
         return self._api
 

@@ -13,10 +13,9 @@ import torch
 from app.compile.export import export_onnx
 from app.config import DataConfig
 from app.data.text import TextProcessor
-from app.engines.base import Engine, Signature
+from app.engines.base import Engine, Signature, infer_together
 from app.errors import EngineError, RequestError
 from app.models.text import encoder_classifier
-from app.serving.batching.together import infer_together
 from app.tensors import OUTPUT, Tensors, TensorSpec
 
 TEXTS = ["a good book", "bad", "neither good nor bad but long", "good"] * 4

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from app.serving.protocol.datatypes import DTYPES
+from app.serving.protocol.tensors import DTYPES
 
 
 def _example(datatype: str) -> NDArray[Any]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from upath import UPath
 
-from app.engines.shapes import ShapeProfile
+from app.engines.base import ShapeProfile
 from app.repository.manifest import EngineKey, Lineage, ModelCard, ServingDefaults
 from app.repository.repository import Repository
 from app.storage import open_storage

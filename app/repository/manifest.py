@@ -7,9 +7,8 @@ from pydantic import BaseModel, NonNegativeInt, PositiveInt, model_validator
 
 from app.config import CalibrationMethod, ComputePrecision, EngineName, ServeConfig
 from app.engines.architecture import Device
-from app.engines.base import Signature
+from app.engines.base import ShapeProfile, Signature
 from app.engines.registry import runs_module, runs_plans
-from app.engines.shapes import ShapeProfile
 from app.errors import RecipeError
 from app.tensors import Tensor
 from app.training.run_folder import WEIGHTS_FILE

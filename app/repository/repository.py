@@ -1,5 +1,6 @@
 """Versions of models in storage: ``models/<name>/<version>/``, whole or not there at all."""
 
+import secrets
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,9 +14,8 @@ from app.config import Role
 from app.errors import StorageError
 from app.repository.aliases import ALIASES_FILE, Alias, Aliases
 from app.repository.manifest import Manifest, ModelCard
-from app.repository.publishing import add_version
-from app.repository.triton import CONFIG_FILE, config_of
-from app.repository.version import check_files, is_published, read_manifest, withdraw
+from app.repository.triton import BACKENDS, CONFIG_FILE, config_of
+from app.repository.version import add_version, check_files, is_published, read_manifest, remove, withdraw
 from app.storage import list_names, write_atomically
 
 
@@ -194,6 +194,37 @@ class Repository:
         map_at_once(folder, copy, files)
         check_files(folder, files, read_from=target)
         return manifest
+
+    def export_to_triton(self, name: str, version: int, target: UPath) -> UPath:
+        """Export a version as a model repository that ``tritonserver --model-repository`` takes; return its model.
+
+        The files are verified.
+
+        Args:
+            target: a folder on this machine.
+
+        Raises:
+            StorageError: the version is not there or was changed, Triton has no backend for its engine, or ``target``
+                has the model already.
+        """
+        manifest = self.manifest(name, version)
+        config = config_of(manifest)
+        if config is None:
+            raise StorageError(
+                f"model {name!r}, version {version}, is of engine {manifest.engine_key.engine}, which Triton does not "
+                f"run: export a version of {', '.join(BACKENDS)}"
+            )
+        model, staged = target / name, target / f".{secrets.token_hex(4)}.tmp"
+        if model.exists():
+            raise StorageError(f"{str(model)!r} is there already: remove it, or give another folder")
+        try:
+            self.fetch(name, version, staged / str(version))
+            (staged / CONFIG_FILE).write_text(config, encoding="utf-8")
+            staged.rename(model)
+        except BaseException:
+            remove(staged)
+            raise
+        return model
 
     def _numbers(self, name: str) -> list[int]:
         """Of versions, and of what publishers have begun."""

@@ -1,7 +1,7 @@
 """The folder of a version: files, and a manifest without which it is none."""
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 
 from pydantic import ValidationError
@@ -133,3 +133,48 @@ def _contents(folder: UPath) -> list[UPath]:
 
 def _seal_of(manifest: bytes) -> bytes:
     return f"{sha256_of(manifest)}  {MANIFEST_FILE}\n".encode()
+
+
+def add_version(model: UPath, files: UPath, card: ModelCard, next_number: Callable[[], int]) -> Manifest:
+    """Make a version of the files, under the first number that no other publisher takes meanwhile.
+
+    On a local disk it is staged and renamed. An object store cannot rename: there the publisher claims a number,
+    which one can, and writes the manifest last. Whatever ends a publisher, a reader sees nothing of what it had begun.
+    """
+    add = _add_by_rename if is_local(model) else _add_in_place
+    return add(model, files, card, next_number)
+
+
+def _add_by_rename(model: UPath, files: UPath, card: ModelCard, next_number: Callable[[], int]) -> Manifest:
+    staged = model / f".{secrets.token_hex(4)}.tmp"
+    try:
+        copy_files(files, staged)
+        while True:
+            manifest = seal(staged, files, next_number(), model.name, card)
+            if _renamed(staged, model / str(manifest.version)):
+                return manifest
+    except BaseException:
+        remove(staged)
+        raise
+
+
+def _add_in_place(model: UPath, files: UPath, card: ModelCard, next_number: Callable[[], int]) -> Manifest:
+    while not take_number(folder := model / str(next_number())):
+        pass
+    try:
+        copy_files(files, folder)
+        return seal(folder, files, int(folder.name), model.name, card)
+    except BaseException:
+        withdraw(folder)
+        raise
+
+
+def _renamed(staged: UPath, target: UPath) -> bool:
+    """Whether ``staged`` is ``target`` now; not if another publisher was faster."""
+    try:
+        staged.rename(target)
+    except OSError:
+        if target.exists():
+            return False
+        raise
+    return True

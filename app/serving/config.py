@@ -193,7 +193,7 @@ class EndpointConfig(_Config):
         return reserved
 
     @cached_property
-    def most_requests(self) -> int:
+    def max_requests(self) -> int:
         """That a replica takes at a time: requests wait to be read, wait for the engine, and run.
 
         Each model's queue refuses with an answer of its own; this only guards them.

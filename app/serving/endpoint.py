@@ -8,10 +8,9 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 
 from app.engines.base import Engine
-from app.errors import EngineError, NotServedError, RequestError
+from app.errors import EngineError, NotServedError, RequestError, short_repr
 from app.repository.manifest import Manifest
 from app.serving.access import Access
-from app.serving.answering import Answering
 from app.serving.cascade.served import ServedCascade
 from app.serving.config import DeployedModel, EndpointConfig, Share, VersionConfig
 from app.serving.model.engine import open_published
@@ -19,8 +18,7 @@ from app.serving.model.health import may_be_asked
 from app.serving.model.loaded import load_model
 from app.serving.model.served import ServedModel
 from app.serving.protocol.management import ModelIndex, ModelMetadata, ModelStatistics, ServerMetadata
-from app.serving.protocol.wording import shown
-from app.serving.rollout import Beside, Rollout
+from app.serving.rollout import Answering, Beside, Rollout
 from app.storage import open_storage
 
 _METADATA = ServerMetadata(version=version_of("rayloom"))
@@ -219,7 +217,7 @@ class Endpoint:
         model = self._models.get(name)
         if model is None:
             known = ", ".join(sorted(self._models)) or "none"
-            raise NotServedError(f"model {shown(name)} is not deployed: deployed are {known}")
+            raise NotServedError(f"model {short_repr(name)} is not deployed: deployed are {known}")
         return model
 
     def _rollout(self, name: str, model: DeployedModel) -> Rollout:

@@ -11,8 +11,7 @@ from app.data.classification import ClassificationData
 from app.data.prepared import PreparedData
 from app.errors import RecipeError, StorageError
 from app.models.factory import blueprint_of
-from app.models.kind import kind_of
-from app.models.traits import traits_of
+from app.models.traits import kind_of, traits_of
 from app.runs import CONFIG_FILE, Outcome, Run
 from app.tasks import load_prepared, prepare
 from app.telemetry.alerts import Action

@@ -17,7 +17,7 @@ from app.data.processor import Processor
 from app.errors import RecipeError
 from app.models.blueprint import Blueprint
 from app.models.factory import blueprint_of
-from app.models.kind import is_hugging_face
+from app.models.traits import is_hugging_face
 from app.storage import local_copy, to_path
 from app.tasks import find_processor
 from app.training.checkpoints.reader import export_weights

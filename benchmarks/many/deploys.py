@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from app.serving.config import EndpointConfig
-from app.serving.plan import deployed_model
+from app.serving.deployment import deployed_model
 from app.storage import open_storage
 from benchmarks.cluster import Cluster, local_cluster
 from benchmarks.many.measures import Cost

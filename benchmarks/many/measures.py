@@ -14,8 +14,8 @@ from app.cli.versions import table_of
 from app.repository.repository import Repository
 from app.runs import latest_result
 from app.serving.config import DeployedModel, EndpointConfig
+from app.serving.deployment import deployed_model
 from app.serving.endpoint import Endpoint
-from app.serving.plan import deployed_model
 from app.storage import to_path
 from app.training.resume import newest_unfinished
 from benchmarks.many.population import a_model, card, name_of, recipe_in, write_runs, write_versions

@@ -17,8 +17,7 @@ from app.config.data import ImageConfig
 from app.data.classification import save_labels
 from app.data.images import ImageProcessor
 from app.engines.architecture import architecture_of
-from app.engines.base import Signature
-from app.engines.shapes import ShapeProfile
+from app.engines.base import ShapeProfile, Signature
 from app.repository.manifest import MODEL_FILE, EngineKey, Lineage, Manifest, ModelCard, ServingDefaults
 from app.repository.repository import Repository
 from app.repository.version import MANIFEST_FILE, SEAL_FILE

@@ -23,16 +23,15 @@ from app.config import load_recipe
 from app.data.classification import load_test
 from app.data.examples import Split
 from app.repository.repository import Repository
-from app.serving.batching.rows import taken
+from app.serving.cascade.build import load_validation
 from app.serving.cascade.calibration import calibrate
-from app.serving.cascade.plan import load_validation
-from app.serving.cascade.routing import route
 from app.serving.cascade.rule import CascadeRule
+from app.serving.cascade.served import route
 from app.serving.cascade.stages import require_alike
 from app.serving.model.loaded import LoadedModel, load_model
 from app.storage import to_path
 from app.telemetry.flops import flops_per_sample
-from app.tensors import OUTPUT, Tensors
+from app.tensors import OUTPUT, Tensors, taken
 from app.training.run_folder import DATA, RECIPE_FILE, WEIGHTS
 from app.training.weights import load_weights
 from benchmarks.compile.models import Model, train

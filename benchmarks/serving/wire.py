@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from tritonclient.grpc import service_pb2 as pb
 
-from app.serving.protocol.datatypes import DATATYPES
+from app.serving.protocol.tensors import DATATYPES
 from app.tensors import OUTPUT, Tensors
 
 Scheme = Literal["http", "grpc"]

@@ -19,9 +19,8 @@ from app.compile.run import compile_model
 from app.compile.subject import load_subject
 from app.config import ComputePrecision, GatesConfig, Precision, load_recipe
 from app.engines.architecture import compute_capability
-from app.engines.base import Engine, EngineSettings, Signature
+from app.engines.base import Engine, EngineSettings, ShapeProfile, Signature
 from app.engines.registry import installed_engines, open_engine
-from app.engines.shapes import ShapeProfile
 from app.engines.tensorrt.build import build_plan
 from app.engines.tensorrt.library import Flavour, load_library
 from app.engines.tensorrt.manifest import BuildSettings, manifest_path

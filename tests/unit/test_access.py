@@ -14,9 +14,8 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 from app.config import ServeConfig
 from app.errors import ClusterError, UnauthorizedError
 from app.serving import access as auth
-from app.serving.access import Access, access_of, is_loopback
+from app.serving.access import Access, access_of, is_loopback, make_token, read_token
 from app.serving.config import EndpointConfig
-from app.serving.token_file import make_token, read_token
 from app.serving.transport import asgi
 from tests.serving import Server, serving
 from tests.wire import drip

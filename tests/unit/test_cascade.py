@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from app.config import CascadeConfig, load_recipe
 from app.errors import DataError, RayloomError, RecipeError
 from app.serving.cascade.calibration import calibrate
-from app.serving.cascade.routing import route
 from app.serving.cascade.rule import CascadeRule, max_probability
+from app.serving.cascade.served import route
 from app.tensors import OUTPUT, Tensors
 from tests.helpers import ROOT
 

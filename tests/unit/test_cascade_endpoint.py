@@ -24,14 +24,14 @@ from app.engines.base import PooledEngine, Signature
 from app.errors import DeadlineError, RecipeError, StorageError
 from app.repository.manifest import Manifest
 from app.serving.batching.policy import BatchingPolicy
-from app.serving.cascade.plan import calibrate_versions
+from app.serving.cascade.build import calibrate_versions
 from app.serving.cascade.rule import CascadeRule, max_probability
 from app.serving.cascade.served import ServedCascade
 from app.serving.cascade.stages import require_alike
 from app.serving.config import Cascade, DeployedModel, EndpointConfig, VersionConfig
+from app.serving.deployment import deployed_model
 from app.serving.model.loaded import LoadedModel
 from app.serving.model.served import ServedModel
-from app.serving.plan import deployed_model
 from app.serving.protocol.infer import InferRequest, RequestParameters
 from app.serving.rollout import Rollout
 from app.tensors import OUTPUT, Tensor, Tensors, TensorSpec

@@ -16,11 +16,10 @@ from upath import UPath
 from app.serving.access import Access
 from app.serving.config import EndpointConfig
 from app.serving.endpoint import Endpoint
-from app.serving.protocol.limits import LIMITS
+from app.serving.protocol.infer import LIMITS
 from app.serving.protocol.rest import JSON_LENGTH
 from app.serving.transport import asgi
-from app.serving.transport.direct import DirectInference
-from app.serving.transport.http import HttpApi
+from app.serving.transport.http import DirectInference, HttpApi
 from app.serving.transport.middleware import answer_directly, middleware
 from tests.engine_contract import exported, rows
 from tests.serving import serving
@@ -40,7 +39,7 @@ def client(app: ASGIApp = SERVE) -> httpx.AsyncClient:
 def answered(endpoint: Endpoint, room_bytes: int = 2**32) -> DirectInference:
     """By this endpoint, on the event loop that runs."""
     direct = DirectInference(endpoint, HttpApi(endpoint), room_bytes)
-    answer_directly(direct)
+    answer_directly(direct.before)
     return direct
 
 
@@ -105,7 +104,7 @@ def test_requests_are_counted_from_their_first_byte_and_refused_beyond_what_a_re
 
     async def run() -> None:
         endpoint, rest = Endpoint(), asyncio.Event()
-        direct, most = answered(endpoint), endpoint.config.most_requests
+        direct, most = answered(endpoint), endpoint.config.max_requests
 
         async def slowly() -> AsyncIterator[bytes]:
             yield b"{"
@@ -184,7 +183,7 @@ def test_requests_without_the_token_take_no_place(monkeypatch: pytest.MonkeyPatc
             headers = {"content-encoding": "gzip"}
             refused = [
                 asyncio.create_task(replica.post(INFER, content=unfinished(), headers=headers))
-                for _ in range(endpoint.config.most_requests)
+                for _ in range(endpoint.config.max_requests)
             ]
             while begun < len(refused):
                 await asyncio.sleep(0)

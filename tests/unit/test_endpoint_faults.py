@@ -329,7 +329,7 @@ def test_a_stream_whose_client_goes_away_frees_the_queue(server: Server, trouble
 
 def test_streams_leave_room_for_others(server: Server, storage: UPath) -> None:
     server.run(server.endpoint.update(config(storage, queue_limit=1)))
-    most = server.endpoint.config.most_requests // 2
+    most = server.endpoint.config.max_requests // 2
     with grpc.insecure_channel(server.streams) as channel:
         infer = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
         idle: queue.SimpleQueue[bytes] = queue.SimpleQueue()

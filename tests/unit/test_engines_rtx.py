@@ -18,8 +18,8 @@ from app.compile.export import export_onnx
 from app.compile.quantization.search import Verdict, find_quantization
 from app.compile.sparsity import prune_2_to_4
 from app.config import ComputePrecision
+from app.engines.base import ShapeProfile
 from app.engines.registry import installed_engines, open_engine
-from app.engines.shapes import ShapeProfile
 from app.engines.tensorrt.build import build_plan, builder_config
 from app.engines.tensorrt.engine import runtime_config
 from app.engines.tensorrt.library import load_library

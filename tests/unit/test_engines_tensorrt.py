@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from app.checksums import sha256_of
-from app.engines.base import PooledEngine
-from app.engines.shapes import ShapeProfile
+from app.engines.base import PooledEngine, ShapeProfile
 from app.engines.tensorrt.lane import Lane, LoadedPlan
 from app.engines.tensorrt.manifest import (
     BuildSettings,

@@ -22,16 +22,15 @@ from uvicorn.config import HTTP_PROTOCOLS
 
 from app.errors import DeadlineError, OverloadError
 from app.serving.access import Access
-from app.serving.batching.queue import Request
+from app.serving.batching.groups import Request
 from app.serving.config import DeployedModel, EndpointConfig, Share
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.infer import InferRequest
 from app.serving.protocol.rest import JSON_LENGTH, read_infer
 from app.serving.transport import hot, prepared
-from app.serving.transport.direct import DirectInference
 from app.serving.transport.grpc import GrpcMethods
 from app.serving.transport.hot import HotProtocol, HotRoute, listen_hot
-from app.serving.transport.http import HttpApi
+from app.serving.transport.http import DirectInference, HttpApi
 from app.tensors import OUTPUT, Tensors
 from serve_deployments.model_server import ModelServer, spare_what_is_loaded
 from tests.engine_contract import exported, rows
@@ -391,7 +390,7 @@ def test_too_many_requests_and_too_large_ones_are_refused_here(storage: UPath) -
     with serving() as server:
         server.run(server.endpoint.update(config(storage)))
         direct, before = server.route.direct, server.route.answered
-        direct.ongoing = server.endpoint.config.most_requests
+        direct.ongoing = server.endpoint.config.max_requests
         (many,) = converse(server, [PLAIN["bytes"]], 1)
         direct.ongoing, direct._room_bytes = 0, 100
         (large,) = converse(server, [PLAIN["bytes"]], 1)

@@ -19,9 +19,8 @@ from app.config import BatchingConfig, ServeConfig, TensorParallelConfig
 from app.data.classification import save_labels
 from app.engines import architecture
 from app.engines.architecture import architecture_of
-from app.engines.base import Engine, EngineSettings
+from app.engines.base import Engine, EngineSettings, ShapeProfile
 from app.engines.registry import open_engine
-from app.engines.shapes import ShapeProfile
 from app.errors import EngineError, RecipeError, StorageError
 from app.repository.known_answers import KnownAnswers
 from app.repository.manifest import Manifest, ModelCard, Quantization, ServingDefaults

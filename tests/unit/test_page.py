@@ -22,7 +22,7 @@ from app.data.images import ImageProcessor, encode_png
 from app.engines.base import Signature
 from app.serving.access import Access
 from app.serving.config import DeployedModel, EndpointConfig, Share
-from app.serving.transport.page import PAGE
+from app.serving.transport.routes import PAGE
 from app.tensors import OUTPUT, TensorSpec
 from tests.engine_contract import PROCESSOR, SIGNATURE, exported
 from tests.serving import Server, serving

@@ -19,8 +19,7 @@ from app.config.plan import PlanConfig, PowerSgdConfig, ZeroPlusPlusConfig
 from app.config.plan_rules import ModelTraits, Setting, refusal
 from app.errors import RecipeError
 from app.models.factory import build_model
-from app.models.kind import ModelKind
-from app.models.traits import traits_of
+from app.models.traits import ModelKind, traits_of
 from app.runs import Run
 from app.training.data.batches import Shard, micro_batches
 from app.training.engine.deepspeed_config import deepspeed_config, with_bounded_buffers

@@ -11,7 +11,7 @@ import pytest
 
 from app.errors import RequestError
 from app.serving.model.served import ServedModel
-from app.serving.protocol.answer import answer
+from app.serving.protocol.infer import build_response
 from app.serving.protocol.rest import read_infer, write_infer
 from app.serving.transport import prepared
 from app.serving.transport.prepared import PreparedRequests
@@ -50,7 +50,7 @@ def read_whole(model: Model, body: bytes, accept_encoding: str = "") -> Answer:
     try:
         request = read_infer(body, {}, "m", None, model.inputs)
         model.check_request(request)
-        given = answer(request, "1", model.run(request.inputs), {OUTPUT: ["a"]})
+        given = build_response(request, "1", model.run(request.inputs), {OUTPUT: ["a"]})
         content, headers = write_infer(given, request, accept_encoding)
     except RequestError:
         return None

@@ -14,14 +14,11 @@ from tritonclient.grpc import service_pb2
 
 from app.errors import RequestError
 from app.serving.protocol import grpc, rest
-from app.serving.protocol.answer import answer, check_outputs
-from app.serving.protocol.bodies import parse_body
-from app.serving.protocol.datatypes import BINARY_ONLY, DTYPES
-from app.serving.protocol.infer import InferRequest, InferResponse, RequestParameters
-from app.serving.protocol.management import IndexRequest, LoadRequest, UnloadRequest
+from app.serving.protocol.infer import InferRequest, InferResponse, RequestParameters, build_response, check_outputs
+from app.serving.protocol.management import IndexRequest, LoadRequest, UnloadRequest, parse_body
 from app.serving.protocol.natural import PredictRequest
 from app.serving.protocol.rest import JSON_LENGTH
-from app.serving.protocol.tensors import to_buffer
+from app.serving.protocol.tensors import BINARY_ONLY, DTYPES, to_buffer
 from app.tensors import Tensors, TensorSpec
 from tests.fuzzing import LENGTHS, NASTY, damage, put_something
 from tests.protocol import EXAMPLES
@@ -77,7 +74,7 @@ def answered(request: InferRequest) -> None:
 
 def checked_answer(request: InferRequest, outputs: Tensors) -> InferResponse:
     check_outputs(request, [TensorSpec(name, each.dtype, each.shape) for name, each in outputs.items()])
-    return answer(request, "1", outputs)
+    return build_response(request, "1", outputs)
 
 
 def some_of(count: int) -> bool:

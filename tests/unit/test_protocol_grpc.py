@@ -10,11 +10,9 @@ from tritonclient.grpc import InferInput, InferRequestedOutput, InferResult, ser
 from tritonclient.grpc._utils import _get_inference_request
 
 from app.errors import RequestError
-from app.serving.protocol.answer import answer, check_outputs
-from app.serving.protocol.datatypes import BINARY_ONLY, DATATYPES, DTYPES
 from app.serving.protocol.grpc import read_infer, write_infer, write_stream_error, write_stream_infer
-from app.serving.protocol.infer import RequestedOutput, RequestParameters
-from app.serving.protocol.limits import Limits
+from app.serving.protocol.infer import Limits, RequestedOutput, RequestParameters, build_response, check_outputs
+from app.serving.protocol.tensors import BINARY_ONLY, DATATYPES, DTYPES
 from app.tensors import TensorSpec
 from tests.protocol import EXAMPLES, in_client
 
@@ -62,7 +60,7 @@ def test_every_datatype_goes_there_and_back(datatype: str) -> None:
     request = read_infer(message([given("x", tensor)]))
     assert request.inputs["x"].dtype == tensor.dtype
     assert np.array_equal(request.inputs["x"], tensor)
-    result = InferResult(write_infer(answer(request, "3", {"y": tensor})))
+    result = InferResult(write_infer(build_response(request, "3", {"y": tensor})))
     assert np.array_equal(result.as_numpy("y"), in_client(tensor))
     assert result.get_output("y").datatype == datatype
 
@@ -96,7 +94,7 @@ def test_all_that_a_request_says_is_read_and_answered() -> None:
     assert request.parameters == RequestParameters(2, 0.005, binary_data_output=True)
 
     outputs = {name: np.array([[1, 5, 2]], np.float32) for name in "xyz"}
-    said = write_stream_infer(answer(request, "7", outputs, {"z": ["p", "q", "r"]}, custom)).infer_response
+    said = write_stream_infer(build_response(request, "7", outputs, {"z": ["p", "q", "r"]}, custom)).infer_response
     assert (said.model_name, said.model_version, said.id) == ("m", "7", "r1")
     assert [each.name for each in said.outputs] == ["z", "y"]
     assert InferResult(said).as_numpy("z").tolist() == [[b"5.0:1:q"]]
@@ -209,5 +207,5 @@ def test_halves_are_carried_as_bytes_only(datatype: str) -> None:
 def test_what_is_not_finite_may_be_sent_and_answered() -> None:
     given = [float("nan"), float("inf"), -1.5]
     request = read_infer(listed("FP32", shape=[3], contents={"fp32_contents": given}))
-    said = InferResult(write_infer(answer(request, "1", {"y": request.inputs["x"]})))
+    said = InferResult(write_infer(build_response(request, "1", {"y": request.inputs["x"]})))
     assert np.array_equal(said.as_numpy("y"), np.array(given, np.float32), equal_nan=True)

@@ -15,7 +15,7 @@ from app.repository.repository import Repository
 from app.serving.batching.policy import BatchingPolicy
 from app.serving.protocol import grpc_management as grpc
 from app.serving.protocol import management
-from app.serving.protocol.bodies import parse_body
+from app.serving.protocol.management import parse_body
 from app.serving.protocol.model_config import config_json, model_config
 from app.serving.protocol.natural import PredictRequest
 from app.tensors import TensorSpec

@@ -13,11 +13,16 @@ from numpy.typing import NDArray
 from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput, InferResult
 
 from app.errors import RequestError, RequestTooLargeError
-from app.serving.protocol.answer import answer, check_outputs
-from app.serving.protocol.datatypes import BINARY_ONLY, DATATYPES, DTYPES
-from app.serving.protocol.infer import InferRequest, RequestedOutput, RequestParameters
-from app.serving.protocol.limits import Limits
+from app.serving.protocol.infer import (
+    InferRequest,
+    Limits,
+    RequestedOutput,
+    RequestParameters,
+    build_response,
+    check_outputs,
+)
 from app.serving.protocol.rest import JSON_LENGTH, read_infer, write_infer
+from app.serving.protocol.tensors import BINARY_ONLY, DATATYPES, DTYPES
 from app.tensors import Tensors, TensorSpec
 from tests.protocol import EXAMPLES, in_client
 
@@ -60,7 +65,7 @@ def test_every_datatype_goes_there_and_back_as_bytes(datatype: str) -> None:
     tensor = EXAMPLES[datatype]
     request = read_infer(*sent([given("x", tensor)]), "m")
     assert same(request.inputs, {"x": tensor})
-    result = received(*write_infer(answer(request, "3", {"y": request.inputs["x"]}), request))
+    result = received(*write_infer(build_response(request, "3", {"y": request.inputs["x"]}), request))
     assert np.array_equal(result.as_numpy("y"), in_client(tensor))
     assert result.get_output("y")["datatype"] == datatype
 
@@ -71,7 +76,7 @@ def test_every_datatype_but_halves_goes_there_and_back_as_json(datatype: str) ->
     wanted = [InferRequestedOutput("y", binary_data=False)]
     request = read_infer(*sent([given("x", tensor, binary=False)], outputs=wanted), "m")
     assert same(request.inputs, {"x": tensor})
-    body, headers = write_infer(answer(request, "3", {"y": tensor}), request)
+    body, headers = write_infer(build_response(request, "3", {"y": tensor}), request)
     assert JSON_LENGTH not in headers
     expected = np.array([[each.decode() for each in tensor[0]]], np.object_) if datatype == "BYTES" else tensor
     assert np.array_equal(received(body, headers).as_numpy("y"), expected)
@@ -83,7 +88,7 @@ def test_halves_are_carried_as_bytes_only(datatype: str) -> None:
         asked(x(datatype=datatype))
     request = asked(x())
     with pytest.raises(RequestError, match=f"'y' is {datatype}.*binary_data"):
-        write_infer(answer(request, "1", {"y": EXAMPLES[datatype]}), request)
+        write_infer(build_response(request, "1", {"y": EXAMPLES[datatype]}), request)
 
 
 def test_bytes_and_json_may_be_mixed() -> None:
@@ -93,7 +98,7 @@ def test_bytes_and_json_may_be_mixed() -> None:
     body, headers = sent([given(name, each, name in as_bytes) for name, each in tensors.items()], outputs=outputs)
     request = read_infer(memoryview(body), headers, "m")
     assert same(request.inputs, tensors)
-    result = received(*write_infer(answer(request, "1", tensors), request))
+    result = received(*write_infer(build_response(request, "1", tensors), request))
     for name, tensor in tensors.items():
         assert np.array_equal(result.as_numpy(name).astype(tensor.dtype), tensor)
         assert ("data" in result.get_output(name)) == (name not in as_bytes)
@@ -146,7 +151,7 @@ def test_all_outputs_are_bytes_if_the_request_says_so_and_no_output_differs() ->
 def test_an_answer_has_the_outputs_that_were_asked_for_in_that_order() -> None:
     outputs = {name: np.ones(1, np.float32) for name in "abc"}
     request = asked(x(), id="7", outputs=[{"name": "c"}, {"name": "a"}])
-    body, headers = write_infer(answer(request, "2", outputs, parameters={"stage": 1}), request)
+    body, headers = write_infer(build_response(request, "2", outputs, parameters={"stage": 1}), request)
     said = json.loads(body)
     assert [each["name"] for each in said.pop("outputs")] == ["c", "a"]
     assert said == {"model_name": "m", "model_version": "2", "id": "7", "parameters": {"stage": 1}}
@@ -156,9 +161,9 @@ def test_an_answer_has_the_outputs_that_were_asked_for_in_that_order() -> None:
 def test_classes_come_in_the_place_of_scores() -> None:
     scores = np.array([[1, 5, 10, 4], [2.5, 3.3, 0, 3.3]], np.float32)
     request = asked(x(), outputs=[{"name": "y", "parameters": {"classification": 2, "binary_data": True}}])
-    result = received(*write_infer(answer(request, "1", {"y": scores}, {"y": ["a", "b", "c"]}), request))
+    result = received(*write_infer(build_response(request, "1", {"y": scores}, {"y": ["a", "b", "c"]}), request))
     assert result.as_numpy("y").tolist() == [[b"10.0:2:c", b"5.0:1:b"], [b"3.3:1:b", b"3.3:3"]]
-    row = answer(request, "1", {"y": np.array([1, 5, 10, 4], np.uint8)}).outputs["y"]
+    row = build_response(request, "1", {"y": np.array([1, 5, 10, 4], np.uint8)}).outputs["y"]
     assert row.tolist() == [b"10:2", b"5:1"]
 
 
@@ -194,21 +199,21 @@ def test_outputs_that_nobody_names_are_checked_too() -> None:
 def test_classes_are_strings_that_json_carries() -> None:
     request = asked(x(), outputs=[{"name": "fp16", "parameters": {"classification": 1}}])
     check_outputs(request, outputs_of("FP16"))
-    body, _ = write_infer(answer(request, "1", {"fp16": np.array([[1, 3]], np.float16)}), request)
+    body, _ = write_infer(build_response(request, "1", {"fp16": np.array([[1, 3]], np.float16)}), request)
     assert json.loads(body)["outputs"][0]["data"] == ["3.0:1"]
 
 
 def test_an_output_too_large_is_not_classified() -> None:
     request = asked(x(), outputs=[{"name": "y", "parameters": {"classification": 1}}])
     with pytest.raises(RequestError, match="'y' has 1000001 elements: expected 1000000 at most to classify it"):
-        answer(request, "1", {"y": np.zeros((1_000_001, 1), np.int8)})
-    assert answer(request, "1", {"y": np.zeros((1, 1_000_000), np.int8)}).outputs["y"].tolist() == [[b"0:0"]]
+        build_response(request, "1", {"y": np.zeros((1_000_001, 1), np.int8)})
+    assert build_response(request, "1", {"y": np.zeros((1, 1_000_000), np.int8)}).outputs["y"].tolist() == [[b"0:0"]]
 
 
 @pytest.mark.parametrize("datatype", sorted(EXAMPLES.keys() - {"BOOL", "BYTES"}))
 def test_whatever_has_an_order_is_classified(datatype: str) -> None:
     request = asked(x(), outputs=[{"name": "y", "parameters": {"classification": 99}}])
-    (classes,) = answer(request, "1", {"y": EXAMPLES[datatype]}).outputs["y"]
+    (classes,) = build_response(request, "1", {"y": EXAMPLES[datatype]}).outputs["y"]
     assert [each.split(b":")[1] for each in classes] == [b"2", b"1", b"0"]
 
 
@@ -219,7 +224,9 @@ def test_bodies_may_be_compressed(encoding: str) -> None:
     content = gzip.compress(body) if encoding == "gzip" else zlib.compress(body)
     request = read_infer(content, {**headers, "content-encoding": encoding}, "m")
     assert same(request.inputs, {"x": tensor})
-    body, headers = write_infer(answer(request, "1", {"y": tensor}), request, f"br, {encoding};q=0.8, identity;q=0.5")
+    body, headers = write_infer(
+        build_response(request, "1", {"y": tensor}), request, f"br, {encoding};q=0.8, identity;q=0.5"
+    )
     assert headers["content-encoding"] == encoding
     assert len(body) < 400
     assert np.array_equal(received(body, headers).as_numpy("y"), tensor)
@@ -228,12 +235,14 @@ def test_bodies_may_be_compressed(encoding: str) -> None:
 @pytest.mark.parametrize("accepted", ["", "br", "gzip;q=0", "identity, gzip;q=0.9", "gzip;q=much", ";;,,", "*"])
 def test_an_answer_is_compressed_only_for_who_prefers_it(accepted: str) -> None:
     request = asked(x())
-    assert "content-encoding" not in write_infer(answer(request, "1", {"y": np.zeros(1000)}), request, accepted)[1]
+    assert (
+        "content-encoding" not in write_infer(build_response(request, "1", {"y": np.zeros(1000)}), request, accepted)[1]
+    )
 
 
 def test_small_answers_are_not_compressed() -> None:
     request = asked(x())
-    assert "content-encoding" not in write_infer(answer(request, "1", {"y": np.zeros(9)}), request, "gzip")[1]
+    assert "content-encoding" not in write_infer(build_response(request, "1", {"y": np.zeros(9)}), request, "gzip")[1]
 
 
 @pytest.mark.parametrize(
@@ -474,9 +483,9 @@ def test_bodies_that_are_no_request_are_refused(body: bytes) -> None:
 def test_what_json_cannot_say_is_answered_as_bytes_only(output: NDArray[Any], words: str) -> None:
     request = asked(x())
     with pytest.raises(RequestError, match=f"{words}.*binary_data"):
-        write_infer(answer(request, "1", {"y": output}), request)
+        write_infer(build_response(request, "1", {"y": output}), request)
     request = asked(x(), parameters={"binary_data_output": True})
-    result = received(*write_infer(answer(request, "1", {"y": output}), request)).as_numpy("y")
+    result = received(*write_infer(build_response(request, "1", {"y": output}), request)).as_numpy("y")
     assert result.tobytes() == output.tobytes() or result.tolist() == output.tolist()
 
 

@@ -17,10 +17,9 @@ from app.compile.quantization.qdq import INT8, write_quantized
 from app.compile.quantization.ranges import Histogram, threshold
 from app.compile.quantization.scheme import find_layers, load_model
 from app.compile.quantization.search import quantize_fp8
-from app.engines.base import EngineSettings
+from app.engines.base import EngineSettings, ShapeProfile
 from app.engines.onnxruntime import open_oracle
 from app.engines.registry import installed_engines, open_engine
-from app.engines.shapes import ShapeProfile
 from app.engines.tensorrt.build import build_plan
 from app.engines.tensorrt.manifest import BuildSettings
 from app.repository.manifest import Quantization

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
+from app.serving.batching.groups import Group, Request
 from app.serving.batching.policy import BatchingPolicy
-from app.serving.batching.queue import Group, Request
 from app.serving.batching.release import Batch, GiveUp, Hold, release
 from app.serving.batching.statistics import ReleaseReason
 from app.tensors import Tensors

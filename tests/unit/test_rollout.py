@@ -17,7 +17,7 @@ from upath import UPath
 
 from app.errors import EngineError
 from app.serving.config import DeployedModel, Scaling, Share
-from app.serving.shadow import Shadow
+from app.serving.rollout import Shadow
 from app.tensors import OUTPUT
 from tests.engine_contract import PROCESSOR, TEXTS, exported, rows
 from tests.helpers import wait_until

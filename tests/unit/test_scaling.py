@@ -7,8 +7,8 @@ from ray.serve.config import AutoscalingConfig
 
 from app.config import TensorParallelConfig
 from app.serving.batching.policy import BatchingPolicy
+from app.serving.batching.statistics import RecentLatencies
 from app.serving.config import DeployedModel, EndpointConfig, Scaling, VersionConfig
-from app.serving.latencies import RecentLatencies
 from app.serving.scaling import target_ongoing_requests, wanted_replicas
 from serve_deployments.autoscaling import DIRECT, LATENCY, decide
 

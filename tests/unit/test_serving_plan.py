@@ -9,7 +9,7 @@ from app.config import Recipe, load_recipe
 from app.errors import RayloomError
 from app.repository.repository import Repository
 from app.serving.config import Scaling
-from app.serving.plan import deployed_model, promote_named
+from app.serving.deployment import deployed_model, promote_named
 from app.tensors import Tensor
 from tests.helpers import ROOT
 from tests.publishing import CARD, files_in

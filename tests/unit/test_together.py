@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from app.engines.base import PooledEngine, Signature
+from app.engines.base import PooledEngine, Signature, infer_together
 from app.errors import EngineError
-from app.serving.batching.together import infer_together
 from app.tensors import Tensors, TensorSpec
 
 

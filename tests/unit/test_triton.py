@@ -16,9 +16,8 @@ from tritonclient.grpc.model_config_pb2 import (
 )
 from upath import UPath
 
-from app.engines.shapes import ShapeProfile
+from app.engines.base import ShapeProfile
 from app.errors import StorageError
-from app.repository.export import export_to_triton
 from app.repository.manifest import ModelCard, ServingDefaults
 from app.repository.repository import Repository
 from app.tensors import Tensor
@@ -159,23 +158,23 @@ def test_an_exported_model_is_whole_and_alone(repository: Repository, tmp_path: 
     publish(repository, tmp_path, CARD)
     repository.promote("toy", 2)
     target = UPath(tmp_path / "triton")
-    model = export_to_triton(repository, "toy", 1, target)
+    model = repository.export_to_triton("toy", 1, target)
     assert sorted(str(file.relative_to(tmp_path / "triton")) for file in (tmp_path / "triton").rglob("*")) == [
         *("toy", "toy/1", "toy/1/labels.json", "toy/1/model.onnx", "toy/config.pbtxt")
     ]
     assert config_in(model).version_policy.specific.versions == [1], "not the one in production"
     with pytest.raises(StorageError, match="toy' is there already"):
-        export_to_triton(repository, "toy", 2, target)
+        repository.export_to_triton("toy", 2, target)
 
 
 def test_nothing_damaged_and_nothing_that_triton_cannot_run_is_exported(repository: Repository, tmp_path: Path) -> None:
     publish(repository, tmp_path, card("torch"))
     with pytest.raises(StorageError, match="engine torch, which Triton does not run: export a version of onnxruntime"):
-        export_to_triton(repository, "toy", 1, UPath(tmp_path / "triton"))
+        repository.export_to_triton("toy", 1, UPath(tmp_path / "triton"))
     publish(repository, tmp_path, CARD)
     (repository.folder("toy", 2) / "model.onnx").write_bytes(b"a modeL")
     with pytest.raises(StorageError, match=r"2/model\.onnx' was changed"):
-        export_to_triton(repository, "toy", 2, UPath(tmp_path / "triton"))
+        repository.export_to_triton("toy", 2, UPath(tmp_path / "triton"))
     assert not (tmp_path / "triton").exists() or not list((tmp_path / "triton").iterdir())
 
 

@@ -24,16 +24,15 @@ from uvicorn.config import HTTP_PROTOCOLS
 
 from app.errors import OverloadError
 from app.serving.access import Access
-from app.serving.batching.queue import Request
+from app.serving.batching.groups import Request
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.grpc import read_infer
 from app.serving.protocol.infer import InferRequest
 from app.serving.transport import calls, prepared_calls
 from app.serving.transport.calls import CallConnection
-from app.serving.transport.direct import DirectInference
 from app.serving.transport.grpc import GrpcMethods
 from app.serving.transport.hot import HotRoute, listen_hot
-from app.serving.transport.http import HttpApi
+from app.serving.transport.http import DirectInference, HttpApi
 from app.serving.transport.prepared_calls import PreparedCalls
 from app.serving.transport.unary import UnaryCall
 from app.tensors import OUTPUT
@@ -486,7 +485,7 @@ def test_too_many_calls_and_too_large_ones_are_refused(storage: UPath) -> None:
     with serving() as server:
         server.run(server.endpoint.update(config(storage)))
         direct = server.route.direct
-        direct.ongoing = server.endpoint.config.most_requests
+        direct.ongoing = server.endpoint.config.max_requests
         many = ask(server.grpc, GOOD)
         direct.ongoing, direct._room_bytes = 0, 100
         large = ask(server.grpc, GOOD)

@@ -6,7 +6,7 @@ from typing import Any
 
 from app.checksums import sha256_of, sha256_of_file
 from app.engines.architecture import compute_capability
-from app.engines.shapes import ShapeProfile
+from app.engines.base import ShapeProfile
 from app.engines.tensorrt.library import Flavour, Library, load_library
 from app.engines.tensorrt.manifest import Bounds, BuildSettings, Machine, PlanKey, PlanManifest, write_plan
 from app.engines.tensorrt.network import parse_network

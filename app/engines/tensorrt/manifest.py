@@ -8,8 +8,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from app.checksums import read_verified
 from app.config import ComputePrecision
-from app.engines.base import Signature
-from app.engines.shapes import ShapeProfile
+from app.engines.base import ShapeProfile, Signature
 from app.engines.tensorrt.profiles import Shape
 from app.errors import CompileError, EngineError, StorageError
 from app.storage import to_path, write_atomically

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise, product
 
-from app.engines.shapes import ShapeProfile
+from app.engines.base import ShapeProfile
 
 Shape = tuple[int, ...]
 

@@ -9,14 +9,13 @@ from threading import Lock
 
 from app.errors import OverloadError
 from app.serving.batching.alarm import Alarm
+from app.serving.batching.groups import Answer, Group, Request
 from app.serving.batching.policy import BatchingPolicy
-from app.serving.batching.queue import Answer, Group, Request
 from app.serving.batching.release import Batch, Hold
-from app.serving.batching.rows import cut, rows_of, shape_of
 from app.serving.batching.scheduler import Scheduler
 from app.serving.batching.statistics import BatchingStatistics, ComputeTime, FailureReason
 from app.serving.batching.threads import Calls, Check, EngineThreads, Infer, Outcome, Slots, call
-from app.tensors import Tensors
+from app.tensors import Tensors, cut, rows_of, shape_of
 
 _UNMEASURED_RETRY_S = 1.0
 """When to come back if no call has ended yet."""

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from app.serving.batching.groups import Group, Request
 from app.serving.batching.policy import BatchingPolicy
-from app.serving.batching.queue import Group, Request
-from app.serving.batching.rows import cut
 from app.serving.batching.statistics import ReleaseReason
-from app.tensors import Tensors
+from app.tensors import Tensors, cut
 
 _MIN_HOLD_S = 0.1e-3
 """A free slot is not held for less: waking its thread takes as long."""

@@ -2,12 +2,79 @@
 
 import math
 from collections import deque
+from collections.abc import Hashable, Iterator
 
-from app.serving.batching.latency import LatencyModel
+from app.serving.batching.groups import Group, LatencyModel, Request
 from app.serving.batching.policy import BatchingPolicy
-from app.serving.batching.queue import Group, Request, WaitingQueue
 from app.serving.batching.release import Batch, GiveUp, Hold, release
 from app.serving.batching.statistics import ReleaseReason
+from app.tensors import Tensors
+
+_MOST_GROUPS = 64
+"""Shapes whose latency is remembered while no request of theirs waits."""
+
+
+class WaitingQueue:
+    """Requests by shape, level and arrival."""
+
+    def __init__(self, policy: BatchingPolicy) -> None:
+        self._policy = policy
+        self._groups: dict[Hashable, Group] = {}
+        self.requests = 0
+
+    def __iter__(self) -> Iterator[Request]:
+        for group in self._groups.values():
+            yield from group
+
+    def seconds(self, latency: LatencyModel) -> float:
+        """Return the time that all waiting rows take in consecutive calls."""
+        return sum(latency.seconds_in_calls(group.rows, group.max_rows) for group in self._groups.values())
+
+    def group(self, shape: Hashable, tensors: Tensors) -> Group:
+        """Return the group of a shape, which is that of ``tensors``. Create the group if it is new."""
+        if (group := self._groups.get(shape)) is None:
+            if len(self._groups) >= _MOST_GROUPS:
+                self._forget()
+            group = self._groups[shape] = Group(self._policy, self._policy.max_rows(tensors))
+        return group
+
+    def put(self, request: Request) -> None:
+        """Add a request as the last of its level."""
+        request.group.levels[request.level - 1].append(request)
+        self.requests += 1
+        request.group.rows += request.rows
+
+    def take(self, request: Request, rows: int) -> None:
+        """Give some rows of a request to a call; with the last of them it waits no more."""
+        request.taken += rows
+        request.group.rows -= rows
+        if not request.waits:
+            self._leave(request)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request, if it still waits."""
+        if request.waits:
+            self.take(request, request.rows - request.taken)
+
+    def next(self) -> Group | None:
+        """The group of the oldest among the most urgent requests; None if nothing waits."""
+        heads = [head for group in self._groups.values() if (head := group.head)] if self.requests else []
+        return min(heads, key=lambda head: (head.level, head.number)).group if heads else None
+
+    def _leave(self, request: Request) -> None:
+        level = request.group.levels[request.level - 1]
+        if level[0] is request:
+            level.popleft()
+        else:
+            level.remove(request)
+        self.requests -= 1
+
+    def _forget(self) -> None:
+        """Drop the shape that was new longest ago, of those that none waits of."""
+        for shape, group in self._groups.items():
+            if group.head is None:
+                del self._groups[shape]
+                return
 
 
 class Scheduler:

@@ -11,9 +11,8 @@ from typing import Protocol
 
 from app.errors import EngineError
 from app.serving.batching.release import Batch, Hold
-from app.serving.batching.rows import join
 from app.serving.batching.statistics import ComputeTime
-from app.tensors import Tensors
+from app.tensors import Tensors, join
 
 Infer = Callable[[Tensors], Tensors]
 Check = Callable[[Tensors], object]

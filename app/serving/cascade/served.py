@@ -1,26 +1,54 @@
 """A cascade behind an endpoint: models with queues of their own, under the name of the last of them."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from app.errors import RequestError
-from app.serving.batching.rows import rows_of, taken
-from app.serving.cascade.routing import Ask, route
+from app.serving.batching.statistics import RecentLatencies
 from app.serving.cascade.rule import CascadeRule
 from app.serving.cascade.stages import read_alike
-from app.serving.latencies import RecentLatencies
 from app.serving.model.served import ServedModel
-from app.serving.protocol.answer import answer, check_outputs
-from app.serving.protocol.infer import InferRequest, InferResponse
+from app.serving.protocol.infer import InferRequest, InferResponse, build_response, check_outputs
 from app.serving.protocol.natural import PredictRequest, PredictResponse
-from app.tensors import OUTPUT, Tensors, TensorSpec
+from app.tensors import OUTPUT, Tensors, TensorSpec, in_order, rows_of, taken
 
 STAGE = "stage"
 """The parameter of a response that says which stage answered each row: ``"0,0,1"`` of three."""
+
+Ask = Callable[[int, NDArray[np.intp]], Awaitable[Tensors]]
+"""What a stage, by its place, answers to the rows with these places in the request, in this order."""
+
+
+async def route(rule: CascadeRule, num_rows: int, ask: Ask) -> tuple[Tensors, NDArray[np.intp]]:
+    """Ask each stage in turn for the rows that none before it was sure of, as one request.
+
+    Args:
+        num_rows: of the request, 1 or more.
+
+    Returns:
+        The answers in the order of the rows, and the stage that gave each, of shape (rows).
+
+    Raises:
+        Exception: what a stage raises; then there is no answer to any row.
+    """
+    rows = np.arange(num_rows)
+    places: list[NDArray[np.intp]] = []
+    answered: list[Tensors] = []
+    stages = np.empty(num_rows, np.intp)
+    for stage in rule.asked:
+        answers = await ask(stage, rows)
+        sure = rule.is_sure(stage, answers[OUTPUT])
+        stages[rows[sure]] = stage
+        places.append(rows[sure])
+        answered.append(taken(answers, sure))
+        rows = rows[~sure]
+        if not len(rows):
+            break
+    return in_order(places, answered), stages
 
 
 class ServedCascade:
@@ -63,7 +91,7 @@ class ServedCascade:
 
         num_rows = rows_of(request.inputs)
         outputs, stages = await self._route(num_rows, ask)
-        return answer(
+        return build_response(
             request, large.version, outputs, {OUTPUT: large.labels}, parameters={STAGE: ",".join(map(str, stages))}
         )
 

@@ -18,12 +18,11 @@ from app.engines.registry import runs_module
 from app.errors import EngineError, RequestError, StorageError
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
-from app.serving.batching.rows import by_shape, join
 from app.serving.model.engine import open_published, require_known_answers
 from app.serving.protocol.natural import Prediction
 from app.storage import to_path
 from app.tasks import find_processor
-from app.tensors import Tensors
+from app.tensors import Tensors, by_shape, join
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,16 @@ from app.data.examples import Input
 from app.errors import DeadlineError, EngineError, OverloadError, RequestError
 from app.serving.batching.batcher import Batcher
 from app.serving.batching.policy import BatchingPolicy
-from app.serving.batching.rows import in_order
-from app.serving.batching.statistics import BatchingStatistics, ComputeDurations, Durations, FailureReason
-from app.serving.latencies import RecentLatencies
+from app.serving.batching.statistics import (
+    BatchingStatistics,
+    ComputeDurations,
+    Durations,
+    FailureReason,
+    RecentLatencies,
+)
 from app.serving.model.health import EngineHealth
 from app.serving.model.loaded import Alike, LoadedModel
-from app.serving.protocol.answer import answer, check_outputs
-from app.serving.protocol.infer import InferRequest, InferResponse
+from app.serving.protocol.infer import InferRequest, InferResponse, build_response, check_outputs
 from app.serving.protocol.management import (
     BatchStatistics,
     Duration,
@@ -28,7 +31,7 @@ from app.serving.protocol.management import (
     TensorMetadata,
 )
 from app.serving.protocol.natural import NaturalModel, PredictRequest, PredictResponse
-from app.tensors import OUTPUT, Tensors, check_tensors
+from app.tensors import OUTPUT, Tensors, check_tensors, in_order
 
 MAX_ROWS = 1024
 """Of a request, which takes several calls of the engine if a call takes fewer."""
@@ -69,7 +72,7 @@ class ServedModel:
             priority=request.parameters.priority,
             timeout_s=request.parameters.timeout_s,
         )
-        return answer(request, self.model.version, outputs, {OUTPUT: self.model.labels})
+        return build_response(request, self.model.version, outputs, {OUTPUT: self.model.labels})
 
     async def predict(self, request: PredictRequest) -> PredictResponse:
         """Answer with labels; the errors are those of ``run``, and DataError of what cannot be read."""

@@ -15,8 +15,7 @@ from app.engines.architecture import Device
 from app.engines.base import EngineSettings, library_errors
 from app.engines.torch import TorchEngine
 from app.errors import RecipeError
-from app.models.kind import is_hugging_face
-from app.models.traits import traits_of
+from app.models.traits import is_hugging_face, traits_of
 from app.repository.repository import Repository
 from app.serving.config import VersionConfig
 from app.storage import local_copy, open_storage

@@ -1,69 +1,75 @@
-"""Bodies that are compressed, by HTTP's names: ``gzip``, and ``deflate``, which is zlib's format."""
+"""Compressed bodies, by HTTP's names: ``gzip``, and ``deflate``, which is zlib's format."""
 
 import zlib
 from typing import TypeVar
 
-from app.errors import RequestError, RequestTooLargeError
-from app.serving.protocol.wording import shown
+from app.errors import RequestError, RequestTooLargeError, short_repr
 
 Body = TypeVar("Body", bound=bytes | memoryview)
 
 _WINDOWS = {"gzip": 31, "deflate": 15}
-"""What zlib calls the two formats."""
+"""zlib's numbers for the two formats."""
 
-_LEAST_BYTES = 1024
-"""Less fits in a packet as it is."""
+_MIN_BYTES = 1024
+"""A smaller body fits into one packet uncompressed."""
 
 
 def is_compressed(encoding: str) -> bool:
-    """Whether a body with this ``Content-Encoding`` is to be inflated; with "" and "identity" it comes as it is."""
+    """Return whether a body with this ``Content-Encoding`` is compressed. "" and "identity" mean that it is not."""
     return encoding.strip().lower() not in ("", "identity")
 
 
-def decompressed(body: Body, encoding: str, most_bytes: int) -> Body | bytes:
-    """The body of a request with this ``Content-Encoding``.
+def decompress(body: Body, encoding: str, max_bytes: int) -> Body | bytes:
+    """Return the content of a body with this ``Content-Encoding``.
 
     Raises:
-        RequestTooLargeError: it is larger than ``most_bytes``; of a compressed one no more than that is ever made.
-        RequestError: the encoding is not known, or the body is not of it, whole and alone.
+        RequestTooLargeError: the content is larger than ``max_bytes``. No more than that is ever decompressed.
+        RequestError: the encoding is unknown, or the body is not one complete stream of it.
     """
-    content = _inflated(body, encoding, most_bytes) if is_compressed(encoding) else body
-    if len(content) > most_bytes:
-        raise RequestTooLargeError(f"the body is larger than {most_bytes} bytes: send fewer rows in a request")
+    content = _inflate(body, encoding, max_bytes) if is_compressed(encoding) else body
+    if len(content) > max_bytes:
+        raise too_large(max_bytes)
     return content
 
 
-def _inflated(body: bytes | memoryview, encoding: str, most_bytes: int) -> bytes:
-    """Of a longer one ``most_bytes`` and one more."""
+def too_large(max_bytes: int) -> RequestTooLargeError:
+    """Return the error of a body that is larger than ``max_bytes``."""
+    return RequestTooLargeError(f"the body is larger than {max_bytes} bytes: send fewer rows in a request")
+
+
+def _inflate(body: bytes | memoryview, encoding: str, max_bytes: int) -> bytes:
+    """Return the content; only its first ``max_bytes + 1`` bytes if it is longer."""
     window = _WINDOWS.get(encoding.strip().lower())
     if window is None:
-        raise RequestError(f"the body has the content encoding {shown(encoding)}: expected {' or '.join(_WINDOWS)}")
-    inflating = zlib.decompressobj(window)
+        raise RequestError(
+            f"the body has the content encoding {short_repr(encoding)}: expected {' or '.join(_WINDOWS)}"
+        )
+    inflater = zlib.decompressobj(window)
     try:
-        content = inflating.decompress(body, most_bytes + 1)
+        content = inflater.decompress(body, max_bytes + 1)
     except zlib.error as error:
         raise RequestError(f"the body is not {encoding}, as its content encoding says: {error}") from None
-    if len(content) <= most_bytes and (not inflating.eof or inflating.unused_data):
-        what = "ends too early" if not inflating.eof else "goes on after its end"
-        raise RequestError(f"the body is {encoding} that {what}: send it whole and alone")
+    if len(content) <= max_bytes and (not inflater.eof or inflater.unused_data):
+        problem = "ends too early" if not inflater.eof else "continues after its end"
+        raise RequestError(f"the body is {encoding} that {problem}: send one complete stream")
     return content
 
 
-def compressed(body: bytes, accepted: str) -> tuple[bytes, str | None]:
-    """The body of a response to a request with this ``Accept-Encoding``, and its ``Content-Encoding`` if it has one."""
-    if len(body) < _LEAST_BYTES or (encoding := _preferred(accepted)) is None:
+def compress(body: bytes, accepted: str) -> tuple[bytes, str | None]:
+    """Return a response's body for this ``Accept-Encoding``, and its ``Content-Encoding`` if it was compressed."""
+    if len(body) < _MIN_BYTES or (encoding := _preferred(accepted)) is None:
         return body, None
     return zlib.compress(body, level=1, wbits=_WINDOWS[encoding]), encoding
 
 
 def _preferred(accepted: str) -> str | None:
-    """What of ours the client likes most, the first of equals; None if that is no encoding."""
-    best, weight = None, 0.0
+    """Return the supported encoding with the highest weight, the first of equals; None if ``identity`` wins."""
+    best, best_weight = None, 0.0
     for item in accepted.lower().split(","):
         encoding, *parameters = (part.strip() for part in item.split(";"))
-        liking = _weight(parameters)
-        if liking > weight and (encoding in _WINDOWS or encoding == "identity"):
-            best, weight = encoding, liking
+        weight = _weight(parameters)
+        if weight > best_weight and (encoding in _WINDOWS or encoding == "identity"):
+            best, best_weight = encoding, weight
     return best if best in _WINDOWS else None
 
 

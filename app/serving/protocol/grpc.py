@@ -12,20 +12,19 @@ from typing import Any
 from numpy.typing import NDArray
 from tritonclient.grpc import service_pb2 as pb
 
-from app.errors import RequestError
-from app.serving.protocol.datatypes import DATATYPES
+from app.errors import RequestError, short_repr
 from app.serving.protocol.infer import (
+    LIMITS,
     InferRequest,
     InferResponse,
+    Limits,
     Parameter,
     RequestedOutput,
     RequestParameters,
     refuse_shared_memory,
-    requested_outputs,
+    require_unique,
 )
-from app.serving.protocol.limits import LIMITS, Limits
-from app.serving.protocol.tensors import check_head, from_bytes, from_elements, to_buffer
-from app.serving.protocol.wording import shown
+from app.serving.protocol.tensors import DATATYPES, check_head, from_bytes, from_elements, to_buffer
 from app.tensors import TensorSpec
 
 _CONTENTS = {
@@ -73,7 +72,7 @@ def read_infer(
         request.model_version or None,
         request.id or None,
         _inputs(request.inputs, request.raw_input_contents),
-        requested_outputs(
+        require_unique(
             [RequestedOutput.of(each.name, read_parameters(each.parameters), True) for each in request.outputs]
         ),
         parameters,
@@ -117,16 +116,16 @@ def _request_parameters(parameters: Mapping[str, pb.InferParameter]) -> RequestP
     return replace(RequestParameters.of(read_parameters(parameters)), binary_data_output=True)
 
 
-def _check_heads(inputs: Sequence[Any], specs: Mapping[str, TensorSpec], most_strings: int) -> None:
+def _check_heads(inputs: Sequence[Any], specs: Mapping[str, TensorSpec], max_strings: int) -> None:
     """What the inputs say of themselves, before any is read."""
     if not inputs:
         raise RequestError("the request has no inputs: expected one tensor at least")
     names: set[str] = set()
     for entry in inputs:
         if entry.name in names:
-            raise RequestError(f"inputs repeat the name {shown(entry.name)}: give each tensor once")
+            raise RequestError(f"inputs repeat the name {short_repr(entry.name)}: give each tensor once")
         names.add(entry.name)
-        check_head(entry.name, entry.datatype, list(entry.shape), specs, most_strings)
+        check_head(entry.name, entry.datatype, list(entry.shape), specs, max_strings)
         refuse_shared_memory(entry.parameters, "input", entry.name)
 
 
@@ -141,7 +140,7 @@ def _inputs(inputs: Sequence[Any], raw: Sequence[bytes]) -> dict[str, NDArray[An
         if not raw:
             tensors[name] = from_elements(name, entry.datatype, shape, _elements(name, entry.datatype, entry.contents))
         elif entry.HasField("contents"):
-            raise RequestError(f"input {shown(name)} has contents beside raw_input_contents: send one of the two")
+            raise RequestError(f"input {short_repr(name)} has contents beside raw_input_contents: send one of the two")
         else:
             data = raw[index]
             tensors[name] = from_bytes(name, entry.datatype, shape, data, 0, len(data))
@@ -154,7 +153,7 @@ def _elements(name: str, datatype: str, contents: pb.InferTensorContents) -> Seq
     for field, elements in contents.ListFields():
         if field.name != expected:
             raise RequestError(
-                f"input {shown(name)} is {shown(datatype)} and has {len(elements)} {field.name}: expected "
+                f"input {short_repr(name)} is {short_repr(datatype)} and has {len(elements)} {field.name}: expected "
                 f"{expected or 'raw_input_contents'}"
             )
     return getattr(contents, expected) if expected else ()

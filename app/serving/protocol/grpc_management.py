@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from tritonclient.grpc import service_pb2 as pb
 
-from app.errors import RequestError
-from app.serving.protocol.bodies import check_fields
+from app.errors import RequestError, short_repr
 from app.serving.protocol.grpc import read_parameters
 from app.serving.protocol.management import (
     IndexRequest,
@@ -15,8 +14,8 @@ from app.serving.protocol.management import (
     ServerMetadata,
     Statistics,
     UnloadRequest,
+    check_fields,
 )
-from app.serving.protocol.wording import shown
 
 
 def write_server_metadata(said: ServerMetadata) -> pb.ServerMetadataResponse:
@@ -59,4 +58,4 @@ def read_unload(request: pb.RepositoryModelUnloadRequest) -> UnloadRequest:
 
 def _check_repository(name: str) -> None:
     if name:
-        raise RequestError(f"the repository {shown(name)} cannot be chosen: there is one, leave its name out")
+        raise RequestError(f"the repository {short_repr(name)} cannot be chosen: there is one, leave its name out")

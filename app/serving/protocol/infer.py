@@ -1,20 +1,46 @@
-"""An inference: what is asked and what is answered, however it is carried."""
+"""Inference requests and responses, independent of the transport.
 
-from collections.abc import Mapping
+Classification: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_classification.md
+"""
+
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
-from app.errors import RequestError
-from app.serving.protocol.wording import shown
-from app.tensors import Tensors
+import numpy as np
+from numpy.typing import NDArray
+
+from app.errors import RequestError, short_repr
+from app.serving.protocol.tensors import BYTES, DATATYPES, refuse_binary_only
+from app.tensors import Tensors, TensorSpec
 
 Parameter = bool | int | float | str
 
 _SHARED_MEMORY = "shared_memory_region"
 _SEQUENCE = frozenset({"sequence_id", "sequence_start", "sequence_end"})
 _NO_SEQUENCE = (0, "", False)
-_MOST = 2**64
-"""More is in no message: gRPC has no larger number, and JSON, as it is read here, neither."""
+_MAX_COUNT = 2**64
+"""Exclusive upper bound. Neither gRPC nor orjson can carry a larger number."""
+_UNORDERED = frozenset({"BOOL", BYTES})
+_MAX_CLASSIFIED = 1_000_000
+"""Elements of an output, as in Triton."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits on a request, which are checked before it is read."""
+
+    body_bytes: int = 64 * 2**20
+    """Size of a body, decompressed."""
+    json_bytes: int = 8 * 2**20
+    """Size of the JSON in a body. Parsed JSON takes about 40 times as much memory."""
+    strings: int = 1_000_000
+    """Elements of a BYTES tensor. Each is an object of any length, and takes about a microsecond to read."""
+
+
+LIMITS = Limits()
+"""The default limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,85 +49,86 @@ class RequestedOutput:
 
     name: str
     binary: bool = False
-    """As bytes, not as JSON. gRPC carries bytes whatever is asked."""
+    """Whether to send it as bytes, not as JSON. gRPC always sends bytes."""
     classification: int = 0
-    """How many of the likeliest classes to answer in place of the tensor; 0 for the tensor."""
+    """The number of likeliest classes to return in place of the tensor; 0 for the tensor itself."""
 
     @classmethod
     def of(cls, name: object, parameters: Mapping[str, object], binary: bool) -> Self:
-        """With the output's own parameters; ``binary`` is what the request says of every output.
+        """Read an output and its parameters; ``binary`` is the request's default for all outputs.
 
         Raises:
-            RequestError: the name is no string, or a parameter is not what the protocol says.
+            RequestError: the name is not a string, or a parameter is not valid.
         """
         if type(name) is not str:
-            raise RequestError(f"an output has the name {shown(name)}: expected a string")
+            raise RequestError(f"an output has the name {short_repr(name)}: expected a string")
         if not parameters:
             return cls(name, binary)
         refuse_shared_memory(parameters, "output", name)
         return cls(
             name,
-            boolean("binary_data", parameters.get("binary_data", binary), "output", name),
-            whole("classification", parameters.get("classification", 0), "output", name),
+            parse_bool("binary_data", parameters.get("binary_data", binary), "output", name),
+            parse_count("classification", parameters.get("classification", 0), "output", name),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class RequestParameters:
-    """How a request is to be treated."""
+    """The parameters of a request that the server acts on."""
 
     priority: int = 0
-    """1 is the most urgent; 0 is what the server gives to who does not ask."""
+    """1 is the most urgent; 0 means the server's default."""
     timeout_s: float | None = None
-    """After which nobody waits for the answer, sent in whole microseconds; None leaves it to the server."""
+    """Time until the answer, sent in whole microseconds; None means the server's default."""
     binary_data_output: bool = False
-    """Outputs that say nothing of their own are wanted as bytes."""
+    """Whether to send outputs as bytes by default."""
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> Self:
-        """From the parameters of a request.
+        """Read the parameters of a request.
 
         Raises:
-            RequestError: one is not what the protocol says, or makes the request part of a sequence.
+            RequestError: a parameter is not valid, or makes the request part of a sequence.
         """
         priority, timeout_s, binary = 0, None, False
         for name, value in given.items():
             if name == "binary_data_output":
-                binary = boolean(name, value)
+                binary = parse_bool(name, value)
             elif name == "priority":
-                priority = whole(name, value)
+                priority = parse_count(name, value)
             elif name == "timeout":
-                timeout_s = whole(name, value) / 1e6 or None
+                timeout_s = parse_count(name, value) / 1e6 or None
             elif name in _SEQUENCE:
                 _refuse_sequence(name, value)
-            elif not isinstance(value, Parameter):  # others are the client's own
+            elif not isinstance(value, Parameter):  # clients may send parameters of their own
                 raise RequestError(
-                    f"the request has the parameter {shown(name)} {shown(value)}: expected a string, number or bool"
+                    f"the request has the parameter {short_repr(name)} {short_repr(value)}: expected a string, number "
+                    "or bool"
                 )
         return cls(priority, timeout_s, binary)
 
 
 @dataclass(frozen=True, slots=True)
 class InferRequest:
-    """What a client asks of a model."""
+    """A request for inference."""
 
     model: str
     version: str | None
-    """None leaves it to the server."""
+    """None leaves the choice to the server."""
     id: str | None
-    """What the answer is to carry, too."""
+    """Returned in the response."""
     inputs: Tensors
     outputs: tuple[RequestedOutput, ...] = ()
-    """None given, all are wanted."""
+    """The outputs to return; empty for all."""
     parameters: RequestParameters = field(default_factory=RequestParameters)
 
     @property
     def num_bytes(self) -> int:
-        """Of the inputs."""
+        """The size of the inputs in memory."""
         return sum(tensor.nbytes for tensor in self.inputs.values())
 
     def wants_bytes(self, output: str) -> bool:
-        """Whether an output is to be carried as bytes, where there is a choice."""
+        """Return whether an output is to be sent as bytes, where there is a choice."""
         for requested in self.outputs:
             if requested.name == output:
                 return requested.binary
@@ -110,7 +137,7 @@ class InferRequest:
 
 @dataclass(frozen=True, slots=True)
 class InferResponse:
-    """What a model answers."""
+    """A model's answer."""
 
     model: str
     version: str
@@ -119,48 +146,124 @@ class InferResponse:
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
 
-def requested_outputs(outputs: list[RequestedOutput]) -> tuple[RequestedOutput, ...]:
-    """Raises RequestError if one is asked for twice."""
+def check_outputs(request: InferRequest, specs: Sequence[TensorSpec]) -> None:
+    """Refuse impossible outputs before the model runs.
+
+    Args:
+        specs: the model's outputs.
+
+    Raises:
+        RequestError: an output is unknown, has no order to classify by, or is wanted as JSON, which cannot carry it;
+            it is named.
+    """
+    datatypes = {spec.name: DATATYPES[spec.dtype] for spec in specs}
+    tensors = dict(datatypes) if not request.outputs else {}
+    for requested in request.outputs:
+        if (datatype := datatypes.get(requested.name)) is None:
+            raise RequestError(f"output {short_repr(requested.name)} is not known: expected {', '.join(datatypes)}")
+        if not requested.classification:
+            tensors[requested.name] = datatype
+        elif datatype in _UNORDERED:
+            raise RequestError(
+                f"output {requested.name!r} is {datatype}, which has no order: leave its classification out"
+            )
+    for name, datatype in tensors.items():
+        if not request.wants_bytes(name):
+            refuse_binary_only(name, datatype)
+
+
+def build_response(
+    request: InferRequest,
+    version: str,
+    outputs: Tensors,
+    labels: Mapping[str, Sequence[str]] | None = None,
+    parameters: Mapping[str, Parameter] | None = None,
+) -> InferResponse:
+    """Return the response with the requested outputs, as tensors or as classes.
+
+    Args:
+        request: one that ``check_outputs`` accepts.
+        outputs: all outputs of the model.
+        labels: the names of the classes, by output.
+
+    Raises:
+        RequestError: an output is too large to classify it; it is named.
+    """
+    chosen: dict[str, NDArray[Any]] = dict(outputs) if not request.outputs else {}
+    for requested in request.outputs:
+        tensor = outputs[requested.name]
+        if requested.classification:
+            names = (labels or {}).get(requested.name, ())
+            tensor = _classes(requested.name, tensor, requested.classification, names)
+        chosen[requested.name] = tensor
+    return InferResponse(request.model, version, request.id, chosen, parameters or {})
+
+
+def _classes(name: str, scores: NDArray[Any], count: int, labels: Sequence[str]) -> NDArray[Any]:
+    """Return the highest scores of each row as ``score:index:label``, shape (rows, count). Ties keep their order.
+
+    The first axis counts rows. A tensor with a single axis is one row, and gives the shape (count,).
+    """
+    if scores.size > _MAX_CLASSIFIED:
+        raise RequestError(
+            f"output {name!r} has {scores.size} elements: expected {_MAX_CLASSIFIED} at most to classify it, send "
+            "fewer rows in a request"
+        )
+    rows = np.atleast_2d(scores)
+    rows = rows.reshape(len(rows), math.prod(rows.shape[1:]))
+    # Sort the reversed scores: a stable ascending sort puts the last of equal scores last.
+    order = rows.shape[1] - 1 - np.argsort(rows[:, ::-1], axis=1, kind="stable")[:, ::-1][:, :count]
+    words = np.empty(order.shape, np.object_)
+    for row, rank in np.ndindex(order.shape):
+        index = int(order[row, rank])
+        label = f":{labels[index]}" if index < len(labels) else ""
+        words[row, rank] = f"{rows[row, index]!s}:{index}{label}".encode()
+    return words if scores.ndim > 1 else words[0]
+
+
+def require_unique(outputs: list[RequestedOutput]) -> tuple[RequestedOutput, ...]:
+    """Return the requested outputs. Raises RequestError if a name is repeated."""
     names = [output.name for output in outputs]
     if len(set(names)) < len(names):
-        raise RequestError(f"outputs {shown(names)} repeat a name: ask for each once")
+        raise RequestError(f"outputs {short_repr(names)} repeat a name: ask for each once")
     return tuple(outputs)
 
 
 def refuse_shared_memory(parameters: Mapping[str, object], kind: str, name: str) -> None:
-    """Raises RequestError if the tensor lies in shared memory, which a server on another machine cannot read."""
+    """Raise RequestError if the tensor is in shared memory, which a server on another machine cannot read."""
     if _SHARED_MEMORY in parameters:
         raise RequestError(
-            f"{owner(kind, name)} has the parameter {_SHARED_MEMORY!r}: shared memory is not spoken here, send bytes"
+            f"{describe(kind, name)} has the parameter {_SHARED_MEMORY!r}: shared memory is not supported, send bytes"
         )
 
 
-def whole(parameter: str, value: object, kind: str = "request", name: str | None = None) -> int:
-    """A parameter that counts something. Raises RequestError, naming what it is a parameter of."""
-    if type(value) is not int or not 0 <= value < _MOST:
+def parse_count(parameter: str, value: object, kind: str = "request", name: str | None = None) -> int:
+    """Return a parameter that is a count. Raises RequestError, which names the parameter's owner."""
+    if type(value) is not int or not 0 <= value < _MAX_COUNT:
         raise RequestError(
-            f"{owner(kind, name)} has the parameter {parameter!r} {shown(value)}: expected a whole number from 0 on"
+            f"{describe(kind, name)} has the parameter {parameter!r} {short_repr(value)}: expected a whole number "
+            "from 0 on"
         )
     return value
 
 
-def boolean(parameter: str, value: object, kind: str = "request", name: str | None = None) -> bool:
-    """A parameter that is true or false. Raises RequestError, naming what it is a parameter of."""
+def parse_bool(parameter: str, value: object, kind: str = "request", name: str | None = None) -> bool:
+    """Return a parameter that is true or false. Raises RequestError, which names the parameter's owner."""
     if type(value) is not bool:
         raise RequestError(
-            f"{owner(kind, name)} has the parameter {parameter!r} {shown(value)}: expected true or false"
+            f"{describe(kind, name)} has the parameter {parameter!r} {short_repr(value)}: expected true or false"
         )
     return value
 
 
-def owner(kind: str, name: str | None) -> str:
-    """What has a parameter, in an error's words."""
-    return f"the {kind}" if name is None else f"{kind} {shown(name)}"
+def describe(kind: str, name: str | None) -> str:
+    """Return the words for the owner of a parameter in an error message."""
+    return f"the {kind}" if name is None else f"{kind} {short_repr(name)}"
 
 
 def _refuse_sequence(name: str, value: object) -> None:
     if value not in _NO_SEQUENCE:
         raise RequestError(
-            f"the request has the parameter {shown(name)} {shown(value)}: models here keep no state between requests, "
-            "send each request by itself"
+            f"the request has the parameter {short_repr(name)} {short_repr(value)}: models here keep no state between "
+            "requests, send each request by itself"
         )

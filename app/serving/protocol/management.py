@@ -7,12 +7,13 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 The fields are those of the gRPC messages, too.
 """
 
-from typing import Any, Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from app.serving.protocol.datatypes import DATATYPES
-from app.serving.protocol.wording import shown
+from app.errors import RequestError, short_repr
+from app.serving.protocol.tensors import DATATYPES
 from app.tensors import TensorSpec
 
 EXTENSIONS = (
@@ -170,7 +171,7 @@ class LoadRequest(_Request):
     @classmethod
     def _nothing_is_replaced(cls, parameters: dict[str, Any]) -> dict[str, Any]:
         if parameters:
-            raise ValueError(f"{shown(sorted(parameters))} cannot be given: a model is loaded as it was published")
+            raise ValueError(f"{short_repr(sorted(parameters))} cannot be given: a model is loaded as it was published")
         return parameters
 
 
@@ -185,3 +186,34 @@ class UnloadRequest(_Request):
     """The body of ``unload``, which may be empty."""
 
     parameters: UnloadParameters = UnloadParameters()
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def parse_body(model: type[Body], body: bytes) -> Body:
+    """Read a JSON body; an empty one is ``{}`` to a model that requires nothing.
+
+    Raises:
+        RequestError: it says what is wrong and where.
+    """
+    if not body and not any(field.is_required() for field in model.model_fields.values()):
+        body = b"{}"
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(model, error) from None
+
+
+def check_fields(model: type[Body], fields: Mapping[str, object]) -> Body:
+    """The same of a message's fields. Raises RequestError that says what is wrong and where."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise _refusal(model, error) from None
+
+
+def _refusal(model: type[Body], error: ValidationError) -> RequestError:
+    problem = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in problem["loc"]) or "the body"
+    return RequestError(f"{where[:200]}: {problem['msg']}; expected JSON of the form of {model.__name__}")

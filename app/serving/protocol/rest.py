@@ -4,6 +4,7 @@ https://github.com/kserve/open-inference-protocol/blob/main/specification/protoc
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,24 +12,32 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from app.errors import RequestError, RequestTooLargeError
-from app.serving.protocol.compression import compressed, decompressed, is_compressed
-from app.serving.protocol.datatypes import BYTES, DATATYPES, refuse_binary_only
+from app.errors import RequestError, RequestTooLargeError, short_repr
+from app.serving.protocol.compression import compress, decompress, is_compressed, too_large
 from app.serving.protocol.infer import (
+    LIMITS,
     InferRequest,
     InferResponse,
+    Limits,
     RequestedOutput,
     RequestParameters,
-    owner,
+    describe,
+    parse_count,
     refuse_shared_memory,
-    requested_outputs,
-    whole,
+    require_unique,
 )
-from app.serving.protocol.limits import LIMITS, Limits
-from app.serving.protocol.raw import read_raw
-from app.serving.protocol.tensors import byte_strings, check_head, from_bytes, from_elements, to_buffer
-from app.serving.protocol.wording import AS_BYTES, shown
-from app.tensors import TensorSpec
+from app.serving.protocol.tensors import (
+    AS_BYTES,
+    BYTES,
+    DATATYPES,
+    byte_strings,
+    check_head,
+    from_bytes,
+    from_elements,
+    refuse_binary_only,
+    to_buffer,
+)
+from app.tensors import Tensors, TensorSpec
 
 JSON_LENGTH = "inference-header-content-length"
 """The header that says how many bytes of a body are JSON; tensors follow. 0: there is one tensor and nothing else."""
@@ -38,14 +47,14 @@ Headers = Mapping[str, str]
 
 _NO_PARAMETERS: Mapping[str, object] = {}
 _DEFAULT = RequestParameters()
-_MOST_DIGITS = 18
+_MAX_DIGITS = 18
 _NOT_FINITE = ("NaN", "Infinity")
 """As other writers of JSON say it, which has no words for it."""
 
 
-def largest_body(headers: Headers) -> int:
+def max_body_bytes(headers: Headers) -> int:
     """How many bytes a body of ``infer`` with these headers may have, as it comes: JSON alone no more than JSON may."""
-    has_more = JSON_LENGTH in headers or is_compressed(headers.get("content-encoding", ""))
+    has_more = JSON_LENGTH in headers or ("content-encoding" in headers and is_compressed(headers["content-encoding"]))
     return LIMITS.body_bytes if has_more else LIMITS.json_bytes
 
 
@@ -70,7 +79,10 @@ def read_infer(
             or a tensor has more strings.
         RequestError: anything else is wrong; the tensor or parameter is named.
     """
-    body = decompressed(body, headers.get("content-encoding", ""), limits.body_bytes)
+    if encoding := headers.get("content-encoding"):
+        body = decompress(body, encoding, limits.body_bytes)
+    elif len(body) > limits.body_bytes:
+        raise too_large(limits.body_bytes)
     header = headers.get(JSON_LENGTH)
     length = len(body) if header is None else _json_length(header, len(body))
     if header is not None and length == 0:
@@ -130,9 +142,9 @@ def write_infer(
         headers = {"content-type": "application/octet-stream", JSON_LENGTH: str(len(body))}
         body = b"".join((body, *tensors))
     if accept_encoding:
-        body, encoding = compressed(body, accept_encoding)
-        if encoding:
-            headers["content-encoding"] = encoding
+        body, applied = compress(body, accept_encoding)
+        if applied:
+            headers["content-encoding"] = applied
     return body, headers
 
 
@@ -142,8 +154,10 @@ def write_array(name: str, tensor: NDArray[Any]) -> bytes:
 
 
 def _json_length(header: str, size: int) -> int:
-    if not (header.isascii() and header.isdigit() and len(header) <= _MOST_DIGITS and int(header) <= size):
-        raise RequestError(f"the header {JSON_LENGTH} is {shown(header)}: expected 0 to {size}, the bytes of the body")
+    if not (header.isascii() and header.isdigit() and len(header) <= _MAX_DIGITS and int(header) <= size):
+        raise RequestError(
+            f"the header {JSON_LENGTH} is {short_repr(header)}: expected 0 to {size}, the bytes of the body"
+        )
     return int(header)
 
 
@@ -154,7 +168,7 @@ def _parsed(text: Body) -> dict[str, Any]:
         hint = ": send what is not finite as bytes" if error.doc.startswith(_NOT_FINITE, error.pos) else ""
         raise RequestError(f"Invalid JSON: {error}{hint}") from None
     if type(given) is not dict:
-        raise RequestError(f"the body is {shown(given)}: expected a JSON object with inputs")
+        raise RequestError(f"the body is {short_repr(given)}: expected a JSON object with inputs")
     return given
 
 
@@ -163,30 +177,32 @@ def _parameters(given: dict[str, Any], kind: str, name: str | None = None) -> Ma
     if parameters is None:
         return _NO_PARAMETERS
     if type(parameters) is not dict:
-        raise RequestError(f"{owner(kind, name)} has parameters {shown(parameters)}: expected an object")
+        raise RequestError(f"{describe(kind, name)} has parameters {short_repr(parameters)}: expected an object")
     return parameters
 
 
 def _request_id(given: object) -> str | None:
     if given is not None and type(given) is not str:
-        raise RequestError(f"the request has the id {shown(given)}: expected a string")
+        raise RequestError(f"the request has the id {short_repr(given)}: expected a string")
     return given or None
 
 
 def _inputs(
-    given: object, body: Body, start: int, specs: Mapping[str, TensorSpec], most_strings: int
+    given: object, body: Body, start: int, specs: Mapping[str, TensorSpec], max_strings: int
 ) -> dict[str, NDArray[Any]]:
     """The tensors, those that came as bytes from ``start`` on, one after the other."""
     if type(given) is not list or not given:
-        raise RequestError(f"inputs is {shown(given)}: expected a list of one tensor at least")
+        raise RequestError(f"inputs is {short_repr(given)}: expected a list of one tensor at least")
     tensors: dict[str, NDArray[Any]] = {}
     for entry in given:
         name = entry.get("name") if type(entry) is dict else None
         if type(name) is not str:
-            raise RequestError(f"inputs has {shown(entry)}: expected an object with a name, datatype, shape and data")
+            raise RequestError(
+                f"inputs has {short_repr(entry)}: expected an object with a name, datatype, shape and data"
+            )
         if name in tensors:
-            raise RequestError(f"inputs repeat the name {shown(name)}: give each tensor once")
-        check_head(name, entry.get("datatype"), entry.get("shape"), specs, most_strings)
+            raise RequestError(f"inputs repeat the name {short_repr(name)}: give each tensor once")
+        check_head(name, entry.get("datatype"), entry.get("shape"), specs, max_strings)
         tensors[name], start = _input(name, entry, body, start)
     if start != len(body):
         raise RequestError(
@@ -202,12 +218,12 @@ def _input(name: str, entry: dict[str, Any], body: Body, start: int) -> tuple[ND
         refuse_shared_memory(parameters, "input", name)
         return _listed(name, entry.get("datatype"), entry.get("shape"), entry.get("data")), start
     if "data" in entry:
-        raise RequestError(f"input {shown(name)} has both data and the parameter 'binary_data_size': send one")
-    size = whole("binary_data_size", parameters["binary_data_size"], "input", name)
+        raise RequestError(f"input {short_repr(name)} has both data and the parameter 'binary_data_size': send one")
+    size = parse_count("binary_data_size", parameters["binary_data_size"], "input", name)
     if size > len(body) - start:
         raise RequestError(
-            f"input {shown(name)} has the parameter 'binary_data_size' {size}, but the body has {len(body) - start} "
-            f"bytes left: send all, and the JSON's length in the header {JSON_LENGTH}"
+            f"input {short_repr(name)} has the parameter 'binary_data_size' {size}, but the body has "
+            f"{len(body) - start} bytes left: send all, and the JSON's length in the header {JSON_LENGTH}"
         )
     return from_bytes(name, entry.get("datatype"), entry.get("shape"), body, start, size), start + size
 
@@ -216,7 +232,8 @@ def _listed(name: str, datatype: object, shape: object, data: object, may_have_b
     """A tensor whose elements JSON lists, flat or nested as its shape is."""
     if type(data) is not list:
         raise RequestError(
-            f"input {shown(name)} has data {shown(data)}: expected a list, or bytes as 'binary_data_size' says"
+            f"input {short_repr(name)} has data {short_repr(data)}: expected a list, or bytes as "
+            "'binary_data_size' says"
         )
     if data and type(data[0]) is list and type(shape) is list:
         data = _flattened(name, shape, data)
@@ -237,8 +254,8 @@ def _flattened(name: str, shape: list[Any], data: list[Any]) -> list[Any]:
         data = elements
     if not nested:
         raise RequestError(
-            f"input {shown(name)} has data that is not nested as its shape {shown(shape)} is: nest it so, or list its "
-            "elements flat"
+            f"input {short_repr(name)} has data that is not nested as its shape {short_repr(shape)} is: "
+            "nest it so, or list its elements flat"
         )
     return data
 
@@ -246,7 +263,9 @@ def _flattened(name: str, shape: list[Any], data: list[Any]) -> list[Any]:
 def _encoded(name: str, data: list[Any]) -> list[bytes]:
     for index, element in enumerate(data):
         if type(element) is not str:
-            raise RequestError(f"input {shown(name)} has {shown(element)} at {index}: expected a string, for BYTES")
+            raise RequestError(
+                f"input {short_repr(name)} has {short_repr(element)} at {index}: expected a string, for BYTES"
+            )
     return [element.encode() for element in data]
 
 
@@ -254,13 +273,13 @@ def _outputs(given: object, binary: bool) -> tuple[RequestedOutput, ...]:
     if given is None:
         return ()
     if type(given) is not list:
-        raise RequestError(f"outputs is {shown(given)}: expected a list")
+        raise RequestError(f"outputs is {short_repr(given)}: expected a list")
     outputs = []
     for entry in given:
         if type(entry) is not dict:
-            raise RequestError(f"outputs has {shown(entry)}: expected an object with a name")
+            raise RequestError(f"outputs has {short_repr(entry)}: expected an object with a name")
         outputs.append(RequestedOutput.of(entry.get("name"), _parameters(entry, "output", entry.get("name")), binary))
-    return requested_outputs(outputs)
+    return require_unique(outputs)
 
 
 def _elements(name: str, datatype: str, tensor: NDArray[Any]) -> NDArray[Any] | list[str]:
@@ -275,3 +294,33 @@ def _elements(name: str, datatype: str, tensor: NDArray[Any]) -> NDArray[Any] | 
     if elements.dtype.kind == "f" and not np.isfinite(elements).all():
         raise RequestError(f"output {name!r} has numbers that are not finite, which JSON cannot say: {AS_BYTES}")
     return elements
+
+
+def read_raw(body: bytes | memoryview, inputs: Sequence[TensorSpec]) -> Tensors:
+    """The one row that ``body`` is of the model's one input; of strings it is one, without its length.
+
+    Raises:
+        RequestError: the model has other inputs than one, or what the body's size is does not tell its shape.
+    """
+    if len(inputs) != 1:
+        names = ", ".join(spec.name for spec in inputs) or "none"
+        raise RequestError(
+            f"the body is bytes alone, for a model with one input: this one has {names}, send JSON first"
+        )
+    (spec,) = inputs
+    if spec.dtype == np.object_:
+        tensor = np.empty([1] * len(spec.shape), np.object_)
+        tensor[...] = bytes(body)
+        return {spec.name: tensor}
+    return {spec.name: from_bytes(spec.name, DATATYPES[spec.dtype], _shape(spec, len(body)), body, 0, len(body))}
+
+
+def _shape(spec: TensorSpec, size: int) -> list[int]:
+    """Of one row: the first size that varies is the batch's, and the bytes tell one more."""
+    shape = [1 if axis == 0 and length == -1 else length for axis, length in enumerate(spec.shape)]
+    if (unknown := shape.count(-1)) > 1:
+        raise RequestError(
+            f"input {spec.name!r} has {unknown} sizes beside its batch that vary: send JSON with its shape"
+        )
+    known = math.prod(length for length in shape if length != -1) * spec.dtype.itemsize
+    return [size // known if length == -1 else length for length in shape]

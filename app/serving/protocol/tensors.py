@@ -9,16 +9,58 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from app.errors import RequestError, RequestTooLargeError
-from app.serving.protocol.datatypes import BINARY_ONLY, BYTES, dtype_of
-from app.serving.protocol.wording import shown
+from app.errors import RequestError, RequestTooLargeError, short_repr
 from app.tensors import TensorSpec
 
-_MOST_AXES = 64
-"""That numpy knows."""
+AS_BYTES = "ask for it with the parameter 'binary_data' true"
+"""The remedy for an output that JSON cannot carry."""
+BYTES = "BYTES"
+"""Elements of any length; in numpy an array of ``bytes`` objects."""
+
+DTYPES: Mapping[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "UINT8": np.dtype(np.uint8),
+    "UINT16": np.dtype(np.uint16),
+    "UINT32": np.dtype(np.uint32),
+    "UINT64": np.dtype(np.uint64),
+    "INT8": np.dtype(np.int8),
+    "INT16": np.dtype(np.int16),
+    "INT32": np.dtype(np.int32),
+    "INT64": np.dtype(np.int64),
+    "FP16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "FP32": np.dtype(np.float32),
+    "FP64": np.dtype(np.float64),
+    BYTES: np.dtype(np.object_),
+}
+DATATYPES: Mapping[np.dtype[Any], str] = {dtype: name for name, dtype in DTYPES.items()}
+
+BINARY_ONLY = frozenset({"FP16", "BF16"})
+"""They have no form in JSON, and none in gRPC's typed contents."""
+
+
+def refuse_binary_only(name: str, datatype: str) -> None:
+    """Raises RequestError if JSON cannot carry the output ``name`` of this datatype."""
+    if datatype in BINARY_ONLY:
+        raise RequestError(f"output {name!r} is {datatype}, which JSON does not carry: {AS_BYTES}")
+
+
+def dtype_of(name: str, datatype: object) -> np.dtype[Any]:
+    """Of the input ``name``. Raises RequestError."""
+    dtype = DTYPES.get(datatype) if type(datatype) is str else None
+    if dtype is None:
+        raise RequestError(
+            f"input {short_repr(name)} has datatype {short_repr(datatype)}: expected {', '.join(DTYPES)}"
+        )
+    return dtype
+
+
+_MAX_AXES = 64
+"""numpy's limit."""
 
 # One C loop that converts, and checks type and range.
 _FORMATS = {
@@ -37,26 +79,26 @@ _LENGTH = struct.Struct("<I")
 """Before each element of BYTES."""
 
 
-def check_head(name: str, datatype: object, shape: object, specs: Mapping[str, TensorSpec], most_strings: int) -> None:
+def check_head(name: str, datatype: object, shape: object, specs: Mapping[str, TensorSpec], max_strings: int) -> None:
     """Check what an input says of itself, before its elements are read, which takes the longer the more there are.
 
     Args:
         specs: of the model's inputs, by name; none if they are not known.
 
     Raises:
-        RequestTooLargeError: it has more than ``most_strings`` elements of BYTES.
+        RequestTooLargeError: it has more than ``max_strings`` elements of BYTES.
         RequestError: the model has no such input, or has it of another datatype; or the datatype or shape is none.
     """
     if specs and name not in specs:
-        raise RequestError(f"input {shown(name)} is not known: expected {', '.join(specs)}")
+        raise RequestError(f"input {short_repr(name)} is not known: expected {', '.join(specs)}")
     dtype = dtype_of(name, datatype)
     if specs:
         specs[name].check_dtype(dtype)
     count = _count(name, shape)
-    if datatype == BYTES and count > most_strings:
+    if datatype == BYTES and count > max_strings:
         raise RequestTooLargeError(
-            f"input {shown(name)} has {shown(count)} elements of BYTES: expected {most_strings} at most, send fewer "
-            "rows in a request"
+            f"input {short_repr(name)} has {short_repr(count)} elements of BYTES: expected {max_strings} at most, "
+            "send fewer rows in a request"
         )
 
 
@@ -75,12 +117,12 @@ def from_bytes(
         return _shaped(name, _objects(_split(name, bytes(memoryview(body)[start : start + size]), count)), shape)
     if size != count * dtype.itemsize:
         raise RequestError(
-            f"input {shown(name)} has {size} bytes: expected {shown(count * dtype.itemsize)}, for {datatype} of "
-            f"shape {shown(shape)}"
+            f"input {short_repr(name)} has {size} bytes: expected {short_repr(count * dtype.itemsize)}, for "
+            f"{datatype} of shape {short_repr(shape)}"
         )
     tensor: NDArray[Any] = np.ndarray((count,), dtype, body, start)
     if datatype == "BOOL" and count and (largest := tensor.view(np.uint8).max()) > 1:
-        raise RequestError(f"input {shown(name)} has the byte {largest}: expected 0 or 1 for each element of BOOL")
+        raise RequestError(f"input {short_repr(name)} has the byte {largest}: expected 0 or 1 for each element of BOOL")
     return _shaped(name, tensor, shape)
 
 
@@ -98,9 +140,9 @@ def from_elements(
     """
     dtype, count = dtype_of(name, datatype), _count(name, shape)
     if len(elements) != count:
-        raise RequestError(f"input {shown(name)} has {len(elements)} elements, its shape is {shown(shape)}")
+        raise RequestError(f"input {short_repr(name)} has {len(elements)} elements, its shape is {short_repr(shape)}")
     if datatype in BINARY_ONLY:
-        raise RequestError(f"input {shown(name)} lists elements of {datatype}, which is carried as bytes only")
+        raise RequestError(f"input {short_repr(name)} lists elements of {datatype}, which is carried as bytes only")
     if datatype == BYTES:
         return _shaped(name, _objects(elements), shape)
     if datatype == "BOOL":
@@ -124,13 +166,15 @@ def byte_strings(tensor: NDArray[Any]) -> list[bytes]:
 
 def _count(name: str, shape: object) -> int:
     """The number of elements of a shape."""
-    if type(shape) is not list or len(shape) > _MOST_AXES:
+    if type(shape) is not list or len(shape) > _MAX_AXES:
         raise RequestError(
-            f"input {shown(name)} has shape {shown(shape)}: expected a list of {_MOST_AXES} sizes at most"
+            f"input {short_repr(name)} has shape {short_repr(shape)}: expected a list of {_MAX_AXES} sizes at most"
         )
     for size in shape:
         if type(size) is not int or size < 0:
-            raise RequestError(f"input {shown(name)} has shape {shown(shape)}: expected whole sizes from 0 on")
+            raise RequestError(
+                f"input {short_repr(name)} has shape {short_repr(shape)}: expected whole sizes from 0 on"
+            )
     return math.prod(shape)
 
 
@@ -138,7 +182,7 @@ def _shaped(name: str, tensor: NDArray[Any], shape: Any) -> NDArray[Any]:
     try:
         return tensor.reshape(shape)
     except ValueError:  # beside a 0, sizes may be such that numpy cannot count
-        raise RequestError(f"input {shown(name)} has shape {shown(shape)}, which is too large") from None
+        raise RequestError(f"input {short_repr(name)} has shape {short_repr(shape)}, which is too large") from None
 
 
 def _objects(elements: Sequence[bytes]) -> NDArray[Any]:
@@ -157,8 +201,8 @@ def _split(name: str, data: bytes, count: int) -> list[bytes]:
         elements.append(data[start:at])
     if len(elements) != count or at != size:
         raise RequestError(
-            f"input {shown(name)} has {size} bytes: expected {shown(count)} elements of BYTES, after 4 bytes of length "
-            "each"
+            f"input {short_repr(name)} has {size} bytes: expected {short_repr(count)} elements of BYTES, "
+            "after 4 bytes of length each"
         )
     return elements
 
@@ -166,7 +210,9 @@ def _split(name: str, data: bytes, count: int) -> list[bytes]:
 def _check_bools(name: str, elements: Sequence[object]) -> None:
     for index, element in enumerate(elements):
         if type(element) is not bool:
-            raise RequestError(f"input {shown(name)} has {shown(element)} at {index}: expected true or false, for BOOL")
+            raise RequestError(
+                f"input {short_repr(name)} has {short_repr(element)} at {index}: expected true or false, for BOOL"
+            )
 
 
 def _packed(
@@ -200,7 +246,7 @@ def _misfit(name: str, datatype: str, dtype: np.dtype[Any], elements: Sequence[o
     limits = np.iinfo(dtype) if dtype.kind in "iu" else np.finfo(dtype)
     kind = "a whole number" if dtype.kind in "iu" else "a number"
     return RequestError(
-        f"input {shown(name)} has {shown(elements[index])} at {index}: expected {kind} from {limits.min} to "
+        f"input {short_repr(name)} has {short_repr(elements[index])} at {index}: expected {kind} from {limits.min} to "
         f"{limits.max}, for {datatype}"
     )
 

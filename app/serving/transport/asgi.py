@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from starlette.types import Message, Receive, Scope, Send
 
 from app.errors import RequestError, RequestTooLargeError
-from app.serving.protocol.limits import LIMITS
+from app.serving.protocol.infer import LIMITS
 
 Result = TypeVar("Result")
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable
 
 from app.errors import DeadlineError, EngineError
-from app.serving.batching.queue import Request
+from app.serving.batching.groups import Request
 from app.serving.model.served import ServedModel
 from app.serving.protocol.infer import RequestParameters
 from app.tensors import Tensors

@@ -3,7 +3,8 @@
 https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/open_inference_grpc.proto
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
@@ -27,8 +28,7 @@ from app.serving.protocol.grpc_management import (
 from app.serving.protocol.infer import InferResponse
 from app.serving.protocol.management import Statistics
 from app.serving.protocol.model_config import model_config
-from app.serving.transport.refusal import refusal
-from app.serving.transport.streams import in_order
+from app.serving.transport.errors import refusal
 
 _MOST_AHEAD = 32
 """Requests of a stream that are under way at a time, at most, so that they can share calls of the engine."""
@@ -61,6 +61,8 @@ class Context(Protocol):
 
 Given = TypeVar("Given", bound=Message)
 Answer = TypeVar("Answer", bound=Message)
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def _answers(
@@ -189,7 +191,7 @@ class GrpcMethods:
             return
         self._streams += 1
         try:
-            async with aclosing(in_order(request_stream, self._answer_in_stream, self._most_ahead)) as answers:
+            async with aclosing(answer_in_order(request_stream, self._answer_in_stream, self._most_ahead)) as answers:
                 async for answer in answers:
                     yield answer
         finally:
@@ -207,7 +209,7 @@ class GrpcMethods:
 
     def _check_streams(self) -> None:
         """Leave room for others: Serve gives a stream a request's place for as long as it is open."""
-        if self._streams >= self._endpoint.config.most_requests // 2:
+        if self._streams >= self._endpoint.config.max_requests // 2:
             raise OverloadError(f"{self._streams} streams are open already: end one, or send requests by themselves")
 
     async def _answer_in_stream(self, request: pb.ModelInferRequest | None) -> pb.ModelStreamInferResponse:
@@ -266,3 +268,39 @@ def _parser(kind: type[Answer]) -> Callable[[bytes], Answer | None]:
             return None
 
     return parse
+
+
+async def answer_in_order(
+    requests: AsyncIterator[Item], answer: Callable[[Item], Coroutine[Any, Any, Result]], max_ahead: int
+) -> AsyncGenerator[Result, None]:
+    """Yield the answers to a stream of requests, in order. At most ``max_ahead`` requests run at a time.
+
+    Closing the generator cancels the requests that run. An error of ``requests`` or ``answer`` ends it.
+    """
+    answers: asyncio.Queue[asyncio.Task[Result] | None] = asyncio.Queue()
+    room = asyncio.Semaphore(max_ahead)
+    running: set[asyncio.Task[Any]] = set()  # the event loop itself holds tasks only weakly
+
+    def start(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        running.add(task)
+        task.add_done_callback(running.discard)
+        return task
+
+    async def read() -> None:
+        try:
+            async for request in requests:
+                await room.acquire()
+                answers.put_nowait(start(answer(request)))
+        finally:
+            answers.put_nowait(None)
+
+    reading = start(read())
+    try:
+        while (task := await answers.get()) is not None:
+            yield await task
+            room.release()
+        await reading
+    finally:
+        for task in list(running):
+            task.cancel()

@@ -18,12 +18,12 @@ from uvicorn.server import ServerState
 from app.errors import OverloadError, UnauthorizedError
 from app.serving.transport.calls import START as CALL_START
 from app.serving.transport.calls import CallConnection
-from app.serving.transport.direct import DirectInference
+from app.serving.transport.errors import error_response
 from app.serving.transport.exchange import Exchange
 from app.serving.transport.grpc import GrpcMethods
 from app.serving.transport.head import MAX_HEAD_BYTES, START, Head
+from app.serving.transport.http import DirectInference
 from app.serving.transport.prepared import Prepared, PreparedRequests
-from app.serving.transport.refusal import error_response
 from app.serving.transport.unary import UnaryService
 from app.tensors import Tensors
 
@@ -66,11 +66,11 @@ class HotRoute:
 
     def forget_replaced(self) -> None:
         """Drop what was read for other models, or with another token."""
-        self.unary.forget_replaced()
         if self._config is not self._endpoint.config:
             self._config = self._endpoint.config
             self._heads.clear()
             self._prepared.clear()
+            self.unary.forget_replaced()
 
     def read(self, head: Head, body: bytes) -> tuple[Prepared, Tensors] | None:
         """Read a body. Return None if something is wrong with the request, or more than one version answers it."""

@@ -1,29 +1,31 @@
-"""An endpoint over HTTP: who may ask, inference, and the way to the other routes.
+"""An endpoint over HTTP: access, inference, and the way to the other routes.
 
 https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_rest.md
 """
 
 import re
+from collections.abc import Mapping
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.errors import UnauthorizedError
+from app.errors import OverloadError, UnauthorizedError
 from app.serving.endpoint import Endpoint
-from app.serving.protocol.rest import largest_body, read_infer, write_infer
+from app.serving.protocol.compression import is_compressed
+from app.serving.protocol.rest import max_body_bytes, read_infer, write_infer
 from app.serving.transport.asgi import close_if_unread, headers_of, read_body, unless_gone
-from app.serving.transport.refusal import error_response
-from app.serving.transport.routes import is_open, routes
+from app.serving.transport.errors import error_response
+from app.serving.transport.routes import DOCS_ASSETS, routes
 
+ROOM_BYTES = 4 * 2**30
+"""Default limit on the total size of all bodies in a replica."""
+_OPEN_PATHS = ("/", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready")
 _INFER = re.compile("/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
-
-
-def asks_inference(scope: Scope) -> bool:
-    """Whether a request is one for ``infer``, of whichever model."""
-    return _inference(scope) is not None
+_MAX_INFLATION = 1032
+"""Upper bound on the ratio by which deflate, and so gzip, shrinks a body: https://zlib.net/zlib_tech.html"""
 
 
 class HttpApi:
-    """The ASGI application. Inference, which is asked most, bypasses the framework that the other routes have."""
+    """The ASGI application. Inference, the most frequent request, bypasses the framework of the other routes."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -34,31 +36,35 @@ class HttpApi:
         receive, send = close_if_unread(scope, receive, send)
         if error := self.refusal(scope):
             await error_response(error)(scope, receive, send)
-        elif asks_inference(scope):
-            await self.infer(scope, receive, send)
+        elif path := match_infer(scope):
+            await self.infer(path, headers_of(scope), scope, receive, send)
         else:
             await self._others(scope, receive, send)
 
     def refusal(self, scope: Scope) -> UnauthorizedError | None:
         """Return the error of a request that lacks the token that its path asks for."""
-        if scope["type"] == "http" and not is_open(scope["path"]):
+        if scope["type"] == "http" and not _is_open(scope["path"]):
             try:
                 self._endpoint.access.check(_authorization(scope))
             except UnauthorizedError as error:
                 return error
         return None
 
-    async def infer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request for inference that may ask for it."""
-        path = _inference(scope)
-        assert path is not None
+    async def infer(
+        self, path: re.Match[str], headers: Mapping[str, str], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Answer an authorized request for inference.
+
+        Args:
+            path: the match of ``match_infer``.
+            headers: of the request, by their names in lower case.
+        """
         name, version = path[1], path[2]
         try:
-            headers = headers_of(scope)
-            body = await read_body(headers, receive, largest_body(headers))
-            chosen = self._endpoint.route(name, version)
-            request = read_infer(body, headers, name, version, chosen.inputs)
-            response = await unless_gone(receive, chosen.infer(request))
+            body = await read_body(headers, receive, max_body_bytes(headers))
+            target = self._endpoint.route(name, version)
+            request = read_infer(body, headers, name, version, target.inputs)
+            response = await unless_gone(receive, target.infer(request))
             if response is None:
                 return
             content, response_headers = write_infer(response, request, headers.get("accept-encoding", ""))
@@ -71,10 +77,110 @@ class HttpApi:
         await send({"type": "http.response.body", "body": content})
 
 
-def _inference(scope: Scope) -> re.Match[str] | None:
-    """Model and version, if one is named, that a request asks for inference."""
-    asks = scope["type"] == "http" and scope["method"] == "POST"
-    return _INFER.fullmatch(scope["path"]) if asks else None
+class DirectInference:
+    """Inference from a replica's socket to its endpoint, without Ray Serve's own work on each request.
+
+    Serve makes two tasks, a queue, identifiers, a log record and metrics for a request, which is much beside a small
+    one. Their purposes are met without them. The endpoint drops requests whose clients have gone, and counts what it
+    does. This class bounds the number of requests in the replica and their total size. A replica that stops waits for
+    every connection of its HTTP server: Serve closes the listener, and then waits for uvicorn as long as for its own
+    requests.
+
+    Plain requests take an even shorter way (``hot``). They enter and leave here, too.
+    """
+
+    def __init__(self, endpoint: Endpoint, api: HttpApi, room_bytes: int = ROOM_BYTES) -> None:
+        """Let ``api`` answer for ``endpoint``.
+
+        Args:
+            room_bytes: limit on the total size of all bodies; a compressed one counts as its largest possible content.
+        """
+        self.ongoing = 0
+        """Requests that are being read, wait or run."""
+        self._bytes = 0  # of their bodies
+        self.endpoint = endpoint
+        self._api = api
+        self._room_bytes = room_bytes
+
+    def before(self, app: ASGIApp) -> ASGIApp:
+        """Return an application that answers inference here, and leaves all other requests to ``app``."""
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            if path := match_infer(scope):
+                await self._infer(path, scope, receive, send)
+            else:
+                await app(scope, receive, send)
+
+        return answer
+
+    async def _infer(self, path: re.Match[str], scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or refuse it if there are too many or they are too large in total.
+
+        A request without its token takes no place. Parts of a body that are read only to be dropped take no room.
+        """
+        receive, send = close_if_unread(scope, receive, send)
+        if refusal := self._api.refusal(scope):
+            await error_response(refusal)(scope, receive, send)
+            return
+        headers = headers_of(scope)
+        max_bytes = max_body_bytes(headers)
+        encoding = headers.get("content-encoding")
+        factor = _MAX_INFLATION if encoding and is_compressed(encoding) else 1
+        held = 0
+
+        async def receive_counted() -> Message:
+            nonlocal held
+            message = await receive()
+            more = min(held + factor * len(message.get("body", b"")), max_bytes) - held
+            self.hold(more)
+            held += more
+            return message
+
+        try:
+            self.enter()
+        except OverloadError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        try:
+            await self._api.infer(path, headers, scope, receive_counted, send)
+        finally:
+            self.leave(held)
+
+    def enter(self, num_bytes: int = 0) -> None:
+        """Count a request until it leaves, and its bytes. Raises OverloadError if there are too many."""
+        if self.ongoing >= self.endpoint.config.max_requests:
+            raise self._overload()
+        self.hold(num_bytes)
+        self.ongoing += 1
+
+    def hold(self, num_bytes: int) -> None:
+        """Count more bytes of a request that has entered. Raises OverloadError if there is no room for them."""
+        if self._bytes + num_bytes > self._room_bytes:
+            raise self._overload()
+        self._bytes += num_bytes
+
+    def leave(self, num_bytes: int) -> None:
+        """Stop counting a request and its bytes."""
+        self.ongoing -= 1
+        self.release(num_bytes)
+
+    def release(self, num_bytes: int) -> None:
+        """Stop counting bytes."""
+        self._bytes -= num_bytes
+
+    def _overload(self) -> OverloadError:
+        return OverloadError(f"{self.ongoing} requests of up to {self._bytes} bytes are here already: try again later")
+
+
+def match_infer(scope: Scope) -> re.Match[str] | None:
+    """Match the path of a request for ``infer``. Groups: the model, and the version or None."""
+    is_post = scope["type"] == "http" and scope["method"] == "POST"
+    return _INFER.fullmatch(scope["path"]) if is_post else None
+
+
+def _is_open(path: str) -> bool:
+    """Return whether a path needs no token: health, for load balancers, and pages without data."""
+    return path in _OPEN_PATHS or path.startswith(f"{DOCS_ASSETS}/")
 
 
 def _authorization(scope: Scope) -> str | None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from app.serving.protocol.datatypes import DTYPES
 from app.serving.protocol.natural import PredictRequest
+from app.serving.protocol.tensors import DTYPES
 
 _TEXT, _OBJECT = {"type": "string"}, {"type": "object", "additionalProperties": True}
 _DATATYPE = {"type": "string", "enum": sorted(DTYPES)}

@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 import orjson
 
-from app.serving.batching.rows import shape_of
 from app.serving.model.served import ServedModel
-from app.serving.protocol.answer import answer
-from app.serving.protocol.datatypes import DATATYPES
-from app.serving.protocol.infer import InferRequest, InferResponse
+from app.serving.protocol.infer import InferRequest, InferResponse, build_response
 from app.serving.protocol.rest import JSON_LENGTH, read_array, read_infer, write_array, write_infer
-from app.tensors import OUTPUT, Tensors
+from app.serving.protocol.tensors import DATATYPES
+from app.tensors import OUTPUT, Tensors, shape_of
 
 _MAX_PREPARED = 1024
 _MAX_JSON_BYTES = 4096
@@ -120,7 +118,7 @@ class Prepared:
             if not accept_encoding or len(body) < _MAX_UNCOMPRESSED:
                 return b"%s%d\r\n" % (layout.lines, len(body)), body
         model = self.served.model
-        response = answer(self.request, model.version, outputs, {OUTPUT: model.labels})
+        response = build_response(self.request, model.version, outputs, {OUTPUT: model.labels})
         body, headers = write_infer(response, self.request, accept_encoding)
         named = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         lines = f"{named}content-length: ".encode("latin-1")

@@ -6,8 +6,8 @@ from typing import Any
 from tritonclient.grpc import service_pb2 as pb
 
 from app.serving.model.served import ServedModel
-from app.serving.protocol.answer import answer
 from app.serving.protocol.grpc import read_infer, write_infer
+from app.serving.protocol.infer import build_response
 from app.serving.transport.prepared import Prepared
 from app.tensors import OUTPUT, Tensors
 
@@ -35,7 +35,7 @@ class PreparedCall:
             rest: bytes = pb.ModelInferResponse(raw_output_contents=raw).SerializeToString()
             return self._begin + rest  # one message: protobuf allows its fields to come in parts
         model, request = self.prepared.served.model, replace(self.prepared.request, id=request_id)
-        response = answer(request, model.version, outputs, {OUTPUT: model.labels})
+        response = build_response(request, model.version, outputs, {OUTPUT: model.labels})
         message = write_infer(response)
         whole: bytes = message.SerializeToString()
         if request_id is None and not any(sent.dtype.hasobject for sent in response.outputs.values()):

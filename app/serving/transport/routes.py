@@ -1,5 +1,9 @@
 """The HTTP endpoint but for inference: health, metadata, the repository, natural input, and pages for people."""
 
+import base64
+import hashlib
+import re
+from importlib.resources import files
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response, Security
@@ -10,9 +14,8 @@ from starlette.exceptions import HTTPException
 
 from app.errors import RayloomError
 from app.serving.endpoint import Endpoint
-from app.serving.protocol.bodies import parse_body
-from app.serving.protocol.compression import decompressed
-from app.serving.protocol.limits import LIMITS
+from app.serving.protocol.compression import decompress
+from app.serving.protocol.infer import LIMITS
 from app.serving.protocol.management import (
     IndexRequest,
     LoadRequest,
@@ -24,22 +27,16 @@ from app.serving.protocol.management import (
     ServerReady,
     Statistics,
     UnloadRequest,
+    parse_body,
 )
 from app.serving.protocol.model_config import config_json, model_config
 from app.serving.protocol.natural import NaturalModel, PredictRequest, PredictResponse
 from app.serving.transport.asgi import read_body
-from app.serving.transport.error_response import ErrorResponse
+from app.serving.transport.errors import ErrorResponse, error_response
 from app.serving.transport.openapi import PREDICT, describe_infer
-from app.serving.transport.page import PAGE, PAGE_HEADERS
-from app.serving.transport.refusal import error_response
 
-_DOCS_ASSETS = "/docs/assets"
-_OPEN_PATHS = ("/", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready")
-
-
-def is_open(path: str) -> bool:
-    """Whether everybody may ask for it: health, for load balancers, and pages without data, for people."""
-    return path in _OPEN_PATHS or path.startswith(f"{_DOCS_ASSETS}/")
+DOCS_ASSETS = "/docs/assets"
+"""The path of the scripts and styles of ``/docs``."""
 
 
 def routes(endpoint: Endpoint) -> FastAPI:
@@ -49,7 +46,7 @@ def routes(endpoint: Endpoint) -> FastAPI:
         version=endpoint.metadata.version,
         description="Open Inference Protocol v2, and natural input for people",
         dependencies=[Security(HTTPBearer(auto_error=False))],  # for /docs to send the token, which HttpApi checks
-        static_url=_DOCS_ASSETS,
+        static_url=DOCS_ASSETS,
         redoc_url=None,
     )
 
@@ -100,7 +97,7 @@ def _natural(endpoint: Endpoint) -> APIRouter:
 async def _asked(request: Request) -> PredictRequest:
     """An image as it is, or JSON. Raises RequestError."""
     sent = await read_body(request.headers, request.receive)
-    body = decompressed(sent, request.headers.get("content-encoding", ""), LIMITS.json_bytes)
+    body = decompress(sent, request.headers.get("content-encoding", ""), LIMITS.json_bytes)
     is_image = request.headers.get("content-type", "").lower().startswith("image/")
     return PredictRequest(inputs=body) if is_image else parse_body(PredictRequest, body)
 
@@ -187,3 +184,33 @@ def _repository(endpoint: Endpoint) -> APIRouter:
         return Response()
 
     return router
+
+
+PAGE = files("app.serving.transport").joinpath("page.html").read_text(encoding="utf-8")
+"""All of it, style and script included; it asks the endpoint's own routes."""
+
+
+def _source(tag: str) -> str:
+    """What the page's one element of that kind contains, as a content security policy names it."""
+    (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+
+PAGE_HEADERS = {
+    "content-security-policy": "; ".join(
+        [
+            "default-src 'none'",
+            f"script-src {_source('script')}",
+            f"style-src {_source('style')}",
+            "connect-src 'self'",
+            "img-src blob: data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        ]
+    ),
+    "cache-control": "no-cache",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+"""Nothing but this script runs, and it asks nobody else: a label or a model's name can bring no script of its own."""

@@ -15,16 +15,15 @@ from google.protobuf.message import DecodeError, Message
 from grpc import StatusCode
 from tritonclient.grpc import service_pb2 as pb
 
-from app.errors import DeadlineError, OverloadError, RequestError, RequestTooLargeError, UnauthorizedError
-from app.serving.protocol.compression import decompressed, is_compressed
-from app.serving.protocol.limits import LIMITS
-from app.serving.protocol.wording import shown
+from app.errors import DeadlineError, OverloadError, RequestError, RequestTooLargeError, UnauthorizedError, short_repr
+from app.serving.protocol.compression import decompress, is_compressed
+from app.serving.protocol.infer import LIMITS
 from app.serving.transport.call_head import CallHead
-from app.serving.transport.direct import DirectInference
+from app.serving.transport.errors import refusal
 from app.serving.transport.exchange import Exchange
 from app.serving.transport.grpc import OPEN_CALLS, SERVICE, GrpcMethods
+from app.serving.transport.http import DirectInference
 from app.serving.transport.prepared_calls import PreparedCall, PreparedCalls
-from app.serving.transport.refusal import refusal
 from app.tensors import Tensors
 
 _PREFIX_BYTES = 5
@@ -148,14 +147,14 @@ class UnaryCall(Exchange):
             self._answers.refuse_http(self)
             return
         if self._method is None:
-            path = shown(self.head.path)
+            path = short_repr(self.head.path)
             self._tell(StatusCode.UNIMPLEMENTED, f"{path} is not a unary method of {SERVICE.full_name}")
             return
         try:
             if not self._method.is_open:
                 self._service.check_caller(self)
             if self.head.wrong_timeout is not None:
-                raise RequestError(f"grpc-timeout is {shown(self.head.wrong_timeout)}: expected, for example, 10S")
+                raise RequestError(f"grpc-timeout is {short_repr(self.head.wrong_timeout)}: expected, for example, 10S")
         except (UnauthorizedError, RequestError) as error:
             self.refuse(error)
             return
@@ -207,7 +206,7 @@ class UnaryCall(Exchange):
         if self._has_entered:
             self._service.direct.leave(self._held)
         else:
-            self._service.direct.let_go(self._held)
+            self._service.direct.release(self._held)
         self._held, self._has_entered, self._is_over = 0, False, True
 
     def answer(self, outputs: Tensors) -> None:
@@ -255,7 +254,7 @@ class UnaryCall(Exchange):
             return message
         if not is_compressed(self.head.encoding):
             raise RequestError("the message is compressed, but grpc-encoding does not say how")
-        return decompressed(message, self.head.encoding, max_bytes)
+        return decompress(message, self.head.encoding, max_bytes)
 
     def _submit(self, content: bytes) -> bool:
         """Ask the version that alone answers a ModelInferRequest. Return False if there is none, or an error.

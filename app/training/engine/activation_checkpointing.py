@@ -6,8 +6,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from app.errors import TrainingError
-from app.models.kind import ModelKind, is_hugging_face, kind_of
 from app.models.staged import Tied, layers_of
+from app.models.traits import ModelKind, is_hugging_face, kind_of
 
 
 def recompute_activations(model: nn.Module) -> None:

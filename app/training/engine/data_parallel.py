@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from app.config import Layout, TrainConfig
-from app.models.kind import kind_of
+from app.models.traits import kind_of
 from app.telemetry.phases import Phase
 from app.training.activity import Activity
 from app.training.data.micro_batch import MicroBatch

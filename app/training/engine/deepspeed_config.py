@@ -5,7 +5,7 @@ from typing import Any
 
 from app.config import Layout, PlanConfig, TrainConfig
 from app.errors import RecipeError
-from app.models.kind import ModelKind
+from app.models.traits import ModelKind
 
 _BUFFERS, _MIN_BUFFER, _MAX_BUFFER = 64, 2**20, 5 * 10**8
 """A buffer holds a 64th of the model; minimum and maximum number of its elements."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from app.config import Layout, TrainConfig
 from app.models.blueprint import Blueprint, return_freed_memory
-from app.models.kind import ModelKind, kind_of
+from app.models.traits import ModelKind, kind_of
 from app.training.activity import Activity
 from app.training.data.micro_batch import MicroBatch
 from app.training.engine.activation_checkpointing import recompute_activations

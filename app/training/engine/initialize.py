@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from app.config import Layout, TrainConfig
-from app.models.kind import ModelKind
+from app.models.traits import ModelKind
 from app.training.engine.deepspeed_config import deepspeed_config, with_bounded_buffers
 from app.training.engine.nvme import load_asynchronous_io, require_aligned_gradients, with_own_folder
 from app.training.engine.optimizer import create_optimizer, create_scheduler, num_elements

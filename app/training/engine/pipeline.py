@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from app.config import Layout, TrainConfig
 from app.models.blueprint import Blueprint, Place
-from app.models.kind import ModelKind
 from app.models.staged import Layer, Tied, cuts_of, layers_of
+from app.models.traits import ModelKind
 from app.storage import no_op
 from app.telemetry.phases import Phase, phase
 from app.training.activity import Activity

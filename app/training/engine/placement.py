@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from app.config import Layout, TrainConfig
 from app.models.blueprint import Blueprint, Finish
-from app.models.kind import kind_of
 from app.models.precision import TORCH_DTYPES
+from app.models.traits import kind_of
 from app.storage import no_op
 from app.training.engine.deepspeed_config import deepspeed_config
 from app.training.worker import import_deepspeed

@@ -10,7 +10,7 @@ from app.errors import RecipeError
 from app.repository.aliases import Alias
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
-from app.serving.cascade.plan import planned_cascade
+from app.serving.cascade.build import planned_cascade
 from app.serving.config import DeployedModel, Scaling, Share, VersionConfig
 from app.storage import local_copy
 

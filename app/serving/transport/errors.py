@@ -2,9 +2,12 @@
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from grpc import StatusCode
+from pydantic import BaseModel
+from starlette.responses import JSONResponse
 
 from app.errors import (
     DataError,
@@ -16,9 +19,26 @@ from app.errors import (
     RequestTooLargeError,
     UnauthorizedError,
 )
-from app.serving.transport.error_response import ErrorResponse
 
 LOG = logging.getLogger(__name__)
+
+
+class ErrorBody(BaseModel):
+    """The body of every error."""
+
+    error: str
+
+
+class ErrorResponse(JSONResponse):
+    """An error over HTTP: ``{"error": message}``."""
+
+    def __init__(self, message: str, status: int, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(ErrorBody(error=message).model_dump(), status, headers)
+
+
+def no_replica_answers() -> ErrorResponse:
+    """Return the response for a request whose replica died, or for which no replica is known."""
+    return ErrorResponse("no replica could answer: try again", 503, {"retry-after": "1"})
 
 
 @dataclass(frozen=True)

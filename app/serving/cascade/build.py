@@ -13,11 +13,11 @@ from app.checksums import verify_checksums
 from app.config import CascadeConfig, ServeConfig
 from app.data.classification import ClassificationData
 from app.data.examples import Split
+from app.engines.base import infer_together
 from app.errors import RecipeError
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
 from app.serving.batching.policy import BatchingPolicy
-from app.serving.batching.together import infer_together
 from app.serving.cascade.calibration import calibrate
 from app.serving.cascade.rule import CascadeRule
 from app.serving.cascade.stages import require_alike
