@@ -108,7 +108,7 @@ def check_tensors(tensors: Tensors, specs: Sequence[TensorSpec]) -> None:
             )
 
 
-def rows_of(tensors: Tensors) -> int:
+def count_rows(tensors: Tensors) -> int:
     """How many rows the tensors have.
 
     Raises:
@@ -122,35 +122,35 @@ def rows_of(tensors: Tensors) -> int:
     return rows.pop()
 
 
-def shape_of(tensors: Tensors) -> Hashable:
+def shape_key(tensors: Tensors) -> Hashable:
     """What tensors must have in common to be joined: their names, their types and the shape of a row."""
     return tuple(sorted((name, tensor.dtype, tensor.shape[1:]) for name, tensor in tensors.items()))
 
 
-def cut(tensors: Tensors, start: int, stop: int) -> Tensors:
+def slice_rows(tensors: Tensors, start: int, stop: int) -> Tensors:
     """The rows from ``start`` to before ``stop``, not copied."""
     return {name: tensor[start:stop] for name, tensor in tensors.items()}
 
 
-def taken(tensors: Tensors, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Tensors:
+def select_rows(tensors: Tensors, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Tensors:
     """Some rows of tensors, copied."""
     return {name: tensor[rows] for name, tensor in tensors.items()}
 
 
-def by_shape(parts: Iterable[Tensors]) -> list[list[int]]:
+def group_by_shape(parts: Iterable[Tensors]) -> list[list[int]]:
     """The places of the parts of each shape, which can be joined."""
     places: defaultdict[Hashable, list[int]] = defaultdict(list)
     for place, part in enumerate(parts):
-        places[shape_of(part)].append(place)
+        places[shape_key(part)].append(place)
     return list(places.values())
 
 
-def in_order(places: Sequence[Sequence[int] | NDArray[np.intp]], parts: Sequence[Tensors]) -> Tensors:
+def restore_order(places: Sequence[Sequence[int] | NDArray[np.intp]], parts: Sequence[Tensors]) -> Tensors:
     """The rows of all parts, joined and sorted by their places."""
-    return taken(join(parts), np.argsort(np.concatenate(places)))
+    return select_rows(concat_rows(parts), np.argsort(np.concatenate(places)))
 
 
-def join(parts: Sequence[Tensors]) -> Tensors:
+def concat_rows(parts: Sequence[Tensors]) -> Tensors:
     """The rows of all parts, in order; a single part is given back as it is."""
     if len(parts) == 1:
         return parts[0]

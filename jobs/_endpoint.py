@@ -29,7 +29,7 @@ _BACKPRESSURE = BackpressureConfig(retry_after_s=1.0)
 
 
 @contextmanager
-def exclusive() -> Iterator[bool]:
+def endpoint_lock() -> Iterator[bool]:
     """Wait until no other job changes the endpoint, and let none begin until the end of the block.
 
     Each writes down all that is served: of two at a time the second would take away what the first has added.
@@ -60,13 +60,13 @@ def _hold() -> ray.actor.ActorHandle | None:
         return None
 
 
-def wanted() -> EndpointConfig:
+def desired_config() -> EndpointConfig:
     """What Serve was told last to serve, whether its replicas have come to that yet or not: nothing, if never told."""
     config = deployed_user_config(APPLICATION, DEPLOYMENT)
     return EndpointConfig() if config is None else EndpointConfig.model_validate(config)
 
 
-def change_over(before: EndpointConfig, after: EndpointConfig, timeout_s: float) -> None:
+def roll_out(before: EndpointConfig, after: EndpointConfig, timeout_s: float) -> None:
     """Serve ``after``, and wait until every replica has loaded every model.
 
     Raises:
@@ -124,8 +124,8 @@ def require_room(before: EndpointConfig, after: EndpointConfig) -> None:
             "them: ask for less"
         )
     sharded = [version for version in after.versions if version.tensor_parallel]
-    spare = 0 if not before.models else scaling.most if len(sharded) > 1 else 1
-    needed = {kind: (scaling.most + spare) * amount for kind, amount in after.reserved.items()}
+    spare = 0 if not before.models else scaling.max_replicas if len(sharded) > 1 else 1
+    needed = {kind: (scaling.max_replicas + spare) * amount for kind, amount in after.reserved.items()}
     require(needed, "serve.replicas, while they change over," if spare else "serve.replicas")
 
 
@@ -135,7 +135,7 @@ def require_calibration_room(before: EndpointConfig, reserved: Mapping[str, floa
     Raises:
         ClusterError: it would wait forever for what the replicas have reserved.
     """
-    taken = {kind: before.scaling.most * amount for kind, amount in before.reserved.items()}
+    taken = {kind: before.scaling.max_replicas * amount for kind, amount in before.reserved.items()}
     needed = {kind: amount + taken.get(kind, 0.0) for kind, amount in reserved.items() if amount}
     require(needed, "the calibration of serve.cascade" + (" and the replicas that answer" if before.models else ""))
 
@@ -150,8 +150,8 @@ def _run_application(config: EndpointConfig, timeout_s: float) -> None:
         user_config=config.model_dump(mode="json"),
         ray_actor_options={"num_cpus": scaling.cpus, "num_gpus": scaling.gpus, "resources": scaling.resources},
         **(
-            {"num_replicas": scaling.most}
-            if scaling.least == scaling.most
+            {"num_replicas": scaling.max_replicas}
+            if scaling.min_replicas == scaling.max_replicas
             else {"autoscaling_config": autoscaling_of(config)}
         ),
     )

@@ -14,12 +14,12 @@ from app.serving.deployment import deployed_model, promote_named
 from jobs._cluster import connect
 from jobs._endpoint import (
     await_routes,
-    change_over,
-    exclusive,
+    desired_config,
+    endpoint_lock,
     require_calibration_room,
     require_room,
+    roll_out,
     running_replicas,
-    wanted,
 )
 from jobs._ingress import start_serve
 from jobs._node import run_on_node
@@ -40,12 +40,12 @@ def deploy(run: Run) -> Outcome:
     recipe = run.recipe
     model = _planned(run)
     connect()
-    with exclusive() as has_waited:
+    with endpoint_lock() as has_waited:
         if has_waited:  # for a job that may have promoted another version
             model = _planned(run)
         if model.cascade:
             print(model.cascade.summary(model.production), flush=True)
-        before = wanted()
+        before = desired_config()
         access = access_of(recipe.serve, before.access)
         after = EndpointConfig(models={**before.models, recipe.name: model}, access=access)
         require_room(before, after)
@@ -53,7 +53,7 @@ def deploy(run: Run) -> Outcome:
 
         run.open()
         began = time.monotonic()
-        change_over(before, after, recipe.serve.ready_timeout_s)
+        roll_out(before, after, recipe.serve.ready_timeout_s)
         promote_named(recipe, Repository(run.storage))
         await_routes()
     ready_s = round(time.monotonic() - began, 3)
@@ -75,7 +75,7 @@ def _planned(run: Run) -> DeployedModel:
     if recipe.serve.cascade is None:
         return deployed_model(recipe, storage)
     connect()
-    require_calibration_room(wanted(), recipe.serve.reserved)
+    require_calibration_room(desired_config(), recipe.serve.reserved)
     return run_on_node("calibration", lambda _: deployed_model(recipe, storage), recipe.serve.reserved)
 
 

@@ -8,7 +8,7 @@ from app.errors import ClusterError
 from app.runs import Outcome, Run
 from app.serving.config import EndpointConfig
 from jobs._cluster import connect
-from jobs._endpoint import await_routes, change_over, exclusive, wanted
+from jobs._endpoint import await_routes, desired_config, endpoint_lock, roll_out
 from jobs._runner import main
 
 
@@ -26,8 +26,8 @@ def undeploy(run: Run) -> Outcome:
     """
     name = run.recipe.name
     connect()
-    with exclusive():
-        before = wanted()
+    with endpoint_lock():
+        before = desired_config()
         if name not in before.models:
             raise ClusterError(
                 f"model {name!r} is not deployed: the endpoint serves {', '.join(before.models) or 'none'}"
@@ -35,7 +35,7 @@ def undeploy(run: Run) -> Outcome:
         run.open()
         left = {each: model for each, model in before.models.items() if each != name}
         after = EndpointConfig(models=left, access=before.access)
-        change_over(before, after, run.recipe.serve.ready_timeout_s)
+        roll_out(before, after, run.recipe.serve.ready_timeout_s)
         await_routes()
     print(f"{name} is served no longer", flush=True)
     return Outcome(UndeployMetrics(models=tuple(left)), {})

@@ -7,7 +7,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 
 from app.serving import scaling
 from app.serving.config import EndpointConfig
-from app.serving.scaling import target_ongoing_requests, wanted_replicas
+from app.serving.scaling import desired_replicas, target_ongoing_requests
 
 LATENCY = "latency_to_target"
 DIRECT = "direct_requests"
@@ -26,8 +26,8 @@ def autoscaling_of(config: EndpointConfig) -> AutoscalingConfig:
     """
     wanted = config.scaling
     return AutoscalingConfig(
-        min_replicas=wanted.least,
-        max_replicas=wanted.most,
+        min_replicas=wanted.min_replicas,
+        max_replicas=wanted.max_replicas,
         target_ongoing_requests=target_ongoing_requests(version.policy for version in config.versions),
         upscale_delay_s=wanted.upscale_delay_s,
         downscale_delay_s=wanted.downscale_delay_s,
@@ -48,7 +48,7 @@ def decide(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
     if not context.current_num_replicas:
         return context.target_num_replicas, {}
     target = context.config.get_target_ongoing_requests()
-    return wanted_replicas(context.current_num_replicas, ongoing, target, latency_to_target), {}
+    return desired_replicas(context.current_num_replicas, ongoing, target, latency_to_target), {}
 
 
 def _policy() -> AutoscalingPolicy:

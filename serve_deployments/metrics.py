@@ -36,8 +36,8 @@ class BatchingMetrics:
         """Tell Ray what was counted since the last report, and how many requests wait."""
         waiting = dict.fromkeys(self._waited, 0)  # of what is served no more
         for name, served in self._endpoint.counted:
-            waiting[name, served.model.version] = served.waiting
-            tags = dict(zip(_VERSION, (name, served.model.version), strict=True))
+            waiting[name, served.version] = served.waiting
+            tags = dict(zip(_VERSION, (name, served.version), strict=True))
             counted, reported = served.batching, self._reported.setdefault(served, BatchingStatistics())
             _add(self._batches, tags, counted.releases, reported.releases)
             _add(self._failures, tags, counted.failures, reported.failures)

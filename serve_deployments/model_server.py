@@ -20,7 +20,7 @@ _GC_THRESHOLDS = 10_000, 20, 50
 """Of Python's collector. By its own of 700, it would run several times in each second of many small requests."""
 
 
-def spare_what_is_loaded() -> None:
+def freeze_loaded_objects() -> None:
     """Keep the garbage collector from all objects that exist now: a full collection would visit every one of them."""
     gc.unfreeze()  # what was loaded before and is not needed any more
     gc.collect()
@@ -63,7 +63,7 @@ class ModelServer(GrpcMethods):
     async def _spare_once_closed(self) -> None:
         """Wait for models that were let go of, which may still answer: the collector would never free them."""
         await self._endpoint.wait_closed()
-        spare_what_is_loaded()
+        freeze_loaded_objects()
 
     async def check_health(self) -> None:
         """Whether this event loop and every engine answer: where Serve itself looks, neither needs to.

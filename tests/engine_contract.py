@@ -13,7 +13,7 @@ import torch
 from app.compile.export import export_onnx
 from app.config import DataConfig
 from app.data.text import TextProcessor
-from app.engines.base import Engine, Signature, infer_together
+from app.engines.base import Engine, Signature, infer_many
 from app.errors import EngineError, RequestError
 from app.models.text import encoder_classifier
 from app.tensors import OUTPUT, Tensors, TensorSpec
@@ -77,7 +77,7 @@ class EngineContract:
 
     def test_requests_of_any_shape_run_together(self, engine: Engine) -> None:
         requests = [rows(1), rows(3, 8), rows(2), dict(reversed(rows(4, 8).items()))]
-        answers = infer_together(engine, requests, lambda _: 9)
+        answers = infer_many(engine, requests, lambda _: 9)
         for request, answer in zip(requests, answers, strict=True):
             assert np.abs(answer[OUTPUT] - engine.infer(request)[OUTPUT]).max() <= 1e-5
 

@@ -127,18 +127,18 @@ class ServeConfig(Section):
         return (self.replicas, self.replicas) if isinstance(self.replicas, int) else self.replicas
 
     @property
-    def tried(self) -> dict[Role, CanaryConfig | ShadowConfig]:
+    def candidates(self) -> dict[Role, CanaryConfig | ShadowConfig]:
         """What is tried beside the version in production."""
-        tried: dict[Role, CanaryConfig | ShadowConfig] = {}
+        candidates: dict[Role, CanaryConfig | ShadowConfig] = {}
         if self.canary:
-            tried["canary"] = self.canary
+            candidates["canary"] = self.canary
         if self.shadow:
-            tried["shadow"] = self.shadow
-        return tried
+            candidates["shadow"] = self.shadow
+        return candidates
 
     @model_validator(mode="after")
     def _versions_differ(self) -> Self:
-        named = {"version": self.version, **{f"{role}.version": each.version for role, each in self.tried.items()}}
+        named = {"version": self.version, **{f"{role}.version": each.version for role, each in self.candidates.items()}}
         for one, other in combinations(named, 2):
             if named[one] is not None and named[one] == named[other]:
                 raise ValueError(f"{one} and {other} are both {named[one]}: name different versions")

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from app.config import ComputePrecision
 from app.engines.architecture import Device
 from app.errors import CompileError, EngineError, RayloomError
-from app.tensors import Tensor, Tensors, TensorSpec, by_shape, check_tensors, cut, join, rows_of
+from app.tensors import Tensor, Tensors, TensorSpec, check_tensors, concat_rows, count_rows, group_by_shape, slice_rows
 
 Member = TypeVar("Member")
 
@@ -247,7 +247,7 @@ class ShapeProfile(BaseModel):
         return self
 
 
-def infer_together(engine: Engine, requests: Sequence[Tensors], max_rows: Callable[[Tensors], int]) -> list[Tensors]:
+def infer_many(engine: Engine, requests: Sequence[Tensors], max_rows: Callable[[Tensors], int]) -> list[Tensors]:
     """Run requests together, and return the outputs of each, in order.
 
     Requests share calls if their rows have the same shape. A request with more rows than one call takes several calls.
@@ -256,15 +256,15 @@ def infer_together(engine: Engine, requests: Sequence[Tensors], max_rows: Callab
         max_rows: returns the maximum rows of a call for requests with the shape of its argument.
     """
     answers: list[list[Tensors]] = [[] for _ in requests]
-    for group in by_shape(requests):
+    for group in group_by_shape(requests):
         for members in _calls(requests, group, max_rows(requests[group[0]])):
-            outputs = engine.infer(join([piece for _, piece in members]))
+            outputs = engine.infer(concat_rows([piece for _, piece in members]))
             start = 0
             for index, piece in members:
-                stop = start + rows_of(piece)
-                answers[index].append(cut(outputs, start, stop))
+                stop = start + count_rows(piece)
+                answers[index].append(slice_rows(outputs, start, stop))
                 start = stop
-    return [join(each) for each in answers]
+    return [concat_rows(each) for each in answers]
 
 
 def _calls(requests: Sequence[Tensors], group: Sequence[int], max_rows: int) -> Iterator[list[tuple[int, Tensors]]]:
@@ -272,9 +272,9 @@ def _calls(requests: Sequence[Tensors], group: Sequence[int], max_rows: int) -> 
     call: list[tuple[int, Tensors]] = []
     rows = 0
     for index in group:
-        for start in range(0, rows_of(requests[index]), max_rows):
-            piece = cut(requests[index], start, start + max_rows)
-            more = rows_of(piece)
+        for start in range(0, count_rows(requests[index]), max_rows):
+            piece = slice_rows(requests[index], start, start + max_rows)
+            more = count_rows(piece)
             if rows + more > max_rows:
                 yield call
                 call, rows = [], 0

@@ -97,7 +97,7 @@ class Repository:
             )
         return version
 
-    def tried(self, name: str, alias: Role) -> int:
+    def candidate(self, name: str, alias: Role) -> int:
         """The version that is the canary or the shadow. Raises StorageError if there is none."""
         version: int | None = getattr(self.aliases(name), alias)
         if version is None:

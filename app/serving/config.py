@@ -39,7 +39,7 @@ class VersionConfig(_Config):
         return f"{self.name}/{self.version}"
 
     @property
-    def read_by_shards(self) -> Sequence[str]:
+    def shard_files(self) -> Sequence[str]:
         """Files of the version that its shards read, each for itself, and its replica does not."""
         return (WEIGHTS_FILE,) if self.tensor_parallel else ()
 
@@ -78,7 +78,7 @@ def _by_length(manifest: Manifest, serving: ServingDefaults) -> RowsByLength | N
     return RowsByLength(*axis, tuple(sorted(serving.max_batch_size_by_length.items())))
 
 
-class Share(_Config):
+class CandidateConfig(_Config):
     """A version beside the one in production, and how many of the requests that name no version it gets."""
 
     version: VersionConfig
@@ -99,8 +99,8 @@ class Cascade(_Config):
 class Scaling(_Config):
     """What a model asks of the replicas, each of which holds every model."""
 
-    least: PositiveInt = 1
-    most: PositiveInt = 1
+    min_replicas: PositiveInt = 1
+    max_replicas: PositiveInt = 1
     cpus: Annotated[float, Field(ge=0.0)] = 0.0
     """That a replica reserves for it."""
 
@@ -122,10 +122,10 @@ class Scaling(_Config):
 
         Of delays those of models that scale: the shortest until there are more, the longest until there are fewer.
         """
-        scaling = [each for each in wishes if each.least < each.most]
+        scaling = [each for each in wishes if each.min_replicas < each.max_replicas]
         return cls(
-            least=max((each.least for each in wishes), default=1),
-            most=max((each.most for each in wishes), default=1),
+            min_replicas=max((each.min_replicas for each in wishes), default=1),
+            max_replicas=max((each.max_replicas for each in wishes), default=1),
             cpus=sum(each.cpus for each in wishes),
             gpus=sum(each.gpus for each in wishes),
             resources=_summed([wish.resources for wish in wishes]),
@@ -145,10 +145,10 @@ class DeployedModel(_Config):
     """The versions that answer under one name."""
 
     production: VersionConfig
-    canary: Share | None = None
+    canary: CandidateConfig | None = None
     """Answers some requests in place of production."""
 
-    shadow: Share | None = None
+    shadow: CandidateConfig | None = None
     """Gets copies of some requests, and answers none of them."""
 
     cascade: Cascade | None = None

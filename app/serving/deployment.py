@@ -10,8 +10,8 @@ from app.errors import RecipeError
 from app.repository.aliases import Alias
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
-from app.serving.cascade.build import planned_cascade
-from app.serving.config import DeployedModel, Scaling, Share, VersionConfig
+from app.serving.cascade.build import build_cascade
+from app.serving.config import CandidateConfig, DeployedModel, Scaling, VersionConfig
 from app.storage import local_copy
 
 
@@ -22,21 +22,21 @@ def deployed_model(recipe: Recipe, storage: UPath) -> DeployedModel:
         StorageError: a version is not there or was changed, or none has an alias that the recipe asks for.
         RecipeError: two of them are one version, or one takes or gives other tensors than production, or cannot be
             served as the recipe says.
-        EngineError, DataError: of a cascade's calibration, as ``planned_cascade`` says.
+        EngineError, DataError: of a cascade's calibration, as ``build_cascade`` says.
     """
     serve, repository = recipe.serve, Repository(storage)
     production = repository.verify(recipe.name, serve.version or repository.production(recipe.name))
     manifests: dict[Alias, Manifest] = {"production": production}
-    for alias, wanted in serve.tried.items():
-        manifests[alias] = repository.verify(recipe.name, wanted.version or repository.tried(recipe.name, alias))
+    for alias, wanted in serve.candidates.items():
+        manifests[alias] = repository.verify(recipe.name, wanted.version or repository.candidate(recipe.name, alias))
     _require_interchangeable(manifests)
 
     def config_of(manifest: Manifest) -> VersionConfig:
         return VersionConfig.of(str(storage), manifest, serve)
 
-    def share_of(alias: Role) -> Share | None:
-        wanted = serve.tried.get(alias)
-        return Share(version=config_of(manifests[alias]), percent=wanted.percent) if wanted else None
+    def share_of(alias: Role) -> CandidateConfig | None:
+        wanted = serve.candidates.get(alias)
+        return CandidateConfig(version=config_of(manifests[alias]), percent=wanted.percent) if wanted else None
 
     in_production = config_of(production)
     if serve.tensor_parallel:
@@ -48,7 +48,7 @@ def deployed_model(recipe: Recipe, storage: UPath) -> DeployedModel:
         production=in_production,
         canary=share_of("canary"),
         shadow=share_of("shadow"),
-        cascade=planned_cascade(serve.cascade, in_production, serve, storage) if serve.cascade else None,
+        cascade=build_cascade(serve.cascade, in_production, serve, storage) if serve.cascade else None,
         scaling=_scaling(serve, production),
     )
 
@@ -57,7 +57,7 @@ def promote_named(recipe: Recipe, repository: Repository) -> None:
     """Give each version that the recipe names its alias; those that it does not name have theirs."""
     if recipe.serve.version is not None:
         repository.promote(recipe.name, recipe.serve.version)
-    for alias, wanted in recipe.serve.tried.items():
+    for alias, wanted in recipe.serve.candidates.items():
         if wanted.version is not None:
             repository.promote(recipe.name, wanted.version, alias)
 
@@ -80,11 +80,11 @@ def _require_interchangeable(manifests: Mapping[Alias, Manifest]) -> None:
 
 def _scaling(serve: ServeConfig, production: Manifest) -> Scaling:
     measured = production.served(serve).replicas
-    least, most = serve.replica_range or (measured, measured)
+    min_replicas, max_replicas = serve.replica_range or (measured, measured)
     target_ms = serve.scaling.latency_target_ms
     return Scaling(
-        least=least,
-        most=most,
+        min_replicas=min_replicas,
+        max_replicas=max_replicas,
         cpus=serve.cpus_per_replica,
         gpus=serve.gpus_per_replica,
         resources=serve.resources,

@@ -12,13 +12,13 @@ from app.errors import EngineError, NotServedError, RequestError, short_repr
 from app.repository.manifest import Manifest
 from app.serving.access import Access
 from app.serving.cascade.served import ServedCascade
-from app.serving.config import DeployedModel, EndpointConfig, Share, VersionConfig
+from app.serving.config import CandidateConfig, DeployedModel, EndpointConfig, VersionConfig
 from app.serving.model.engine import open_published
-from app.serving.model.health import may_be_asked
+from app.serving.model.health import choose_probes
 from app.serving.model.loaded import load_model
 from app.serving.model.served import ServedModel
 from app.serving.protocol.management import ModelIndex, ModelMetadata, ModelStatistics, ServerMetadata
-from app.serving.rollout import Answering, Beside, Rollout
+from app.serving.rollout import InferenceTarget, Rollout, TrafficShare
 from app.storage import open_storage
 
 _METADATA = ServerMetadata(version=version_of("rayloom"))
@@ -28,7 +28,7 @@ Served = Mapping[VersionConfig, ServedModel]
 OpenVersion = Callable[[VersionConfig, Manifest, Path, int], Engine]
 
 
-def open_whole(_: VersionConfig, manifest: Manifest, folder: Path, threads: int) -> Engine:
+def open_unsharded(_: VersionConfig, manifest: Manifest, folder: Path, threads: int) -> Engine:
     """The engine of a version that is not sharded, in this process. Raises EngineError or StorageError."""
     return open_published(manifest, folder, threads)
 
@@ -39,7 +39,7 @@ class Endpoint:
     def __init__(
         self,
         chance: random.Random | None = None,
-        open_version: OpenVersion = open_whole,
+        open_version: OpenVersion = open_unsharded,
     ) -> None:
         """Serve nothing yet.
 
@@ -92,7 +92,7 @@ class Endpoint:
         """What this is."""
         return _METADATA
 
-    def route(self, name: str, version: str | None = None) -> Answering:
+    def route(self, name: str, version: str | None = None) -> InferenceTarget:
         """What answers a request, all of it: chosen once, and by chance if a canary is served.
 
         Raises:
@@ -100,14 +100,14 @@ class Endpoint:
         """
         return self._model(name).route(version)
 
-    def route_alone(self, name: str, version: str | None = None) -> ServedModel | None:
+    def route_single(self, name: str, version: str | None = None) -> ServedModel | None:
         """Return what ``route`` would, if that is one version by itself; None if it is more, and nothing was chosen.
 
         Raises:
             NotServedError: as ``route``.
         """
         model = self._model(name)
-        chosen = model.route(version) if model.answers_alone(version) else None
+        chosen = model.route(version) if model.has_single_target(version) else None
         return chosen if isinstance(chosen, ServedModel) else None
 
     def find(self, name: str, version: str | None = None) -> ServedModel:
@@ -185,7 +185,7 @@ class Endpoint:
             EngineError: one does not.
         """
         answering = {served.health: served for model in self._rollouts for served in model.answering}
-        asked = may_be_asked(answering)
+        asked = choose_probes(answering)
         # Concurrently, because a check may wait a moment for its engine.
         await asyncio.gather(*(self._check(served, health in asked) for health, served in answering.items()))
 
@@ -198,7 +198,7 @@ class Endpoint:
             wanted.threads,
             wanted.policy.full_batches,
             partial(self._open_version, wanted),
-            besides=wanted.read_by_shards,
+            besides=wanted.shard_files,
         )
         return ServedModel(model, wanted.policy)
 
@@ -206,9 +206,9 @@ class Endpoint:
     def _rollouts(self) -> list[Rollout]:
         return [self._models[name] for name in sorted(self._models)]
 
-    async def _check(self, served: ServedModel, may_ask: bool) -> None:
+    async def _check(self, served: ServedModel, may_probe: bool) -> None:
         try:
-            await served.check(may_ask=may_ask)
+            await served.check(may_probe=may_probe)
         except EngineError:
             if served in self._served.values():  # else it was let go of meanwhile
                 raise
@@ -221,8 +221,8 @@ class Endpoint:
         return model
 
     def _rollout(self, name: str, model: DeployedModel) -> Rollout:
-        def beside(share: Share | None) -> Beside | None:
-            return Beside(self._served[share.version], share.percent) if share else None
+        def beside(share: CandidateConfig | None) -> TrafficShare | None:
+            return TrafficShare(self._served[share.version], share.percent) if share else None
 
         production, cascade = self._served[model.production], None
         if model.cascade:

@@ -17,7 +17,7 @@ from app.serving.protocol.natural import PredictRequest, PredictResponse
 from app.tensors import TensorSpec
 
 
-class Answering(Protocol):
+class InferenceTarget(Protocol):
     """What one request is handed to, and answered by alone."""
 
     @property
@@ -33,16 +33,16 @@ class Answering(Protocol):
 
 LOG = logging.getLogger(__name__)
 
-_MOST_BYTES = 2**30
+_MAX_BYTES = 2**30
 
 
 class Shadow:
     """A version that is sent copies. One that finds its queue full is dropped, and so is one too many in bytes."""
 
-    def __init__(self, served: ServedModel, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(self, served: ServedModel, most_bytes: int = _MAX_BYTES) -> None:
         """Send copies to a version, of ``most_bytes`` at a time: the requests that they are of have been answered."""
         self.served = served
-        self._most_bytes = most_bytes
+        self._max_bytes = most_bytes
         self._bytes = 0  # of the copies that wait or run
         self._copies: dict[asyncio.Task[object], int] = {}  # and their bytes
         self._told: set[type[BaseException]] = set()
@@ -52,7 +52,7 @@ class Shadow:
 
         What it raises is in the version's statistics, and goes no further.
         """
-        if self._bytes + num_bytes > self._most_bytes:
+        if self._bytes + num_bytes > self._max_bytes:
             copy.close()
             self.served.batching.failed(FailureReason.REJECTED, 0.0)
             return
@@ -71,13 +71,13 @@ class Shadow:
         LOG.warning("the shadow of model %r, version %s, failed", manifest.name, manifest.version, exc_info=error)
 
 
-class Shadowed:
+class MirroredTarget:
     """What answers, with a shadow that is sent what it has answered.
 
     So a copy never runs before its request, and what cannot be answered at all is not held against the shadow.
     """
 
-    def __init__(self, answering: Answering, shadow: Shadow) -> None:
+    def __init__(self, answering: InferenceTarget, shadow: Shadow) -> None:
         self._answering = answering
         self._shadow = shadow
 
@@ -100,7 +100,7 @@ class Shadowed:
 
 
 @dataclass(frozen=True)
-class Beside:
+class TrafficShare:
     """A version beside the one in production."""
 
     served: ServedModel
@@ -115,8 +115,8 @@ class Rollout:
         self,
         name: str,
         production: ServedModel,
-        canary: Beside | None,
-        shadow: Beside | None,
+        canary: TrafficShare | None,
+        shadow: TrafficShare | None,
         cascade: ServedCascade | None,
         chance: random.Random,
     ) -> None:
@@ -129,7 +129,7 @@ class Rollout:
         self._copies = Shadow(shadow.served) if shadow else None
         self._chance = chance
 
-    def route(self, version: str | None) -> Answering:
+    def route(self, version: str | None) -> InferenceTarget:
         """What answers a request: the version that it names, else production, its cascade or, by chance, the canary.
 
         Raises:
@@ -138,14 +138,14 @@ class Rollout:
         if version is not None:
             return self.find(version)
         canary = self._canary
-        chosen: Answering = self._cascade or self._production
+        chosen: InferenceTarget = self._cascade or self._production
         if canary and self._draws(canary):
             chosen = canary.served
         if self._copies and self._shadow and self._draws(self._shadow):
-            return Shadowed(chosen, self._copies)
+            return MirroredTarget(chosen, self._copies)
         return chosen
 
-    def answers_alone(self, version: str | None) -> bool:
+    def has_single_target(self, version: str | None) -> bool:
         """Whether ``route`` gives one version itself: no cascade, and none that a shadow follows."""
         return version is not None or not (self._cascade or self._shadow)
 
@@ -154,9 +154,9 @@ class Rollout:
         if version is None:
             return self._production
         for served in self.versions:
-            if served.model.version == version:
+            if served.version == version:
                 return served
-        known = ", ".join(served.model.version for served in self.versions)
+        known = ", ".join(served.version for served in self.versions)
         raise NotServedError(
             f"model {short_repr(self._name)} has no version {short_repr(version)} here: served are {known}"
         )
@@ -192,7 +192,7 @@ class Rollout:
 
     def metadata(self, version: str | None) -> ModelMetadata:
         """What a version takes and gives, and which others there are. Raises NotServedError if it is not served."""
-        versions = [served.model.version for served in self.versions]
+        versions = [served.version for served in self.versions]
         return self.find(version).metadata.model_copy(update={"versions": versions})
 
     @property
@@ -200,14 +200,14 @@ class Rollout:
         """All versions as the repository extension lists them, production first."""
         roles = ["", *(f"{role}, {beside.percent:g} %" for role, beside in self._beside)]
         return [
-            ModelIndex(name=self._name, version=served.model.version, state="READY", reason=role)
+            ModelIndex(name=self._name, version=served.version, state="READY", reason=role)
             for served, role in zip(self.versions, roles, strict=True)
         ]
 
     @property
-    def _beside(self) -> list[tuple[str, Beside]]:
+    def _beside(self) -> list[tuple[str, TrafficShare]]:
         named = (("canary", self._canary), ("shadow", self._shadow))
         return [(role, beside) for role, beside in named if beside]
 
-    def _draws(self, beside: Beside) -> bool:
+    def _draws(self, beside: TrafficShare) -> bool:
         return self._chance.random() * 100 < beside.percent

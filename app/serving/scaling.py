@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from app.serving.batching.policy import BatchingPolicy
 
-_MOST_GROWTH = 2.0
+_MAX_GROWTH = 2.0
 """At once: latency falls faster than replicas rise once the queue is gone, so a long queue asks for too many."""
 
 _SPARE = 0.5
@@ -23,7 +23,7 @@ def target_ongoing_requests(policies: Iterable[BatchingPolicy]) -> float:
     return float(min((policy.max_batch_size for policy in policies), default=1))
 
 
-def wanted_replicas(replicas: int, ongoing: float, target_ongoing: float, latency_to_target: float) -> float:
+def desired_replicas(replicas: int, ongoing: float, target_ongoing: float, latency_to_target: float) -> float:
     """How many replicas are wanted, by load or by latency, whichever asks for more.
 
     Args:
@@ -35,7 +35,7 @@ def wanted_replicas(replicas: int, ongoing: float, target_ongoing: float, latenc
     """
     by_load = ongoing / target_ongoing
     if latency_to_target > 1:
-        return max(by_load, replicas * min(latency_to_target, _MOST_GROWTH))
+        return max(by_load, replicas * min(latency_to_target, _MAX_GROWTH))
     if latency_to_target > _SPARE:
         return max(by_load, replicas)
     return by_load

@@ -14,7 +14,7 @@ from benchmarks.cluster import Cluster, local_cluster
 from benchmarks.many.measures import Cost
 from benchmarks.many.population import RECIPE, name_of, recipe_in, write_versions
 from jobs._cluster import connect
-from jobs._endpoint import change_over, exclusive, wanted
+from jobs._endpoint import desired_config, endpoint_lock, roll_out
 
 _ROOT = Path(__file__).parents[2]
 _OPTIONS = ("serve.version=1", "serve.replicas=1")
@@ -65,9 +65,9 @@ def _serve_all(count: int) -> None:
     storage = open_storage(None)
     models = {name_of(number): deployed_model(recipe_in(storage, name_of(number)), storage) for number in range(count)}
     connect()
-    with exclusive():
-        before = wanted()
-        change_over(before, EndpointConfig(models={**before.models, **models}, access=before.access), _READY_S)
+    with endpoint_lock():
+        before = desired_config()
+        roll_out(before, EndpointConfig(models={**before.models, **models}, access=before.access), _READY_S)
 
 
 if __name__ == "__main__":

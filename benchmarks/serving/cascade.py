@@ -31,7 +31,7 @@ from app.serving.cascade.stages import require_alike
 from app.serving.model.loaded import LoadedModel, load_model
 from app.storage import to_path
 from app.telemetry.flops import flops_per_sample
-from app.tensors import OUTPUT, Tensors, taken
+from app.tensors import OUTPUT, Tensors, select_rows
 from app.training.run_folder import DATA, RECIPE_FILE, WEIGHTS
 from app.training.weights import load_weights
 from benchmarks.compile.models import Model, train
@@ -168,7 +168,7 @@ async def _cascade(rule: CascadeRule, models: Sequence[LoadedModel], batch: Tens
     """Run the cascade as a replica does, without its queues."""
 
     async def ask(stage: int, rows: NDArray[np.intp]) -> Tensors:
-        return models[stage].engine.infer(taken(batch, rows))
+        return models[stage].engine.infer(select_rows(batch, rows))
 
     await route(rule, _num_rows(batch), ask)
 

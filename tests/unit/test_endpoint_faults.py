@@ -24,9 +24,9 @@ from upath import UPath
 from app.engines.base import Engine, Signature
 from app.errors import EngineError, RayloomError, StorageError
 from app.serving import endpoint
-from app.serving.config import DeployedModel, EndpointConfig, Share
+from app.serving.config import CandidateConfig, DeployedModel, EndpointConfig
 from app.serving.model import engine, health
-from app.serving.model.loaded import Alike, LoadedModel
+from app.serving.model.loaded import LoadedModel, ShapeGroup
 from app.serving.protocol.natural import PredictRequest
 from app.tensors import OUTPUT, Tensors
 from tests.engine_contract import exported, rows
@@ -177,7 +177,7 @@ def test_engines_are_looked_at_together(server: Server, tmp_path: Path, monkeypa
     """Each waits for the other with its answer."""
     publish(UPath(tmp_path), exported(), exported())
     production, other = (version_config(UPath(tmp_path), version) for version in (1, 2))
-    both = DeployedModel(production=production, canary=Share(version=other, percent=50))
+    both = DeployedModel(production=production, canary=CandidateConfig(version=other, percent=50))
     server.run(server.endpoint.update(endpoint_config(both)))
     meet = threading.Barrier(2, timeout=10)
     monkeypatch.setattr(LoadedModel, "check", lambda _: meet.wait())
@@ -386,7 +386,7 @@ def test_a_version_that_still_reads_for_nobody_is_let_go_of_without_a_halt(
 ) -> None:
     reads, go = threading.Event(), threading.Event()
 
-    def encode(*_: object) -> list[Alike]:
+    def encode(*_: object) -> list[ShapeGroup]:
         reads.set()
         go.wait(60)
         return []

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from app.serving.model.health import EngineHealth, may_be_asked
+from app.serving.model.health import EngineHealth, choose_probes
 
 ENGINES = 20
 
@@ -16,7 +16,7 @@ class Clock:
     def __call__(self) -> float:
         return self.now_s
 
-    def run_blank(self) -> None:
+    def run_probe(self) -> None:
         self.now_s += self.blank_s
 
 
@@ -25,12 +25,12 @@ def blanks_in_each_look(blank_s: float, looks: int) -> list[int]:
 
     async def scenario() -> list[int]:
         clock, asked = Clock(blank_s), []
-        engines = [EngineHealth(clock.run_blank, clock) for _ in range(ENGINES)]
+        engines = [EngineHealth(clock.run_probe, clock) for _ in range(ENGINES)]
         for _ in range(looks):
             clock.now_s += 1
-            chosen = may_be_asked(engines)
+            chosen = choose_probes(engines)
             for engine in engines:
-                await engine.check(0.0, may_ask=engine in chosen)
+                await engine.check(0.0, may_probe=engine in chosen)
             asked.append(len(chosen))
         assert all(engine.answered_s > 0 for engine in engines), "each was asked"
         return asked

@@ -23,7 +23,7 @@ from uvicorn.config import HTTP_PROTOCOLS
 from app.errors import DeadlineError, OverloadError
 from app.serving.access import Access
 from app.serving.batching.groups import Request
-from app.serving.config import DeployedModel, EndpointConfig, Share
+from app.serving.config import CandidateConfig, DeployedModel, EndpointConfig
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.infer import InferRequest
 from app.serving.protocol.rest import JSON_LENGTH, read_infer
@@ -32,7 +32,7 @@ from app.serving.transport.grpc import GrpcMethods
 from app.serving.transport.hot import HotProtocol, HotRoute, listen_hot
 from app.serving.transport.http import DirectInference, HttpApi
 from app.tensors import OUTPUT, Tensors
-from serve_deployments.model_server import ModelServer, spare_what_is_loaded
+from serve_deployments.model_server import ModelServer, freeze_loaded_objects
 from tests.engine_contract import exported, rows
 from tests.helpers import wait_until
 from tests.hostile import GOOD, HEADERS, REQUESTS
@@ -248,7 +248,7 @@ def test_what_is_answered_here_is_counted(server: Server) -> None:
     assert after.inference_stats.success.count == before.inference_stats.success.count + 2
     assert after.last_inference >= before.last_inference
     assert len(served.latencies._answered) == answered + 2
-    assert not served.health.is_doubtful
+    assert not served.health.is_stale
 
 
 def test_who_goes_away_is_not_run_and_leaves_nothing_behind(storage: UPath) -> None:
@@ -344,7 +344,7 @@ def test_a_version_that_changes_is_asked_at_once(storage: UPath) -> None:
 def test_what_a_shadow_follows_is_left_to_asgi_and_what_a_canary_answers_is_not(
     storage: UPath, beside: str, is_plain: bool
 ) -> None:
-    share = Share(version=version_config(storage, 2), percent=100)
+    share = CandidateConfig(version=version_config(storage, 2), percent=100)
     toy = DeployedModel(production=version_config(storage, 1), **{beside: share})
     with serving() as server:
         server.run(server.endpoint.update(endpoint_config(toy)))
@@ -470,7 +470,7 @@ def test_no_request_waits_for_the_garbage_collector(storage: UPath, is_hot: bool
 def test_the_garbage_collector_leaves_alone_what_a_replica_has_loaded() -> None:
     thresholds = gc.get_threshold()
     try:
-        spare_what_is_loaded()
+        freeze_loaded_objects()
         assert gc.get_freeze_count() > 10_000
         assert gc.get_threshold() > thresholds
     finally:

@@ -21,7 +21,7 @@ from app.config import DataConfig, ImageConfig
 from app.data.images import ImageProcessor, encode_png
 from app.engines.base import Signature
 from app.serving.access import Access
-from app.serving.config import DeployedModel, EndpointConfig, Share
+from app.serving.config import CandidateConfig, DeployedModel, EndpointConfig
 from app.serving.transport.routes import PAGE
 from app.tensors import OUTPUT, TensorSpec
 from tests.engine_contract import PROCESSOR, SIGNATURE, exported
@@ -124,7 +124,7 @@ def test_a_version_that_is_tried_is_shown_and_not_asked_by_name(
     page: WebDriver, server: Server, config: EndpointConfig
 ) -> None:
     production = config.models["reviews"].production
-    canary = Share(version=production.model_copy(update={"version": 2}), percent=10)
+    canary = CandidateConfig(version=production.model_copy(update={"version": 2}), percent=10)
     tried = {**config.models, "reviews": DeployedModel(production=production, canary=canary)}
     server.run(server.endpoint.update(EndpointConfig(models=tried)))
     try:

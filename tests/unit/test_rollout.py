@@ -16,7 +16,7 @@ from onnx import numpy_helper
 from upath import UPath
 
 from app.errors import EngineError
-from app.serving.config import DeployedModel, Scaling, Share
+from app.serving.config import CandidateConfig, DeployedModel, Scaling
 from app.serving.rollout import Shadow
 from app.tensors import OUTPUT
 from tests.engine_contract import PROCESSOR, TEXTS, exported, rows
@@ -57,8 +57,8 @@ def deploy(server: Server, storage: UPath, canary: int | None = None, shadow: in
     """Version 1, a canary of 25 %, a shadow of everything with ``knobs``."""
     model = DeployedModel(
         production=version_config(storage, 1),
-        canary=canary and Share(version=version_config(storage, canary), percent=25),
-        shadow=shadow and Share(version=version_config(storage, shadow, **knobs), percent=100),
+        canary=canary and CandidateConfig(version=version_config(storage, canary), percent=25),
+        shadow=shadow and CandidateConfig(version=version_config(storage, shadow, **knobs), percent=100),
     )
     server.run(server.endpoint.update(endpoint_config(model)))
 

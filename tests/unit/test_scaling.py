@@ -9,7 +9,7 @@ from app.config import TensorParallelConfig
 from app.serving.batching.policy import BatchingPolicy
 from app.serving.batching.statistics import RecentLatencies
 from app.serving.config import DeployedModel, EndpointConfig, Scaling, VersionConfig
-from app.serving.scaling import target_ongoing_requests, wanted_replicas
+from app.serving.scaling import desired_replicas, target_ongoing_requests
 from serve_deployments.autoscaling import DIRECT, LATENCY, decide
 
 
@@ -31,7 +31,7 @@ from serve_deployments.autoscaling import DIRECT, LATENCY, decide
 def test_load_and_latency_each_ask_for_replicas_and_the_most_are_wanted(
     replicas: int, ongoing: float, latency_to_target: float, wanted: float
 ) -> None:
-    assert wanted_replicas(replicas, ongoing, 8.0, latency_to_target) == pytest.approx(wanted)
+    assert desired_replicas(replicas, ongoing, 8.0, latency_to_target) == pytest.approx(wanted)
 
 
 def context(reported: dict[str, dict[str, float]], grown_s: float | None = None) -> SimpleNamespace:
@@ -64,14 +64,27 @@ def test_a_full_call_of_the_smallest_engine_is_what_a_replica_should_hold() -> N
 
 
 def test_models_that_share_replicas_get_what_each_asked_for() -> None:
-    fixed = Scaling(least=2, most=2, cpus=0.5, gpus=0.25, upscale_delay_s=1, downscale_delay_s=900,
+    fixed = Scaling(min_replicas=2, max_replicas=2, cpus=0.5, gpus=0.25, upscale_delay_s=1, downscale_delay_s=900,
                     resources={"rack": 0.5, "disk": 1.0})  # fmt: skip
-    one = Scaling(least=1, most=4, cpus=0.25, gpus=0.5, latency_target_s=0.2, upscale_delay_s=5, downscale_delay_s=60)
+    one = Scaling(
+        min_replicas=1,
+        max_replicas=4,
+        cpus=0.25,
+        gpus=0.5,
+        latency_target_s=0.2,
+        upscale_delay_s=5,
+        downscale_delay_s=60,
+    )
     other = Scaling(
-        least=1, most=3, resources={"rack": 0.25}, latency_target_s=0.1, upscale_delay_s=20, downscale_delay_s=300
+        min_replicas=1,
+        max_replicas=3,
+        resources={"rack": 0.25},
+        latency_target_s=0.1,
+        upscale_delay_s=20,
+        downscale_delay_s=300,
     )
     together = Scaling.together([fixed, one, other])
-    assert (together.least, together.most, together.cpus, together.gpus) == (2, 4, 0.75, 0.75)
+    assert (together.min_replicas, together.max_replicas, together.cpus, together.gpus) == (2, 4, 0.75, 0.75)
     assert (together.latency_target_s, together.upscale_delay_s, together.downscale_delay_s) == (0.1, 5, 300)
     assert together.resources == {"rack": 0.75, "disk": 1.0}
     assert Scaling.together([]) == Scaling()

@@ -35,7 +35,9 @@ def test_a_recipe_names_versions_and_aliases_stand_for_the_rest(storage: UPath) 
     repository.promote("toy", 2, "canary")
     alone = deployed_model(recipe(), storage)
     assert [each.version for each in alone.versions] == [1]
-    assert alone.scaling == Scaling(least=2, most=2, upscale_delay_s=5, downscale_delay_s=300)  # as was measured
+    assert alone.scaling == Scaling(
+        min_replicas=2, max_replicas=2, upscale_delay_s=5, downscale_delay_s=300
+    )  # as was measured
     tried = recipe(
         "serve.canary={percent: 10}", "serve.shadow={version: 3}", "serve.replicas=[1, 4]", "serve.threads=3"
     )
@@ -44,7 +46,7 @@ def test_a_recipe_names_versions_and_aliases_stand_for_the_rest(storage: UPath) 
     assert model.shadow is not None
     assert [each.version for each in model.versions] == [1, 2, 3]
     assert (model.canary.percent, model.shadow.percent) == (10, 100)
-    assert (model.scaling.least, model.scaling.most, model.production.threads) == (1, 4, 3)
+    assert (model.scaling.min_replicas, model.scaling.max_replicas, model.production.threads) == (1, 4, 3)
     promote_named(tried, repository)
     assert [repository.aliases("toy").of(version) for version in (1, 2, 3)] == [["production"], ["canary"], ["shadow"]]
 

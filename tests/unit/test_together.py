@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from app.engines.base import PooledEngine, Signature, infer_together
+from app.engines.base import PooledEngine, Signature, infer_many
 from app.errors import EngineError
 from app.tensors import Tensors, TensorSpec
 
@@ -45,7 +45,7 @@ def test_requests_of_one_shape_share_calls_that_are_not_too_large(
 ) -> None:
     engine = Doubling()
     requests = [request(*shape) for shape in shapes]
-    answers = infer_together(engine, requests, lambda _: 5)
+    answers = infer_many(engine, requests, lambda _: 5)
     assert engine.calls == calls
     for asked, answer in zip(requests, answers, strict=True):
         assert np.array_equal(answer["twice"], 2 * asked["ids"])
@@ -55,7 +55,7 @@ def test_requests_of_one_shape_share_calls_that_are_not_too_large(
 def test_calls_have_the_maximum_rows_of_their_shape() -> None:
     engine = Doubling()
     requests = [request(3, 4), request(3, 8), request(1, 4)]
-    answers = infer_together(engine, requests, lambda tensors: 8 // tensors["ids"].shape[1])
+    answers = infer_many(engine, requests, lambda tensors: 8 // tensors["ids"].shape[1])
     assert engine.calls == [(2, 4), (2, 4), (1, 8), (1, 8), (1, 8)]
     for asked, answer in zip(requests, answers, strict=True):
         assert np.array_equal(answer["twice"], 2 * asked["ids"])
@@ -64,7 +64,7 @@ def test_calls_have_the_maximum_rows_of_their_shape() -> None:
 def test_the_order_of_a_requests_tensors_does_not_matter() -> None:
     engine = Doubling()
     requests = [request(1, 4), dict(reversed(request(2, 4).items()))]
-    answers = infer_together(engine, requests, lambda _: 5)
+    answers = infer_many(engine, requests, lambda _: 5)
     assert engine.calls == [(3, 4)]
     assert np.array_equal(answers[1]["twice"], 2 * requests[1]["ids"])
 
@@ -73,4 +73,4 @@ def test_an_engine_that_fails_fails_all() -> None:
     engine = Doubling()
     engine.close()
     with pytest.raises(EngineError, match="closed"):
-        infer_together(engine, [request(1, 4), request(2, 4)], lambda _: 5)
+        infer_many(engine, [request(1, 4), request(2, 4)], lambda _: 5)

@@ -1,6 +1,7 @@
-"""Joining requests into calls of an engine."""
+"""Batches requests into calls of an engine."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -8,31 +9,26 @@ from itertools import count
 from threading import Lock
 
 from app.errors import OverloadError
-from app.serving.batching.alarm import Alarm
 from app.serving.batching.groups import Answer, Group, Request
 from app.serving.batching.policy import BatchingPolicy
 from app.serving.batching.release import Batch, Hold
 from app.serving.batching.scheduler import Scheduler
 from app.serving.batching.statistics import BatchingStatistics, ComputeTime, FailureReason
 from app.serving.batching.threads import Calls, Check, EngineThreads, Infer, Outcome, Slots, call
-from app.tensors import Tensors, cut, rows_of, shape_of
+from app.tensors import Tensors, count_rows, shape_key, slice_rows
 
 _UNMEASURED_RETRY_S = 1.0
-"""When to come back if no call has ended yet."""
+"""Advice to a refused client while no call has ended yet."""
 _MAX_ON_LOOP_S = 0.3e-3
-"""Calls that are expected to take less run on the event loop: handing one to a thread and back takes about 0.1 ms."""
-
-
-def _will_do(_: Tensors) -> None:
-    """Any answer."""
+"""A call that is expected to be shorter runs on the event loop. Handing one to a thread and back takes 0.1 ms."""
 
 
 class Batcher:
-    """Joins the requests that wait into one call whenever a slot of the engine is free.
+    """Batch the waiting requests into one call whenever a slot of the engine is free.
 
-    Requests come and are answered on one event loop. A slot is a thread that takes its next call by itself, so that
-    the engine waits for the loop only while nothing waits. Arrivals of one turn of the loop are joined even if the
-    engine is idle. If a slot is free then, the loop starts the call, and runs it itself if it is short.
+    Requests arrive and are answered on one event loop. A slot is a thread that takes its next call itself, so a busy
+    engine never waits for the loop. Arrivals of one turn of the loop are batched even if the engine is idle. The loop
+    starts that call, and runs it itself if it is short.
     """
 
     def __init__(
@@ -41,21 +37,20 @@ class Batcher:
         policy: BatchingPolicy,
         slots: int = 1,
         *,
-        check: Check = _will_do,
+        check: Check = lambda _: None,
         max_on_loop_s: float = _MAX_ON_LOOP_S,
         threads: Callable[[Calls, Infer, Check, int], Slots] = EngineThreads,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Make a batcher, for whichever loop uses it first.
+        """Create a batcher. It belongs to the event loop that uses it first.
 
         Args:
-            infer: runs one batch; called from ``slots`` threads at once, with 1 to ``policy.max_batch_size`` rows.
-            slots: calls that the engine runs at once, its streams.
-            check: looks at the answer of a call and, if it raises, at that of each request in it; what it raises then
-                is that request's failure.
+            infer: runs one batch of 1 to ``policy.max_batch_size`` rows; called from ``slots`` threads at once.
+            slots: concurrent calls, the engine's streams.
+            check: checks the answer of a call and, if that raises, of each of its requests, which fail with its error.
             max_on_loop_s: calls that are expected to take less run on the event loop.
-            threads: makes what runs the other calls.
-            clock: in seconds.
+            threads: creates the slots that run the other calls.
+            clock: returns seconds.
         """
         self._policy = policy
         self._infer = infer
@@ -63,50 +58,50 @@ class Batcher:
         self._max_on_loop_s = max_on_loop_s
         self._clock = clock
         self._lock = Lock()
-        self._scheduler = Scheduler(policy, slots)  # guarded by the lock; all below is of the event loop
+        self._scheduler = Scheduler(policy, slots)  # guarded by the lock; only the event loop uses what follows
         self._loop: asyncio.AbstractEventLoop | None = None
         self._statistics = BatchingStatistics()
         self._numbers = count()
         self._unanswered = 0
         self._waking = False
-        self._alarm = Alarm(self._expire)
+        self._alarm = _Alarm(self._expire)
         self._drained = asyncio.Event()
         self._slots = threads(self, infer, check, slots)
 
     @property
     def statistics(self) -> BatchingStatistics:
-        """What was counted so far; it goes on counting."""
+        """The live counters."""
         return self._statistics
 
     @property
     def waiting(self) -> int:
-        """Requests of which some rows are in no call yet."""
+        """The number of requests with rows that are in no call yet."""
         return self._scheduler.queue.requests
 
     @property
     def running_s(self) -> float:
-        """How long the engine has been at work on what it does; 0 if it is free."""
+        """The time for which the oldest running call has run; 0 if the engine is free."""
         with self._lock:
             return self._scheduler.running_s(self._clock())
 
     async def infer(self, tensors: Tensors, *, priority: int = 0, timeout_s: float | None = None) -> Tensors:
-        """Run the rows of one request, together with others where that is possible.
+        """Run the rows of one request, batched with other requests where possible.
 
-        A request that an engine's call has begun for is answered, be it late. Cancelling gives the place free at once.
+        Once a call has begun for it, a request is answered even if it is late. Cancelling frees its place at once.
 
         Args:
-            tensors: of one row or more; a request with more than a call takes is cut, and its answer joined again.
-            priority: 1 is the most urgent; 0 and levels that there are not mean the default.
-            timeout_s: until the answer, from now on.
+            tensors: one row or more. A request with more rows than a call takes is split, and its answer reassembled.
+            priority: 1 is the most urgent; 0 and unknown levels mean the default.
+            timeout_s: time until the answer, from now on.
 
         Raises:
-            RequestError: the tensors do not have the same rows.
+            RequestError: the tensors differ in their number of rows.
             OverloadError: the queue is full, or the batcher closed.
-            DeadlineError: the engine cannot run the request in time; it has not seen it.
-            Exception: what the engine raised for this request alone, or ``check`` for its answer.
+            DeadlineError: the engine could not start the request in time.
+            Exception: the error of the engine for this request alone, or of ``check`` for its answer.
         """
         answer: asyncio.Future[Tensors] = asyncio.get_running_loop().create_future()
-        request = self.submit(tensors, rows_of(tensors), shape_of(tensors), answer, priority, timeout_s)
+        request = self.submit(tensors, count_rows(tensors), shape_key(tensors), answer, priority, timeout_s)
         try:
             return await answer
         except asyncio.CancelledError:
@@ -114,7 +109,7 @@ class Batcher:
                 self.cancel(request)
             raise
         finally:
-            del answer, request  # they hold an error, and its traceback this frame
+            del answer, request  # they refer to an error, whose traceback refers to this frame
 
     def submit(
         self,
@@ -125,10 +120,10 @@ class Batcher:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Request:
-        """Let a request wait for the engine, as ``infer`` does, and have its answer given to ``answer``.
+        """Queue a request, as ``infer`` does, and deliver its answer to ``answer``.
 
         Args:
-            rows, shape: of ``tensors``, as ``rows_of`` and ``shape_of`` tell them.
+            rows, shape: the results of ``count_rows`` and ``shape_key`` for ``tensors``.
 
         Raises:
             OverloadError: the queue is full, or the batcher closed.
@@ -156,37 +151,37 @@ class Batcher:
         return request
 
     def cancel(self, request: Request) -> None:
-        """Give up a request whose answer nobody waits for any more: ``request.answer`` says that it is done."""
+        """Drop a request whose client has gone. Its ``answer`` must be done already."""
         with self._lock:
             self._scheduler.remove(request)
         self._count_failure(request, FailureReason.CANCELLED)
         self._check_drained()
 
     async def close(self) -> None:
-        """Refuse new requests, and return when all that were admitted have been answered."""
+        """Refuse new requests, and return once all admitted ones have been answered."""
         self._scheduler.closing = True
-        self._slots.wake()  # one may be held idle
+        self._slots.wake()  # one may be held idle for more requests
         self._check_drained()
         await self._drained.wait()
         await self._slots.close()
         self._alarm.cancel()
 
     def next(self) -> Batch | Hold | None:
-        """As ``Calls`` has it, for the slots."""
+        """Implement ``Calls.next``."""
         with self._lock:
             chosen = self._scheduler.next(self._clock())
             late, self._scheduler.late = self._scheduler.late, []
             has_work = self._scheduler.has_work
         if late:
-            self._tell(self._refuse_late, late)
+            self._call_on_loop(self._refuse_late, late)
         if has_work and isinstance(chosen, Batch):
-            self._slots.wake()  # another one
+            self._slots.wake()  # another free one, if there is one
         return chosen
 
     def ended(self, batch: Batch, outcome: Outcome) -> None:
-        """As ``Calls`` has it, for the slots."""
+        """Implement ``Calls.ended``."""
         self._free_slot(batch, outcome)
-        self._tell(self._answer, batch, outcome)
+        self._call_on_loop(self._answer, batch, outcome)
 
     def _check_room(self, group: Group, now_s: float) -> None:
         """Raise OverloadError if the queue is full for a group, or the batcher is closed."""
@@ -211,7 +206,7 @@ class Batcher:
         chosen = self.next()
         if not isinstance(chosen, Batch):
             if chosen is not None:
-                self._slots.wake()  # one of them holds the requests back
+                self._slots.wake()  # one of them waits until the hold ends
         elif self._runs_on_loop(chosen):
             outcome = call(self._infer, self._check, chosen)
             if self._free_slot(chosen, outcome):
@@ -232,14 +227,14 @@ class Batcher:
                 self._scheduler.succeeded(batch, outcome.time.total_s, self._clock())
             return self._scheduler.has_work
 
-    def _tell(self, what: Callable[..., None], *args: object) -> None:
-        """Have the event loop call a function; a loop that was closed has nobody who waits."""
+    def _call_on_loop(self, function: Callable[..., None], *args: object) -> None:
+        """Call a function on the event loop. If the loop is closed, no client waits any more."""
         assert self._loop is not None
         with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(what, *args)
+            self._loop.call_soon_threadsafe(function, *args)
 
     def _expire(self, due_s: float) -> None:
-        """Refuse what cannot be answered in time. Times until ``due_s`` have come, whatever the clock says."""
+        """Refuse late requests. The loop's timer may fire a moment early, so ``due_s`` counts as past."""
         now_s = max(self._clock(), due_s)
         with self._lock:
             self._scheduler.expire(now_s)
@@ -254,7 +249,7 @@ class Batcher:
         self._check_drained()
 
     def _answer(self, batch: Batch, outcome: Outcome) -> None:
-        """Give out what came of a call; one that failed for several requests is made again."""
+        """Deliver the outcome of a call. If it failed for several requests, the scheduler retries its halves."""
         self._statistics.releases[batch.reason] += 1
         if not isinstance(outcome.answer, Exception):
             self._give_out(batch, outcome.answer, outcome)
@@ -263,13 +258,13 @@ class Batcher:
         self._check_drained()
 
     def _give_out(self, batch: Batch, outputs: Tensors, outcome: Outcome) -> None:
-        """Give each request its own rows, and count all of them together before they are written to clients."""
+        """Deliver the rows of each request. Count all requests first, because writing to clients takes time."""
         began_s, start = self._clock(), 0
         given: list[tuple[Request, Tensors | None]] = []
         for part in batch.parts:
             stop = start + part.rows
             if not part.request.answer.done():
-                rows = outputs if len(batch.parts) == 1 else cut(outputs, start, stop)
+                rows = outputs if len(batch.parts) == 1 else slice_rows(outputs, start, stop)
                 if self._passes(part.request, rows, outcome.is_checked):
                     given.append((part.request, part.request.collect(part.start, part.rows, rows)))
             start = stop
@@ -281,7 +276,7 @@ class Batcher:
                 request.answer.set_result(answer)
 
     def _count(self, given: Sequence[Request], time: ComputeTime) -> None:
-        """Count those of the requests that have all of their rows from a call, which took ``time``."""
+        """Count the requests that a call, which took ``time``, has completed."""
         for request in given:
             if request.collected:
                 request.collected.compute.add(time)
@@ -307,7 +302,7 @@ class Batcher:
         return True
 
     def _fail(self, request: Request, error: Exception, reason: FailureReason) -> None:
-        """Refuse a request, and run no more of it; somebody else may have, or its client gone in this turn."""
+        """Refuse a request, and run no more of it. It may be done already, if its client has just gone."""
         with self._lock:
             self._scheduler.remove(request)
         if not request.answer.done():
@@ -319,6 +314,34 @@ class Batcher:
         self._unanswered -= 1
 
     def _check_drained(self) -> None:
-        """Let ``close`` go on once nobody waits and nothing runs."""
+        """Wake ``close`` once no request waits and no call runs."""
         if self._scheduler.closing and not self._unanswered and not self._scheduler.is_running:
             self._drained.set()
+
+
+class _Alarm:
+    """A timer on the event loop that fires once, at the earliest of the times that were set."""
+
+    def __init__(self, ring: Callable[[float], None]) -> None:
+        """Call ``ring`` with the time that was set."""
+        self._ring = ring
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s = math.inf
+
+    def set(self, due_s: float, now_s: float) -> None:
+        """Ring at ``due_s``, unless the alarm rings before."""
+        if due_s >= self._due_s:
+            return
+        self.cancel()
+        self._due_s = due_s
+        self._timer = asyncio.get_running_loop().call_later(due_s - now_s, self._on_timer)
+
+    def cancel(self) -> None:
+        """Forget the time that was set."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._due_s = None, math.inf
+
+    def _on_timer(self) -> None:
+        due_s, self._timer, self._due_s = self._due_s, None, math.inf
+        self._ring(due_s)

@@ -9,7 +9,7 @@ from typing import Protocol
 from app.errors import DeadlineError
 from app.serving.batching.policy import BatchingPolicy
 from app.serving.batching.statistics import ComputeTime
-from app.tensors import Tensors, join
+from app.tensors import Tensors, concat_rows
 
 _RECENT_CALLS = 16
 """A call that is so many calls old weighs a third of the newest."""
@@ -17,7 +17,7 @@ _SETTLED = 8
 """Calls after which one can be seen to be an outlier."""
 _OUTLIER = 4.0
 """No call counts as more than so many times what was expected, and a millisecond: the machine was busy elsewhere."""
-_LEAST_VARIANCE = 1e-3
+_MIN_VARIANCE = 1e-3
 """Of rows. Below it calls are all of one size and say nothing about what a row costs."""
 
 
@@ -56,7 +56,7 @@ class LatencyModel:
         self._mean_s += weight * more_s
         self._variance = (1 - weight) * (self._variance + weight * more_rows * more_rows)
         self._covariance = (1 - weight) * (self._covariance + weight * more_rows * more_s)
-        slope = self._covariance / self._variance if self._variance > _LEAST_VARIANCE else self.row_s
+        slope = self._covariance / self._variance if self._variance > _MIN_VARIANCE else self.row_s
         self.row_s = min(max(slope, 0.0), self._mean_s / self._mean_rows)
         self.call_s = self._mean_s - self.row_s * self._mean_rows
 
@@ -73,17 +73,17 @@ class Arrivals:
     measured whether the slot waits for it or not, so that it tells what waiting would have brought.
     """
 
-    def __init__(self, longest_s: float) -> None:
+    def __init__(self, max_gap_s: float) -> None:
         """Make it without knowledge.
 
         Args:
-            longest_s: what a longer gap counts as, so that a pause is soon forgotten, and the first guess.
+            max_gap_s: what a longer gap counts as, so that a pause is soon forgotten, and the first guess.
         """
         self.expected = 0
-        self.gap_s = longest_s
+        self.gap_s = max_gap_s
         self.since_s: float | None = None
         """Since when the next expected request is awaited."""
-        self._longest_s = longest_s
+        self._max_gap_s = max_gap_s
 
     def answered(self, requests: int) -> None:
         """A call answered so many requests."""
@@ -99,7 +99,7 @@ class Arrivals:
         if self.expected:
             self.expected -= 1
         if self.since_s is not None:
-            self.gap_s += (min(now_s - self.since_s, self._longest_s) - self.gap_s) / _RECENT
+            self.gap_s += (min(now_s - self.since_s, self._max_gap_s) - self.gap_s) / _RECENT
             self.since_s = None
 
 
@@ -137,7 +137,7 @@ class Collected:
     @property
     def joined(self) -> Tensors:
         """The outputs of all rows, in order."""
-        return join([self.outputs[start] for start in sorted(self.outputs)])
+        return concat_rows([self.outputs[start] for start in sorted(self.outputs)])
 
 
 @dataclass(slots=True, eq=False)
@@ -191,7 +191,7 @@ class Group:
         self.rows = 0
         """Rows of waiting requests that are in no call yet."""
         self.latency = LatencyModel()
-        self.arrivals = Arrivals(longest_s=4 * policy.max_queue_delay_s)
+        self.arrivals = Arrivals(max_gap_s=4 * policy.max_queue_delay_s)
         self.levels: list[deque[Request]] = [deque() for _ in range(policy.priority_levels)]
 
     def __iter__(self) -> Iterator[Request]:

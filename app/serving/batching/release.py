@@ -9,7 +9,7 @@ from typing import NamedTuple
 from app.serving.batching.groups import Group, Request
 from app.serving.batching.policy import BatchingPolicy
 from app.serving.batching.statistics import ReleaseReason
-from app.tensors import Tensors, cut
+from app.tensors import Tensors, slice_rows
 
 _MIN_HOLD_S = 0.1e-3
 """A free slot is not held for less: waking its thread takes as long."""
@@ -30,7 +30,7 @@ class Part(NamedTuple):
     def tensors(self) -> Tensors:
         """The inputs."""
         whole = self.rows == self.request.rows
-        return self.request.tensors if whole else cut(self.request.tensors, self.start, self.stop)
+        return self.request.tensors if whole else slice_rows(self.request.tensors, self.start, self.stop)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +130,7 @@ def _in_time(group: Group, now_s: float, parts: Sequence[Part]) -> Batch | GiveU
     """
     level = parts[0].request.level
     waiting = sum(request.rows - request.taken for request in group.levels[level - 1])
-    first = parts[: _most_in_time(group, now_s, parts)]
+    first = parts[: _count_in_time(group, now_s, parts)]
     ends_s = now_s + group.latency.seconds(_rows(first))
     rest_s = group.latency.seconds(min(waiting - _rows(first), group.max_rows))
     later = [part.request.deadline_s for part in parts[len(first) :] if part.request.level == level]
@@ -147,7 +147,7 @@ def _in_time(group: Group, now_s: float, parts: Sequence[Part]) -> Batch | GiveU
     return GiveUp(given_up) if given_up else Batch(group, parts[:1], ReleaseReason.DEADLINE)
 
 
-def _most_in_time(group: Group, now_s: float, parts: Sequence[Part]) -> int:
+def _count_in_time(group: Group, now_s: float, parts: Sequence[Part]) -> int:
     """How many parts, from the first on, fit into a call that ends before their deadlines."""
     rows, deadline_s = 0, math.inf
     for count, part in enumerate(parts):

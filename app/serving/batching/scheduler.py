@@ -10,7 +10,7 @@ from app.serving.batching.release import Batch, GiveUp, Hold, release
 from app.serving.batching.statistics import ReleaseReason
 from app.tensors import Tensors
 
-_MOST_GROUPS = 64
+_MAX_GROUPS = 64
 """Shapes whose latency is remembered while no request of theirs waits."""
 
 
@@ -33,7 +33,7 @@ class WaitingQueue:
     def group(self, shape: Hashable, tensors: Tensors) -> Group:
         """Return the group of a shape, which is that of ``tensors``. Create the group if it is new."""
         if (group := self._groups.get(shape)) is None:
-            if len(self._groups) >= _MOST_GROUPS:
+            if len(self._groups) >= _MAX_GROUPS:
                 self._forget()
             group = self._groups[shape] = Group(self._policy, self._policy.max_rows(tensors))
         return group

@@ -12,7 +12,7 @@ from typing import Protocol
 from app.errors import EngineError
 from app.serving.batching.release import Batch, Hold
 from app.serving.batching.statistics import ComputeTime
-from app.tensors import Tensors, join
+from app.tensors import Tensors, concat_rows
 
 Infer = Callable[[Tensors], Tensors]
 Check = Callable[[Tensors], object]
@@ -64,7 +64,7 @@ def call(infer: Infer, check: Check, batch: Batch) -> Outcome:
     """
     began_s = time.perf_counter()
     try:
-        inputs = join([part.tensors for part in batch.parts])
+        inputs = concat_rows([part.tensors for part in batch.parts])
         joined_s = time.perf_counter()
         outputs = _run(infer, inputs)
         inferred_s = time.perf_counter()

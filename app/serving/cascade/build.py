@@ -13,7 +13,7 @@ from app.checksums import verify_checksums
 from app.config import CascadeConfig, ServeConfig
 from app.data.classification import ClassificationData
 from app.data.examples import Split
-from app.engines.base import infer_together
+from app.engines.base import infer_many
 from app.errors import RecipeError
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
@@ -34,7 +34,7 @@ Stage = Callable[[Sequence[Tensors]], NDArray[np.float32]]
 """A function that returns the logits of all rows."""
 
 
-def planned_cascade(wanted: CascadeConfig, production: VersionConfig, serve: ServeConfig, storage: UPath) -> Cascade:
+def build_cascade(wanted: CascadeConfig, production: VersionConfig, serve: ServeConfig, storage: UPath) -> Cascade:
     """The stages that a recipe asks for before its own version, and their rule, calibrated here and now.
 
     Raises:
@@ -101,7 +101,7 @@ def _version(reference: str, serve: ServeConfig, storage: UPath) -> VersionConfi
 
 
 def _logits(model: LoadedModel, policy: BatchingPolicy, rows: Sequence[Tensors]) -> NDArray[np.float32]:
-    answers = infer_together(model.engine, rows, policy.max_rows)
+    answers = infer_many(model.engine, rows, policy.max_rows)
     return np.concatenate([answer[OUTPUT] for answer in answers])
 
 

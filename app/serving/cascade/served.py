@@ -14,7 +14,7 @@ from app.serving.cascade.stages import read_alike
 from app.serving.model.served import ServedModel
 from app.serving.protocol.infer import InferRequest, InferResponse, build_response, check_outputs
 from app.serving.protocol.natural import PredictRequest, PredictResponse
-from app.tensors import OUTPUT, Tensors, TensorSpec, in_order, rows_of, taken
+from app.tensors import OUTPUT, Tensors, TensorSpec, count_rows, restore_order, select_rows
 
 STAGE = "stage"
 """The parameter of a response that says which stage answered each row: ``"0,0,1"`` of three."""
@@ -44,11 +44,11 @@ async def route(rule: CascadeRule, num_rows: int, ask: Ask) -> tuple[Tensors, ND
         sure = rule.is_sure(stage, answers[OUTPUT])
         stages[rows[sure]] = stage
         places.append(rows[sure])
-        answered.append(taken(answers, sure))
+        answered.append(select_rows(answers, sure))
         rows = rows[~sure]
         if not len(rows):
             break
-    return in_order(places, answered), stages
+    return restore_order(places, answered), stages
 
 
 class ServedCascade:
@@ -85,11 +85,11 @@ class ServedCascade:
         deadline_s, priority = self._deadline_s(request.parameters.timeout_s), request.parameters.priority
 
         async def ask(stage: int, rows: NDArray[np.intp]) -> Tensors:
-            inputs = request.inputs if len(rows) == num_rows else taken(request.inputs, rows)
+            inputs = request.inputs if len(rows) == num_rows else select_rows(request.inputs, rows)
             left_s = deadline_s - time.monotonic()
             return await self._stages[stage].run(inputs, priority=priority, timeout_s=left_s)
 
-        num_rows = rows_of(request.inputs)
+        num_rows = count_rows(request.inputs)
         outputs, stages = await self._route(num_rows, ask)
         return build_response(
             request, large.version, outputs, {OUTPUT: large.labels}, parameters={STAGE: ",".join(map(str, stages))}
@@ -123,7 +123,7 @@ class ServedCascade:
 
     async def _route(self, num_rows: int, ask: Ask) -> tuple[Tensors, NDArray[np.intp]]:
         """Route rows through the stages; none of these is closed meanwhile."""
-        with ExitStack() as kept_open, self.latencies.timed():
+        with ExitStack() as lease, self.latencies.timed():
             for stage in self._stages:
-                kept_open.enter_context(stage.kept_open())
+                lease.enter_context(stage.lease())
             return await route(self._rule, num_rows, ask)

@@ -19,18 +19,18 @@ _MAX_BLANKS_S = 0.1
 class EngineHealth:
     """What is known of an engine by what it answered, and by blank requests to it, one at a time."""
 
-    def __init__(self, run_blank: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, run_probe: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> None:
         """Of one that has answered just now.
 
         Args:
-            run_blank: has the engine answer a blank request, in whichever thread; raises EngineError.
+            run_probe: has the engine answer a blank request, in whichever thread; raises EngineError.
             clock: returns seconds.
         """
-        self._run_blank = run_blank
+        self._run_blank = run_probe
         self._clock = clock
         self.answered_s = clock()
         """The time of its last answer, by ``clock``."""
-        self.blank_takes_s = 0.0
+        self.probe_s = 0.0
         """The duration of the last blank request; 0 before the first one."""
         self._blank: asyncio.Task[None] | None = None
         self._blank_s = 0.0
@@ -48,21 +48,21 @@ class EngineHealth:
         await asyncio.shield(self._asked())  # others may wait for the same answer
 
     @property
-    def is_doubtful(self) -> bool:
+    def is_stale(self) -> bool:
         """Whether its last answer is so old that it should be asked again."""
         return self._clock() - self.answered_s > _TRUSTED_S
 
-    async def check(self, running_s: float, *, may_ask: bool = True) -> None:
+    async def check(self, running_s: float, *, may_probe: bool = True) -> None:
         """See whether it answers. One that is at work is left to it, however long others wait behind that.
 
         Args:
             running_s: how long it has been at work on requests; 0 if it is not.
-            may_ask: whether the check may send it a blank request.
+            may_probe: whether the check may send it a blank request.
 
         Raises:
             EngineError: it fails, answers numbers that are not finite, or does not come back from a call.
         """
-        if may_ask and self._blank is None and not running_s and self.is_doubtful:
+        if may_probe and self._blank is None and not running_s and self.is_stale:
             self._asked()
         if self._blank:  # not waited for: an engine may need longer than Serve gives a check
             await asyncio.wait([self._blank], timeout=_WAIT_S)
@@ -85,7 +85,7 @@ class EngineHealth:
         return self._blank
 
     async def _run(self) -> None:
-        self.blank_takes_s = await asyncio.to_thread(self._timed_blank)
+        self.probe_s = await asyncio.to_thread(self._timed_blank)
         self.answered()
 
     def _timed_blank(self) -> float:
@@ -94,14 +94,14 @@ class EngineHealth:
         return self._clock() - began_s
 
 
-def may_be_asked(engines: Iterable[EngineHealth]) -> set[EngineHealth]:
+def choose_probes(engines: Iterable[EngineHealth]) -> set[EngineHealth]:
     """Return the engines to which one round of checks may send blank requests: those with the oldest answers first.
 
     The total time of these requests is limited. Otherwise, checks of many idle engines would keep the cores busy.
     """
     chosen: set[EngineHealth] = set()
-    for engine in sorted(filter(lambda engine: engine.is_doubtful, engines), key=lambda engine: engine.answered_s):
-        if sum(other.blank_takes_s for other in chosen) >= _MAX_BLANKS_S:
+    for engine in sorted(filter(lambda engine: engine.is_stale, engines), key=lambda engine: engine.answered_s):
+        if sum(other.probe_s for other in chosen) >= _MAX_BLANKS_S:
             break
         chosen.add(engine)
     return chosen

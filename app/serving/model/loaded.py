@@ -22,11 +22,11 @@ from app.serving.model.engine import open_published, require_known_answers
 from app.serving.protocol.natural import Prediction
 from app.storage import to_path
 from app.tasks import find_processor
-from app.tensors import Tensors, by_shape, join
+from app.tensors import Tensors, concat_rows, group_by_shape
 
 
 @dataclass(frozen=True)
-class Alike:
+class ShapeGroup:
     """The tensors of those inputs of a request whose tensors have one shape."""
 
     tensors: Tensors
@@ -53,7 +53,7 @@ class LoadedModel:
         """What runs which kind of file, as the protocol writes it: ``onnxruntime_onnx``, ``tensorrt_plan``."""
         return f"{self.engine.name}_{self.manifest.engine_key.file.rpartition('.')[2]}"
 
-    def encode(self, inputs: Sequence[Input]) -> list[Alike]:
+    def encode(self, inputs: Sequence[Input]) -> list[ShapeGroup]:
         """Tensors of natural inputs: texts, or images as bytes or in base64.
 
         A text is not padded to the length of a longer one.
@@ -64,7 +64,7 @@ class LoadedModel:
         if not inputs:
             raise RequestError("inputs is an empty list: give one text or image at least")
         rows = [self.processor.encode([self._read(each)]) for each in inputs]
-        return [Alike(join([rows[place] for place in alike]), alike) for alike in by_shape(rows)]
+        return [ShapeGroup(concat_rows([rows[place] for place in alike]), alike) for alike in group_by_shape(rows)]
 
     def _read(self, given: Input) -> Input:
         if self.processor.modality == "text" or isinstance(given, bytes):

@@ -20,7 +20,7 @@ from app.serving.batching.statistics import (
     RecentLatencies,
 )
 from app.serving.model.health import EngineHealth
-from app.serving.model.loaded import Alike, LoadedModel
+from app.serving.model.loaded import LoadedModel, ShapeGroup
 from app.serving.protocol.infer import InferRequest, InferResponse, build_response, check_outputs
 from app.serving.protocol.management import (
     BatchStatistics,
@@ -31,7 +31,7 @@ from app.serving.protocol.management import (
     TensorMetadata,
 )
 from app.serving.protocol.natural import NaturalModel, PredictRequest, PredictResponse
-from app.tensors import OUTPUT, Tensors, check_tensors, in_order
+from app.tensors import OUTPUT, Tensors, check_tensors, restore_order
 
 MAX_ROWS = 1024
 """Of a request, which takes several calls of the engine if a call takes fewer."""
@@ -47,11 +47,13 @@ class ServedModel:
 
     def __init__(self, model: LoadedModel, policy: BatchingPolicy) -> None:
         self.model = model
+        self.version = model.version
+        """The version, as the protocol writes it."""
         self.inputs = model.processor.inputs
         """What a request may hold. Kept: a processor makes them anew each time it is asked."""
         self.policy = policy
         self.batcher = Batcher(model.engine.run, policy, check=_check_finite)
-        """For requests that ``check_request`` passes. Answers are for ``note_answer``, EngineErrors for ``blame``."""
+        """For requests that ``check_request`` passes. Answers are for ``record_answer``, EngineErrors for ``blame``."""
         # Of its own: where health checks run, many texts that are being encoded would keep these waiting.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
         self._encoding = 0
@@ -72,7 +74,7 @@ class ServedModel:
             priority=request.parameters.priority,
             timeout_s=request.parameters.timeout_s,
         )
-        return build_response(request, self.model.version, outputs, {OUTPUT: self.model.labels})
+        return build_response(request, self.version, outputs, {OUTPUT: self.model.labels})
 
     async def predict(self, request: PredictRequest) -> PredictResponse:
         """Answer with labels; the errors are those of ``run``, and DataError of what cannot be read."""
@@ -80,11 +82,11 @@ class ServedModel:
         outputs = await self.run_natural(request.listed, priority=request.priority, deadline_s=deadline_s)
         return PredictResponse(
             model_name=self.model.manifest.name,
-            model_version=self.model.version,
+            model_version=self.version,
             predictions=self.model.decode(outputs[OUTPUT]),
         )
 
-    async def _encode(self, inputs: Sequence[Input], deadline_s: float) -> list[Alike]:
+    async def _encode(self, inputs: Sequence[Input], deadline_s: float) -> list[ShapeGroup]:
         """Tensors of natural inputs.
 
         Raises:
@@ -99,7 +101,7 @@ class ServedModel:
         finally:
             self._encoding -= 1
 
-    def _read(self, inputs: Sequence[Input], deadline_s: float) -> list[Alike]:
+    def _read(self, inputs: Sequence[Input], deadline_s: float) -> list[ShapeGroup]:
         if time.monotonic() >= deadline_s:
             raise DeadlineError("the request's time was over before it could be read: try again, or allow more time")
         return self.model.encode(inputs)
@@ -115,7 +117,7 @@ class ServedModel:
             raise
 
     @contextmanager
-    def kept_open(self) -> Iterator[None]:
+    def lease(self) -> Iterator[None]:
         """Close only afterwards, and after what has been asked by then."""
         self._users += 1
         self._unused.clear()
@@ -134,13 +136,13 @@ class ServedModel:
             priority: as of ``run``.
             deadline_s: until the answer, of ``time.monotonic``.
         """
-        with self.kept_open(), self.latencies.timed():
+        with self.lease(), self.latencies.timed():
             with self._reading():
                 _check_rows("inputs", len(inputs))
                 parts = await self._encode(inputs, deadline_s)
             # One after the other: all of a list has one place in the queue.
             answers = [await self._run(part.tensors, priority, deadline_s - time.monotonic()) for part in parts]
-        return in_order([part.places for part in parts], answers)
+        return restore_order([part.places for part in parts], answers)
 
     async def run(self, tensors: Tensors, *, priority: int = 0, timeout_s: float | None = None) -> Tensors:
         """Run one request among others.
@@ -169,7 +171,7 @@ class ServedModel:
         check_outputs(request, self.model.engine.signature.outputs)
         self._check_inputs(request.inputs)
 
-    def note_answer(self) -> None:
+    def record_answer(self) -> None:
         """Note that the engine has answered just now."""
         self._last_inference_ms = round(time.time() * 1e3)
         self.health.answered()
@@ -195,16 +197,16 @@ class ServedModel:
         """Requests that the engine has not begun with."""
         return self.batcher.waiting
 
-    async def check(self, *, may_ask: bool = True) -> None:
+    async def check(self, *, may_probe: bool = True) -> None:
         """See whether the engine answers. One that is at work is left to it, however long others wait behind that.
 
         Args:
-            may_ask: whether the check may send it a blank request.
+            may_probe: whether the check may send it a blank request.
 
         Raises:
             EngineError: it fails, answers numbers that are not finite, or does not come back from a call.
         """
-        await self.health.check(self.batcher.running_s, may_ask=may_ask)
+        await self.health.check(self.batcher.running_s, may_probe=may_probe)
 
     async def _call(self, tensors: Tensors, priority: int, timeout_s: float | None) -> Tensors:
         """Raises as ``run``, after the tensors were checked."""
@@ -212,7 +214,7 @@ class ServedModel:
             outputs = await self.batcher.infer(tensors, priority=priority, timeout_s=timeout_s)
         except EngineError as error:
             raise await self.blame(error) from error
-        self.note_answer()
+        self.record_answer()
         return outputs
 
     def _check_inputs(self, tensors: Tensors) -> None:
@@ -224,7 +226,7 @@ class ServedModel:
         """What a person can ask it."""
         return NaturalModel(
             name=self.model.manifest.name,
-            version=self.model.version,
+            version=self.version,
             input=self.model.processor.modality,
             labels=self.model.labels,
         )
@@ -234,7 +236,7 @@ class ServedModel:
         """What the model takes and gives."""
         return ModelMetadata(
             name=self.model.manifest.name,
-            versions=[self.model.version],
+            versions=[self.version],
             platform=self.model.platform,
             inputs=[TensorMetadata.of(spec) for spec in self.inputs],
             outputs=[TensorMetadata.of(spec) for spec in self.model.engine.signature.outputs],
@@ -246,7 +248,7 @@ class ServedModel:
         counted = self.batching
         return ModelStatistics(
             name=self.model.manifest.name,
-            version=self.model.version,
+            version=self.version,
             last_inference=self._last_inference_ms,
             inference_count=counted.inferences,
             execution_count=counted.executions,

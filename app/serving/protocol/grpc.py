@@ -24,7 +24,7 @@ from app.serving.protocol.infer import (
     refuse_shared_memory,
     require_unique,
 )
-from app.serving.protocol.tensors import DATATYPES, check_head, from_bytes, from_elements, to_buffer
+from app.serving.protocol.tensors import DATATYPES, check_input, from_bytes, from_elements, to_buffer
 from app.tensors import TensorSpec
 
 _CONTENTS = {
@@ -125,7 +125,7 @@ def _check_heads(inputs: Sequence[Any], specs: Mapping[str, TensorSpec], max_str
         if entry.name in names:
             raise RequestError(f"inputs repeat the name {short_repr(entry.name)}: give each tensor once")
         names.add(entry.name)
-        check_head(entry.name, entry.datatype, list(entry.shape), specs, max_strings)
+        check_input(entry.name, entry.datatype, list(entry.shape), specs, max_strings)
         refuse_shared_memory(entry.parameters, "input", entry.name)
 
 

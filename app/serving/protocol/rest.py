@@ -31,7 +31,7 @@ from app.serving.protocol.tensors import (
     BYTES,
     DATATYPES,
     byte_strings,
-    check_head,
+    check_input,
     from_bytes,
     from_elements,
     refuse_binary_only,
@@ -202,7 +202,7 @@ def _inputs(
             )
         if name in tensors:
             raise RequestError(f"inputs repeat the name {short_repr(name)}: give each tensor once")
-        check_head(name, entry.get("datatype"), entry.get("shape"), specs, max_strings)
+        check_input(name, entry.get("datatype"), entry.get("shape"), specs, max_strings)
         tensors[name], start = _input(name, entry, body, start)
     if start != len(body):
         raise RequestError(

@@ -79,7 +79,7 @@ _LENGTH = struct.Struct("<I")
 """Before each element of BYTES."""
 
 
-def check_head(name: str, datatype: object, shape: object, specs: Mapping[str, TensorSpec], max_strings: int) -> None:
+def check_input(name: str, datatype: object, shape: object, specs: Mapping[str, TensorSpec], max_strings: int) -> None:
     """Check what an input says of itself, before its elements are read, which takes the longer the more there are.
 
     Args:

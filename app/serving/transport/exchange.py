@@ -52,7 +52,7 @@ class Exchange(ABC):
         assert self._served is not None
         self._is_done = True
         self._note_latency()
-        self._served.note_answer()
+        self._served.record_answer()
         try:
             self.answer(outputs)
         except Exception as error:

@@ -30,7 +30,7 @@ from app.serving.protocol.management import Statistics
 from app.serving.protocol.model_config import model_config
 from app.serving.transport.errors import refusal
 
-_MOST_AHEAD = 32
+_MAX_AHEAD = 32
 """Requests of a stream that are under way at a time, at most, so that they can share calls of the engine."""
 OPEN_CALLS = ("ServerLive", "ServerReady")
 """What everybody may ask: load balancers, whether the server lives."""
@@ -191,7 +191,7 @@ class GrpcMethods:
             return
         self._streams += 1
         try:
-            async with aclosing(answer_in_order(request_stream, self._answer_in_stream, self._most_ahead)) as answers:
+            async with aclosing(answer_in_order(request_stream, self._answer_in_stream, self._max_ahead)) as answers:
                 async for answer in answers:
                     yield answer
         finally:
@@ -203,9 +203,9 @@ class GrpcMethods:
         return max(0, self._answering - self._streams)
 
     @property
-    def _most_ahead(self) -> int:
+    def _max_ahead(self) -> int:
         """So few that a stream does not fill a queue by itself."""
-        return min([_MOST_AHEAD, *(1 + each.policy.queue_limit // 2 for each in self._endpoint.config.versions)])
+        return min([_MAX_AHEAD, *(1 + each.policy.queue_limit // 2 for each in self._endpoint.config.versions)])
 
     def _check_streams(self) -> None:
         """Leave room for others: Serve gives a stream a request's place for as long as it is open."""

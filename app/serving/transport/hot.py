@@ -75,7 +75,7 @@ class HotRoute:
     def read(self, head: Head, body: bytes) -> tuple[Prepared, Tensors] | None:
         """Read a body. Return None if something is wrong with the request, or more than one version answers it."""
         try:
-            served = self._endpoint.route_alone(head.model, head.version)
+            served = self._endpoint.route_single(head.model, head.version)
             return self._prepared.read(served, head.model, body, head.lengths) if served else None
         except Exception:  # whatever it is, it happens again where errors are told
             return None

@@ -12,7 +12,7 @@ from app.serving.model.served import ServedModel
 from app.serving.protocol.infer import InferRequest, InferResponse, build_response
 from app.serving.protocol.rest import JSON_LENGTH, read_array, read_infer, write_array, write_infer
 from app.serving.protocol.tensors import DATATYPES
-from app.tensors import OUTPUT, Tensors, shape_of
+from app.tensors import OUTPUT, Tensors, shape_key
 
 _MAX_PREPARED = 1024
 _MAX_JSON_BYTES = 4096
@@ -86,7 +86,7 @@ class Prepared:
         if start != num_bytes or any(place.dtype.hasobject or place.dtype == np.bool_ for place in places):
             places = []
         rows = len(request.inputs[served.inputs[0].name])
-        return cls(served, replace(request, inputs={}), rows, shape_of(request.inputs), places, num_bytes)
+        return cls(served, replace(request, inputs={}), rows, shape_key(request.inputs), places, num_bytes)
 
     def tensors(self, body: bytes) -> Tensors:
         """Return views on a body with the same JSON. Raises RequestError of values that the model does not take."""
@@ -117,8 +117,8 @@ class Prepared:
             body = layout.body(outputs)
             if not accept_encoding or len(body) < _MAX_UNCOMPRESSED:
                 return b"%s%d\r\n" % (layout.lines, len(body)), body
-        model = self.served.model
-        response = build_response(self.request, model.version, outputs, {OUTPUT: model.labels})
+        labels = {OUTPUT: self.served.model.labels}
+        response = build_response(self.request, self.served.version, outputs, labels)
         body, headers = write_infer(response, self.request, accept_encoding)
         named = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         lines = f"{named}content-length: ".encode("latin-1")

@@ -34,8 +34,8 @@ class PreparedCall:
             raw = [outputs[name].tobytes() for name in shapes]
             rest: bytes = pb.ModelInferResponse(raw_output_contents=raw).SerializeToString()
             return self._begin + rest  # one message: protobuf allows its fields to come in parts
-        model, request = self.prepared.served.model, replace(self.prepared.request, id=request_id)
-        response = build_response(request, model.version, outputs, {OUTPUT: model.labels})
+        served, request = self.prepared.served, replace(self.prepared.request, id=request_id)
+        response = build_response(request, served.version, outputs, {OUTPUT: served.model.labels})
         message = write_infer(response)
         whole: bytes = message.SerializeToString()
         if request_id is None and not any(sent.dtype.hasobject for sent in response.outputs.values()):

@@ -266,7 +266,7 @@ class UnaryCall(Exchange):
         try:
             service.forget_replaced()
             message = pb.ModelInferRequest.FromString(content)
-            served = service.direct.endpoint.route_alone(message.model_name, message.model_version or None)
+            served = service.direct.endpoint.route_single(message.model_name, message.model_version or None)
             if served is None:
                 return False
             self._id = message.id or None
