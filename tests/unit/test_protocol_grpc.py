@@ -119,7 +119,7 @@ def test_an_error_in_a_stream_says_whose_it_is() -> None:
         (listed("INT64"), "'x' is 'INT64' and has 2 int_contents: expected int64_contents"),
         (listed("FP16"), "'x' is 'FP16' and has 2 int_contents: expected raw_input_contents"),
         (listed(contents={}), "'x' has 0 elements"),
-        (listed(parameters={"shared_memory_region": {"string_param": "r"}}), "'x'.*shared memory is not spoken"),
+        (listed(parameters={"shared_memory_region": {"string_param": "r"}}), "'x'.*shared memory is not supported"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
@@ -166,7 +166,7 @@ def test_a_tensor_in_shared_memory_is_refused_as_such_beside_one_that_is_not() -
     request = message([given("x", np.ones(2, np.float32)), given("y", np.ones(2, np.float32))])
     request.inputs[1].parameters["shared_memory_region"].string_param = "r"
     request.raw_input_contents.pop()
-    with pytest.raises(RequestError, match=r"'y'.*shared memory is not spoken"):
+    with pytest.raises(RequestError, match=r"'y'.*shared memory is not supported"):
         read_infer(request)
 
 

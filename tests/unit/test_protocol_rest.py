@@ -250,7 +250,7 @@ def test_small_answers_are_not_compressed() -> None:
     [
         (b"{}", "gzip", "not gzip"),
         (gzip.compress(b"{}", mtime=0)[:-3], "gzip", "ends too early"),
-        (gzip.compress(b"{}", mtime=0) + b"x", "gzip", "goes on after its end"),
+        (gzip.compress(b"{}", mtime=0) + b"x", "gzip", "continues after its end"),
         (zlib.compress(b"{}"), "br", "'br': expected gzip or deflate"),
     ],
 )
@@ -319,7 +319,7 @@ def test_elements_are_listed_flat_or_nested(nested: list[Any]) -> None:
         ({"data": "ab"}, ["'x'", "'ab'", "expected a list"]),
         ({"data": None}, ["'x'", "None", "expected a list"]),
         ({"parameters": {"binary_data_size": 16}}, ["'x'", "both data and", "binary_data_size"]),
-        ({"parameters": {"shared_memory_region": "r"}}, ["'x'", "shared memory is not spoken"]),
+        ({"parameters": {"shared_memory_region": "r"}}, ["'x'", "shared memory is not supported"]),
         ({"parameters": [1]}, ["'x'", "[1]", "an object"]),
         ({"name": 3}, ["3", "a name"]),
     ],
