@@ -12,20 +12,20 @@ from app.models.staged import Layer, ShardStyle, Tied, embed, unembed
 _MODEL_TYPES = ("llama", "mistral", "qwen2")
 """Types whose decoder is an embedding, equal blocks with rotary positions, a norm and an output layer.
 
-Others differ in ways that a cut must know: Gemma scales its embedding, and Qwen3 has norms within its heads.
+Others differ in ways that matter for a split: Gemma scales its embedding, and Qwen3 has norms within its heads.
 """
 
 
 @dataclass(frozen=True)
 class DecoderStages:
-    """A causal language model as ``app.models.staged.Staged``. Its own forward pass stays as it is."""
+    """A causal language model as ``app.models.staged.Staged``. Its own forward pass does not change."""
 
     model: Any
-    """Such as ``LlamaForCausalLM``."""
+    """For example ``LlamaForCausalLM``."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Self | None:
-        """Return the stages of a model that is known to consist of such layers. None: of any other."""
+        """Return the stages of a known decoder; None for any other model."""
         config: Any = getattr(model, "config", None)
         if getattr(config, "model_type", None) not in _MODEL_TYPES or not hasattr(model, "lm_head"):
             return None
@@ -35,7 +35,7 @@ class DecoderStages:
 
     @property
     def heads(self) -> int:
-        """Heads of keys and values. A split of them splits the queries that read them too."""
+        """The number of heads of keys and values. Splitting them also splits the queries that read them."""
         heads: int = self.model.config.num_key_value_heads
         return heads
 
@@ -48,19 +48,19 @@ class DecoderStages:
         return [decoder.embed_tokens, *blocks, decoder.norm, self.model.lm_head]
 
     def tp_plan(self) -> Mapping[str, ShardStyle]:
-        """Attention is cut by heads, the feed-forward part by its inner width, as transformers' own plan does."""
+        """Split attention by heads, and the feed-forward part by its inner width, as transformers' own plan does."""
         return {r".*\.(q_proj|k_proj|v_proj|gate_proj|up_proj)": "colwise", r".*\.(o_proj|down_proj)": "rowwise"}
 
 
 class _Block(nn.Module):
-    """A block that computes the positions and the causal mask itself, which the decoder computes once for all."""
+    """A block that computes the positions and the causal mask itself. The whole decoder would compute them once."""
 
     def __init__(self, block: nn.Module, rotary: nn.Module, config: Any) -> None:
         super().__init__()
         self.block, self.rotary, self.config = block, rotary, config
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(batch, length, width) to the same."""
+        """Map (batch, length, width) to the same shape."""
         from transformers.masking_utils import create_causal_mask
 
         positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)

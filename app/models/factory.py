@@ -1,4 +1,4 @@
-"""From the recipe's import string to a model."""
+"""Builds a recipe's model from the import string of its factory."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -24,10 +24,10 @@ than building and running a small model, because torch imports more modules for 
 
 
 def build_model(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module:
-    """The model of a recipe, with fresh weights.
+    """Return the model of a recipe, with fresh weights.
 
     Args:
-        facts: what the data knows; the factory gets those that it names as arguments.
+        facts: properties of the data. The factory receives those that its signature names.
 
     Raises:
         RecipeError: the factory cannot be imported, does not take the arguments, refuses their
@@ -64,7 +64,7 @@ class _TooLarge(BaseException):
 
 
 class _SizeLimit(TorchFunctionMode):
-    """Raises ``_TooLarge`` once new tensors take more than ``SMALL_BYTES``. Copies count, but views do not."""
+    """Raise ``_TooLarge`` once new tensors take more than ``SMALL_BYTES``. Copies count, but views do not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def _build_if_small(build: Callable[[], nn.Module]) -> nn.Module | None:
 
 
 def _arguments(factory: Callable[..., Any], given: Mapping[str, Any], facts: Mapping[str, int]) -> dict[str, Any]:
-    """All arguments that are ``given``, and of the ``facts`` those that the factory names."""
+    """Return all ``given`` arguments, and those ``facts`` that the factory's signature names."""
     parameters = inspect.signature(factory).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     names = [name for name, parameter in parameters.items() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -113,7 +113,7 @@ def _arguments(factory: Callable[..., Any], given: Mapping[str, Any], facts: Map
 
 
 def logits_of(output: object) -> Tensor:
-    """The logits in a model's answer: a tensor, or an output of Hugging Face ``transformers``."""
+    """Return the logits of a model's output, which is a tensor or an output of Hugging Face ``transformers``."""
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
         raise RecipeError(f"the model answered a {type(output).__name__}: expected logits, or an output with logits")

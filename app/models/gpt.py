@@ -1,4 +1,4 @@
-"""A GPT: the decoder of a language model, which can be cut into stages and shards."""
+"""A GPT: the decoder of a language model, which can be split into stages and shards."""
 
 import math
 from collections.abc import Callable
@@ -18,9 +18,9 @@ Positions = Literal["rotary", "learned"]
 class GPT(nn.Module):
     """A Transformer decoder that predicts the next token.
 
-    GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"): layer norm before
-    each part, and weights of the residual branches scaled down by 1 / sqrt(2 x layers) at the start. The
-    matrices have no biases, as in PaLM (Chowdhery et al. 2022, arXiv:2204.02311).
+    Like GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"), it has layer norm before
+    each part, and scales the initial weights of the residual branches by 1 / sqrt(2 x layers). The matrices have no
+    biases, as in PaLM (Chowdhery et al. 2022, arXiv:2204.02311).
     """
 
     def __init__(
@@ -35,15 +35,15 @@ class GPT(nn.Module):
         dropout: float = 0.0,
         feed_forward: int = 4,
     ) -> None:
-        """Fresh weights.
+        """Create the model with fresh weights.
 
         Args:
-            vocab_size, max_length: from the data.
-            layers, width, heads: of the decoder; ``width`` is divisible by ``heads``.
+            vocab_size, max_length: properties of the data.
+            layers, width, heads: the decoder's size; ``width`` is divisible by ``heads``.
             positions: ``rotary``, as angles between queries and keys, or ``learned``, added to the embeddings.
-            tied: the embedding is also the output layer (Press and Wolf 2016, arXiv:1608.05859).
-            dropout: of the embeddings and of what each part adds.
-            feed_forward: width of the feed-forward part, in ``width``s.
+            tied: whether the embedding is also the output layer (Press and Wolf 2016, arXiv:1608.05859).
+            dropout: rate for the embeddings and for the output of each part.
+            feed_forward: width of the feed-forward part, as a multiple of ``width``.
         """
         super().__init__()
         if width % heads:
@@ -57,24 +57,24 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(_Block(width, heads, rotary, dropout, feed_forward) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = None if tied else nn.Linear(width, vocab_size, bias=False)
-        self.apply(_initialise)
+        self.apply(_initialize)
         for name, weight in self.named_parameters():
             if name.endswith(("out.weight", "down.weight")):
                 nn.init.normal_(weight, std=_STD / math.sqrt(2 * layers))
 
     def layers(self) -> list[Layer]:
-        """Embedding, start, blocks, norm and output layer."""
+        """Return the embedding, start, blocks, norm and output layer."""
         between = [self.start, *self.blocks, self.norm]
         if self.head is None:
             return [Tied(self.tokens, embed), *between, Tied(self.tokens, unembed)]
         return [self.tokens, *between, self.head]
 
     def tp_plan(self) -> dict[str, ShardStyle]:
-        """Attention is cut by heads, the feed-forward part by its inner width (arXiv:1909.08053)."""
+        """Split attention by heads, and the feed-forward part by its inner width (arXiv:1909.08053)."""
         return {r".*\.(q|k|v|up)": "colwise", r".*\.(out|down)": "rowwise"}
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits of the next token, (batch, length, vocabulary), from ids, int64 of shape (batch, length).
+        """Return logits of the next token (batch, length, vocabulary) for ids, int64 of shape (batch, length).
 
         Raises:
             ValueError: there are more than ``max_length`` tokens.
@@ -85,13 +85,13 @@ class GPT(nn.Module):
 gpt = GPT
 
 
-def _initialise(module: nn.Module) -> None:
+def _initialize(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=_STD)
 
 
 class _Start(nn.Module):
-    """Checks the length, and adds learned positions if there are any."""
+    """Check the length, and add learned positions if the model has them."""
 
     def __init__(self, width: int, max_length: int, dropout: float, learned: bool) -> None:
         super().__init__()
@@ -118,14 +118,14 @@ class _Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(batch, length, width) to the same."""
+        """Map (batch, length, width) to the same shape."""
         attended: Tensor = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
         result: Tensor = attended + self.dropout(self.feed_forward(self.feed_forward_norm(attended)))
         return result
 
 
 class _Attention(nn.Module):
-    """Causal attention over as many heads as its matrices hold: all, or a shard's."""
+    """Causal attention over the heads that its matrices hold: all heads, or those of a shard."""
 
     def __init__(self, width: int, head_width: int, rotary: "Rotary | None") -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class _Attention(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(batch, length, width) to the same."""
+        """Map (batch, length, width) to the same shape."""
         q, k, v = (
             matrix(hidden).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for matrix in (self.q, self.k, self.v)
         )
@@ -157,10 +157,10 @@ class _FeedForward(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Turns each pair of a head's values by an angle that grows with the position.
+    """Rotate each pair of a head's values by an angle that grows with the position.
 
-    So the product of a query and a key depends on how far apart they are alone (Su et al. 2021,
-    arXiv:2104.09864). The angles of pair i of d / 2 are position x 10000^(-2i / d).
+    So the product of a query and a key depends on their distance alone (Su et al. 2021, arXiv:2104.09864). The angle of
+    pair i of d / 2 is position x 10000^(-2i / d).
     """
 
     turns: Tensor
@@ -173,14 +173,14 @@ class Rotary(nn.Module):
         self.register_buffer("turns", self._make(), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move with the model, but stay in float32: angles of bfloat16 would be wrong by whole turns."""
+        """Move with the model, but stay in float32: angles in bfloat16 would be wrong by whole turns."""
         angles = self.turns
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.turns = self._make(device=self.turns.device) if angles.is_meta else angles.to(self.turns.device)
         return self
 
     def forward(self, heads: Tensor) -> Tensor:
-        """Queries or keys, (batch, heads, length, head width), turned; computed in float32."""
+        """Return queries or keys (batch, heads, length, head width), rotated in float32."""
         cosine, sine = self.turns[:, : heads.shape[-2]]
         first, second = heads.float().chunk(2, dim=-1)
         turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
@@ -188,7 +188,7 @@ class Rotary(nn.Module):
 
 
 def _turns(head_width: int, max_length: int, device: Any = None) -> Tensor:
-    """Cosine and sine of each position's angles, float32 of shape (2, max_length, head_width / 2)."""
+    """Return cosine and sine of each position's angles, float32 of shape (2, max_length, head_width / 2)."""
     pairs = torch.arange(0, head_width, 2, dtype=torch.float32, device=device)
     positions = torch.arange(max_length, dtype=torch.float32, device=device)
     angles = torch.outer(positions, 10_000.0 ** (-pairs / head_width))

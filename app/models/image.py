@@ -4,17 +4,16 @@ from torch import Tensor, nn
 
 
 class SmallCnn(nn.Module):
-    """A few convolutions, each twice as wide as the one before, and a linear layer over the mean of the picture."""
+    """A classifier of small images: convolutions of doubling width, a mean over the image and a linear layer."""
 
     def __init__(self, num_labels: int, channels: int, width: int = 32, poolings: int = 1) -> None:
-        """Fresh weights.
+        """Create the model with fresh weights.
 
         Args:
-            num_labels: how many classes there are.
-            channels: of a picture.
-            width: channels that the first convolution makes, a multiple of 8.
-            poolings: times that the picture is halved, each after a convolution more: 1 for pictures of 8 x 8
-                pixels, 2 for 28 x 28.
+            num_labels: number of classes.
+            channels: channels of an image.
+            width: output channels of the first convolution, a multiple of 8.
+            poolings: times that the image is halved, with one more convolution each: 1 for 8 x 8 pixels, 2 for 28 x 28.
         """
         super().__init__()
         if width % 8:
@@ -30,7 +29,7 @@ class SmallCnn(nn.Module):
         self.classifier = nn.Linear(2 * width, num_labels)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        """Logits of shape (batch, labels) from pixels of shape (batch, channels, height, width)."""
+        """Return logits (batch, labels) for pixels (batch, channels, height, width)."""
         logits: Tensor = self.classifier(self.features(pixel_values))
         return logits
 
@@ -44,7 +43,7 @@ small_cnn = SmallCnn
 
 
 def resnet50(num_labels: int, channels: int) -> nn.Module:
-    """ResNet-50 (He et al. 2015, arXiv:1512.03385) of Hugging Face ``transformers``, from scratch."""
+    """Return ResNet-50 (He et al. 2015, arXiv:1512.03385) of Hugging Face ``transformers``, with fresh weights."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     model: nn.Module = ResNetForImageClassification(ResNetConfig(num_channels=channels, num_labels=num_labels))

@@ -1,4 +1,4 @@
-"""The methods with which a model can be split over workers, as docs/how-to/split_a_model.md shows."""
+"""The methods that let a model be split over workers. See docs/how-to/split_a_model.md."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -11,17 +11,17 @@ from torch.nn import functional
 from app.errors import RecipeError
 
 ShardStyle = Literal["colwise", "rowwise"]
-"""How a Linear is cut. colwise: its outputs are split, with their bias; rowwise: its inputs, and it adds up."""
+"""The way to split a Linear. colwise splits its outputs, with their bias. rowwise splits its inputs, and adds up."""
 
 
 @dataclass(frozen=True)
 class Tied:
-    """One use of a module whose weight is tied: several layers use it, as an embedding that is also the output layer.
+    """One use of a module with a tied weight, such as an embedding that is also the output layer.
 
     Attributes:
-        module: its only parameter, ``weight``, is what is tied; each stage that uses it holds it.
-        forward: from the module and the tensor of the layer before to the tensor for the next. A function
-            that does not hold the model, or every stage would hold the whole of it.
+        module: its only parameter, ``weight``, is the tied one. Each stage that uses the module holds it.
+        forward: maps the module and the previous layer's tensor to the tensor for the next layer. It must not refer
+            to the model, or every stage would hold all of it.
     """
 
     module: nn.Module
@@ -36,29 +36,29 @@ Layer = nn.Module | Tied
 
 @runtime_checkable
 class Staged(Protocol):
-    """A model that can be cut."""
+    """A model that can be split."""
 
     def layers(self) -> list[Layer]:
-        """Layers that run one after the other *are* the model.
+        """Return the layers whose composition is the model.
 
-        The first takes ``input_ids``, int64 of shape (batch, length); each gives one tensor to the next,
-        the batch first; the last gives logits, (batch, length, vocabulary). A parameter stands in one
-        layer alone, or in ``Tied`` ones.
+        The first takes ``input_ids``, int64 of shape (batch, length). Each passes one tensor, with the batch first, to
+        the next. The last returns logits (batch, length, vocabulary). A parameter belongs to a single layer, or to
+        several ``Tied`` ones.
         """
         ...
 
     def tp_plan(self) -> Mapping[str, ShardStyle]:
-        """Which Linear is cut how, by a regular expression that the whole of its name in the model matches.
+        """Return the way to split each Linear, by a regular expression that matches its full name in the model.
 
-        What lies between a ``colwise`` and the ``rowwise`` that takes its outputs sees a part of the columns,
-        so it must take its width from the tensor that it gets. A Linear that nothing matches stays whole.
-        A model whose parts must hold whole heads of attention says how many there are, as ``heads``.
+        A module between a ``colwise`` Linear and the ``rowwise`` one that takes its outputs sees a part of the columns,
+        so it must take its width from its input. A Linear without a match stays whole. If each part must hold whole
+        attention heads, the model has their number as ``heads``.
         """
         ...
 
 
 def run_layers(layers: Iterable[Layer], inputs: Tensor) -> Tensor:
-    """What the last layer makes of ``inputs``."""
+    """Return the output of the last layer."""
     for layer in layers:
         inputs = layer(inputs)
     return inputs
@@ -76,11 +76,11 @@ def unembed(tokens: nn.Embedding, hidden: Tensor) -> Tensor:
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    """The model's layers, checked: together they hold each of its parameters, and no other.
+    """Return the model's layers, after checking that together they hold exactly its parameters.
 
     Raises:
-        RecipeError: the model has no layers, a parameter is missing or from elsewhere, or is in two layers
-            that do not tie it; it is named.
+        RecipeError: the model has no layers, or a parameter is missing, foreign, or in two layers that do not tie it;
+            it is named.
     """
     layers = _require_stages(model).layers()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -101,7 +101,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
 
 
 def cuts_of(model: nn.Module) -> dict[str, ShardStyle]:
-    """How each Linear of the model is cut, by its name in the model; those that stay whole are left out.
+    """Return the way to split each Linear, by its name in the model. Those that stay whole are left out.
 
     Raises:
         RecipeError: the model has no plan, or a pattern matches no Linear, or one that another pattern matches, or is
@@ -122,12 +122,12 @@ def cuts_of(model: nn.Module) -> dict[str, ShardStyle]:
 
 
 def parameters_of(layer: Layer) -> Iterable[tuple[str, nn.Parameter]]:
-    """The parameters that a stage with this layer holds, by name."""
+    """Return the named parameters that a stage with this layer holds."""
     return (layer.module if isinstance(layer, Tied) else layer).named_parameters()
 
 
 def stages_of(model: nn.Module) -> Staged | None:
-    """Return how the model can be cut: by its own methods, or as a known decoder of ``transformers``. None: not."""
+    """Return the model, or a view of a known decoder of ``transformers``. None if it cannot be split."""
     if isinstance(model, Staged):
         return model
     from app.models.decoder_stages import DecoderStages  # it builds on this module

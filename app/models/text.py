@@ -6,11 +6,11 @@ from torch.nn import functional
 
 
 class EncoderClassifier(nn.Module):
-    """A Transformer encoder over a convolution; mean and maximum over the tokens are classified.
+    """A text classifier: a convolution, a Transformer encoder, and a linear layer on the tokens' mean and maximum.
 
-    The encoder is that of Vaswani et al. 2017 (arXiv:1706.03762) with layer norm before each part
-    (Xiong et al. 2020, arXiv:2002.04745) and learned positions. The convolution sees neighbouring
-    tokens as one, which small data does not teach attention (Kim 2014, arXiv:1408.5882).
+    The encoder is that of Vaswani et al. 2017 (arXiv:1706.03762), with layer norm before each part
+    (Xiong et al. 2020, arXiv:2002.04745) and learned positions. The convolution combines neighboring
+    tokens, which attention does not learn from small data (Kim 2014, arXiv:1408.5882).
     """
 
     def __init__(
@@ -27,15 +27,15 @@ class EncoderClassifier(nn.Module):
         embedding_dropout: float = 0.1,
         token_dropout: float = 0.0,
     ) -> None:
-        """Fresh weights.
+        """Create the model with fresh weights.
 
         Args:
-            vocab_size, num_labels, max_length, unknown_id: from the data.
-            layers, width, heads: of the encoder; ``width`` is divisible by ``heads``.
-            kernel: tokens that the convolution sees at once; odd.
-            dropout: in the encoder and before the classifier.
+            vocab_size, num_labels, max_length, unknown_id: properties of the data.
+            layers, width, heads: the encoder's size; ``width`` is divisible by ``heads``.
+            kernel: tokens that the convolution combines; odd.
+            dropout: rate in the encoder and before the classifier.
             embedding_dropout: share of the embeddings' elements that are dropped.
-            token_dropout: share of the tokens that are replaced by the unknown one while training.
+            token_dropout: share of the tokens that training replaces by the unknown one.
         """
         super().__init__()
         if width % heads:
@@ -52,8 +52,8 @@ class EncoderClassifier(nn.Module):
         layer = nn.TransformerEncoderLayer(
             width, heads, 4 * width, dropout, activation="gelu", batch_first=True, norm_first=True
         )
-        # Dropout on what each part adds is kept; on attention and inside the feed-forward part, where
-        # there is most to draw, it costs a third of a step on a CPU.
+        # Keep dropout on the output of each part only. On attention weights and inside the feed-forward
+        # part, which need the most random numbers, it would cost a third of a step on a CPU.
         layer.self_attn.dropout = 0.0
         layer.dropout.p = 0.0
         self.encoder = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
@@ -61,7 +61,7 @@ class EncoderClassifier(nn.Module):
         self.classifier = nn.Linear(2 * width, num_labels)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Logits of shape (batch, labels) from ids and mask, each int64 of shape (batch, length)."""
+        """Return logits (batch, labels) for ids and mask, each int64 of shape (batch, length)."""
         absent = attention_mask == 0
         if self.training and self.token_dropout:
             dropped = torch.rand(input_ids.shape, device=input_ids.device) < self.token_dropout
@@ -76,7 +76,7 @@ class EncoderClassifier(nn.Module):
 
 
 def _pool(hidden: Tensor, absent: Tensor) -> Tensor:
-    """Mean and maximum over the tokens that are there, side by side: (batch, 2 x width)."""
+    """Return the mean and maximum over the present tokens, concatenated: (batch, 2 x width)."""
     mean = hidden.masked_fill(absent, 0.0).sum(1) / (~absent).sum(1)
     maximum = hidden.masked_fill(absent, torch.finfo(hidden.dtype).min).amax(1)
     return torch.cat([mean, maximum], dim=-1)

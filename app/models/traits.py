@@ -1,4 +1,4 @@
-"""What a model offers to a parallel plan."""
+"""Properties of a model that a parallelism plan depends on: its kind, and how it can be split."""
 
 import math
 from enum import Enum, auto
@@ -10,18 +10,18 @@ from app.models.staged import cuts_of, layers_of, parameters_of, stages_of
 
 
 class ModelKind(Enum):
-    """Who can cut a model, and compute its activations again."""
+    """The implementation that splits a model and recomputes its activations."""
 
     PLAIN = auto()
-    """Nobody."""
+    """None."""
     STAGED = auto()
-    """Rayloom, by the layers and matrices that the model names (``app.models.staged``), or known decoders have."""
+    """Rayloom, by the layers and matrices that the model names (``app.models.staged``) or that known decoders have."""
     HUGGING_FACE = auto()
-    """DeepSpeed's automatic tensor parallelism; ``transformers`` computes the activations again."""
+    """DeepSpeed's automatic tensor parallelism. ``transformers`` recomputes the activations."""
 
 
 def kind_of(model: nn.Module) -> ModelKind:
-    """The kind of the whole ``model``."""
+    """Return the kind of ``model``, which is whole, not a stage."""
     if stages_of(model) is not None:
         return ModelKind.STAGED
     return ModelKind.HUGGING_FACE if is_hugging_face(model) else ModelKind.PLAIN
@@ -33,16 +33,16 @@ def is_hugging_face(model: nn.Module) -> bool:
 
 
 def traits_of(model: nn.Module) -> ModelTraits:
-    """How the model can be cut, from what it implements. Raises RecipeError for a staged model that is not whole."""
+    """Return how the model can be split. Raises RecipeError if the layers of a staged model are not the whole model."""
     name = type(model).__name__
     match kind_of(model):
         case ModelKind.STAGED:
             layers = sum(1 for layer in layers_of(model) if any(True for _ in parameters_of(layer)))
-            common_width = _common_width(model)  # also where it has heads: this checks how the matrices are cut
+            common_width = _common_width(model)  # always computed, because it checks the plan of the matrices
             divisor = _first_number(stages_of(model), "heads") or common_width
             return ModelTraits(name, layers, divisor, checkpoints_activations=True)
         case ModelKind.HUGGING_FACE:
-            # Of grouped queries the fewer heads of keys and values.
+            # With grouped queries there are fewer heads of keys and values, and these must be divided.
             divisor = _first_number(model.config, "num_key_value_heads", "num_attention_heads", "n_head")
             return ModelTraits(name, None, divisor, checkpoints_activations=True)
         case ModelKind.PLAIN:
@@ -50,7 +50,7 @@ def traits_of(model: nn.Module) -> ModelTraits:
 
 
 def _common_width(model: nn.Module) -> int | None:
-    """The greatest number that divides the cut side of every matrix of a staged model's plan."""
+    """Return the greatest common divisor of the split sides of all matrices in a staged model's plan."""
     cuts = cuts_of(model)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     sides = [
@@ -60,6 +60,6 @@ def _common_width(model: nn.Module) -> int | None:
 
 
 def _first_number(owner: object, *names: str) -> int | None:
-    """The first of these attributes that is a number."""
+    """Return the first of these attributes that is a number."""
     values = (getattr(owner, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), None)

@@ -37,7 +37,8 @@ class Model(ServedModel):
         )
         outputs = [TensorSpec(OUTPUT, dtype, (-1, 3)), TensorSpec("last", dtype, (-1, 3))]
         signature = SimpleNamespace(outputs=outputs)
-        self.model = SimpleNamespace(version="1", labels=["a"], engine=SimpleNamespace(signature=signature))  # type: ignore[assignment]
+        self.version = "1"
+        self.model = SimpleNamespace(labels=["a"], engine=SimpleNamespace(signature=signature))  # type: ignore[assignment]
 
     def run(self, tensors: Tensors) -> Tensors:
         """Return the first input and the last."""
