@@ -1,0 +1,150 @@
+"""The planner: profiles, plans, clusters and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.config.plan_rules import Setting
+from app.errors import PlanError
+from app.models.gpt import GPT
+from app.planner.cluster import Cluster, cluster_of
+from app.planner.measure import measure
+from app.planner.plan import ParallelPlan
+from app.planner.profile import ModelProfile
+from app.planner.search import Findings, Problem, fewest_devices, search
+from app.planner.stages import balanced_cuts
+from app.planner.traffic import STACKS, traffic
+from app.planner.transformer import TransformerShape, transformer_profile
+from app.planner.validation import validation_of
+
+
+def test_measured_gpt_agrees_with_the_formulas_of_a_transformer() -> None:
+    model = GPT(1000, 64, layers=3, width=64, heads=4)
+    measured = measure(model, {"input_ids": torch.zeros(1, 64, dtype=torch.int64)}, "bf16")
+    shape = TransformerShape(3, 64, 4, 1000, 64, 256, 4, learned_positions=False, split_vocabulary=False)
+    expected = transformer_profile("gpt", shape)
+    assert measured.parameters == sum(parameter.numel() for parameter in model.parameters())
+    block, formula = measured.layers[2], expected.layers[1]
+    assert block.work.matmul_flops == formula.work.matmul_flops
+    assert block.work.attention_flops == formula.work.attention_flops
+    assert (block.split_parameters, block.column_inputs, block.row_cuts) == (formula.split_parameters, 2, 2)
+    assert block.boundary_bytes == formula.boundary_bytes
+    assert block.saved.total == pytest.approx(formula.saved.total, rel=0.25)  # rotary positions are kept beside
+
+
+def test_measuring_leaves_the_model_and_random_state() -> None:
+    model = GPT(100, 16, layers=2, width=32, heads=2)
+    before, state = [parameter.clone() for parameter in model.parameters()], torch.get_rng_state()
+    measure(model, {"input_ids": torch.zeros(1, 16, dtype=torch.int64)}, "fp32")
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_pipeline_is_cut_as_deepspeed_cuts() -> None:
+    from deepspeed.runtime.utils import partition_balanced
+
+    for weights, parts in (((10, 0, 4, 4, 4, 4, 0, 10), 3), ((5, 1, 1, 1, 5, 9, 2), 4), ((1, 2), 2)):
+        assert list(balanced_cuts(weights, parts)) == [int(bound) for bound in partition_balanced(list(weights), parts)]
+
+
+def test_megatron_sums_four_times_a_block() -> None:
+    profile = _gpt(layers=4, hidden=1024)
+    plan = ParallelPlan(tensor=4, pipeline=1, data=1, micro_batch=2, accumulation=3)
+    (collective,) = traffic(profile, plan, STACKS["megatron"], profile.layers)
+    assert (collective.kind, collective.count) == ("all_reduce", 4 * 4 * 3)
+    assert collective.bytes == collective.count * 2 * profile.layers[1].boundary_bytes
+
+
+def test_search_names_why_plans_are_refused_and_is_quick() -> None:
+    found = _search(_gpt(layers=96, hidden=12288), cluster_of("1024xa100-80"), batch=1536)
+    assert found.candidates
+    assert all(candidate.plan.workers == 1024 for candidate in found.candidates)
+    assert all(candidate.memory.total <= cluster_of("1xa100-80").device.memory for candidate in found.candidates)
+    assert {"the device's memory", "tensor groups stay in a node", "pipeline takes zero 1"} <= set(
+        found.refusals.counts
+    )
+    assert found.search_s < 2
+
+
+def test_faster_links_never_make_a_plan_slower() -> None:
+    profile = _gpt(layers=24, hidden=2048)
+    slow = {str(c.config): c.time.step_s for c in _search(profile, cluster_of("2x8xl4"), batch=64).candidates}
+    fast = {str(c.config): c.time.step_s for c in _search(profile, cluster_of("2x8xh100"), batch=64).candidates}
+    assert slow
+    assert all(fast[plan] < seconds for plan, seconds in slow.items())
+
+
+def test_a_model_that_does_not_fit_asks_for_more_devices() -> None:
+    problem = _problem(_gpt(layers=96, hidden=12288), cluster_of("8xt4"), batch=512)
+    assert not search(problem).candidates
+    fewest = fewest_devices(problem)
+    assert fewest is not None
+    devices, best = fewest
+    assert devices > 8
+    assert best.plan.workers == devices
+
+
+def test_a_batch_that_no_plan_divides_is_told_the_nearest() -> None:
+    with pytest.raises(PlanError, match=r"is 7, which no plan divides over 1024 devices.*the nearest is 32"):
+        _search(_gpt(layers=4, hidden=512), cluster_of("1024xa100-80"), batch=7)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("8xa100", "did you mean a100-40 or a100-80?"),
+        ("8xh1000", "did you mean 'h100'?"),
+        ("many", "expected devices and their name, such as 64xa100-80"),
+        ("0xt4", "has no devices"),
+    ],
+)
+def test_unknown_clusters_are_told_the_nearest(given: str, expected: str) -> None:
+    with pytest.raises(PlanError) as error:
+        cluster_of(given)
+    assert expected in str(error.value)
+
+
+def test_a_cluster_file_without_a_link_is_told_which(tmp_path: Path) -> None:
+    device = {
+        "name": "mine",
+        "memory_gib": 24,
+        "memory_gigabytes_per_s": 900,
+        "half_teraflops": 100,
+        "float_teraflops": 50,
+    }
+    file = tmp_path / "cluster.json"
+    file.write_text(json.dumps({"device": device, "devices": 16, "devices_per_node": 8}))
+    with pytest.raises(PlanError, match=r"has no node_link.*add node_link: \{gigabytes_per_s"):
+        cluster_of(str(file))
+    link = {"gigabytes_per_s": 10}
+    file.write_text(json.dumps({"device": device, "devices": 16, "devices_per_node": 8, "node_link": link}))
+    with pytest.raises(PlanError, match="has no network"):
+        cluster_of(str(file))
+    file.write_text(json.dumps({"device": "h100", "devices": 16, "network": link}))
+    assert cluster_of(str(file)).network.bandwidth == 10e9
+
+
+def test_what_no_published_run_shows_is_not_validated() -> None:
+    assert validation_of(cluster_of("1xl4").device) is None
+    best = _search(_gpt(layers=8, hidden=1024), cluster_of("8xa100-80"), batch=64).candidates
+    offloaded = next(candidate for candidate in best if candidate.config.offload == "cpu")
+    assert validation_of(cluster_of("1xa100-80").device, offloaded.config) is None
+    assert validation_of(cluster_of("1xa100-80").device, best[0].config) is not None
+
+
+def _gpt(layers: int, hidden: int) -> ModelProfile:
+    heads = hidden // 64
+    shape = TransformerShape(layers, hidden, heads, 51200, 2048, 4 * hidden, heads, split_vocabulary=False)
+    return transformer_profile("gpt", shape)
+
+
+def _problem(profile: ModelProfile, cluster: Cluster, batch: int) -> Problem:
+    workers = (cluster.devices, cluster.devices)
+    setting = Setting(workers, "bf16", cluster.device.kind, "adamw", profile.traits, ("input_ids",))
+    return Problem(profile, cluster, setting, batch)
+
+
+def _search(profile: ModelProfile, cluster: Cluster, batch: int) -> Findings:
+    return search(_problem(profile, cluster, batch))
