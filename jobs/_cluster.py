@@ -1,13 +1,15 @@
 """The Ray cluster as a job meets it."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import ray
 from ray.util.state import list_actors
 
 from app.cluster.state import MARK
-from app.errors import ClusterError
+from app.config import TrainConfig
+from app.errors import ClusterError, PlanError
+from app.planner.cluster import Cluster, catalogue_name, cluster_of, this_machine
 
 _TRAIN_ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # how often reports are fetched: each epoch waits for it
@@ -71,3 +73,41 @@ def require_dashboard(who: str) -> None:
             f"the cluster's dashboard does not answer, without which {who} keep their CPUs when they have ended: start "
             "the cluster with its dashboard, as 'rayloom up' does"
         ) from error
+
+
+def training_cluster(config: TrainConfig) -> Cluster:
+    """Return what training has of the cluster that runs this job: as many devices as workers."""
+    workers = config.workers_range[1]
+    if config.device == "cpu":
+        return this_machine(workers)
+    cluster = live_cluster(workers)
+    return cluster.resized(workers, cluster.devices_per_node)
+
+
+def live_cluster(workers: int) -> Cluster:
+    """Return the cluster that runs this job: its GPUs, or without any ``workers`` processes on CPUs."""
+    connect()
+    return cluster_of_nodes([node["Resources"] for node in ray.nodes() if node["Alive"]], workers)
+
+
+def cluster_of_nodes(nodes: Sequence[Mapping[str, float]], workers: int) -> Cluster:
+    """Return the cluster of nodes with these resources.
+
+    Raises:
+        PlanError: the catalogue does not have the GPUs, or nodes have unlike ones.
+    """
+    with_gpus = [resources for resources in nodes if resources.get("GPU")]
+    if not with_gpus:
+        return this_machine(workers)
+    kinds = {(_accelerator(resources), int(resources["GPU"])) for resources in with_gpus}
+    if len(kinds) > 1:
+        shown = ", ".join(f"{count} x {name}" for name, count in sorted(kinds))
+        raise PlanError(f"the cluster's nodes have unlike GPUs ({shown}): give --cluster those that training will use")
+    name, count = kinds.pop()
+    return cluster_of(f"{len(with_gpus)}x{count}x{catalogue_name(name)}")
+
+
+def _accelerator(resources: Mapping[str, float]) -> str:
+    """Return the name that Ray gives a node's GPUs, such as A100-80G."""
+    prefix = "accelerator_type:"
+    return next((key.removeprefix(prefix) for key in resources if key.startswith(prefix)), "of unknown type")

@@ -15,7 +15,7 @@ from app.training.records import Ending
 from app.training.resume import start_or_resume
 from app.training.run import finish_run, open_run, prepare_run
 from app.warnings import warn
-from jobs._cluster import connect, may_grow, require
+from jobs._cluster import connect, may_grow, require, training_cluster
 from jobs._runner import main
 from jobs._sigterm import on_sigterm
 
@@ -24,8 +24,8 @@ _ROOM_TIMEOUT_S = 15.0
 
 def train(run: Run) -> Outcome:
     """Check everything, train on the cluster, keep the best weights."""
+    data = prepare_run(run, training_cluster)
     config = run.recipe.train
-    data = prepare_run(run)
     _set_timeouts(config)
     connect()
     least = config.worker_counts[0]

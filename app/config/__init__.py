@@ -16,7 +16,7 @@ from app.config.data import CleanConfig, ColumnsConfig, DataConfig, ImageConfig,
 from app.config.layout import Layout
 from app.config.loading import dump_recipe, load_recipe, load_stored_recipe, parse_stored_recipe, with_values
 from app.config.notify import EmailConfig, NotifyConfig, WebhookConfig
-from app.config.plan import PlanConfig, Precision
+from app.config.plan import AutoPlan, PlanConfig, Precision
 from app.config.plan_rules import ModelTraits, Setting, refusal
 from app.config.reading import embedded, read_text, title_of
 from app.config.recipe import LANGUAGE_MODELING, ModelConfig, Recipe
@@ -37,6 +37,7 @@ __all__ = [
     "LANGUAGE_MODELING",
     "PLAN_ENGINES",
     "AlertConfig",
+    "AutoPlan",
     "BatchingConfig",
     "CalibrationConfig",
     "CalibrationMethod",

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveInt, SerializerFunctionWrapHandler, WrapSerializer
 
 from app.config.section import Section
 
@@ -69,13 +69,25 @@ class PlanConfig(Section):
         return self.tensor * self.pipeline
 
 
+class AutoPlan(PlanConfig):
+    """``auto``, before the model is known. Until then it counts as ZeRO 1. Then ``app.planner.auto`` chooses a plan."""
+
+
 def _read_plan(given: object) -> object:
     if isinstance(given, str):
         if given != "auto":
             raise ValueError(f"expected auto, or keys such as zero_stage, got {given!r}")
-        return PlanConfig()
+        return AutoPlan()
     return given
 
 
-Plan = Annotated[PlanConfig, BeforeValidator(_read_plan, json_schema_input_type=Literal["auto"] | PlanConfig)]
-"""A plan, or ``auto``: ZeRO 1, the cheapest stage that splits the optimizer."""
+def _write_plan(plan: PlanConfig, write: SerializerFunctionWrapHandler) -> object:
+    return "auto" if isinstance(plan, AutoPlan) else write(plan)
+
+
+Plan = Annotated[
+    PlanConfig,
+    BeforeValidator(_read_plan, json_schema_input_type=Literal["auto"] | PlanConfig),
+    WrapSerializer(_write_plan),
+]
+"""A plan, or ``auto``."""

@@ -8,6 +8,7 @@ from app.config.alerts import AlertConfig
 from app.config.compile import CompileConfig
 from app.config.data import DataConfig
 from app.config.notify import NotifyConfig
+from app.config.plan import PlanConfig
 from app.config.section import IMPORT_STRING, NAME, Section
 from app.config.serve import ServeConfig
 from app.config.train import TrainConfig
@@ -71,6 +72,10 @@ class Recipe(Section):
     def is_language_model(self) -> bool:
         """Whether the model predicts the next token, so that it has a perplexity."""
         return self.task == LANGUAGE_MODELING
+
+    def with_plan(self, plan: PlanConfig, **train: Any) -> "Recipe":
+        """Return the recipe with this plan, and with other values of ``train``. They are not checked."""
+        return self.model_copy(update={"train": self.train.model_copy(update={"plan": plan, **train})})
 
     @model_validator(mode="after")
     def _task_reads_keys(self) -> Self:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from app.config.layout import Layout, lay_out
-from app.config.plan import Device, Plan, PlanConfig, Precision
+from app.config.plan import AutoPlan, Device, Plan, PlanConfig, Precision
 from app.config.plan_rules import ModelTraits, Setting, refusal
 from app.config.section import Fraction, NumberOrRange, Section, is_stored
 
@@ -117,9 +117,9 @@ class TrainConfig(Section):
         default=False, description="compute batch norm statistics over the micro-batches of all workers"
     )
     plan: Plan = Field(
-        default=PlanConfig(),
+        default=AutoPlan(),
         validate_default=True,
-        description="how training is distributed over the workers; auto: ZeRO 1",
+        description="how training is distributed over the workers; auto: the planner chooses once the model is known",
     )
     deepspeed: dict[str, Any] = Field(default={}, description="further keys of DeepSpeed's own configuration")
     torch_compile: bool = Field(default=False, description="compile the model with torch.compile")

@@ -15,6 +15,7 @@ import psutil
 import yaml
 from pydantic import Field, PositiveInt, ValidationError
 
+from app.config import TrainConfig
 from app.config.plan import Device as DeviceKind
 from app.config.plan import Precision
 from app.config.section import Section
@@ -81,9 +82,9 @@ class Cluster:
         """Nodes that hold the devices."""
         return math.ceil(self.devices / self.devices_per_node)
 
-    def resized(self, devices: int) -> "Cluster":
-        """Return the same cluster with another number of devices."""
-        return replace(self, devices=devices, devices_per_node=min(self.devices_per_node, devices))
+    def resized(self, devices: int, per_node: int) -> "Cluster":
+        """Return a cluster of the same hardware with another number of devices, at most ``per_node`` on a node."""
+        return replace(self, devices=devices, devices_per_node=min(per_node, devices))
 
     def __str__(self) -> str:
         nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
@@ -205,6 +206,37 @@ def this_machine(workers: int) -> Cluster:
         host_link=Link(10e9 * share, 1e-6),
         disk_bandwidth=0.5e9,
     )
+
+
+_GPU_NAMES = (
+    ("A100.*80G", "a100-80"),
+    ("A100", "a100-40"),
+    ("H100", "h100"),
+    ("H200", "h200"),
+    ("B200", "b200"),
+    (r"\bL4\b", "l4"),
+    (r"\bT4\b", "t4"),
+)
+"""Patterns of the names that CUDA and Ray give GPUs. Of an A100 that does not say, the smaller memory is taken."""
+
+
+def catalogue_name(gpu: str) -> str:
+    """Return the catalogue's name of a GPU that CUDA or Ray calls ``gpu``. Raises PlanError if it has none."""
+    found = next((name for pattern, name in _GPU_NAMES if re.search(pattern, gpu)), None)
+    if found is None:
+        raise PlanError(f"GPU {gpu!r} is not in the catalogue: give --cluster a file with its figures")
+    return found
+
+
+def local_cluster(config: TrainConfig) -> Cluster:
+    """Return as many of this machine's devices as training has workers. Raises PlanError for an unknown GPU."""
+    workers = config.workers_range[1]
+    if config.device == "cpu":
+        return this_machine(workers)
+    import torch
+
+    name = catalogue_name(torch.cuda.get_device_name())
+    return cluster_of(f"1x{name}").resized(workers, max(1, torch.cuda.device_count()))
 
 
 class _LinkFile(Section):

@@ -67,13 +67,10 @@ def measure_plan(recipe: Recipe, data: PreparedData, candidate: Candidate, subje
     Raises:
         PlanError: a worker failed or did not end.
     """
-    config = recipe.train.model_copy(
-        update={"plan": candidate.config, "workers": candidate.plan.workers, "device": "cpu"}
-    )
-    planned = recipe.model_copy(update={"train": config})
+    planned = recipe.with_plan(candidate.config, workers=candidate.plan.workers, device="cpu")
     with tempfile.TemporaryDirectory() as folder:
         data.save(to_path(folder) / "data")
-        threads = max(1, int(config.cpus_per_worker))
+        threads = max(1, int(recipe.train.cpus_per_worker))
         found = _run_workers(_measure_steps, candidate.plan.workers, threads, planned, str(Path(folder) / "data"))
     return MeasuredPlan(
         subject=subject,

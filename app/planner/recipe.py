@@ -36,15 +36,17 @@ class Subject:
     inputs: tuple[str, ...]
     steps: int
     """Optimizer steps of the whole recipe."""
+    name: str
+    """What measured steps belong to."""
 
-    @property
-    def name(self) -> str:
-        """What measured steps belong to: the model, its samples, the batch and the precision."""
-        config, profile = self.recipe.train, self.profile
-        return (
-            f"{self.recipe.model.factory}, {profile.parameters} parameters, {profile.sample_bytes:g} bytes a sample, "
-            f"batch {config.global_batch_size}, {config.precision}, {config.optimizer.name}"
-        )
+
+def subject_name(recipe: Recipe, num_parameters: int, data: PreparedData) -> str:
+    """Name the model, its samples, the batch, the precision and the optimizer."""
+    config = recipe.train
+    return (
+        f"{recipe.model.factory}, {num_parameters} parameters, samples of {max(map(int, data.train.lengths))}, batch "
+        f"{config.global_batch_size}, {config.precision}, {config.optimizer.name}"
+    )
 
 
 def subject_of(recipe: Recipe, model: nn.Module, data: PreparedData) -> Subject:
@@ -56,7 +58,9 @@ def subject_of(recipe: Recipe, model: nn.Module, data: PreparedData) -> Subject:
     """
     inputs = longest_inputs(data)
     profile = measure(model, inputs, recipe.train.precision)
-    return Subject(recipe, profile, tuple(inputs), count_steps(recipe.train, len(data.train)))
+    steps = count_steps(recipe.train, len(data.train))
+    name = subject_name(recipe, sum(parameter.numel() for parameter in model.parameters()), data)
+    return Subject(recipe, profile, tuple(inputs), steps, name)
 
 
 def longest_inputs(data: PreparedData) -> dict[str, Tensor]:

@@ -100,6 +100,11 @@ def _rank(candidate: Candidate) -> tuple[float, float]:
     return float(f"{candidate.time.step_s:.3g}"), candidate.memory.total
 
 
+def price_plan(problem: Problem, config: PlanConfig, plan: ParallelPlan) -> Candidate | None:
+    """Return the plan with its time and memory; None if it does not fit."""
+    return _priced(problem, config, plan, Refusals())
+
+
 def _priced(problem: Problem, config: PlanConfig, plan: ParallelPlan, refusals: Refusals) -> Candidate | None:
     """Return the plan with its time and memory; None, and a refusal, if it does not fit."""
     device = problem.cluster.device
@@ -145,8 +150,7 @@ def fewest_devices(problem: Problem) -> tuple[int, Candidate] | None:
     """Return the fewest devices of this kind, doubling, on which a plan fits, and the fastest plan there."""
     devices = 1
     while devices <= _MAX_DEVICES:
-        per_node = max(problem.cluster.devices_per_node, 1)
-        cluster = replace(problem.cluster, devices=devices, devices_per_node=min(per_node, devices))
+        cluster = problem.cluster.resized(devices, problem.cluster.devices_per_node)
         setting = replace(problem.setting, workers=(devices, devices))
         try:
             findings = search(replace(problem, cluster=cluster, setting=setting))

@@ -5,7 +5,7 @@ import os
 import sys
 from functools import partial
 
-from app.config import Recipe, load_recipe
+from app.config import PlanConfig, Recipe, load_recipe
 from app.errors import RayloomError, UnsharedStorageError
 from app.runs import Outcome, Run, execute
 from app.storage import absolute_location, to_path
@@ -29,7 +29,6 @@ def main(argv: list[str] | None = None) -> int:
         recipe = _load(arguments.recipe, arguments.overrides)
         keep_freed_memory()
         worker = start_worker(recipe.train)
-        require_groups_within_nodes(worker, recipe.train.plan)
         if worker.is_first:
             result = execute(_start(worker, recipe), partial(_lead, worker))
             print(result.to_line(), flush=True)
@@ -66,22 +65,25 @@ def _lead(worker: Worker, run: Run) -> Outcome:
         worker.broadcast(None)
         raise
     with marked(run.folder) as mark:
-        worker.broadcast((str(run.folder), mark))
+        worker.broadcast((str(run.folder), mark, run.recipe.train.plan))
         require_shared(worker, run.folder, mark)
+    require_groups_within_nodes(worker, run.recipe.train.plan)
     return finish_run(run, data, train(run.recipe, data, worker, run.folder))
 
 
 def _follow(worker: Worker, recipe: Recipe) -> None:
     """Every other process trains on what the first has prepared."""
-    started: tuple[str, str] | None = worker.broadcast()
+    started: tuple[str, str, PlanConfig] | None = worker.broadcast()
     if started is None:
         return  # the first process says why
-    folder, mark = to_path(started[0]), started[1]
+    folder, mark, plan = to_path(started[0]), *started[1:]
     try:
         require_shared(worker, folder, mark)
     except UnsharedStorageError:
         return  # the first process reports it
-    train(recipe, load_prepared(recipe, folder / DATA), worker, folder)
+    require_groups_within_nodes(worker, plan)
+    planned = recipe.with_plan(plan)  # of auto, the first process has chosen it
+    train(planned, load_prepared(planned, folder / DATA), worker, folder)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from operator import attrgetter
 
 from upath import UPath
 
-from app.config import Recipe, load_stored_recipe
+from app.config import AutoPlan, Recipe, load_stored_recipe
 from app.errors import RecipeError, StorageError
 from app.runs import CONFIG_FILE, Run, has_succeeded, newest_first, recipe_named_in, runs_folder
 from app.storage import open_storage
@@ -37,9 +37,18 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
         raise StorageError(f"train.resume is {run_id!r}, and {str(runs)!r} has no such run: give its id, or {LATEST}")
     if asked != LATEST and _has_finished(runs / run_id):
         raise StorageError(f"train.resume is {run_id!r}, which has finished: leave it out to start a new run")
-    _check_same(recipe, _earlier(runs / run_id), run_id)
+    earlier = _earlier(runs / run_id)
+    _check_same(recipe, earlier, run_id)
     print(f"run {run_id} goes on", flush=True)
-    return Run.start(job, recipe, run_id)
+    return Run.start(job, _with_plan_of(earlier, recipe), run_id)
+
+
+def _with_plan_of(earlier: Recipe, recipe: Recipe) -> Recipe:
+    """Return ``recipe`` with the plan chosen for ``earlier``, if its own is auto and the workers are as many."""
+    train = recipe.train
+    if not isinstance(train.plan, AutoPlan) or train.workers != earlier.train.workers:
+        return recipe
+    return recipe.with_plan(earlier.train.plan)
 
 
 def newest_unfinished(storage: UPath, job: str, recipe_name: str) -> str | None:

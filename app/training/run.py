@@ -1,10 +1,13 @@
 """A whole training run, whoever runs it: what comes before the workers, and what comes after."""
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import nn
 from upath import UPath
 
 from app.checksums import CHECKSUMS_FILE, verify_checksums
-from app.config import TrainConfig, load_stored_recipe, refusal
+from app.config import AutoPlan, TrainConfig, load_stored_recipe, refusal
 from app.config.layout import LARGEST_MICRO_BATCH
 from app.data.baseline import LINEAR_BASELINE, linear_baseline
 from app.data.classification import ClassificationData
@@ -12,6 +15,8 @@ from app.data.prepared import PreparedData
 from app.errors import RecipeError, StorageError
 from app.models.factory import blueprint_of
 from app.models.traits import kind_of, traits_of
+from app.planner.auto import choose_plan
+from app.planner.cluster import Cluster, local_cluster
 from app.runs import CONFIG_FILE, Outcome, Run
 from app.tasks import load_prepared, prepare
 from app.telemetry.alerts import Action
@@ -28,10 +33,14 @@ from app.training.weights import publish_weights
 from app.warnings import warn
 
 
-def prepare_run(run: Run) -> PreparedData:
+def prepare_run(run: Run, find_cluster: Callable[[TrainConfig], Cluster] = local_cluster) -> PreparedData:
     """Prepare the data and check all that can be checked before a worker starts; nothing is written.
 
+    A plan of ``auto`` is replaced in the run's recipe, so that a resumed run keeps it. ``find_cluster`` then says what
+    the run trains on.
+
     Raises:
+        PlanError: the plan is ``auto``, and none fits.
         RecipeError: the task, the model or the plan cannot be had as the recipe says.
         DataError: the data cannot be read, or is not what the recipe says.
         TrainingError: there are fewer samples than one batch takes.
@@ -42,6 +51,10 @@ def prepare_run(run: Run) -> PreparedData:
     blueprint = blueprint_of(recipe.model, data.facts)
     print(f"model {recipe.model.factory}: {blueprint.num_parameters:,} parameters", flush=True)
     count_steps(recipe.train, len(data.train))
+    if isinstance(recipe.train.plan, AutoPlan):
+        chosen = choose_plan(recipe, blueprint, data, partial(find_cluster, recipe.train))
+        print(f"train.plan auto: {chosen.reason}", flush=True)
+        run.recipe = recipe = recipe.with_plan(chosen.plan)
     _check_plan(recipe.train, blueprint.model, data)
     if recipe.train.linear_baseline:
         _texts_of(data)

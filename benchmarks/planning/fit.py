@@ -40,7 +40,7 @@ def main() -> None:
             np.log(run.estimate(hopper if run.device.name.startswith("h100") else ampere).step_s / run.step_s)
             for run in runs
         ]
-        return np.array(logs) * weights
+        return np.asarray(logs, dtype=np.float64) * np.asarray(weights, dtype=np.float64)
 
     lower, start, upper = zip(*_BOUNDS.values(), strict=True)
     found = least_squares(

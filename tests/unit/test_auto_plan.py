@@ -1,0 +1,113 @@
+"""``train.plan: auto``: chosen once the model is known, and kept."""
+
+from pathlib import Path
+
+import pytest
+
+from app.config import AutoPlan, PlanConfig, Recipe, dump_recipe, load_recipe, load_stored_recipe
+from app.errors import PlanError
+from app.models.factory import blueprint_of
+from app.planner.auto import choose_plan
+from app.planner.calibration import Calibration, MeasuredPlan, machine_name
+from app.planner.cluster import Cluster, cluster_of, this_machine
+from app.planner.recipe import subject_name
+from app.runs import CONFIG_FILE, Run
+from app.storage import to_path
+from app.tasks import prepare
+from app.training.resume import start_or_resume
+from app.training.run import open_run, prepare_run
+from tests.helpers import ROOT
+
+DIGITS = ROOT / "recipes/digits.yaml"
+
+
+def test_auto_keeps_its_name_in_a_recipe_until_the_model_is_known(tmp_path: Path) -> None:
+    recipe = load_recipe(DIGITS, ["train.plan=auto"])
+    assert isinstance(recipe.train.plan, AutoPlan)
+    stored = tmp_path / "recipe.yaml"
+    stored.write_text(dump_recipe(recipe), encoding="utf-8")
+    assert "plan: auto" in stored.read_text(encoding="utf-8")
+    assert isinstance(load_stored_recipe(str(stored)).train.plan, AutoPlan)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_a_small_model_on_cpus_trains_under_zero_1_as_ever(workers: int, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run.start("train", load_recipe(DIGITS, [f"train.workers={workers}"]))
+    prepare_run(run)
+    assert run.recipe.train.plan == PlanConfig()
+    assert "train.plan auto: ZeRO 1: the model's states take" in capsys.readouterr().out
+
+
+def test_an_elastic_run_takes_a_plan_that_fits_any_number_of_workers() -> None:
+    assert _choose(load_recipe(DIGITS, ["train.workers=[1, 4]"]), this_machine(4)).plan == PlanConfig()
+
+
+def test_the_plan_is_written_into_the_run_and_a_resumed_run_keeps_it() -> None:
+    run = Run.start("train", load_recipe(DIGITS))
+    data = prepare_run(run)
+    run.recipe = run.recipe.with_plan(PlanConfig(zero_stage=3))  # as if it had been chosen
+    open_run(run, data)
+    run.until_result.close()
+    assert load_stored_recipe(str(run.folder / CONFIG_FILE)).train.plan.zero_stage == 3
+    resumed = start_or_resume("train", load_recipe(DIGITS, [f"train.resume={run.run_id}"]))
+    assert resumed.recipe.train.plan == PlanConfig(zero_stage=3)
+
+
+def test_the_fastest_measured_plan_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.planner.calibration._FOLDER", to_path(tmp_path))
+    recipe = load_recipe(DIGITS, ["train.workers=2"])
+    data = prepare(recipe)
+    subject = subject_name(recipe, blueprint_of(recipe.model, data.facts).num_parameters, data)
+    runs = [_run(subject, stage, step_s) for stage, step_s in ((1, 0.02), (0, 0.01), (3, 0.05))]
+    rates = {"matmul_flops": 1e11, "memory_bandwidth": 1e10, "launch_s": 1e-6, "link_latency_s": 1e-5}
+    Calibration(machine=machine_name(), workers=2, precision="fp32", link_bandwidth=1e9, plans=runs, **rates).save()
+    chosen = _choose(recipe, this_machine(2))
+    assert chosen.plan.zero_stage == 0
+    assert "the fastest that calibration has run on this machine, 0.01 s a step" in chosen.reason
+
+
+def test_a_model_that_zero_1_cannot_hold_gets_a_plan_that_can(tmp_path: Path) -> None:
+    chosen = _choose(_large(tmp_path, layers=36, width=3072), cluster_of("8xt4"))
+    assert "ZeRO 1 does not fit" in chosen.reason
+    assert chosen.predicted is not None
+    assert chosen.predicted.memory.total < cluster_of("1xt4").device.memory
+
+
+def test_a_model_that_fits_nowhere_is_told_how_many_devices_would_do(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"no plan fits 1 x t4.*\d+ of these devices would do"):
+        _choose(_large(tmp_path, layers=48, width=4096, workers=1), cluster_of("1xt4"))
+
+
+def _choose(recipe: Recipe, cluster: Cluster):
+    data = prepare(recipe)
+    return choose_plan(recipe, blueprint_of(recipe.model, data.facts), data, lambda: cluster)
+
+
+def _large(folder: Path, layers: int, width: int, workers: int = 8) -> Recipe:
+    source = folder / "texts.jsonl"
+    source.write_text("".join(f'{{"text": "{"a few words " * 40} {n}"}}\n' for n in range(200)), encoding="utf-8")
+    args = f"{{layers: {layers}, width: {width}, heads: 16, positions: rotary, tied: true}}"
+    return load_recipe(
+        ROOT / "recipes/stdlib_gpt.yaml",
+        [
+            f"data.source={source}",
+            "data.tokenizer={kind: bytes}",
+            f"model.args={args}",
+            f"train.workers={workers}",
+            "train.device=gpu",
+            "train.precision=fp16",
+        ],
+    )
+
+
+def _run(subject: str, stage: int, step_s: float) -> MeasuredPlan:
+    keys = {"tensor": 1, "pipeline": 1, "zero_stage": stage, "offload": "none", "micro_batch": 32}
+    return MeasuredPlan(
+        subject=subject,
+        plan={**keys, "activation_checkpointing": False},
+        step_s=step_s,
+        memory_bytes=1,
+        context_bytes=1,
+        predicted_step_s=0.02,
+        predicted_memory_bytes=1,
+    )
