@@ -1,4 +1,4 @@
-"""Search a recipe's best values on the Ray cluster: python -m jobs.tune RECIPE [key=value …]"""
+"""Search for a recipe's best values on the Ray cluster: python -m jobs.tune RECIPE [key=value …]"""
 
 import sys
 from collections.abc import Callable
@@ -13,77 +13,79 @@ from app.training.coordination.heartbeat import held
 from app.training.ray_worker import resources_of
 from app.training.resume import newest_unfinished
 from app.training.run import prepare_run
-from app.tuning.budget import Budget
-from app.tuning.outcome import BEST_FILE, FrontTrial, StoppedMetrics, TuneMetrics, recipe_of
+from app.tuning.budget import SearchBudget
+from app.tuning.outcome import BEST_FILE, ParetoTrial, StoppedSearchMetrics, TuneMetrics, tuned_recipe
 from app.tuning.report import write_report, write_trials
 from app.tuning.schedulers import check_scheduler
 from app.tuning.search import Search
 from app.tuning.snapshots import keep_snapshots, scratch_folder
 from app.tuning.space import Space, load_space
-from app.tuning.storage import StudyPlace, study_place
+from app.tuning.storage import StudyLocation, locate_study
 from app.tuning.study import SearchStudy
-from app.tuning.trainable import DATA
+from app.tuning.trial_actor import DATA
+from app.tuning.trial_config import trial_recipe
 from app.tuning.trial_data import keep_data
-from app.tuning.trial_recipe import trial_recipe
 from jobs._cluster import connect, may_grow, require, require_dashboard
 from jobs._runner import main
 from jobs._sigterm import on_sigterm
 
 
 def tune(run: Run) -> Outcome:
-    """Check everything, run the trials, keep the recipe with the best values."""
+    """Check everything, run the trials, and write the recipe with the best values."""
     recipe, config = run.recipe, run.recipe.tune
     if config is None:
-        raise RecipeError(f"recipe {recipe.name} has no tune section: give it one, with a space at least")
+        raise RecipeError(f"recipe {recipe.name} has no tune section: add one with at least a space")
     space = load_space(config.space, recipe)
     scratch = run.until_result.enter_context(scratch_folder())
-    place_of = partial(study_place, run.storage, config.storage, scratch.path)
-    place = place_of(run.run_id)
-    own = trial_recipe(recipe, {}, config)
-    check_scheduler(config, own.train, space)
-    data = prepare_run(replace(run, recipe=own))
+    locate = partial(locate_study, run.storage, config.storage, scratch.path)
+    location = locate(run.run_id)
+    own_trial = trial_recipe(recipe, {}, config)
+    check_scheduler(config, own_trial.train, space)
+    data = prepare_run(replace(run, recipe=own_trial))
     connect()
-    workers = own.train.workers_range[1]
-    require(resources_of(own.train, workers), "a trial's workers")
+    workers = own_trial.train.workers_range[1]
+    require(resources_of(own_trial.train, workers), "a trial's workers")
     if workers > 1:
         require_dashboard("a trial's workers")
     if config.scheduler == "pbt":
-        require(resources_of(own.train, 2 * workers), "the two trials of the smallest population")
-    study = _study(run, place_of, space, config)
-    budget = Budget(config.stop, config.objectives[0], study.epochs_trained, study.seconds)
+        require(resources_of(own_trial.train, 2 * workers), "the two trials of the smallest population")
+    study = _study(run, locate, space, config)
+    budget = SearchBudget(config.stop, config.objectives[0], study.epochs_trained, study.seconds)
     search = Search(recipe, config, study, run.folder, budget, may_grow())
     run.hold(held(run.folder))
-    with keep_snapshots(place, scratch) as secure:
+    with keep_snapshots(location, scratch) as back_up:
         run.open()
-        keep_data(data, own, run.folder / DATA)
-        more = f", up to {search.max_at_once} as the cluster grows" if search.room() < search.at_once() else ""
-        print(f"study {run.run_id} in {place}, {max(1, search.room())} trials at once{more}", flush=True)
-        with on_sigterm(budget.ask, "the search goes on with tune.resume=true"):
-            search.run(secure)
+        keep_data(data, own_trial, run.folder / DATA)
+        capacity = search.capacity()
+        growth = f", up to {search.max_concurrency} as the cluster grows" if capacity < search.concurrency() else ""
+        print(f"study {run.run_id} in {location}, {max(1, capacity)} trials at once{growth}", flush=True)
+        with on_sigterm(budget.request_stop, "resume the search with tune.resume=true"):
+            search.run(back_up)
     return _outcome(run, search)
 
 
-def _study(run: Run, place_of: Callable[[str], StudyPlace], space: Space, config: TuneConfig) -> SearchStudy:
-    """The run's own study if it goes on, else a new one that knows what earlier ones found."""
-    place = place_of(run.run_id)
+def _study(run: Run, locate: Callable[[str], StudyLocation], space: Space, config: TuneConfig) -> SearchStudy:
+    """Load the study of a resumed run, else create one that learns from the studies of ``tune.warm_start``."""
+    location = locate(run.run_id)
     if run.was_opened:
-        study = SearchStudy.resume(run.run_id, place, space, run.recipe, config)
-        if place.remote is not None:
+        study = SearchStudy.resume(run.run_id, location, space, run.recipe, config)
+        if location.remote is not None:
+            content = f"{len(study.trials)} trials and {study.epochs_trained} epochs"
             print(
-                f"the study is restored from {place}, written at {place.written}, with {len(study.trials)} trials and "
-                f"{study.epochs_trained} epochs; results reported later are lost",
+                f"the study is restored from {location}, written at {location.written}, with {content}; results "
+                "reported later are lost",
                 flush=True,
             )
         return study
-    earlier = [(name, place_of(name)) for name in config.warm_start]
-    return SearchStudy.create(run.run_id, place, space, run.recipe, config, earlier)
+    earlier = [(name, locate(name)) for name in config.warm_start]
+    return SearchStudy.create(run.run_id, location, space, run.recipe, config, earlier)
 
 
 def start_or_resume(job: str, recipe: Recipe) -> Run:
-    """A new run; or with ``tune.resume`` the newest one of the recipe that has not finished.
+    """Start a new run, or with ``tune.resume`` resume the recipe's newest unfinished one.
 
     Raises:
-        StorageError: that run is being tuned right now.
+        StorageError: another job is tuning that run.
     """
     if recipe.tune is None or not recipe.tune.resume:
         return Run.start(job, recipe)
@@ -91,31 +93,31 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
     if run_id is None:
         print(f"tune.resume: no search of {recipe.name} is unfinished; starting one", flush=True)
         return Run.start(job, recipe)
-    print(f"search {run_id} goes on", flush=True)
+    print(f"resuming search {run_id}", flush=True)
     return Run.start(job, recipe, run_id)
 
 
 def _outcome(run: Run, search: Search) -> Outcome:
-    study, metrics = search.study, [each.metric for each in search.config.objectives]
-    kept = {"study": str(study.place)}
-    if search.budget.was_asked:
-        stopped = StoppedMetrics(trials=len(study.ended), epochs_trained=study.epochs_trained)
-        return Outcome(stopped, kept, status="stopped")
-    reached = TuneMetrics.of(study, metrics, search.budget.reason or study.exhausted)
-    best = FrontTrial(
-        trial=reached.best_trial,
-        epochs=reached.best_trial_epochs,
-        values=reached.best_values,
-        params=reached.best_params,
+    study, names = search.study, [objective.metric for objective in search.config.objectives]
+    artifacts = {"study": str(study.location)}
+    if search.budget.stop_requested:
+        stopped = StoppedSearchMetrics(trials=len(study.ended), epochs_trained=study.epochs_trained)
+        return Outcome(stopped, artifacts, status="stopped")
+    metrics = TuneMetrics.of(study, names, search.budget.reason or study.exhausted)
+    best = ParetoTrial(
+        trial=metrics.best_trial,
+        epochs=metrics.best_trial_epochs,
+        values=metrics.best_values,
+        params=metrics.best_params,
     )
-    write_atomically(run.folder / BEST_FILE, recipe_of(run.recipe, best, run.run_id).encode())
+    write_atomically(run.folder / BEST_FILE, tuned_recipe(run.recipe, best, run.run_id).encode())
     objectives = search.config.objectives
-    made = {
+    files = {
         "best_recipe": run.folder / BEST_FILE,
-        "report": write_report(study.study, objectives, reached, run.folder),
+        "report": write_report(study.study, objectives, metrics, run.folder),
         "trials": write_trials(study.study, objectives, run.folder),
     }
-    return Outcome(reached, kept | {name: str(path) for name, path in made.items()})
+    return Outcome(metrics, artifacts | {name: str(path) for name, path in files.items()})
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ import psutil
 from app.config import load_recipe
 from app.storage import to_path
 from app.training.coordination.shared_folder import marked
-from app.tuning.results import LAST_REPORTED_EPOCH, NUMBER, VALUES
-from app.tuning.trainable import TrialActor
+from app.tuning.trial_actor import TrialActor
+from app.tuning.trial_config import LAST_REPORTED_EPOCH, NUMBER, VALUES
 from tests.helpers import ROOT
 
 TRIALS = 20

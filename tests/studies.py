@@ -10,13 +10,13 @@ from typing import Any
 from sqlalchemy.engine import URL
 
 from app.config import Recipe, load_recipe
-from app.tuning.results import LAST_REPORTED_EPOCH, NUMBER, VALUES
 from app.tuning.space import Space, load_space
-from app.tuning.storage import StudyPlace
+from app.tuning.storage import StudyLocation
 from app.tuning.study import Proposal, SearchStudy
+from app.tuning.trial_config import LAST_REPORTED_EPOCH, NUMBER, VALUES
 from tests.helpers import ROOT
 
-MOST = 100
+MAX_TRIALS = 100
 
 
 def recipe_with(*overrides: str) -> Recipe:
@@ -27,12 +27,15 @@ def space_of(recipe: Recipe) -> Space:
     return load_space("tune_spaces.image:space", recipe)
 
 
-def placed(where: URL | StudyPlace) -> StudyPlace:
-    return where if isinstance(where, StudyPlace) else StudyPlace(where)
+def placed(where: URL | StudyLocation) -> StudyLocation:
+    return where if isinstance(where, StudyLocation) else StudyLocation(where)
 
 
 def create(
-    where: URL | StudyPlace, *overrides: str, name: str = "one", earlier: Sequence[tuple[str, URL | StudyPlace]] = ()
+    where: URL | StudyLocation,
+    *overrides: str,
+    name: str = "one",
+    earlier: Sequence[tuple[str, URL | StudyLocation]] = (),
 ) -> SearchStudy:
     recipe = recipe_with(*overrides)
     assert recipe.tune is not None
@@ -40,20 +43,20 @@ def create(
     return SearchStudy.create(name, placed(where), space_of(recipe), recipe, recipe.tune, known)
 
 
-def resume(where: URL | StudyPlace, *overrides: str, name: str = "one") -> SearchStudy:
+def resume(where: URL | StudyLocation, *overrides: str, name: str = "one") -> SearchStudy:
     recipe = recipe_with(*overrides)
     assert recipe.tune is not None
     return SearchStudy.resume(name, placed(where), space_of(recipe), recipe, recipe.tune)
 
 
 def ask(study: SearchStudy) -> int:
-    proposal = study.ask(MOST)
+    proposal = study.ask(MAX_TRIALS)
     assert proposal is not None
     return proposal.number
 
 
 def ray_trial(proposal: Proposal, **known: Any) -> SimpleNamespace:
-    """As much of a trial of Ray Tune's as a ledger looks at."""
+    """Return the part of Ray Tune's ``Trial`` that the callback reads."""
     config = {NUMBER: proposal.number, VALUES: proposal.values, LAST_REPORTED_EPOCH: 0}
     return SimpleNamespace(**{"config": config, "num_failures": 0, "pickled_error_file": None, **known})
 

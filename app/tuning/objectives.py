@@ -1,4 +1,4 @@
-"""What a trial is judged by."""
+"""The objectives of a trial: metrics of an epoch, the number of parameters, or the latency."""
 
 import math
 import statistics
@@ -18,10 +18,10 @@ _LATENCY_CALLS = 20
 
 
 def objective_of(record: EpochRecord, objective: Objective) -> float:
-    """The objective after an epoch.
+    """Return an objective after an epoch.
 
     Raises:
-        NonFiniteLossError: it is not a number, or infinite.
+        NonFiniteLossError: it is NaN or infinite.
     """
     value = float(getattr(record, objective.metric))
     if not math.isfinite(value):
@@ -32,7 +32,7 @@ def objective_of(record: EpochRecord, objective: Objective) -> float:
 def final_values(
     objectives: Sequence[Objective], records: Iterable[EpochRecord], recipe: Recipe, data: PreparedData
 ) -> list[float]:
-    """The objectives of a trained trial: those of the epoch whose weights training keeps."""
+    """Return the objectives of a trained trial, at the epoch whose weights training keeps."""
     best = best_of(records, recipe.train)
     return [_measure(objective, best, recipe, data) for objective in objectives]
 
@@ -47,7 +47,7 @@ def _measure(objective: Objective, best: EpochRecord, recipe: Recipe, data: Prep
 
 
 def _latency_ms(model: nn.Module, data: PreparedData) -> float:
-    """Median milliseconds of the model in PyTorch on one validation sample, on this process's CPU threads."""
+    """Return the median time in ms of the PyTorch model for one validation sample, on this process's CPU threads."""
     inputs = {name: torch.from_numpy(array) for name, array in data.validation.batch([0]).inputs.items()}
     model.eval()
     times = []
@@ -56,4 +56,4 @@ def _latency_ms(model: nn.Module, data: PreparedData) -> float:
             began = time.perf_counter()
             model(**inputs)
             times.append(1000.0 * (time.perf_counter() - began))
-    return statistics.median(times[1:])
+    return statistics.median(times[1:])  # the first call warms up

@@ -1,4 +1,4 @@
-"""What a search came to: its numbers, and the recipe with the best values."""
+"""The outcome of a search: its metrics, and the recipe with the best values."""
 
 from typing import Any, Self
 
@@ -9,17 +9,17 @@ from app.config import Recipe, dump_recipe, with_values
 from app.errors import TuningError
 from app.tuning.space import Value
 from app.tuning.study import SearchStudy
-from app.tuning.trials import CAUSE, STOPPED_EARLY, epochs_of, values_of, worth_of
+from app.tuning.trials import CAUSE, STOPPED_EARLY, epochs_of, objective_values, values_of
 
 BEST_FILE = "best.yaml"
 
 
-class FrontTrial(BaseModel):
-    """One of the trials that no other one beats in every objective."""
+class ParetoTrial(BaseModel):
+    """A trial of the Pareto front. With one objective, this is the best trial."""
 
     trial: int
     epochs: int
-    """That it trained; fewer than others if it was cut short."""
+    """Trained epochs; fewer than others have if the trial was pruned."""
     values: dict[str, float]
     params: dict[str, Value]
 
@@ -28,35 +28,35 @@ class TuneMetrics(BaseModel):
     """The outcome of a search."""
 
     best_value: float
-    """Of the first objective."""
+    """The best trial's first objective."""
     best_values: dict[str, float]
     best_params: dict[str, Value]
     best_trial: int
     best_trial_epochs: int
-    """That it trained; fewer than others if it was cut short."""
+    """Trained epochs; fewer than others have if the trial was pruned."""
     trials: int
-    """That ended; duplicates are none of them."""
+    """The number of trials that ended, without duplicates."""
     trials_complete: int
     trials_pruned: int
-    """Cut short by the scheduler, or because the search ended."""
+    """Ended by the scheduler, or because the search ended."""
     trials_failed: int
     trials_stopped_early: int
-    """Complete ones whose training stopped by itself before its last epoch."""
+    """Complete trials that early stopping ended before their last epoch."""
     epochs_trained: int
-    pareto_front: list[FrontTrial] = []
-    """Of several objectives."""
+    pareto_front: list[ParetoTrial] = []
+    """Empty with a single objective."""
     ended_because: str | None = None
-    """None: all trials were run."""
+    """None if all trials were run."""
 
     @classmethod
     def of(cls, study: SearchStudy, metrics: list[str], reason: str | None) -> Self:
-        """The outcome of a search that has ended. Raises TuningError if no trial came to a value."""
+        """Return the outcome of a search that has ended. Raise TuningError if no trial has a value."""
         ended, front = study.ended, study.best
         if not front:
-            raise TuningError(f"none of {len(ended)} trials came to a value: {_why(ended)}")
-        states = [each.state for each in ended]
-        named = [_front_trial(metrics, each) for each in front]
-        best = named[0]
+            raise TuningError(f"none of {len(ended)} trials has a value: {_why_none(ended)}")
+        states = [trial.state for trial in ended]
+        pareto_front = [_pareto_trial(metrics, trial) for trial in front]
+        best = pareto_front[0]
         return cls(
             best_value=best.values[metrics[0]],
             best_values=best.values,
@@ -67,40 +67,40 @@ class TuneMetrics(BaseModel):
             trials_complete=states.count(TrialState.COMPLETE),
             trials_pruned=states.count(TrialState.PRUNED),
             trials_failed=states.count(TrialState.FAIL),
-            trials_stopped_early=sum(bool(each.user_attrs.get(STOPPED_EARLY)) for each in ended),
+            trials_stopped_early=sum(bool(trial.user_attrs.get(STOPPED_EARLY)) for trial in ended),
             epochs_trained=study.epochs_trained,
-            pareto_front=named if len(metrics) > 1 else [],
+            pareto_front=pareto_front if len(metrics) > 1 else [],
             ended_because=reason,
         )
 
 
-class StoppedMetrics(BaseModel):
-    """How far a search came that was asked to end."""
+class StoppedSearchMetrics(BaseModel):
+    """The progress of a search that was asked to stop."""
 
     trials: int
     epochs_trained: int
 
 
-def recipe_of(recipe: Recipe, trial: FrontTrial, study_name: str) -> str:
-    """The recipe with a trial's values, as YAML that ``jobs.train`` takes, and where they are from."""
+def tuned_recipe(recipe: Recipe, trial: ParetoTrial, study_name: str) -> str:
+    """Return the recipe with a trial's values, as YAML for ``jobs.train`` that says where they are from."""
     values = ", ".join(f"{metric} {value:.6g}" for metric, value in trial.values.items())
     tuned = with_values(recipe, {**trial.params, "tuned_from": {"run": study_name, "trial": trial.trial}})
     if tuned.tune is not None:
         tuned = tuned.model_copy(update={"tune": tuned.tune.model_copy(update={"resume": False})})
-    head = (
+    header = (
         f"# {values} in {trial.epochs} epochs: trial {trial.trial} of study {study_name}.\n"
         f"# Found values: {trial.params}\n"
     )
-    return head + dump_recipe(tuned)
+    return header + dump_recipe(tuned)
 
 
-def _front_trial(metrics: list[str], trial: FrozenTrial) -> FrontTrial:
-    values = dict(zip(metrics, worth_of(trial), strict=True))
-    return FrontTrial(trial=trial.number, epochs=epochs_of(trial), values=values, params=values_of(trial))
+def _pareto_trial(metrics: list[str], trial: FrozenTrial) -> ParetoTrial:
+    values = dict(zip(metrics, objective_values(trial), strict=True))
+    return ParetoTrial(trial=trial.number, epochs=epochs_of(trial), values=values, params=values_of(trial))
 
 
-def _why(ended: list[FrozenTrial]) -> str:
-    causes: list[Any] = [each.user_attrs[CAUSE] for each in ended if CAUSE in each.user_attrs]
+def _why_none(ended: list[FrozenTrial]) -> str:
+    causes: list[Any] = [trial.user_attrs[CAUSE] for trial in ended if CAUSE in trial.user_attrs]
     if not causes:
         return "the search ended first"
     return f"trial {ended[-1].number}, after {epochs_of(ended[-1])} epochs: {causes[-1]}"

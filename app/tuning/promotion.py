@@ -1,7 +1,8 @@
 """Asynchronous successive halving by promotion (Li et al. 2020, arXiv:1810.05934, algorithm 2).
 
-Every trial trains to the first rung and waits there; the best of each rung go on to the next, from their checkpoints.
-Ray Tune's ``ASHAScheduler`` decides at once instead: early trials, with nobody to compare with, train to their end.
+Every trial trains to the first rung and is paused there. The best ones of each rung are promoted to the next, and
+resume from their checkpoints. Ray Tune's ``ASHAScheduler`` decides at once instead: its first trials have no others to
+be compared with, and train to their end.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,10 +11,10 @@ from app.config import Mode
 
 
 class Promotion:
-    """Who waits at which rung, and who goes on. Trials are known by their number in the study."""
+    """Decides which paused trials are promoted. Trials are identified by their number in the study."""
 
     def __init__(self, epochs: int, grace: int, factor: int, mode: Mode) -> None:
-        """Rungs at ``grace`` x ``factor`` ^ k epochs, below ``epochs``; one in ``factor`` trials goes on from each."""
+        """Set rungs at ``grace`` x ``factor`` ^ k epochs, below ``epochs``. Each promotes one in ``factor`` trials."""
         self._rungs: list[int] = []
         rung = min(grace, epochs)
         while rung < epochs:
@@ -24,7 +25,7 @@ class Promotion:
         self._promoted: list[set[int]] = [set() for _ in self._rungs]
 
     def goes_on(self, number: int, epoch: int, value: float) -> bool:
-        """Whether a trial trains on after an epoch; at a rung it does if it is among the best there already."""
+        """Return whether a trial continues after an epoch. At a rung, it does if it is among the best there already."""
         if epoch not in self._rungs:
             return True
         rung = self._rungs.index(epoch)
@@ -34,9 +35,9 @@ class Promotion:
         return number in self._promoted[rung]
 
     def promote(self, at_least: int = 0) -> int | None:
-        """A waiting trial that goes on now, from the highest rung that has one.
+        """Promote a paused trial, from the highest rung that has one, and return its number. None if there is none.
 
-        ``at_least`` 1: the best of each rung goes on even if there are too few trials for one to be promoted.
+        With ``at_least`` 1, the best trial of each rung is promoted even if the rung has fewer than ``factor`` trials.
         """
         for rung in reversed(range(len(self._rungs))):
             for number in self._best(rung, at_least):
@@ -46,20 +47,20 @@ class Promotion:
         return None
 
     def drop(self, number: int) -> None:
-        """The trial failed: it takes nobody's place."""
+        """Remove a failed trial, which must not take the place of another."""
         for losses, promoted in zip(self._losses, self._promoted, strict=True):
             losses.pop(number, None)
             promoted.discard(number)
 
-    def recall(self, number: int, by_epoch: Mapping[int, float], waits: bool) -> None:
-        """A trial of the search that this one goes on with."""
+    def recall(self, number: int, by_epoch: Mapping[int, float], is_paused: bool) -> None:
+        """Add a trial of the resumed search, with its values by epoch. ``is_paused``: it is paused at its last rung."""
         for rung, epoch in enumerate(self._rungs):
             if epoch in by_epoch:
                 self._losses[rung][number] = self._sign * by_epoch[epoch]
-                if not waits or max(by_epoch) > epoch:
+                if not is_paused or max(by_epoch) > epoch:
                     self._promoted[rung].add(number)
 
     def _best(self, rung: int, at_least: int) -> Iterable[int]:
         losses = self._losses[rung]
-        most = max(len(losses) // self._factor, at_least)
-        return sorted(losses, key=lambda number: (losses[number], number))[:most]
+        num_best = max(len(losses) // self._factor, at_least)
+        return sorted(losses, key=lambda number: (losses[number], number))[:num_best]

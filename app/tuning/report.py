@@ -1,4 +1,4 @@
-"""What a person looks at after a search: a table of all trials, and a page of Optuna's plots."""
+"""The report of a search: a table of all trials, and a page with Optuna's plots."""
 
 import io
 import json
@@ -17,7 +17,16 @@ from app.config import Objective
 from app.page import Page
 from app.storage import write_atomically
 from app.tuning.outcome import TuneMetrics
-from app.tuning.trials import CAUSE, DUPLICATE_OF, FAILURES, LEARNED_FROM, STOPPED_EARLY, epochs_of, values_of, worth_of
+from app.tuning.trials import (
+    CAUSE,
+    DUPLICATE_OF,
+    FAILURES,
+    LEARNED_FROM,
+    STOPPED_EARLY,
+    epochs_of,
+    objective_values,
+    values_of,
+)
 
 TRIALS_FILE, REPORT_FILE = "trials.parquet", "report.html"
 
@@ -25,8 +34,9 @@ Plot = Callable[[], Any]
 
 
 def write_trials(study: Study, objectives: list[Objective], folder: UPath) -> UPath:
-    """``trials.parquet``: a row for each trial of the study, also for duplicates and for those it learned from."""
-    rows = [_row(each, objectives) for each in study.get_trials(deepcopy=False) if each.state != TrialState.WAITING]
+    """Write ``trials.parquet``: a row for each trial of the study, with duplicates and those of earlier studies."""
+    begun = [trial for trial in study.get_trials(deepcopy=False) if trial.state != TrialState.WAITING]
+    rows = [_row(trial, objectives) for trial in begun]
     buffer = io.BytesIO()
     pd.DataFrame(rows).to_parquet(buffer, index=False)
     write_atomically(folder / TRIALS_FILE, buffer.getvalue())
@@ -34,7 +44,7 @@ def write_trials(study: Study, objectives: list[Objective], folder: UPath) -> UP
 
 
 def write_report(study: Study, objectives: list[Objective], metrics: TuneMetrics, folder: UPath) -> UPath:
-    """``report.html``: one page that needs no network."""
+    """Write ``report.html``: one page that needs no network."""
     page = Page(study.study_name)
     page.add_facts(_summary(metrics))
     for title, plot in _plots(study, objectives):
@@ -46,11 +56,11 @@ def write_report(study: Study, objectives: list[Objective], metrics: TuneMetrics
 
 def _row(trial: FrozenTrial, objectives: list[Objective]) -> dict[str, Any]:
     attributes = trial.user_attrs
-    values: Sequence[float | None] = worth_of(trial) or [None] * len(objectives)
+    values: Sequence[float | None] = objective_values(trial) or [None] * len(objectives)
     return {
         "trial": trial.number,
         "state": trial.state.name.lower(),
-        **{each.metric: value for each, value in zip(objectives, values, strict=True)},
+        **{objective.metric: value for objective, value in zip(objectives, values, strict=True)},
         "epochs": epochs_of(trial),
         "stopped_early": bool(attributes.get(STOPPED_EARLY, False)),
         "cause": attributes.get(CAUSE),
@@ -65,16 +75,17 @@ def _row(trial: FrozenTrial, objectives: list[Objective]) -> dict[str, Any]:
 
 
 def _plots(study: Study, objectives: list[Objective]) -> Iterator[tuple[str, Plot]]:
+    names = [objective.metric for objective in objectives]
     if len(objectives) in (2, 3):
-        yield "Pareto front", partial(plots.plot_pareto_front, study, target_names=[each.metric for each in objectives])
-    for index, name in enumerate(each.metric for each in objectives):
-        of: dict[str, Any] = {"target_name": name}
+        yield "Pareto front", partial(plots.plot_pareto_front, study, target_names=names)
+    for index, name in enumerate(names):
+        target: dict[str, Any] = {"target_name": name}
         if len(objectives) > 1:
-            of["target"] = partial(_value, index)
-        yield f"History of {name}", partial(plots.plot_optimization_history, study, **of)
-        yield f"What {name} depends on", partial(plots.plot_param_importances, study, **of)
-        yield f"Parallel coordinates of {name}", partial(plots.plot_parallel_coordinate, study, **of)
-        yield f"Slices of {name}", partial(plots.plot_slice, study, **of)
+            target["target"] = partial(_value, index)
+        yield f"History of {name}", partial(plots.plot_optimization_history, study, **target)
+        yield f"Importance for {name}", partial(plots.plot_param_importances, study, **target)
+        yield f"Parallel coordinates of {name}", partial(plots.plot_parallel_coordinate, study, **target)
+        yield f"Slices of {name}", partial(plots.plot_slice, study, **target)
     if len(objectives) == 1:
         yield "Trials by epoch", partial(plots.plot_intermediate_values, study)
     yield "Timeline", partial(plots.plot_timeline, study)
@@ -85,7 +96,7 @@ def _value(index: int, trial: FrozenTrial) -> float:
 
 
 def _add_plot(page: Page, plot: Plot) -> None:
-    """The plot; a sentence where there are too few trials for it."""
+    """Add a plot, or a sentence if there are too few trials for it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -100,7 +111,7 @@ def _summary(metrics: TuneMetrics) -> dict[str, object]:
         **metrics.best_values,
         "trials": f"{metrics.trials}: {metrics.trials_complete} complete, {metrics.trials_pruned} pruned, "
         f"{metrics.trials_failed} failed",
-        "training stopped early by itself in": metrics.trials_stopped_early,
+        "ended by early stopping": metrics.trials_stopped_early,
         "epochs trained": metrics.epochs_trained,
         **metrics.best_params,
     }

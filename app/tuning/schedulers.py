@@ -1,113 +1,82 @@
-"""Who ends trials that are behind, by name."""
+"""The schedulers that end or pause trials, by their name in the recipe."""
 
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
+from ray import tune
 from ray.tune.experiment import Trial
-from ray.tune.schedulers import (
-    AsyncHyperBandScheduler,
-    FIFOScheduler,
-    MedianStoppingRule,
-    PopulationBasedTraining,
-    TrialScheduler,
-)
+from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialScheduler
 
 from app.config import TrainConfig, TuneConfig
 from app.errors import RecipeError
-from app.tuning.pbt import mutations, within
 from app.tuning.promotion import Promotion
-from app.tuning.results import CLONED, EPOCH, LAST_REPORTED_EPOCH, NUMBER, VALUE, VALUES
-from app.tuning.space import Space
-from app.tuning.trials import waits
+from app.tuning.ray_internals import MedianRule, Population
+from app.tuning.space import Space, Value
+from app.tuning.trial_config import EPOCH, NUMBER, VALUE
+from app.tuning.trials import is_paused
 
 _HYPERBAND_BRACKETS = 3
-_FEWEST_TO_COMPARE = 3
+_MIN_TRIALS_TO_COMPARE = 3
+
+_MUTABLE = ("train.optimizer.", "train.label_smoothing", "train.gradient_clipping", "model.args.dropout")
+"""Prefixes of the keys that may change while a trial trains."""
+_IMMUTABLE = ("train.optimizer.name",)
+"""Exceptions: an optimizer cannot read another one's checkpoint."""
 
 
 def check_scheduler(config: TuneConfig, train: TrainConfig, space: Space) -> None:
-    """Refuse a scheduler that cannot compare such trials, before anything is begun.
+    """Refuse a scheduler that cannot handle the trials, before any resource is taken.
 
     Raises:
-        RecipeError: a population's have several workers, or the space has nothing that a population may change.
+        RecipeError: with ``pbt``, trials have several workers, or the space has no key that may change.
     """
     if config.scheduler != "pbt":
         return
     if train.workers_range[1] > 1:
         raise RecipeError(
-            f"a trial has {train.workers} workers, which cannot go on from another's checkpoint, as scheduler pbt has "
-            "them do: set tune.scheduler to asha, or tune.workers to 1"
+            f"tune.scheduler pbt needs trials of one worker, and a trial has {train.workers}: set tune.scheduler to "
+            "asha, or tune.workers to 1"
         )
     mutations(space)
 
 
 def create_promotion(config: TuneConfig, epochs: int, known: list[FrozenTrial]) -> Promotion | None:
-    """The rungs of scheduler asha, with the trials of the search that this one goes on with; None for any other."""
+    """Return the rungs of scheduler asha, with the trials of the resumed search; None for any other scheduler."""
     if config.scheduler != "asha":
         return None
     promotion = Promotion(epochs, config.grace_epochs, config.reduction_factor, config.objectives[0].mode)
     for trial in known:
         if trial.state != TrialState.FAIL:
-            promotion.recall(trial.number, trial.intermediate_values, waits(trial))
+            promotion.recall(trial.number, trial.intermediate_values, is_paused(trial))
     return promotion
 
 
-class _AtRungs(FIFOScheduler):  # type: ignore[misc] # Ray has no types
-    """Lets trials wait where ``Promotion`` says so: to Ray Tune they end, and come again as new ones."""
+class _PauseAtRungs(FIFOScheduler):  # type: ignore[misc] # Ray has no types
+    """Pause trials where ``Promotion`` says so. Ray Tune sees them end, and later start as new trials."""
 
     def __init__(self, promotion: Promotion) -> None:
         super().__init__()
         self._promotion = promotion
 
     def on_trial_result(self, tune_controller: object, trial: Trial, result: dict[str, Any]) -> str:  # noqa: ARG002
-        """Whether the trial goes on now."""
+        """Return whether the trial continues now."""
         goes_on = self._promotion.goes_on(trial.config[NUMBER], result[EPOCH], result[VALUE])
         return str(TrialScheduler.CONTINUE if goes_on else TrialScheduler.STOP)
-
-
-class _Median(MedianStoppingRule):  # type: ignore[misc] # Ray has no types
-    """Ray Tune's, without its pauses."""
-
-    def remember(self, past: object, results: list[dict[str, Any]]) -> None:
-        """Compare others with a trial that has ended, and judge it no more."""
-        self._results[past] += results
-
-    def _on_insufficient_samples(self, tune_controller: object, trial: Trial, time: float) -> str:  # noqa: ARG002
-        """A trial that cannot be judged yet goes on."""
-        return str(TrialScheduler.CONTINUE)
-
-
-class _Population(PopulationBasedTraining):  # type: ignore[misc] # Ray has no types
-    """Ray Tune's, which refuses a searcher although one that only starts trials does not disturb it."""
-
-    def __init__(self, space: Space, **settings: Any) -> None:
-        self._space, self._mutations = space, mutations(space)
-        super().__init__(hyperparam_mutations={VALUES: self._mutations}, **settings)
-
-    def on_trial_add(self, tune_controller: object, trial: Trial) -> None:  # noqa: ARG002
-        """One more in the population."""
-        super().on_trial_add(SimpleNamespace(search_alg=None), trial)
-
-    def _get_new_config(self, trial: Trial, trial_to_clone: Trial) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The other trial's values, perturbed, and the epoch of its checkpoint, under this trial's own number."""
-        cloned = trial_to_clone.config[VALUES]  # without the keys of other branches
-        self._hyperparam_mutations = {VALUES: {key: self._mutations[key] for key in self._mutations if key in cloned}}
-        config, operations = super()._get_new_config(trial, trial_to_clone)
-        config[VALUES] = within(self._space, config[VALUES])
-        epoch = self._trial_state[trial_to_clone].last_result[EPOCH]
-        return {**config, NUMBER: trial.config[NUMBER], LAST_REPORTED_EPOCH: epoch, CLONED: True}, operations
 
 
 def create_scheduler(
     config: TuneConfig, epochs: int, space: Space, promotion: Promotion | None = None
 ) -> TrialScheduler:
-    """The recipe's scheduler, reading the first objective after each of a trial's ``epochs`` but the last."""
+    """Return the recipe's scheduler. It reads the first objective after each of a trial's ``epochs`` but the last."""
     if promotion:
-        return _AtRungs(promotion)
+        return _PauseAtRungs(promotion)
     reading: dict[str, Any] = {"time_attr": EPOCH, "metric": VALUE, "mode": config.objectives[0].mode}
     rungs = {"max_t": epochs, "grace_period": min(config.grace_epochs, epochs)}
     match config.scheduler:
-        case "hyperband":  # Li et al. 2018, asynchronous; with sampler tpe it is BOHB's (Falkner et al. 2018)
+        case "hyperband":  # Li et al. 2018, asynchronous. With sampler tpe, this is BOHB (Falkner et al. 2018)
             return AsyncHyperBandScheduler(
                 **reading,
                 **rungs,
@@ -116,27 +85,30 @@ def create_scheduler(
                 stop_last_trials=False,
             )
         case "median":  # Golovin et al. 2017
-            return _Median(**reading, grace_period=config.grace_epochs, min_samples_required=_FEWEST_TO_COMPARE)
+            return MedianRule(**reading, grace_period=config.grace_epochs, min_samples_required=_MIN_TRIALS_TO_COMPARE)
         case "pbt":  # Jaderberg et al. 2017
-            return _Population(space, **reading, perturbation_interval=config.grace_epochs, require_attrs=False)
+            return Population(
+                mutations(space),
+                partial(_clip, space),
+                **reading,
+                perturbation_interval=config.grace_epochs,
+                require_attrs=False,
+            )
         case _:
             return FIFOScheduler()
 
 
 def replay(scheduler: TrialScheduler, ended: list[FrozenTrial]) -> None:
-    """Tell a new scheduler of the trials that ended before the search was cut off, so that it compares with them.
-
-    Those that failed are none to compare with.
-    """
+    """Tell a new scheduler about the trials of the resumed search, so that it compares with them. Skip failed ones."""
     for trial in ended:
         if trial.state == TrialState.FAIL:
             continue
-        past = SeenTrial(f"past-{trial.number}")
+        past = PastTrial(f"past-{trial.number}")
         results = [{EPOCH: epoch, VALUE: value} for epoch, value in sorted(trial.intermediate_values.items())]
         if not results:
             continue
-        if isinstance(scheduler, _Median):
-            scheduler.remember(past, results)
+        if isinstance(scheduler, MedianRule):
+            scheduler.add_past_trial(past, results)
         elif isinstance(scheduler, AsyncHyperBandScheduler):
             scheduler.on_trial_add(None, past)
             for result in results:
@@ -144,8 +116,56 @@ def replay(scheduler: TrialScheduler, ended: list[FrozenTrial]) -> None:
             scheduler.on_trial_complete(None, past, results[-1])
 
 
-class SeenTrial:
-    """As much of a trial of Ray Tune's as schedulers look at."""
+class PastTrial:
+    """The part of Ray Tune's ``Trial`` that schedulers read."""
 
     def __init__(self, trial_id: str) -> None:
         self.trial_id = trial_id
+
+
+def mutations(space: Space) -> dict[str, Any]:
+    """Return the keys that may change when a trial continues from another's checkpoint, each with how to draw it.
+
+    Raises:
+        RecipeError: the space has none.
+    """
+    mutable = {
+        key: _mutation(distribution)
+        for key, distribution in space.distributions.items()
+        if key.startswith(_MUTABLE) and not key.startswith(_IMMUTABLE)
+    }
+    if not mutable:
+        raise RecipeError(
+            f"tune.scheduler is pbt, and tune.space {space.name!r} has no key that can change during training, such as "
+            "train.optimizer.lr: add one, or set scheduler to asha"
+        )
+    return mutable
+
+
+def _mutation(distribution: BaseDistribution) -> list[Any] | Callable[..., Any]:
+    match distribution:
+        case CategoricalDistribution():
+            return list(distribution.choices)
+        case FloatDistribution():
+            draw = tune.loguniform if distribution.log else tune.uniform
+            return draw(distribution.low, distribution.high)  # type: ignore[no-any-return]
+        case IntDistribution():
+            draw = tune.lograndint if distribution.log else tune.randint
+            return draw(distribution.low, distribution.high + 1)  # type: ignore[no-any-return]
+    raise AssertionError(f"unknown distribution {distribution}")
+
+
+def _clip(space: Space, values: Mapping[str, Value]) -> dict[str, Value]:
+    """Put values that Ray Tune scaled by a factor back into their ranges and onto their steps."""
+    return {
+        key: _nearest(space.distributions[key], value) if key in space.distributions else value
+        for key, value in values.items()
+    }
+
+
+def _nearest(distribution: BaseDistribution, value: Value) -> Value:
+    if not isinstance(distribution, FloatDistribution | IntDistribution):
+        return value
+    low, step = distribution.low, distribution.step
+    stepped = low + round((value - low) / step) * step if step else value
+    return min(max(stepped, low), distribution.high)

@@ -1,4 +1,4 @@
-"""A search from its first trial to its last, on the Ray cluster that this process has joined."""
+"""Run a search on the Ray cluster that this process has joined."""
 
 import logging
 import os
@@ -14,30 +14,30 @@ from app.config import Recipe, TrainConfig, TuneConfig
 from app.errors import RayloomError, TuningError
 from app.training.coordination.shared_folder import marked
 from app.training.ray_worker import resources_of
-from app.tuning.budget import Budget
-from app.tuning.ledger import Ledger
+from app.tuning.budget import SearchBudget
 from app.tuning.schedulers import create_promotion, create_scheduler, replay
 from app.tuning.searcher import StudySearcher
 from app.tuning.study import SearchStudy
+from app.tuning.study_callback import StudyCallback
 from app.tuning.table import Table
-from app.tuning.trainable import TRIALS, TrialActor, remove_checkpoints
-from app.tuning.trial_recipe import trial_recipe
+from app.tuning.trial_actor import TRIALS, TrialActor, remove_checkpoints
+from app.tuning.trial_config import trial_recipe
 from app.tuning.trials import VALUES
 
-_NEXT_TO_NOTHING = {"memory": 1.0}
-"""One byte: an actor of Ray Tune must reserve something."""
+_MIN_RESOURCES = {"memory": 1.0}
+"""One byte: Ray Tune's actors must reserve something."""
 
-_MIN_AHEAD = 4
-"""Minimum number of trials that wait for room on a cluster that grows, so that it starts several nodes at once."""
+_MIN_PENDING = 4
+"""Minimum number of trials that wait for nodes on a cluster that grows, so that it starts several nodes at once."""
 
-_FEW_CHECKPOINTS = 3
-"""Of each trial that others go on from: the newest, and those that somebody may be reading just now."""
+_CHECKPOINTS_TO_KEEP = 3
+"""Per trial of a population: the newest one, and older ones that another trial may still be reading."""
 
 _ENVIRONMENT = {
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # every trial keeps its own metrics
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # each trial writes its own metrics
     "TUNE_RESULT_BUFFER_LENGTH": "1",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    "TUNE_GLOBAL_CHECKPOINT_S": "3600",  # Ray Tune's own state is not read: the study has all
+    "TUNE_GLOBAL_CHECKPOINT_S": "3600",  # Ray Tune's own state is never read, because the study has everything
     "RAY_AIR_NEW_OUTPUT": "0",
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
 }
@@ -45,20 +45,20 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Search:
-    """What a search needs."""
+    """A search, ready to run."""
 
     recipe: Recipe
     config: TuneConfig
     study: SearchStudy
     folder: UPath
-    """Of the run."""
-    budget: Budget
+    """The run's folder."""
+    budget: SearchBudget
     cluster_grows: bool = False
     """Whether the cluster may get more nodes while the search runs."""
 
     @property
     def resources(self) -> dict[str, float]:
-        """What one trial takes of the cluster."""
+        """The resources of the cluster that one trial reserves."""
         return resources_of(self._train, self._workers)
 
     @property
@@ -71,40 +71,40 @@ class Search:
 
     @property
     def _actor_resources(self) -> dict[str, float]:
-        """Of the trial's actor: it trains itself, or leads workers that Ray Train starts beside it."""
-        return self.resources if self._workers == 1 else _NEXT_TO_NOTHING
+        """The resources of a trial's actor. It trains itself, or leads workers that Ray Train starts beside it."""
+        return self.resources if self._workers == 1 else _MIN_RESOURCES
 
     @property
     def reuses_actors(self) -> bool:
-        """Whether an actor runs several trials in turn. It would keep a trial's workers, and the memory of ZeRO 3."""
+        """Whether an actor runs several trials in turn. Not with workers of its own, or ZeRO 3, which leaks memory."""
         stage = self._train.plan.zero_stage
         return self._workers == 1 and stage != 3 and not self.study.space.may_give("train.plan.zero_stage", 3)
 
     @property
-    def max_at_once(self) -> int:
+    def max_concurrency(self) -> int:
         """The maximum number of concurrent trials, on a cluster of any size."""
         return min(self.config.concurrent or self.config.trials, self.config.trials)
 
-    def room(self) -> int:
+    def capacity(self) -> int:
         """Return how many trials the cluster has room for now, or fewer if the recipe says so."""
         cluster = ray.cluster_resources()
-        room = min(int(cluster.get(name, 0.0) // amount) for name, amount in self.resources.items())
-        return min(room, self.max_at_once)
+        capacity = min(int(cluster.get(name, 0.0) // amount) for name, amount in self.resources.items())
+        return min(capacity, self.max_concurrency)
 
-    def at_once(self) -> int:
-        """Return how many trials should be proposed now: on a cluster that grows, more than it has room for.
+    def concurrency(self) -> int:
+        """Return how many trials should run or wait for nodes now. Only a cluster that grows has waiting ones.
 
-        Trials that wait for nodes make the cluster grow. They are drawn before the running trials end, so no more wait
-        than run, but at least ``_MIN_AHEAD``.
+        Waiting trials make the cluster grow. Their values are drawn before the running trials end, so as few as
+        possible wait: as many as run, but at least ``_MIN_PENDING``.
         """
-        room = self.room()
-        ahead = max(room, _MIN_AHEAD) if self.cluster_grows else 0
-        return max(1, min(room + ahead, self.max_at_once))
+        capacity = self.capacity()
+        pending = max(capacity, _MIN_PENDING) if self.cluster_grows else 0
+        return max(1, min(capacity + pending, self.max_concurrency))
 
-    def run(self, secure: Callable[[], object]) -> None:
-        """Run trials until there are enough; everything that comes out of them is in the study.
+    def run(self, back_up: Callable[[], object]) -> None:
+        """Run trials until the search ends. Their outcomes are in the study.
 
-        ``secure`` makes what is in the study survive the loss of this machine.
+        ``back_up`` stores a copy of the study that survives the loss of this machine.
 
         Raises:
             StorageError: the study cannot be written; what was written before stays.
@@ -112,37 +112,37 @@ class Search:
             TuningError: Ray Tune cannot go on.
         """
         with marked(self.folder) as mark:
-            self._run(mark, secure)
+            self._run(mark, back_up)
 
-    def _run(self, mark: str, secure: Callable[[], object]) -> None:
+    def _run(self, mark: str, back_up: Callable[[], object]) -> None:
         os.environ.update(_ENVIRONMENT)
-        logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # the ledger says what fails
+        logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # the callback reports failures
         remove_lost_trials(self.study, self.folder / TRIALS)
         config, study = self.config, self.study
         promotion = create_promotion(config, self._train.epochs, study.trials)
         scheduler = create_scheduler(config, self._train.epochs, study.space, promotion)
         replay(scheduler, study.ended)
         table = self._table()
-        ledger = Ledger(study, config, self.folder / TRIALS, self.budget, table, promotion, secure)
-        own_files = self.folder / "ray"
+        callback = StudyCallback(study, config, self.folder / TRIALS, self.budget, table, promotion, back_up)
+        ray_files = self.folder / "ray"
         parameters = {"recipe": self.recipe.model_dump_json(), "run_folder": str(self.folder), "mark": mark}
         trainable = tune.with_parameters(TrialActor, **parameters)
         tuner = tune.Tuner(
             tune.with_resources(trainable, self._actor_resources),
             tune_config=tune.TuneConfig(
                 num_samples=-1,
-                search_alg=StudySearcher(study, config.trials, promotion, self.at_once),
+                search_alg=StudySearcher(study, config.trials, promotion, self.concurrency),
                 scheduler=scheduler,
-                max_concurrent_trials=self.max_at_once,  # without it, Ray Tune runs one at a time
+                max_concurrent_trials=self.max_concurrency,  # without it, Ray Tune runs one at a time
                 reuse_actors=self.reuses_actors,
             ),
             run_config=tune.RunConfig(
                 name="tune",
-                storage_path=str(own_files),
-                callbacks=[ledger],
+                storage_path=str(ray_files),
+                callbacks=[callback],
                 stop=self.budget,
-                failure_config=tune.FailureConfig(max_failures=config.retries),  # until the ledger knows of the trial's
-                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False, num_to_keep=_FEW_CHECKPOINTS),
+                failure_config=tune.FailureConfig(max_failures=config.retries),  # each trial's own limit: StudyCallback
+                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False, num_to_keep=_CHECKPOINTS_TO_KEEP),
                 verbose=0,
             ),
         )
@@ -150,11 +150,11 @@ class Search:
             tuner.fit()
         except TuneError as error:
             raise self._explain(error) from error
-        if own_files.exists():
-            own_files.fs.rm(own_files.path, recursive=True)
-        if ledger.broken:
-            raise ledger.broken
-        if not self.budget.was_asked:
+        if ray_files.exists():
+            ray_files.fs.rm(ray_files.path, recursive=True)
+        if callback.broken:
+            raise callback.broken
+        if not self.budget.stop_requested:
             for number in study.end_running(self.budget.reason or "not promoted"):
                 table.ended(study, number)
         for trial in study.ended:
@@ -162,13 +162,13 @@ class Search:
 
     def _table(self) -> Table:
         table = Table(self.config.objectives, self._train.epochs)
-        best = {each.number for each in self.study.best}
+        best = {trial.number for trial in self.study.best}
         for trial in self.study.ended:
             table.show(trial, trial.number in best)
         return table
 
     def _explain(self, error: TuneError) -> RayloomError:
-        """Ray Tune wraps what its parts raise into a text; our own errors are said as they are."""
+        """Return our own error if Ray Tune wraps one, else a TuningError with Ray Tune's last line."""
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, RayloomError):

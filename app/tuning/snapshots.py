@@ -15,7 +15,7 @@ from pathlib import Path
 
 from app.background import repeat_in_background
 from app.errors import StorageError
-from app.tuning.storage import StudyPlace, explained
+from app.tuning.storage import StudyLocation, explained
 from app.warnings import Attempts
 
 _INTERVAL_S = 2.0
@@ -23,7 +23,7 @@ _MAX_SHARE = 0.1
 """Maximum share of the time that is spent on copying: with thousands of trials, one copy takes seconds."""
 
 _LOCK_TIMEOUT_S = 5.0
-"""Maximum wait for a file that another process has locked; the next attempt follows soon."""
+"""Maximum wait for a locked file. It is short, because the next attempt follows in a few seconds."""
 
 
 @dataclass
@@ -81,49 +81,49 @@ class Snapshots:
 
 
 @contextmanager
-def keep_snapshots(place: StudyPlace, scratch: Scratch | None = None) -> Iterator[Callable[[], object]]:
+def keep_snapshots(location: StudyLocation, scratch: Scratch | None = None) -> Iterator[Callable[[], object]]:
     """Copy a study's file on entry, every few seconds while it changes, and on exit. Skip database servers.
 
     The block gets a function that makes the study survive the loss of this machine: on an object store, it copies now.
 
     Args:
-        place: of the study.
-        scratch: the folder of the local file of a study on an object store. It is kept unless the last copy succeeds.
+        location: the study's database.
+        scratch: the folder with the local file of a study on an object store. It is kept unless the last copy succeeds.
 
     Raises:
         StorageError: the first copy, or the last copy on an object store, cannot be made.
     """
-    if place.file is None:
+    if location.file is None:
         yield _do_nothing
         return
-    scratch = scratch or Scratch(place.file.parent)
-    copy = str(place.remote or place.backup)
-    attempts = Attempts(f"the study cannot be copied to {copy!r}; it is only in {str(place.file)!r}", "the search")
-    with closing(Snapshots(place.file, place.publish)) as snapshots:
-        with explained(place):
+    scratch = scratch or Scratch(location.file.parent)
+    copy = str(location.remote or location.backup)
+    attempts = Attempts(f"the study cannot be copied to {copy!r}; it is only in {str(location.file)!r}", "the search")
+    with closing(Snapshots(location.file, location.publish)) as snapshots:
+        with explained(location):
             snapshots.take()
-        scratch.keep = place.remote is not None
+        scratch.keep = location.remote is not None
         try:
             with repeat_in_background(
                 lambda: attempts(snapshots.take), _INTERVAL_S, name="snapshots", max_share=_MAX_SHARE
             ):
-                yield _do_nothing if place.remote is None else lambda: attempts(snapshots.take)
+                yield _do_nothing if location.remote is None else lambda: attempts(snapshots.take)
         except BaseException:
             scratch.keep &= not attempts(snapshots.take)
             raise
-        if place.remote is None:
+        if location.remote is None:
             attempts(snapshots.take)
             return
         try:
-            with explained(place):
+            with explained(location):
                 snapshots.take()
         except StorageError as error:
             raise StorageError(
-                f"{error}; the whole study is in {str(place.file)!r}: upload it to {copy!r}, then go on with "
+                f"{error}; the whole study is in {str(location.file)!r}: upload it to {copy!r}, then go on with "
                 "tune.resume=true"
             ) from error
         scratch.keep = False
 
 
 def _do_nothing() -> None:
-    """The study itself is durable, without a copy."""
+    """Serve as the function of a study that is durable without a copy."""

@@ -1,4 +1,4 @@
-"""Search spaces: which keys of the recipe are searched, and over what."""
+"""Search spaces: the keys of the recipe that a search varies, and the distribution of each."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,80 +15,89 @@ from optuna.distributions import (
 )
 from optuna.samplers import RandomSampler
 from optuna.trial import Trial
+from ray.tune.search.sample import Categorical, Domain, Float, Integer, LogUniform, Quantized, Uniform
 
 from app.config import Recipe, with_values
 from app.errors import RecipeError
 from app.import_string import import_attribute
 from app.suggestions import did_you_mean
-from app.tuning.distributions import from_tune, is_domain
+from app.tuning import optuna_internals
+from app.tuning.space_explorer import SpaceExplorer, SpaceFunction, Suggester, require_same_distribution
 from app.tuning.storage import DATABASE_ERRORS
-from app.tuning.walk import Suggest, Suggests, Walk, require_one
 
 Value = Any
-"""Of a key: None, a bool, a number or a text; one that a space derives may be a list or a dictionary of them."""
+"""The value of a key: None, a bool, a number or a text. A derived value may also be a list or a dictionary of them."""
 
-_FOREIGN = ("tune", "compile", "serve", "alerts", "notify", "name", "task", "storage", "train.resume", "tuned_from")
-"""What a trial does not depend on."""
-_RESERVED = ("train.workers", "train.device", "train.cpus_per_worker")
-"""What Ray reserves for a trial: the same for all."""
+_UNRELATED = ("tune", "compile", "serve", "alerts", "notify", "name", "task", "storage", "train.resume", "tuned_from")
+"""Keys and sections on which training does not depend."""
+_FIXED = ("train.workers", "train.device", "train.cpus_per_worker")
+"""Keys that set what Ray reserves for a trial, which is the same for all trials."""
 _DEGREES = ("train.plan.tensor", "train.plan.pipeline")
-"""What a trial needs workers for."""
+"""Keys that change how many workers a trial needs."""
+
+_GRID = "grid_search"
+"""The key of the dictionary that ``ray.tune.grid_search`` returns."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """A search space that has been looked at: every key in it is one of the recipe's."""
+    """A checked search space: each of its keys exists in the recipe."""
 
     name: str
     """Its import string."""
     recipe: Recipe
-    """That it was checked against."""
-    suggest: Suggest
-    """Raises RecipeError."""
+    """The recipe that it was checked against."""
+    suggest: SpaceFunction
+    """Draws and derives the values of a trial. Raises RecipeError."""
     distributions: dict[str, BaseDistribution]
-    """Of every key, in all branches that were walked."""
+    """The distribution of each drawn key, in all branches that were explored."""
     derived: dict[str, list[Value]]
-    """The values that were derived for each key while the space was walked."""
+    """The values that were derived for each key during the exploration."""
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """Each key's distribution as text: equal spaces have equal ones."""
-        return {key: distribution_to_json(each) for key, each in sorted(self.distributions.items())}
+        """Each key's distribution as text. Equal spaces have equal fingerprints."""
+        return {key: distribution_to_json(distribution) for key, distribution in sorted(self.distributions.items())}
 
     @property
     def is_finite(self) -> bool:
         """Whether no key is drawn from a continuous range."""
-        return not any(isinstance(each, FloatDistribution) and not each.step for each in self.distributions.values())
+        floats = (item for item in self.distributions.values() if isinstance(item, FloatDistribution))
+        return all(distribution.step for distribution in floats)
 
     def contains(self, values: Mapping[str, Value]) -> bool:
-        """Whether the space could have drawn each of ``values``."""
+        """Return True if the space can draw all of ``values``."""
         return all(key in self.distributions and _contains(self.distributions[key], values[key]) for key in values)
 
     def may_give(self, key: str, value: Value) -> bool:
-        """Return True if the space can draw ``value`` for ``key``, or derived it while it was walked."""
+        """Return True if the space can draw ``value`` for ``key``, or derived it during the exploration."""
         return self.contains({key: value}) or value in self.derived.get(key, ())
 
     def draw(self, trial: Trial) -> dict[str, Value]:
-        """The values of a trial: those that it draws, and those that the space derives from them.
+        """Return the values of a trial, drawn and derived.
 
         Raises:
-            RecipeError: the space fails, or gives in a branch that was not walked what ``load_space`` refuses.
+            RecipeError: the space fails, or an unexplored branch does what ``load_space`` refuses.
         """
         derived = self.suggest(trial)
         for key, distribution in trial.distributions.items():
-            require_one(self.name, key, self.distributions.get(key, distribution), distribution)
+            require_same_distribution(self.name, key, self.distributions.get(key, distribution), distribution)
         values = {**trial.params, **derived}
         _check_keys(self.name, values, self.recipe)
         return values
 
     def own_values(self) -> dict[str, Value]:
-        """The recipe's own values of the keys, where the space could have drawn them."""
+        """Return the recipe's own values of the keys, without those that the space cannot draw."""
         tree = self.recipe.model_dump(mode="json")
         values = {key: _value(tree, key) for key in self.distributions}
         return {key: value for key, value in values.items() if _contains(self.distributions[key], value)}
 
     def values_outside(self) -> dict[str, Value]:
-        """The recipe's own values of keys that a trial with ``own_values`` draws all the same. Raises RecipeError."""
+        """Return the recipe's own values that the space cannot draw, in the branch of ``own_values``.
+
+        Raises:
+            RecipeError: the space fails.
+        """
         own, tree = self.own_values(), self.recipe.model_dump(mode="json")
         study = optuna.create_study(sampler=RandomSampler(seed=0))
         study.enqueue_trial(own)
@@ -97,32 +106,32 @@ class Space:
 
 
 def load_space(name: str, recipe: Recipe) -> Space:
-    """The space that an import string names, checked against the recipe.
+    """Load a search space by its import string, and check it against the recipe.
 
-    It is walked first, as ``Walk`` says, and all choices and the ends of every range are tried on the recipe.
+    First, ``SpaceExplorer`` finds the keys. Then all choices and the ends of every range are tried on the recipe.
 
     Raises:
-        RecipeError: no such space, a key that the recipe lacks or that is drawn from two distributions, an empty or
-            reversed range, or one that the recipe refuses.
+        RecipeError: there is no such space, the recipe lacks a key or refuses a value, a key is drawn from two
+            distributions, or a range is empty or reversed.
     """
     suggest = _suggest_from(name, import_attribute(name))
-    walk = Walk(name, suggest)
-    if not walk.distributions:
+    explorer = SpaceExplorer(name, suggest)
+    if not explorer.distributions:
         raise RecipeError(f"tune.space {name!r} draws nothing: let it suggest a value for at least one key")
-    drawn = {key: _outermost(each) for key, each in walk.distributions.items()}
-    _check_keys(name, [*drawn, *walk.derived], recipe)
-    for key, values in [*drawn.items(), *walk.derived.items()]:
+    drawn = {key: _extremes(distribution) for key, distribution in explorer.distributions.items()}
+    _check_keys(name, [*drawn, *explorer.derived], recipe)
+    for key, values in [*drawn.items(), *explorer.derived.items()]:
         _check_values(name, key, values, recipe)
-    space = Space(name, recipe, suggest, walk.distributions, walk.derived)
+    space = Space(name, recipe, suggest, explorer.distributions, explorer.derived)
     if recipe.tune and recipe.tune.sampler == "grid" and not space.is_finite:
         raise RecipeError(
-            f"tune.space {name!r} draws from a range without steps, of which sampler grid cannot try every value: give "
-            "each suggest_float a step, or set tune.sampler to another"
+            f"tune.space {name!r} draws from a range without steps, so sampler grid cannot try every value: give each "
+            "suggest_float a step, or set tune.sampler to another"
         )
     return space
 
 
-def _suggest_from(name: str, given: object) -> Suggest:
+def _suggest_from(name: str, given: object) -> SpaceFunction:
     if isinstance(given, Mapping):
         return _suggest_from_domains(name, given)
     if callable(given):
@@ -133,10 +142,10 @@ def _suggest_from(name: str, given: object) -> Suggest:
     )
 
 
-def _suggest_from_function(name: str, function: Callable[[Suggests], object]) -> Suggest:
-    """A user's function: whatever goes wrong in it becomes a sentence, and what goes wrong in the study stays."""
+def _suggest_from_function(name: str, function: Callable[[Suggester], object]) -> SpaceFunction:
+    """Wrap a user's function. Turn its errors into RecipeError, and let those of the database pass."""
 
-    def suggest(trial: Suggests) -> Mapping[str, Value]:
+    def suggest(trial: Suggester) -> Mapping[str, Value]:
         try:
             derived = function(trial) or {}
         except (RecipeError, *DATABASE_ERRORS):
@@ -145,23 +154,23 @@ def _suggest_from_function(name: str, function: Callable[[Suggests], object]) ->
             raise RecipeError(f"tune.space {name!r} fails: {type(error).__name__}: {error}") from error
         if not isinstance(derived, Mapping):
             raise RecipeError(
-                f"tune.space {name!r} returns {derived!r}: expected nothing, or a dictionary of the values that follow "
-                "from those drawn"
+                f"tune.space {name!r} returns {derived!r}: expected None, or a dictionary of values derived from the "
+                "drawn ones"
             )
         return {key: _plain(name, key, value) for key, value in derived.items()}
 
     return suggest
 
 
-def _suggest_from_domains(name: str, domains: Mapping[str, Any]) -> Suggest:
-    """A space of Ray Tune's: its domains are drawn, its constants are derived."""
-    constants = {key: _plain(name, key, value) for key, value in domains.items() if not is_domain(value)}
+def _suggest_from_domains(name: str, domains: Mapping[str, Any]) -> SpaceFunction:
+    """Wrap a dictionary of Ray Tune's domains. Its constants count as derived values."""
+    constants = {key: _plain(name, key, value) for key, value in domains.items() if not _is_domain(value)}
     try:
-        drawn = {key: from_tune(value) for key, value in domains.items() if is_domain(value)}
+        drawn = {key: _from_ray(value) for key, value in domains.items() if _is_domain(value)}
     except ValueError as error:
         raise RecipeError(f"tune.space {name!r}: {error}") from error
 
-    def suggest(trial: Suggests) -> Mapping[str, Value]:
+    def suggest(trial: Suggester) -> Mapping[str, Value]:
         for key, distribution in drawn.items():
             _draw(trial, key, distribution)
         return constants
@@ -169,7 +178,36 @@ def _suggest_from_domains(name: str, domains: Mapping[str, Any]) -> Suggest:
     return suggest
 
 
-def _draw(trial: Suggests, key: str, distribution: BaseDistribution) -> Value:
+def _is_domain(value: object) -> bool:
+    """Return True if Ray Tune draws from ``value``."""
+    return isinstance(value, Domain) or (isinstance(value, dict) and value.keys() == {_GRID})
+
+
+def _from_ray(domain: Any) -> BaseDistribution:
+    """Return Optuna's counterpart of a domain of Ray Tune. A grid becomes a categorical distribution.
+
+    Raises:
+        ValueError: Optuna has no such distribution, or the range is empty.
+    """
+    if isinstance(domain, dict):
+        return CategoricalDistribution(domain[_GRID])
+    sampler, step = domain.get_sampler(), None
+    if isinstance(sampler, Quantized):
+        sampler, step = sampler.get_sampler(), sampler.q
+    log = isinstance(sampler, LogUniform)
+    if log and step and step != 1:
+        raise ValueError(f"{domain} is logarithmic and quantized, which Optuna cannot draw: leave the steps out")
+    if isinstance(domain, Categorical):
+        return CategoricalDistribution(domain.categories)
+    if isinstance(sampler, Uniform | LogUniform):
+        if isinstance(domain, Float):
+            return FloatDistribution(domain.lower, domain.upper, log=log, step=None if log else step)
+        if isinstance(domain, Integer):  # Ray Tune excludes the upper end, unless it draws in steps
+            return IntDistribution(domain.lower, domain.upper - (step is None), log=log, step=int(step or 1))
+    raise ValueError(f"{domain} cannot be drawn by Optuna: use uniform, loguniform, randint, lograndint or choice")
+
+
+def _draw(trial: Suggester, key: str, distribution: BaseDistribution) -> Value:
     match distribution:
         case FloatDistribution():
             return trial.suggest_float(
@@ -185,9 +223,9 @@ def _draw(trial: Suggests, key: str, distribution: BaseDistribution) -> Value:
 
 
 def _plain(name: str, key: str, value: Any) -> Value:
-    """A derived value as it comes back from the study, which keeps JSON; a number of numpy's becomes Python's."""
+    """Return a derived value as the study will return it: as JSON holds it, with NumPy scalars as Python's."""
     try:
-        return json.loads(json.dumps(value, default=lambda each: each.item()))
+        return json.loads(json.dumps(value, default=lambda scalar: scalar.item()))
     except (TypeError, ValueError, AttributeError):
         raise RecipeError(
             f"tune.space {name!r} returns {key}={value!r}, a {type(value).__name__}: expected what YAML holds, such as "
@@ -198,7 +236,7 @@ def _plain(name: str, key: str, value: Any) -> Value:
 def _check_keys(name: str, keys: Iterable[str], recipe: Recipe) -> None:
     known = dict(_leaves(recipe.model_dump(mode="json")))
     for key in keys:
-        if key in _RESERVED:
+        if key in _FIXED:
             where = "tune.workers" if key == "train.workers" else key
             raise RecipeError(f"tune.space {name!r} names {key}: set {where}, the same for all trials")
         if key in _DEGREES and not (recipe.tune and recipe.tune.workers):
@@ -206,7 +244,7 @@ def _check_keys(name: str, keys: Iterable[str], recipe: Recipe) -> None:
                 f"tune.space {name!r} names {key}, and trials have no more workers than the recipe's own plan needs: "
                 "set tune.workers to what the largest plan needs, the same for all trials"
             )
-        if key.startswith(tuple(f"{each}." for each in _FOREIGN)) or key in _FOREIGN:
+        if key.startswith(tuple(f"{section}." for section in _UNRELATED)) or key in _UNRELATED:
             raise RecipeError(f"tune.space {name!r} names {key}, on which training does not depend: leave it out")
         if key not in known:
             raise RecipeError(
@@ -214,15 +252,15 @@ def _check_keys(name: str, keys: Iterable[str], recipe: Recipe) -> None:
             )
 
 
-def _outermost(distribution: BaseDistribution) -> Sequence[Value]:
-    """What can be drawn, of a range its ends."""
+def _extremes(distribution: BaseDistribution) -> Sequence[Value]:
+    """Return all choices, or the two ends of a range."""
     if isinstance(distribution, CategoricalDistribution):
         return distribution.choices
     return distribution.low, distribution.high  # type: ignore[attr-defined]
 
 
 def _check_values(name: str, key: str, values: Iterable[Value], recipe: Recipe) -> None:
-    """Try them on the recipe; what only fits together with other keys is not judged."""
+    """Try each value on the recipe. An error about another key is ignored: the combination may be valid later."""
     for value in values:
         try:
             with_values(recipe, {key: value})
@@ -233,7 +271,7 @@ def _check_values(name: str, key: str, values: Iterable[Value], recipe: Recipe) 
 
 
 def _leaves(tree: object, prefix: str = "") -> Iterator[tuple[str, Value]]:
-    """Every dotted key of a tree that holds a value, or nothing yet."""
+    """Yield every dotted key of a tree with its value. An empty dictionary counts as a value."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     if prefix and not (isinstance(tree, dict) and tree):
         yield prefix.removesuffix("."), tree
@@ -250,4 +288,4 @@ def _value(tree: Any, key: str) -> Value:
 def _contains(distribution: BaseDistribution, value: Value) -> bool:
     if isinstance(distribution, CategoricalDistribution):
         return value in distribution.choices
-    return isinstance(value, int | float) and distribution._contains(distribution.to_internal_repr(value))
+    return isinstance(value, int | float) and optuna_internals.contains(distribution, value)

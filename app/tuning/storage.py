@@ -12,6 +12,7 @@ from typing import Any
 import optuna
 from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
+from optuna.study import Study
 from sqlalchemy import event, make_url
 from sqlalchemy.engine import URL, Dialect, Engine
 from sqlalchemy.engine.interfaces import DBAPIConnection
@@ -20,25 +21,25 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_f
 from upath import UPath
 
 from app.config.notify import is_reference
-from app.errors import DeliveryError, RecipeError, StorageError
+from app.errors import DeliveryError, RecipeError, StorageError, TuningError
 from app.storage import is_local
 from app.telemetry.alerts.secret import read_secret
-from app.tuning.only_writer import OnlyWriter
+from app.tuning.optuna_internals import SingleWriterStorage
 
 LOCK_TIMEOUT_S = 60.0
-"""How long a SQLite file may be locked by somebody else before the search gives up."""
+"""Maximum wait for a SQLite file that another process has locked."""
 
 _RESTART_TIMEOUT_S = 60.0
-"""How long a database server may be away."""
+"""Maximum wait for a database server that restarts."""
 
 STUDIES = "studies"
 
 DATABASE_ERRORS = (SQLAlchemyError, StorageInternalError, sqlite3.Error)
-"""What a database raises, and nothing else does."""
+"""The exceptions that only a database raises."""
 
 
 @dataclass(frozen=True)
-class StudyPlace:
+class StudyLocation:
     """A study's database. On an object store: a local SQLite file and its last copy in storage."""
 
     url: URL
@@ -89,52 +90,53 @@ class StudyPlace:
             raise StorageError(f"the study {self} cannot be read ({error}): check its rights") from error
 
 
-def study_place(storage: UPath, given: str | None, scratch: Path, run_id: str) -> StudyPlace:
+def locate_study(storage: UPath, given: str | None, scratch: Path, run_id: str) -> StudyLocation:
     """Return the database of a run's study: ``given``, or a SQLite file under ``studies/`` in storage.
 
     ``scratch`` is the local folder of the SQLite file if storage is an object store.
 
     Raises:
-        RecipeError: what is given is no URL, or a relative path.
+        RecipeError: ``given`` is no URL, or a relative path.
     """
     if given is None:
         name = f"{run_id}.db"
         if is_local(storage):
-            return StudyPlace(URL.create("sqlite", database=str(Path(storage.path) / STUDIES / name)))
-        return StudyPlace(URL.create("sqlite", database=str(scratch / name)), storage / STUDIES / name)
+            return StudyLocation(URL.create("sqlite", database=str(Path(storage.path) / STUDIES / name)))
+        return StudyLocation(URL.create("sqlite", database=str(scratch / name)), storage / STUDIES / name)
     try:
         url = make_url(read_secret("tune.storage", given) if is_reference(given) else given)
     except DeliveryError as error:
         raise RecipeError(str(error)) from None
     except ArgumentError as error:
         raise RecipeError(f"tune.storage {given!r} is no URL of SQLAlchemy: write dialect://host/database") from error
-    place = StudyPlace(url)
-    if place.file and not place.file.is_absolute():
+    location = StudyLocation(url)
+    if location.file and not location.file.is_absolute():
         raise RecipeError(f"tune.storage {given!r} is a relative path: write it as sqlite:////folder/studies.db")
-    return place
+    return location
 
 
-def open_storage(place: StudyPlace) -> OnlyWriter:
-    """Connect, and make the tables if there are none.
+def open_storage(location: StudyLocation) -> SingleWriterStorage:
+    """Connect to a study's database, and create the tables if there are none.
 
     Raises:
-        StorageError: the database cannot be reached, its driver is missing; the file is damaged, read-only or locked.
+        StorageError: the database cannot be reached or its driver is missing, or the file is damaged, read-only or
+            locked.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    options = {"connect_args": {"timeout": LOCK_TIMEOUT_S}} if place.file else {"pool_pre_ping": True}
-    place.fetch()
-    with explained(place):
-        if place.file is not None:
-            _check_file(place, place.file)
-        backend = RDBStorage(place.url.render_as_string(hide_password=False), engine_kwargs=options)
-    if place.file is None:
+    options = {"connect_args": {"timeout": LOCK_TIMEOUT_S}} if location.file else {"pool_pre_ping": True}
+    location.fetch()
+    with explained(location):
+        if location.file is not None:
+            _check_file(location, location.file)
+        backend = RDBStorage(location.url.render_as_string(hide_password=False), engine_kwargs=options)
+    if location.file is None:
         _outlast_restarts(backend.engine)
-    return OnlyWriter(backend)
+    return SingleWriterStorage(backend)
 
 
 @contextmanager
-def explained(place: StudyPlace) -> Iterator[None]:
-    """Turns what a database says into one sentence. Raises StorageError."""
+def explained(location: StudyLocation) -> Iterator[None]:
+    """Turn a database's errors into a StorageError of one sentence."""
     began = time.monotonic()
     try:
         yield
@@ -143,34 +145,46 @@ def explained(place: StudyPlace) -> Iterator[None]:
         reason = str(getattr(cause, "orig", cause)).strip().splitlines()[0]
         if "locked" in reason:
             raise StorageError(
-                f"the study {place} was locked by another process for {time.monotonic() - began:.0f} s: end that "
+                f"the study {location} was locked by another process for {time.monotonic() - began:.0f} s: end that "
                 "process, and go on with tune.resume=true"
             ) from error
-        raise StorageError(f"the study's storage {place} cannot be used ({reason}): check tune.storage") from error
+        raise StorageError(f"the study's storage {location} cannot be used ({reason}): check tune.storage") from error
 
 
-def require_study_file(place: StudyPlace) -> None:
-    """Refuse to go on with a study whose SQLite file is gone, instead of starting an empty one. Raises StorageError."""
-    size = _size(place)
-    if not size and place.file is not None:
-        what = "missing" if size is None else "empty"
-        raise StorageError(f"the study's file {_shown_file(place)!r} is {what}: {_way_out(place)}")
+def require_study_file(location: StudyLocation) -> None:
+    """Raise StorageError if the study's SQLite file is gone. SQLite would silently create an empty one."""
+    size = _size(location)
+    if not size and location.file is not None:
+        state = "missing" if size is None else "empty"
+        raise StorageError(f"the study's file {_file_name(location)!r} is {state}: {_remedy(location)}")
 
 
-def is_missing(place: StudyPlace) -> bool:
-    """Whether there was never a study's SQLite file; any other database has to be asked."""
-    has_backup = place.backup is not None and place.backup.exists()
-    return place.file is not None and _size(place) is None and not has_backup
+def load_study(name: str, location: StudyLocation) -> Study:
+    """Load a study that exists. Raises StorageError or TuningError."""
+    require_study_file(location)
+    storage = open_storage(location)
+    with explained(location):
+        if name not in optuna.get_all_study_names(storage):
+            raise TuningError(
+                f"there is no study {name!r} in {location}: give the id of a tune run that has been started"
+            )
+        return optuna.load_study(study_name=name, storage=storage)
 
 
-def _size(place: StudyPlace) -> int | None:
+def is_missing(location: StudyLocation) -> bool:
+    """Return True if there was never a SQLite file for the study. False for a server, which has to be asked."""
+    has_backup = location.backup is not None and location.backup.exists()
+    return location.file is not None and _size(location) is None and not has_backup
+
+
+def _size(location: StudyLocation) -> int | None:
     """Return the bytes of the study's SQLite file, or of its copy in storage; None if it does not exist."""
-    path = place.remote or place.file
+    path = location.remote or location.file
     return path.stat().st_size if path is not None and path.exists() else None
 
 
 def _outlast_restarts(engine: Engine) -> None:
-    """Where a connection was lost, try to make it again until the server is back."""
+    """Retry lost connections until the server is back, for at most ``_RESTART_TIMEOUT_S``."""
 
     @event.listens_for(engine, "do_connect")
     def reconnect(dialect: Dialect, _: object, arguments: list[Any], options: dict[str, Any]) -> DBAPIConnection:
@@ -183,9 +197,9 @@ def _outlast_restarts(engine: Engine) -> None:
         return retrying(dialect.connect, *arguments, **options)
 
 
-def _check_file(place: StudyPlace, file: Path) -> None:
-    """Raises StorageError, or ``sqlite3.OperationalError`` if the file stays locked."""
-    shown = _shown_file(place)
+def _check_file(location: StudyLocation, file: Path) -> None:
+    """Raise StorageError if the file cannot be used, or ``sqlite3.OperationalError`` if it stays locked."""
+    name = _file_name(location)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if not file.exists():
@@ -194,25 +208,25 @@ def _check_file(place: StudyPlace, file: Path) -> None:
             pass
     except OSError as error:
         raise StorageError(
-            f"the study's file {shown!r} cannot be written ({error.strerror}): check its rights, or tune.storage"
+            f"the study's file {name!r} cannot be written ({error.strerror}): check its rights, or tune.storage"
         ) from error
     try:
         with closing(sqlite3.connect(file, timeout=LOCK_TIMEOUT_S)) as connection:
             ((answer,), *_) = connection.execute("PRAGMA quick_check").fetchall()
     except sqlite3.DatabaseError as error:
         if "locked" in str(error):
-            raise  # to wait once more would take two minutes
+            raise  # opening it would wait for the lock once more
         answer = str(error)
     if answer != "ok":
-        raise StorageError(f"the study's file {shown!r} is damaged ({answer.splitlines()[0]}): {_way_out(place)}")
+        raise StorageError(f"the study's file {name!r} is damaged ({answer.splitlines()[0]}): {_remedy(location)}")
 
 
-def _way_out(place: StudyPlace) -> str:
-    backup = place.backup
+def _remedy(location: StudyLocation) -> str:
+    backup = location.backup
     if backup is None or not backup.exists():
         return "there is no backup of it; start a new search"
-    return f"copy its backup {str(backup)!r}, written {place.written}, over it and try again, or start a new search"
+    return f"copy its backup {str(backup)!r}, written {location.written}, over it and try again, or start a new search"
 
 
-def _shown_file(place: StudyPlace) -> str:
-    return str(place.remote or place.file)
+def _file_name(location: StudyLocation) -> str:
+    return str(location.remote or location.file)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from optuna.trial import FrozenTrial, TrialState
 
 from app.config import Objective
-from app.tuning.results import EpochResult
 from app.tuning.space import Value
 from app.tuning.study import SearchStudy
-from app.tuning.trials import CAUSE, FAILURES, epochs_of, values_of, worth_of
+from app.tuning.trial_config import EpochResult
+from app.tuning.trials import CAUSE, FAILURES, epochs_of, objective_values, values_of
 
-_RUNNING_EVERY_S = 15.0
-_HEAD_EVERY = 20
+_RUNNING_INTERVAL_S = 15.0
+_ROWS_PER_HEADER = 20
 _STATES = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
 
 
@@ -25,7 +25,7 @@ class _Running:
 
 
 class Table:
-    """Prints a row when a trial ends, and now and then one for each that runs."""
+    """Prints a row when a trial ends or is paused, and every 15 s one for each running trial."""
 
     def __init__(self, objectives: list[Objective], epochs: int) -> None:
         self._objectives, self._epochs = objectives, epochs
@@ -33,40 +33,40 @@ class Table:
         self._rows, self._shown = 0, time.monotonic()
 
     def started(self, number: int, values: Mapping[str, Value]) -> None:
-        """A trial begins, or goes on with other values."""
+        """Add a running trial, or change its values."""
         known = self._running.get(number)
         self._running[number] = _Running(values, known.epoch if known else 0, known.value if known else None)
 
     def epoch(self, number: int, result: EpochResult) -> None:
-        """A running trial has trained an epoch."""
+        """Update a running trial after an epoch, and print the running trials if it is time."""
         running = self._running[number]
         running.epoch, running.value = result.epoch, result.value
-        if time.monotonic() - self._shown > _RUNNING_EVERY_S:
-            for each, now in sorted(self._running.items()):
-                self._row(each, [now.value] if now.value is not None else [], now.epoch, "running", now.values)
+        if time.monotonic() - self._shown > _RUNNING_INTERVAL_S:
+            for other, now in sorted(self._running.items()):
+                self._row(other, [now.value] if now.value is not None else [], now.epoch, "running", now.values)
 
-    def waits(self, number: int) -> None:
-        """A trial waits at a rung for a promotion."""
+    def paused(self, number: int) -> None:
+        """Print a trial that is paused until it is promoted."""
         now = self._running.pop(number)
-        self._row(number, [now.value] if now.value is not None else [], now.epoch, "waits", now.values)
+        self._row(number, [now.value] if now.value is not None else [], now.epoch, "paused", now.values)
 
     def failed(self, number: int, values: Mapping[str, Value], cause: str) -> None:
-        """A trial failed, perhaps before it began, and is run again."""
+        """Print a failure after which the trial is run again. The trial may not have begun."""
         running = self._running.get(number)
         self._row(number, [], running.epoch if running else 0, "retried", values)
         print(f"       {cause}", flush=True)
 
     def ended(self, study: SearchStudy, number: int) -> None:
-        """A trial has ended."""
+        """Print a trial that has ended."""
         self._running.pop(number, None)
         trial = study.study.get_trials(deepcopy=False)[number]
-        best = study.best
-        is_best = any(each.number == number for each in best)
-        self.show(trial, is_best)
+        self.show(trial, is_best=any(best.number == number for best in study.best))
 
     def show(self, trial: FrozenTrial, is_best: bool) -> None:
-        """The row of a trial that has ended."""
-        self._row(trial.number, worth_of(trial), epochs_of(trial), _STATES[trial.state], values_of(trial), is_best)
+        """Print the row of a trial that has ended."""
+        self._row(
+            trial.number, objective_values(trial), epochs_of(trial), _STATES[trial.state], values_of(trial), is_best
+        )
         if trial.state == TrialState.FAIL:
             print(f"       {trial.user_attrs.get(CAUSE, '')}", flush=True)
         elif retried := len(trial.user_attrs.get(FAILURES, [])):
@@ -81,8 +81,8 @@ class Table:
         values: Mapping[str, Value],
         is_best: bool = False,
     ) -> None:
-        if self._rows % _HEAD_EVERY == 0:
-            names = "".join(f"{each.metric:>14}" for each in self._objectives)
+        if self._rows % _ROWS_PER_HEADER == 0:
+            names = "".join(f"{objective.metric:>14}" for objective in self._objectives)
             print(f"{'trial':>5}  {'state':<8} {'epochs':>7} {names}    values", flush=True)
         self._rows, self._shown = self._rows + 1, time.monotonic()
         shown = [f"{value:.6g}" for value in objectives]
@@ -94,17 +94,17 @@ class Table:
 
 
 def show_values(values: Mapping[str, Value]) -> str:
-    """The values on one line, each under the shortest end of its key that is its own."""
+    """Return the values on one line, each with the shortest suffix of its key that no other key has."""
     return "  ".join(f"{name}={_short(values[key])}" for key, name in short_names(list(values)).items())
 
 
 def short_names(keys: list[str]) -> dict[str, str]:
-    """For each key its last part, or more of it where two keys end alike, or with an index into a list."""
+    """Map each key's last part to the key. Longer where two keys end alike, or where the last part is an index."""
     names = {}
     for key in keys:
         parts = key.split(".")
         ends = [".".join(parts[-length:]) for length in range(1, len(parts) + 1)]
-        own = [end for end in ends if sum(f".{each}".endswith(f".{end}") for each in keys) == 1]
+        own = [end for end in ends if sum(f".{other}".endswith(f".{end}") for other in keys) == 1]
         names[key] = next(end for end in own if not end.isdecimal())
     return names
 

@@ -1,4 +1,4 @@
-"""The prepared data of trials: made once for all that read the same, kept in memory from one trial to the next."""
+"""The prepared data of trials: prepared once for all trials with the same data, and kept in memory between trials."""
 
 import shutil
 import uuid
@@ -14,58 +14,58 @@ from app.tasks import load_prepared, prepare
 
 
 def prepare_data(recipe: Recipe, folder: UPath) -> UPath:
-    """Where the recipe's prepared data lies under ``folder``; it is made if it is not there.
+    """Prepare the recipe's data under ``folder`` unless that is done, and return its folder.
 
     Raises:
-        DataError: the data cannot be read, or is not what the recipe says.
+        DataError: the data cannot be read, or contradicts the recipe.
     """
-    place = _place(recipe, folder)
-    if not _is_whole(place):
-        _publish(prepare(recipe), place)
-    return place
+    location = _location(recipe, folder)
+    if not _is_complete(location):
+        _publish(prepare(recipe), location)
+    return location
 
 
 def keep_data(data: PreparedData, recipe: Recipe, folder: UPath) -> None:
-    """Put what was prepared of the recipe where its trials look for it."""
-    if not _is_whole(place := _place(recipe, folder)):
-        _publish(data, place)
+    """Save prepared data where the recipe's trials look for it."""
+    if not _is_complete(location := _location(recipe, folder)):
+        _publish(data, location)
 
 
-def _is_whole(place: UPath) -> bool:
-    return (place / CHECKSUMS_FILE).exists()
+def _is_complete(location: UPath) -> bool:
+    return (location / CHECKSUMS_FILE).exists()
 
 
-def _publish(data: PreparedData, place: UPath) -> None:
-    """Save the data where others may be saving the same: on a disk whole or not at all; the first one's counts."""
-    if not is_local(place):
-        data.save(place)
+def _publish(data: PreparedData, location: UPath) -> None:
+    """Save the data. On a disk this is atomic: of several processes that save the same, the first one wins."""
+    if not is_local(location):
+        data.save(location)
         return
-    aside = place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}.tmp")
-    data.save(aside)
+    temporary = location.with_name(f".{location.name}.{uuid.uuid4().hex[:8]}.tmp")
+    data.save(temporary)
     try:
-        aside.rename(place)
+        temporary.rename(location)
     except OSError:
-        if not _is_whole(place):
+        if not _is_complete(location):
             raise
-        shutil.rmtree(aside.path)
+        shutil.rmtree(temporary.path)
 
 
-def _place(recipe: Recipe, folder: UPath) -> UPath:
-    """A folder for each way to prepare data."""
+def _location(recipe: Recipe, folder: UPath) -> UPath:
+    """Return the folder of the recipe's way to prepare data."""
     return folder / sha256_of(f"{recipe.task} {recipe.data.model_dump_json()}".encode())[:12]
 
 
 @dataclass
 class DataCache:
-    """The data of the last trial of this process."""
+    """Keeps the data of this process's last trial in memory."""
 
     folder: UPath
-    _place: UPath | None = None
+    _location: UPath | None = None
     _data: PreparedData | None = field(default=None, repr=False)
 
     def get(self, recipe: Recipe) -> PreparedData:
-        """The recipe's prepared data."""
-        place = prepare_data(recipe, self.folder)
-        if self._data is None or place != self._place:
-            self._data, self._place = load_prepared(recipe, place), place
+        """Return the recipe's prepared data."""
+        location = prepare_data(recipe, self.folder)
+        if self._data is None or location != self._location:
+            self._data, self._location = load_prepared(recipe, location), location
         return self._data

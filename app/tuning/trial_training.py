@@ -1,13 +1,14 @@
-"""How a trial trains: in the process that was asked, or with several workers of Ray Train."""
+"""How a trial trains: one epoch at a time, in this process or with several workers of Ray Train."""
 
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from queue import SimpleQueue
 from typing import Any
 
-from ray.train import Checkpoint, UserCallback, get_context
-from ray.train.v2._internal.execution.callback import TrainContextCallback
+from ray.train import Checkpoint, UserCallback
 from ray.util.queue import Empty, Queue
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay
 from upath import UPath
@@ -15,6 +16,7 @@ from upath import UPath
 from app.config import Recipe
 from app.errors import StorageError
 from app.telemetry.alerts import Action
+from app.telemetry.mirror import Mirror
 from app.training.coordination.control import request, withdraw
 from app.training.coordination.heartbeat import HEARTBEAT_FILE, require_silence
 from app.training.ray_worker import fit
@@ -22,25 +24,89 @@ from app.training.records import Ending, EpochRecord
 from app.training.reporting.recorder import Report
 from app.training.session import train
 from app.training.worker import start_worker
-from app.tuning.attempt import log_to
+from app.tuning.ray_internals import CONTINUE, STOP, WaitAfterReport
 from app.tuning.trial_data import DataCache, prepare_data
 
-_POLL_S = 0.2
-_GO_ON, _LEAVE = "go on", "leave"
-"""A turn: train the next epoch; or wait no more, for the run is asked to stop."""
+LOG_FILE = "log.txt"
+STOP_TIMEOUT_S = 30.0
 
-_SILENCE_TIMEOUT_S = 60.0
-"""An attempt that is cut may take half of it to end."""
+_POLL_S = 0.2
+_PREVIOUS_WORKERS_TIMEOUT_S = 60.0
+"""Twice ``STOP_TIMEOUT_S``: stopped workers may need all of that to store their last checkpoint."""
+
+Train = Callable[[Report], Ending]
+
+
+class _StopTraining(BaseException):
+    """Unwinds training from inside its report. It is no ``Exception``, so no handler on the way catches it."""
+
+
+class TrialThread:
+    """Training in a thread, one epoch at a time."""
+
+    def __init__(self, train: Train) -> None:
+        self._thread = threading.Thread(target=self._run, args=(train,), daemon=True, name="trial")
+        self._outcomes: SimpleQueue[EpochRecord | Ending | BaseException] = SimpleQueue()
+        self._turns: SimpleQueue[bool] = SimpleQueue()
+        """True: train the next epoch. False: stop."""
+
+    def next(self) -> EpochRecord | Ending:
+        """Train the next epoch and return its record, or return the ending. Raise what training raises."""
+        if self._thread.ident is None:
+            self._thread.start()
+        else:
+            self._turns.put(True)
+        outcome = self._outcomes.get()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def stop(self) -> bool:
+        """Stop the training and wait until its last checkpoint is stored.
+
+        Return whether the thread has ended: False if that takes longer than ``STOP_TIMEOUT_S``.
+        """
+        if self._thread.is_alive():
+            self._turns.put(False)
+            self._thread.join(STOP_TIMEOUT_S)
+        return not self._thread.is_alive()
+
+    def _run(self, train: Train) -> None:
+        try:
+            self._outcomes.put(train(self._report))
+        except _StopTraining:
+            return
+        except BaseException as error:  # raised again by next()
+            self._outcomes.put(error)
+
+    def _report(self, record: EpochRecord) -> None:
+        self._outcomes.put(record)
+        if not self._turns.get():
+            raise _StopTraining
+
+
+@contextmanager
+def log_to(folder: UPath) -> Iterator[None]:
+    """Redirect standard output and standard error to ``log.txt`` in the trial's folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (
+        Mirror(folder) as mirror,
+        mirror.fetch(LOG_FILE).open("a", encoding="utf-8", buffering=1) as log,
+        redirect_stdout(log),
+        redirect_stderr(log),
+    ):
+        yield
 
 
 def train_here(recipe: Recipe, data: DataCache, folder: UPath, report: Report, last_reported_epoch: int) -> Ending:
-    """Train in this process, whose process group and imports serve every trial that it is given.
+    """Train in this process. Its process group and its imports serve every trial that it runs.
 
     ``last_reported_epoch`` is the last epoch that an earlier attempt reported.
     """
     withdraw(folder)
-    worker = start_worker(recipe.train)  # before the log: DeepSpeed keeps the screen that it first sees
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of each trial what it warns of once in training
+    worker = start_worker(recipe.train)  # before log_to: DeepSpeed keeps the output stream that it sees first
+    # Training prints DeepSpeed's warnings once per run. Here every trial is a run.
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     with log_to(folder):
         return train(recipe, data.get(recipe), worker, folder, report, last_reported_epoch=last_reported_epoch)
 
@@ -48,19 +114,20 @@ def train_here(recipe: Recipe, data: DataCache, folder: UPath, report: Report, l
 def train_with_workers(
     recipe: Recipe, data: DataCache, folder: UPath, report: Report, last_reported_epoch: int
 ) -> Ending:
-    """Train with Ray Train, whose workers wait after each epoch until ``report`` returns; if it raises, they stop."""
+    """Train with Ray Train. The workers wait after each epoch until ``report`` returns, and stop if it raises."""
     folder.mkdir(parents=True, exist_ok=True)
-    _await_silence(folder)
+    _await_previous_workers(folder)
     withdraw(folder)
-    place = prepare_data(recipe, data.folder)
+    prepared = prepare_data(recipe, data.folder)
     records, turns = (Queue(actor_options={"num_cpus": 0}) for _ in range(2))
     with ThreadPoolExecutor(1) as pool:
-        training = pool.submit(fit, recipe, folder, place, [_Forward(records), _Wait(turns)], last_reported_epoch)
+        callbacks = [_ForwardRecords(records), WaitAfterReport(turns)]
+        training = pool.submit(fit, recipe, folder, prepared, callbacks, last_reported_epoch)
         try:
-            _pass_on(records, turns, training, report, last_reported_epoch)
+            _forward_reports(records, turns, training, report, last_reported_epoch)
         except BaseException:
             request(folder, Action.STOP)
-            turns.put(_LEAVE)
+            turns.put(STOP)
             raise
         finally:
             training.exception()
@@ -70,14 +137,14 @@ def train_with_workers(
     return training.result()
 
 
-def _await_silence(folder: UPath) -> None:
-    """Until the workers of an attempt before this one have ended: two would remove each other's checkpoints."""
-    patience = stop_after_delay(_SILENCE_TIMEOUT_S)
-    Retrying(retry=retry_if_exception_type(StorageError), stop=patience, reraise=True)(require_silence, folder)
+def _await_previous_workers(folder: UPath) -> None:
+    """Wait until the workers of an earlier attempt have ended. Two attempts would remove each other's checkpoints."""
+    deadline = stop_after_delay(_PREVIOUS_WORKERS_TIMEOUT_S)
+    Retrying(retry=retry_if_exception_type(StorageError), stop=deadline, reraise=True)(require_silence, folder)
 
 
-class _Forward(UserCallback):  # type: ignore[misc] # Ray has no types
-    """Puts what the first worker reports into a queue."""
+class _ForwardRecords(UserCallback):  # type: ignore[misc] # Ray has no types
+    """Put the first worker's records into a queue."""
 
     def __init__(self, records: Queue) -> None:
         self._records = records
@@ -88,38 +155,23 @@ class _Forward(UserCallback):  # type: ignore[misc] # Ray has no types
         metrics: list[dict[str, Any]],
         checkpoint: Checkpoint | None,  # noqa: ARG002
     ) -> None:
-        """Called by Ray Train's controller, in a process of its own."""
+        """Forward a record. Ray Train's controller calls this, in its own process."""
         self._records.put(metrics[0])
 
 
-class _Wait(TrainContextCallback):  # type: ignore[misc] # Ray has no types
-    """Holds the first worker after each report, and so the others at their next exchange with it."""
-
-    def __init__(self, turns: Queue) -> None:
-        self._turns = turns
-
-    @contextmanager
-    def on_report(self) -> Iterator[None]:
-        """Called by Ray Train in each worker, around its report."""
-        yield
-        while get_context().get_world_rank() == 0:
-            with suppress(Empty):  # waits without end outlive a worker that is killed, and take its successor's turn
-                if self._turns.get(timeout=_POLL_S) == _LEAVE:
-                    self._turns.put(_LEAVE)  # for later epochs, and for workers that begin again
-                return
-
-
-def _pass_on(records: Queue, turns: Queue, training: Future[Ending], report: Report, last_reported_epoch: int) -> None:
-    """Every epoch once, until training has ended and none is left; workers that began again repeat some."""
+def _forward_reports(
+    records: Queue, turns: Queue, training: Future[Ending], report: Report, last_reported_epoch: int
+) -> None:
+    """Report every epoch once until training has ended. Restarted workers repeat epochs."""
     while True:
-        ended = training.done()
+        has_ended = training.done()  # before the queue is read, so that no record is lost
         try:
             record = EpochRecord.model_validate(records.get(timeout=_POLL_S))
         except Empty:
-            if ended:
+            if has_ended:
                 return
             continue
         if record.epoch > last_reported_epoch:
             last_reported_epoch = record.epoch
             report(record)
-        turns.put(_GO_ON)
+        turns.put(CONTINUE)

@@ -1,48 +1,50 @@
-"""What a study holds of each trial."""
+"""The attributes that a study stores of each trial, the best trials, and the warm start from earlier studies."""
 
 from collections.abc import Sequence
 from operator import itemgetter
 
 from optuna.study import Study, StudyDirection
-from optuna.trial import FrozenTrial, Trial, TrialState
+from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
-from app.tuning.space import Value
+from app.errors import TuningError
+from app.tuning.space import Space, Value
+from app.tuning.storage import StudyLocation, is_missing, load_study
 
 CAUSE, EPOCHS, VALUES, FAILURES, STOPPED_EARLY, DUPLICATE_OF, LEARNED_FROM = (
     "cause", "epochs", "values", "failures", "stopped_early", "duplicate_of", "learned_from",
 )  # fmt: skip
-"""What is noted of a trial beside its values."""
+"""Attributes of a trial. ``VALUES`` holds drawn and derived values, Optuna's own ``params`` only drawn ones."""
 
 INHERITED = "inherited"
-"""Noted of a trial that went on from others' checkpoints: epochs that they trained, less its own that it gave up."""
+"""Attribute of a trial that continued from others' checkpoints: their epochs, less its own that it gave up."""
 
-WAITS = "waits"
-"""Noted of a trial that runs in the study, and waits at a rung for a promotion."""
+PAUSED = "waits"
+"""Attribute of a trial that is running in the study, and paused at a rung until it is promoted."""
 
 RUNG_RESULTS = "rests"
-"""Attribute of a trial: a list of (position, value), one for each time that it ended or came to wait.
+"""Attribute of a trial: a list of (position, value), one for each time that it ended or was paused.
 
 Positions count over all trials of the study; the value is the first objective. Earlier versions wrote an attribute of
 the study instead: only the values, in order.
 """
 
 KEPT = "kept"
-"""Noted of a trial with one objective: of the epoch whose weights training keeps so far, its cost and the objective."""
+"""Attribute of a trial with one objective: cost and objective of the epoch whose weights training keeps so far."""
 
 
 def own_trials(study: Study) -> list[FrozenTrial]:
-    """Those of the search itself, in order: without those it learned from, duplicates, and what is yet to begin."""
+    """Return the search's own begun trials, in order, without duplicates and without trials of earlier studies."""
     return [
-        each
-        for each in study.get_trials(deepcopy=False)
-        if each.state != TrialState.WAITING and not {LEARNED_FROM, DUPLICATE_OF} & each.user_attrs.keys()
+        trial
+        for trial in study.get_trials(deepcopy=False)
+        if trial.state != TrialState.WAITING and not {LEARNED_FROM, DUPLICATE_OF} & trial.user_attrs.keys()
     ]
 
 
-def worth_of(trial: FrozenTrial) -> list[float]:
-    """The objectives in the epoch whose weights training keeps; of a trial that was cut short, would keep so far.
+def objective_values(trial: FrozenTrial) -> list[float]:
+    """Return the objectives at the best epoch (for an unfinished or pruned trial: the best epoch so far).
 
-    Empty if nothing is known, as of one that failed. Several objectives are known of complete trials alone.
+    Empty if there is no value, as for a failed trial. With several objectives, only completed trials have values.
     """
     if trial.state == TrialState.COMPLETE:
         return list(trial.values)
@@ -57,45 +59,82 @@ def kept_value(trial: Trial | FrozenTrial) -> float | None:
 
 
 def best_trials(study: Study) -> list[FrozenTrial]:
-    """The trial that is worth most, whether it has come to its end or not; of several objectives the Pareto front.
+    """Return the trial with the best value, or with several objectives the Pareto front, best in the first one first.
 
-    A trial that was cut short is the beginning of a whole one, which keeps its best epoch: it comes to no less. Of a
-    front, the best in the first objective comes first.
+    Pruned and running trials count. Trained to its end, such a trial keeps its best epoch, so it cannot get worse.
     """
-    signs = [1.0 if each == StudyDirection.MINIMIZE else -1.0 for each in study.directions]
-    known = [each for each in own_trials(study) if worth_of(each)]
-    losses = {each.number: [sign * value for sign, value in zip(signs, worth_of(each), strict=True)] for each in known}
-    known.sort(key=lambda each: (losses[each.number], each.number))
+    signs = [1.0 if direction == StudyDirection.MINIMIZE else -1.0 for direction in study.directions]
+    losses: dict[int, list[float]] = {}
+    with_values = []
+    for trial in own_trials(study):
+        if values := objective_values(trial):
+            losses[trial.number] = [sign * value for sign, value in zip(signs, values, strict=True)]
+            with_values.append(trial)
+    with_values.sort(key=lambda trial: (losses[trial.number], trial.number))
     if len(signs) == 1:
-        return known[:1]
+        return with_values[:1]
     front: list[FrozenTrial] = []
-    for trial in known:  # only an earlier trial can dominate a trial; if one does, so does one of the front
+    for trial in with_values:  # only an earlier trial can dominate a later one; if one does, so does one of the front
         if not any(_dominates(losses[other.number], losses[trial.number]) for other in front):
             front.append(trial)
     return front
 
 
-def waits(trial: FrozenTrial) -> bool:
-    """Whether the trial waits at a rung for a promotion."""
-    return trial.state == TrialState.RUNNING and bool(trial.user_attrs.get(WAITS))
+def is_paused(trial: FrozenTrial) -> bool:
+    """Return True if the trial is paused at a rung until it is promoted."""
+    return trial.state == TrialState.RUNNING and bool(trial.user_attrs.get(PAUSED))
 
 
 def rung_results_of(study: Study) -> list[float | None]:
-    """Return the first objective of each trial that ended or came to wait, in that order; None if it has no value."""
-    noted = [result for trial in study.get_trials(deepcopy=False) for result in trial.user_attrs.get(RUNG_RESULTS, [])]
-    return [*study.user_attrs.get(RUNG_RESULTS, []), *(value for _, value in sorted(noted, key=itemgetter(0)))]
+    """Return the first objective of each trial that ended or was paused, in that order; None if it has no value."""
+    recorded = [item for trial in study.get_trials(deepcopy=False) for item in trial.user_attrs.get(RUNG_RESULTS, [])]
+    return [*study.user_attrs.get(RUNG_RESULTS, []), *(value for _, value in sorted(recorded, key=itemgetter(0)))]
 
 
 def epochs_of(trial: FrozenTrial) -> int:
-    """Epochs that the trial itself trained."""
+    """Return the number of epochs that the trial itself trained."""
     return int(trial.user_attrs.get(EPOCHS, 0)) - int(trial.user_attrs.get(INHERITED, 0))
 
 
 def values_of(trial: FrozenTrial) -> dict[str, Value]:
-    """The recipe keys of the trial, with what they became; in a population, what they were last."""
+    """Return the trial's values of recipe keys. In a population, these are its last ones."""
     return dict(trial.user_attrs.get(VALUES, trial.params))
 
 
+def last_params(trial: FrozenTrial, space: Space) -> dict[str, Value]:
+    """Return the trial's values of the drawn keys. In a population, they differ from the ones that were drawn."""
+    values = {key: value for key, value in values_of(trial).items() if key in space.distributions}
+    return values if space.contains(values) else trial.params
+
+
 def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether ``one`` is nowhere worse, lower being better, and somewhere better."""
+    """Return True if ``one`` is nowhere worse and somewhere better, lower being better."""
     return one != other and all(a <= b for a, b in zip(one, other, strict=True))
+
+
+def load_earlier(name: str, location: StudyLocation) -> Study:
+    """Load a study that ``tune.warm_start`` names. Raises StorageError or TuningError."""
+    if is_missing(location):
+        raise TuningError(f"tune.warm_start names {name!r}, and there is no study {location}: give ids of tune runs")
+    return load_study(name, location)
+
+
+def warm_start(study: Study, earlier: Study, space: Space) -> None:
+    """Add an earlier study's trials to ``study`` if the space could have drawn them, and enqueue its best values."""
+    for trial in earlier.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
+        params = last_params(trial, space)
+        if {LEARNED_FROM, DUPLICATE_OF} & trial.user_attrs.keys() or not space.contains(params):
+            continue
+        study.add_trial(
+            create_trial(
+                state=trial.state,
+                values=trial.values,
+                params=params,
+                distributions={key: space.distributions[key] for key in params},
+                intermediate_values=trial.intermediate_values,
+                user_attrs={LEARNED_FROM: f"{earlier.study_name} trial {trial.number}"},
+            )
+        )
+    for trial in best_trials(earlier):
+        if space.contains(params := last_params(trial, space)):
+            study.enqueue_trial(params)

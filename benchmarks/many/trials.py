@@ -16,7 +16,7 @@ from upath import UPath
 
 from app.config import load_recipe
 from app.tuning.space import Space, load_space
-from app.tuning.storage import StudyPlace
+from app.tuning.storage import StudyLocation
 from app.tuning.study import SearchStudy
 from app.tuning.trials import EPOCHS, KEPT, VALUES
 from benchmarks.many.measures import Cost
@@ -35,10 +35,10 @@ def of_trials(storage: UPath, count: int) -> dict[str, Cost]:
     assert recipe.tune is not None
     config, space = recipe.tune, load_space(recipe.tune.space, recipe)
     storage.mkdir(parents=True, exist_ok=True)
-    place = StudyPlace(make_url(f"sqlite:///{storage.path}/study.db"))
+    location = StudyLocation(make_url(f"sqlite:///{storage.path}/study.db"))
     with _without_waiting_for_the_disk():
-        _fill(SearchStudy.create(_NAME, place, space, recipe, config), space, count)
-    study, resume_s = _timed(lambda: SearchStudy.resume(_NAME, place, space, recipe, config))
+        _fill(SearchStudy.create(_NAME, location, space, recipe, config), space, count)
+    study, resume_s = _timed(lambda: SearchStudy.resume(_NAME, location, space, recipe, config))
     laps = [_run_trial(study, max_trials) for _ in range(_PROPOSALS + 1)]
     medians = map(statistics.median, zip(*laps[1:], strict=True))
     seconds = {"resume": resume_s, **dict(zip(_CALLS, medians, strict=True))}

@@ -10,13 +10,13 @@ from ray.tune.schedulers import AsyncHyperBandScheduler, TrialScheduler
 from sqlalchemy import make_url
 
 from app.config import Recipe, TuneConfig
-from app.tuning.results import EPOCH, NUMBER, VALUE, VALUES
 from app.tuning.samplers import create_sampler
-from app.tuning.schedulers import SeenTrial, create_promotion
+from app.tuning.schedulers import PastTrial, create_promotion
 from app.tuning.searcher import StudySearcher
 from app.tuning.space import Space
-from app.tuning.storage import StudyPlace
+from app.tuning.storage import StudyLocation
 from app.tuning.study import SearchStudy
+from app.tuning.trial_config import EPOCH, NUMBER, VALUE, VALUES
 from app.tuning.trials import epochs_of
 
 Values = dict[str, Any]
@@ -85,7 +85,7 @@ class _RayAsha(_OptunaSearch):
 
     def propose(self) -> Task | None:
         task = super().propose()
-        self._ray_trial = SeenTrial(str(self._trial.number))
+        self._ray_trial = PastTrial(str(self._trial.number))
         self._scheduler.on_trial_add(None, self._ray_trial)
         return task
 
@@ -102,11 +102,11 @@ class _Rayloom:
 
     def __init__(self, space: Space, config: TuneConfig, epochs: int) -> None:
         study = optuna.create_study(direction="maximize", sampler=create_sampler(config, past=0))
-        self.study = SearchStudy(study, StudyPlace(make_url("sqlite://")), space, config)
+        self.study = SearchStudy(study, StudyLocation(make_url("sqlite://")), space, config)
         promotion = create_promotion(config, epochs, known=[])
         assert promotion is not None
         self._promotion = promotion
-        self._searcher = StudySearcher(self.study, most=10**6, promotion=promotion, at_once=lambda: 10**6)
+        self._searcher = StudySearcher(self.study, max_trials=10**6, promotion=promotion, concurrency=lambda: 10**6)
         self._number = 0
 
     def propose(self) -> Task | None:
@@ -122,7 +122,7 @@ class _Rayloom:
 
     def pruned(self) -> None:
         self._searcher.on_trial_complete("")
-        self.study.wait(self._number)
+        self.study.pause(self._number)
 
     def ended(self, best: float | None) -> None:
         self._searcher.on_trial_complete("")

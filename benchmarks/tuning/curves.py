@@ -22,10 +22,10 @@ from app.storage import to_path, write_atomically
 from app.training.records import Ending
 from app.training.session import train
 from app.training.worker import start_worker
-from app.tuning.attempt import Attempt, log_to
 from app.tuning.objectives import objective_of
+from app.tuning.trial_config import trial_recipe
 from app.tuning.trial_data import DataCache
-from app.tuning.trial_recipe import trial_recipe
+from app.tuning.trial_training import TrialThread, log_to
 
 _TRAINS = ("data", "models", "training")
 """The parts of the library that a curve depends on."""
@@ -47,7 +47,7 @@ class Curves:
         revision = sha256_of(f"{torch.__version__} {code_revision(*_TRAINS)}".encode())[:12]
         self._recipe, self._folder = recipe, folder / revision
         self._data = DataCache(to_path(self._folder / "data"))
-        self._attempts: dict[str, Attempt] = {}
+        self._attempts: dict[str, TrialThread] = {}
 
     def value(self, values: dict[str, Any], epoch: int) -> float | None:
         """The objective after an epoch, the first being 1; None if training ended or broke before it."""
@@ -62,7 +62,7 @@ class Curves:
     def close(self) -> None:
         """End what is under way."""
         for attempt in self._attempts.values():
-            attempt.cut()
+            attempt.stop()
         self._attempts.clear()
 
     def _train_on(self, key: str, recipe: Recipe, curve: Curve) -> Curve:
@@ -70,7 +70,7 @@ class Curves:
         assert self._recipe.tune is not None
         if key not in self._attempts:
             self.close()
-            self._attempts[key] = Attempt(partial(_train, recipe, self._data, to_path(self._folder / "runs" / key)))
+            self._attempts[key] = TrialThread(partial(_train, recipe, self._data, to_path(self._folder / "runs" / key)))
         try:
             said = self._attempts[key].next()
         except NonFiniteLossError:

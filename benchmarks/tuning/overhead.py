@@ -73,7 +73,7 @@ def turns_in(output: Sequence[str]) -> list[tuple[int, int]]:
     return [
         (int(row[0]), int(row[2].partition("/")[0]))
         for row in rows
-        if len(row) > 2 and row[0].isdecimal() and row[1] in ("waits", "complete")
+        if len(row) > 2 and row[0].isdecimal() and row[1] in ("paused", "complete")
     ]
 
 

@@ -12,7 +12,7 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import make_url
 from upath import UPath
 
-from app.tuning.trials import epochs_of, waits
+from app.tuning.trials import epochs_of, is_paused
 from tests.helpers import run, wait_until
 from tests.launch import Cluster, Launch, Launched
 from tests.postgres import PostgresServer
@@ -87,7 +87,7 @@ def rest(cluster: dict[str, str], storage: Path) -> list[FrozenTrial]:
 
 def at_rest(trials: list[FrozenTrial]) -> list[FrozenTrial]:
     """Return the trials that have ended or are waiting at a rung."""
-    return [trial for trial in trials if trial.state.is_finished() or waits(trial)]
+    return [trial for trial in trials if trial.state.is_finished() or is_paused(trial)]
 
 
 def wait_for_more(before: int, client: Launched, cluster: dict[str, str], storage: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_search_that_is_stopped_and_killed_repeats_no_trial(
     assert len({str(each.params) for each in after}) == 8
     for each in known:
         text = (folder / f"trials/{each.number:04d}/log.txt").read_text(encoding="utf-8")
-        assert not waits(each) or text.count("epoch 1/3  loss") == 1, "its checkpoint was not taken up"
+        assert not is_paused(each) or text.count("epoch 1/3  loss") == 1, "its checkpoint was not taken up"
 
 
 def promoted(client: Launched, cluster: dict[str, str], folder: Path) -> int:

@@ -96,12 +96,12 @@ def test_a_trial_is_timed_until_the_next_one_starts() -> None:
     printed = """
 study one in sqlite:////studies/one.db, 1 trials at once
 trial  state     epochs   val_accuracy    values
-    0  waits        1/4       0.777778    lr=0.003
-    1  waits        1/4       0.8         lr=0.004
+    0  paused       1/4       0.777778    lr=0.003
+    1  paused       1/4       0.8         lr=0.004
     1  running      2/4       0.85        lr=0.004
     1  complete     4/4       0.9 *       lr=0.004
-    2  waits        1/4       0.219444    lr=0.199
-    3  waits        1/4       0.219444    lr=0.2
+    2  paused       1/4       0.219444    lr=0.199
+    3  paused       1/4       0.219444    lr=0.2
     0  pruned       1/4       0.777778    lr=0.003
 """
     turns = turns_in(printed.splitlines())

@@ -6,21 +6,21 @@ from pathlib import Path
 from sqlalchemy.engine import URL
 from upath import UPath
 
-from app.tuning.budget import Budget
-from app.tuning.ledger import Ledger
-from app.tuning.results import EpochResult
+from app.tuning.budget import SearchBudget
 from app.tuning.schedulers import create_promotion
 from app.tuning.study import SearchStudy
+from app.tuning.study_callback import StudyCallback
 from app.tuning.table import Table
-from tests.studies import MOST, ask, create, ray_trial, recipe_with, resume
+from app.tuning.trial_config import EpochResult
+from tests.studies import MAX_TRIALS, ask, create, ray_trial, recipe_with, resume
 
 PATIENT = "tune.stop.patience=2"
 
 
-def budget_with(*overrides: str, epochs: int = 0, seconds: float = 0.0) -> Budget:
+def budget_with(*overrides: str, epochs: int = 0, seconds: float = 0.0) -> SearchBudget:
     tune = recipe_with(*overrides).tune
     assert tune is not None
-    return Budget(tune.stop, tune.objectives[0], epochs, seconds)
+    return SearchBudget(tune.stop, tune.objectives[0], epochs, seconds)
 
 
 def test_time_counts_on_from_what_was_spent_before() -> None:
@@ -32,9 +32,9 @@ def test_time_counts_on_from_what_was_spent_before() -> None:
 
 def test_epochs_count_on_from_what_was_trained_before() -> None:
     budget = budget_with("tune.stop.epochs=5", epochs=3)
-    budget.epoch()
+    budget.record_epoch()
     assert not budget.stop_all()
-    budget.epoch()
+    budget.record_epoch()
     assert budget.stop_all()
     assert budget.reason == "tune.stop.epochs 5 are trained"
 
@@ -50,7 +50,7 @@ def test_patience_counts_trials_in_the_order_in_which_they_ended_also_over_a_res
         study.complete(number, [value], stopped_early=False)
         assert budget.reason is None
         budget.check_patience(study)
-    assert budget.reason == "tune.stop.patience: nothing better in the last 2 trials that ended or came to wait"
+    assert budget.reason == "tune.stop.patience: nothing better in the last 2 trials that ended or were paused"
 
 
 def test_no_note_grows_with_the_number_of_trials_and_those_of_an_earlier_version_count(url: URL) -> None:
@@ -80,18 +80,18 @@ def test_patience_counts_trials_that_wait_at_a_rung(url: URL, tmp_path: Path) ->
     assert recipe.tune is not None
     study, budget = create(url), budget_with(PATIENT)
     promotion = create_promotion(recipe.tune, 4, known=[])
-    ledger = Ledger(
+    callback = StudyCallback(
         study, recipe.tune, UPath(tmp_path), budget, Table(recipe.tune.objectives, 4), promotion, lambda: None
     )
     for value, is_over in ((0.5, False), (0.6, False), (0.4, False), (0.6, True)):
-        proposal = study.ask(MOST)
+        proposal = study.ask(MAX_TRIALS)
         assert proposal is not None
         result = EpochResult(epoch=1, value=value, cost=-value).model_dump()
         trial = ray_trial(proposal, last_result=result)
-        ledger.on_trial_start(trial=trial)
-        ledger.on_trial_result(trial=trial, result=result)
-        ledger.on_trial_complete(trial=trial)
-        assert ledger.broken is None
+        callback.on_trial_start(trial=trial)
+        callback.on_trial_result(trial=trial, result=result)
+        callback.on_trial_complete(trial=trial)
+        assert callback.broken is None
         assert budget.stop_all() is is_over
     assert study.ended == []
 
@@ -99,13 +99,13 @@ def test_patience_counts_trials_that_wait_at_a_rung(url: URL, tmp_path: Path) ->
 def test_a_search_that_goes_on_knows_what_was_spent_when_its_last_epoch_was_heard_of(url: URL, tmp_path: Path) -> None:
     recipe, study, budget = recipe_with("tune.scheduler=none"), create(url), budget_with(seconds=100.0)
     assert recipe.tune is not None
-    proposal = study.ask(MOST)
+    proposal = study.ask(MAX_TRIALS)
     assert proposal is not None
-    ledger = Ledger(study, recipe.tune, UPath(tmp_path), budget, Table([], 3), None, lambda: None)
+    callback = StudyCallback(study, recipe.tune, UPath(tmp_path), budget, Table([], 3), None, lambda: None)
     trial = ray_trial(proposal)
-    ledger.on_trial_start(trial=trial)
-    ledger.on_trial_result(trial=trial, result=EpochResult(epoch=1, value=0.5, cost=-0.5).model_dump())
-    assert ledger.broken is None
+    callback.on_trial_start(trial=trial)
+    callback.on_trial_result(trial=trial, result=EpochResult(epoch=1, value=0.5, cost=-0.5).model_dump())
+    assert callback.broken is None
     after = resume(url)
     assert after.epochs_trained == 1
     assert 100.0 <= after.seconds <= budget.seconds

@@ -1,4 +1,4 @@
-"""Successive halving by promotion: who waits, who goes on."""
+"""Successive halving by promotion: which trials wait, and which are promoted."""
 
 from app.tuning.promotion import Promotion
 
@@ -44,9 +44,9 @@ def test_a_trial_that_failed_is_promoted_anew_if_at_all() -> None:
 
 def test_what_was_known_before_is_known_again() -> None:
     promotion = Promotion(epochs=9, grace=1, factor=3, mode="max")
-    promotion.recall(0, {1: 0.9, 2: 0.9, 3: 0.9}, waits=True)
-    promotion.recall(1, {1: 0.8}, waits=True)
-    promotion.recall(2, {1: 0.7}, waits=True)
+    promotion.recall(0, {1: 0.9, 2: 0.9, 3: 0.9}, is_paused=True)
+    promotion.recall(1, {1: 0.8}, is_paused=True)
+    promotion.recall(2, {1: 0.7}, is_paused=True)
     assert promotion.promote() is None  # the best waits at the second rung, with nobody beside it
     assert not promotion.goes_on(3, 1, 0.1)
     assert promotion.promote(at_least=1) == 0

@@ -12,13 +12,13 @@ from upath import UPath
 
 import tune_spaces.image
 from app.config import Recipe, load_recipe
-from app.tuning.budget import Budget
-from app.tuning.results import CLONED, EPOCH, LAST_REPORTED_EPOCH, NUMBER, VALUE, VALUES
+from app.tuning.budget import SearchBudget
 from app.tuning.schedulers import create_scheduler, replay
 from app.tuning.search import Search
 from app.tuning.searcher import StudySearcher
 from app.tuning.space import load_space
-from app.tuning.walk import Suggests
+from app.tuning.space_explorer import Suggester
+from app.tuning.trial_config import CLONED, EPOCH, LAST_REPORTED_EPOCH, NUMBER, VALUE, VALUES
 from tests.helpers import ROOT
 from tests.studies import create, recipe_with
 
@@ -105,7 +105,7 @@ def search_on(
     monkeypatch.setattr(ray, "cluster_resources", lambda: cluster)
     recipe, study = recipe_with(*overrides), create(url, *overrides)
     assert recipe.tune is not None
-    budget = Budget(recipe.tune.stop, recipe.tune.objectives[0], 0, 0.0)
+    budget = SearchBudget(recipe.tune.stop, recipe.tune.objectives[0], 0, 0.0)
     return Search(recipe, recipe.tune, study, UPath("memory://x"), budget, grows), cluster
 
 
@@ -123,13 +123,13 @@ def test_a_cluster_that_grows_is_asked_for_more_trials_than_it_has_room_for(
     search, cluster = search_on(monkeypatch, url, *overrides, grows=grows)
     seen = []
     for cluster["CPU"] in (0.0, 1.0, 4.0, 8.0, 40.0):
-        seen.append(search.at_once())
+        seen.append(search.concurrency())
     assert seen == expected
 
 
 def test_trials_are_proposed_as_the_cluster_grows(monkeypatch: pytest.MonkeyPatch, url: URL) -> None:
     search, cluster = search_on(monkeypatch, url, "tune.trials=30", grows=True)
-    searcher = StudySearcher(search.study, 30, None, search.at_once)
+    searcher = StudySearcher(search.study, 30, None, search.concurrency)
 
     def proposed() -> int:
         count = 0
@@ -163,7 +163,7 @@ def test_no_actor_runs_another_trial_if_a_trial_may_train_with_zero_3(
     derived: dict[str, int],
     expected: bool,
 ) -> None:
-    def space(trial: Suggests) -> dict[str, int]:
+    def space(trial: Suggester) -> dict[str, int]:
         trial.suggest_float("train.optimizer.lr", 1e-4, 1e-2, step=None, log=True)
         if stages:
             trial.suggest_categorical("train.plan.zero_stage", stages)

@@ -14,7 +14,7 @@ from ray import tune
 from app.config import Recipe, load_recipe
 from app.errors import RecipeError
 from app.tuning.space import Space, load_space
-from app.tuning.trial_recipe import trial_recipe
+from app.tuning.trial_config import trial_recipe
 from tests.helpers import ROOT
 
 RECIPE = str(ROOT / "recipes/digits.yaml")

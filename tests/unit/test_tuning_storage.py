@@ -17,22 +17,22 @@ from upath import UPath
 
 from app.errors import RecipeError, StorageError, TuningError
 from app.tuning import snapshots, storage
-from app.tuning.budget import Budget
-from app.tuning.ledger import Ledger
+from app.tuning.budget import SearchBudget
 from app.tuning.search import remove_lost_trials
 from app.tuning.snapshots import Scratch, Snapshots, keep_snapshots, scratch_folder
-from app.tuning.storage import StudyPlace, open_storage, study_place
+from app.tuning.storage import StudyLocation, locate_study, open_storage
+from app.tuning.study_callback import StudyCallback
 from app.tuning.table import Table
 from tests.helpers import wait_until
 from tests.postgres import PostgresServer
-from tests.studies import MOST, ask, create, locked, ray_trial, recipe_with, resume
+from tests.studies import MAX_TRIALS, ask, create, locked, ray_trial, recipe_with, resume
 from tests.tables import Faults
 
 
 @pytest.mark.faults
 def test_a_damaged_study_is_refused_and_its_backup_named(url: URL, tmp_path: Path, faults: Faults) -> None:
     study = create(url)
-    with keep_snapshots(StudyPlace(url)):
+    with keep_snapshots(StudyLocation(url)):
         study.complete(ask(study), [0.5], stopped_early=False)
     file = tmp_path / "study.db"
     whole = file.read_bytes()
@@ -67,10 +67,10 @@ def nobody() -> Iterator[Path]:
 def test_a_study_that_cannot_be_written_is_refused(nobody: Path, faults: Faults) -> None:
     with faults("U4", "the study's file is read-only", "refused, with the file") as fault:
         url = make_url(f"sqlite:///{nobody / 'study.db'}")
-        open_storage(StudyPlace(url))
+        open_storage(StudyLocation(url))
         (nobody / "study.db").chmod(0o400)
         with pytest.raises(StorageError, match=r"study\.db' cannot be written \(Permission denied\): check its rights"):
-            open_storage(StudyPlace(url))
+            open_storage(StudyLocation(url))
         fault.saw("refused, with the file")
 
 
@@ -84,7 +84,7 @@ def test_storage_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match=words):
             create(make_url(given))
     with pytest.raises(RecipeError, match="relative path"):
-        study_place(UPath(tmp_path), "sqlite:///studies.db", tmp_path, "one")
+        locate_study(UPath(tmp_path), "sqlite:///studies.db", tmp_path, "one")
 
 
 @pytest.mark.faults
@@ -148,16 +148,16 @@ def bucket() -> Iterator[UPath]:
     root.fs.rm(root.path, recursive=True)
 
 
-def place_on(machine: Path, bucket: UPath, name: str = "one") -> StudyPlace:
-    """Return the place of a study in the bucket, for a search on a machine with this disk."""
+def location_on(machine: Path, bucket: UPath, name: str = "one") -> StudyLocation:
+    """Return the location of a study in the bucket, for a search on a machine with this disk."""
     machine.mkdir(exist_ok=True)
-    return study_place(bucket, None, machine, name)
+    return locate_study(bucket, None, machine, name)
 
 
 def test_a_study_on_an_object_store_goes_on_on_another_machine(
     bucket: UPath, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lost = place_on(tmp_path / "lost", bucket)
+    lost = location_on(tmp_path / "lost", bucket)
     study = create(lost)
     with keep_snapshots(lost):
         study.report(number := ask(study), 1, 0.5, cost=-0.5)
@@ -169,42 +169,42 @@ def test_a_study_on_an_object_store_goes_on_on_another_machine(
         (tmp_path / f"trials/{known:04d}").mkdir()
     shutil.rmtree(tmp_path / "lost")
 
-    after = resume(place_on(tmp_path / "new", bucket))
+    after = resume(location_on(tmp_path / "new", bucket))
     assert [(trial.value, trial.intermediate_values) for trial in after.ended] == [(0.5, {1: 0.5})]
     remove_lost_trials(after, UPath(tmp_path / "trials"))
     assert sorted(folder.name for folder in (tmp_path / "trials").iterdir()) == ["0000", "0001"]
     assert capsys.readouterr().out.count("its training is lost") == 2
     assert [ask(after), ask(after)] == [running, 2]
     with pytest.raises(TuningError, match=r"study 'one' is in memory://.*bucket/studies/one\.db already"):
-        create(place_on(tmp_path / "second", bucket))
+        create(location_on(tmp_path / "second", bucket))
 
 
 def test_a_copy_knows_which_values_a_trial_took_over_before_the_trial_goes_on(
     bucket: UPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshots, "_INTERVAL_S", 999.0)
-    lost, population = place_on(tmp_path / "lost", bucket), ("tune.scheduler=pbt",)
+    lost, population = location_on(tmp_path / "lost", bucket), ("tune.scheduler=pbt",)
     study, config = create(lost, *population), recipe_with(*population).tune
     assert config is not None
-    budget = Budget(config.stop, config.objectives[0], epochs=0, seconds=0.0)
-    with keep_snapshots(lost) as secure:
-        ledger = Ledger(study, config, UPath(tmp_path), budget, Table(config.objectives, 3), None, secure)
-        cloudpickle.dumps(ledger)  # as Ray Tune does when it begins
-        proposal = study.ask(MOST)
+    budget = SearchBudget(config.stop, config.objectives[0], epochs=0, seconds=0.0)
+    with keep_snapshots(lost) as back_up:
+        callback = StudyCallback(study, config, UPath(tmp_path), budget, Table(config.objectives, 3), None, back_up)
+        cloudpickle.dumps(callback)  # as Ray Tune does when it begins
+        proposal = study.ask(MAX_TRIALS)
         assert proposal is not None
         others = {**proposal.values, "train.optimizer.lr": 0.0123}
-        ledger.on_trial_start(trial=ray_trial(replace(proposal, values=others)))
-        again = resume(place_on(tmp_path / "new", bucket), *population).ask(MOST)
+        callback.on_trial_start(trial=ray_trial(replace(proposal, values=others)))
+        again = resume(location_on(tmp_path / "new", bucket), *population).ask(MAX_TRIALS)
         assert again is not None
         assert (again.number, again.values) == (proposal.number, others)
 
 
 def test_a_study_that_an_object_store_does_not_have_is_refused(bucket: UPath, tmp_path: Path) -> None:
-    nowhere = place_on(tmp_path / "new", bucket)
+    nowhere = location_on(tmp_path / "new", bucket)
     with pytest.raises(StorageError, match=r"bucket/studies/one\.db' is missing: there is no backup of it"):
         resume(nowhere)
     with pytest.raises(TuningError, match=r"names 'one', and there is no study memory://.*bucket/studies/one\.db"):
-        create(place_on(tmp_path / "new", bucket, "two"), name="two", earlier=[("one", nowhere)])
+        create(location_on(tmp_path / "new", bucket, "two"), name="two", earlier=[("one", nowhere)])
     assert nowhere.remote is not None
     nowhere.remote.write_bytes(b"torn" * 999)
     with pytest.raises(StorageError, match=r"bucket/studies/one\.db' is damaged"):
@@ -215,14 +215,14 @@ def test_a_study_is_copied_while_the_search_goes_on_and_only_if_it_has_changed(
     bucket: UPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshots, "_INTERVAL_S", 0.01)
-    place = place_on(tmp_path / "first", bucket)
-    study = create(place)
-    with keep_snapshots(place):
+    location = location_on(tmp_path / "first", bucket)
+    study = create(location)
+    with keep_snapshots(location):
         study.complete(ask(study), [0.5], stopped_early=False)
-        wait_until(lambda: bool(resume(place_on(tmp_path / "second", bucket)).ended))
+        wait_until(lambda: bool(resume(location_on(tmp_path / "second", bucket)).ended))
     copies: list[bytes] = []
-    assert place.file is not None
-    taken = Snapshots(place.file, lambda copy: copies.append(copy.read_bytes()))
+    assert location.file is not None
+    taken = Snapshots(location.file, lambda copy: copies.append(copy.read_bytes()))
     assert [taken.take(), taken.take()] == [True, False]
     study.note_seconds(7.0)
     assert [taken.take(), taken.take()] == [True, False]
@@ -246,11 +246,11 @@ def test_a_study_that_cannot_be_copied_is_a_warning_and_at_the_end_an_error(
         return "cannot be copied to" in said
 
     def search(scratch: Scratch, seconds: float) -> None:
-        place = place_on(scratch.path, bucket)
-        study = resume(place) if seconds else create(place)
-        with keep_snapshots(place, scratch):
+        location = location_on(scratch.path, bucket)
+        study = resume(location) if seconds else create(location)
+        with keep_snapshots(location, scratch):
             if seconds:
-                monkeypatch.setattr(place.remote.fs, "put_file", refuse)
+                monkeypatch.setattr(location.remote.fs, "put_file", refuse)
                 study.note_seconds(seconds)
                 wait_until(is_said)
 
@@ -273,11 +273,11 @@ def test_a_search_that_fails_keeps_its_study_on_disk_only_if_it_cannot_be_copied
     is_away: bool, bucket: UPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def search(scratch: Scratch) -> None:
-        place = place_on(scratch.path, bucket)
-        study = create(place)
-        with keep_snapshots(place, scratch):
+        location = location_on(scratch.path, bucket)
+        study = create(location)
+        with keep_snapshots(location, scratch):
             if is_away:
-                monkeypatch.setattr(place.remote.fs, "put_file", refuse)
+                monkeypatch.setattr(location.remote.fs, "put_file", refuse)
             study.note_seconds(7.0)
             raise TuningError("every trial failed")
 

@@ -13,18 +13,18 @@ from upath import UPath
 
 from app.config import Objective, load_recipe
 from app.errors import TuningError
-from app.tuning import trials, view
-from app.tuning.outcome import FrontTrial, TuneMetrics, recipe_of
+from app.tuning import samplers, trials
+from app.tuning.outcome import ParetoTrial, TuneMetrics, tuned_recipe
 from app.tuning.report import write_report
 from app.tuning.space import Value
 from app.tuning.study import SearchStudy
-from tests.studies import MOST, ask, create, recipe_with, resume, space_of
+from tests.studies import MAX_TRIALS, ask, create, recipe_with, resume, space_of
 
 POPULATION = ("tune.scheduler=pbt",)
 
 
 def test_the_first_trial_is_the_recipes_own(url: URL) -> None:
-    proposal = create(url).ask(MOST)
+    proposal = create(url).ask(MAX_TRIALS)
     assert proposal is not None
     assert proposal.values == space_of(recipe_with()).own_values()
 
@@ -33,12 +33,12 @@ def test_a_value_of_the_recipe_that_the_space_cannot_draw_is_drawn_and_named(
     url: URL, caplog: pytest.LogCaptureFixture
 ) -> None:
     study = create(url, "train.optimizer.lr=0.7")
-    proposal = study.ask(MOST)
+    proposal = study.ask(MAX_TRIALS)
     assert proposal is not None
     assert proposal.values["train.optimizer.lr"] <= 0.5
     (said,) = caplog.messages
     assert said.startswith("the recipe's own train.optimizer.lr=0.7 is not in tune.space")
-    again = study.ask(MOST)
+    again = study.ask(MAX_TRIALS)
     assert again is not None
     assert study.study.trials[again.number].system_attrs["fixed_params"], "the sampler still draws beside the study"
 
@@ -67,8 +67,8 @@ def test_a_trial_that_was_cut_short_is_the_best_by_the_epoch_that_training_would
     study.prune(1, "tune.stop.epochs 4 are trained")
     metrics = TuneMetrics.of(study, ["val_accuracy"], "tune.stop.epochs 4 are trained")
     assert (metrics.best_trial, metrics.best_value, metrics.best_trial_epochs) == (1, 0.75, 2)
-    ended = FrontTrial(trial=1, epochs=2, values=metrics.best_values, params=metrics.best_params)
-    (file := tmp_path / "best.yaml").write_text(best := recipe_of(recipe_with(), ended, "one"), encoding="utf-8")
+    ended = ParetoTrial(trial=1, epochs=2, values=metrics.best_values, params=metrics.best_params)
+    (file := tmp_path / "best.yaml").write_text(best := tuned_recipe(recipe_with(), ended, "one"), encoding="utf-8")
     assert "# val_accuracy 0.75 in 2 epochs: trial 1 of study one." in best
     assert str(load_recipe(file).tuned_from) == "trial 1 of one"
 
@@ -78,19 +78,19 @@ def test_a_trial_that_goes_on_from_another_counts_the_epochs_that_it_trained(
     url: URL, epoch: int, trained: int
 ) -> None:
     before = create(url, *POPULATION)
-    proposal = before.ask(MOST)
+    proposal = before.ask(MAX_TRIALS)
     assert proposal is not None
     for own in (1, 2):
         before.report(proposal.number, own, 0.9, cost=-0.9)
     others = {**proposal.values, "train.optimizer.lr": 0.0123}
-    before.take_over(proposal.number, others, epoch)
+    before.record_clone(proposal.number, others, epoch)
     before.report(proposal.number, epoch + 1, 0.5, cost=-0.5)
     assert before.best[0].user_attrs["kept"][1] == 0.5, "its own best weights are gone"
     after = resume(url, *POPULATION)
-    again = after.ask(MOST)
+    again = after.ask(MAX_TRIALS)
     assert again is not None
     assert (again.values, after.last_reported_epoch(again.number)) == (others, epoch + 1)
-    after.take_over(again.number, others, epoch + 1)  # nothing new
+    after.record_clone(again.number, others, epoch + 1)  # nothing new
     assert after.epochs_trained == trained
 
 
@@ -108,9 +108,9 @@ def test_samplers_and_later_searches_learn_of_the_values_that_a_trial_of_a_popul
     url: URL, tmp_path: Path
 ) -> None:
     study, last = create(url, *POPULATION), {"train.optimizer.lr": 0.0123}
-    proposal = study.ask(MOST)
+    proposal = study.ask(MAX_TRIALS)
     assert proposal is not None
-    study.take_over(proposal.number, {**proposal.values, **last}, epoch=1)
+    study.record_clone(proposal.number, {**proposal.values, **last}, epoch=1)
     study.complete(proposal.number, [0.9], stopped_early=False)
     study.study.sampler = sampler = Onlooker(seed=0)
     config = recipe_with(*POPULATION).tune
@@ -118,7 +118,7 @@ def test_samplers_and_later_searches_learn_of_the_values_that_a_trial_of_a_popul
     ask(SearchStudy(study.study, url, study.space, config))
     assert [each.params["train.optimizer.lr"] for each in sampler.shown] == [0.0123]
     later = create(make_url(f"sqlite:///{tmp_path / 'later.db'}"), name="two", earlier=[("one", url)])
-    proposals = [later.ask(MOST) for _ in range(2)]
+    proposals = [later.ask(MAX_TRIALS) for _ in range(2)]
     assert [each.values["train.optimizer.lr"] for each in proposals if each] == [0.003, 0.0123]
     learned = [each.params for each in later.study.trials if "learned_from" in each.user_attrs]
     assert [each["train.optimizer.lr"] for each in learned] == [0.0123]
@@ -136,19 +136,19 @@ def test_a_trial_that_failed_is_never_the_best(url: URL) -> None:
 def test_a_search_in_which_everything_failed_says_why(url: URL) -> None:
     study = create(url)
     study.fail(ask(study), "NonFiniteLossError: step 3")
-    with pytest.raises(TuningError, match=r"none of 1 trials came to a value: .* step 3"):
+    with pytest.raises(TuningError, match=r"none of 1 trials has a value: .* step 3"):
         TuneMetrics.of(study, ["val_accuracy"], None)
 
 
 def test_a_search_that_was_cut_off_repeats_nothing_and_retries_what_ran(url: URL) -> None:
     before = create(url)
-    done, running = ask(before), before.ask(MOST)
+    done, running = ask(before), before.ask(MAX_TRIALS)
     before.report(done, 1, 0.8, cost=-0.8)
     before.complete(done, [0.8], stopped_early=False)
     assert running is not None
     before.report(running.number, 1, 0.4, cost=-0.4)
     after = resume(url)
-    again = after.ask(MOST)
+    again = after.ask(MAX_TRIALS)
     assert again == running
     assert (after.last_reported_epoch(again.number), before.last_reported_epoch(running.number)) == (1, 1)
     after.report(again.number, 2, 0.6, cost=-0.6)
@@ -182,7 +182,7 @@ def test_a_trial_at_which_the_space_fails_is_filed_and_the_search_goes_on(
     before = create(url)
     problem[:] = [KeyboardInterrupt()]
     with pytest.raises(KeyboardInterrupt):
-        before.ask(MOST)
+        before.ask(MAX_TRIALS)
     problem.clear()
     after = resume(url)
     problem[:] = [RuntimeError("no table of rates")]
@@ -227,7 +227,7 @@ def test_what_a_sampler_that_learns_proposes_depends_on_what_it_was_told(
         study = create(url, f"tune.sampler={sampler}", "tune.random_trials=2", "tune.scheduler=none", name=name)
         seen = []
         for _ in range(10):  # two at random, and cmaes' first six, of which it learns
-            proposal = study.ask(MOST)
+            proposal = study.ask(MAX_TRIALS)
             assert proposal is not None
             seen.append(proposal.values)
             study.complete(proposal.number, [sign * proposal.values["train.optimizer.lr"]], stopped_early=False)
@@ -251,7 +251,7 @@ def test_a_space_of_few_values_is_tried_to_the_last_one_and_nothing_twice(
 
     monkeypatch.setattr(tune_spaces.image, "space", few)
     study, seen = create(url, f"tune.sampler={sampler}", "tune.scheduler=none"), []
-    while (proposal := study.ask(MOST)) is not None:
+    while (proposal := study.ask(MAX_TRIALS)) is not None:
         assert study.exhausted is None
         seen.append(str(proposal.values))
         study.complete(proposal.number, [0.5], stopped_early=False)
@@ -259,7 +259,7 @@ def test_a_space_of_few_values_is_tried_to_the_last_one_and_nothing_twice(
     assert "has nothing more to try" in str(study.exhausted)
     filed = len(study.study.trials)
     assert filed == 4 or sampler == "nsga2", "only a sampler that keeps its state in the study files what it repeats"
-    assert study.ask(MOST) is None
+    assert study.ask(MAX_TRIALS) is None
     assert len(study.study.trials) == filed
 
 
@@ -273,7 +273,7 @@ def test_a_repeated_trial_is_filed_with_the_outcome_of_the_first(url: URL, monke
     study = create(url, "tune.sampler=qmc")
     for value in (0.7, 0.8):
         study.complete(ask(study), [value], stopped_early=False)
-    assert study.ask(MOST) is None
+    assert study.ask(MAX_TRIALS) is None
     assert len(study.trials) == 2
     repeated = study.study.trials[2:]
     assert repeated
@@ -298,7 +298,7 @@ def test_of_several_objectives_the_front_is_kept(url: URL, tmp_path: Path) -> No
     assert metrics.epochs_trained == 3
     objectives = [Objective("val_accuracy", "max"), Objective("parameters", "min")]
     page = write_report(study.study, objectives, metrics, UPath(tmp_path)).read_text(encoding="utf-8")
-    for title in ("Pareto front", "What val_accuracy depends on", "What parameters depends on"):
+    for title in ("Pareto front", "Importance for val_accuracy", "Importance for parameters"):
         assert f"<h2>{title}</h2>" in page
     assert "Too few complete trials" not in page
 
@@ -307,14 +307,14 @@ def test_a_search_learns_from_an_earlier_one(url: URL, tmp_path: Path) -> None:
     earlier = create(url)
     values = []
     for number in range(4):
-        proposal = earlier.ask(MOST)
+        proposal = earlier.ask(MAX_TRIALS)
         assert proposal is not None
         values.append(proposal.values)
         earlier.complete(number, [number / 10], stopped_early=False)
     later = create(make_url(f"sqlite:///{tmp_path / 'later.db'}"), name="two", earlier=[("one", url)])
     assert later.trials == []
     assert len(later.study.trials) == 4 + 2  # and two that wait: its own values, and the best of before
-    proposals = [later.ask(MOST) for _ in range(2)]
+    proposals = [later.ask(MAX_TRIALS) for _ in range(2)]
     assert [each and each.values for each in proposals] == [values[0], values[3]]
     with pytest.raises(TuningError, match="no study 'three'"):
         create(make_url(f"sqlite:///{tmp_path / 'x.db'}"), name="x", earlier=[("three", url)])
@@ -371,12 +371,12 @@ def test_two_searches_never_share_a_study(url: URL) -> None:
 
 def test_a_trial_that_waits_is_known_to_the_sampler_and_goes_on_after_a_restart(url: URL) -> None:
     before = create(url)
-    first = before.ask(MOST)
+    first = before.ask(MAX_TRIALS)
     assert first is not None
     before.report(first.number, 1, 0.4, cost=-0.4)
     before.wait(first.number)
     after = resume(url)
-    second = after.ask(MOST)
+    second = after.ask(MAX_TRIALS)
     assert second is not None
     assert second.number == 1  # the first one is not begun anew
     assert after.go_on(first.number) == first
@@ -393,7 +393,7 @@ def test_trials_that_wait_are_not_read_anew_and_all_that_is_written_is_known(url
     for _ in range(12):
         number = ask(study)
         study.report(number, 1, number / 100, cost=-number / 100)
-        study.wait(number)
+        study.pause(number)
     note = lambda row, _: read.append(row.number)  # noqa: E731
     event.listen(TrialModel, "load", note)
     number = ask(study)
@@ -416,7 +416,7 @@ def test_a_proposal_makes_ready_only_the_trials_that_are_new(url: URL, monkeypat
         made.append(given["state"])
         return create_trial(**given)
 
-    monkeypatch.setattr(view, "create_trial", make)
+    monkeypatch.setattr(samplers, "create_trial", make)
     study = create(url)
     for _ in range(8):
         made.clear()

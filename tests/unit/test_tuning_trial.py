@@ -24,9 +24,9 @@ from app.training.coordination import control
 from app.training.coordination.control import request, requested
 from app.training.coordination.shared_folder import marked
 from app.training.run_folder import CHECKPOINTS
-from app.tuning import attempt, trainable
-from app.tuning.results import LAST_REPORTED_EPOCH, NUMBER, VALUES
-from app.tuning.trainable import TRIALS, TrialActor
+from app.tuning import trial_actor, trial_training
+from app.tuning.trial_actor import TRIALS, TrialActor
+from app.tuning.trial_config import LAST_REPORTED_EPOCH, NUMBER, VALUES
 from tests.helpers import ROOT, run
 
 Begin = Callable[..., TrialActor]
@@ -106,18 +106,18 @@ def test_trials_continue_from_the_checkpoint_before_one_that_storage_refused(
         write(writer, snapshot, best)
 
     monkeypatch.setattr(CheckpointWriter, "_write", refuse_second)
-    monkeypatch.setattr(trainable, "_WRITE_TIMEOUT_S", 10.0)
+    monkeypatch.setattr(trial_actor, "_WRITE_TIMEOUT_S", 10.0)
     actor = begin(**{"train.epochs": 4})
     names: list[str] = []
     for epoch in (1, 2, 3):
         actor.step()
         if epoch == 2:
-            monkeypatch.setattr(trainable, "_WRITE_TIMEOUT_S", 0.1)
+            monkeypatch.setattr(trial_actor, "_WRITE_TIMEOUT_S", 0.1)
         copy = tmp_path / f"copy-{epoch}"
         copy.mkdir()
         actor.save_checkpoint(str(copy))
         names += [path.name for path in copy.iterdir()]
-        monkeypatch.setattr(trainable, "_WRITE_TIMEOUT_S", 10.0)
+        monkeypatch.setattr(trial_actor, "_WRITE_TIMEOUT_S", 10.0)
     assert names[0] == names[1] < names[2]
 
 
@@ -138,7 +138,7 @@ def test_a_partly_copied_checkpoint_is_not_intact(
             if file.name == last:
                 raise OSError("away")
 
-        monkeypatch.setattr(trainable, "upload", upload_until)
+        monkeypatch.setattr(trial_actor, "upload", upload_until)
         with pytest.raises(OSError, match="away"):
             actor.load_checkpoint(str(copy))
         assert store.newest_intact() == (saved if last.name == CHECKSUMS_FILE else None)
@@ -154,13 +154,13 @@ def test_an_actor_that_still_stores_its_last_trial_takes_no_other(
         close(writer)
 
     monkeypatch.setattr(CheckpointWriter, "close", slowly)
-    monkeypatch.setattr(attempt, "CUT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(trial_training, "STOP_TIMEOUT_S", 0.1)
     actor = begin()
     actor.step()
     with pytest.raises(ActorBusyError, match="trials/0000' is still being written"):
         actor.reset_config({NUMBER: 1, VALUES: {}, LAST_REPORTED_EPOCH: 0})
     stored.set()
-    monkeypatch.setattr(attempt, "CUT_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(trial_training, "STOP_TIMEOUT_S", 30.0)
     assert actor.reset_config({NUMBER: 1, VALUES: {}, LAST_REPORTED_EPOCH: 0})
 
 

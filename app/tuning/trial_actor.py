@@ -1,12 +1,12 @@
-"""A trial as Ray Tune runs it: an actor that trains one trial after another and imports everything once."""
+"""The actor in which Ray Tune runs trials, one after another, so that imports happen once."""
 
 import gc
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ray import tune
+from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 from upath import UPath
 
 from app.checksums import CHECKSUMS_FILE
@@ -18,25 +18,30 @@ from app.training.coordination.shared_folder import require_mark
 from app.training.records import Ending, EpochRecord
 from app.training.reporting.recorder import Report
 from app.training.run_folder import CHECKPOINTS
-from app.tuning.attempt import Attempt
 from app.tuning.objectives import final_values, objective_of
-from app.tuning.results import LAST_REPORTED_EPOCH, NUMBER, VALUES, EpochResult, FinalResult
+from app.tuning.trial_config import LAST_REPORTED_EPOCH, NUMBER, VALUES, EpochResult, FinalResult, trial_recipe
 from app.tuning.trial_data import DataCache
-from app.tuning.trial_recipe import trial_recipe
-from app.tuning.trial_training import train_here, train_with_workers
+from app.tuning.trial_training import TrialThread, train_here, train_with_workers
 from app.warnings import warn
 
 TRIALS, DATA = "trials", "data"
-"""In the run's folder: one folder for each trial, and the data that they read."""
+"""Subfolders of the run's folder: a folder for each trial, and the prepared data that trials read."""
 
 _WRITE_TIMEOUT_S = 60.0
 
 
 class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
-    """Trains the trial that its configuration describes, one epoch for each call of ``step``."""
+    """Trains the trial that its configuration describes, one epoch per call of ``step``."""
 
     def setup(self, config: dict[str, Any], recipe: str, run_folder: str, mark: str) -> None:
-        """Begin a trial. ``recipe`` is JSON, ``run_folder`` the search's folder; the search wrote ``mark`` into it."""
+        """Begin a trial.
+
+        Args:
+            config: the keys of ``app.tuning.trial_config``.
+            recipe: the search's recipe, as JSON.
+            run_folder: the search's folder, in which the search has written ``mark``.
+            mark: shows that this node sees the same folder.
+        """
         self._recipe = Recipe.model_validate_json(recipe)
         self._folder, self._mark = to_path(run_folder), mark
         self._data = DataCache(self._folder / DATA)
@@ -46,40 +51,43 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         """Leave this actor's last trial and begin another.
 
         Raises:
-            ActorBusyError: the last trial's checkpoint is still being stored, or its memory cannot be freed. The ledger
+            ActorBusyError: the last trial's checkpoint is still being stored, or its memory cannot be freed. The search
                 then starts this trial in another actor.
         """
-        if not self._attempt.cut():
+        if not self._thread.stop():
             raise ActorBusyError(f"{str(self._trial_folder)!r} is still being written")
         if self._has_leaked:
             raise ActorBusyError("ZeRO 3 keeps the last trial's model in memory")
-        if self._has_ended or self._tune.scheduler != "asha":  # there, the others wait for a promotion
+        if self._has_ended or self._tune.scheduler != "asha":  # with asha, unfinished trials are paused
             remove_checkpoints(self._trial_folder)
-        gc.collect()  # the engine and the model form a reference cycle
+        gc.collect()  # the engine and the model reference each other, so only the collector frees them
         self._begin(new_config)
         return True
 
     def step(self) -> dict[str, Any]:
-        """The next epoch; with the last one, what the trial came to, so that no end of the search comes between."""
-        said = self._attempt.next()
-        if isinstance(said, EpochRecord) and said.epoch >= self._trial.train.epochs:
-            said = self._attempt.next()
-        if isinstance(said, Ending):
-            return self._final(said)
-        self._step = said.step
-        return EpochResult(epoch=said.epoch, value=self._value(said), cost=self._cost(said)).model_dump()
+        """Train the next epoch and return its result.
+
+        The last epoch's result includes the final values. So a search that ends after it still has a complete trial.
+        """
+        outcome = self._thread.next()
+        if isinstance(outcome, EpochRecord) and outcome.epoch >= self._trial.train.epochs:
+            outcome = self._thread.next()
+        if isinstance(outcome, Ending):
+            return self._final_result(outcome)
+        self._step = outcome.step
+        return EpochResult(epoch=outcome.epoch, value=self._value(outcome), cost=self._cost(outcome)).model_dump()
 
     def cleanup(self) -> None:
-        """Leave the trial where it stands."""
-        self._attempt.cut()
+        """Stop the trial. Its last checkpoint stays."""
+        self._thread.stop()
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Copy the newest checkpoint, for a trial that goes on elsewhere or that others go on from."""
+        """Copy the newest checkpoint, for this trial in another actor or for other trials of a population."""
         newest = self._newest_checkpoint()
         newest.fs.get(newest.path, str(Path(checkpoint_dir) / newest.name), recursive=True)
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
-        """Go on from a copy of a checkpoint, whichever trial's it was."""
+        """Continue from a copy of a checkpoint of this trial or of another."""
         remove_checkpoints(self._trial_folder)
         (copy,) = Path(checkpoint_dir).glob("step_*")
         target = self._trial_folder / CHECKPOINTS / copy.name
@@ -92,10 +100,10 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         self._tune = self._recipe.tune
         self._trial_folder = self._folder / TRIALS / f"{config[NUMBER]:04d}"
         self._has_ended = self._has_leaked = False
-        self._attempt = Attempt(partial(self._train_trial, config[VALUES], config[LAST_REPORTED_EPOCH]))
+        self._thread = TrialThread(partial(self._train_trial, config[VALUES], config[LAST_REPORTED_EPOCH]))
 
     def _train_trial(self, values: dict[str, Any], last_reported_epoch: int, report: Report) -> Ending:
-        """As part of the attempt, so that values that the recipe refuses are a failure of the trial like any other."""
+        """Train in the trial's thread, where values that the recipe refuses fail the trial like any other error."""
         require_mark(self._folder, self._mark)
         self._trial = trial_recipe(self._recipe, values, self._tune)
         self._has_leaked = self._trial.train.plan.zero_stage == 3  # github.com/deepspeedai/DeepSpeed/issues/7204
@@ -103,7 +111,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         return train(self._trial, self._data, self._trial_folder, report, last_reported_epoch)
 
     def _value(self, record: EpochRecord) -> float | None:
-        """The first objective, unless it is measured at the end alone."""
+        """Return the first objective, or None if it is only measured at the end."""
         first = self._tune.objectives[0]
         return objective_of(record, first) if hasattr(record, first.metric) else None
 
@@ -120,23 +128,23 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
             TrainingError: there is no checkpoint.
         """
         store = CheckpointStore(self._trial_folder / CHECKPOINTS)
-        deadline = time.monotonic() + _WRITE_TIMEOUT_S
-        while True:
-            newest = max(store.committed(), default=None)
-            if newest is not None and newest.step >= self._step:
-                return store.folder_of(newest)
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
+        retrying = Retrying(
+            retry=retry_if_result(lambda newest: newest is None or newest.step < self._step),
+            wait=wait_fixed(0.05),
+            stop=stop_after_delay(_WRITE_TIMEOUT_S),
+            retry_error_callback=lambda state: state.outcome and state.outcome.result(),  # an older one, or None
+        )
+        newest = retrying(lambda: max(store.committed(), default=None))
         late = f"the checkpoint of step {self._step} was not written in {_WRITE_TIMEOUT_S:g} s"
         if newest is None:
             raise TrainingError(f"{late}, and there is no earlier one")
-        warn(f"{late}; other trials continue from step {newest.step}")
+        if newest.step < self._step:
+            warn(f"{late}; other trials continue from step {newest.step}")
         return store.folder_of(newest)
 
-    def _final(self, ending: Ending) -> dict[str, Any]:
+    def _final_result(self, ending: Ending) -> dict[str, Any]:
         if ending.request:
-            raise TrainingError("the trial was asked to stop")  # it is retried, from the state that it kept
+            raise TrainingError("the trial was asked to stop")  # a failure is retried, from the last checkpoint
         self._has_ended = True
         last = ending.records[-1]
         values = final_values(self._tune.objectives, ending.records, self._trial, self._data.get(self._trial))
@@ -150,7 +158,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
 
 
 def remove_checkpoints(trial_folder: UPath) -> None:
-    """Of a trial that is over: its best values are trained anew."""
+    """Remove the checkpoints of a trial that has ended. ``best.yaml`` is trained from the start."""
     checkpoints = trial_folder / CHECKPOINTS
     if checkpoints.exists():
         checkpoints.fs.rm(checkpoints.path, recursive=True)

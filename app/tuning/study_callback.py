@@ -1,4 +1,4 @@
-"""What Ray Tune says of trials, written into the study as it happens."""
+"""The callback of Ray Tune that writes each event of a trial into the study."""
 
 import logging
 from collections.abc import Callable
@@ -14,21 +14,21 @@ from upath import UPath
 from app.config import TuneConfig
 from app.errors import ActorBusyError, UnsharedStorageError
 from app.training.run_folder import FAILURE_FILE
-from app.tuning.budget import Budget
+from app.tuning.budget import SearchBudget
 from app.tuning.promotion import Promotion
-from app.tuning.results import CLONED, ENDED, LAST_REPORTED_EPOCH, NUMBER, VALUES, EpochResult, FinalResult
 from app.tuning.study import SearchStudy
 from app.tuning.table import Table
+from app.tuning.trial_config import CLONED, ENDED, LAST_REPORTED_EPOCH, NUMBER, VALUES, EpochResult, FinalResult
 
 LOG = logging.getLogger(__name__)
 Hook = TypeVar("Hook", bound=Callable[..., None])
 
 
 def _writes(hook: Hook) -> Hook:
-    """What goes wrong in ``hook`` ends the search; Ray Tune would take it for a failure of the trial."""
+    """End the search if ``hook`` fails. Ray Tune would count the error as a failure of the trial."""
 
     @wraps(hook)
-    def guarded(self: "Ledger", **event: Any) -> None:
+    def guarded(self: "StudyCallback", **event: Any) -> None:
         if self.broken is None:
             try:
                 hook(self, **event)
@@ -39,81 +39,83 @@ def _writes(hook: Hook) -> Hook:
     return cast(Hook, guarded)
 
 
-class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
-    """Files each trial once: complete if it came to its own end, pruned if it was stopped, failed with its cause."""
+class StudyCallback(tune.Callback):  # type: ignore[misc] # Ray has no types
+    """Records each trial once: complete if training ended, pruned if it was stopped, or failed with its cause."""
 
     def __init__(
         self,
         study: SearchStudy,
         config: TuneConfig,
         trials: UPath,
-        budget: Budget,
+        budget: SearchBudget,
         table: Table,
         promotion: Promotion | None,
-        secure: Callable[[], object],
+        back_up: Callable[[], object],
     ) -> None:
-        """``secure`` makes what is in the study survive the loss of this machine."""
+        """``back_up`` stores a copy of the study that survives the loss of this machine."""
         self._study, self._config, self._trials = study, config, trials
         self._budget, self._table, self._promotion = budget, table, promotion
-        self._secure = secure
+        self._back_up = back_up
         self.broken: Exception | None = None
-        """What ended the search, other than a trial."""
+        """The error of a hook, which ended the search."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for Ray Tune, which only stores it. A database connection cannot be pickled."""
-        return {**self.__dict__, "_secure": None}
+        return {**self.__dict__, "_back_up": None}
 
     @_writes
     def on_trial_start(self, trial: Trial, **_: Any) -> None:
-        """Ray Tune counts failures anew with each promotion: how many are left of the trial's own is told here."""
-        failures = self._study.failures(trial.config[NUMBER])
+        """Set the remaining retries, because Ray Tune starts to count at zero after each promotion or resume."""
+        failures = self._study.num_failures(trial.config[NUMBER])
         trial.max_failures = trial.num_failures + max(0, self._config.retries - failures)
-        self._note_origin(trial)
+        self._record_origin(trial)
         self._table.started(trial.config[NUMBER], trial.config[VALUES])
 
-    def _note_origin(self, trial: Trial) -> None:
-        """Note that a trial of a population goes on from another's checkpoint.
+    def _record_origin(self, trial: Trial) -> None:
+        """Record that a trial of a population continues from another's checkpoint.
 
-        This comes before Ray Tune replaces the trial's own checkpoints, so a resumed search knows their values.
+        Ray Tune replaces the trial's own checkpoints after this. So a resumed search has the values of its checkpoint.
         """
         number, values, epoch = trial.config[NUMBER], trial.config[VALUES], trial.config[LAST_REPORTED_EPOCH]
-        if self._config.scheduler == "pbt" and self._study.take_over(number, values, epoch):
-            self._secure()
+        if self._config.scheduler == "pbt" and self._study.record_clone(number, values, epoch):
+            self._back_up()
 
     @_writes
     def on_trial_result(self, trial: Trial, result: dict[str, Any], **_: Any) -> None:
-        """An epoch, also the one after which the trial is stopped; the end of a trial, perhaps with its last epoch."""
+        """Record an epoch. The final result may repeat an epoch that is recorded already."""
         epoch = EpochResult.model_validate(result)
         if ENDED in result and epoch.epoch == trial.config[LAST_REPORTED_EPOCH]:
             return
         self._study.report(trial.config[NUMBER], epoch.epoch, epoch.value, epoch.cost)
-        if not trial.config.pop(CLONED, False):  # just now, by the scheduler
+        # The scheduler runs before this callback. If it has just replaced the configuration by that of another trial,
+        # the epoch in it is that of the other's checkpoint.
+        if not trial.config.pop(CLONED, False):
             trial.config[LAST_REPORTED_EPOCH] = epoch.epoch
-        self._budget.epoch()
-        self._study.note_seconds(self._budget.seconds)
+        self._budget.record_epoch()
+        self._study.record_seconds(self._budget.seconds)
         self._table.epoch(trial.config[NUMBER], epoch)
 
     @_writes
     def on_trial_complete(self, trial: Trial, **_: Any) -> None:
-        """The trial's own end, or the scheduler's."""
+        """Record the end of training, or the scheduler's decision to pause or end the trial."""
         number, result = trial.config[NUMBER], trial.last_result
         if ENDED in result:
             final = FinalResult.model_validate(result)
             self._study.complete(number, final.final_values, final.stopped_early)
         elif self._promotion:
-            self._study.wait(number)
+            self._study.pause(number)
             self._budget.check_patience(self._study)
-            self._table.waits(number)
+            self._table.paused(number)
             return
         else:
             self._study.prune(number, f"stopped by {self._config.scheduler} after epoch {result.get('epoch', 0)}")
-        self._ended(number)
+        self._record_end(number)
 
     @_writes
     def on_trial_recover(self, trial: Trial, **_: Any) -> None:
-        """A failure, after which the trial is run again."""
+        """Record a failure after which the trial is run again."""
         number, cause = trial.config[NUMBER], self._cause(trial, _pickled_error(trial))
-        self._study.note_failure(number, cause)
+        self._study.record_failure(number, cause)
         self._table.failed(number, trial.config[VALUES], cause)
 
     @_writes
@@ -127,10 +129,10 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
         self._study.fail(number, self._cause(trial, error))
         if self._promotion:
             self._promotion.drop(number)
-        self._ended(number)
+        self._record_end(number)
 
-    def _ended(self, number: int) -> None:
-        self._study.note_seconds(self._budget.seconds)
+    def _record_end(self, number: int) -> None:
+        self._study.record_seconds(self._budget.seconds)
         self._budget.check_patience(self._study)
         self._table.ended(self._study, number)
 
@@ -138,12 +140,12 @@ class Ledger(tune.Callback):  # type: ignore[misc] # Ray has no types
         return self._trials / f"{number:04d}"
 
     def _cause(self, trial: Trial, error: Exception | None) -> str:
-        """What a worker noted before it ended itself, else the error, without Ray's traceback."""
-        note = self._folder(trial.config[NUMBER]) / FAILURE_FILE
-        if note.exists():
-            return note.read_text(encoding="utf-8")
+        """Return the cause that a worker wrote before it ended itself, else the error without Ray's traceback."""
+        failure_file = self._folder(trial.config[NUMBER]) / FAILURE_FILE
+        if failure_file.exists():
+            return failure_file.read_text(encoding="utf-8")
         if error is None:
-            return _noted_last(Path(trial.error_file).read_text(encoding="utf-8"))
+            return _last_failure(Path(trial.error_file).read_text(encoding="utf-8"))
         if isinstance(error, RayActorError):
             return f"the trial's process ended: {_exit_detail(str(error))}"
         if isinstance(error, UnsharedStorageError):
@@ -161,8 +163,8 @@ def _pickled_error(trial: Trial) -> Exception | None:
     return cast(Exception, getattr(error, "cause", None) or error)
 
 
-def _noted_last(text: str) -> str:
-    """Of the failures that Ray Tune noted in its file the last: the first line of it; of a traceback the last."""
+def _last_failure(text: str) -> str:
+    """Return one line about the last failure in Ray Tune's file: the first line, or of a traceback the last."""
     lines = text.rpartition("Failure # ")[2].partition("\n")[2].strip().splitlines()
     if lines and not lines[0].startswith("Traceback"):
         return lines[0]
@@ -170,7 +172,7 @@ def _noted_last(text: str) -> str:
 
 
 def _exit_detail(text: str) -> str:
-    """Ray's own reason, the last of its sentences that gives one."""
+    """Return Ray's reason for the end of a process, without its advice."""
     for marker in ("Worker exit detail: ", "The actor is dead because "):
         if marker in text:
             return text.partition(marker)[2].strip().splitlines()[0]

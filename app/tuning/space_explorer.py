@@ -1,4 +1,4 @@
-"""A look at a search space before anything is run: which keys it gives a value, and what it draws them from."""
+"""Explore a search space before anything runs: find its keys, their distributions and their derived values."""
 
 import math
 import random
@@ -9,67 +9,69 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 
 from app.errors import RecipeError
 
-_MOST_DRAWS = 1000
+_MAX_DRAWS = 1000
 
 
-class Suggests(Protocol):
-    """What a space asks for values: Optuna's ``Trial``, or something that looks at the space."""
+class Suggester(Protocol):
+    """The argument of a space's function: Optuna's ``Trial``, or the explorer."""
 
     def suggest_float(self, name: str, low: float, high: float, *, step: float | None, log: bool) -> float: ...
     def suggest_int(self, name: str, low: int, high: int, *, step: int, log: bool) -> int: ...
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any: ...
 
 
-Suggest = Callable[[Suggests], Mapping[str, Any]]
-"""Draws the values of a trial, and returns those that the space derives from them."""
+SpaceFunction = Callable[[Suggester], Mapping[str, Any]]
+"""Draws the values of a trial, and returns the values derived from them."""
 
 
-class Walk:
+class SpaceExplorer:
     """Draws once with every combination of choices and of the low end, the middle and the high end of ranges.
 
-    Of more combinations than a thousand it takes so many at random, the same ones each time.
+    The draws form a tree, because the keys of a branch are only known once it is taken. Each call of the space's
+    function follows one path through it. Of more than 1,000 combinations, as many are drawn at random, with a fixed
+    seed.
     """
 
-    def __init__(self, name: str, suggest: Suggest) -> None:
-        """Raises RecipeError: the space cannot be drawn from, or draws a key from two distributions."""
+    def __init__(self, name: str, suggest: SpaceFunction) -> None:
+        """Raise RecipeError if the space cannot be drawn from, or draws a key from two distributions."""
         self.distributions: dict[str, BaseDistribution] = {}
-        """Of every key that is drawn."""
+        """The distribution of each drawn key."""
         self.derived: dict[str, list[Any]] = {}
-        """The values of every key that is derived."""
+        """The values of each derived key."""
         self._name = name
         self._random = random.Random(0)
-        self._walked: set[tuple[int, ...]] = set()
-        """The decisions, as indices, after which every way to go on was taken."""
+        self._explored: set[tuple[int, ...]] = set()
+        """Prefixes of decisions (indices of values) below which every path was taken."""
         draws = 0
-        while () not in self._walked and draws < _MOST_DRAWS:
-            self._path: list[tuple[int, int]] = []
+        while () not in self._explored and draws < _MAX_DRAWS:
+            self._path: list[tuple[int, int]] = []  # for each decision: its index, and the number of values
             self._drawn: dict[str, Any] = {}
             for key, value in suggest(self).items():
-                self._note(key, value)
-            self._leave()
+                self._record_derived(key, value)
+            self._mark_explored()
             draws += 1
 
     def suggest_float(
         self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
     ) -> float:
-        """One of three values of the range."""
+        """Return one of three values of the range."""
         distribution = self._range(name, low, high, lambda: FloatDistribution(low, high, log=log, step=step))
         return float(self._decide(name, distribution))
 
     def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
-        """One of three values of the range."""
+        """Return one of three values of the range."""
         distribution = self._range(name, low, high, lambda: IntDistribution(low, high, log=log, step=step))
         return int(self._decide(name, distribution))
 
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
-        """One of the choices."""
+        """Return one of the choices."""
         if not choices:
             raise RecipeError(f"tune.space {self._name!r}: {name} has no choices: give one at least")
         for choice in choices:
             if not isinstance(choice, None | bool | int | float | str):
                 raise RecipeError(
-                    f"tune.space {self._name!r}: {name} has the choice {choice!r}: a study keeps numbers, texts and "
-                    "null; return what follows from them in a dictionary"
+                    f"tune.space {self._name!r}: {name} has the choice {choice!r}: a study stores numbers, texts "
+                    "and null; return other values as derived ones, in a dictionary"
                 )
         return self._decide(name, CategoricalDistribution(choices))
 
@@ -82,13 +84,13 @@ class Walk:
             raise RecipeError(f"tune.space {self._name!r}: {name}, range {low} to {high}: {error}") from error
 
     def _decide(self, name: str, distribution: BaseDistribution) -> Any:
-        """A value after which not every way to go on was taken; a key that is drawn again keeps its value."""
-        require_one(self._name, name, self.distributions.setdefault(name, distribution), distribution)
+        """Return a value below which not every path was taken. A key that is drawn twice keeps its value."""
+        require_same_distribution(self._name, name, self.distributions.setdefault(name, distribution), distribution)
         if name not in self._drawn:
-            values, before = _values(distribution), self._decisions
-            ways = range(len(values))
-            left = [each for each in ways if (*before, each) not in self._walked]
-            index = self._random.choice(left or ways)  # none is left only if the space draws otherwise every time
+            values, prefix = _representatives(distribution), self._decisions
+            indices = range(len(values))
+            unexplored = [index for index in indices if (*prefix, index) not in self._explored]
+            index = self._random.choice(unexplored or indices)  # all explored: only if the space is not deterministic
             self._path.append((index, len(values)))
             self._drawn[name] = values[index]
         return self._drawn[name]
@@ -97,24 +99,24 @@ class Walk:
     def _decisions(self) -> tuple[int, ...]:
         return tuple(index for index, _ in self._path)
 
-    def _leave(self) -> None:
-        """The path was taken; and where it was the last one of several, so was all before them."""
-        self._walked.add(self._decisions)
+    def _mark_explored(self) -> None:
+        """Mark the path as explored, and each of its prefixes all of whose continuations are."""
+        self._explored.add(self._decisions)
         while self._path:
-            _, ways = self._path.pop()
-            before = self._decisions
-            if any((*before, each) not in self._walked for each in range(ways)):
+            _, num_values = self._path.pop()
+            prefix = self._decisions
+            if any((*prefix, index) not in self._explored for index in range(num_values)):
                 return
-            self._walked.add(before)
+            self._explored.add(prefix)
 
-    def _note(self, key: str, value: Any) -> None:
+    def _record_derived(self, key: str, value: Any) -> None:
         values = self.derived.setdefault(key, [])
         if value not in values:
             values.append(value)
 
 
-def require_one(space: str, key: str, known: BaseDistribution, given: BaseDistribution) -> None:
-    """Raises RecipeError if a key is drawn from something else than before: who proposes values knows one range."""
+def require_same_distribution(space: str, key: str, known: BaseDistribution, given: BaseDistribution) -> None:
+    """Raise RecipeError if a key has another distribution than before. Samplers know one distribution per key."""
     if known != given:
         raise RecipeError(
             f"tune.space {space!r} draws {key} from {known}, and elsewhere from {given}: draw it from the same "
@@ -122,8 +124,8 @@ def require_one(space: str, key: str, known: BaseDistribution, given: BaseDistri
         )
 
 
-def _values(distribution: BaseDistribution) -> list[Any]:
-    """Every choice; of a range the low end, the middle and the high end."""
+def _representatives(distribution: BaseDistribution) -> list[Any]:
+    """Return all choices, or the low end, the middle and the high end of a range."""
     if isinstance(distribution, CategoricalDistribution):
         return list(distribution.choices)
     assert isinstance(distribution, FloatDistribution | IntDistribution)

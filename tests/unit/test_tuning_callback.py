@@ -9,26 +9,26 @@ from sqlalchemy.engine import URL
 from upath import UPath
 
 from app.errors import ActorBusyError, UnsharedStorageError
-from app.tuning.budget import Budget
-from app.tuning.ledger import Ledger
-from app.tuning.results import FinalResult
+from app.tuning.budget import SearchBudget
 from app.tuning.study import Proposal, SearchStudy
+from app.tuning.study_callback import StudyCallback
 from app.tuning.table import Table
-from tests.studies import MOST, create, ray_trial, recipe_with, resume
+from app.tuning.trial_config import FinalResult
+from tests.studies import MAX_TRIALS, create, ray_trial, recipe_with, resume
 
 
-def begin(url: URL, folder: Path, *overrides: str, epochs: int = 0) -> tuple[SearchStudy, Ledger]:
+def begin(url: URL, folder: Path, *overrides: str, epochs: int = 0) -> tuple[SearchStudy, StudyCallback]:
     """A study, new or not, and who writes it."""
     given = ("tune.scheduler=none", *overrides)
     config = recipe_with(*given).tune
     assert config is not None
     study = (resume if Path(str(url.database)).exists() else create)(url, *given)
-    budget = Budget(config.stop, config.objectives[0], epochs, seconds=0.0)
-    return study, Ledger(study, config, UPath(folder), budget, Table(config.objectives, 3), None, lambda: None)
+    budget = SearchBudget(config.stop, config.objectives[0], epochs, seconds=0.0)
+    return study, StudyCallback(study, config, UPath(folder), budget, Table(config.objectives, 3), None, lambda: None)
 
 
 def propose(study: SearchStudy) -> Proposal:
-    proposal = study.ask(MOST)
+    proposal = study.ask(MAX_TRIALS)
     assert proposal is not None
     return proposal
 
@@ -42,13 +42,13 @@ def error_file(folder: Path, text: str) -> str:
 
 
 def test_a_trial_whose_last_epoch_ends_the_search_is_complete(url: URL, tmp_path: Path) -> None:
-    study, ledger = begin(url, tmp_path, "tune.stop.epochs=2", epochs=1)
+    study, callback = begin(url, tmp_path, "tune.stop.epochs=2", epochs=1)
     last = FinalResult(epoch=1, value=0.5, cost=-0.5, final_values=[0.5], stopped_early=False).model_dump()
     trial = ray_trial(propose(study), last_result=last)
-    ledger.on_trial_start(trial=trial)
-    ledger.on_trial_result(trial=trial, result=last)
-    ledger.on_trial_complete(trial=trial)
-    assert ledger.broken is None
+    callback.on_trial_start(trial=trial)
+    callback.on_trial_result(trial=trial, result=last)
+    callback.on_trial_complete(trial=trial)
+    assert callback.broken is None
     (ended,) = study.ended
     assert (ended.state, ended.value, ended.intermediate_values) == (TrialState.COMPLETE, 0.5, {1: 0.5})
 
@@ -56,66 +56,66 @@ def test_a_trial_whose_last_epoch_ends_the_search_is_complete(url: URL, tmp_path
 def test_a_trial_whose_process_never_began_fails_alone(
     url: URL, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    study, ledger = begin(url, tmp_path)
+    study, callback = begin(url, tmp_path)
     trial = ray_trial(propose(study), error_file=error_file(tmp_path, "no room for the process"))
-    ledger.on_trial_recover(trial=trial)
-    ledger.on_trial_error(trial=trial)
-    assert ledger.broken is None
+    callback.on_trial_recover(trial=trial)
+    callback.on_trial_error(trial=trial)
+    assert callback.broken is None
     (ended,) = study.ended
     assert (ended.state, ended.user_attrs["failures"]) == (TrialState.FAIL, ["no room for the process"])
     assert "retried" in capsys.readouterr().out
 
 
 def test_a_node_that_does_not_see_the_search_ends_it(url: URL, tmp_path: Path) -> None:
-    study, ledger = begin(url, tmp_path)
+    study, callback = begin(url, tmp_path)
     pickled = tmp_path / "error.pkl"
     pickled.write_bytes(cloudpickle.dumps(UnsharedStorageError("the nodes do not share storage")))
-    ledger.on_trial_recover(trial=ray_trial(propose(study), pickled_error_file=str(pickled)))
-    assert isinstance(ledger.broken, UnsharedStorageError)
+    callback.on_trial_recover(trial=ray_trial(propose(study), pickled_error_file=str(pickled)))
+    assert isinstance(callback.broken, UnsharedStorageError)
     assert not study.ended
 
 
 def test_a_trial_that_ran_out_of_memory_says_so_whatever_it_failed_of_before(url: URL, tmp_path: Path) -> None:
-    study, ledger = begin(url, tmp_path)
+    study, callback = begin(url, tmp_path)
     proposal, pickled = propose(study), tmp_path / "error.pkl"
     pickled.write_bytes(cloudpickle.dumps(RuntimeError("this model cannot go on")))
     trial = ray_trial(proposal, error_file=error_file(tmp_path, "…"), pickled_error_file=str(pickled))
-    ledger.on_trial_recover(trial=trial)
+    callback.on_trial_recover(trial=trial)
     error_file(tmp_path, "Task was killed due to the node running low on memory.\nTop 10 memory users:\nRefer to …")
-    ledger.on_trial_error(trial=trial)
+    callback.on_trial_error(trial=trial)
     (ended,) = study.ended
     assert ended.user_attrs["failures"] == ["RuntimeError: this model cannot go on"]
     assert ended.user_attrs["cause"] == "Task was killed due to the node running low on memory."
 
 
 def test_a_trial_is_retried_as_often_as_the_recipe_says_over_promotions_and_restarts(url: URL, tmp_path: Path) -> None:
-    study, ledger = begin(url, tmp_path, "tune.retries=2")
+    study, callback = begin(url, tmp_path, "tune.retries=2")
     proposal = propose(study)
     first = ray_trial(proposal, error_file=error_file(tmp_path, "no room"))
-    ledger.on_trial_start(trial=first)
+    callback.on_trial_start(trial=first)
     assert first.max_failures == 2
     first.num_failures = 1
-    ledger.on_trial_recover(trial=first)
-    ledger.on_trial_start(trial=first)
+    callback.on_trial_recover(trial=first)
+    callback.on_trial_start(trial=first)
     assert first.max_failures == 2, "of which one has been"
     promoted, resumed = ray_trial(proposal), ray_trial(proposal)
-    ledger.on_trial_start(trial=promoted)
+    callback.on_trial_start(trial=promoted)
     assert promoted.max_failures == 1
     again, after = begin(url, tmp_path, "tune.retries=2")
     assert propose(again) == proposal
     after.on_trial_start(trial=resumed)
     assert resumed.max_failures == 1
-    assert (ledger.broken, after.broken) == (None, None)
+    assert (callback.broken, after.broken) == (None, None)
 
 
 def test_a_trial_that_met_a_busy_actor_is_proposed_again_and_has_not_failed(
     url: URL, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    study, ledger = begin(url, tmp_path)
+    study, callback = begin(url, tmp_path)
     proposal, pickled = propose(study), tmp_path / "error.pkl"
     pickled.write_bytes(cloudpickle.dumps(ActorBusyError("trials/0000 is still being written")))
-    ledger.on_trial_error(trial=ray_trial(proposal, pickled_error_file=str(pickled)))
-    assert ledger.broken is None
+    callback.on_trial_error(trial=ray_trial(proposal, pickled_error_file=str(pickled)))
+    assert callback.broken is None
     assert not study.ended
     assert propose(study) == proposal
     assert "trials/0000 is still being written" in caplog.text

@@ -1,0 +1,82 @@
+"""Ray's private parts that a search needs, each use with its reason. No other module of ``app/tuning`` touches them."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
+from typing import Any
+
+from ray.train import get_context
+from ray.train.v2._internal.execution.callback import TrainContextCallback
+from ray.tune.experiment import Trial
+from ray.tune.schedulers import MedianStoppingRule, PopulationBasedTraining, TrialScheduler
+from ray.util.queue import Empty, Queue
+
+from app.tuning.space import Value
+from app.tuning.trial_config import CLONED, EPOCH, LAST_REPORTED_EPOCH, NUMBER, VALUES
+
+CONTINUE, STOP = "continue", "stop"
+"""A worker's turn: train the next epoch, or return because the run is about to stop."""
+
+_POLL_S = 0.2
+
+
+class WaitAfterReport(TrainContextCallback):  # type: ignore[misc] # Ray has no types
+    """Hold the first worker after each report until ``turns`` has an entry. The others wait at their next sync.
+
+    Ray Train's public callbacks run in the controller. Only this internal one runs in the workers.
+    """
+
+    def __init__(self, turns: Queue) -> None:
+        self._turns = turns
+
+    @contextmanager
+    def on_report(self) -> Iterator[None]:
+        """Wait after the report. Ray Train enters this context in each worker."""
+        yield
+        while get_context().get_world_rank() == 0:
+            # Poll: an endless wait of a killed worker would live on in the queue and take its successor's turn.
+            with suppress(Empty):
+                if self._turns.get(timeout=_POLL_S) == STOP:
+                    self._turns.put(STOP)  # for later epochs, and for workers that are restarted
+                return
+
+
+class MedianRule(MedianStoppingRule):  # type: ignore[misc] # Ray has no types
+    """Ray Tune's median rule, which neither pauses trials nor forgets those of an interrupted search."""
+
+    def add_past_trial(self, trial: object, results: list[dict[str, Any]]) -> None:
+        """Compare later trials with one that has ended. The public API takes only running trials."""
+        self._results[trial] += results
+
+    def _on_insufficient_samples(self, tune_controller: object, trial: Trial, time: float) -> str:  # noqa: ARG002
+        """Continue a trial that cannot be judged yet. Ray Tune would pause it, and its actor would idle."""
+        return str(TrialScheduler.CONTINUE)
+
+
+class Population(PopulationBasedTraining):  # type: ignore[misc] # Ray has no types
+    """Ray Tune's population-based training, for trials of which each has only some of the keys."""
+
+    def __init__(
+        self, mutations: dict[str, Any], clip: Callable[[Mapping[str, Value]], dict[str, Value]], **settings: Any
+    ) -> None:
+        """``mutations`` says how each key is drawn anew. ``clip`` puts scaled values back into their ranges."""
+        self._mutations, self._clip = mutations, clip
+        super().__init__(hyperparam_mutations={VALUES: mutations}, **settings)
+
+    def on_trial_add(self, tune_controller: object, trial: Trial) -> None:  # noqa: ARG002
+        """Add a trial. Hide the searcher, which Ray Tune refuses here although ours only starts trials."""
+        super().on_trial_add(SimpleNamespace(search_alg=None), trial)
+
+    def _get_new_config(self, trial: Trial, trial_to_clone: Trial) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the donor's perturbed values and the epoch of its checkpoint, under the trial's own number.
+
+        The public ``custom_explore_fn`` sees neither the trial nor the donor's epoch.
+        """
+        donor_values = trial_to_clone.config[VALUES]
+        # Ray Tune would add every key that may change, even one of a branch that the donor did not take.
+        mutations = {key: mutation for key, mutation in self._mutations.items() if key in donor_values}
+        self._hyperparam_mutations = {VALUES: mutations}
+        config, operations = super()._get_new_config(trial, trial_to_clone)
+        config[VALUES] = self._clip(config[VALUES])
+        epoch = self._trial_state[trial_to_clone].last_result[EPOCH]
+        return {**config, NUMBER: trial.config[NUMBER], LAST_REPORTED_EPOCH: epoch, CLONED: True}, operations
