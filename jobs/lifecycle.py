@@ -4,7 +4,7 @@ import sys
 
 from pydantic import BaseModel
 
-from app.compile.variants import wanted_variants
+from app.compile.variants import requested_variants
 from app.config import Recipe, load_recipe
 from app.errors import RayloomError
 from app.runs import RESULT_FILE, Outcome, Result, Run, Step, execute, has_succeeded
@@ -37,7 +37,7 @@ def lifecycle(run: Run) -> Outcome:
     """Run every step on what the one before it made; each keeps a run of its own."""
     find_processor(run.recipe.task)  # refuses a task that cannot be compiled, before it is trained
     if not run.recipe.compile.chooses_node:
-        wanted_variants(run.recipe.compile)  # raises if an engine is not available on this machine
+        requested_variants(run.recipe.compile)  # raises if an engine is not available on this machine
     goes_on = run.recipe.train.resume or (run.recipe.tune and run.recipe.tune.resume)
     before = newest_unfinished(run.storage, run.job, run.recipe.name) if goes_on else None
     run.open()

@@ -1,4 +1,4 @@
-"""Small models that are quantised, and how near each is to PyTorch."""
+"""Small models that are quantized, and how near each is to PyTorch."""
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -28,7 +28,7 @@ FLOATS = np.dtype(np.float32)
 
 @dataclass(frozen=True)
 class Subject:
-    """A model as it is quantised."""
+    """A model as it is quantized."""
 
     model: nn.Module
     specs: tuple[TensorSpec, ...]
@@ -53,7 +53,7 @@ class Subject:
         a, b = expected - expected.mean(0), given - expected.mean(0)
         return float(((a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)).mean())
 
-    def judge(self, path: Path, at_least: float = 0.99) -> Verdict:
+    def evaluate(self, path: Path, at_least: float = 0.99) -> Verdict:
         with closing(open_oracle(path)) as engine:
             cosine = self.cosine(engine.infer)
         return Verdict(() if cosine >= at_least else (f"the cosine is {cosine:.4f}",), 1 - cosine)
@@ -61,7 +61,7 @@ class Subject:
     def quantized(self, config: CalibrationConfig = MINMAX, **bounds: float) -> tuple[Path, Quantization]:
         target = self.folder / "int8.onnx"
         found = find_quantization(
-            self.file, self.samples, config, lambda path: self.judge(path, **bounds), target, lambda line: None
+            self.file, self.samples, config, lambda path: self.evaluate(path, **bounds), target, lambda line: None
         )
         return target, found
 

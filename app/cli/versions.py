@@ -25,7 +25,7 @@ def description_of(manifest: Manifest, aliases: Sequence[str], folder: str) -> I
             ("engine", str(key)),
             ("accuracy", f"{manifest.accuracy:.4f} on the {manifest.accuracy_split} split"),
             ("to PyTorch", f"cosine {manifest.cosine:.4f}, largest difference {manifest.max_difference:.1e}"),
-            *(("quantised", line) for line in _quantization(manifest.quantization)),
+            *(("quantized", line) for line in _quantization(manifest.quantization)),
             *(("input", str(tensor)) for tensor in manifest.inputs),
             *(("output", str(tensor)) for tensor in manifest.outputs),
             ("serving", _serving(manifest.serving)),

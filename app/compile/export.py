@@ -1,26 +1,31 @@
-"""Export to ONNX with a dynamic batch, and length where there is one."""
+"""Export to ONNX with a dynamic batch size, and a dynamic length if the model has one."""
 
 import contextlib
+import copy
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from app.compile.lowering import lower_folded_weights, lowered
 from app.config import Precision
 from app.errors import CompileError
+from app.models.factory import logits_of
+from app.models.precision import TORCH_DTYPES
 from app.tensors import OUTPUT, Tensors, TensorSpec
 
 OPSET = 20
+_WEIGHTED = ("Conv", "ConvTranspose", "Gemm")
+"""Operators with weights into which the exporter folds batch norms."""
 
-_MOST_GIB = 1.5
-"""Of weights, above which PyTorch writes them beside the file; no file in protobuf's format has more than 2 GiB."""
+_MAX_GIB = 1.5
+"""Size of the weights above which PyTorch writes them to a second file. Protobuf limits one file to 2 GiB."""
 
 
 def export_onnx(
@@ -29,16 +34,16 @@ def export_onnx(
     """Write ``model`` as one ONNX file with inputs ``specs`` and the output ``logits``.
 
     Args:
-        sample: a batch of two rows or more; a size of 1 would be taken for a constant.
-        precision: what weights are and the graph computes in, for engines that take types from the file; inputs and
-            ``logits`` are the same in all.
+        sample: a batch of two rows or more. The exporter takes a size of 1 for a constant.
+        precision: the type of the weights and of the graph, for engines that take types from the file. The inputs and
+            ``logits`` have the same types in each precision.
 
     Raises:
-        CompileError: the model cannot be exported, the exporter's reason is in the message; or it has more weights than
-            one ONNX file takes, and nothing is left of it.
+        CompileError: the model cannot be exported, with the exporter's reason, or its weights are too large for one
+            ONNX file. No file is left.
     """
     if precision != "fp32":
-        model = lowered(model, precision)
+        model = _lowered(model, precision)
     inputs = {spec.name: torch.from_numpy(sample[spec.name]) for spec in specs}
     dynamic = {
         spec.name: {axis: _dimension(spec, axis) for axis, size in enumerate(spec.shape) if size == -1}
@@ -46,26 +51,26 @@ def export_onnx(
     }
     with _quiet():
         program = _to_onnx(_traced(model, inputs, dynamic))
-        lower_folded_weights(program.model.graph)
+        _lower_folded_weights(program.model.graph)
         if (count := len(program.model.graph.outputs)) != 1:
-            raise CompileError(f"the model answers {count} tensors: expected logits alone")
+            raise CompileError(f"the model has {count} outputs: expected only logits")
         program.save(path, external_data=False)
     _require_one_file(path)
 
 
 def _dimension(spec: TensorSpec, axis: int) -> Any:
-    """A size that varies. Models with a table of positions cannot be traced for lengths without a bound."""
+    """Return a dynamic dimension. Models with a table of positions cannot be traced without a maximum length."""
     return torch.export.Dim("batch") if axis == 0 else torch.export.Dim("length", max=spec.longest)
 
 
 def _traced(model: nn.Module, inputs: dict[str, torch.Tensor], dynamic: dict[str, Any]) -> ExportedProgram:
-    """The model as one graph of operators."""
+    """Trace the model into one graph of operators."""
     try:
         return torch.export.export(model, (), inputs, dynamic_shapes=dynamic)
-    except Exception as error:  # of many classes; what it says is long, and ends with the line of code
-        said = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-        place = next((index for index, line in enumerate(said) if line.startswith('File "')), None)
-        where = "" if place is None else f"; {' '.join(said[place : place + 2])}"
+    except Exception as error:  # of many classes, with a long message that names the line of code
+        lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+        position = next((index for index, line in enumerate(lines) if line.startswith('File "')), None)
+        where = "" if position is None else f"; {' '.join(lines[position : position + 2])}"
         raise CompileError(
             f"{type(model).__name__} cannot be exported to ONNX: torch.export cannot trace it: "
             f"{_first_line(error)}{where}"
@@ -88,10 +93,10 @@ def _to_onnx(traced: ExportedProgram) -> torch.onnx.ONNXProgram:
 
 
 def _where(traced: ExportedProgram, message: str) -> str:
-    """The node that a message is on and the innermost module that it is of, as the beginning of a sentence."""
+    """Return the node that an error message names, and its innermost module, as the beginning of a sentence."""
     graphs = [traced.graph]
     with contextlib.suppress(Exception):  # it may fail as the export did
-        graphs.append(traced.run_decompositions().graph)  # what has no translation may come of a larger operator
+        graphs.append(traced.run_decompositions().graph)  # the node may be a part of a larger operator
     for graph in graphs:
         for node in graph.nodes:
             if f"%{node.name} :" in message:
@@ -102,12 +107,12 @@ def _where(traced: ExportedProgram, message: str) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """Of what it says; its class if it says nothing."""
+    """Return the first line of the error's message, or its class if there is none."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _require_one_file(path: Path) -> None:
-    """Refuse weights beside the file: it is judged, hashed and published by itself, and would be without them."""
+    """Refuse weights in a second file, because only the ONNX file is evaluated, hashed and published."""
     weights = path.with_name(f"{path.name}.data")
     if not weights.exists():
         return
@@ -115,7 +120,7 @@ def _require_one_file(path: Path) -> None:
     weights.unlink()
     path.unlink()
     raise CompileError(
-        f"the model has {size_gib:.2f} GiB of weights, and one ONNX file takes {_MOST_GIB} GiB: give a smaller model "
+        f"the model has {size_gib:.2f} GiB of weights, and one ONNX file takes {_MAX_GIB} GiB: give a smaller model "
         "(model.args)"
     )
 
@@ -132,3 +137,36 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+def _lowered(model: nn.Module, precision: Precision) -> nn.Module:
+    """Return a copy of ``model`` in ``precision``, which converts its float32 inputs and returns float32 logits."""
+    dtype = TORCH_DTYPES[precision]
+
+    def convert_inputs(_: nn.Module, args: tuple[()], kwargs: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
+        return args, {
+            name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in kwargs.items()
+        }
+
+    def convert_output(_: nn.Module, __: tuple[()], output: object) -> torch.Tensor:
+        return logits_of(output).float()
+
+    copied = copy.deepcopy(model).to(dtype)
+    copied.register_forward_pre_hook(convert_inputs, with_kwargs=True)
+    copied.register_forward_hook(convert_output)
+    return copied
+
+
+def _lower_folded_weights(graph: ir.Graph) -> None:
+    """Convert the float32 weights of bfloat16 layers to bfloat16. Layers of mixed types do not load.
+
+    The exporter folds batch norms into weights with NumPy, in which bfloat16 times a number is float32.
+    """
+    for node in graph:
+        if node.op_type not in _WEIGHTED or node.inputs[0] is None or node.inputs[0].dtype != ir.DataType.BFLOAT16:
+            continue
+        for weight in node.inputs[1:]:
+            tensor = weight.const_value if weight is not None else None
+            if weight is not None and tensor is not None and tensor.dtype == ir.DataType.FLOAT:
+                weight.const_value = ir.tensor(tensor.numpy().astype(ir.DataType.BFLOAT16.numpy()), name=tensor.name)
+                weight.dtype = ir.DataType.BFLOAT16

@@ -1,27 +1,37 @@
-"""The ONNX files that are made of one model, each checked against PyTorch."""
+"""The files that are made of one source model: ONNX files, each checked against PyTorch, and TensorRT plans."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 from pydantic import BaseModel
 
 from app.checksums import sha256_of_file
+from app.compile.evaluator import Evaluator
 from app.compile.export import export_onnx
-from app.compile.judge import Judge
 from app.compile.parity import Parity
 from app.compile.quantization.search import find_quantization, quantize_fp8
-from app.compile.subject import Subject
-from app.config import CalibrationConfig, ComputePrecision, Precision
+from app.compile.source_model import SourceModel
+from app.compile.timing import Concurrency
+from app.compile.variants import BUILT_AHEAD, Variant
+from app.config import CompileConfig, ComputePrecision, EngineName, Precision
+from app.engines.base import Engine, EngineSettings
+from app.engines.registry import open_engine, runs_plans
+from app.engines.tensorrt.build import build_plan
+from app.engines.tensorrt.library import Flavour
+from app.engines.tensorrt.manifest import BuildSettings
+from app.engines.torch import TorchEngine
 from app.errors import CompileError, EngineError
-from app.repository.manifest import Quantization
+from app.repository.manifest import PLAN_FILE, Quantization
 
 _FLOATS: dict[ComputePrecision, Precision] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 class ModelFile(BaseModel):
-    """What is known of an ONNX file of one precision."""
+    """An ONNX file of one precision."""
 
     precision: ComputePrecision
     sparse: bool
@@ -30,29 +40,29 @@ class ModelFile(BaseModel):
     size_bytes: int
     sha256: str
     parity: Parity | None
-    """None if nothing here runs it."""
+    """None if no engine of this machine runs the file."""
 
     failures: tuple[str, ...]
-    """Gates that the file does not hold there."""
+    """The gates that the file fails."""
 
     quantization: Quantization | None
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The file's name in messages."""
         return f"{self.precision}{' 2:4' * self.sparse}"
 
     @property
-    def holds(self) -> bool:
-        """Whether it was judged, and every gate holds."""
+    def passes(self) -> bool:
+        """Whether the file was evaluated and passes every gate."""
         return self.parity is not None and not self.failures
 
     @property
     def verdict(self) -> str:
-        """Of the gates, for people."""
+        """The result of the gates in words."""
         if self.parity is None:
-            return "not judged: this machine does not run it"
-        return "; ".join(self.failures) or "hold"
+            return "not evaluated: this machine does not run it"
+        return "; ".join(self.failures) or "passed"
 
     def __str__(self) -> str:
         seen = f"{self.parity}{f' (refused: {self.verdict})' * bool(self.failures)}" if self.parity else self.verdict
@@ -60,29 +70,40 @@ class ModelFile(BaseModel):
 
 
 class ModelFiles:
-    """The files of a subject in a folder, each made when it is first asked for."""
+    """The files of a source model in a folder, each made when it is first needed."""
 
     def __init__(
-        self, subject: Subject, calibration: CalibrationConfig, judge: Judge, folder: Path, tell: Tell
+        self,
+        source_model: SourceModel,
+        config: CompileConfig,
+        int8_engines: Sequence[EngineName],
+        folder: Path,
+        log: Log,
     ) -> None:
-        self._subject = subject
-        self._calibration = calibration
-        self._judge = judge
+        """Create the folder.
+
+        Args:
+            int8_engines: engines on which int8 files have to pass the gates, beside the reference runtime.
+        """
+        folder.mkdir(exist_ok=True)
+        self.source_model = source_model
+        self.evaluator = Evaluator(source_model, config.gates, int8_engines)
+        self._config = config
         self._folder = folder
-        self._tell = tell
+        self._log = log
         self._made: dict[ComputePrecision, ModelFile | CompileError | EngineError] = {}
 
     def get(self, precision: ComputePrecision) -> ModelFile:
-        """The file of a precision, which may fail gates: then it says so.
+        """Return the file of a precision, which may fail gates.
 
         Raises:
-            CompileError: it cannot be made.
-            EngineError: an engine that has to try it cannot run it.
+            CompileError: the file cannot be made.
+            EngineError: an engine on which the file has to be evaluated cannot run it.
         """
         if precision not in self._made:
             try:
                 self._made[precision] = self._make(precision)
-                self._tell(str(self._made[precision]))
+                self._log(str(self._made[precision]))
             except (CompileError, EngineError) as error:
                 self._made[precision] = error
         made = self._made[precision]
@@ -92,28 +113,65 @@ class ModelFiles:
 
     @property
     def made(self) -> list[ModelFile]:
-        """Those that there are so far."""
-        return [each for each in self._made.values() if isinstance(each, ModelFile)]
+        """The files that were made so far."""
+        return [file for file in self._made.values() if isinstance(file, ModelFile)]
 
-    def path(self, precision: ComputePrecision) -> Path:
-        """Where the file of a precision is. Raises CompileError if it cannot be made."""
+    def onnx_path(self, precision: ComputePrecision) -> Path:
+        """Return the path of a precision's ONNX file. Raises CompileError if it cannot be made."""
         self.get(precision)
-        return self._path(precision)
+        return self._onnx_path(precision)
 
-    def _path(self, precision: ComputePrecision) -> Path:
+    def engine_path(self, variant: Variant) -> Path:
+        """Return the path of what the variant's engine opens: an ONNX file, or a TensorRT plan."""
+        if runs_plans(variant.engine):
+            return self._plan(cast(Flavour, variant.engine), variant.precision, ())
+        return self.onnx_path(variant.file)
+
+    def open(self, variant: Variant, concurrency: Concurrency) -> Engine:
+        """Open a variant's engine, which the caller closes.
+
+        Raises:
+            CompileError: the variant's ONNX file or TensorRT plan cannot be made.
+            EngineError: the engine cannot run it on this machine.
+        """
+        settings = EngineSettings(variant.precision, concurrency.threads, concurrency.streams, variant.device)
+        if variant.runs_module:
+            model = copy.deepcopy(self.source_model.trained.model)  # the engine moves it to its device
+            return TorchEngine(model, self.source_model.signature, settings)
+        return open_engine(variant.engine, self.engine_path(variant), settings)
+
+    def build_ahead(self, precision: ComputePrecision) -> Path:
+        """Build a TensorRT plan for ``compile.targets``, and return its folder. This machine cannot run it."""
+        return self._plan(BUILT_AHEAD, precision, tuple(self._config.targets)).parent
+
+    def _plan(self, flavour: Flavour, precision: ComputePrecision, targets: tuple[str, ...]) -> Path:
+        plan = self._folder / "-".join((flavour, precision, *targets)) / PLAN_FILE
+        if not plan.exists():
+            onnx_path = self.onnx_path(precision)
+            settings = BuildSettings(
+                precision=precision,
+                profile=self.source_model.profile(self._config.batch_sizes),
+                sparse_weights=self.source_model.sparse,
+                workspace_mb=self._config.workspace_mb,
+            )
+            plan.parent.mkdir(exist_ok=True)
+            build_plan(flavour, onnx_path, plan, settings, targets)
+        return plan
+
+    def _onnx_path(self, precision: ComputePrecision) -> Path:
         return self._folder / f"{precision}.onnx"
 
     def _make(self, precision: ComputePrecision) -> ModelFile:
-        path, subject = self._path(precision), self._subject
+        path, source = self._onnx_path(precision), self.source_model
         if precision in _FLOATS:
-            export_onnx(subject.trained.model, subject.signature.inputs, subject.sample, path, _FLOATS[precision])
+            export_onnx(source.trained.model, source.signature.inputs, source.sample, path, _FLOATS[precision])
             quantization = None
         else:
-            quantization = self._quantise(precision, path)
+            quantization = self._quantize(precision, path)
         parity = self._parity(precision, path)
         return ModelFile(
             precision=precision,
-            sparse=subject.sparse,
+            sparse=source.sparse,
             size_bytes=path.stat().st_size,
             sha256=sha256_of_file(path),
             parity=parity,
@@ -121,25 +179,25 @@ class ModelFiles:
             quantization=quantization,
         )
 
-    def _quantise(self, precision: ComputePrecision, path: Path) -> Quantization:
-        source = self.get("fp32")
-        if source.failures:
-            raise CompileError(f"it is made of the fp32 file, in which {'; '.join(source.failures)}")
-        source_path, samples = self._path("fp32"), self._subject.calibration_batches(self._calibration.samples)
+    def _quantize(self, precision: ComputePrecision, path: Path) -> Quantization:
+        fp32, calibration = self.get("fp32"), self._config.calibration
+        if fp32.failures:
+            raise CompileError(f"it is made from the fp32 file, in which {'; '.join(fp32.failures)}")
+        fp32_path, samples = self._onnx_path("fp32"), self.source_model.calibration_batches(calibration.samples)
         if precision == "fp8":
-            return quantize_fp8(source_path, samples, path)
-        return find_quantization(source_path, samples, self._calibration, self._judge.verdict, path, self._tell)
+            return quantize_fp8(fp32_path, samples, path)
+        return find_quantization(fp32_path, samples, calibration, self.evaluator.verdict, path, self._log)
 
     def _failures(self, precision: ComputePrecision, path: Path, parity: Parity | None) -> tuple[str, ...]:
-        """Of int8 those on any engine that it was to hold on; of the others, where it was judged, on that one."""
+        """Return the failed gates. An int8 file is evaluated on several engines, the others on one at most."""
         if precision == "int8":
-            return self._judge.verdict(path).failures
-        return self._judge.failures(parity, precision) if parity else ()
+            return self.evaluator.verdict(path).failures
+        return self.evaluator.failures(parity, precision) if parity else ()
 
     def _parity(self, precision: ComputePrecision, path: Path) -> Parity | None:
-        """None if nothing here runs the file, which may be of any precision but fp32."""
+        """Evaluate the file. None if this machine cannot run its precision. It has to run fp32."""
         try:
-            return self._judge.parity(path, precision)
+            return self.evaluator.parity(path, precision)
         except EngineError:
             if precision == "fp32":
                 raise

@@ -1,4 +1,4 @@
-"""Whether a model still answers as PyTorch does: the comparison, and the recipe's gates."""
+"""Compare an engine's answers with PyTorch's, and apply the recipe's gates."""
 
 from pathlib import Path
 
@@ -13,21 +13,21 @@ from app.errors import CompileError
 from app.tensors import OUTPUT
 
 _ROUNDING = 1e-9
-"""What 90 of 100 less 89 of 100 is above 0.01."""
+"""Tolerance for rounding: 0.90 - 0.89 is slightly above 0.01 in floating point."""
 
 
 class Parity(BaseModel):
     """How an engine's answers compare with PyTorch's, over every row of the validation split."""
 
-    model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")  # null would be no number when it is read
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")  # JSON null could not be read back as a number
 
     accuracy: float
     max_difference: float
-    """Of a logit, absolute."""
+    """The largest absolute difference of a logit."""
     cosine: float
-    """Of a row's logits, the mean."""
+    """The mean cosine similarity of a row's logits."""
     worst_cosine: float
-    """Of the row whose logits are least like PyTorch's."""
+    """The lowest cosine similarity of a row's logits."""
 
     def __str__(self) -> str:
         return f"accuracy {self.accuracy:.4f}, cosine {self.cosine:.5f}, largest difference {self.max_difference:.1e}"
@@ -54,10 +54,10 @@ def compare(engine: Engine, reference: Reference, max_rows: int = BATCH) -> Pari
 
 
 def failures(parity: Parity, precision: ComputePrecision, accuracy: float, gates: GatesConfig) -> tuple[str, ...]:
-    """A sentence for each gate that does not hold; a number that is none holds no gate.
+    """Return a sentence for each failed gate. A NaN fails every gate.
 
     Args:
-        accuracy: what is to be kept.
+        accuracy: the accuracy of the trained model, from which the drop is counted.
     """
     found = []
     if precision == "fp32" and not parity.max_difference <= gates.max_difference:
@@ -76,6 +76,6 @@ def failures(parity: Parity, precision: ComputePrecision, accuracy: float, gates
 
 
 def check_signature(given: Signature, expected: Signature, path: Path) -> None:
-    """Refuse a file that takes or gives other tensors. Raises CompileError naming them."""
+    """Raise CompileError if a file has other inputs or outputs than expected, and name them."""
     if difference := given.difference(expected):
         raise CompileError(f"{str(path)!r} {difference}: export it with these, where -1 is a size that varies")

@@ -1,4 +1,4 @@
-"""From a chosen variant to a version in the repository, in production."""
+"""Publish the chosen variant as a version in the repository, and promote it to production."""
 
 import tempfile
 from pathlib import Path
@@ -28,7 +28,7 @@ from app.storage import to_path
 from app.tensors import Tensor
 from app.training.run_folder import ARCHITECTURE_FILE, RECIPE_FILE, WEIGHTS_FILE
 
-_ROWS_KEPT = 4
+_KNOWN_ROWS = 4
 
 
 def publish(
@@ -38,27 +38,27 @@ def publish(
     repository: Repository,
     compile_run: UPath,
 ) -> Manifest:
-    """Publish the files of the chosen variant, and promote the version: its gates hold."""
-    trained = compilation.subject.trained
+    """Publish the files of the chosen variant, which passes its gates, and promote the version to production."""
+    trained = compilation.source_model.trained
     with tempfile.TemporaryDirectory(prefix="rayloom-version-") as temporary:
         files = to_path(temporary)
         for target, source in _model_files(compilation, choice.record).items():
             source.copy(files / target)
         trained.processor.save(files)
         save_labels(trained.labels, files)
-        _known_answers(compilation.subject.reference).save(Path(temporary))
+        _known_answers(compilation.source_model.reference).save(Path(temporary))
         manifest = repository.publish(name, files, _card(compilation, choice, compile_run, Path(temporary)))
     repository.promote(name, manifest.version)
     return manifest
 
 
 def _model_files(compilation: Compilation, record: VariantRecord) -> dict[str, UPath]:
-    """By their names in the version, what the engine opens, and the ONNX file that it can be built from elsewhere.
+    """Return the files of the version by name: the ONNX file, and for TensorRT the plan that was built from it.
 
-    PyTorch opens weights, and makes the model anew that they are of.
+    A version for PyTorch has the weights, and the recipe from which the model is built again.
     """
     if record.runs_module:
-        weights = compilation.subject.weights
+        weights = compilation.source_model.weights
         files = {name: weights / name for name in (WEIGHTS_FILE, RECIPE_FILE, ARCHITECTURE_FILE)}
         return {name: file for name, file in files.items() if file.exists()}
     onnx, opened = compilation.onnx_of(record), compilation.path_of(record)
@@ -70,15 +70,15 @@ def _model_files(compilation: Compilation, record: VariantRecord) -> dict[str, U
 
 def _known_answers(reference: Reference) -> KnownAnswers:
     """Return the first rows of the reference and their logits."""
-    inputs = next(reference.rows.batches(_ROWS_KEPT)).inputs
+    inputs = next(reference.rows.batches(_KNOWN_ROWS)).inputs
     return KnownAnswers(inputs, reference.logits[: len(next(iter(inputs.values())))])
 
 
 def _card(compilation: Compilation, choice: Choice, compile_run: UPath, files: Path) -> ModelCard:
-    subject, record = compilation.subject, choice.record
-    tuned_from = subject.trained.recipe.tuned_from
+    source_model, record = compilation.source_model, choice.record
+    tuned_from = source_model.trained.recipe.tuned_from
     return ModelCard(
-        task=subject.trained.recipe.task,
+        task=source_model.trained.recipe.task,
         engine_key=EngineKey(
             onnx_sha256=sha256_of_file(files / (WEIGHTS_FILE if record.runs_module else MODEL_FILE)),
             precision=record.precision,
@@ -86,18 +86,18 @@ def _card(compilation: Compilation, choice: Choice, compile_run: UPath, files: P
             engine_version=record.engine_version,
             device=record.device,
             architecture=architecture_of(record.device, record.precision),
-            profile=subject.profile(compilation.config.batch_sizes),
+            profile=source_model.profile(compilation.config.batch_sizes),
         ),
         lineage=Lineage(
-            train_run=str(subject.weights.parent),
+            train_run=str(source_model.weights.parent),
             trial=str(tuned_from) if tuned_from else None,
             compile_run=str(compile_run),
-            recipe=sha256_of(subject.trained.recipe.model_dump_json().encode()),
-            data_fingerprint=subject.data.fingerprint,
+            recipe=sha256_of(source_model.trained.recipe.model_dump_json().encode()),
+            data_fingerprint=source_model.data.fingerprint,
             code=code_revision(),
         ),
-        inputs=tuple(map(Tensor.of, subject.signature.inputs)),
-        outputs=tuple(map(Tensor.of, subject.signature.outputs)),
+        inputs=tuple(map(Tensor.of, source_model.signature.inputs)),
+        outputs=tuple(map(Tensor.of, source_model.signature.outputs)),
         serving=choice.serving,
         quantization=record.quantization,
         accuracy=choice.accuracy.accuracy,

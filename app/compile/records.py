@@ -1,4 +1,4 @@
-"""What the result and the report of a compile run hold of each variant, and of plans."""
+"""The records of variants and TensorRT plans, in the result and the report of a compile run."""
 
 from typing import Literal
 
@@ -22,7 +22,7 @@ class PublishedAccuracy(BaseModel):
 
 
 class BuiltPlan(BaseModel):
-    """A plan that was built ahead of time for other machines. It cannot run here, so it was not evaluated."""
+    """A TensorRT plan that was built for other machines. It cannot run here, so it was not evaluated."""
 
     precision: ComputePrecision
     targets: list[str]
@@ -37,34 +37,34 @@ class VariantRecord(Variant, Parity):
     engine_version: str
     size_bytes: int
     reasons: tuple[str, ...]
-    """The gates that do not hold."""
+    """A sentence for each failed gate."""
 
     quantization: Quantization | None
     latency_ms: dict[int, float]
-    """Of a call, by batch size: the median with all cores for one batch."""
+    """Median time of a call by batch size, with all cores for one batch."""
 
     throughput: dict[int, float]
-    """Rows a second, likewise."""
+    """Rows per second by batch size, with all cores for one batch."""
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def passed(self) -> bool:
-        """Whether every gate holds."""
+        """Whether the variant passes every gate."""
         return not self.reasons
 
     @property
     def variant(self) -> Variant:
-        """What it is the record of."""
+        """The variant itself, without its measurements."""
         return Variant.model_validate(self.model_dump(include=set(Variant.model_fields)))
 
     @property
     def publishable(self) -> bool:
-        """Whether it may become a version."""
+        """Whether the variant may be published."""
         return self.passed and not self.baseline
 
     def __str__(self) -> str:
         latency = ", ".join(f"{value:.2f} ms at batch {batch}" for batch, value in self.latency_ms.items())
-        baseline = " (to compare with)" if self.baseline else ""
+        baseline = " (baseline)" if self.baseline else ""
         refused = f" (refused: {'; '.join(self.reasons)})" if self.reasons else ""
         return (
             f"{self.variant}: accuracy {self.accuracy:.4f}, largest difference {self.max_difference:.1e}, "

@@ -1,17 +1,18 @@
-"""What a compile run leaves to read: ``report.json`` for programs, ``report.html`` for a person."""
+"""The reports of a compile run: ``report.json`` for programs, ``report.html`` for people."""
 
 import platform
 from collections.abc import Sequence
+from typing import Any
 
+from plotly import express as px
 from pydantic import BaseModel
 from upath import UPath
 
 from app.compile.choice import Choice
 from app.compile.compilation import Compilation
 from app.compile.files import ModelFile
-from app.compile.operating_points import OperatingPoint, pareto_front
-from app.compile.plots import front_plot
 from app.compile.records import BuiltPlan, PublishedAccuracy, VariantRecord
+from app.compile.timing import OperatingPoint, pareto_front
 from app.compile.variants import BUILT_AHEAD, Skipped
 from app.page import Page
 from app.repository.manifest import Quantization, ServingDefaults
@@ -21,7 +22,7 @@ DATA_FILE, PAGE_FILE = "report.json", "report.html"
 
 
 class CompileReport(BaseModel):
-    """Everything that was measured, and what came of it."""
+    """Everything that was measured, and the choice."""
 
     recipe: str
     machine: str
@@ -34,11 +35,11 @@ class CompileReport(BaseModel):
     plans: list[BuiltPlan]
     points: list[OperatingPoint]
     front: list[OperatingPoint]
-    """Of the variants that could be published: what no other point beats."""
+    """The Pareto front over all points of publishable variants."""
 
     chosen: VariantRecord | None
     point: OperatingPoint | None
-    """The setting that the chosen variant is served in."""
+    """The setting in which the chosen variant is served."""
 
     serving: ServingDefaults | None
     accuracy: PublishedAccuracy | None = None
@@ -54,15 +55,15 @@ def report_of(
     choice: Choice | None,
     error: str | None = None,
 ) -> CompileReport:
-    """As much as there is."""
-    publishable = [each for each in compilation.points if compilation.record_of(each).publishable]
-    subject = compilation.subject
+    """Return the report of a run that has ended, or that failed with ``error``."""
+    publishable = [point for point in compilation.points if compilation.record_of(point).publishable]
+    source_model = compilation.source_model
     return CompileReport(
         recipe=recipe,
         machine=platform.machine(),
-        threads=subject.threads,
-        validation_rows=len(subject.reference.classes),
-        accuracy_to_keep=subject.accuracy_to_keep,
+        threads=source_model.threads,
+        validation_rows=len(source_model.reference.classes),
+        accuracy_to_keep=source_model.accuracy_to_keep,
         files=compilation.files,
         variants=compilation.records,
         skipped=compilation.skipped,
@@ -87,9 +88,11 @@ def write_report(report: CompileReport, folder: UPath) -> UPath:
     if report.points:
         page.add_heading("Pareto front of accuracy, latency, throughput and size")
         page.add_table(*_points(report.front, report.point))
-        page.add_heading("Every setting that was measured")
-        page.add_text("A marker's area is the size of the file, its symbol says whether it lies on the front.")
-        page.add_figure(front_plot(report.points, report.front))
+        page.add_heading("All measured settings")
+        page.add_text(
+            "A marker's area is the size of the file. Its symbol shows whether the setting is on the Pareto front."
+        )
+        page.add_figure(_front_plot(report.points, report.front))
     page.add_heading("Files")
     page.add_table(*_files(report))
     page.write(folder / PAGE_FILE)
@@ -112,64 +115,90 @@ def _facts(report: CompileReport) -> dict[str, object]:
 
 
 def _variants(report: CompileReport) -> tuple[list[str], list[list[object]]]:
-    sizes = sorted({size for each in report.variants for size in each.latency_ms})
+    sizes = sorted({size for record in report.variants for size in record.latency_ms})
     columns = ["variant", "size, MB", "accuracy", "largest difference", "cosine"]
     columns += [f"ms, batch {size}" for size in sizes] + [f"rows/s, batch {size}" for size in sizes] + ["gates"]
     rows: list[list[object]] = [
         [
-            each.variant,
-            f"{each.size_bytes / 1e6:.2f}",
-            f"{each.accuracy:.4f}",
-            f"{each.max_difference:.1e}",
-            f"{each.cosine:.5f}",
-            *(f"{each.latency_ms[size]:.2f}" for size in sizes),
-            *(f"{each.throughput[size]:,.0f}" for size in sizes),
-            "; ".join(each.reasons) or ("to compare with" if each.baseline else "hold"),
+            record.variant,
+            f"{record.size_bytes / 1e6:.2f}",
+            f"{record.accuracy:.4f}",
+            f"{record.max_difference:.1e}",
+            f"{record.cosine:.5f}",
+            *(f"{record.latency_ms[size]:.2f}" for size in sizes),
+            *(f"{record.throughput[size]:,.0f}" for size in sizes),
+            "; ".join(record.reasons) or ("baseline" if record.baseline else "passed"),
         ]
-        for each in report.variants
+        for record in report.variants
     ]
     blank = [""] * (len(columns) - 2)
-    rows += [[f"{each.engine} {each.precision}", *blank, f"not run: {each.reason}"] for each in report.skipped]
     rows += [
-        [f"{BUILT_AHEAD} {each.precision}", *blank, f"built for {', '.join(each.targets)}"] for each in report.plans
+        [f"{variant.engine} {variant.precision}", *blank, f"not run: {variant.reason}"] for variant in report.skipped
+    ]
+    rows += [
+        [f"{BUILT_AHEAD} {plan.precision}", *blank, f"built for {', '.join(plan.targets)}"] for plan in report.plans
     ]
     return columns, rows
 
 
-def _points(points: Sequence[OperatingPoint], point: OperatingPoint | None) -> tuple[list[str], list[list[object]]]:
-    columns = ["", "variant", "batch", "at once", "threads each", "accuracy", "ms", "ms, 95 of 100", "rows/s", "MB"]
+def _points(points: Sequence[OperatingPoint], chosen: OperatingPoint | None) -> tuple[list[str], list[list[object]]]:
+    columns = ["", "variant", "batch", "streams", "threads each", "accuracy", "ms", "p95 ms", "rows/s", "MB"]
     return columns, [
         [
-            "chosen" if each == point else "",
-            each.variant,
-            each.batches,
-            each.concurrency.streams,
-            each.concurrency.threads,
-            f"{each.accuracy:.4f}",
-            f"{each.latency_ms:.2f}",
-            f"{each.latency_p95_ms:.2f}",
-            f"{each.throughput:,.0f}",
-            f"{each.size_bytes / 1e6:.2f}",
+            "chosen" if point == chosen else "",
+            point.variant,
+            point.batches,
+            point.concurrency.streams,
+            point.concurrency.threads,
+            f"{point.accuracy:.4f}",
+            f"{point.latency_ms:.2f}",
+            f"{point.latency_p95_ms:.2f}",
+            f"{point.throughput:,.0f}",
+            f"{point.size_bytes / 1e6:.2f}",
         ]
-        for each in sorted(points, key=lambda each: each.latency_ms)
+        for point in sorted(points, key=lambda point: point.latency_ms)
     ]
 
 
 def _files(report: CompileReport) -> tuple[list[str], list[list[object]]]:
-    columns = ["file", "MB", "as ONNX Runtime runs it, and bf16 OpenVINO", "gates", "quantised"]
+    columns = ["file", "MB", "parity on ONNX Runtime (bf16: OpenVINO)", "gates", "quantization"]
     return columns, [
         [
-            each.name,
-            f"{each.size_bytes / 1e6:.2f}",
-            each.parity or "",
-            each.verdict,
-            _quantised(each.quantization),
+            file.name,
+            f"{file.size_bytes / 1e6:.2f}",
+            file.parity or "",
+            file.verdict,
+            _quantization(file.quantization),
         ]
-        for each in report.files
+        for file in report.files
     ]
 
 
-def _quantised(quantization: Quantization | None) -> str:
+def _quantization(quantization: Quantization | None) -> str:
     if quantization is None:
         return ""
     return f"{quantization}: {', '.join(quantization.exempt)}" if quantization.exempt else str(quantization)
+
+
+def _front_plot(points: Sequence[OperatingPoint], front: Sequence[OperatingPoint]) -> Any:
+    """Plot latency, throughput and size (marker area) of every setting, with one colour per variant."""
+    return px.scatter(
+        {
+            "ms per call": [point.latency_ms for point in points],
+            "rows per second": [point.throughput for point in points],
+            "variant": [str(point.variant) for point in points],
+            "MB": [point.size_bytes / 1e6 for point in points],
+            "accuracy": [point.accuracy for point in points],
+            "setting": [str(point) for point in points],
+            "front": ["on the front" if point in front else "dominated" for point in points],
+        },
+        x="ms per call",
+        y="rows per second",
+        color="variant",
+        symbol="front",
+        size="MB",
+        hover_name="setting",
+        hover_data=["accuracy"],
+        log_x=True,
+        log_y=True,
+    )

@@ -7,13 +7,13 @@ from pydantic import BaseModel
 from upath import UPath
 
 from app.compile.compilation import Compilation
-from app.compile.files import Tell
-from app.compile.operating_points import OperatingPoint
+from app.compile.files import Log
 from app.compile.publication import publish
 from app.compile.records import BuiltPlan, PublishedAccuracy, VariantRecord
 from app.compile.report import report_of, write_report
-from app.compile.subject import load_subject
-from app.compile.variants import Skipped, wanted_variants
+from app.compile.source_model import load_source_model
+from app.compile.timing import OperatingPoint
+from app.compile.variants import Skipped, requested_variants
 from app.engines.architecture import usable_cores
 from app.errors import RayloomError
 from app.repository.manifest import ServingDefaults
@@ -24,7 +24,7 @@ from app.tasks import find_processor
 
 
 class CompileMetrics(BaseModel):
-    """Variants that were measured or skipped, plans for other machines, and the published variant."""
+    """Measured and skipped variants, TensorRT plans for other machines, and the published variant."""
 
     variants: list[VariantRecord]
     skipped: list[Skipped]
@@ -40,47 +40,48 @@ def print_line(line: str) -> None:
     print(line, flush=True)
 
 
-def compile_model(run: Run, tell: Tell = print_line) -> Outcome:
+def compile_model(run: Run, log: Log = print_line) -> Outcome:
     """Make every variant of the weights, compare it with PyTorch, measure it, and publish the best.
 
     Args:
-        tell: called with each line of progress.
+        log: called with each line of progress.
 
     Raises:
-        RayloomError: the recipe or the weights are refused, and no run is made; or no variant passes the gates or meets
-            the objective, and the report says why.
+        RayloomError: the recipe or the weights are refused, before a run is opened. Or no variant passes the gates and
+            meets the objective, and the report says why.
     """
     config = run.recipe.compile
     find_processor(run.recipe.task)  # raises if the task cannot be compiled
-    wanted = wanted_variants(config)
-    subject = load_subject(find_weights(run), run.recipe, usable_cores())
-    if wanted.calibrated:
-        subject.require_samples(config.calibration.samples)
+    requested = requested_variants(config)
+    source_model = load_source_model(find_weights(run), run.recipe, usable_cores())
+    if requested.calibrated:
+        source_model.require_samples(config.calibration.samples)
     run.open()
-    tell(
-        f"weights {subject.weights}: checksums hold; PyTorch on {len(subject.reference.classes):,} validation samples: "
-        f"accuracy {subject.accuracy_to_keep:.4f}"
+    rows = len(source_model.reference.classes)
+    log(
+        f"weights {source_model.weights}: checksums match; PyTorch on {rows:,} validation samples: accuracy "
+        f"{source_model.accuracy_to_keep:.4f}"
     )
     with tempfile.TemporaryDirectory(prefix="rayloom-compile-") as temporary:
-        return _compile(run, Compilation(subject, config, wanted, Path(temporary), tell), tell)
+        return _compile(run, Compilation(source_model, config, requested, Path(temporary), log), log)
 
 
-def _compile(run: Run, compilation: Compilation, tell: Tell) -> Outcome:
+def _compile(run: Run, compilation: Compilation, log: Log) -> Outcome:
     recipe = run.recipe
     try:
-        compilation.prove()
+        compilation.evaluate()
         plans = _keep_plans(run, compilation)
         choice = compilation.choose()
     except RayloomError as error:
         write_report(report_of(compilation, recipe.name, None, str(error)), run.folder)
         raise
     baseline = compilation.baseline_of(choice.point)
-    beside = f" (PyTorch: {baseline.latency_ms:.2f} ms, {baseline.throughput:,.0f} rows/s)" if baseline else ""
-    tell(f"chosen, by {recipe.compile.objective}: {choice.point}{beside}")
-    tell(f"published accuracy: {choice.accuracy}")
+    comparison = f" (PyTorch: {baseline.latency_ms:.2f} ms, {baseline.throughput:,.0f} rows/s)" if baseline else ""
+    log(f"chosen, by {recipe.compile.objective}: {choice.point}{comparison}")
+    log(f"published accuracy: {choice.accuracy}")
     page = write_report(report_of(compilation, recipe.name, choice), run.folder)
     manifest = publish(compilation, choice, recipe.name, Repository(run.storage), run.folder)
-    tell(f"published {manifest.name}, version {manifest.version}, now in production: {manifest.engine_key}")
+    log(f"published {manifest.name}, version {manifest.version}, now in production: {manifest.engine_key}")
     metrics = CompileMetrics(
         variants=compilation.records,
         skipped=compilation.skipped,
@@ -102,7 +103,7 @@ def find_weights(run: Run) -> UPath:
 
 
 def _keep_plans(run: Run, compilation: Compilation) -> dict[str, str]:
-    """Copy plans for other machines into the run's folder. They cannot run here, so they are not evaluated."""
+    """Copy TensorRT plans for other machines into the run's folder. They cannot run here to be evaluated."""
     kept = {}
     for precision, plan in compilation.build_ahead():
         target = run.folder / "plans" / precision

@@ -11,11 +11,11 @@ _GROUP, _KEPT = 4, 2
 
 
 def prune_2_to_4(model: nn.Module) -> nn.Module:
-    """A copy in which two of four consecutive weights along the input channels are zero, those of least magnitude.
+    """Return a copy in which the two smallest of four consecutive weights along the input channels are zero.
 
-    Of linear layers, convolutions and attention; those whose input channels are no multiple of four stay as they are.
-    ``torch.ao.pruning.WeightNormSparsifier`` has its blocks along the last axis, which in a convolution is the
-    picture's, not the channels'.
+    Linear layers, convolutions and attention are pruned if their number of input channels is a multiple of four.
+    ``torch.ao.pruning.WeightNormSparsifier`` groups weights along the last axis. In a convolution that is the width of
+    the image, not the channels.
     """
     pruned = copy.deepcopy(model)
     with torch.no_grad():
@@ -26,7 +26,7 @@ def prune_2_to_4(model: nn.Module) -> nn.Module:
 
 
 def _weights(model: nn.Module) -> Iterator[torch.Tensor]:
-    """All that inputs are multiplied with; the second axis of each is the input channels."""
+    """Yield all weights that multiply inputs. The second axis of each is the input channels."""
     for layer in model.modules():
         if isinstance(layer, _LAYERS):
             yield layer.weight
@@ -36,7 +36,7 @@ def _weights(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _mask(weight: torch.Tensor) -> torch.Tensor:
-    """Ones for what is kept of ``weight``."""
+    """Return ones where ``weight`` is kept and zeros elsewhere."""
     groups = weight.abs().movedim(1, -1)
     shape = groups.shape
     groups = groups.reshape(-1, _GROUP)

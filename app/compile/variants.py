@@ -1,4 +1,4 @@
-"""Which variants a recipe asks for on this machine: a file of one precision, or the module, run by an engine."""
+"""The variants that a recipe requests: an engine of this machine with an ONNX file, or PyTorch with the module."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -10,22 +10,22 @@ from app.engines.architecture import Device, compute_capability
 from app.engines.registry import installed_engines, require_installed, runs_module, runs_plans
 from app.errors import CompileError, EngineError
 
-_AS_THEY_ARE: dict[ComputePrecision, ComputePrecision] = {name: name for name in ("fp32", "bf16", "fp16", "int8")}
-_FOR_TENSORRT = {**_AS_THEY_ARE, "fp8": "fp8"}
+_UNCHANGED: dict[ComputePrecision, ComputePrecision] = {name: name for name in ("fp32", "bf16", "fp16", "int8")}
+_FOR_TENSORRT = {**_UNCHANGED, "fp8": "fp8"}
 _FILES: dict[tuple[EngineName, Device], dict[ComputePrecision, ComputePrecision]] = {
-    # OpenVINO lowers a float32 file by itself; the others take every type from the file.
+    # OpenVINO lowers a float32 file by itself. The others take every type from the file.
     ("openvino", "cpu"): {"fp32": "fp32", "bf16": "fp32", "fp16": "fp32", "int8": "int8"},
-    ("onnxruntime", "cpu"): {"fp32": "fp32", "fp16": "fp16", "int8": "int8"},  # it has no kernels for bfloat16
-    ("onnxruntime", "gpu"): _AS_THEY_ARE,
+    ("onnxruntime", "cpu"): {"fp32": "fp32", "fp16": "fp16", "int8": "int8"},  # no bfloat16 kernels
+    ("onnxruntime", "gpu"): _UNCHANGED,
     ("tensorrt", "gpu"): _FOR_TENSORRT,
     ("tensorrt_rtx", "gpu"): _FOR_TENSORRT,
     ("torch", "cpu"): {"fp32": "fp32"},
     ("torch", "gpu"): {"fp32": "fp32"},
 }
-"""The precision of the file that an engine takes to compute in a precision."""
+"""For each engine: the precision in which it computes, and the precision of the ONNX file that it needs for that."""
 
 BUILT_AHEAD: Final = "tensorrt_rtx"
-"""The engine whose plans are built for ``compile.targets``, on any machine."""
+"""The engine whose TensorRT plans are built for ``compile.targets``, on any machine."""
 
 
 class Variant(BaseModel):
@@ -37,19 +37,19 @@ class Variant(BaseModel):
     precision: ComputePrecision
     device: Device
     sparse: bool = False
-    """Whether two of four of its weights are zero."""
+    """Whether its weights have 2:4 sparsity."""
 
     baseline: bool = Field(default=False, validation_alias=AliasChoices("baseline", "yardstick"))
-    """Whether it is only measured, to compare with. Earlier reports call this ``yardstick``."""
+    """Whether it is only measured for comparison, and never published. Earlier reports call this ``yardstick``."""
 
     @property
     def file(self) -> ComputePrecision:
-        """The precision of the file that the engine takes."""
+        """The precision of the ONNX file that the engine needs."""
         return _FILES[self.engine, self.device][self.precision]
 
     @property
     def runs_module(self) -> bool:
-        """Whether it is the module, as it was trained."""
+        """Whether the engine runs the trained PyTorch module instead of an ONNX file."""
         return runs_module(self.engine)
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Variant(BaseModel):
 
 
 class Skipped(BaseModel):
-    """A variant that was asked for and could not be run here."""
+    """A requested variant that cannot run on this machine."""
 
     engine: EngineName
     precision: ComputePrecision
@@ -68,8 +68,8 @@ class Skipped(BaseModel):
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a recipe asks for: variants to run, precisions to build plans in ahead of time, and what cannot be."""
+class RequestedVariants:
+    """A recipe's variants to run, precisions for TensorRT plans built ahead of time, and skipped variants."""
 
     variants: list[Variant]
     built_ahead: list[ComputePrecision]
@@ -77,56 +77,56 @@ class Wanted:
 
     @property
     def int8_engines(self) -> list[EngineName]:
-        """The engines that int8 files are tried on while they are made, beside the oracle.
+        """The engines on which int8 files are evaluated while they are made, beside the reference runtime.
 
-        ONNX Runtime is the oracle, and TensorRT would need a plan for each try.
+        The reference runtime is ONNX Runtime, and TensorRT would need a new plan for each attempt.
         """
-        return [each.engine for each in self.variants if each.engine == "openvino" and each.file == "int8"]
+        return [variant.engine for variant in self.variants if variant.engine == "openvino" and variant.file == "int8"]
 
     @property
     def exported(self) -> bool:
-        """Whether an ONNX file is needed: the module itself also runs where it cannot be exported."""
-        return bool(self.built_ahead) or not all(each.runs_module for each in self.variants)
+        """Whether an ONNX file is needed. The module itself also runs if it cannot be exported."""
+        return bool(self.built_ahead) or not all(variant.runs_module for variant in self.variants)
 
     @property
     def calibrated(self) -> bool:
-        """Whether a file is needed that takes samples to make."""
-        files = {each.file for each in self.variants} | set(self.built_ahead)
+        """Whether a file is needed that is calibrated with samples."""
+        files = {variant.file for variant in self.variants} | set(self.built_ahead)
         return not files.isdisjoint(("int8", "fp8"))
 
 
-def wanted_variants(config: CompileConfig) -> Wanted:
+def requested_variants(config: CompileConfig) -> RequestedVariants:
     """Resolve a recipe's engines and precisions on this machine.
 
     Raises:
-        EngineError: an engine that is named is not installed.
-        CompileError: one needs a GPU, or a key needs an engine, that is not here.
+        EngineError: a named engine is not installed.
+        CompileError: a named engine needs a GPU, or a key needs an engine, that this machine lacks.
     """
     has_gpu = compute_capability() is not None
-    places = _automatic(has_gpu) if config.engines == "auto" else _named(config.engines, bool(config.targets), has_gpu)
-    if config.engines == "auto" and not any(engine in PLAN_ENGINES for engine, _ in places):
+    pairs = _automatic(has_gpu) if config.engines == "auto" else _named(config.engines, bool(config.targets), has_gpu)
+    if config.engines == "auto" and not any(engine in PLAN_ENGINES for engine, _ in pairs):
         _refuse_keys_of_tensorrt(config)
-    wanted = Wanted([], config.precisions if config.targets else [], [])
+    requested = RequestedVariants([], config.precisions if config.targets else [], [])
     for precision in config.precisions:
-        for engine, device in places:
+        for engine, device in pairs:
             if precision in _FILES[engine, device]:
                 sparse = config.sparsity != "none" and runs_plans(engine)
                 baseline = config.engines == "auto" and runs_module(engine)
                 variant = Variant(engine=engine, precision=precision, device=device, sparse=sparse, baseline=baseline)
-                wanted.variants.append(variant)
+                requested.variants.append(variant)
             elif not runs_module(engine):
                 reason = f"on the {device.upper()} it computes in {', '.join(_FILES[engine, device])}"
-                wanted.skipped.append(Skipped(engine=engine, precision=precision, reason=reason))
-    if all(each.baseline for each in wanted.variants):
+                requested.skipped.append(Skipped(engine=engine, precision=precision, reason=reason))
+    if all(variant.baseline for variant in requested.variants):
         raise CompileError(
-            f"compile.engines {config.engines} with compile.precisions {config.precisions} have nothing that runs here "
-            "and could be published: name others, such as openvino and fp32, or compile where the engines run"
+            f"compile.engines {config.engines} with compile.precisions {config.precisions} give no variant that runs "
+            "here and can be published: name others, such as openvino and fp32, or compile where the engines run"
         )
-    return wanted
+    return requested
 
 
 def _refuse_keys_of_tensorrt(config: CompileConfig) -> None:
-    """What no engine for this machine does; where engines are named, the recipe itself was refused."""
+    """Refuse keys that no engine of this machine supports. (With named engines, the recipe itself is refused.)"""
     for key, is_set in (
         ("precisions name fp8", "fp8" in config.precisions),
         ("sparsity is 2:4", config.sparsity != "none"),
@@ -134,23 +134,23 @@ def _refuse_keys_of_tensorrt(config: CompileConfig) -> None:
     ):
         if is_set:
             raise CompileError(
-                f"compile.{key}, which is of {' and '.join(PLAN_ENGINES)}, and none of them runs here: leave it out, "
-                f"or name {BUILT_AHEAD} in compile.engines with compile.targets"
+                f"compile.{key}, which only {' and '.join(PLAN_ENGINES)} support, and none of them runs here: leave it "
+                f"out, or name {BUILT_AHEAD} in compile.engines with compile.targets"
             )
 
 
 def _automatic(has_gpu: bool) -> list[tuple[EngineName, Device]]:
-    places: list[tuple[EngineName, Device]] = [("openvino", "cpu"), ("onnxruntime", "cpu"), ("torch", "cpu")]
+    pairs: list[tuple[EngineName, Device]] = [("openvino", "cpu"), ("onnxruntime", "cpu"), ("torch", "cpu")]
     if has_gpu:
         installed = installed_engines()
-        places += [(engine, "gpu") for engine in PLAN_ENGINES if engine in installed][:1]
-        places += [("onnxruntime", "gpu")] if _has_cuda() else []
-        places += [("torch", "gpu")]
-    return places
+        pairs += [(engine, "gpu") for engine in PLAN_ENGINES if engine in installed][:1]
+        pairs += [("onnxruntime", "gpu")] if _has_cuda() else []
+        pairs += [("torch", "gpu")]
+    return pairs
 
 
 def _named(engines: list[EngineName], ahead: bool, has_gpu: bool) -> list[tuple[EngineName, Device]]:
-    places: list[tuple[EngineName, Device]] = []
+    pairs: list[tuple[EngineName, Device]] = []
     for engine in engines:
         try:
             require_installed(engine)
@@ -161,8 +161,8 @@ def _named(engines: list[EngineName], ahead: bool, has_gpu: bool) -> list[tuple[
             ahead_of_time = "name the GPUs to build for in compile.targets"
             hint = ahead_of_time if engine == BUILT_AHEAD else "reserve one with compile.gpus=1, or leave it out"
             raise CompileError(f"compile.engines names {engine}, and this machine has no GPU: {hint}")
-        places += [(engine, device) for device in here]
-    return places
+        pairs += [(engine, device) for device in here]
+    return pairs
 
 
 def _is_here(engine: EngineName, device: Device, has_gpu: bool) -> bool:
@@ -170,7 +170,7 @@ def _is_here(engine: EngineName, device: Device, has_gpu: bool) -> bool:
 
 
 def _has_cuda() -> bool:
-    """Whether ONNX Runtime was built for CUDA."""
-    import onnxruntime  # only a machine with a GPU asks
+    """Return True if ONNX Runtime was built for CUDA."""
+    import onnxruntime  # slow, and only a machine with a GPU needs it
 
     return "CUDAExecutionProvider" in onnxruntime.get_available_providers()

@@ -6,8 +6,8 @@ from upath import UPath
 
 from app.compile.compilation import Compilation
 from app.compile.publication import publish
-from app.compile.subject import load_subject, resized
-from app.compile.variants import wanted_variants
+from app.compile.source_model import load_source_model, resized
+from app.compile.variants import requested_variants
 from app.config import load_recipe
 from app.repository.repository import Repository
 from app.storage import to_path
@@ -22,21 +22,21 @@ _ENGINE = "openvino"
 
 
 class ModelUnderTest:
-    """A model whose variants are made, judged and chosen among."""
+    """A model whose variants are made, evaluated and chosen from."""
 
     def __init__(self, model: Model, weights: UPath, folder: Path, threads: int) -> None:
-        """Compile it. Raises CompileError if no variant holds the gates."""
+        """Compile it. Raises CompileError if no variant passes the gates."""
         self._model, self._weights, self._folder, self._threads = model, weights, folder, threads
         folder.mkdir()
         recipe = load_recipe(str(weights / RECIPE_FILE))
-        subject = load_subject(weights, recipe, threads)
-        self._compilation = Compilation(subject, recipe.compile, wanted_variants(recipe.compile), folder, self._tell)
-        self._compilation.prove()
+        subject = load_source_model(weights, recipe, threads)
+        self._compilation = Compilation(subject, recipe.compile, requested_variants(recipe.compile), folder, self._tell)
+        self._compilation.evaluate()
         self._choice = self._compilation.choose()
 
     def run(self, num_rounds: int) -> Compiled:
         """Time the variants beside PyTorch, and gather what is known of them."""
-        compilation, subject = self._compilation, self._compilation.subject
+        compilation, subject = self._compilation, self._compilation.source_model
         records = {each.precision: each for each in compilation.records if each.engine == _ENGINE}
         files = {precision: compilation.path_of(record) for precision, record in records.items()}
         rows = {
@@ -56,7 +56,7 @@ class ModelUnderTest:
         storage, name = self._folder / "storage", self._model.name
         repository, run = Repository(to_path(storage)), to_path(self._folder)
         manifest = publish(self._compilation, self._choice, name, repository, run)
-        text = str(self._compilation.subject.data.validation.split.inputs[0])
+        text = str(self._compilation.source_model.data.validation.split.inputs[0])
         return measure_starts(storage, f"{manifest.name}/{manifest.version}", self._threads, text, num_rounds)
 
     def _tell(self, line: str) -> None:

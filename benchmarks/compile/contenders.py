@@ -9,7 +9,7 @@ from typing import Self
 
 from upath import UPath
 
-from app.compile.sweep import Concurrency, measure
+from app.compile.timing import Concurrency, measure
 from app.compile.variants import Variant
 from app.config import ComputePrecision
 from app.engines.base import Engine, EngineSettings, Signature
@@ -91,7 +91,7 @@ def _open_here(open_: Open, concurrency: Concurrency) -> None:
 def _measure_here(concurrency: Concurrency, setting: Setting, rows: Tensors) -> float:
     (engine,) = _here
     try:
-        (point,) = measure(engine, concurrency, (setting.batch_size,), {setting.length: rows}, fewest_calls=3)
+        (point,) = measure(engine, concurrency, (setting.batch_size,), {setting.length: rows}, min_calls=3)
     except Exception as error:  # compilers have many error classes, not all of which can be pickled
         raise EngineError(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from None
     return point.latency_ms

@@ -17,8 +17,8 @@ from upath import UPath
 
 from app.compile.compilation import Compilation
 from app.compile.publication import publish
-from app.compile.subject import load_subject
-from app.compile.variants import wanted_variants
+from app.compile.source_model import load_source_model
+from app.compile.variants import requested_variants
 from app.config import load_recipe
 from app.data.classification import load_test
 from app.data.examples import Split
@@ -154,9 +154,9 @@ def _contender(name: str, overrides: Sequence[str], folder: Path) -> Contender:
 def _publish(name: str, weights: UPath, repository: Repository) -> None:
     recipe = load_recipe(str(weights / RECIPE_FILE))
     with tempfile.TemporaryDirectory(prefix="bench-cascade-") as compiled:
-        subject, wanted = load_subject(weights, recipe, _THREADS), wanted_variants(recipe.compile)
+        subject, wanted = load_source_model(weights, recipe, _THREADS), requested_variants(recipe.compile)
         compilation = Compilation(subject, recipe.compile, wanted, Path(compiled), partial(print, flush=True))
-        compilation.prove()
+        compilation.evaluate()
         publish(compilation, compilation.choose(), name, repository, to_path(compiled))
 
 

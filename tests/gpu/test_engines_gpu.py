@@ -16,7 +16,7 @@ from app.compile.export import export_onnx
 from app.compile.parity import compare
 from app.compile.quantization.search import quantize_fp8
 from app.compile.run import compile_model
-from app.compile.subject import load_subject
+from app.compile.source_model import load_source_model
 from app.config import ComputePrecision, GatesConfig, Precision, load_recipe
 from app.engines.architecture import compute_capability
 from app.engines.base import Engine, EngineSettings, ShapeProfile, Signature
@@ -115,7 +115,7 @@ class TestTensorRt(EngineContract):
         name, _, version = result.artifacts["model"].partition("/")
         model = load_model(UPath(storage), name, int(version), threads=1, max_batch_size=8)
         assert model.platform == f"{self.flavour}_plan"
-        served = compare(model.engine, load_subject(weights, load_recipe(recipe), threads=1).reference, 8)
+        served = compare(model.engine, load_source_model(weights, load_recipe(recipe), threads=1).reference, 8)
         assert served.accuracy == pytest.approx(result.metrics["chosen"]["accuracy"], abs=0.01)
 
     def test_a_plan_for_another_gpu_is_refused(self, plan: Path, tmp_path: Path) -> None:

@@ -20,18 +20,16 @@ from upath import UPath
 from app.checksums import checksums_of, write_checksums
 from app.compile.__main__ import main as compile_without_ray
 from app.compile.compilation import Compilation
-from app.compile.family import Family
-from app.compile.judge import Judge
-from app.compile.opening import Opener
-from app.compile.operating_points import OperatingPoint
+from app.compile.evaluator import Evaluator
+from app.compile.files import ModelFiles
 from app.compile.publication import publish
 from app.compile.quantization.search import Verdict
 from app.compile.reference import BATCH, Reference
 from app.compile.report import CompileReport, report_of, write_report
 from app.compile.run import compile_model
-from app.compile.subject import Subject, load_subject, pruned
-from app.compile.sweep import Concurrency
-from app.compile.variants import Variant, Wanted
+from app.compile.source_model import SourceModel, load_source_model, pruned
+from app.compile.timing import Concurrency, OperatingPoint
+from app.compile.variants import RequestedVariants, Variant
 from app.config import CompileConfig, ComputePrecision, EngineName, GatesConfig, load_recipe
 from app.data.classification import LabelledDataset, load_test
 from app.data.dataset import Batch
@@ -72,8 +70,8 @@ def weights(storage: UPath) -> UPath:
 
 
 @pytest.fixture(scope="module")
-def subject(weights: UPath) -> Subject:
-    return load_subject(weights, load_recipe(DIGITS), threads=1)
+def source_model(weights: UPath) -> SourceModel:
+    return load_source_model(weights, load_recipe(DIGITS), threads=1)
 
 
 def compiled(storage: UPath, *overrides: str) -> tuple[Run, Result]:
@@ -93,7 +91,7 @@ def published(storage: UPath) -> tuple[Run, Result]:
 
 
 def test_the_best_variant_is_published_with_all_that_is_known_of_it(
-    published: tuple[Run, Result], storage: UPath, weights: UPath, subject: Subject
+    published: tuple[Run, Result], storage: UPath, weights: UPath, source_model: SourceModel
 ) -> None:
     run, result = published
     name, _, version = result.artifacts["model"].partition("/")
@@ -114,25 +112,25 @@ def test_the_best_variant_is_published_with_all_that_is_known_of_it(
     assert manifest.lineage.trial == "trial 3 of 20261123-search"
     assert manifest.lineage.train_run == str(weights.parent)
     assert manifest.lineage.compile_run == str(run.folder)
-    assert manifest.lineage.data_fingerprint == subject.data.fingerprint
+    assert manifest.lineage.data_fingerprint == source_model.data.fingerprint
     assert set(manifest.files) == {"model.onnx", "image.json", "labels.json", "answers.npz"}
 
 
 def test_the_figure_of_a_version_is_of_the_test_split_which_chooses_nothing_and_is_read_once(
-    storage: UPath, weights: UPath, subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    storage: UPath, weights: UPath, source_model: SourceModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = UPath(tmp_path / "run")
     shutil.copytree(weights.parent.path, folder.path)
-    right = subject.data.validation.split
+    right = source_model.data.validation.split
     wrong = Split(right.inputs[:100], [(label + (row >= 40)) % 10 for row, label in enumerate(right.classes[:100])])
-    replace(subject.data, test=LabelledDataset(wrong, subject.data.processor)).save(folder / "data")
+    replace(source_model.data, test=LabelledDataset(wrong, source_model.data.processor)).save(folder / "data")
     reads: list[UPath] = []
 
     def counted(folder: UPath, processor: Processor) -> LabelledDataset | None:
         reads.append(folder)
         return load_test(folder, processor)
 
-    monkeypatch.setattr("app.compile.subject.load_test", counted)
+    monkeypatch.setattr("app.compile.source_model.load_test", counted)
     run, result = compiled(storage, *FAST, f"compile.weights={folder / 'weights'}", "name=tested")
     assert result.status == "succeeded", result.error
     assert result.metrics["chosen"]["accuracy"] > 0.9
@@ -169,14 +167,14 @@ class Counted:
         self._alive -= rows
 
 
-def test_memory_does_not_grow_with_the_split(subject: Subject, tmp_path: Path) -> None:
-    validation, train = Counted(subject.data.validation, 3), Counted(subject.data.train, 1)
-    data = replace(subject.data, validation=validation, train=train)
+def test_memory_does_not_grow_with_the_split(source_model: SourceModel, tmp_path: Path) -> None:
+    validation, train = Counted(source_model.data.validation, 3), Counted(source_model.data.train, 1)
+    data = replace(source_model.data, validation=validation, train=train)
     settings = EngineSettings(threads=1)
-    engine = TorchEngine(subject.trained.model, subject.signature, settings)
-    long = replace(subject, data=data, reference=Reference.of(engine, validation))
+    engine = TorchEngine(source_model.trained.model, source_model.signature, settings)
+    long = replace(source_model, data=data, reference=Reference.of(engine, validation))
     compilation = compilation_of(long, tmp_path, on_cpu("onnxruntime", "fp32"), on_cpu("onnxruntime", "int8"))
-    compilation.prove()
+    compilation.evaluate()
     assert all(record.passed for record in compilation.records)
     assert len(validation) == 1080
     assert validation.most <= 3 * BATCH, "one that is answered, the one before, and one that is timed"
@@ -198,7 +196,7 @@ def test_for_throughput_a_version_is_served_in_the_batches_that_were_fastest(sto
 
 
 def test_a_module_is_published_as_it_was_trained_where_pytorch_alone_is_named(
-    storage: UPath, weights: UPath, subject: Subject
+    storage: UPath, weights: UPath, source_model: SourceModel
 ) -> None:
     _, result = compiled(storage, "compile.engines=[torch]", f"compile.weights={weights}", "name=module")
     assert result.status == "succeeded", result.error
@@ -208,8 +206,8 @@ def test_a_module_is_published_as_it_was_trained_where_pytorch_alone_is_named(
     assert manifest.engine_key.onnx_sha256 == manifest.files["model.safetensors"]
     model = load_model(storage, "module", 1, threads=1)
     assert model.platform == "torch_safetensors"
-    rows = next(subject.reference.rows.batches()).inputs
-    np.testing.assert_allclose(model.engine.infer(rows)[OUTPUT], subject.reference.logits[:64], atol=1e-5)
+    rows = next(source_model.reference.rows.batches()).inputs
+    np.testing.assert_allclose(model.engine.infer(rows)[OUTPUT], source_model.reference.logits[:64], atol=1e-5)
 
 
 def test_it_compiles_on_this_machine_without_ray(
@@ -316,34 +314,33 @@ def point_of(variant: Variant, batch_size: int, throughput: float) -> OperatingP
     )
 
 
-def compilation_of(subject: Subject, folder: Path, *variants: Variant) -> Compilation:
+def compilation_of(source_model: SourceModel, folder: Path, *variants: Variant) -> Compilation:
     config = CompileConfig(batch_sizes=[1])
-    return Compilation(subject, config, Wanted(list(variants), [], []), folder, print)
+    return Compilation(source_model, config, RequestedVariants(list(variants), [], []), folder, print)
 
 
 def test_a_damaged_variant_is_kept_out_with_its_numbers(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source_model: SourceModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def damage(
-        source: Path, samples: object, config: object, judge: Callable[[Path], Verdict], target: Path, tell: object
+        source: Path, samples: object, config: object, evaluate: Callable[[Path], Verdict], target: Path, log: object
     ) -> Quantization:
         model = onnx.load(source)
         weight = max(model.graph.initializer, key=lambda each: np.prod(each.dims))
         weight.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(weight), weight.name))
         onnx.save(model, target)
-        assert not judge(target).passed
+        assert not evaluate(target).passed
         return Quantization(method="minmax", smoothing=0.0, exempt=())
 
     monkeypatch.setattr("app.compile.files.find_quantization", damage)
-    compilation = compilation_of(subject, tmp_path, on_cpu("onnxruntime", "fp32"), on_cpu("onnxruntime", "int8"))
-    compilation.prove()
+    compilation = compilation_of(source_model, tmp_path, on_cpu("onnxruntime", "fp32"), on_cpu("onnxruntime", "int8"))
+    compilation.evaluate()
     first, second = compilation.records
     assert first.passed
     assert not second.passed
-    assert second.accuracy < subject.accuracy_to_keep - 0.01
-    gate = (
-        f"falls from {subject.accuracy_to_keep:.4f} to {second.accuracy:.4f}: compile.gates.max_accuracy_drop is 0.01"
-    )
+    assert second.accuracy < source_model.accuracy_to_keep - 0.01
+    drop = f"falls from {source_model.accuracy_to_keep:.4f} to {second.accuracy:.4f}"
+    gate = f"{drop}: compile.gates.max_accuracy_drop is 0.01"
     assert any(gate in reason for reason in second.reasons)
     assert compilation.choose().record == first
 
@@ -388,12 +385,12 @@ class Overflowing:
 
 
 def test_logits_that_are_no_numbers_hold_no_gate_and_their_report_can_be_read(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source_model: SourceModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real_open = Opener.open
-    monkeypatch.setattr(Opener, "open", lambda *given: Overflowing(real_open(*given)))
-    compilation = compilation_of(subject, tmp_path, on_cpu("onnxruntime", "fp32"))
-    compilation.prove()
+    real_open = ModelFiles.open
+    monkeypatch.setattr(ModelFiles, "open", lambda *given: Overflowing(real_open(*given)))
+    compilation = compilation_of(source_model, tmp_path, on_cpu("onnxruntime", "fp32"))
+    compilation.evaluate()
     write_report(report_of(compilation, "digits", None), UPath(tmp_path))
     (variant,) = CompileReport.model_validate_json((tmp_path / "report.json").read_bytes()).variants
     assert math.isnan(variant.cosine)
@@ -402,19 +399,19 @@ def test_logits_that_are_no_numbers_hold_no_gate_and_their_report_can_be_read(
 
 
 def test_the_faster_variant_is_chosen_though_the_machine_was_slow_when_it_was_first_timed(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source_model: SourceModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fast, slow = on_cpu("onnxruntime", "fp32"), on_cpu("openvino", "fp32")
-    clock, real_open = Clock(), Opener.open
+    clock, real_open = Clock(), ModelFiles.open
     now_ms = {fast: 30.0, slow: 20.0}
 
-    def open_timed(opener: Opener, variant: Variant, concurrency: Concurrency) -> Timed:
-        return Timed(real_open(opener, variant, concurrency), clock, lambda: now_ms[variant] / 1e3)
+    def open_timed(files: ModelFiles, variant: Variant, concurrency: Concurrency) -> Timed:
+        return Timed(real_open(files, variant, concurrency), clock, lambda: now_ms[variant] / 1e3)
 
-    monkeypatch.setattr(Opener, "open", open_timed)
-    monkeypatch.setattr("app.compile.sweep.time", clock)
-    compilation = compilation_of(subject, tmp_path, fast, slow)
-    compilation.prove()
+    monkeypatch.setattr(ModelFiles, "open", open_timed)
+    monkeypatch.setattr("app.compile.timing.time", clock)
+    compilation = compilation_of(source_model, tmp_path, fast, slow)
+    compilation.evaluate()
     now_ms[fast] = 10.0
     choice = compilation.choose()
     assert (choice.point.variant, choice.point.latency_ms) == (fast, 10.0)
@@ -423,30 +420,30 @@ def test_the_faster_variant_is_chosen_though_the_machine_was_slow_when_it_was_fi
 
 
 def test_a_race_that_runs_out_of_memory_keeps_the_points_that_were_measured_alone(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source_model: SourceModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    variants, real_open = [on_cpu("onnxruntime", "fp32"), on_cpu("openvino", "fp32")], Opener.open
+    variants, real_open = [on_cpu("onnxruntime", "fp32"), on_cpu("openvino", "fp32")], ModelFiles.open
     opened: list[Engine] = []
 
-    def open_few(opener: Opener, variant: Variant, concurrency: Concurrency) -> Engine:
-        engine = real_open(opener, variant, concurrency)
+    def open_few(files: ModelFiles, variant: Variant, concurrency: Concurrency) -> Engine:
+        engine = real_open(files, variant, concurrency)
         opened.append(engine)
         if 2 < len(opened) <= 4:  # those of the race
             engine.close()
         return engine
 
-    monkeypatch.setattr(Opener, "open", open_few)
-    compilation = compilation_of(subject, tmp_path, *variants)
-    compilation.prove()
+    monkeypatch.setattr(ModelFiles, "open", open_few)
+    compilation = compilation_of(source_model, tmp_path, *variants)
+    compilation.evaluate()
     alone = list(compilation.points)
     choice = compilation.choose()
     assert compilation.points == alone
     assert choice.point in alone
 
 
-def test_the_baseline_has_its_own_best_batch_size(subject: Subject, tmp_path: Path) -> None:
+def test_the_baseline_has_its_own_best_batch_size(source_model: SourceModel, tmp_path: Path) -> None:
     config = CompileConfig.model_validate({"batch_sizes": [4, 16], "objective": {"goal": "max_throughput"}})
-    compilation = Compilation(subject, config, Wanted([], [], []), tmp_path, print)
+    compilation = Compilation(source_model, config, RequestedVariants([], [], []), tmp_path, print)
     baseline = on_cpu("torch", "fp32").model_copy(update={"baseline": True})
     slow, fast = (point_of(baseline, *numbers) for numbers in ((16, 24.0), (4, 50.0)))
     compilation.points = [slow, fast]
@@ -457,25 +454,25 @@ def test_the_baseline_has_its_own_best_batch_size(subject: Subject, tmp_path: Pa
 
 
 def test_an_int8_that_nobody_can_make_is_a_row_of_the_report(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source_model: SourceModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> Quantization:
         raise CompileError("the best try loses 0.5")
 
     monkeypatch.setattr("app.compile.files.find_quantization", refuse)
-    compilation = compilation_of(subject, tmp_path, on_cpu("openvino", "fp32"), on_cpu("openvino", "int8"))
-    compilation.prove()
+    compilation = compilation_of(source_model, tmp_path, on_cpu("openvino", "fp32"), on_cpu("openvino", "int8"))
+    compilation.evaluate()
     assert [each.precision for each in compilation.records] == ["fp32"]
     assert [str(each) for each in compilation.skipped] == ["openvino int8: not run: the best try loses 0.5"]
 
 
 def test_an_int8_that_no_search_saves_is_kept_out_with_the_numbers_of_the_closest_try(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source_model: SourceModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Judge, "failures", lambda _, parity, precision: ("too far",) if precision == "int8" else ())
+    monkeypatch.setattr(Evaluator, "failures", lambda _, parity, precision: ("too far",) if precision == "int8" else ())
     variants = [on_cpu(engine, precision) for engine in ("onnxruntime", "openvino") for precision in ("fp32", "int8")]
-    compilation = compilation_of(subject, tmp_path, *variants)
-    compilation.prove()
+    compilation = compilation_of(source_model, tmp_path, *variants)
+    compilation.evaluate()
     write_report(report_of(compilation, "digits", compilation.choose()), UPath(tmp_path))
     report = CompileReport.model_validate_json((tmp_path / "report.json").read_bytes())
     refused = [each for each in report.variants if each.precision == "int8"]
@@ -486,65 +483,69 @@ def test_an_int8_that_no_search_saves_is_kept_out_with_the_numbers_of_the_closes
         assert each.size_bytes < min(other.size_bytes for other in report.variants if other.precision == "fp32")
     assert report.chosen is not None
     assert report.chosen.precision == "fp32"
-    assert [(each.precision, each.holds) for each in report.files] == [("fp32", True), ("int8", False)]
+    assert [(each.precision, each.passes) for each in report.files] == [("fp32", True), ("int8", False)]
 
 
 def test_why_an_engine_cannot_run_an_int8_file_is_kept(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source_model: SourceModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> Engine:
         raise EngineError("no kernel")
 
-    monkeypatch.setattr("app.compile.judge.open_engine", refuse)
-    files = Family(subject, CompileConfig(), ["openvino"], tmp_path, print).files
-    assert Judge(subject, GatesConfig(), ["openvino"]).verdict(files.path("fp32")) == Verdict(("no kernel",), math.inf)
+    monkeypatch.setattr("app.compile.evaluator.open_engine", refuse)
+    files = ModelFiles(source_model, CompileConfig(), ["openvino"], tmp_path, print)
+    assert Evaluator(source_model, GatesConfig(), ["openvino"]).verdict(files.onnx_path("fp32")) == Verdict(
+        ("no kernel",), math.inf
+    )
 
 
-def test_a_bf16_file_is_judged_as_openvino_runs_it(subject: Subject, tmp_path: Path) -> None:
+def test_a_bf16_file_is_evaluated_as_openvino_runs_it(source_model: SourceModel, tmp_path: Path) -> None:
     if "BF16" not in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         pytest.skip("this CPU does not compute in bf16")
-    file = Family(subject, CompileConfig(), (), tmp_path, print).files.get("bf16")
+    file = ModelFiles(source_model, CompileConfig(), (), tmp_path, print).get("bf16")
     assert file.parity is not None
     assert 1e-4 < file.parity.max_difference < 0.5
-    assert (file.holds, file.verdict) == (True, "hold")
+    assert (file.passes, file.verdict) == (True, "passed")
 
 
-def test_a_file_that_nothing_here_runs_is_not_judged_and_no_plan_is_built_of_it(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_file_that_nothing_here_runs_is_not_evaluated_and_no_plan_is_built_of_it(
+    source_model: SourceModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> Engine:
         raise EngineError("no kernel")
 
-    monkeypatch.setattr("app.compile.judge.open_engine", refuse)
-    wanted = Wanted([on_cpu("onnxruntime", "fp32")], ["bf16"], [])
-    compilation = Compilation(subject, CompileConfig(batch_sizes=[1]), wanted, tmp_path, print)
-    compilation.prove()
+    monkeypatch.setattr("app.compile.evaluator.open_engine", refuse)
+    wanted = RequestedVariants([on_cpu("onnxruntime", "fp32")], ["bf16"], [])
+    compilation = Compilation(source_model, CompileConfig(batch_sizes=[1]), wanted, tmp_path, print)
+    compilation.evaluate()
     assert list(compilation.build_ahead()) == []
     (skipped,) = compilation.skipped
-    assert (skipped.precision, "its file: not judged" in skipped.reason) == ("bf16", True)
+    assert (skipped.precision, "its file: not evaluated" in skipped.reason) == ("bf16", True)
     page = write_report(report_of(compilation, "digits", None), UPath(tmp_path)).read_text(encoding="utf-8")
-    assert page.count("<td>not judged: ") == 1
+    assert page.count("<td>not evaluated: ") == 1
 
 
-def test_an_engine_that_refuses_a_precision_is_skipped_in_its_own_words(subject: Subject, tmp_path: Path) -> None:
+def test_an_engine_that_refuses_a_precision_is_skipped_in_its_own_words(
+    source_model: SourceModel, tmp_path: Path
+) -> None:
     on_gpu = Variant(engine="torch", precision="fp32", device="gpu")
     baseline = on_cpu("torch", "fp32").model_copy(update={"baseline": True})
-    compilation = compilation_of(subject, tmp_path, baseline, on_gpu)
+    compilation = compilation_of(source_model, tmp_path, baseline, on_gpu)
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    compilation.prove()
+    compilation.evaluate()
     (skipped,) = compilation.skipped
     assert "PyTorch finds no GPU" in skipped.reason
-    with pytest.raises(CompileError, match="no variant holds the gates, and nothing was published"):
+    with pytest.raises(CompileError, match="no variant passes the gates, and nothing was published"):
         compilation.choose()
 
 
-def test_a_model_with_other_tensors_is_refused_by_name(subject: Subject, tmp_path: Path) -> None:
-    narrow = replace(subject, trained=replace(subject.trained, model=Narrow()))
+def test_a_model_with_other_tensors_is_refused_by_name(source_model: SourceModel, tmp_path: Path) -> None:
+    narrow = replace(source_model, trained=replace(source_model.trained, model=Narrow()))
     with pytest.raises(
         CompileError, match=r"fp32.onnx' .* logits float32 \[-1, 9\], expected logits float32 \[-1, 10\]"
     ):
-        compilation_of(narrow, tmp_path, on_cpu("onnxruntime", "fp32")).prove()
+        compilation_of(narrow, tmp_path, on_cpu("onnxruntime", "fp32")).evaluate()
 
 
 class Narrow(torch.nn.Module):
@@ -586,13 +587,13 @@ def test_every_length_is_measured_with_rows_that_alone_are_padded_to_it(tmp_path
     reviews = [str(ROOT / "recipes/reviews.yaml"), source, "model.args={layers: 1, width: 8, heads: 2}"]
     recipe = load_recipe(reviews[0], reviews[1:])
     weights = write_weights(recipe, 2, leave_fresh, tmp_path)
-    subject = load_subject(weights, recipe, threads=1)
-    assert set(subject.rows_by_length) == set(subject.shares) == {8, 64}
-    texts = subject.data.validation.split.inputs
-    assert subject.shares[8] == sum(len(text.split()) == 2 for text in texts) / len(texts)
-    assert (subject.rows_by_length[8]["attention_mask"].sum(1) <= 8).all()
-    assert (subject.rows_by_length[64]["attention_mask"].sum(1) > 8).all()
-    assert subject.profile([1]).lengths == (8, 64)
+    source_model = load_source_model(weights, recipe, threads=1)
+    assert set(source_model.rows_by_length) == set(source_model.shares) == {8, 64}
+    texts = source_model.data.validation.split.inputs
+    assert source_model.shares[8] == sum(len(text.split()) == 2 for text in texts) / len(texts)
+    assert (source_model.rows_by_length[8]["attention_mask"].sum(1) <= 8).all()
+    assert (source_model.rows_by_length[64]["attention_mask"].sum(1) > 8).all()
+    assert source_model.profile([1]).lengths == (8, 64)
     wanted = ["compile={engines: [torch], batch_sizes: [1, 4], objective: {goal: max_throughput}}"]
     wanted += [f"compile.weights={weights}", f"storage={tmp_path / 'storage'}"]
     compiling = Run.start("compile", load_recipe(reviews[0], [*reviews[1:], *wanted]))
@@ -610,10 +611,10 @@ def test_every_length_is_measured_with_rows_that_alone_are_padded_to_it(tmp_path
     assert f"8: {point.batch_sizes[8]}, 64: {point.batch_sizes[64]}" in page
 
 
-def test_a_pruned_model_is_to_keep_the_accuracy_of_the_whole_one(subject: Subject) -> None:
-    sparse = pruned(subject)
-    assert sparse.accuracy_to_keep == subject.accuracy_to_keep
-    assert not np.array_equal(sparse.reference.logits, subject.reference.logits)
+def test_a_pruned_model_is_to_keep_the_accuracy_of_the_whole_one(source_model: SourceModel) -> None:
+    sparse = pruned(source_model)
+    assert sparse.accuracy_to_keep == source_model.accuracy_to_keep
+    assert not np.array_equal(sparse.reference.logits, source_model.reference.logits)
 
 
 needs_rtx = pytest.mark.skipif("tensorrt_rtx" not in installed_engines(), reason="needs TensorRT for RTX")
@@ -630,7 +631,7 @@ def gpu_in_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("app.engines.architecture.compute_capability", lambda: "SM89")
     monkeypatch.setattr("app.engines.tensorrt.build.compute_capability", lambda: "SM89")
-    monkeypatch.setattr("app.compile.opening.open_engine", open_instead)
+    monkeypatch.setattr("app.compile.files.open_engine", open_instead)
 
 
 def on_gpu(sparse: bool = False) -> Variant:
@@ -640,17 +641,17 @@ def on_gpu(sparse: bool = False) -> Variant:
 @needs_rtx
 @pytest.mark.usefixtures("gpu_in_name")
 def test_a_pruned_variant_below_the_gate_is_kept_out_and_the_others_are_of_the_whole_model(
-    subject: Subject, tmp_path: Path
+    source_model: SourceModel, tmp_path: Path
 ) -> None:
     config = CompileConfig.model_validate(
         {"batch_sizes": [1], "engines": ["openvino", "tensorrt_rtx"], "targets": ["SM89"], "sparsity": "2:4",
          "gates": {"max_accuracy_drop": 0.0}}
     )  # fmt: skip
-    wanted = Wanted([on_gpu(sparse=True), on_cpu("openvino", "fp32")], ["fp32"], [])
-    compilation = Compilation(subject, config, wanted, tmp_path, print)
-    compilation.prove()
+    wanted = RequestedVariants([on_gpu(sparse=True), on_cpu("openvino", "fp32")], ["fp32"], [])
+    compilation = Compilation(source_model, config, wanted, tmp_path, print)
+    compilation.evaluate()
     sparse, whole = compilation.records
-    assert sparse.accuracy < whole.accuracy == subject.accuracy_to_keep
+    assert sparse.accuracy < whole.accuracy == source_model.accuracy_to_keep
     assert any("compile.gates.max_accuracy_drop is 0.0" in each for each in sparse.reasons)
     assert [(each.name, each.failures == ()) for each in compilation.files] == [("fp32", True), ("fp32 2:4", False)]
     assert compilation.choose().record == whole
@@ -662,10 +663,10 @@ def test_a_pruned_variant_below_the_gate_is_kept_out_and_the_others_are_of_the_w
 @needs_rtx
 @pytest.mark.usefixtures("gpu_in_name")
 def test_a_plan_is_published_with_its_manifest_and_the_file_that_it_was_built_from(
-    subject: Subject, tmp_path: Path
+    source_model: SourceModel, tmp_path: Path
 ) -> None:
-    compilation = compilation_of(subject, tmp_path, on_gpu())
-    compilation.prove()
+    compilation = compilation_of(source_model, tmp_path, on_gpu())
+    compilation.evaluate()
     repository = Repository(UPath(tmp_path / "storage"))
     published = publish(compilation, compilation.choose(), "digits", repository, UPath(tmp_path / "run"))
     repository.verify("digits", published.version)

@@ -8,11 +8,18 @@ from typing import Any
 import pytest
 
 from app.compile.choice import best_at_length, best_point, ranked, serving_defaults
-from app.compile.operating_points import OperatingPoint, operating_points, pareto_front
 from app.compile.parity import Parity, failures
-from app.compile.race import Timer, race
-from app.compile.sweep import Concurrency, Point, concurrencies
-from app.compile.variants import Variant, wanted_variants
+from app.compile.timing import (
+    Concurrency,
+    OperatingPoint,
+    Point,
+    Timer,
+    concurrencies,
+    operating_points,
+    pareto_front,
+    race,
+)
+from app.compile.variants import Variant, requested_variants
 from app.config import CompileConfig, GatesConfig, ObjectiveConfig
 from app.errors import CompileError
 
@@ -219,7 +226,7 @@ def test_cores_are_shared_in_every_even_way() -> None:
 
 def test_each_engine_takes_the_file_that_it_computes_from() -> None:
     config = CompileConfig(precisions=["fp32", "bf16", "fp16", "int8"], engines=["openvino", "onnxruntime"])
-    wanted = wanted_variants(config)
+    wanted = requested_variants(config)
     files = {str(each): each.file for each in wanted.variants if each.device == "cpu"}
     assert files == {
         "openvino fp32": "fp32", "openvino bf16": "fp32", "openvino fp16": "fp32", "openvino int8": "int8",
@@ -229,14 +236,14 @@ def test_each_engine_takes_the_file_that_it_computes_from() -> None:
 
 
 def test_pytorch_is_what_others_are_compared_with_unless_it_is_named() -> None:
-    beside = wanted_variants(CompileConfig(precisions=["fp32"]))
+    beside = requested_variants(CompileConfig(precisions=["fp32"]))
     assert {each.engine: each.baseline for each in beside.variants if each.runs_module} == {"torch": True}
     assert beside.exported
-    named = wanted_variants(CompileConfig(engines=["torch"]))
+    named = requested_variants(CompileConfig(engines=["torch"]))
     assert {(each.engine, each.precision, each.baseline) for each in named.variants} == {("torch", "fp32", False)}
     assert not named.exported
     with pytest.raises(CompileError, match="nothing that runs here"):
-        wanted_variants(CompileConfig(engines=["torch"], precisions=["int8"]))
+        requested_variants(CompileConfig(engines=["torch"], precisions=["int8"]))
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def test_fp8_answers_as_pytorch_does(tmp_path: Path) -> None:
     subject = digits(tmp_path)
     found = quantize_fp8(subject.file, subject.samples, tmp_path / "fp8.onnx")
     assert found == Quantization(method="minmax", smoothing=0.0, exempt=())
-    assert subject.judge(tmp_path / "fp8.onnx", at_least=0.98).passed
+    assert subject.evaluate(tmp_path / "fp8.onnx", at_least=0.98).passed
 
 
 def test_a_scale_for_each_channel_is_worked_out_from_its_weights(tmp_path: Path) -> None:

@@ -27,11 +27,11 @@ def test_the_layers_that_hurt_stay_in_float_and_no_others(sensitive: list[int], 
     subject = row_of_layers(sensitive, tmp_path)
     lines: list[str] = []
     found = find_quantization(
-        subject.file, subject.samples, CalibrationConfig(), subject.judge, tmp_path / "int8.onnx", lines.append
+        subject.file, subject.samples, CalibrationConfig(), subject.evaluate, tmp_path / "int8.onnx", lines.append
     )
     layers = [layer.name for layer in find_layers(load_model(subject.file))]
     assert sorted(found.exempt) == [layers[index] for index in sensitive]
-    assert subject.judge(tmp_path / "int8.onnx").passed
+    assert subject.evaluate(tmp_path / "int8.onnx").passed
     assert found.weights_only, "it passes with the weights in int8 as well"
     assert sum("from PyTorch" in line for line in lines) <= 3 + 2 + 1  # calibrations, one layer, two, their weights
 
@@ -39,14 +39,14 @@ def test_the_layers_that_hurt_stay_in_float_and_no_others(sensitive: list[int], 
 def test_the_weights_of_layers_in_float_stay_there_too_if_they_hurt(tmp_path: Path) -> None:
     subject = row_of_layers([3], tmp_path)
 
-    def judge(path: Path) -> Verdict:
+    def evaluate(path: Path) -> Verdict:
         constants = onnx.load(path).graph.initializer
         in_int8 = [each for each in constants if each.data_type == TensorProto.INT8 and len(each.dims) == 2]
         return Verdict((), 0.0) if len(in_int8) < 6 else Verdict(("too far",), 1.0)
 
     target = tmp_path / "int8.onnx"
-    found = find_quantization(subject.file, subject.samples, MINMAX, judge, target, lambda line: None)
-    assert (len(found.exempt), found.weights_only, judge(target).passed) == (1, False, True)
+    found = find_quantization(subject.file, subject.samples, MINMAX, evaluate, target, lambda line: None)
+    assert (len(found.exempt), found.weights_only, evaluate(target).passed) == (1, False, True)
 
 
 def test_smoothing_keeps_outliers_from_taking_the_bits_of_other_channels(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_smoothing_keeps_outliers_from_taking_the_bits_of_other_channels(tmp_pat
     largest = {name: each.largest for name, each in observe(subject.file, layers, samples).items()}
     write_quantized(subject.file, layers, largest, INT8, tmp_path / "plain.onnx")
     assert found == Quantization(method="minmax", smoothing=0.5, exempt=())
-    assert subject.judge(file).loss < 0.1 * subject.judge(tmp_path / "plain.onnx").loss
+    assert subject.evaluate(file).loss < 0.1 * subject.evaluate(tmp_path / "plain.onnx").loss
 
 
 def test_if_nothing_passes_the_closest_try_is_kept_and_told(tmp_path: Path) -> None:
@@ -71,15 +71,15 @@ def test_if_nothing_passes_the_closest_try_is_kept_and_told(tmp_path: Path) -> N
     losses: list[float] = []
 
     def refuse(path: Path) -> Verdict:
-        losses.append(subject.judge(path).loss)
+        losses.append(subject.evaluate(path).loss)
         return Verdict(("no kernel",), losses[-1])
 
     target = tmp_path / "int8.onnx"
     found = find_quantization(subject.file, subject.samples, CalibrationConfig(), refuse, target, lines.append)
-    assert subject.judge(target).loss == min(losses)
+    assert subject.evaluate(target).loss == min(losses)
     assert len(found.exempt) == 3
     assert all("fails, " in line and "(no kernel)" in line for line in lines if "from PyTorch" in line)
-    assert "int8 fails the gates after 6 tries, the last with 3 of 6 layers in float; the closest, " in lines[-1]
+    assert "int8 fails the gates after 6 attempts, the last with 3 of 6 layers in float; the closest, " in lines[-1]
     assert set(tmp_path.iterdir()) == {subject.file, target}
 
 
@@ -106,7 +106,7 @@ PRODUCT = [helper.make_node("MatMul", ["given", "weight"], [OUTPUT], name="the_p
         ([helper.make_node("Relu", ["given"], [OUTPUT])], np.eye(2), np.ones((16, 2)), r"has no Conv, Gemm or MatMul"),
     ],
 )
-def test_what_cannot_be_quantised_is_refused_by_name(
+def test_what_cannot_be_quantized_is_refused_by_name(
     nodes: list[onnx.NodeProto], weight: NDArray[np.float64], rows: NDArray[np.float64], words: str, tmp_path: Path
 ) -> None:
     save_onnx(tmp_path / "model.onnx", nodes, {"weight": weight.astype(np.float32)} if nodes is PRODUCT else {})

@@ -1,4 +1,4 @@
-"""What the tensors of a model are on real samples: ONNX Runtime runs it, with them among the outputs."""
+"""Observe a model's tensors on real samples. ONNX Runtime runs the model with these tensors as extra outputs."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -17,10 +17,10 @@ from app.tensors import Tensors
 
 
 def observe(source: Path, layers: Sequence[Layer], samples: Iterable[Tensors]) -> dict[str, Histogram]:
-    """The magnitudes of every value that the layers quantise, by its name.
+    """Return a histogram of the magnitudes of each value that the layers quantize, by the value's name.
 
     Raises:
-        CompileError: a value is not finite, or always 0; a node that reads it is named.
+        CompileError: a value is not finite, or always 0. The message names a node that reads it.
     """
     readers = _readers(load_model(source), layers)
     histograms = {name: Histogram() for name in readers}
@@ -35,9 +35,9 @@ def observe(source: Path, layers: Sequence[Layer], samples: Iterable[Tensors]) -
             )
         if histogram.largest == 0.0:
             raise CompileError(
-                f"the input {name!r} of node {readers[name]!r} is 0 in all calibration samples, which say nothing of "
-                "its range: give samples that reach it, more of them (compile.calibration.samples), or leave int8 out "
-                "of compile.precisions"
+                f"the input {name!r} of node {readers[name]!r} is 0 in all calibration samples, so its range is "
+                "unknown: give samples in which it is not 0, give more of them (compile.calibration.samples), or leave "
+                "int8 out of compile.precisions"
             )
     return histograms
 
@@ -45,7 +45,7 @@ def observe(source: Path, layers: Sequence[Layer], samples: Iterable[Tensors]) -
 def largest_by_channel(
     source: Path, names: Sequence[str], samples: Iterable[Tensors]
 ) -> dict[str, NDArray[np.float32]]:
-    """The largest magnitude in each element of the last axis of these values, by name."""
+    """Return the largest magnitude of these values in each channel of their last axis, by name."""
     largest: dict[str, NDArray[np.float32]] = {}
     for tensors in _runs(source, names, samples):
         for name, tensor in tensors.items():
@@ -55,7 +55,7 @@ def largest_by_channel(
 
 
 def _readers(model: ir.Model, layers: Sequence[Layer]) -> dict[str, str]:
-    """The values that layers quantise, each with a node that reads it."""
+    """Return the values that layers quantize, each with a node that reads it."""
     nodes = {node.name: node for node in model.graph}
     ports = [port for layer in layers for port in layer.activations]
     return {str(value.name): port.node for port in ports if (value := nodes[port.node].inputs[port.index])}
@@ -64,7 +64,7 @@ def _readers(model: ir.Model, layers: Sequence[Layer]) -> dict[str, str]:
 def _runs(
     source: Path, names: Sequence[str], samples: Iterable[Tensors]
 ) -> Iterator[Mapping[str, NDArray[np.float32]]]:
-    """These values in each batch of samples."""
+    """Run the model, and yield these values for each batch of samples."""
     with TemporaryDirectory(prefix="rayloom-") as folder:
         observed = Path(folder) / "observed.onnx"
         inputs = _with_outputs(source, names, observed)
@@ -75,7 +75,7 @@ def _runs(
 
 
 def _with_outputs(source: Path, names: Sequence[str], target: Path) -> set[str]:
-    """Write the model with these values as outputs beside its own; those that are its inputs are answered."""
+    """Write the model with these values as further outputs. Return the names of its inputs."""
     model = load_model(source)
     graph = model.graph
     inputs = {str(value.name) for value in graph.inputs}

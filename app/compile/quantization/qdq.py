@@ -1,7 +1,7 @@
-"""Write a model with QuantizeLinear and DequantizeLinear around what is quantised.
+"""Write a model with QuantizeLinear and DequantizeLinear nodes around the quantized values.
 
-The file has the shape that TensorRT takes: symmetric, zero points of 0, constants in 8 bits straight before a
-DequantizeLinear, and biases in float32. OpenVINO fuses the same into int8 kernels.
+The file has the form that TensorRT accepts: symmetric, with zero points of 0, 8-bit constants directly before a
+DequantizeLinear, and float32 biases. OpenVINO fuses it into int8 kernels.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,13 +19,13 @@ from app.errors import CompileError
 
 @dataclass(frozen=True)
 class Format:
-    """A type of 8 bits, symmetric about 0; a scale maps ``largest`` to a tensor's largest magnitude."""
+    """An 8-bit type, symmetric about 0. A scale maps ``largest`` to a tensor's largest magnitude."""
 
     dtype: ir.DataType
     largest: float
 
     def round(self, scaled: NDArray[np.floating]) -> NDArray[np.generic]:
-        """The nearest that the type has, ties to even."""
+        """Round to the nearest value of the type, ties to even."""
         whole = np.rint(scaled) if self.dtype.is_integer() else scaled
         rounded: NDArray[np.generic] = np.clip(whole, -self.largest, self.largest).astype(self.dtype.numpy())
         return rounded
@@ -33,33 +33,33 @@ class Format:
 
 INT8 = Format(ir.DataType.INT8, 127.0)
 FP8 = Format(ir.DataType.FLOAT8E4M3FN, 448.0)
-"""Of 4 bits of exponent and 3 of mantissa (Micikevicius et al. 2022, arXiv:2209.05433)."""
+"""4 bits of exponent and 3 of mantissa (Micikevicius et al. 2022, arXiv:2209.05433)."""
 
 
 def write_quantized(
     source: Path, layers: Iterable[Layer], thresholds: Mapping[str, float], kind: Format, target: Path
 ) -> None:
-    """Write ``source`` with these layers quantised.
+    """Write ``source`` with these layers quantized.
 
     Args:
-        thresholds: by name of each value that is quantised, the largest magnitude to tell apart.
+        thresholds: the magnitude that becomes the type's largest value, by name of each quantized value.
 
     Raises:
-        CompileError: a weight is not finite; it is named with its node.
+        CompileError: a weight is not finite. The message names it and its node.
     """
-    writer = _Writer(load_model(source), thresholds, kind)
+    writer = _QdqWriter(load_model(source), thresholds, kind)
     for layer in layers:
         for port in layer.activations:
             writer.quantize_activation(port)
         if layer.weight is not None:
             writer.quantize_weight(layer.weight)
-    # The constants that are in 8 bits now, and the exporter's notes, which are as long as a small model's weights.
+    # Remove the float constants that are quantized now, and the exporter's notes, which can outgrow a small model.
     ir.passes.Sequential(RemoveUnusedNodesPass(), ClearMetadataAndDocStringPass())(writer.model)
     ir.save(writer.model, target)
 
 
-class _Writer:
-    """One model while it is written. A value that several layers read is quantised once."""
+class _QdqWriter:
+    """Adds the nodes to one model. A value that several layers read is quantized once."""
 
     def __init__(self, model: ir.Model, thresholds: Mapping[str, float], kind: Format) -> None:
         self.model = model
@@ -113,7 +113,7 @@ class _Writer:
         return value
 
     def _constants(self, name: str, scale: NDArray[np.float32]) -> tuple[ir.Value, ir.Value]:
-        """Scales, and as many zero points of 0."""
+        """Add the scales, and as many zero points of 0."""
         graph, zeros = self.model.graph, np.zeros(scale.shape, self._kind.dtype.numpy())
         return add_initializer(graph, f"{name}_scale", scale), add_initializer(graph, f"{name}_zero_point", zeros)
 
@@ -127,8 +127,8 @@ class _Writer:
 
 
 def _scales(array: NDArray[np.float32], axis: int, kind: Format) -> NDArray[np.float32]:
-    """Of each channel; 1 for one of zeros, which any scale represents, or so near that its scale would be 0."""
-    others = tuple(each for each in range(array.ndim) if each != axis)
+    """Return the scale of each channel; 1 for a channel of zeros, or if its scale would underflow to 0."""
+    others = tuple(other for other in range(array.ndim) if other != axis)
     largest = np.abs(array).max(axis=others)
     scales = largest / np.float32(kind.largest)
     return np.where(scales < np.finfo(np.float32).tiny, np.float32(1.0), scales).astype(np.float32)

@@ -1,4 +1,4 @@
-"""From what a tensor was seen to be to the largest value that int8 tells apart."""
+"""Find the clipping threshold of a tensor from the histogram of its magnitudes."""
 
 from dataclasses import dataclass, field
 
@@ -9,26 +9,26 @@ from app.config import CalibrationMethod
 
 _BINS = 4096
 _LEVELS = 128
-"""Of |x| in int8."""
+"""The number of levels of |x| in int8."""
 
 _STRIDE = 16
-"""Bins from one threshold that entropy looks at to the next."""
+"""Distance in bins between two thresholds that the entropy method compares."""
 
 _PERCENTILE = 99.99
 
 
 @dataclass
 class Histogram:
-    """How often each magnitude of a tensor was seen, in ``_BINS`` bins of equal width from 0.
+    """Counts the magnitudes of a tensor, in ``_BINS`` bins of equal width from 0.
 
-    When a larger value comes, pairs of bins become one, so that the data is read once and no count is a guess.
+    If a larger value comes, pairs of bins are merged. So the data is read once, and all counts are exact.
     """
 
     largest: float = 0.0
-    """Of |x|; NaN or infinite if a value was."""
+    """The largest |x|; NaN or infinite if a value was."""
 
     width: float = 0.0
-    """Of a bin."""
+    """The width of a bin."""
 
     counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(_BINS, np.int64))
 
@@ -36,11 +36,13 @@ class Histogram:
         """Count the values of a tensor of any shape."""
         magnitudes = np.abs(values).ravel()
         largest = float(magnitudes.max(initial=0.0))
-        self.largest = float(np.maximum(self.largest, largest))  # unlike max, it keeps NaN
+        self.largest = float(np.maximum(self.largest, largest))  # unlike max, this propagates NaN
         if not np.isfinite(self.largest):
             return
         if self.width == 0.0 and largest > 0.0:
-            self.width = max(largest / (_BINS - 1), float(np.finfo(np.float32).tiny))  # else it is 0 in float32
+            self.width = max(
+                largest / (_BINS - 1), float(np.finfo(np.float32).tiny)
+            )  # a smaller width would be 0 in float32
         while self.width and largest >= self.width * _BINS:
             self.counts[: _BINS // 2] = self.counts.reshape(-1, 2).sum(1)
             self.counts[_BINS // 2 :] = 0
@@ -50,14 +52,14 @@ class Histogram:
 
     @property
     def seen(self) -> NDArray[np.int64]:
-        """The counts up to the largest value."""
+        """The counts up to the bin of the largest value."""
         return np.trim_zeros(self.counts, "b")
 
 
 def threshold(histogram: Histogram, method: CalibrationMethod) -> float:
-    """The magnitude that becomes 127; what is larger becomes that, too.
+    """Return the magnitude that becomes 127. Larger values are clipped to it.
 
-    - minmax: the largest that was seen.
+    - minmax: the largest magnitude.
     - percentile: 99.99 % of all values are below it (Wu et al. 2020, arXiv:2004.09602, section 5).
     - entropy: see ``_entropy_bins``.
     """
@@ -73,13 +75,15 @@ def threshold(histogram: Histogram, method: CalibrationMethod) -> float:
 
 
 def _entropy_bins(counts: NDArray[np.int64]) -> int:
-    """After how many bins to clip, so that int8 loses the least information.
+    """Return the number of bins after which to clip, such that int8 loses the least information.
 
-    This is TensorRT's calibration (Migacz, "8-bit Inference with TensorRT", GTC 2017): the reference P is the
-    histogram with what is clipped added to its last bin; Q is the histogram merged into 128 levels, each spread evenly
-    over those of its bins that are not empty; the least divergence KL(P || Q) wins. The first bin is counted like the
-    second: a ReLU's zeros are exact in int8, and would outweigh all else. Of equals the
-    largest wins: with few different values, such as grey levels, clipping can cost nothing by this measure.
+    This is TensorRT's calibration (Migacz, "8-bit Inference with TensorRT", GTC 2017). The reference P is the histogram
+    with the clipped counts added to its last bin. Q is the histogram merged into 128 levels, each spread evenly over
+    those of its bins that are not empty. The candidate with the smallest divergence KL(P || Q) wins.
+
+    The first bin counts like the second: a ReLU's zeros are exact in int8, and would outweigh everything else. Of
+    equal candidates the largest wins: with few distinct values, such as grey levels, clipping can cost nothing by this
+    measure.
     """
     weights: NDArray[np.float64] = counts.astype(np.float64)
     if len(weights) > 1:

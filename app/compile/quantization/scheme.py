@@ -1,9 +1,9 @@
-"""Which nodes of a model are quantised, and which of their inputs.
+"""Find the nodes of a model to quantize, and which of their inputs.
 
-Convolutions and products with constant weights, and tables of embeddings. Between them the model stays in float32,
-with two exceptions that let kernels pass on int8: the other branch of an addition to a convolution, and the input of a
-maximum pooling before one. Attention's own products stay in float, too: quantised, they were no faster in OpenVINO
-(it runs a kernel for each step then), and further from PyTorch.
+Convolutions, products with constant weights and embedding tables are quantized. Between them the model stays in
+float32, with two exceptions that let kernels pass on int8: the other branch of an addition to a convolution, and the
+input of a maximum pooling before one. Attention's own products stay in float, too. Quantized, they were no faster in
+OpenVINO, which then runs a kernel for each step, and further from PyTorch.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from app.errors import CompileError
 
-OLDEST_OPSET = 13
-"""The first in which scales have an axis."""
+MIN_OPSET = 13
+"""The first opset in which scales have an axis."""
 
 _FUSED_INTO_REDUCTIONS = {
     *("Add", "Clip", "Div", "Gelu", "Mul", "Relu", "Sigmoid", "Sub", "Tanh"),
@@ -35,7 +35,7 @@ class Port:
 
 @dataclass(frozen=True)
 class Weight:
-    """A constant input; ``axis`` is the one of its channels, each with a scale of its own."""
+    """A constant input. ``axis`` is that of its channels, of which each has its own scale."""
 
     port: Port
     axis: int
@@ -43,9 +43,9 @@ class Weight:
 
 @dataclass(frozen=True)
 class Layer:
-    """What is quantised, or left in float, as one.
+    """The inputs that are quantized, or left in float, together.
 
-    ``activations`` are the ports whose values are quantised per tensor, at least one; a table of embeddings has none.
+    ``activations`` are the ports whose values are quantized per tensor. An embedding table has none.
     """
 
     name: str
@@ -54,16 +54,16 @@ class Layer:
 
 
 def load_model(source: Path) -> ir.Model:
-    """Read an ONNX file, and give every node a name of its own, the same in every reading.
+    """Read an ONNX file, and give every node a unique name that is the same each time the file is read.
 
     Raises:
-        CompileError: its operators are older than ``OLDEST_OPSET``.
+        CompileError: its opset is older than ``MIN_OPSET``.
     """
     model = ir.load(source)
     opset = model.opset_imports.get("", 0)
-    if opset < OLDEST_OPSET:
+    if opset < MIN_OPSET:
         raise CompileError(
-            f"{str(source)!r} has operators of opset {opset}: expected {OLDEST_OPSET} or later; export it again"
+            f"{str(source)!r} has operators of opset {opset}: expected {MIN_OPSET} or later; export it again"
         )
     taken: set[str] = set()
     for index, node in enumerate(model.graph):
@@ -74,26 +74,26 @@ def load_model(source: Path) -> ir.Model:
 
 
 def find_layers(model: ir.Model) -> list[Layer]:
-    """Every layer that can be quantised, in the order in which they run."""
+    """Return every layer that can be quantized, in execution order."""
     return [layer for node in model.graph if (layer := _layer(node)) is not None]
 
 
 def float_weight(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """What an initialiser of float32 holds; None of any other value."""
+    """Return the content of a float32 initializer; None for any other value."""
     if value is None or not value.is_initializer() or value.is_graph_input():
         return None
     return value.const_value if value.dtype == ir.DataType.FLOAT else None
 
 
 def add_initializer(graph: ir.Graph, name: str, array: NDArray[np.generic]) -> ir.Value:
-    """Give a graph one more constant."""
+    """Add a constant to a graph."""
     value = ir.val(name, const_value=ir.tensor(array, name=name))
     graph.register_initializer(value)
     return value
 
 
 def name_of(node: ir.Node) -> str:
-    """A node's name, which ``load_model`` has given to all."""
+    """Return a node's name. ``load_model`` has named all nodes."""
     assert node.name is not None
     return node.name
 
@@ -120,9 +120,9 @@ def _with_weight(node: ir.Node, axis: int) -> Layer | None:
 
 
 def _before_pooling(node: ir.Node) -> Port:
-    """Where a layer's input is quantised: before a pooling that chooses among its values, which then is in int8.
+    """Return where a layer's input is quantized: before a maximum pooling, which then runs in int8.
 
-    Unless others read the pooling, to whom its values may be worth more.
+    If nodes other than convolutions read the pooling, they keep its float values.
     """
     given = node.inputs[0]
     assert given is not None
@@ -137,7 +137,7 @@ def _before_pooling(node: ir.Node) -> Port:
 
 
 def _residuals(node: ir.Node) -> Iterator[Port]:
-    """What is added to a convolution's output, where the addition runs as part of the convolution's kernel."""
+    """Yield the other input of an addition that runs as a part of the convolution's kernel."""
     if node.op_type != "Conv" or len(node.outputs[0].uses()) != 1:
         return
     (use,) = node.outputs[0].uses()
@@ -148,19 +148,19 @@ def _residuals(node: ir.Node) -> Iterator[Port]:
         return
     producer = other.producer()
     both_are_convolutions = producer is not None and producer.op_type == "Conv" and len(other.uses()) == 1
-    if not (both_are_convolutions and use.idx == 1):  # then one of the two is enough
+    if not (both_are_convolutions and use.idx == 1):  # one of two convolutions is enough
         yield _port(use.node, 1 - use.idx)
 
 
 def _is_reduced(value: ir.Value | None) -> bool:
-    """Whether a maximum or minimum over an axis reaches a value with little in between.
+    """Return True if a maximum or minimum over an axis produces the value, with only fusable nodes in between.
 
-    OpenVINO 2026.4 fuses the QuantizeLinear behind into these, and then answers other numbers.
+    OpenVINO 2026.4 fuses the following QuantizeLinear into the reduction, and then returns wrong numbers.
     """
     values, seen = [value], set[ir.Node]()
     while values:
-        before = values.pop()
-        producer = before.producer() if before is not None else None
+        current = values.pop()
+        producer = current.producer() if current is not None else None
         if producer is None or producer in seen:
             continue
         if producer.op_type in ("ReduceMax", "ReduceMin"):

@@ -1,46 +1,50 @@
-"""Find how to quantise a model: the calibration that holds the gates, with layers in float where that takes some."""
+"""Find how to quantize a model: the calibration that passes the gates, and the layers that have to stay in float."""
 
 import shutil
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+import numpy as np
+from numpy.typing import NDArray
 
 from app.compile.quantization.observe import observe
 from app.compile.quantization.qdq import FP8, INT8, write_quantized
 from app.compile.quantization.ranges import Histogram, threshold
 from app.compile.quantization.scheme import Layer, find_layers, load_model
-from app.compile.quantization.sensitivity import most_sensitive_first
 from app.compile.quantization.smoothing import STRENGTH, smooth
 from app.config import CalibrationConfig, CalibrationMethod
+from app.engines.onnxruntime import open_oracle
 from app.errors import CompileError
 from app.repository.manifest import Quantization
-from app.tensors import Tensors
+from app.tensors import OUTPUT, Tensors
 
 _AUTO: tuple[CalibrationMethod, ...] = ("percentile", "minmax", "entropy")
-"""What ``auto`` tries, most promising first: it clips the rarest values alone, then none, then more."""
+"""The methods that ``auto`` tries, most promising first: clip only the rarest values, then none, then more."""
 
-_FEWEST_ROWS = 16
-"""Of samples; a recipe cannot ask for fewer, but a training split may have fewer."""
+_MIN_ROWS = 16
+"""Minimum number of samples. Recipes cannot ask for fewer, but a training split may have fewer."""
+
+_RANKING_ROWS = 16
+"""Number of samples by which layers are ranked."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a judge says of a quantised file.
-
-    ``loss`` is how far it is from PyTorch, and ranks files that failed; infinite of one that an engine cannot run.
-    """
+    """The evaluation of a quantized file."""
 
     failures: tuple[str, ...]
-    """A sentence for each gate that it does not hold, or why it cannot be run."""
+    """A sentence for each failed gate, or the reason why the file cannot run."""
 
     loss: float
+    """Distance from PyTorch, by which failed files are ranked. Infinite if an engine cannot run the file."""
 
     @property
     def passed(self) -> bool:
-        """Whether every gate holds."""
+        """Whether the file passes every gate."""
         return not self.failures
 
     def __str__(self) -> str:
@@ -48,34 +52,35 @@ class Verdict:
         return f"{'passes' if self.passed else 'fails'}, {self.loss:.4g} from PyTorch{reasons}"
 
 
-JudgeFile = Callable[[Path], Verdict]
+EvaluateFile = Callable[[Path], Verdict]
 
 
 def find_quantization(
     source: Path,
     samples: Iterable[Tensors],
     config: CalibrationConfig,
-    judge: JudgeFile,
+    evaluate: EvaluateFile,
     target: Path,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Quantization:
-    """Write ``source`` in int8 to ``target``, such that it passes; if no try does, the one that came closest.
+    """Write ``source`` in int8 to ``target``: an attempt that passes, or if none does, the closest one.
 
-    The calibrations are tried in turn. If none passes with all layers in int8, the layers that hurt most are left in
-    float, half of all at most, with the calibration that came closest; and if that passes too, their weights in int8.
+    The calibration methods are tried in turn. If none passes with all layers in int8, the most sensitive layers stay in
+    float with the closest method, at most half of all layers. If this also passes with their weights in int8, these
+    are quantized.
 
     Args:
-        source: in float32, as ``export_onnx`` writes it.
-        samples: batches of inputs of the training split; iterated several times.
-        judge: compares a file with PyTorch; each call may take a while, so there are few.
-        tell: takes a line on each try.
+        source: a float32 file, as ``export_onnx`` writes it.
+        samples: batches of inputs of the training split. They are iterated several times.
+        evaluate: compares a file with PyTorch. Calls may be slow, so there are few.
+        log: called with a line for each attempt.
 
     Raises:
-        CompileError: too few samples, a model with nothing to quantise, or a value that is not finite or always 0;
-            nothing is at ``target`` then.
+        CompileError: there are too few samples, the model has nothing to quantize, or a value is not finite or always
+            0. Then there is no file at ``target``.
     """
     with _prepared(source, samples, target) as prepared:
-        search = _Search(prepared, judge, tell)
+        search = _Search(prepared, evaluate, log)
         methods = _AUTO if config.method == "auto" else (config.method,)
         attempt = search.by_method(methods) or search.by_exemption(next(iter(samples)))
         attempt.write(prepared.file.with_name("passed.onnx")).replace(target)
@@ -88,12 +93,12 @@ def find_quantization(
 
 
 def quantize_fp8(source: Path, samples: Iterable[Tensors], target: Path) -> Quantization:
-    """Write ``source`` in float8 (e4m3) for TensorRT, with every range up to the largest value that was seen.
+    """Write ``source`` in float8 (e4m3) for TensorRT, without clipping.
 
-    Clipping gains nothing there: small values have as many bits of mantissa as large ones.
+    Clipping gains nothing in a floating-point type: small values have as many bits of mantissa as large ones.
 
     Raises:
-        CompileError: as ``find_quantization``.
+        CompileError: as for ``find_quantization``.
     """
     with _prepared(source, samples, target) as prepared:
         whole = prepared.file.with_name("whole.onnx")
@@ -104,7 +109,7 @@ def quantize_fp8(source: Path, samples: Iterable[Tensors], target: Path) -> Quan
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A model in float, smoothed where that can be, in a folder of its own; and what was seen of it."""
+    """A float model in a temporary folder, smoothed if possible, and the histograms of its values."""
 
     file: Path
     layers: tuple[Layer, ...]
@@ -112,18 +117,18 @@ class _Prepared:
     smoothing: float
 
     def thresholds(self, method: CalibrationMethod) -> dict[str, float]:
-        """By name of each value that is quantised."""
+        """Return the clipping threshold of each quantized value, by name."""
         return {name: threshold(histogram, method) for name, histogram in self.histograms.items()}
 
 
 @contextmanager
 def _prepared(source: Path, samples: Iterable[Tensors], target: Path) -> Iterator[_Prepared]:
-    """What is quantised; its folder lies beside ``target``, so that a file moves there in one step."""
+    """Smooth and observe the model, in a folder beside ``target``, from which a rename is atomic."""
     _check_samples(samples)
     if not find_layers(load_model(source)):
         raise CompileError(
-            f"{str(source)!r} has no Conv, Gemm or MatMul with constant weights, so nothing to quantise: leave int8 "
-            "and fp8 out of compile.precisions"
+            f"{str(source)!r} has no Conv, Gemm or MatMul with constant weights, so nothing can be quantized: leave "
+            "int8 and fp8 out of compile.precisions"
         )
     with TemporaryDirectory(prefix=".quantization-", dir=target.parent) as folder:
         smoothed = Path(folder) / "smoothed.onnx"
@@ -135,30 +140,30 @@ def _prepared(source: Path, samples: Iterable[Tensors], target: Path) -> Iterato
 
 def _check_samples(samples: Iterable[Tensors]) -> None:
     rows = 0
-    for batch in samples:  # iterating encodes a batch, so stop early
+    for batch in samples:  # stop early, because each iteration encodes a batch
         rows += len(next(iter(batch.values())))
-        if rows >= _FEWEST_ROWS:
+        if rows >= _MIN_ROWS:
             return
     raise CompileError(
-        f"{rows} samples are too few to find int8's ranges: expected {_FEWEST_ROWS} or more; see "
+        f"{rows} samples are too few to find int8's ranges: expected {_MIN_ROWS} or more; see "
         "compile.calibration.samples, and the size of the training split"
     )
 
 
 @dataclass(frozen=True)
 class _Attempt:
-    """One way to quantise what was prepared."""
+    """One way to quantize the prepared model."""
 
     prepared: _Prepared
     method: CalibrationMethod
     thresholds: Mapping[str, float]
     exempt: tuple[Layer, ...] = ()
     weights_only: bool = False
-    """Whether the weights of exempt layers are in int8 all the same: they are most of a file."""
+    """Whether exempt layers still have int8 weights, which are most of a file's size."""
 
     def __str__(self) -> str:
         left = f", {len(self.exempt)} of {len(self.prepared.layers)} layers in float" if self.exempt else ""
-        return f"{self.method}{left}{' but for weights' if self.weights_only else ''}"
+        return f"{self.method}{left}{' except for weights' if self.weights_only else ''}"
 
     def write(self, target: Path) -> Path:
         layers = [layer for layer in self.prepared.layers if layer not in self.exempt]
@@ -169,55 +174,81 @@ class _Attempt:
 
 
 class _Search:
-    """Tries attempts, and keeps the one that came closest."""
+    """Evaluates attempts, and remembers the closest one."""
 
-    def __init__(self, prepared: _Prepared, judge: JudgeFile, tell: Callable[[str], None]) -> None:
+    def __init__(self, prepared: _Prepared, evaluate: EvaluateFile, log: Callable[[str], None]) -> None:
         self._prepared = prepared
-        self._judge = judge
-        self._tell = tell
+        self._evaluate = evaluate
+        self._log = log
         self._verdicts: list[tuple[_Attempt, Verdict]] = []
 
     def by_method(self, methods: Sequence[CalibrationMethod]) -> _Attempt | None:
-        """The first calibration that passes with every layer in int8."""
+        """Return the first method that passes with every layer in int8; None if there is none."""
         attempts = (_Attempt(self._prepared, method, self._prepared.thresholds(method)) for method in methods)
         return next((attempt for attempt in attempts if self._passes(attempt)), None)
 
     def by_exemption(self, samples: Tensors) -> _Attempt:
-        """The closest calibration with the first layers of one ranking in float, as few of them as pass.
+        """Return the closest method with as few of the most sensitive layers in float as pass.
 
-        Their number doubles until it passes, and is then found by bisection: other layers may be fewer. If it does not
-        pass with half of all, the closest attempt.
+        Double their number until the file passes, then bisect. This finds the fewest layers of one ranking. If half of
+        all layers are not enough, return the closest attempt.
         """
         closest, _ = self._closest
-        self._tell(f"int8: no calibration passes with every layer in int8; {closest} came closest: ranking its layers")
-        ranked = most_sensitive_first(self._prepared.file, self._prepared.layers, closest.thresholds, samples)
-        most = len(ranked) // 2
+        self._log(f"int8: no calibration passes with every layer in int8; ranking the layers of the closest, {closest}")
+        ranked = _most_sensitive_first(self._prepared.file, self._prepared.layers, closest.thresholds, samples)
+        max_exempt = len(ranked) // 2
 
         def exempting(count: int) -> _Attempt:
             return replace(closest, exempt=tuple(ranked[:count]))
 
         failed, count = 0, 1
-        while count <= most and not self._passes(exempting(count)):
-            failed, count = count, max(min(2 * count, most), count + 1)
-        if count > most:
+        while count <= max_exempt and not self._passes(exempting(count)):
+            failed, count = count, max(min(2 * count, max_exempt), count + 1)
+        if count > max_exempt:
             attempt, _ = self._closest
-            self._tell(
-                f"int8 fails the gates after {len(self._verdicts)} tries, the last with {most} of {len(ranked)} layers "
-                f"in float; the closest, {attempt}, is kept out: allow more in compile.gates, give more or better "
-                "samples (compile.calibration.samples), or leave int8 out of compile.precisions"
+            self._log(
+                f"int8 fails the gates after {len(self._verdicts)} attempts, the last with {max_exempt} of "
+                f"{len(ranked)} layers in float; the closest, {attempt}, is not published: allow more in "
+                "compile.gates, give more or better samples (compile.calibration.samples), or leave int8 out of "
+                "compile.precisions"
             )
             return attempt
-        fewest = bisect_left(range(count), True, lo=failed + 1, key=lambda fewer: self._passes(exempting(fewer)))
-        lightest = replace(exempting(fewest), weights_only=True)
-        has_weights = any(layer.activations for layer in lightest.exempt)  # a table that is exempt stays in float
-        return lightest if has_weights and self._passes(lightest) else exempting(fewest)
+        count = bisect_left(range(count), True, lo=failed + 1, key=lambda fewer: self._passes(exempting(fewer)))
+        smallest = replace(exempting(count), weights_only=True)
+        has_weights = any(layer.activations for layer in smallest.exempt)  # an exempt embedding table stays in float
+        return smallest if has_weights and self._passes(smallest) else exempting(count)
 
     @property
     def _closest(self) -> tuple[_Attempt, Verdict]:
-        return min(self._verdicts, key=lambda each: each[1].loss)
+        return min(self._verdicts, key=lambda evaluated: evaluated[1].loss)
 
     def _passes(self, attempt: _Attempt) -> bool:
-        verdict = self._judge(attempt.write(self._prepared.file.with_name("attempt.onnx")))
+        verdict = self._evaluate(attempt.write(self._prepared.file.with_name("attempt.onnx")))
         self._verdicts.append((attempt, verdict))
-        self._tell(f"int8, {attempt}: {verdict}")
+        self._log(f"int8, {attempt}: {verdict}")
         return verdict.passed
+
+
+def _most_sensitive_first(
+    source: Path, layers: Sequence[Layer], thresholds: Mapping[str, float], samples: Tensors
+) -> list[Layer]:
+    """Sort layers by the mean squared error of the logits when only this layer is quantized, largest first.
+
+    The errors of layers are small and nearly additive. So the first ones are those to leave in float. A few rows are
+    enough for a ranking.
+    """
+    samples = {name: array[:_RANKING_ROWS] for name, array in samples.items()}
+    expected = _logits(source, samples)
+    with TemporaryDirectory(prefix="rayloom-") as folder:
+        file = Path(folder) / "one_layer.onnx"
+
+        def error(layer: Layer) -> float:
+            write_quantized(source, [layer], thresholds, INT8, file)
+            return float(np.square(_logits(file, samples) - expected).mean())
+
+        return sorted(layers, key=error, reverse=True)
+
+
+def _logits(path: Path, samples: Tensors) -> NDArray[np.float32]:
+    with closing(open_oracle(path)) as engine:
+        return engine.infer(samples)[OUTPUT]

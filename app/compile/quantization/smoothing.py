@@ -1,8 +1,8 @@
 """SmoothQuant: move outliers of activations into weights, where each channel has a scale of its own.
 
 Xiao et al. 2022, arXiv:2211.10438. After a layer norm a few channels are far larger than the others, and one scale for
-all of them leaves these few bits. Each channel j is divided by s_j = max|x_j|^a / max|w_j|^(1 - a), and the weights
-that meet it are multiplied by s_j, which is the same product in float.
+all of them leaves few bits for the others. Each channel j is divided by s_j = max|x_j|^a / max|w_j|^(1 - a), and its
+weights are multiplied by s_j. In float, the product stays the same.
 """
 
 from collections.abc import Iterable
@@ -19,27 +19,27 @@ from app.compile.quantization.scheme import add_initializer, float_weight, load_
 from app.tensors import Tensors
 
 STRENGTH = 0.5
-"""The paper's a: 0 leaves outliers where they are, 1 moves all of them."""
+"""The paper's a. 0 leaves outliers where they are, 1 moves all of them."""
 
 _MOVES = ("Transpose", "Reshape", "Flatten", "Identity")
 
 
 @dataclass(frozen=True)
 class _Group:
-    """A normalised value, and the products with constant weights that read it."""
+    """A normalized value, and the products with constant weights that read it."""
 
     value: ir.Value
     users: tuple[ir.Node, ...]
 
     def weight(self, node: ir.Node) -> NDArray[np.float32]:
-        """Of shape (channels of the value, channels of the product)."""
+        """Return the weights of a product, of shape (channels of the value, channels of the product)."""
         tensor = float_weight(node.inputs[1])
         assert tensor is not None
         return tensor.numpy().T if _transposed(node) else tensor.numpy()
 
 
 def smooth(source: Path, samples: Iterable[Tensors], target: Path) -> bool:
-    """Write the same model in float with smoothed inputs of products after layer norms; False if it has none."""
+    """Write the model with smoothed inputs of the products after layer norms. Return False if it has none."""
     model = load_model(source)
     groups = [group for value in _values(model) if (group := _group(value)) is not None]
     if not groups:
@@ -59,7 +59,7 @@ def _values(model: ir.Model) -> list[ir.Value]:
 
 def _group(value: ir.Value) -> _Group | None:
     users = tuple(node for node, index in value.uses() if index == 0 and _is_product(node))
-    return _Group(value, users) if users and _is_normalised(value) else None
+    return _Group(value, users) if users and _is_normalized(value) else None
 
 
 def _is_product(node: ir.Node) -> bool:
@@ -67,7 +67,7 @@ def _is_product(node: ir.Node) -> bool:
     return weight is not None and len(weight.shape) == 2 and not node.attributes.get_int("transA", 0)
 
 
-def _is_normalised(value: ir.Value) -> bool:
+def _is_normalized(value: ir.Value) -> bool:
     producer = value.producer()
     while producer is not None and producer.op_type in _MOVES:
         moved = producer.inputs[0]
@@ -76,7 +76,7 @@ def _is_normalised(value: ir.Value) -> bool:
 
 
 def _factors(activations: NDArray[np.float32], weights: NDArray[np.float32]) -> NDArray[np.float32]:
-    """s by channel; 1 where a channel, or all that meets it, is always 0 or not finite."""
+    """Return s by channel; 1 for a channel that is always 0 or not finite, or whose weights are."""
     with np.errstate(divide="ignore", invalid="ignore"):
         factors = activations**STRENGTH / weights ** (1 - STRENGTH)
     return np.where(np.isfinite(factors) & (factors > 0), factors, 1.0).astype(np.float32)

@@ -1,4 +1,4 @@
-"""What is compiled: a trained model, its data, and PyTorch's answers that everything made of it is compared with."""
+"""The model to compile, its data, and PyTorch's answers, with which every file and variant is compared."""
 
 import inspect
 from collections.abc import Sequence
@@ -25,43 +25,43 @@ _CALIBRATION_SAMPLES = 512
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A trained model with its prepared data; what follows from them is computed when it is first asked for."""
+class SourceModel:
+    """A trained model with its prepared data."""
 
     trained: TrainedModel
     weights: UPath
     data: ClassificationData
     threads: int
-    """Of PyTorch."""
+    """Cores of this machine, which PyTorch and the engines use."""
 
     accuracy_to_keep: float
-    """Of the trained model on the validation split; that of ``trained`` itself unless it was pruned."""
+    """Validation accuracy of the model before pruning, from which the gates count the accuracy drop."""
 
     reference: Reference
-    """Of ``trained`` on the validation split."""
+    """PyTorch's answers of ``trained`` on the validation split."""
 
     sparse: bool = False
-    """Whether ``trained`` was pruned, two of four weights."""
+    """Whether ``trained`` was pruned to 2:4 sparsity."""
 
     @property
     def signature(self) -> Signature:
-        """What the model takes and gives."""
+        """The model's inputs and outputs."""
         return _signature_of(self.trained)
 
     @property
     def size_bytes(self) -> int:
-        """Of the weights in memory."""
-        return sum(each.nbytes for each in self.trained.model.state_dict().values())
+        """The size of the weights in memory."""
+        return sum(tensor.nbytes for tensor in self.trained.model.state_dict().values())
 
     @property
     def sample(self) -> Tensors:
-        """A real batch to export with, of two rows or more."""
+        """A batch of at least two real rows, for the export."""
         first = next(self.reference.rows.batches()).inputs
         return resized(first, max(2, _num_rows(first)))
 
     @cached_property
     def shares(self) -> dict[int | None, float]:
-        """The share of validation rows that alone are padded to each length; None where inputs are of one size."""
+        """The share of validation rows by padded length. The only key is None if all inputs have one size."""
         rows = self.reference.rows
         counts = zip(self.rows_by_length, map(len, rows.groups), strict=True)
         return {length: count / len(rows) for length, count in counts}
@@ -74,17 +74,17 @@ class Subject:
         return {_length_of(batch, self.signature): batch for batch in firsts}
 
     def profile(self, batch_sizes: Sequence[int]) -> ShapeProfile:
-        """The sizes that the model is measured at, and that plans are built for: lengths of rows, and the longest."""
+        """Return the sizes that TensorRT plans are built for: batch sizes, measured lengths and the maximum length."""
         lengths = {length for length in self.shares if length is not None}
         lengths |= {spec.longest for spec in self.signature.inputs if spec.longest is not None}
         return ShapeProfile(batch_sizes=tuple(sorted(batch_sizes)), lengths=tuple(sorted(lengths)))
 
     def load_test(self) -> LabelledDataset | None:
-        """Read the test split; None if the data has none. Call it once, for the published variant, never to choose."""
+        """Read the test split; None if there is none. Only for the published accuracy, never to choose a variant."""
         return load_test(self.weights.parent / DATA, self.data.processor)
 
     def require_samples(self, count: int | None) -> None:
-        """Refuse to calibrate with more samples than the training split has. Raises CompileError."""
+        """Raise CompileError if the training split has fewer than ``count`` samples."""
         available = len(self.data.train)
         if count is not None and count > available:
             raise CompileError(
@@ -93,7 +93,7 @@ class Subject:
             )
 
     def calibration_batches(self, count: int | None) -> EncodedBatches:
-        """``count`` samples spread over the training split, in batches of like lengths. Raises CompileError."""
+        """Return ``count`` samples from all over the training split, sorted by length. Raises CompileError."""
         self.require_samples(count)
         train = self.data.train
         chosen = np.linspace(0, len(train) - 1, min(count or _CALIBRATION_SAMPLES, len(train)), dtype=int)
@@ -103,23 +103,23 @@ class Subject:
 
 
 def resized(rows: Tensors, size: int) -> Tensors:
-    """``size`` rows: the first of these, or these again and again."""
+    """Return ``size`` rows: the first of ``rows``, repeated if there are too few."""
     return {name: np.resize(array, (size, *array.shape[1:])) for name, array in rows.items()}
 
 
-def pruned(subject: Subject) -> Subject:
-    """The subject with a pruned model, which is to keep the accuracy of the whole one."""
-    trained = replace(subject.trained, model=prune_2_to_4(subject.trained.model))
-    sparse = _subject(trained, subject.weights, subject.data, subject.threads)
-    return replace(sparse, accuracy_to_keep=subject.accuracy_to_keep, sparse=True)
+def pruned(whole: SourceModel) -> SourceModel:
+    """Return the model pruned to 2:4 sparsity. Gates compare it with the accuracy of the whole model."""
+    trained = replace(whole.trained, model=prune_2_to_4(whole.trained.model))
+    sparse = _evaluated(trained, whole.weights, whole.data, whole.threads)
+    return replace(sparse, accuracy_to_keep=whole.accuracy_to_keep, sparse=True)
 
 
-def load_subject(weights: UPath, recipe: Recipe, threads: int) -> Subject:
+def load_source_model(weights: UPath, recipe: Recipe, threads: int) -> SourceModel:
     """Load a weights folder and the prepared data beside it, and run PyTorch over the validation split.
 
     Raises:
-        StorageError: one of them is not there, or a file in it was changed.
-        CompileError: the weights are of another task, or the model takes other inputs than its processor gives.
+        StorageError: a folder is missing, or one of its files was changed.
+        CompileError: the weights are of another task, or the model takes other inputs than its processor makes.
     """
     trained = load_weights(weights)
     if trained.recipe.task != recipe.task:
@@ -129,13 +129,13 @@ def load_subject(weights: UPath, recipe: Recipe, threads: int) -> Subject:
         )
     _check_inputs(trained, weights)
     data = _prepared_data(weights, trained)
-    return _subject(trained, weights, data, threads)
+    return _evaluated(trained, weights, data, threads)
 
 
-def _subject(trained: TrainedModel, weights: UPath, data: ClassificationData, threads: int) -> Subject:
+def _evaluated(trained: TrainedModel, weights: UPath, data: ClassificationData, threads: int) -> SourceModel:
     engine = TorchEngine(trained.model, _signature_of(trained), EngineSettings(threads=threads))
     reference = Reference.of(engine, data.validation)
-    return Subject(trained, weights, data, threads, reference.accuracy, reference)
+    return SourceModel(trained, weights, data, threads, reference.accuracy, reference)
 
 
 def _signature_of(trained: TrainedModel) -> Signature:
@@ -143,7 +143,7 @@ def _signature_of(trained: TrainedModel) -> Signature:
 
 
 def _length_of(batch: Tensors, signature: Signature) -> int | None:
-    """The size that varies beside the rows."""
+    """Return the batch's padded length; None if inputs have one size."""
     if (place := signature.length_axis) is None:
         return None
     name, axis = place
@@ -160,7 +160,7 @@ def _check_inputs(trained: TrainedModel, weights: UPath) -> None:
         inspect.signature(trained.model.forward).bind(**dict.fromkeys(given))
     except TypeError as error:
         raise CompileError(
-            f"the model in {str(weights)!r}, {type(trained.model).__name__}, does not take what its processor gives, "
+            f"the model in {str(weights)!r}, {type(trained.model).__name__}, does not take its processor's outputs "
             f"{', '.join(given)}: {error}; change model.factory or task"
         ) from error
 

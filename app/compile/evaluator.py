@@ -1,0 +1,94 @@
+"""Evaluate ONNX files by the gates, as the reference runtime runs them and as the engine for this CPU does.
+
+The reference runtime is ONNX Runtime on the CPU, which runs quantized files node by node (``open_oracle``).
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from app.checksums import sha256_of_file
+from app.compile.parity import Parity, check_signature, compare, failures
+from app.compile.quantization.search import Verdict
+from app.compile.source_model import SourceModel
+from app.config import ComputePrecision, EngineName, GatesConfig
+from app.engines.base import Engine, EngineSettings
+from app.engines.onnxruntime import open_oracle
+from app.engines.registry import open_engine
+from app.errors import EngineError
+
+
+class Evaluator:
+    """Compares files with PyTorch on the whole validation split. Results are cached by the file's sha256."""
+
+    def __init__(self, source_model: SourceModel, gates: GatesConfig, engines: Sequence[EngineName]) -> None:
+        """Evaluate nothing yet.
+
+        Args:
+            engines: engines on which int8 files have to pass the gates as well. Each opens ONNX files.
+        """
+        self._source_model = source_model
+        self._gates = gates
+        self._engines = engines
+        self._parities: dict[str, Parity] = {}
+        self._verdicts: dict[str, Verdict] = {}
+
+    def parity(self, path: Path, precision: ComputePrecision) -> Parity:
+        """Compare the file with PyTorch, on the reference runtime or for bf16 on OpenVINO.
+
+        The reference runtime has no bf16 kernels for CPUs.
+
+        Raises:
+            CompileError: the file has other inputs or outputs than the source model.
+            EngineError: this machine cannot run the file.
+        """
+        content = sha256_of_file(path)
+        if content not in self._parities:
+            self._parities[content] = self._compare(self._open(path, precision), path)
+        return self._parities[content]
+
+    def failures(self, parity: Parity, precision: ComputePrecision) -> tuple[str, ...]:
+        """Return a sentence for each failed gate."""
+        return failures(parity, precision, self._source_model.accuracy_to_keep, self._gates)
+
+    def verdict(self, path: Path) -> Verdict:
+        """Evaluate an int8 file on all engines. Its failures are those of any engine, its loss is the largest.
+
+        The engines differ: without VNNI, sums of int8 products saturate, and OpenVINO fuses nodes that the reference
+        runtime runs one by one.
+        """
+        content = sha256_of_file(path)
+        if content not in self._verdicts:
+            self._verdicts[content] = self._verdict(path)
+        return self._verdicts[content]
+
+    def _verdict(self, path: Path) -> Verdict:
+        settings = EngineSettings("int8", self._source_model.threads)
+        try:
+            reference = self.parity(path, "int8")
+            others = {name: self._compare(open_engine(name, path, settings), path) for name in self._engines}
+        except EngineError as error:  # the file fails if one engine cannot run it
+            return Verdict((str(error),), math.inf)
+        by_engine = [
+            f"as {name} runs it, {failure}"
+            for name, parity in others.items()
+            for failure in self.failures(parity, "int8")
+        ]
+        loss = max(map(self._loss, (reference, *others.values())))
+        return Verdict((*self.failures(reference, "int8"), *by_engine), loss)
+
+    def _open(self, path: Path, precision: ComputePrecision) -> Engine:
+        if precision == "bf16":
+            return open_engine("openvino", path, EngineSettings("bf16", self._source_model.threads))
+        return open_oracle(path, self._source_model.threads)
+
+    def _compare(self, engine: Engine, path: Path) -> Parity:
+        with closing(engine):
+            check_signature(engine.signature, self._source_model.signature, path)
+            return compare(engine, self._source_model.reference)
+
+    def _loss(self, parity: Parity) -> float:
+        """Return lost accuracy plus lost cosine; infinite if that is NaN."""
+        loss = max(0.0, self._source_model.accuracy_to_keep - parity.accuracy) + 1.0 - parity.cosine
+        return loss if math.isfinite(loss) else math.inf
