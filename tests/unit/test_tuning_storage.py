@@ -120,7 +120,7 @@ def test_a_database_server_keeps_several_studies(postgres: PostgresServer) -> No
     after = resume(postgres.url, name="first")
     assert [each.value for each in after.ended] == [0.25]
     assert ask(after) == left
-    with pytest.raises(TuningError, match="never share"):
+    with pytest.raises(TuningError, match="cannot share"):
         create(postgres.url, name="second")
 
 
@@ -175,7 +175,7 @@ def test_a_study_on_an_object_store_goes_on_on_another_machine(
     assert sorted(folder.name for folder in (tmp_path / "trials").iterdir()) == ["0000", "0001"]
     assert capsys.readouterr().out.count("its training is lost") == 2
     assert [ask(after), ask(after)] == [running, 2]
-    with pytest.raises(TuningError, match=r"study 'one' is in memory://.*bucket/studies/one\.db already"):
+    with pytest.raises(TuningError, match=r"study 'one' exists in memory://.*bucket/studies/one\.db already"):
         create(location_on(tmp_path / "second", bucket))
 
 
@@ -224,7 +224,7 @@ def test_a_study_is_copied_while_the_search_goes_on_and_only_if_it_has_changed(
     assert location.file is not None
     taken = Snapshots(location.file, lambda copy: copies.append(copy.read_bytes()))
     assert [taken.take(), taken.take()] == [True, False]
-    study.note_seconds(7.0)
+    study.record_seconds(7.0)
     assert [taken.take(), taken.take()] == [True, False]
     taken.close()
     assert len(copies) == 2
@@ -251,7 +251,7 @@ def test_a_study_that_cannot_be_copied_is_a_warning_and_at_the_end_an_error(
         with keep_snapshots(location, scratch):
             if seconds:
                 monkeypatch.setattr(location.remote.fs, "put_file", refuse)
-                study.note_seconds(seconds)
+                study.record_seconds(seconds)
                 wait_until(is_said)
 
     with scratch_folder() as copied:
@@ -278,7 +278,7 @@ def test_a_search_that_fails_keeps_its_study_on_disk_only_if_it_cannot_be_copied
         with keep_snapshots(location, scratch):
             if is_away:
                 monkeypatch.setattr(location.remote.fs, "put_file", refuse)
-            study.note_seconds(7.0)
+            study.record_seconds(7.0)
             raise TuningError("every trial failed")
 
     with pytest.raises(TuningError, match="every trial failed"), scratch_folder() as scratch:

@@ -374,15 +374,15 @@ def test_a_trial_that_waits_is_known_to_the_sampler_and_goes_on_after_a_restart(
     first = before.ask(MAX_TRIALS)
     assert first is not None
     before.report(first.number, 1, 0.4, cost=-0.4)
-    before.wait(first.number)
+    before.pause(first.number)
     after = resume(url)
     second = after.ask(MAX_TRIALS)
     assert second is not None
     assert second.number == 1  # the first one is not begun anew
-    assert after.go_on(first.number) == first
+    assert after.unpause(first.number) == first
     after.report(first.number, 2, 0.7, cost=-0.7)
     after.complete(first.number, [0.7], stopped_early=False)
-    after.wait(second.number)
+    after.pause(second.number)
     after.end_running("not promoted")
     states = [each.state for each in resume(url).ended]
     assert states == [TrialState.COMPLETE, TrialState.PRUNED]
@@ -399,9 +399,9 @@ def test_trials_that_wait_are_not_read_anew_and_all_that_is_written_is_known(url
     number = ask(study)
     event.remove(TrialModel, "load", note)
     assert set(read) == {11, 12}, "but for the one that was written last, and the new one"
-    study.note_failure(number, "killed")
+    study.record_failure(number, "killed")
     study.fail(number, "killed again")
-    study.go_on(3)
+    study.unpause(3)
     study.report(3, 2, 0.5, cost=-0.5)
     study.complete(3, [0.5], stopped_early=False)
     known = study.study.get_trials(deepcopy=False)
