@@ -6,7 +6,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from app.config import Recipe, TrainConfig
+from app.config import AutoPlan, PlanConfig, Recipe, TrainConfig
 from app.data.prepared import PreparedData
 from app.errors import PlanError
 from app.models.factory import blueprint_of
@@ -70,18 +70,17 @@ def longest_inputs(data: PreparedData) -> dict[str, Tensor]:
     return {name: torch.as_tensor(array) for name, array in data.train.batch([longest]).inputs.items()}
 
 
-def problem_of(subject: Subject, cluster: Cluster) -> Problem:
+def problem_of(subject: Subject, cluster: Cluster, calibration: Calibration | None = None) -> Problem:
     """Return what is searched: the recipe's model, batch and rules on all of the cluster's devices."""
     config = subject.recipe.train
     is_gpu = cluster.device.kind == "gpu"
     on_cluster = config.model_copy(update={"workers": cluster.devices, "device": cluster.device.kind})
-    calibration = None if is_gpu else read_calibration(cluster, config.precision)
     return Problem(
         profile=subject.profile,
         cluster=calibration.apply(cluster) if calibration else cluster,
         setting=on_cluster.setting(subject.profile.traits, subject.inputs),
         global_batch=config.global_batch_size,
-        base=config.plan,
+        base=PlanConfig() if isinstance(config.plan, AutoPlan) else config.plan,
         rates=calibration.rates if calibration else None,
         optimizer_numbers=_optimizer_numbers(config),
         context=CONTEXT_BYTES if is_gpu else (calibration and calibration.context_bytes) or CPU_CONTEXT_BYTES,
@@ -111,7 +110,7 @@ def calibrate(subject: Subject, cluster: Cluster, data: PreparedData) -> Calibra
     found = measure_machine(cluster.devices, config.precision, max(1, int(config.cpus_per_worker)))
     calibration = found.with_plans(known.plans if known else [])
     calibration.save()
-    candidates = search(problem_of(subject, cluster)).candidates[:_MEASURED_PLANS]
+    candidates = search(problem_of(subject, cluster, calibration)).candidates[:_MEASURED_PLANS]
     runs = [measure_plan(subject.recipe, data, candidate, subject.name) for candidate in candidates]
     calibration = calibration.with_plans(runs)
     calibration.save()
@@ -120,9 +119,9 @@ def calibrate(subject: Subject, cluster: Cluster, data: PreparedData) -> Calibra
 
 def find_plans(subject: Subject, cluster: Cluster) -> tuple[Problem, Findings]:
     """Return the plans that fit, fastest first. Where one has run on this machine, the measured time counts."""
-    problem = problem_of(subject, cluster)
-    findings = search(problem)
     calibration = read_calibration(cluster, subject.profile.precision) if cluster.device.kind == "cpu" else None
+    problem = problem_of(subject, cluster, calibration)
+    findings = search(problem)
     return problem, with_measurements(findings, calibration, subject.name) if calibration else findings
 
 

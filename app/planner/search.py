@@ -53,7 +53,12 @@ class Candidate:
     @property
     def step_s(self) -> float:
         """The measured time of a step; without one the predicted."""
-        return self.measured_step_s or self.time.step_s * self.scale
+        return self.measured_step_s or self.predicted_step_s
+
+    @property
+    def predicted_step_s(self) -> float:
+        """The predicted time of a step, with what like plans have taught."""
+        return self.time.step_s * self.scale
 
     @property
     def samples_per_s(self) -> float:

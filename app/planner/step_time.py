@@ -131,10 +131,27 @@ def _stage_time(
             spent[collective.group] += collective_s(collective, plan, cluster, rates) / plan.accumulation
     exposed = 1 - rates.overlap if stack.hides_model_parallel else 1.0
     tensor_s, send_s = spent["tensor"] * exposed, spent["pipeline"] * exposed
-    # Python launches kernels ahead of the device: the slower of both sets the pace.
+    host_s = host_forward_s + host_backward_s + _framework_s(plan, stack, stage)
     device_s = forward + backward + tensor_s
-    slack_s = max(0.0, host_forward_s + host_backward_s - device_s)
+    # Python launches kernels ahead of a GPU: the slower of both sets the pace. A processor does both, one after another.
+    slack_s = host_s if cluster.device.kind == "cpu" else max(0.0, host_s - device_s)
     return _StageTime(forward + slack_s / 3, backward + 2 * slack_s / 3, tensor_s, send_s)
+
+
+_HOOK_S = {0: 0.0, 1: 10e-6, 2: 20e-6, 3: 150e-6}
+"""Seconds of DeepSpeed's Python for a parameter and micro-batch, by ZeRO stage. Not validated on GPUs."""
+_PIPELINE_S = 1e-3
+"""The same for a stage's instructions of a micro-batch."""
+_TENSORS = 8
+"""Parameters of a layer, where they are not known."""
+
+
+def _framework_s(plan: ParallelPlan, stack: Stack, stage: Stage) -> float:
+    """Return the seconds that the framework's own Python takes for a micro-batch."""
+    if stack.family != "rayloom":
+        return 0.0
+    tensors = sum(len(layer.tensor_sizes) or _TENSORS for layer in stage)
+    return tensors * _HOOK_S[plan.zero_stage] + (_PIPELINE_S if plan.pipeline > 1 else 0.0)
 
 
 def _fused(work: Work, stack: Stack) -> Work:

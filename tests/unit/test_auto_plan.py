@@ -69,6 +69,7 @@ def test_the_fastest_measured_plan_wins(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_model_that_zero_1_cannot_hold_gets_a_plan_that_can(tmp_path: Path) -> None:
     chosen = _choose(_large(tmp_path, layers=36, width=3072), cluster_of("8xt4"))
     assert "ZeRO 1 does not fit" in chosen.reason
+    assert type(chosen.plan) is PlanConfig
     assert chosen.predicted is not None
     assert chosen.predicted.memory.total < cluster_of("1xt4").device.memory
 
