@@ -133,7 +133,7 @@ def _stage_time(
     tensor_s, send_s = spent["tensor"] * exposed, spent["pipeline"] * exposed
     host_s = host_forward_s + host_backward_s + _framework_s(plan, stack, stage)
     device_s = forward + backward + tensor_s
-    # Python launches kernels ahead of a GPU: the slower of both sets the pace. A processor does both, one after another.
+    # Python launches kernels ahead of a GPU: the slower of both sets the pace. A processor does one after the other.
     slack_s = host_s if cluster.device.kind == "cpu" else max(0.0, host_s - device_s)
     return _StageTime(forward + slack_s / 3, backward + 2 * slack_s / 3, tensor_s, send_s)
 
