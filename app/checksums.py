@@ -7,7 +7,7 @@ from pathlib import Path
 from upath import UPath
 
 from app.errors import StorageError
-from app.storage import Advance, no_op, write_atomically
+from app.storage import ProgressCallback, no_op, write_atomically
 
 CHECKSUMS_FILE = "SHA256SUMS"
 _PIECE_BYTES = 2**22
@@ -18,19 +18,19 @@ def sha256_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def sha256_of_file(path: Path | UPath, advance: Advance = no_op) -> str:
+def sha256_of_file(path: Path | UPath, on_progress: ProgressCallback = no_op) -> str:
     """The hexadecimal sha256 of a file's content, which is read in pieces."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):
             digest.update(piece)
-            advance()
+            on_progress()
     return digest.hexdigest()
 
 
-def checksums_of(files: Iterable[Path | UPath], advance: Advance = no_op) -> dict[str, str]:
+def checksums_of(files: Iterable[Path | UPath], on_progress: ProgressCallback = no_op) -> dict[str, str]:
     """The sha256 of each file, by name."""
-    return {path.name: sha256_of_file(path, advance) for path in sorted(files, key=str)}
+    return {path.name: sha256_of_file(path, on_progress) for path in sorted(files, key=str)}
 
 
 def read_verified(file: UPath, sha256: str) -> bytes:
@@ -87,7 +87,7 @@ class VerifiedFolder:
         return read_verified(self.path / name, self.sha256_of(name))
 
 
-def verify_checksums(folder: UPath, advance: Advance = no_op) -> None:
+def verify_checksums(folder: UPath, on_progress: ProgressCallback = no_op) -> None:
     """Compare every file of ``folder`` with its checksum.
 
     Raises:
@@ -99,7 +99,7 @@ def verify_checksums(folder: UPath, advance: Advance = no_op) -> None:
         raise StorageError(f"{str(folder / missing[0])!r} is missing: make it again")
     if unknown := sorted(files.keys() - expected.keys()):
         raise StorageError(f"{str(path)!r} does not name {unknown[0]!r}: one of them was changed; make it again")
-    for name, given in checksums_of(files.values(), advance).items():
+    for name, given in checksums_of(files.values(), on_progress).items():
         if given != expected[name]:
             raise StorageError(_changed(files[name], given, expected[name]))
 

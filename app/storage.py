@@ -20,12 +20,12 @@ HOME = Path(os.environ.get("RAYLOOM_HOME", "~/.rayloom")).expanduser()
 _CACHE_LISTINGS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl")
 """Protocols whose drivers cache listings, which hides writes of other processes. Other drivers reject the option."""
 
-Advance = Callable[[], None]
-"""Hears that reading or writing goes on, piece by piece: storage may be slow, and does not hang meanwhile."""
+ProgressCallback = Callable[[], None]
+"""Called after each piece that is read or written, so that slow storage is not taken for a hang."""
 
 
 def no_op(*_: object) -> None:
-    """Do nothing: the callback of a caller that listens to none."""
+    """Do nothing: the default of optional callbacks."""
 
 
 def to_path(location: str | Path) -> UPath:
@@ -88,17 +88,17 @@ def local_folder(folder: UPath) -> Iterator[Path]:
 
 
 @contextmanager
-def local_copy(folder: UPath, advance: Advance = no_op) -> Iterator[Path]:
+def local_copy(folder: UPath, on_progress: ProgressCallback = no_op) -> Iterator[Path]:
     """``folder`` itself where it lies on a disk, else a temporary copy of it."""
     with local_folder(folder) as local:
         if not is_local(folder):
-            folder.fs.get(f"{folder.path}/", f"{local}/", recursive=True, callback=_Heard(advance))
+            folder.fs.get(f"{folder.path}/", f"{local}/", recursive=True, callback=_ProgressReporter(on_progress))
         yield local
 
 
-def upload(file: Path, target: UPath, advance: Advance = no_op) -> None:
+def upload(file: Path, target: UPath, on_progress: ProgressCallback = no_op) -> None:
     """Copy a file from this machine's disk into storage."""
-    target.fs.put(str(file), target.path, callback=_Heard(advance))
+    target.fs.put(str(file), target.path, callback=_ProgressReporter(on_progress))
 
 
 def write_atomically(path: UPath, data: bytes) -> None:
@@ -119,15 +119,15 @@ def write_atomically(path: UPath, data: bytes) -> None:
         path.write_bytes(data)
 
 
-class _Heard(Callback):  # type: ignore[misc]
-    """Tells of each piece that fsspec copies, of every file of a folder."""
+class _ProgressReporter(Callback):  # type: ignore[misc]
+    """Calls ``on_progress`` for each piece that fsspec copies, of every file of a folder."""
 
-    def __init__(self, advance: Advance) -> None:
+    def __init__(self, on_progress: ProgressCallback) -> None:
         super().__init__()
-        self._advance = advance
+        self._on_progress = on_progress
 
     def call(self, *_: Any, **__: Any) -> None:
-        self._advance()
+        self._on_progress()
 
     def branched(self, *_: Any, **__: Any) -> Self:
         return self

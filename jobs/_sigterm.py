@@ -1,4 +1,4 @@
-"""``ray job stop`` sends SIGTERM to a job."""
+"""Handling of SIGTERM, which ``ray job stop`` sends to a job."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -7,12 +7,12 @@ from types import FrameType
 
 
 @contextmanager
-def on_sigterm(ask: Callable[[], None], answer: str) -> Iterator[None]:
-    """What runs inside is asked to end, and ``answer`` printed; before and after, the signal ends the job."""
+def on_sigterm(request_stop: Callable[[], None], consequence: str) -> Iterator[None]:
+    """On SIGTERM inside the block, print ``consequence`` and call ``request_stop`` instead of ending the job."""
 
     def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        print(f"asked to stop: {answer}", flush=True)
-        ask()
+        print(f"asked to stop: {consequence}", flush=True)
+        request_stop()
 
     before = signal.signal(signal.SIGTERM, stop)
     try:

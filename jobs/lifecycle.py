@@ -10,9 +10,9 @@ from app.errors import RayloomError
 from app.runs import RESULT_FILE, Outcome, Result, Run, Step, execute, has_succeeded
 from app.storage import write_atomically
 from app.tasks import find_processor
-from app.training.coordination.control import requested
-from app.training.coordination.heartbeat import require_silence
+from app.training.coordination.heartbeat import require_not_running
 from app.training.resume import newest_unfinished, start_or_resume
+from app.training.stop_request import read_stop_request
 from jobs._runner import main
 from jobs.compile import compile_on_node
 from jobs.deploy import deploy
@@ -71,7 +71,7 @@ def _search(run: Run, before: str | None) -> Result:
         print(f"search {search.run_id} is over already", flush=True)
         return Result.model_validate_json((search.folder / RESULT_FILE).read_bytes())
     if search.was_opened:
-        require_silence(search.folder)
+        require_not_running(search.folder)
         print(f"search {search.run_id} goes on", flush=True)
     return _step(search, tune)
 
@@ -97,7 +97,7 @@ def _step(run: Run, step: Step) -> Result:
 
 def require_no_request(training: Run) -> None:
     """Go on, unless the run was asked to stop or pause too late for its training to hear of it. Raises RayloomError."""
-    if requested(training.folder):
+    if read_stop_request(training.folder):
         raise RayloomError(
             f"asked to stop after train, whose run {training.run_id} is finished: "
             "go on with jobs.compile and jobs.deploy"

@@ -7,48 +7,47 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from app.config import TrainConfig
 from app.runs import Outcome, Run
-from app.telemetry.alerts import Action
-from app.training.coordination.control import request
 from app.training.coordination.topology import require_room_for_groups
 from app.training.ray_worker import fit, resources_of, worker_slots
 from app.training.records import Ending
 from app.training.resume import start_or_resume
 from app.training.run import finish_run, open_run, prepare_run
+from app.training.stop_request import StopRequest, request_stop
 from app.warnings import warn
 from jobs._cluster import connect, may_grow, require, training_cluster
 from jobs._runner import main
 from jobs._sigterm import on_sigterm
 
-_ROOM_TIMEOUT_S = 15.0
+_RESOURCES_TIMEOUT_S = 15.0
 
 
 def train(run: Run) -> Outcome:
-    """Check everything, train on the cluster, keep the best weights."""
+    """Check everything, train on the cluster, and publish the best weights."""
     data = prepare_run(run, training_cluster)
     config = run.recipe.train
     _set_timeouts(config)
     connect()
-    least = config.worker_counts[0]
-    require(resources_of(config, least), f"train.workers, of which there are {least},")
+    min_workers = config.worker_counts[0]
+    require(resources_of(config, min_workers), f"train.workers, of which there are {min_workers},")
     if not may_grow():
-        require_room_for_groups(config.plan, least, worker_slots(config))
+        require_room_for_groups(config.plan, min_workers, worker_slots(config))
     open_run(run, data)
-    with on_sigterm(lambda: request(run.folder, Action.STOP), "keeping the state"):
+    with on_sigterm(lambda: request_stop(run.folder, StopRequest.STOP), "keeping the state"):
         ending = _fit(run)
     return finish_run(run, data, ending)
 
 
 def _set_timeouts(config: TrainConfig) -> None:
-    """Ray Train reads them from the driver's environment."""
-    # A frozen process: the other workers notice, but a single one has no other.
+    """Set Ray Train's timeouts, which it reads from the driver's environment."""
+    # For a single worker: if its process is frozen, there is no other worker whose watchdog would notice.
     os.environ["RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"] = str(config.hang_timeout_s)
-    least, most = config.workers_range
-    if least < most:  # when a node is lost, Ray first waits for room for as many workers as there were
-        os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(_ROOM_TIMEOUT_S)
+    min_workers, max_workers = config.workers_range
+    if min_workers < max_workers:  # when a node is lost, Ray first waits for resources for as many workers as before
+        os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(_RESOURCES_TIMEOUT_S)
 
 
 def _fit(run: Run) -> Ending:
-    """Train with Ray; if Ray's own controller of the run is lost, once more from the last checkpoint."""
+    """Train with Ray. If Ray's controller of the run is lost, resume once from the last checkpoint."""
     try:
         return fit(run.recipe, run.folder)
     except (ActorDiedError, ActorUnavailableError) as error:

@@ -9,7 +9,7 @@ from app.config import Recipe, TuneConfig
 from app.errors import RecipeError
 from app.runs import Outcome, Run
 from app.storage import open_storage, write_atomically
-from app.training.coordination.heartbeat import held
+from app.training.coordination.heartbeat import run_lock
 from app.training.ray_worker import resources_of
 from app.training.resume import newest_unfinished
 from app.training.run import prepare_run
@@ -52,7 +52,7 @@ def tune(run: Run) -> Outcome:
     study = _study(run, locate, space, config)
     budget = SearchBudget(config.stop, config.objectives[0], study.epochs_trained, study.seconds)
     search = Search(recipe, config, study, run.folder, budget, may_grow())
-    run.hold(held(run.folder))
+    run.hold(run_lock(run.folder))
     with keep_snapshots(location, scratch) as back_up:
         run.open()
         keep_data(data, own_trial, run.folder / DATA)

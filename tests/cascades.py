@@ -5,11 +5,10 @@ import onnx
 from onnx import numpy_helper
 from upath import UPath
 
+from app.artifacts import DATA
 from app.data.classification import ClassificationData, LabelledDataset
-from app.data.cleaning import CleaningReport
-from app.data.examples import Split
+from app.data.examples import CleaningReport, Split
 from app.repository.repository import Repository
-from app.training.run_folder import DATA
 from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, exported
 from tests.toy import LABELS, publish_version
 

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from upath import UPath
 
+from app.artifacts import CHECKPOINTS
 from app.cluster.state import ClusterState
 from app.training.checkpoints.store import CheckpointStore
-from app.training.run_folder import CHECKPOINTS
 from tests.helpers import BIN, ROOT, folder_of, records_of, result_of, run, train_alone, wait_until
 
 MARK = "RAYLOOM_TEST"

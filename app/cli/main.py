@@ -25,8 +25,7 @@ from app.project.scaffold import create_project
 from app.runs import CONFIG_FILE, runs_folder
 from app.serving.protocol.natural import PredictRequest
 from app.storage import absolute_location, to_path
-from app.telemetry.alerts import Action
-from app.training.coordination.control import request
+from app.training.stop_request import StopRequest, request_stop
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Rayloom.")
 recipes = typer.Typer(no_args_is_help=True, help="Look at recipes.")
@@ -106,7 +105,7 @@ def submit(
 @app.command()
 def pause(run_id: str, storage: Storage = None) -> None:
     """Ask a training run to save its state and end. It can be resumed. Its workers notice within a second or two."""
-    request(_train_run(run_id, storage), Action.PAUSE)
+    request_stop(_train_run(run_id, storage), StopRequest.PAUSE)
     print(f"asked {run_id} to pause; go on with: rayloom resume {run_id}")
 
 

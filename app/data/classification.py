@@ -15,22 +15,22 @@ from upath import UPath
 
 from app.checksums import write_checksums
 from app.config import DataConfig
-from app.data.cleaning import CleaningReport, clean
-from app.data.dataset import Batch
-from app.data.examples import Examples, Split
+from app.data.examples import CleaningReport, Examples, Split, clean
+from app.data.prepared import Batch
 from app.data.processor import Processor
 from app.data.sources import load_examples, load_test_examples
 from app.errors import DataError
 from app.storage import write_atomically
 
 LABELS_FILE = "labels.json"
+LINEAR_BASELINE = "linear baseline (character 1- and 2-grams, TF-IDF, logistic regression)"
 _TRAIN, _VALIDATION, _TEST = "train", "validation", "test"
 """File names of the splits, without suffix."""
 
 
 @dataclass(frozen=True)
 class LabelledDataset:
-    """A split, whose inputs a processor turns into tensors."""
+    """A split whose inputs a processor turns into tensors."""
 
     split: Split
     processor: Processor
@@ -40,8 +40,8 @@ class LabelledDataset:
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """Number of characters of each text, of shape (samples,); 0 for pictures, which all have one size."""
-        lengths = (len(given) if isinstance(given, str) else 0 for given in self.split.inputs)
+        """Number of characters of each text, of shape (samples,). 0 for pictures, which all have one size."""
+        lengths = (len(item) if isinstance(item, str) else 0 for item in self.split.inputs)
         return np.fromiter(lengths, np.int64, len(self))
 
     def batch(self, indices: Sequence[int]) -> Batch:
@@ -59,16 +59,16 @@ class ClassificationData:
     processor: Processor
     report: CleaningReport
     test: LabelledDataset | None = None
-    """The test split, used once, on the published version. ``load`` does not read it: see ``load_test``."""
+    """The test split, used once, on the published version. ``load`` leaves it out: see ``load_test``."""
 
     @property
     def facts(self) -> Mapping[str, int]:
-        """The number of labels, and what the processor knows."""
+        """The number of labels, and the processor's facts."""
         return {"num_labels": len(self.labels), **self.processor.facts}
 
     @property
     def tokens_per_sample(self) -> None:
-        """A sample has one target, its class."""
+        """None: a sample has one target, its class."""
 
     @property
     def summary(self) -> str:
@@ -82,8 +82,8 @@ class ClassificationData:
         """sha256 over every input and class of the training and validation splits, in order."""
         digest = hashlib.sha256(json.dumps(self.labels).encode())
         for split in (self.train.split, self.validation.split):
-            for given, label in zip(split.inputs, split.classes, strict=True):
-                content = given.encode() if isinstance(given, str) else given
+            for item, label in zip(split.inputs, split.classes, strict=True):
+                content = item.encode() if isinstance(item, str) else item
                 digest.update(b"%d %d " % (label, len(content)) + content)
         return digest.hexdigest()
 
@@ -120,18 +120,21 @@ class ClassificationData:
 
 
 def prepare(config: DataConfig, processor_type: type[Processor]) -> ClassificationData:
-    """Load, clean, split and fit, the same for the same configuration.
+    """Load, clean and split the examples, and fit the processor. Equal configurations give equal data.
 
     Raises:
-        DataError: the source cannot be read, holds another kind of input than the task takes, or has
-            too few examples or classes.
+        DataError: the source cannot be read, has inputs of a kind that the task does not take, or has too few examples
+            or classes.
     """
     examples = load_examples(config)
     _require_modality(examples, processor_type, f"data.source {config.source!r}")
-    given = _load_test_source(config, processor_type) if config.test_source else None
-    examples, report = clean(examples, config.clean, frozenset(given.inputs if given else ()))
+    test_examples = _load_test_source(config, processor_type) if config.test_source else None
+    examples, report = clean(examples, config.clean, frozenset(test_examples.inputs if test_examples else ()))
     train, validation, labels = split(examples, config)
-    train, test = (train, _to_test_split(given, labels, config)) if given else _hold_out(train, len(examples), config)
+    if test_examples:
+        test: Split | None = _to_test_split(test_examples, labels, config)
+    else:
+        train, test = _hold_out(train, len(examples), config)
     processor = processor_type.fit(train.inputs, config)
     return ClassificationData(
         LabelledDataset(train, processor),
@@ -144,7 +147,7 @@ def prepare(config: DataConfig, processor_type: type[Processor]) -> Classificati
 
 
 def split(examples: Examples, config: DataConfig) -> tuple[Split, Split, list[str]]:
-    """A seeded split with the same share of each class on both sides, and the labels in order."""
+    """Return a seeded split with the same share of each class on both sides, and the labels in order."""
     counts = Counter(examples.labels)
     if len(counts) < 2:
         raise DataError(f"data.source {config.source!r} has the classes {sorted(counts)} after cleaning: expected two")
@@ -189,7 +192,7 @@ def _split_off(whole: Split, size: float, seed: int, failure: str) -> tuple[Spli
     Raises:
         DataError: with the message ``failure``, if there are too few examples.
     """
-    from sklearn.model_selection import train_test_split  # a second to import, which other tasks need not wait for
+    from sklearn.model_selection import train_test_split  # takes a second to import, and other tasks do not need it
 
     try:
         parts = train_test_split(whole.inputs, whole.classes, test_size=size, random_state=seed, stratify=whole.classes)
@@ -229,7 +232,7 @@ def _require_modality(examples: Examples, processor_type: type[Processor], sourc
 
 
 def _load_split(folder: UPath, name: str) -> Split:
-    """The split ``train`` or ``validation`` of a prepared folder."""
+    """Return the split of this name in a prepared folder."""
     import pandas as pd
 
     with (folder / f"{name}.parquet").open("rb") as file:
@@ -243,6 +246,19 @@ def save_labels(labels: list[str], folder: UPath) -> None:
 
 
 def load_labels(folder: UPath) -> list[str]:
-    """The labels that ``save_labels`` wrote."""
+    """Return the labels that ``save_labels`` wrote."""
     labels: list[str] = json.loads((folder / LABELS_FILE).read_bytes())
     return labels
+
+
+def linear_baseline(data: ClassificationData) -> float:
+    """Return the validation accuracy of a linear model of character n-grams, which a larger model has to beat."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+
+    vectors = TfidfVectorizer(analyzer="char", ngram_range=(1, 2), sublinear_tf=True)
+    model = make_pipeline(vectors, LogisticRegression(C=4.0, max_iter=500))
+    train, validation = data.train.split, data.validation.split
+    model.fit(train.inputs, train.classes)
+    return float(model.score(validation.inputs, validation.classes))

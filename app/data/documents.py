@@ -1,4 +1,4 @@
-"""Documents to model: text files and rows of tables, each whole, read and cleaned before the split."""
+"""Documents of language modelling: text files and rows of tables, read and cleaned before the split."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -7,7 +7,7 @@ from upath import UPath
 
 from app.config import CleanConfig, DataConfig
 from app.data.builtin import BUILTIN_DOCUMENTS
-from app.data.cleaning import CleaningReport, Reason
+from app.data.examples import CleaningReport, Reason
 from app.data.sources import TABLE_SUFFIXES, Source, find_builtin, open_source
 
 
@@ -15,13 +15,13 @@ def load_documents(config: DataConfig) -> tuple[list[str], CleaningReport]:
     """Read and clean every document of ``config.source``, in the order of their names.
 
     Raises:
-        DataError: no such source, or a table that cannot be read.
+        DataError: the source does not exist, or a table cannot be read.
     """
     return clean_documents(_read(config), config.clean)
 
 
 def clean_documents(contents: Iterable[bytes | str], config: CleanConfig) -> tuple[list[str], CleaningReport]:
-    """Drop what is not text, empty or there already; what stays is not changed."""
+    """Drop documents that are not text, empty or duplicates. The others are not changed."""
     kept: list[str] = []
     seen: set[str] = set()
     dropped: Counter[Reason] = Counter()
@@ -65,7 +65,7 @@ def _read(config: DataConfig) -> Iterator[bytes | str]:
 
 
 def _files(root: UPath) -> list[UPath]:
-    """Every file below ``root`` that neither is hidden nor lies in a hidden folder."""
+    """Return every file below ``root`` that is not hidden or in a hidden folder, sorted by path."""
     depth = len(root.parts)
     files = [path for path in root.rglob("*") if path.is_file()]
     return sorted((path for path in files if not any(part[0] == "." for part in path.parts[depth:])), key=str)

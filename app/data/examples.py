@@ -1,8 +1,15 @@
-"""Raw examples, as they leave a source and as they stand in a split."""
+"""Raw examples, as a source gives them and as a split keeps them, and their cleaning before the split."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
+
+from pydantic import BaseModel
+from upath import UPath
+
+from app.config import CleanConfig
+from app.storage import write_atomically
 
 Modality = Literal["text", "image"]
 Input = str | bytes
@@ -33,3 +40,85 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.inputs)
+
+
+_REPORT_FILE = "cleaning.json"
+Reason = Literal["not_text", "empty", "unlabelled", "duplicate", "conflicting", "in_test"]
+_WORDS: dict[Reason, str] = {
+    "not_text": "not text in UTF-8",
+    "empty": "empty",
+    "unlabelled": "without a label",
+    "duplicate": "exact duplicates",
+    "conflicting": "under several labels",
+    "in_test": "also in data.test_source",
+}
+
+
+class CleaningReport(BaseModel):
+    """The number of items given, kept, and dropped for each reason."""
+
+    what: Literal["examples", "documents"]
+    given: int
+    kept: int
+    dropped: dict[Reason, int]
+
+    def __str__(self) -> str:
+        reasons = [f"{self.dropped[reason]:,} {words}" for reason, words in _WORDS.items() if reason in self.dropped]
+        return f"{self.given:,} {self.what}, {self.kept:,} kept; dropped: {', '.join(reasons) or 'none'}"
+
+    def save(self, folder: UPath) -> None:
+        """Write the report for ``load``."""
+        write_atomically(folder / _REPORT_FILE, self.model_dump_json(indent=1).encode())
+
+    @classmethod
+    def load(cls, folder: UPath) -> Self:
+        """Return the report that ``save`` wrote."""
+        return cls.model_validate_json((folder / _REPORT_FILE).read_bytes())
+
+
+def clean(
+    examples: Examples, config: CleanConfig, in_test: Collection[Input] = frozenset()
+) -> tuple[Examples, CleaningReport]:
+    """Drop examples that would harm training or validation. The first of several equal inputs is kept.
+
+    An input with several labels has no right answer, so all of its copies are dropped. Texts are compared without the
+    white space around them. Cleaning comes before the split, because a duplicate on both sides of it would be a
+    validation example that the model was trained on. For the same reason examples whose input is in ``in_test``, the
+    cleaned test inputs, are dropped, whatever their label.
+    """
+    labels_of: dict[Input, set[str]] = {}
+    for item, label in examples:
+        if label:
+            labels_of.setdefault(_strip(item), set()).add(label)
+    seen: set[Input] = set()
+    dropped: Counter[Reason] = Counter()
+    inputs, labels = [], []
+    for item, label in examples:
+        key = _strip(item)
+        if reason := "in_test" if key in in_test else _reason_to_drop(key, label, labels_of, seen, config):
+            dropped[reason] += 1
+        else:
+            inputs.append(key)
+            labels.append(label)
+        if label:
+            seen.add(key)
+    report = CleaningReport(what="examples", given=len(examples), kept=len(inputs), dropped=dropped)
+    return Examples(examples.modality, inputs, labels), report
+
+
+def _strip(item: Input) -> Input:
+    return item.strip() if isinstance(item, str) else item
+
+
+def _reason_to_drop(
+    key: Input, label: str, labels_of: dict[Input, set[str]], seen: set[Input], config: CleanConfig
+) -> Reason | None:
+    if not key and config.drop_empty:
+        return "empty"
+    if not label:
+        return "unlabelled"
+    if key in seen and config.deduplicate:
+        return "duplicate"
+    if len(labels_of[key]) > 1:
+        return "conflicting"
+    return None

@@ -58,11 +58,11 @@ def read_idx_folder(folder: UPath, files: IdxFiles) -> Examples:
 
 
 def read_idx(path: UPath, dimensions: int) -> NDArray[np.uint8]:
-    """The unsigned bytes of one file, in so many dimensions.
+    """Return the unsigned bytes of one file as an array of this number of ``dimensions``.
 
     Raises:
-        DataError: the file cannot be read or unpacked, is of another type or number of dimensions, or its length
-            is not what its header says.
+        DataError: the file cannot be read or unpacked, has another type or number of dimensions, or its length
+            contradicts its header.
     """
     content = _read(path)
     magic, header_size = bytes([0, 0, _UNSIGNED_BYTE, dimensions]), 4 + 4 * dimensions
@@ -84,7 +84,7 @@ def read_idx(path: UPath, dimensions: int) -> NDArray[np.uint8]:
 
 
 def _find(folder: UPath, name: str) -> UPath | None:
-    """The file of this name, or else the one in gzip."""
+    """Return the file of this name, or the one in gzip, or None."""
     return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
 
 
@@ -98,9 +98,9 @@ def _require(folder: UPath, name: str, expected: IdxFiles) -> UPath:
 
 
 def _read(path: UPath) -> bytes:
-    """The content, unpacked."""
+    """Return the content, unpacked."""
     try:
         content = path.read_bytes()
         return gzip.decompress(content) if path.suffix == ".gz" else content
-    except (OSError, EOFError, zlib.error) as error:  # what gzip raises for damaged files, beside the file system's
+    except (OSError, EOFError, zlib.error) as error:  # gzip raises the last two for damaged files
         raise DataError(f"{str(path)!r} cannot be read ({error}): expected a whole file; fetch it again") from error

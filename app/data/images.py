@@ -17,12 +17,12 @@ from app.tensors import Tensors, TensorSpec
 
 SETTINGS_FILE = "image.json"
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
-_MOST_PIXELS = 2**26
-"""Decoding takes eight bytes of memory for each, however small the file is."""
+_MAX_PIXELS = 2**26
+"""Decoding takes eight bytes of memory per pixel, however small the file is."""
 
 
 def encode_png(levels: NDArray[np.uint8]) -> bytes:
-    """A grey picture of shape (height, width), from 0 (black) to 255 (white), as a PNG file: nothing is lost."""
+    """Return a grey picture of shape (height, width), from 0 (black) to 255 (white), as a PNG file, without loss."""
     buffer = io.BytesIO()
     Image.fromarray(levels).save(buffer, "PNG")
     return buffer.getvalue()
@@ -38,7 +38,7 @@ class ImageProcessor:
 
     @classmethod
     def fit(cls, inputs: Sequence[Input], config: DataConfig) -> Self:  # noqa: ARG003
-        """Nothing is learned from the inputs: the recipe fixes the shape."""
+        """Return a processor for the recipe's shape. Nothing is learned from the inputs."""
         return cls(config.image)
 
     @property
@@ -51,21 +51,21 @@ class ImageProcessor:
         return {"channels": self._config.channels, "image_size": self._config.size}
 
     def encode(self, inputs: Sequence[Input]) -> Tensors:
-        return {"pixel_values": np.stack([self._decode(given) for given in inputs])}
+        return {"pixel_values": np.stack([self._decode(item) for item in inputs])}
 
-    def _decode(self, given: Input) -> NDArray[np.float32]:
-        """One image, float32 of shape (channels, size, size)."""
+    def _decode(self, item: Input) -> NDArray[np.float32]:
+        """Return one image, float32 of shape (channels, size, size)."""
         size = (self._config.size, self._config.size)
         try:
-            assert isinstance(given, bytes)
-            with Image.open(io.BytesIO(given), formats=FORMATS) as image:
-                if image.width * image.height > _MOST_PIXELS:
+            assert isinstance(item, bytes)
+            with Image.open(io.BytesIO(item), formats=FORMATS) as image:
+                if image.width * image.height > _MAX_PIXELS:
                     raise Image.DecompressionBombError(f"{image.width} x {image.height} pixels")
                 pixels = image.convert("L" if self._config.channels == 1 else "RGB").resize(size)
-        except Image.DecompressionBombError as error:  # Pillow's own bound is higher
-            raise DataError(f"an image is too large ({error}): scale it down to {_MOST_PIXELS} pixels") from error
-        except Exception as error:  # Pillow's decoders raise what they like on damaged files
-            raise DataError(f"an image of {len(given)} bytes cannot be read: expected a PNG or JPEG file") from error
+        except Image.DecompressionBombError as error:  # Pillow's own limit is higher
+            raise DataError(f"an image is too large ({error}): scale it down to {_MAX_PIXELS} pixels") from error
+        except Exception as error:  # Pillow's decoders raise many kinds of errors for damaged files
+            raise DataError(f"an image of {len(item)} bytes cannot be read: expected a PNG or JPEG file") from error
         values = np.asarray(pixels, np.float32).reshape(*size, self._config.channels) / 127.5 - 1.0
         return values.transpose(2, 0, 1)
 

@@ -1,4 +1,4 @@
-"""Data of language modelling: documents as one array of tokens, cut into blocks; the split is by document."""
+"""Data of language modelling: documents, split, as arrays of tokens that are cut into blocks."""
 
 import hashlib
 import io
@@ -13,9 +13,9 @@ from upath import UPath
 
 from app.checksums import write_checksums
 from app.config import DataConfig
-from app.data.cleaning import CleaningReport
-from app.data.dataset import Batch
 from app.data.documents import load_documents
+from app.data.examples import CleaningReport
+from app.data.prepared import Batch
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
 from app.storage import is_local, write_atomically
@@ -25,9 +25,9 @@ Tokens = NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True)
 class TokenBlocks:
-    """Tokens in blocks of ``block_length``; the target of each is the token after it.
+    """Tokens in blocks of ``block_length``. The target of each token is the next one.
 
-    ``tokens`` is of shape (tokens,); the last ones, if they do not fill a block, are left out.
+    ``tokens`` has shape (tokens,). Tokens at the end that do not fill a block are left out.
     """
 
     tokens: Tokens
@@ -42,7 +42,7 @@ class TokenBlocks:
         return np.full(len(self), self.block_length)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """``input_ids`` and targets, each int64 of shape (batch, block_length)."""
+        """Return ``input_ids`` and targets, each int64 of shape (batch, block_length)."""
         positions = np.asarray(indices, np.int64)[:, None] * self.block_length + np.arange(self.block_length)
         inputs, targets = (self.tokens[positions + shift].astype(np.int64) for shift in (0, 1))
         return Batch({"input_ids": inputs}, targets)
@@ -50,7 +50,7 @@ class TokenBlocks:
 
 @dataclass(frozen=True)
 class LanguageData:
-    """Blocks of the training documents and of those held out, the tokenizer learned from the former."""
+    """Blocks of the training and validation documents, and the tokenizer learned from the training documents."""
 
     train: TokenBlocks
     validation: TokenBlocks
@@ -100,7 +100,7 @@ class LanguageData:
 
     @classmethod
     def load(cls, folder: UPath) -> Self:
-        """What ``save`` wrote; of a local folder, tokens stay on disk until they are asked for."""
+        """Return the data that ``save`` wrote. In a local folder, tokens are read from disk when they are used."""
         tokenizer = LanguageTokenizer.load(folder)
         train, validation = (
             TokenBlocks(_load_tokens(folder / f"{name}.npy"), tokenizer.facts["max_length"])
@@ -110,10 +110,10 @@ class LanguageData:
 
 
 def prepare(config: DataConfig) -> LanguageData:
-    """Load, clean, split and tokenise, the same for the same configuration.
+    """Load, clean, split and tokenise the documents. Equal configurations give equal data.
 
     Raises:
-        DataError: the source cannot be read, or holds too little text for both splits.
+        DataError: the source cannot be read, or has too little text for both splits.
     """
     documents, report = load_documents(config)
     train, validation = _split(documents, config)
@@ -129,7 +129,7 @@ def prepare(config: DataConfig) -> LanguageData:
 
 
 def _split(documents: list[str], config: DataConfig) -> tuple[list[str], list[str]]:
-    """A seeded split by document, so that no part of a validation document was trained on."""
+    """Return a seeded split by document, so that no part of a validation document is trained on."""
     order = np.random.RandomState(config.seed).permutation(len(documents))
     held_out = math.ceil(config.validation_fraction * len(documents))
     if not 0 < held_out < len(documents):

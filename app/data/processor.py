@@ -1,4 +1,4 @@
-"""How natural input becomes a model's tensors: the one protocol behind training, compiling and serving."""
+"""The protocol that turns natural input into a model's tensors, shared by training, compilation and serving."""
 
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Protocol, Self
@@ -17,7 +17,7 @@ class Processor(Protocol):
 
     @classmethod
     def fit(cls, inputs: Sequence[Input], config: DataConfig) -> Self:
-        """A processor made from the training inputs."""
+        """Return a processor fitted on the training inputs."""
         ...
 
     @property
@@ -27,11 +27,11 @@ class Processor(Protocol):
 
     @property
     def facts(self) -> Mapping[str, int]:
-        """What a model factory may want to know, by the name of its argument."""
+        """Properties of the data that a model factory may need, by the name of its argument."""
         ...
 
     def encode(self, inputs: Sequence[Input]) -> Tensors:
-        """One batch. Raises DataError for an input that cannot be read."""
+        """Return one batch. Raises DataError for an input that cannot be read."""
         ...
 
     def save(self, folder: UPath) -> None:
@@ -40,5 +40,5 @@ class Processor(Protocol):
 
     @classmethod
     def load(cls, folder: UPath) -> Self:
-        """The processor that ``save`` wrote. Raises FileNotFoundError."""
+        """Return the processor that ``save`` wrote. Raises FileNotFoundError."""
         ...

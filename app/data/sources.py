@@ -21,7 +21,7 @@ IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
 
 @dataclass(frozen=True)
 class Source:
-    """A source of a recipe. As a string it is the key with its value, for messages."""
+    """A source of a recipe. Its string is the key with its value, for messages."""
 
     uri: str
     key: str = "data.source"
@@ -34,7 +34,7 @@ def load_examples(config: DataConfig) -> Examples:
     """Read every example of ``config.source``.
 
     Raises:
-        DataError: no such source, a format that is not known, a column that is missing, or no rows.
+        DataError: the source does not exist, its format is unknown, a column is missing, or there are no rows.
     """
     source = Source(config.source)
     examples = _read(source, BUILTIN, TRAIN_FILES, config.columns)
@@ -44,7 +44,7 @@ def load_examples(config: DataConfig) -> Examples:
 
 
 def load_test_examples(config: DataConfig) -> Examples:
-    """Read every example of ``config.test_source``, in the formats of ``data.source``; of IDX folders, the test files.
+    """Read every example of ``config.test_source``, in the formats of ``data.source``. IDX folders have test files.
 
     Raises:
         DataError: for the same reasons as ``load_examples``.
@@ -69,7 +69,7 @@ def _read(
 
 
 def find_builtin(source: Source, known: Mapping[str, Found]) -> Found | None:
-    """What ``builtin:NAME`` names among the ``known``; None for any other source. Raises DataError."""
+    """Return the set that ``builtin:NAME`` names; None for other sources. Raises DataError for an unknown name."""
     scheme, _, name = source.uri.partition(":")
     if scheme != "builtin":
         return None
@@ -79,13 +79,13 @@ def find_builtin(source: Source, known: Mapping[str, Found]) -> Found | None:
 
 
 def open_source(source: Source) -> UPath:
-    """The path of a source that is not built in. Raises DataError if there is nothing."""
+    """Return the path of a source that is not built in. Raises DataError if it does not exist."""
     try:
         path = to_path(source.uri).expanduser()
-        found = path.exists()
+        is_there = path.exists()
     except Exception as error:  # each protocol's driver has errors of its own
         raise DataError(f"{source} cannot be opened ({error}): check the URI") from error
-    if not found:
+    if not is_there:
         raise DataError(
             f"{source} does not exist: give builtin:NAME, or the path or URI of a csv, jsonl "
             "or parquet file or of a folder"
@@ -94,7 +94,7 @@ def open_source(source: Source) -> UPath:
 
 
 def _read_examples(path: UPath, source: Source, columns: ColumnsConfig) -> Examples:
-    """A table with a column of texts and one of labels."""
+    """Read a table with a column of texts and one of labels."""
     from app.data.tables import read_table
 
     if path.suffix not in TABLE_SUFFIXES:
@@ -104,12 +104,12 @@ def _read_examples(path: UPath, source: Source, columns: ColumnsConfig) -> Examp
 
 
 def _read_image_folder(root: UPath) -> Examples:
-    """One subfolder a class, as in torchvision's ImageFolder; an input is the content of a file."""
-    found = [
+    """Read a folder with one subfolder per class, as torchvision's ImageFolder does. An input is a file's content."""
+    examples = [
         (file.read_bytes(), folder.name)
         for folder in sorted(root.iterdir(), key=str)
         if folder.is_dir()
         for file in sorted(folder.iterdir(), key=str)
         if file.suffix.lower() in IMAGE_SUFFIXES
     ]
-    return Examples("image", [content for content, _ in found], [label for _, label in found])
+    return Examples("image", [content for content, _ in examples], [label for _, label in examples])

@@ -1,4 +1,4 @@
-"""Tables of texts, read with pandas, which is imported where there is one: it takes a quarter of a second."""
+"""Tables of texts, read with pandas. This module is imported only for tables: pandas takes a quarter of a second."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,10 +16,10 @@ _READERS: dict[str, Callable[..., pd.DataFrame]] = {
 
 
 def read_table(path: UPath, columns: Mapping[str, str]) -> list[list[str]]:
-    """Columns of a csv, jsonl or parquet file, as texts; empty cells become empty texts.
+    """Return columns of a csv, jsonl or parquet file as texts. Empty cells become empty texts.
 
     Args:
-        columns: each column's name, by its key in ``data.columns``.
+        columns: the name of each column, by its key in ``data.columns``.
 
     Raises:
         DataError: the file is not a table, or a column is missing.

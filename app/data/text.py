@@ -1,4 +1,4 @@
-"""Texts as token ids: a byte-pair tokenizer of Hugging Face ``tokenizers``, padded to length buckets."""
+"""Texts as token ids, by a byte-pair tokenizer of Hugging Face ``tokenizers``, padded to length buckets."""
 
 import bisect
 from collections.abc import Mapping, Sequence
@@ -21,12 +21,12 @@ SETTINGS_FILE = "text.json"
 _MAX_PIECE_LENGTH = 4  # characters; longer pieces are too rare to learn from a few thousand texts
 
 
-class _Settings(BaseModel):
+class _TextSettings(BaseModel):
     buckets: list[int]
 
 
 class TextProcessor:
-    """Token ids and their mask, each int64 of shape (batch, length), length one of the buckets."""
+    """Makes token ids and their mask, each int64 of shape (batch, length), where length is one of the buckets."""
 
     modality: ClassVar[Modality] = "text"
 
@@ -61,8 +61,8 @@ class TextProcessor:
     def inputs(self) -> tuple[TensorSpec, ...]:
         limits = {"input_ids": self._tokenizer.get_vocab_size(), "attention_mask": 2}
         return tuple(
-            TensorSpec(name, np.dtype(np.int64), (-1, -1), longest=self._buckets[-1], values_below=below)
-            for name, below in limits.items()
+            TensorSpec(name, np.dtype(np.int64), (-1, -1), longest=self._buckets[-1], values_below=limit)
+            for name, limit in limits.items()
         )
 
     @property
@@ -74,10 +74,10 @@ class TextProcessor:
         }
 
     def encode(self, inputs: Sequence[Input]) -> Tensors:
-        """Ids and mask of a batch, padded to the smallest bucket that holds its longest text."""
-        for given in inputs:
-            if not isinstance(given, str):
-                raise DataError(f"got {type(given).__name__} as an input: expected a text")
+        """Return ids and mask of a batch, padded to the smallest bucket that fits its longest text."""
+        for item in inputs:
+            if not isinstance(item, str):
+                raise DataError(f"got {type(item).__name__} as an input: expected a text")
         rows = self._tokenizer.encode_batch(cast(list[str], list(inputs)))
         length = self._buckets[bisect.bisect_left(self._buckets, max(len(row.ids) for row in rows))]
         for row in rows:
@@ -89,9 +89,9 @@ class TextProcessor:
 
     def save(self, folder: UPath) -> None:
         write_atomically(folder / TOKENIZER_FILE, self._tokenizer.to_str(pretty=True).encode())
-        write_atomically(folder / SETTINGS_FILE, _Settings(buckets=self._buckets).model_dump_json().encode())
+        write_atomically(folder / SETTINGS_FILE, _TextSettings(buckets=self._buckets).model_dump_json().encode())
 
     @classmethod
     def load(cls, folder: UPath) -> Self:
-        settings = _Settings.model_validate_json((folder / SETTINGS_FILE).read_bytes())
+        settings = _TextSettings.model_validate_json((folder / SETTINGS_FILE).read_bytes())
         return cls(Tokenizer.from_str((folder / TOKENIZER_FILE).read_text(encoding="utf-8")), settings.buckets)

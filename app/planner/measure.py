@@ -23,7 +23,7 @@ from app.models.precision import TORCH_DTYPES
 from app.models.staged import Layer, ShardStyle, Tied, cuts_of, layers_of
 from app.models.traits import ModelKind, kind_of, traits_of
 from app.planner.profile import LayerProfile, ModelProfile, SavedActivations, Work
-from app.telemetry.flops import CPU_ATTENTION
+from app.telemetry.mfu import CPU_ATTENTION
 
 _SAMPLES = 2
 """Samples of the pass. Batch norm needs two."""

@@ -5,13 +5,13 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, NonNegativeInt, PositiveInt, model_validator
 
+from app.artifacts import WEIGHTS_FILE
 from app.config import CalibrationMethod, ComputePrecision, EngineName, ServeConfig
 from app.engines.architecture import Device
 from app.engines.base import ShapeProfile, Signature
 from app.engines.registry import runs_module, runs_plans
 from app.errors import RecipeError
 from app.tensors import Tensor
-from app.training.run_folder import WEIGHTS_FILE
 
 MODEL_FILE, PLAN_FILE = "model.onnx", "model.plan"
 

@@ -6,6 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
+from app.artifacts import WEIGHTS_FILE
 from app.config import Percent, ServeConfig, TensorParallelConfig
 from app.engines.registry import runs_module
 from app.errors import RecipeError
@@ -13,7 +14,6 @@ from app.repository.manifest import Manifest, ServingDefaults
 from app.serving.access import Access
 from app.serving.batching.policy import BatchingPolicy, RowsByLength
 from app.serving.cascade.rule import CascadeRule
-from app.training.run_folder import WEIGHTS_FILE
 
 
 class _Config(BaseModel):

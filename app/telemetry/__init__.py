@@ -1,1 +1,1 @@
-"""What a training run says about itself: metrics, profiles, alerts."""
+"""Metrics, profiles and alerts of a training run."""

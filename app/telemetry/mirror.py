@@ -11,7 +11,7 @@ from upath import UPath
 
 from app.background import repeat_in_background
 from app.storage import is_local, write_atomically
-from app.warnings import Attempts
+from app.warnings import BestEffort
 
 _INTERVAL_S = 5.0
 _MAX_SHARE = 0.1
@@ -33,7 +33,7 @@ class Mirror:
         """The folder to write to. On a local disk it may not exist yet."""
         self._copied: dict[str, tuple[int, int]] = {}
         """Modification time and size of each file at its last copy."""
-        self._try_copy = Attempts(f"{str(target)!r} cannot be written and will be retried")
+        self._try_copy = BestEffort(f"{str(target)!r} cannot be written and will be retried")
         self._copy_lock, self._resources = threading.Lock(), ExitStack()
 
     def __enter__(self) -> Self:

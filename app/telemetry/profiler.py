@@ -1,4 +1,4 @@
-"""Profiles of a few training steps: a trace of each worker, and where the first worker's time went."""
+"""Profiles of a few training steps: a trace of each worker, and a summary of the first worker's time."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from upath import UPath
 from app.config import ProfileConfig
 from app.storage import write_atomically
 from app.telemetry.step_time import read_step_time
-from app.warnings import attempt, warn
+from app.warnings import best_effort, warn
 
 PROFILE = "profile"
 """The folder of a run's profile."""
@@ -23,7 +23,7 @@ SUMMARY_FILE = "summary.json"
 
 
 def trace_file(rank: int) -> str:
-    """The name of a worker's trace, as TensorBoard's profiler plugin looks for it."""
+    """Return the name of a worker's trace, as TensorBoard's profiler plugin expects it."""
     return f"rank{rank}.pt.trace.json"
 
 
@@ -31,27 +31,25 @@ class StepProfiler(Protocol):
     """Counts optimizer steps, and profiles some of them."""
 
     def step(self) -> None:
-        """Say that an optimizer step is over."""
+        """Report the end of an optimizer step."""
         ...
 
 
 @contextmanager
 def profile_steps(config: ProfileConfig | None, folder: UPath, rank: int) -> Iterator[StepProfiler]:
-    """Profile the steps inside as ``config`` says; None profiles nothing, and costs nothing.
+    """Profile the steps in the block as ``config`` says. None profiles nothing, and costs nothing.
 
-    Once the active steps are over, or what was inside has ended before them, the worker writes its
-    trace to ``profile/`` in the run's folder; rank 0 also writes ``summary.json``, and prints it.
-
-    Training never fails for its profile: what goes wrong here is printed as a warning.
+    After the active steps, or at the end of the block, the worker writes its trace to ``profile/`` in the run's folder.
+    Rank 0 also writes ``summary.json``, and prints it. Errors are printed as warnings and never stop training.
     """
     if config is None:
         yield _NoProfiler()
         return
-    steps = _TraceProfiler(config, folder / PROFILE, rank)
+    recorder = _TraceProfiler(config, folder / PROFILE, rank)
     try:
-        yield steps
+        yield recorder
     finally:
-        steps.close()
+        recorder.close()
 
 
 class _NoProfiler:
@@ -62,39 +60,39 @@ class _NoProfiler:
 class _TraceProfiler:
     def __init__(self, config: ProfileConfig, folder: UPath, rank: int) -> None:
         self._folder, self._rank = folder, rank
-        self._before, self._total = config.wait + config.warmup, config.wait + config.warmup + config.active
+        self._skipped, self._total = config.wait + config.warmup, config.wait + config.warmup + config.active
         self._steps = 0
         self._profile: profiler.profile | None = profiler.profile(
             schedule=profiler.schedule(wait=config.wait, warmup=config.warmup, active=config.active, repeat=1),
-            on_trace_ready=self._keep,
+            on_trace_ready=self._write_trace,
         )
-        self._do(self._profile.start)
+        self._try(self._profile.start)
 
     def step(self) -> None:
         if self._profile is None:
             return
         self._steps += 1
         if self._steps < self._total:
-            self._do(self._profile.step)
+            self._try(self._profile.step)
         else:
             self.close()
 
     def close(self) -> None:
-        """Stop; a trace that is under way is kept."""
+        """Stop, and write the trace recorded so far."""
         if self._profile is None:
             return
-        if self._steps <= self._before:
-            warn(f"no step was profiled: there were {self._steps}, and train.profile begins after {self._before}")
-        self._do(self._profile.stop)
+        if self._steps <= self._skipped:
+            warn(f"no step was profiled: there were {self._steps}, and train.profile begins after {self._skipped}")
+        self._try(self._profile.stop)
         self._profile = None
 
-    def _do(self, action: Callable[[], None]) -> None:
-        if not attempt(action, f"worker {self._rank} cannot be profiled"):
+    def _try(self, action: Callable[[], None]) -> None:
+        if not best_effort(action, f"worker {self._rank} cannot be profiled"):
             self._profile = None
 
-    def _keep(self, profile: profiler.profile) -> None:
-        """Write the trace; as the first worker, also show and write where the time went."""
-        steps = self._steps - self._before
+    def _write_trace(self, profile: profiler.profile) -> None:
+        """Write the trace. In the first worker, also print and write its summary."""
+        steps = self._steps - self._skipped
         if steps < 1:
             return
         with tempfile.TemporaryDirectory(prefix="rayloom-profile-") as temporary:
@@ -109,4 +107,4 @@ class _TraceProfiler:
 
     def _write(self, name: str, content: bytes) -> None:
         path = self._folder / name
-        attempt(partial(write_atomically, path, content), f"{str(path)!r} cannot be written")
+        best_effort(partial(write_atomically, path, content), f"{str(path)!r} cannot be written")

@@ -1,23 +1,25 @@
-"""What training reports, as those who look on see it."""
+"""The records that training reports: one per step, one per epoch."""
 
+import resource
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict
 
 
 class Record(BaseModel):
-    """One line of ``metrics.jsonl``; NaN and Infinity stand in it as Python's ``json`` writes and reads them."""
+    """One line of ``metrics.jsonl``. NaN and Infinity are written as Python's ``json`` writes and reads them."""
 
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
     kind: ClassVar[Literal["step", "epoch"]]
-    """What it is of, and what has ended with it."""
+    """A step or an epoch, which ends with this record."""
     step: int
     epoch: int
 
     def scalars(self) -> dict[str, float]:
-        """The numbers in it, by their keys, such as ``loss`` and ``memory.peak_bytes``."""
+        """Return its numbers by their keys, such as ``loss`` and ``memory.peak_bytes``."""
         return dict(_scalars("", self.model_dump()))
 
 
@@ -27,3 +29,28 @@ def _scalars(prefix: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, floa
             yield from _scalars(f"{prefix}{name}.", value)
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield f"{prefix}{name}", value
+
+
+class MemoryRecord(BaseModel):
+    """A worker's peak of memory since it started."""
+
+    peak_bytes: int
+    """On a GPU: the peak of its tensors. On a CPU: the peak of the whole process (resident set)."""
+
+    reserved_bytes: int | None = None
+    """The peak that torch's allocator has taken from the GPU."""
+
+    fragmentation: float | None = None
+    """1 - peak / reserved: the share of the reserved memory that no tensor used at the peak."""
+
+
+def memory_record(device: torch.device) -> MemoryRecord:
+    """Return the peak of this process on ``device``. Nothing is reset, so it never falls.
+
+    Fragmentation assumes that both peaks came together. The allocator returns memory only when it must.
+    """
+    if device.type == "cpu":
+        return MemoryRecord(peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)  # Linux counts KiB
+    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    fragmentation = 1 - allocated / reserved if reserved else 0.0
+    return MemoryRecord(peak_bytes=allocated, reserved_bytes=reserved, fragmentation=fragmentation)

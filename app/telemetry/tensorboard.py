@@ -8,7 +8,7 @@ from functools import partial
 
 from app.telemetry.mirror import Mirror
 from app.telemetry.record import Record
-from app.warnings import attempt
+from app.warnings import best_effort
 
 
 @contextmanager
@@ -37,37 +37,36 @@ class TensorBoardLog:
     """Writes records to an event file in ``tensorboard/`` of the run's folder.
 
     Each number of a record becomes a scalar of its step, named by the record's kind and the number's key:
-    ``step/loss``, ``step/memory/peak_bytes``, ``epoch/val_loss``. Of equal numbers in a row, among records that are
-    written together, only the last becomes a scalar.
+    ``step/loss``, ``step/memory/peak_bytes``, ``epoch/val_loss``. Among records that are written together, only the
+    last of equal numbers in a row becomes a scalar.
 
-    Errors never stop training: they are printed as warnings, and ``metrics.jsonl`` has the same
-    records.
+    Errors never stop training. They are printed as warnings, and ``metrics.jsonl`` has the same records.
     """
 
     def __init__(self, mirror: Mirror, first_step: int) -> None:
         """Open a file whose first step is ``first_step``: 1, or the one after the step that is resumed from.
 
-        What earlier files have of that step and of later ones counts no more, so that no step is there twice.
+        TensorBoard then drops that step and later ones from earlier files, so that no step is there twice.
         ``mirror`` is the one of the run's folder.
         """
         self._folder = mirror.folder / TENSORBOARD
-        # SummaryWriter is not used: on a full disk its thread dies, and training then waits for it for ever.
+        # SummaryWriter is not used: on a full disk its thread dies, and training would wait for it forever.
         self._writer: EventsWriter | None = None
-        self._do(partial(self._open, first_step))
+        self._try(partial(self._open, first_step))
 
     def append(self, *records: Record) -> None:
         """Write the numbers of some records."""
-        self._do(partial(self._write, records))
+        self._try(partial(self._write, records))
 
     def close(self) -> None:
-        """Finish the file; what is appended later is lost."""
+        """Finish the file. Later records are lost."""
         if self._writer is not None:
-            self._do(self._writer.close)
+            self._try(self._writer.close)
         self._writer = None
 
-    def _do(self, action: Callable[[], None]) -> None:
-        if not attempt(action, f"{str(self._folder)!r} gets no more records"):
-            self._writer = None  # nothing can be read behind a record that was cut off
+    def _try(self, action: Callable[[], None]) -> None:
+        if not best_effort(action, f"{str(self._folder)!r} gets no more records"):
+            self._writer = None  # readers stop at a torn record
 
     def _open(self, first_step: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ import os
 import sys
 from functools import partial
 
+from app.artifacts import DATA
 from app.config import PlanConfig, Recipe, load_recipe
 from app.errors import RayloomError, UnsharedStorageError
 from app.runs import Outcome, Run, execute
@@ -14,13 +15,12 @@ from app.training.coordination.shared_folder import marked, require_shared
 from app.training.coordination.topology import require_groups_within_nodes
 from app.training.resume import start_or_resume
 from app.training.run import finish_run, open_run, prepare_run
-from app.training.run_folder import DATA
 from app.training.session import train
 from app.training.worker import Worker, keep_freed_memory, leave_process_group, start_worker
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as one process of ``torchrun``, or alone. Returns 0, 1 if it failed, or 2 if the recipe was refused."""
+    """Train as one process of ``torchrun``, or alone. Return 0, 1 if it failed, or 2 if the recipe was refused."""
     parser = argparse.ArgumentParser(prog="python -m app.training", description=__doc__)
     parser.add_argument("recipe", help="path of a recipe, such as recipes/digits.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as train.epochs=3; beats the recipe")
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _load(path: str, overrides: list[str]) -> Recipe:
-    """The recipe with as many workers as there are processes, and storage as a person in this folder means it."""
+    """Load the recipe for this number of processes. A relative storage path is resolved in the current folder."""
     recipe = load_recipe(path, [*overrides, f"train.workers={os.environ.get('WORLD_SIZE', '1')}"])
     return recipe.model_copy(update={"storage": recipe.storage and absolute_location(recipe.storage)})
 
@@ -57,7 +57,7 @@ def _start(worker: Worker, recipe: Recipe) -> Run:
 
 
 def _lead(worker: Worker, run: Run) -> Outcome:
-    """The first process prepares the data, opens the run and keeps the best weights."""
+    """Train as the first process, which also prepares the data, opens the run and publishes the best weights."""
     try:
         data = prepare_run(run)
         open_run(run, data)
@@ -72,17 +72,17 @@ def _lead(worker: Worker, run: Run) -> Outcome:
 
 
 def _follow(worker: Worker, recipe: Recipe) -> None:
-    """Every other process trains on what the first has prepared."""
+    """Train as another process, on the data that the first has prepared."""
     started: tuple[str, str, PlanConfig] | None = worker.broadcast()
     if started is None:
-        return  # the first process says why
+        return  # the first process reports why
     folder, mark, plan = to_path(started[0]), *started[1:]
     try:
         require_shared(worker, folder, mark)
     except UnsharedStorageError:
         return  # the first process reports it
     require_groups_within_nodes(worker, plan)
-    planned = recipe.with_plan(plan)  # of auto, the first process has chosen it
+    planned = recipe.with_plan(plan)  # the first process has chosen it, if it was auto
     train(planned, load_prepared(planned, folder / DATA), worker, folder)
 
 

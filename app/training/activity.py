@@ -1,13 +1,13 @@
-"""What a worker does now, said in one place: the watchdog, a profiler and a clock hear of it."""
+"""The activity of a worker, reported once to the watchdog, to a profiler and to a clock."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from app.storage import Advance, no_op
-from app.telemetry.phases import Phase, phase
+from app.storage import ProgressCallback, no_op
+from app.telemetry.step_time import Phase, phase
 
-_WORDS = {
+_DESCRIPTIONS = {
     Phase.DATA: "reading data",
     Phase.FORWARD: "the forward pass",
     Phase.BACKWARD: "the backward pass",
@@ -18,38 +18,38 @@ _WORDS = {
 class Activity:
     """Follows one worker through its work, phase after phase."""
 
-    def __init__(self, beat: Callable[[str], None] = no_op, advance: Advance = no_op) -> None:
-        """``beat`` is told what the worker begins, each time it has come out of what was before.
+    def __init__(self, beat: Callable[[str], None] = no_op, on_progress: ProgressCallback = no_op) -> None:
+        """``beat`` is called with a description each time that an activity begins, and the last one has ended.
 
-        ``advance`` is told that this goes on.
+        ``on_progress`` is called while an activity makes progress.
         """
-        self._beat, self.advance = beat, advance
-        self._is_whole = False
+        self._beat, self.report_progress = beat, on_progress
+        self._is_undivided = False
         self._seconds = dict.fromkeys(Phase, 0.0)
 
-    def begin(self, doing: str) -> None:
-        """Say what the worker does next, where no phase says it."""
-        self._beat(doing)
+    def begin(self, activity: str) -> None:
+        """Report the next activity, if it is not a phase."""
+        self._beat(activity)
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
-        """What is inside is one phase of a step; phases do not lie inside one another."""
-        if not self._is_whole:
-            self._beat(_WORDS[name])
+        """Report the block as one phase of a step. Phases cannot be nested."""
+        if not self._is_undivided:
+            self._beat(_DESCRIPTIONS[name])
         began = time.monotonic()
         with phase(name):
             yield
         self._seconds[name] += time.monotonic() - began
 
     @contextmanager
-    def whole(self, doing: str) -> Iterator[None]:
-        """What is inside is one piece to the others: not all workers go through the same phases of it."""
-        self._beat(doing)
-        self._is_whole = True
+    def undivided(self, activity: str) -> Iterator[None]:
+        """Report the block as one activity. Not all workers go through the same phases of it."""
+        self._beat(activity)
+        self._is_undivided = True
         yield
-        self._is_whole = False
+        self._is_undivided = False
 
     def start_clock(self) -> Mapping[Phase, float]:
-        """Seconds in each phase from now on, until the clock is started again."""
+        """Return a mapping that counts the seconds in each phase from now on, until the next call."""
         self._seconds = dict.fromkeys(Phase, 0.0)
         return self._seconds

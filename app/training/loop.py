@@ -1,4 +1,4 @@
-"""The training loop of one worker; the same under Ray Train, under ``torchrun`` and alone."""
+"""The training loop of one worker. It is the same under Ray Train, under ``torchrun`` and alone."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,29 +10,27 @@ import torch
 
 from app.config import TrainConfig
 from app.errors import NonFiniteLossError
-from app.telemetry.alerts import Action
-from app.telemetry.phases import Phase
 from app.telemetry.profiler import StepProfiler
+from app.telemetry.step_time import Phase
 from app.training.activity import Activity
 from app.training.checkpoints.manager import CheckpointManager
 from app.training.checkpoints.state import Position
-from app.training.coordination.exchange import Exchange, LocalStep
-from app.training.data.feed import Feed
-from app.training.data.micro_batch import MicroBatch
-from app.training.early_stopping import should_stop
+from app.training.coordination.sync import LocalStep, StepSync
+from app.training.data.feed import Feed, MicroBatch
 from app.training.engine import TrainingEngine
-from app.training.engine.buffers import average_buffers
-from app.training.engine.objective import Totals
-from app.training.records import EpochRecord
+from app.training.engine.engine import average_buffers
+from app.training.engine.step import LossTotals
+from app.training.records import EpochRecord, should_stop
 from app.training.reporting.meter import Meter
 from app.training.reporting.recorder import Recorder
+from app.training.stop_request import StopRequest
 from app.training.worker import Worker
 from app.warnings import warn
 
 
 @dataclass
 class Loop:
-    """Epoch after epoch of training and validation, from where the run stood."""
+    """Training and validation, epoch after epoch, from the run's current position."""
 
     config: TrainConfig
     total_steps: int
@@ -40,7 +38,7 @@ class Loop:
     engine: TrainingEngine
     feed: Feed
     checkpoints: CheckpointManager
-    exchange: Exchange
+    sync: StepSync
     recorder: Recorder
     meter: Meter
     profiler: StepProfiler
@@ -49,7 +47,7 @@ class Loop:
     records: list[EpochRecord] = field(default_factory=list)
 
     def restore(self, left_out: Iterable[tuple[int, int]] = ()) -> None:
-        """Go to the newest intact checkpoint, or to the start; leave out these batches from then on.
+        """Go to the newest intact checkpoint, or to the start. Leave out these batches, given as (epoch, number).
 
         Raises:
             StorageError: every checkpoint is damaged.
@@ -66,11 +64,11 @@ class Loop:
                 )
         self.position, self.records = (state.position, state.records) if state else (Position(), [])
         self.position.left_out = sorted({*self.position.left_out, *left_out})
-        self.exchange.forget()
-        self.recorder.begin(self.position, self.records)
+        self.sync.forget()
+        self.recorder.open(self.position, self.records)
 
-    def run(self) -> Action:
-        """Train to the end, or until it should stop; then what was asked of the run, with its state kept.
+    def run(self) -> StopRequest:
+        """Train to the end or until a stop request, and save the state. Return the request, or NONE.
 
         Raises:
             NonFiniteLossError: a loss or gradient is not finite.
@@ -83,7 +81,7 @@ class Loop:
                 return request
             self._finish_epoch()
         self.checkpoints.wait()
-        return Action.CONTINUE
+        return StopRequest.NONE
 
     def _is_finished(self) -> bool:
         if self.position.epoch > self.config.epochs or (self._steps_left() <= 0 and not self.position.batches_done):
@@ -103,8 +101,8 @@ class Loop:
     def _steps_left(self) -> int:
         return self.total_steps - self.position.step
 
-    def _train_epoch(self) -> Action:
-        """The rest of the epoch's batches; what was asked of the run, which may end it early."""
+    def _train_epoch(self) -> StopRequest:
+        """Train on the rest of the epoch's batches. Return the request that ended it early, or NONE."""
         position = self.position
         numbers = [
             number
@@ -116,16 +114,17 @@ class Loop:
         for number in numbers:
             self._step(number, stream)
             is_last = number == numbers[-1]
-            keeps = not is_last and self.checkpoints.is_due(position.step)
-            asked = self._tell() if self.exchange.is_due or is_last or keeps else Action.CONTINUE
-            if asked:
-                return asked
-            if keeps:
+            saves = not is_last and self.checkpoints.is_due(position.step)
+            # Sync before a checkpoint: a step that is not finite must not be saved.
+            request = self._sync() if self.sync.is_due or is_last or saves else StopRequest.NONE
+            if request:
+                return request
+            if saves:
                 self.checkpoints.save(position, self.records)
-        return Action.CONTINUE
+        return StopRequest.NONE
 
     def _step(self, number: int, stream: Iterator[MicroBatch]) -> None:
-        """One optimizer step on global batch ``number`` of the epoch."""
+        """Do one optimizer step on global batch ``number`` of the epoch."""
         began, seconds_in = time.monotonic(), self.activity.start_clock()
         accumulation = self.feed.layout.gradient_accumulation
         result = self.engine.train_step(islice(stream, accumulation), self.activity)
@@ -133,7 +132,7 @@ class Loop:
         self.position.batches_done = number + 1
         seconds, last = time.monotonic() - began, self.feed.loader.last
         self.recorder.end_step()
-        self.exchange.add(
+        self.sync.add(
             LocalStep(
                 number,
                 result,
@@ -145,38 +144,38 @@ class Loop:
         )
         self.profiler.step()
 
-    def _tell(self) -> Action:
+    def _sync(self) -> StopRequest:
         """Exchange the last steps with the other workers and record them, up to and including a broken one.
 
         If a checkpoint could not be written, save the current state.
         """
-        self.activity.begin(f"the exchange after step {self.position.step}")
-        exchanged = self.exchange.run()
-        self.position.loss_sum += sum(exchanged.applied_losses)
-        self.position.losses += len(exchanged.applied_losses)
-        self.recorder.record_steps(self.position, exchanged)
-        if exchanged.broken is not None:
-            self._break(exchanged.steps, exchanged.broken)
-        if exchanged.has_lost_state:
+        self.activity.begin(f"the sync after step {self.position.step}")
+        synced = self.sync.run()
+        self.position.loss_sum += sum(synced.applied_losses)
+        self.position.losses += len(synced.applied_losses)
+        self.recorder.record_steps(self.position, synced)
+        if synced.broken is not None:
+            self._raise_non_finite(synced.steps, synced.broken)
+        if synced.has_lost_state:
             self.checkpoints.save(self.position, self.records, again=True)
-        return exchanged.request
+        return synced.stop_request
 
-    def _break(self, steps: Sequence[LocalStep], broken: int) -> NoReturn:
-        """Go back to the end of a step that is not finite, and say whose loss it was."""
+    def _raise_non_finite(self, steps: Sequence[LocalStep], broken: int) -> NoReturn:
+        """Set the position to the end of the broken step, and raise NonFiniteLossError with the ranks at fault."""
         self.position.step -= len(steps) - 1 - broken
         self.position.batches_done = steps[broken].batch + 1
-        mine = torch.zeros(self.worker.size)
-        mine[self.worker.rank] = float(not torch.isfinite(steps[broken].result.loss))
-        ranks = [rank for rank, is_broken in enumerate(self.worker.all_reduce(mine).tolist()) if is_broken]
-        whose = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "the gradient, and no rank's loss,"
+        is_broken = torch.zeros(self.worker.size)
+        is_broken[self.worker.rank] = float(not torch.isfinite(steps[broken].result.loss))
+        ranks = self.worker.all_reduce(is_broken).nonzero().flatten().tolist()
+        culprit = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "the gradient, and no rank's loss,"
         raise NonFiniteLossError(
-            f"step {self.position.step}: {whose} is not finite (epoch {self.position.epoch}, batch "
+            f"step {self.position.step}: {culprit} is not finite (epoch {self.position.epoch}, batch "
             f"{steps[broken].batch}). No checkpoint has it: lower train.optimizer.lr or clip gradients, and go on with "
             "train.resume=latest; train.non_finite=rollback leaves such a batch out"
         )
 
     def _finish_epoch(self) -> None:
-        """Validate, record the epoch and keep the state."""
+        """Validate, save the state and record the epoch."""
         position = self.position
         record = self.recorder.make_epoch(position, self._validate())
         self.records.append(record)
@@ -184,12 +183,12 @@ class Loop:
         self.checkpoints.save(self.position, self.records)
         self.recorder.record_epoch(record)
 
-    def _validate(self) -> Totals:
+    def _validate(self) -> LossTotals:
         """Validate, after averaging the buffers of all workers. Each sample counts once over all workers."""
         average_buffers(self.engine)
-        return Totals.of(self.worker.all_reduce(self.engine.evaluate(self._validation())))
+        return LossTotals.of(self.worker.all_reduce(self.engine.evaluate(self._validation_batches())))
 
-    def _validation(self) -> Iterator[MicroBatch]:
+    def _validation_batches(self) -> Iterator[MicroBatch]:
         for batch in self.feed.validation():
             self.activity.begin(f"validation after step {self.position.step}")
             yield batch

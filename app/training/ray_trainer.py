@@ -1,7 +1,8 @@
-"""Ray Train's controller of a run, as light as the run allows. It imports nothing of this library but this file.
+"""Ray Train's controller of a run, as light as the run allows. It imports no other module of this library.
 
-Ray's own trainer has the controller import torch, and starts an actor for data, one for nodes that come and one for
-nodes that go. Each takes more CPU time to start than a worker takes to build a small model.
+Ray's own trainer has the controller import torch, and starts one actor for data, one for joining nodes and one for
+leaving nodes. Each takes more CPU time to start than a worker takes to build a small model. So this module overrides
+private methods of Ray Train V2.
 """
 
 import os
@@ -19,18 +20,18 @@ from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy, FixedScalingPolicy
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
+_PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 _LEAVE_TIMEOUT_S = 30.0
-"""How long a worker may take to leave its process group before it is ended."""
+"""Maximum time that a worker takes to leave its process group before it is ended."""
 
 
 class LightTrainer(DataParallelTrainer):  # type: ignore[misc] # Ray has no types
     """Ray's trainer of PyTorch, for workers that join their process group and read their data themselves."""
 
     def __init__(self, train_worker: Any, worker_counts: Sequence[int], stays_on_nodes: bool, **options: Any) -> None:
-        """``worker_counts`` are allowed if the number of workers is a range.
+        """``worker_counts`` are the allowed numbers of workers, if the recipe gives a range.
 
-        ``stays_on_nodes``: no node comes or goes while the run lasts, so nothing has to watch them.
+        ``stays_on_nodes``: no node joins or leaves during the run, so nothing has to watch for that.
         """
         super().__init__(train_worker, backend_config=EnvironmentConfig(), **options)
         self._worker_counts, self._stays_on_nodes = worker_counts, stays_on_nodes
@@ -41,16 +42,16 @@ class LightTrainer(DataParallelTrainer):  # type: ignore[misc] # Ray has no type
         ]
 
     def _initialize_and_run_controller(self, **arguments: Any) -> ray.train.Result:
-        os.environ[_WATCHER] = str(int(not self._stays_on_nodes))  # the controller inherits it
+        os.environ[_PREEMPTION_WATCHER] = str(int(not self._stays_on_nodes))  # the controller inherits it
         if self.scaling_config.elasticity_enabled:
-            arguments["scaling_policy"] = SharingPolicy(self.scaling_config, self._worker_counts)
+            arguments["scaling_policy"] = DividingPolicy(self.scaling_config, self._worker_counts)
         elif self._stays_on_nodes:
             arguments["scaling_policy"] = SilentPolicy(self.scaling_config)
         return super()._initialize_and_run_controller(**arguments)
 
 
-class SharingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
-    """Ray's elastic policy, limited to numbers of workers that can share out the global batch."""
+class DividingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
+    """Ray's elastic policy, limited to numbers of workers that divide the global batch."""
 
     def __init__(self, config: ray.train.ScalingConfig, worker_counts: Sequence[int]) -> None:
         super().__init__(config)
@@ -73,26 +74,26 @@ class SilentPolicy(FixedScalingPolicy):  # type: ignore[misc]
 
 @dataclass
 class EnvironmentConfig(BackendConfig):  # type: ignore[misc]
-    """Has each worker told its rank by the environment, as torchrun does."""
+    """Gives each worker its rank in environment variables, as torchrun does."""
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """Called by Ray Train's controller."""
+        """Return the backend's class, for Ray Train's controller."""
         return EnvironmentBackend
 
 
 class EnvironmentBackend(Backend):  # type: ignore[misc]
-    """Tells the workers their ranks and where to meet. Each joins, and with it imports torch, when it trains."""
+    """Gives the workers their ranks and the address to meet. Each imports torch and joins when it trains."""
 
     share_cuda_visible_devices = True
 
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:  # noqa: ARG002
-        """Called by Ray Train's controller, once the workers are there."""
+        """Set the environment of the workers. Ray Train's controller calls this after they have started."""
         address, port = worker_group.execute_single(0, get_address_and_port)
         worker_group.execute(_set_environment, address, port)
 
     def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:  # noqa: ARG002
-        """Called by Ray Train's controller, before the workers end."""
+        """Have the workers leave their process group. Ray Train's controller calls this before they end."""
         try:
             ray.get(worker_group.execute_async(_leave_process_group), timeout=_LEAVE_TIMEOUT_S)
         except GetTimeoutError:
@@ -100,7 +101,7 @@ class EnvironmentBackend(Backend):  # type: ignore[misc]
 
 
 def _set_environment(address: str, port: int) -> None:
-    """Set what ``torch.distributed`` and DeepSpeed read."""
+    """Set the environment variables that ``torch.distributed`` and DeepSpeed read."""
     context = ray.train.get_context()
     os.environ |= {
         "MASTER_ADDR": address,

@@ -1,4 +1,4 @@
-"""The one place where training meets Ray: a run of Ray Train V2, and each of its workers."""
+"""The adapter between training and Ray: a run of Ray Train V2, and each of its workers."""
 
 import logging
 import os
@@ -14,33 +14,33 @@ from ray.train import UserCallback
 from ray.train.v2._internal.execution import context as ray_context
 from upath import UPath
 
+from app.artifacts import DATA, FAILURE_FILE
 from app.cluster.state import MARK
 from app.config import Recipe, TrainConfig
 from app.errors import NonFiniteLossError, RayloomError, TopologyError, TrainingError, UnsharedStorageError
 from app.storage import to_path
 from app.tasks import load_prepared
-from app.telemetry.alerts import Action
 from app.training.coordination.heartbeat import keep_heartbeat
 from app.training.coordination.shared_folder import marked, require_shared
 from app.training.coordination.topology import require_groups_within_nodes
 from app.training.ray_trainer import LightTrainer
 from app.training.records import Ending, EpochRecord
-from app.training.run_folder import DATA, FAILURE_FILE
 from app.training.session import train
+from app.training.stop_request import StopRequest
 from app.training.worker import keep_freed_memory, start_worker
 
 _RESIZE_INTERVAL_S = 10.0
 
 
 class WorkerArguments(TypedDict):
-    """What the driver sends to every worker; plain values, so that they can be shown in the dashboard."""
+    """The arguments of every worker. They are plain values, so that the dashboard can show them."""
 
     recipe: str
     run_folder: str
     data_folder: str
     mark: str
     watches_nodes: bool
-    """Whether the run's nodes may be about to go."""
+    """Whether nodes may leave the cluster during the run."""
     last_reported_epoch: int | None
 
 
@@ -53,14 +53,14 @@ def fit(
 ) -> Ending:
     """Train with Ray, from the run's newest checkpoint if it has any. ``data_folder`` None: the run's own.
 
-    ``last_reported_epoch`` was reported to ``callbacks`` before; later epochs of the checkpoint are reported now. None:
-    all of them were reported.
+    ``last_reported_epoch`` is the last epoch that was reported to ``callbacks`` before. Later epochs of the checkpoint
+    are reported now. None: all of them were reported.
 
     Raises:
         TrainingError: the workers failed more often than the recipe allows.
         NonFiniteLossError: a loss or gradient is not finite.
-        UnsharedStorageError: a worker's node does not see the run's folder.
-        TopologyError: workers that split the same matrices came to lie on several nodes.
+        UnsharedStorageError: a worker's node cannot see the run's folder.
+        TopologyError: workers that split the same matrices are on several nodes.
     """
     with marked(run_folder) as mark:
         arguments = WorkerArguments(
@@ -75,10 +75,10 @@ def fit(
             result = _trainer(recipe.train, run_folder, arguments, callbacks).fit()
         except ray.train.TrainingFailedError as error:
             raise TrainingError(f"training failed: {_cause(run_folder, error)}") from error
-    answer = pickle.loads(result.return_value)  # noqa: S301 # from our own worker
-    if isinstance(answer, RayloomError):
-        raise answer
-    ending: Ending = answer
+    outcome = pickle.loads(result.return_value)  # noqa: S301 # from our own worker
+    if isinstance(outcome, RayloomError):
+        raise outcome
+    ending: Ending = outcome
     return ending
 
 
@@ -98,8 +98,8 @@ def _trainer(
             elastic_resize_monitor_interval_s=_RESIZE_INTERVAL_S,
         ),
         run_config=ray.train.RunConfig(
-            # A name that Ray never saw: what it remembers of a run can keep it from starting again, and
-            # everything that the run needs lies in its own checkpoints.
+            # A new name each time: state that Ray keeps of a run can prevent it from starting again. Everything that
+            # the run needs is in its own checkpoints.
             name=f"{run_folder.name}-{uuid.uuid4().hex[:6]}",
             storage_path=str(run_folder / "ray"),
             logging_config=ray.train.LoggingConfig(log_level="WARNING"),
@@ -115,7 +115,7 @@ def _is_single_node() -> bool:
 
 
 def resources_of(config: TrainConfig, workers: int) -> dict[str, float]:
-    """What Ray reserves for so many workers."""
+    """Return the resources that Ray reserves for this number of workers."""
     gpus = {"GPU": 1.0 * workers} if config.device == "gpu" else {}
     return {"CPU": config.cpus_per_worker * workers, **gpus}
 
@@ -140,7 +140,7 @@ def train_worker(arguments: WorkerArguments) -> bytes:
 
 
 def _train(arguments: WorkerArguments) -> Ending | RayloomError:
-    ray_context.logger.setLevel(logging.WARNING)  # it prints the whole of each report, past LoggingConfig
+    ray_context.logger.setLevel(logging.WARNING)  # it would print every report in full, despite LoggingConfig
     recipe = Recipe.model_validate_json(arguments["recipe"])
     run_folder = to_path(arguments["run_folder"])
     keep_freed_memory()
@@ -152,7 +152,7 @@ def _train(arguments: WorkerArguments) -> Ending | RayloomError:
         return error
     data = load_prepared(recipe, to_path(arguments["data_folder"]))
     with ExitStack() as stack:
-        if worker.is_first:  # the job's own heart stops at once where the job is killed, its workers seconds later
+        if worker.is_first:  # the job beats too, but if it is killed its workers live on for seconds
             stack.enter_context(keep_heartbeat(run_folder))
         try:
             poll_stop_request = _poll_stop_request if arguments["watches_nodes"] else None
@@ -163,19 +163,19 @@ def _train(arguments: WorkerArguments) -> Ending | RayloomError:
 
 
 def _report(record: EpochRecord) -> None:
-    """Tell Ray Train of an epoch; checkpoints are kept by the run itself, which Ray only starts again."""
+    """Report an epoch to Ray Train, without a checkpoint: the run keeps its own, and Ray only restarts its workers."""
     ray.train.report(record.model_dump())
 
 
-def _poll_stop_request() -> Action:
-    """STOP once the cluster says that a worker's node is about to go, as clouds take back what they lend."""
-    return Action.STOP if ray.train.get_preemption_info() else Action.CONTINUE
+def _poll_stop_request() -> StopRequest:
+    """Return STOP once the cluster announces that it will take back a worker's node (preemption)."""
+    return StopRequest.STOP if ray.train.get_preemption_info() else StopRequest.NONE
 
 
 def _cause(run_folder: UPath, error: ray.train.TrainingFailedError) -> str:
-    """What a worker noted before it ended itself; else who died; else the first worker's own error.
+    """Return the note of a worker that ended itself, else which ranks died, else the first worker's error.
 
-    Those that live on fail too, because they cannot reach the one that died.
+    If a worker dies, the others fail too, because they cannot reach it. Their errors are not the cause.
     """
     note = run_folder / FAILURE_FILE
     if note.exists():

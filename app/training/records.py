@@ -1,39 +1,38 @@
-"""What a training run reports."""
+"""The records of a training run: steps, epochs, its end, and the choice of the best epoch and of the last one."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 from pydantic import BaseModel
 
-from app.config import PlanConfig, TrainConfig
-from app.telemetry.alerts import Action
-from app.telemetry.memory import MemoryRecord
-from app.telemetry.record import Record
+from app.config import EarlyStoppingConfig, PlanConfig, TrainConfig
+from app.telemetry.record import MemoryRecord, Record
+from app.training.stop_request import StopRequest
 
 
 class StepRecord(Record):
-    """One optimizer step, its values over the whole global batch."""
+    """One optimizer step. Its values are over the whole global batch."""
 
     kind = "step"
     loss: float
     lr: float
     grad_norm: float | None = None
     samples_per_s: float
-    """Of the steps that the workers told each other of at once, about a second's."""
+    """Rate of all steps of the same sync between the workers, about one second."""
     data_stall: float
     """Share of the step's time that the first worker waited for data."""
     loss_scale: float | None = None
     tokens_per_s: float | None = None
-    """Of language modelling."""
+    """None unless the task is language modelling."""
     mfu: float | None = None
-    """Model FLOPs utilisation of the first worker; None if the model or its device cannot be counted."""
+    """Model FLOPs utilisation of the first worker. None if it is unknown for the model or its device."""
     memory: MemoryRecord
-    """Of the first worker."""
+    """Memory of the first worker."""
 
 
 class EpochRecord(Record):
-    """One epoch: means over the training steps and over the whole validation split."""
+    """One epoch: means over its training steps and over the whole validation split."""
 
     kind = "epoch"
     train_loss: float
@@ -41,27 +40,27 @@ class EpochRecord(Record):
     val_accuracy: float
     """Share of the targets, classes or tokens, that are the model's first choice."""
     val_perplexity: float | None = None
-    """exp(``val_loss``), of language modelling alone."""
+    """exp(``val_loss``). None unless the task is language modelling."""
     samples_per_s: float
-    """The mean over its training, with the checkpoints in it."""
+    """Mean over its training, including the checkpoints within the epoch."""
 
 
 class Ending(BaseModel):
-    """How a run's workers ended."""
+    """The end of a run's workers."""
 
     records: list[EpochRecord]
-    request: Action
-    """CONTINUE: training is done; otherwise what was asked, with the state kept."""
+    stop_request: StopRequest
+    """NONE: training is done. Otherwise the request that was obeyed. The state is saved."""
     step: int
     workers: int
     resumed_from_step: int
-    """Where these workers began; 0 is the start of the run."""
+    """The step at which these workers began. 0 is the start of the run."""
     first_step_s: float | None
-    """Seconds from the start of the first worker to the end of its first step; None if there was nothing left to do."""
+    """Seconds from the start of the first worker to the end of its first step. None if no step was left."""
 
 
 class TrainMetrics(BaseModel):
-    """The outcome of a run: its best epoch, and totals over all of them."""
+    """The outcome of a run: its best epoch, and totals over all epochs."""
 
     val_loss: float
     val_accuracy: float
@@ -85,7 +84,7 @@ class TrainMetrics(BaseModel):
         config: TrainConfig,
         baseline_accuracy: float | None = None,
     ) -> Self:
-        """The outcome, from the best epoch and how training ended."""
+        """Return the outcome of a run with this best epoch and this end."""
         last = ending.records[-1]
         return cls(
             val_loss=best.val_loss,
@@ -104,21 +103,38 @@ class TrainMetrics(BaseModel):
         )
 
 
-class StoppedMetrics(BaseModel):
-    """How far a run came that was asked to end."""
+class StoppedTrainMetrics(BaseModel):
+    """The progress of a run that was asked to end."""
 
     steps: int
     epochs: int
-    """Whole ones."""
+    """Completed epochs."""
     paused: bool
 
 
 def perplexity(loss: float) -> float:
-    """exp of a mean loss in nats; infinite where that is too large a number."""
+    """Return exp of a mean loss in nats; infinity if that is too large for a float."""
     return math.exp(loss) if loss < 700.0 else math.inf
 
 
 def best_of(records: Iterable[EpochRecord], config: TrainConfig) -> EpochRecord:
-    """The best epoch, the earliest of equals."""
+    """Return the best epoch; the earliest of equal ones."""
     selection = config.selection
     return min(records, key=lambda record: selection.cost(getattr(record, selection.metric)))
+
+
+def should_stop(values: Sequence[float], config: EarlyStoppingConfig) -> bool:
+    """Return whether none of the last ``patience`` values is better than the best value before them.
+
+    With k = ``patience``, d = ``min_delta`` and mode ``min``, stop when there are more than k values and
+
+        min(values[-k:]) > min(values[:-k]) - d,  or equal with d = 0;
+
+    mode ``max`` is the same on negated values. So a value must be better, and by at least d. NaN is worse than any
+    other value.
+    """
+    costs = [config.cost(value) for value in values]
+    before, recent = costs[: -config.patience], costs[-config.patience :]
+    if not before:
+        return False
+    return min(recent) >= min(before) or min(before) - min(recent) < config.min_delta

@@ -1,4 +1,4 @@
-"""Which run a person means who says ``train.resume``."""
+"""The run that ``train.resume`` names."""
 
 from operator import attrgetter
 
@@ -8,43 +8,43 @@ from app.config import AutoPlan, Recipe, load_stored_recipe
 from app.errors import RecipeError, StorageError
 from app.runs import CONFIG_FILE, Run, has_succeeded, newest_first, recipe_named_in, runs_folder
 from app.storage import open_storage
-from app.training.coordination.heartbeat import require_silence
+from app.training.coordination.heartbeat import require_not_running
 
 LATEST = "latest"
-_FIXED = (
+_FIXED_KEYS = (
     "task", "data", "model", "train.seed", "train.global_batch_size", "train.optimizer.name",
 )  # fmt: skip
-"""Keys without which a checkpoint means something else."""
+"""Keys that must not change, because a checkpoint is of no use with other values."""
 
 
 def start_or_resume(job: str, recipe: Recipe) -> Run:
-    """The run that the recipe's ``train.resume`` names, or a new one.
+    """Return the run that the recipe's ``train.resume`` names, or a new one.
 
     Raises:
         StorageError: the named run does not exist, is being trained, or has finished.
-        RecipeError: the recipe has changed since in a way that its checkpoints do not fit, or cannot be read.
+        RecipeError: the run's checkpoints do not fit the recipe, or its own recipe cannot be read.
     """
-    asked = recipe.train.resume
-    if asked is None:
+    resume = recipe.train.resume
+    if resume is None:
         return Run.start(job, recipe)
     storage = open_storage(recipe.storage)
     runs = runs_folder(storage, job)
-    run_id = newest_unfinished(storage, job, recipe.name) if asked == LATEST else asked
+    run_id = newest_unfinished(storage, job, recipe.name) if resume == LATEST else resume
     if run_id is None:
         print(f"train.resume={LATEST}: no run of {recipe.name} is unfinished; starting one", flush=True)
         return Run.start(job, recipe)
     if not (runs / run_id / CONFIG_FILE).exists():
         raise StorageError(f"train.resume is {run_id!r}, and {str(runs)!r} has no such run: give its id, or {LATEST}")
-    if asked != LATEST and _has_finished(runs / run_id):
+    if resume != LATEST and _has_finished(runs / run_id):
         raise StorageError(f"train.resume is {run_id!r}, which has finished: leave it out to start a new run")
-    earlier = _earlier(runs / run_id)
+    earlier = _recipe_of(runs / run_id)
     _check_same(recipe, earlier, run_id)
     print(f"run {run_id} goes on", flush=True)
     return Run.start(job, _with_plan_of(earlier, recipe), run_id)
 
 
 def _with_plan_of(earlier: Recipe, recipe: Recipe) -> Recipe:
-    """Return ``recipe`` with the plan chosen for ``earlier``, if its own is auto and the workers are as many."""
+    """Return ``recipe`` with the plan of ``earlier``, if its own is auto and the number of workers is the same."""
     train = recipe.train
     if not isinstance(train.plan, AutoPlan) or train.workers != earlier.train.workers:
         return recipe
@@ -52,7 +52,11 @@ def _with_plan_of(earlier: Recipe, recipe: Recipe) -> Recipe:
 
 
 def newest_unfinished(storage: UPath, job: str, recipe_name: str) -> str | None:
-    """The id of a job's newest run of a recipe, unless it has succeeded. Raises StorageError if it is under way."""
+    """Return the id of a job's newest run of a recipe, or None if it has succeeded.
+
+    Raises:
+        StorageError: the run is under way.
+    """
     for run in newest_first(runs_folder(storage, job)):
         if recipe_named_in(run.name) == recipe_name and (run / CONFIG_FILE).exists():
             return None if _has_finished(run) else run.name
@@ -60,13 +64,13 @@ def newest_unfinished(storage: UPath, job: str, recipe_name: str) -> str | None:
 
 
 def _has_finished(run: UPath) -> bool:
-    """Whether the run has come to its end; one that is under way may be about to."""
-    require_silence(run)
+    """Return whether the run has succeeded. Raises StorageError if it is under way, since it may succeed any moment."""
+    require_not_running(run)
     return has_succeeded(run)
 
 
-def _earlier(run: UPath) -> Recipe:
-    """What the run was started with. Raises RecipeError if it cannot be read, or is of another version."""
+def _recipe_of(run: UPath) -> Recipe:
+    """Return the recipe of the run. Raises RecipeError if it cannot be read, or is of another version."""
     try:
         return load_stored_recipe(str(run / CONFIG_FILE))
     except RecipeError as error:
@@ -74,7 +78,7 @@ def _earlier(run: UPath) -> Recipe:
 
 
 def _check_same(recipe: Recipe, earlier: Recipe, run_id: str) -> None:
-    for key in _FIXED:
+    for key in _FIXED_KEYS:
         value_in = attrgetter(key)
         if value_in(recipe) != value_in(earlier):
             raise RecipeError(

@@ -1,4 +1,4 @@
-"""A whole training run, whoever runs it: what comes before the workers, and what comes after."""
+"""A training run before and after its workers: checks and preparation, then the weights and the outcome."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,11 +6,11 @@ from functools import partial
 from torch import nn
 from upath import UPath
 
+from app.artifacts import CHECKPOINTS, DATA, FAILURE_FILE, WEIGHTS
 from app.checksums import CHECKSUMS_FILE, verify_checksums
 from app.config import AutoPlan, TrainConfig, load_stored_recipe, refusal
 from app.config.layout import LARGEST_MICRO_BATCH
-from app.data.baseline import LINEAR_BASELINE, linear_baseline
-from app.data.classification import ClassificationData
+from app.data.classification import LINEAR_BASELINE, ClassificationData, linear_baseline
 from app.data.prepared import PreparedData
 from app.errors import RecipeError, StorageError
 from app.models.factory import blueprint_of
@@ -19,30 +19,28 @@ from app.planner.auto import choose_plan
 from app.planner.cluster import Cluster, local_cluster
 from app.runs import CONFIG_FILE, Outcome, Run
 from app.tasks import load_prepared, prepare
-from app.telemetry.alerts import Action
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
-from app.training.coordination.control import withdraw
-from app.training.coordination.heartbeat import held
+from app.training.coordination.heartbeat import run_lock
 from app.training.data.batches import count_steps
 from app.training.engine.batch_norm import has_batch_norm, has_mixed_batch_norm
-from app.training.engine.deepspeed_config import deepspeed_config
+from app.training.engine.deepspeed_engine import deepspeed_config
 from app.training.engine.nvme import require_asynchronous_io
-from app.training.records import Ending, EpochRecord, StoppedMetrics, TrainMetrics, best_of
-from app.training.run_folder import CHECKPOINTS, DATA, FAILURE_FILE, WEIGHTS
+from app.training.records import Ending, EpochRecord, StoppedTrainMetrics, TrainMetrics, best_of
+from app.training.stop_request import StopRequest, withdraw_stop_request
 from app.training.weights import publish_weights
 from app.warnings import warn
 
 
 def prepare_run(run: Run, find_cluster: Callable[[TrainConfig], Cluster] = local_cluster) -> PreparedData:
-    """Prepare the data and check all that can be checked before a worker starts; nothing is written.
+    """Prepare the data, and check everything that can be checked before a worker starts. Write nothing.
 
-    A plan of ``auto`` is replaced in the run's recipe, so that a resumed run keeps it. ``find_cluster`` then says what
-    the run trains on.
+    A plan of ``auto`` is replaced in the run's recipe, so that a resumed run keeps it. ``find_cluster`` describes the
+    machines that the run trains on.
 
     Raises:
         PlanError: the plan is ``auto``, and none fits.
-        RecipeError: the task, the model or the plan cannot be had as the recipe says.
-        DataError: the data cannot be read, or is not what the recipe says.
+        RecipeError: the recipe's task, model or plan is invalid.
+        DataError: the data cannot be read, or does not match the recipe.
         TrainingError: there are fewer samples than one batch takes.
     """
     recipe = run.recipe
@@ -62,30 +60,30 @@ def prepare_run(run: Run, find_cluster: Callable[[TrainConfig], Cluster] = local
 
 
 def open_run(run: Run, data: PreparedData) -> None:
-    """Make the run's folder, with the data that every worker reads; what was asked of it before is forgotten.
+    """Lock the run until its result is written, and make its folder with the data that every worker reads.
 
-    Until its result is kept, the run is this job's.
+    An earlier stop request is withdrawn.
 
     Raises:
-        StorageError: another job has begun to train it.
+        StorageError: another job has started to train it.
     """
-    run.hold(held(run.folder))
+    run.hold(run_lock(run.folder))
     run.open()
-    withdraw(run.folder)
+    withdraw_stop_request(run.folder)
     (run.folder / FAILURE_FILE).unlink(missing_ok=True)
     if not _is_saved(run):
         data.save(run.folder / DATA)
 
 
 def finish_run(run: Run, data: PreparedData, ending: Ending) -> Outcome:
-    """Keep the weights of the best epoch, and say what was reached; or that the run was stopped."""
+    """Publish the weights of the best epoch, and return the outcome. After a stop request, return the progress."""
     recipe, store = run.recipe, CheckpointStore(run.folder / CHECKPOINTS)
-    if ending.request is not Action.CONTINUE:
-        verb = "paused" if ending.request is Action.PAUSE else "stopped"
+    if ending.stop_request is not StopRequest.NONE:
+        verb = "paused" if ending.stop_request is StopRequest.PAUSE else "stopped"
         print(f"{verb} at step {ending.step:,}; to go on: train.resume={run.run_id}", flush=True)
-        metrics = StoppedMetrics(steps=ending.step, epochs=len(ending.records), paused=verb == "paused")
-        kept = next(checkpoint for checkpoint in reversed(store.committed()) if checkpoint.step == ending.step)
-        return Outcome(metrics, {"checkpoint": str(store.folder_of(kept))}, status="stopped")
+        metrics = StoppedTrainMetrics(steps=ending.step, epochs=len(ending.records), paused=verb == "paused")
+        saved = next(checkpoint for checkpoint in reversed(store.committed()) if checkpoint.step == ending.step)
+        return Outcome(metrics, {"checkpoint": str(store.folder_of(saved))}, status="stopped")
     best, checkpoint = _best_intact(store, ending.records, recipe.train)
     weights = run.folder / WEIGHTS
     publish_weights(checkpoint, data, recipe, weights)
@@ -97,12 +95,12 @@ def finish_run(run: Run, data: PreparedData, ending: Ending) -> Outcome:
 
 
 def export_checkpoint(run_folder: UPath, output: UPath, step: int | None = None) -> Checkpoint:
-    """Write the weights folder of a run's checkpoint of ``step``, however the run ended, or while it goes on.
+    """Write the weights folder of a run's checkpoint of ``step``. None: of the newest intact checkpoint.
 
-    ``step`` None: of the newest intact one.
+    The run may be under way, or have ended in any way.
 
     Raises:
-        StorageError: the run has no such checkpoint, or none that is intact, or ``output`` is there.
+        StorageError: the run has no such checkpoint, or no intact one, or ``output`` exists.
     """
     if output.exists():
         raise StorageError(f"{str(output)!r} is there: give a folder that is not")
@@ -116,14 +114,14 @@ def export_checkpoint(run_folder: UPath, output: UPath, step: int | None = None)
 
 
 def _best_intact(store: CheckpointStore, records: list[EpochRecord], config: TrainConfig) -> tuple[EpochRecord, UPath]:
-    """The best epoch of those whose checkpoint is kept and not damaged, and the folder of it."""
+    """Return the best epoch that has an intact checkpoint, and the folder of that checkpoint."""
     kept = {checkpoint.step: checkpoint for checkpoint in store.committed()}
-    left = [record for record in records if record.step in kept]
-    while left:
-        best = best_of(left, config)
+    candidates = [record for record in records if record.step in kept]
+    while candidates:
+        best = best_of(candidates, config)
         if store.is_intact(kept[best.step]):
             return best, store.folder_of(kept[best.step])
-        left.remove(best)
+        candidates.remove(best)
     raise StorageError(
         f"no checkpoint of a whole epoch in {str(store.folder)!r} is intact: restore one, or train "
         "its epochs again with train.resume=latest"
@@ -131,7 +129,7 @@ def _best_intact(store: CheckpointStore, records: list[EpochRecord], config: Tra
 
 
 def _data_of(run: Run) -> PreparedData:
-    """What the run has saved, if it goes on; otherwise made from the source."""
+    """Return the data that the run has saved, or prepare it from the source."""
     if not _is_saved(run):
         return prepare(run.recipe)
     verify_checksums(run.folder / DATA)
@@ -184,7 +182,7 @@ def skipped_workers(config: TrainConfig) -> str | None:
 
 
 def _texts_of(data: PreparedData) -> ClassificationData:
-    """Data that the linear baseline can be fitted on. Raises RecipeError for any other."""
+    """Return ``data`` if the linear baseline can be fitted on it. Raises RecipeError otherwise."""
     if not isinstance(data, ClassificationData) or data.processor.modality != "text":
         raise RecipeError("train.linear_baseline is for texts with labels: set it to false")
     return data

@@ -1,4 +1,4 @@
-"""The weights folder: a trained model with everything that is needed to use it, and checksums."""
+"""The weights folder: a trained model, everything that is needed to use it, and checksums."""
 
 import tempfile
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ import safetensors.torch
 from torch import nn
 from upath import UPath
 
+from app.artifacts import RECIPE_FILE, WEIGHTS_FILE
 from app.checksums import verify_checksums, write_checksums
 from app.config import Recipe, dump_recipe, load_stored_recipe
 from app.data.classification import load_labels
@@ -21,7 +22,6 @@ from app.models.traits import is_hugging_face
 from app.storage import local_copy, to_path
 from app.tasks import find_processor
 from app.training.checkpoints.reader import export_weights
-from app.training.run_folder import RECIPE_FILE, WEIGHTS_FILE
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Architecture:
 
 
 def publish_weights(checkpoint: UPath, data: PreparedData, recipe: Recipe, folder: UPath) -> None:
-    """Write the weights folder from a checkpoint of any plan; its checksums are written last.
+    """Write the weights folder from a checkpoint of any plan. Its checksums are written last.
 
-    That of a Hugging Face model has its ``config.json`` too, so that ``from_pretrained`` reads the folder.
+    For a Hugging Face model it contains ``config.json``, so that ``from_pretrained`` reads the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     model = blueprint_of(recipe.model, data.facts).model
@@ -64,10 +64,10 @@ def publish_weights(checkpoint: UPath, data: PreparedData, recipe: Recipe, folde
 
 
 def load_weights(folder: UPath) -> TrainedModel:
-    """The model of a weights folder.
+    """Load the model of a weights folder.
 
     Raises:
-        StorageError: the folder is not there, or a file in it was changed.
+        StorageError: the folder is missing, or a file in it was changed.
     """
     verify_checksums(folder)
     with local_copy(folder) as path:
@@ -75,21 +75,22 @@ def load_weights(folder: UPath) -> TrainedModel:
 
 
 def read_weights(folder: Path) -> TrainedModel:
-    """Return the model of a local folder whose files have been verified. Its weights are in memory only once.
+    """Load the model of a local folder whose files have been verified. Its weights are in memory only once.
 
     Raises:
         RecipeError: the recipe builds a different model from the one that was trained.
     """
-    found = read_architecture(folder)
+    architecture = read_architecture(folder)
     path = folder / WEIGHTS_FILE
     try:
-        model = found.blueprint.load(safetensors.torch.load_file(path, backend="pread"))  # a mapped file can change
+        # "pread", because a mapped file could change later.
+        model = architecture.blueprint.load(safetensors.torch.load_file(path, backend="pread"))
     except ValueError as error:
         raise RecipeError(
-            f"{str(path)!r} does not fit model.factory {found.recipe.model.factory!r}: {error}; restore the "
+            f"{str(path)!r} does not fit model.factory {architecture.recipe.model.factory!r}: {error}; restore the "
             "factory's code from when the model was trained"
         ) from error
-    return TrainedModel(model.eval(), found.recipe, found.labels, found.processor)
+    return TrainedModel(model.eval(), architecture.recipe, architecture.labels, architecture.processor)
 
 
 def read_architecture(folder: Path) -> Architecture:

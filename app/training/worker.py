@@ -1,4 +1,4 @@
-"""One process of a training run, among the others."""
+"""One process of a training run: its rank, its collectives, its memory and its random numbers."""
 
 import ctypes
 import gc
@@ -14,20 +14,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from app.config import TrainConfig
 from app.errors import RayloomError, TrainingError
 from app.lazy_compiler import defer_compiler, define_muon_uncompiled
 from app.models.precision import allow_tf32
+from app.torch_internals import set_default_group_timeout
 
 os.environ.setdefault("DS_LOG_LEVEL", "warning")
 
 _SLOW_STORAGE = timedelta(hours=2)
-"""How long workers may wait for one that reads or writes."""
+"""Maximum wait of the workers for one that reads or writes."""
 _MARGIN = timedelta(minutes=1)
 _MALLOC_PARAMETERS = (
-    (-3, 32 * 2**20),  # M_MMAP_THRESHOLD: larger blocks are mapped, and returned when they are freed. Its maximum.
+    (-3, 32 * 2**20),  # M_MMAP_THRESHOLD, at its maximum: larger blocks are mapped, and returned when they are freed
     (-1, 2**31 - 1),  # M_TRIM_THRESHOLD: free bytes at the end of the heap before any are returned
 )
 """Numbers from glibc's malloc.h."""
@@ -38,31 +39,31 @@ Group = dist.ProcessGroup | None
 
 @dataclass(frozen=True)
 class Worker:
-    """One process of the run: which of them, and its device."""
+    """One process of the run, and its device."""
 
     rank: int
     size: int
-    """How many there are."""
+    """Number of processes."""
     device: torch.device
 
     @property
     def is_first(self) -> bool:
-        """Whether this process speaks for all: prints, and writes what they share."""
+        """Whether this process prints, and writes shared files."""
         return self.rank == 0
 
     def print(self, line: str) -> None:
-        """Print a line, in the first process alone."""
+        """Print a line in the first process only."""
         if self.is_first:
             print(line, flush=True)
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """``values`` added up over all workers."""
+        """Return the sum of ``values`` over all workers, on the CPU. Collective."""
         values = values.to(self.device)
         dist.all_reduce(values)
         return values.cpu()
 
     def broadcast(self, value: T | None = None) -> T | None:
-        """The first worker's ``value``, in all of them."""
+        """Return the first worker's ``value`` in every worker. Collective."""
         message = [value]
         dist.broadcast_object_list(message, src=0)
         return message[0]
@@ -82,7 +83,7 @@ def run_on_all(work: Callable[[], T], group: Group = None) -> T:
         RayloomError: ``work`` raised it in some process. The error of the lowest rank is raised in every process, so
             none waits for one that failed.
     """
-    result, error = _attempt(work)
+    result, error = _run_caught(work)
     for failure in gather(error, group):
         if failure is not None:
             raise failure
@@ -94,7 +95,7 @@ def on_first(work: Callable[[], T], group: Group = None) -> T:
 
     ``group`` contains the first process.
     """
-    message = list(_attempt(work)) if dist.get_rank() == 0 else [None, None]
+    message = list(_run_caught(work)) if dist.get_rank() == 0 else [None, None]
     dist.broadcast_object_list(message, src=0, group=group)
     result, error = message
     if isinstance(error, RayloomError):
@@ -102,7 +103,7 @@ def on_first(work: Callable[[], T], group: Group = None) -> T:
     return cast("T", result)
 
 
-def _attempt(work: Callable[[], T]) -> tuple[T | None, RayloomError | None]:
+def _run_caught(work: Callable[[], T]) -> tuple[T | None, RayloomError | None]:
     """Return the result of ``work`` and None, or None and its error."""
     try:
         return work(), None
@@ -111,15 +112,15 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, RayloomError | None]:
 
 
 def collective_timeout(config: TrainConfig) -> timedelta:
-    """How long an exchange between workers may last: longer than a hang, so that the watchdog says who holds it up."""
+    """Return the timeout of collectives. It is longer than a hang, so that the watchdog reports which rank hangs."""
     return max(_SLOW_STORAGE, timedelta(seconds=config.hang_timeout_s) + _MARGIN)
 
 
 def start_worker(config: TrainConfig) -> Worker:
-    """Join the process group: the one that Ray Train made, torchrun's, or one of this process alone.
+    """Join the process group of Ray Train or torchrun, or create one of this process only.
 
     Raises:
-        TrainingError: a GPU is asked for, and torch sees none.
+        TrainingError: the recipe needs a GPU, and torch finds none.
     """
     device, timeout = config.device, collective_timeout(config)
     if device == "gpu" and not torch.cuda.is_available():
@@ -140,10 +141,9 @@ def start_worker(config: TrainConfig) -> Worker:
     if not dist.is_initialized() and os.environ["WORLD_SIZE"] == "1":
         dist.init_process_group(_backend(device), store=HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed(_backend(device), timeout=timeout, verbose=False)
-    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # of the groups that DeepSpeed makes
-        setattr(distributed_c10d, name, timeout)
-    place = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
-    return Worker(dist.get_rank(), dist.get_world_size(), place)
+    set_default_group_timeout(timeout)
+    torch_device = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    return Worker(dist.get_rank(), dist.get_world_size(), torch_device)
 
 
 def leave_process_group() -> None:
@@ -162,10 +162,10 @@ def leave_process_group() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what a process that trains once frees. With a C library other than glibc, do nothing.
+    """Have glibc keep freed memory, in a process that trains once. With other C libraries do nothing.
 
-    By default it returns much of it to the system, and each step takes the same memory anew, page by page.
-    A process that trains many times would grow from one training to the next.
+    By default glibc returns much of it to the system, and each step takes the same memory again, page by page.
+    Do not call this in a process that trains many times: it would grow from one training to the next.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -177,7 +177,33 @@ def seed_random(seed: int) -> None:
     """Seed the generators of torch, Python and NumPy, which a model or its data may draw from."""
     torch.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # it takes no others
+    np.random.seed(seed % 2**32)  # it takes 32 bits
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Return copies of the states of torch's, Python's and NumPy's generators, as tensors."""
+    _, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state()
+    states = {
+        "torch": torch.get_rng_state().clone(),
+        "python": torch.tensor(words, dtype=torch.int64),
+        "python_gauss": torch.tensor([0.0, 0.0] if gauss is None else [1.0, gauss], dtype=torch.float64),
+        "numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+        "numpy_rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
+    }
+    return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def restore_random_state(states: dict[str, Tensor], device: torch.device) -> None:
+    """Set the generators to the states that ``random_state`` returned."""
+    torch.set_rng_state(states["torch"])
+    has_python_gauss, python_gauss = states["python_gauss"].tolist()
+    random.setstate((3, tuple(states["python"].tolist()), python_gauss if has_python_gauss else None))
+    position, has_gauss, cached = states["numpy_rest"].tolist()
+    keys = states["numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def _backend(device: str) -> str:
@@ -185,7 +211,7 @@ def _backend(device: str) -> str:
 
 
 def import_deepspeed() -> Any:
-    """DeepSpeed without the shared-memory kernel of its CPU inference, which takes a minute to compile."""
+    """Import DeepSpeed without the shared-memory kernel of its CPU inference, which takes a minute to compile."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed

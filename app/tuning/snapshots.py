@@ -16,7 +16,7 @@ from pathlib import Path
 from app.background import repeat_in_background
 from app.errors import StorageError
 from app.tuning.storage import StudyLocation, explained
-from app.warnings import Attempts
+from app.warnings import BestEffort
 
 _INTERVAL_S = 2.0
 _MAX_SHARE = 0.1
@@ -98,21 +98,23 @@ def keep_snapshots(location: StudyLocation, scratch: Scratch | None = None) -> I
         return
     scratch = scratch or Scratch(location.file.parent)
     copy = str(location.remote or location.backup)
-    attempts = Attempts(f"the study cannot be copied to {copy!r}; it is only in {str(location.file)!r}", "the search")
+    best_effort = BestEffort(
+        f"the study cannot be copied to {copy!r}; it is only in {str(location.file)!r}", "the search"
+    )
     with closing(Snapshots(location.file, location.publish)) as snapshots:
         with explained(location):
             snapshots.take()
         scratch.keep = location.remote is not None
         try:
             with repeat_in_background(
-                lambda: attempts(snapshots.take), _INTERVAL_S, name="snapshots", max_share=_MAX_SHARE
+                lambda: best_effort(snapshots.take), _INTERVAL_S, name="snapshots", max_share=_MAX_SHARE
             ):
-                yield _do_nothing if location.remote is None else lambda: attempts(snapshots.take)
+                yield _do_nothing if location.remote is None else lambda: best_effort(snapshots.take)
         except BaseException:
-            scratch.keep &= not attempts(snapshots.take)
+            scratch.keep &= not best_effort(snapshots.take)
             raise
         if location.remote is None:
-            attempts(snapshots.take)
+            best_effort(snapshots.take)
             return
         try:
             with explained(location):

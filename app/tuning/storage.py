@@ -23,7 +23,7 @@ from upath import UPath
 from app.config.notify import is_reference
 from app.errors import DeliveryError, RecipeError, StorageError, TuningError
 from app.storage import is_local
-from app.telemetry.alerts.secret import read_secret
+from app.telemetry.alerts.receivers import read_secret
 from app.tuning.optuna_internals import SingleWriterStorage
 
 LOCK_TIMEOUT_S = 60.0

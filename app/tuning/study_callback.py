@@ -11,9 +11,9 @@ from ray.exceptions import RayActorError
 from ray.tune.experiment import Trial
 from upath import UPath
 
+from app.artifacts import FAILURE_FILE
 from app.config import TuneConfig
 from app.errors import ActorBusyError, UnsharedStorageError
-from app.training.run_folder import FAILURE_FILE
 from app.tuning.budget import SearchBudget
 from app.tuning.promotion import Promotion
 from app.tuning.study import SearchStudy

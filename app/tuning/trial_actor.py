@@ -9,6 +9,7 @@ from ray import tune
 from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 from upath import UPath
 
+from app.artifacts import CHECKPOINTS
 from app.checksums import CHECKSUMS_FILE
 from app.config import Recipe
 from app.errors import ActorBusyError, TrainingError
@@ -17,7 +18,6 @@ from app.training.checkpoints.store import CheckpointStore
 from app.training.coordination.shared_folder import require_mark
 from app.training.records import Ending, EpochRecord
 from app.training.reporting.recorder import Report
-from app.training.run_folder import CHECKPOINTS
 from app.tuning.objectives import final_values, objective_of
 from app.tuning.trial_config import LAST_REPORTED_EPOCH, NUMBER, VALUES, EpochResult, FinalResult, trial_recipe
 from app.tuning.trial_data import DataCache
@@ -143,7 +143,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         return store.folder_of(newest)
 
     def _final_result(self, ending: Ending) -> dict[str, Any]:
-        if ending.request:
+        if ending.stop_request:
             raise TrainingError("the trial was asked to stop")  # a failure is retried, from the last checkpoint
         self._has_ended = True
         last = ending.records[-1]

@@ -15,14 +15,13 @@ from upath import UPath
 
 from app.config import Recipe
 from app.errors import StorageError
-from app.telemetry.alerts import Action
 from app.telemetry.mirror import Mirror
-from app.training.coordination.control import request, withdraw
-from app.training.coordination.heartbeat import HEARTBEAT_FILE, require_silence
+from app.training.coordination.heartbeat import HEARTBEAT_FILE, require_not_running
 from app.training.ray_worker import fit
 from app.training.records import Ending, EpochRecord
 from app.training.reporting.recorder import Report
 from app.training.session import train
+from app.training.stop_request import StopRequest, request_stop, withdraw_stop_request
 from app.training.worker import start_worker
 from app.tuning.ray_internals import CONTINUE, STOP, WaitAfterReport
 from app.tuning.trial_data import DataCache, prepare_data
@@ -103,7 +102,7 @@ def train_here(recipe: Recipe, data: DataCache, folder: UPath, report: Report, l
 
     ``last_reported_epoch`` is the last epoch that an earlier attempt reported.
     """
-    withdraw(folder)
+    withdraw_stop_request(folder)
     worker = start_worker(recipe.train)  # before log_to: DeepSpeed keeps the output stream that it sees first
     # Training prints DeepSpeed's warnings once per run. Here every trial is a run.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -117,7 +116,7 @@ def train_with_workers(
     """Train with Ray Train. The workers wait after each epoch until ``report`` returns, and stop if it raises."""
     folder.mkdir(parents=True, exist_ok=True)
     _await_previous_workers(folder)
-    withdraw(folder)
+    withdraw_stop_request(folder)
     prepared = prepare_data(recipe, data.folder)
     records, turns = (Queue(actor_options={"num_cpus": 0}) for _ in range(2))
     with ThreadPoolExecutor(1) as pool:
@@ -126,7 +125,7 @@ def train_with_workers(
         try:
             _forward_reports(records, turns, training, report, last_reported_epoch)
         except BaseException:
-            request(folder, Action.STOP)
+            request_stop(folder, StopRequest.STOP)
             turns.put(STOP)
             raise
         finally:
@@ -140,7 +139,7 @@ def train_with_workers(
 def _await_previous_workers(folder: UPath) -> None:
     """Wait until the workers of an earlier attempt have ended. Two attempts would remove each other's checkpoints."""
     deadline = stop_after_delay(_PREVIOUS_WORKERS_TIMEOUT_S)
-    Retrying(retry=retry_if_exception_type(StorageError), stop=deadline, reraise=True)(require_silence, folder)
+    Retrying(retry=retry_if_exception_type(StorageError), stop=deadline, reraise=True)(require_not_running, folder)
 
 
 class _ForwardRecords(UserCallback):  # type: ignore[misc] # Ray has no types

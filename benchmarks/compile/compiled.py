@@ -4,6 +4,7 @@ from pathlib import Path
 
 from upath import UPath
 
+from app.artifacts import RECIPE_FILE
 from app.compile.compilation import Compilation
 from app.compile.publication import publish
 from app.compile.source_model import load_source_model, resized
@@ -11,7 +12,6 @@ from app.compile.variants import requested_variants
 from app.config import load_recipe
 from app.repository.repository import Repository
 from app.storage import to_path
-from app.training.run_folder import RECIPE_FILE
 from benchmarks.compile.coldstart import Starts, measure_starts
 from benchmarks.compile.contenders import contenders
 from benchmarks.compile.findings import Compiled

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from upath import UPath
 
+from app.artifacts import DATA, RECIPE_FILE, WEIGHTS, WEIGHTS_FILE
 from app.checksums import write_checksums
 from app.config import Recipe, dump_recipe, load_recipe
 from app.data.classification import prepare
@@ -19,7 +20,6 @@ from app.models.factory import build_model
 from app.runs import Result
 from app.storage import to_path
 from app.tasks import find_processor
-from app.training.run_folder import DATA, RECIPE_FILE, WEIGHTS, WEIGHTS_FILE
 from benchmarks.compile import minilm
 from benchmarks.compile.samples import write_pictures, write_sentences
 from benchmarks.launch import python

@@ -23,7 +23,7 @@ from app.config import Layout, ModelConfig, PlanConfig, Precision, TrainConfig
 from app.models.blueprint import Blueprint
 from app.models.factory import build_model
 from app.training.activity import Activity
-from app.training.data.micro_batch import MicroBatch
+from app.training.data.feed import MicroBatch
 from app.training.engine import TrainingEngine, create_engine
 from app.training.worker import import_deepspeed, start_worker
 from benchmarks.states import States, states_of

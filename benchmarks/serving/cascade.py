@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 from upath import UPath
 
+from app.artifacts import DATA, RECIPE_FILE, WEIGHTS
 from app.compile.compilation import Compilation
 from app.compile.publication import publish
 from app.compile.source_model import load_source_model
@@ -30,9 +31,8 @@ from app.serving.cascade.served import route
 from app.serving.cascade.stages import require_alike
 from app.serving.model.loaded import LoadedModel, load_model
 from app.storage import to_path
-from app.telemetry.flops import flops_per_sample
+from app.telemetry.mfu import flops_per_sample
 from app.tensors import OUTPUT, Tensors, select_rows
-from app.training.run_folder import DATA, RECIPE_FILE, WEIGHTS
 from app.training.weights import load_weights
 from benchmarks.compile.models import Model, train
 from benchmarks.machine import load_average, machine, today, versions

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from upath import UPath
 
+from app.artifacts import DATA, RECIPE_FILE
 from app.config import load_recipe
 from app.data.classification import ClassificationData
 from app.repository.manifest import MODEL_FILE, Manifest
@@ -18,7 +19,6 @@ from app.repository.repository import Repository
 from app.storage import to_path
 from app.tasks import find_processor
 from app.tensors import Tensors
-from app.training.run_folder import DATA, RECIPE_FILE
 from benchmarks.compile.models import MODELS
 from benchmarks.launch import python
 

@@ -16,11 +16,10 @@ import torch
 from app.config import Recipe, load_recipe
 from app.models.factory import blueprint_of, build_model
 from app.models.precision import TORCH_DTYPES
-from app.telemetry.flops import flops_per_sample, utilisation
-from app.telemetry.memory import memory_record
-from app.telemetry.peak import peak_flops
+from app.telemetry.mfu import flops_per_sample, peak_flops, utilisation
+from app.telemetry.record import memory_record
 from app.training.activity import Activity
-from app.training.data.micro_batch import MicroBatch
+from app.training.data.feed import MicroBatch
 from app.training.engine import TrainingEngine, create_engine
 from app.training.worker import Worker, leave_process_group, start_worker
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from app.config import TrainConfig
 from app.models.blueprint import Blueprint
 from app.models.gpt import GPT
-from app.telemetry.phases import Phase
+from app.telemetry.step_time import Phase
 from app.training.activity import Activity
-from app.training.data.micro_batch import MicroBatch
+from app.training.data.feed import MicroBatch
 from app.training.engine import create_engine
 from app.training.worker import Worker, leave_process_group, start_worker
 from benchmarks.states import new_bytes, states_of

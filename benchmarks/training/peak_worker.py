@@ -16,7 +16,7 @@ from app.config import TrainConfig
 from app.models.blueprint import Blueprint, return_freed_memory
 from app.models.gpt import GPT
 from app.training.activity import Activity
-from app.training.data.micro_batch import MicroBatch
+from app.training.data.feed import MicroBatch
 from app.training.engine import TrainingEngine, create_engine
 from app.training.worker import leave_process_group, start_worker
 from benchmarks.machine import peak_growth

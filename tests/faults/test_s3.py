@@ -14,9 +14,9 @@ import pytest
 from optuna.trial import TrialState
 from upath import UPath
 
+from app.artifacts import CHECKPOINTS
 from app.storage import to_path
 from app.training.checkpoints.store import CheckpointStore
-from app.training.run_folder import CHECKPOINTS
 from tests.helpers import local_cluster, submit
 from tests.search import DIGITS, search, trials_in
 from tests.tables import Faults

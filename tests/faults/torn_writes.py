@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from upath import UPath
 
 from app.config import CheckpointConfig
-from app.training.checkpoints.shards import Shards
+from app.training.checkpoints.fragments import Shards
 from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.state import Position, TrainState
 from app.training.checkpoints.store import Checkpoint, CheckpointStore

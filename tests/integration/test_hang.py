@@ -62,7 +62,7 @@ def test_a_stage_that_sleeps_is_named_and_so_is_what_all_wait_in_after_one_has_s
         (folder,) = elsewhere.glob("runs/train/*")
         seconds = (folder / "failure.txt").stat().st_mtime - (folder / "metrics.jsonl").stat().st_mtime
         fault.saw(f"{failure_of(elsewhere)}; after {seconds:.1f} s")
-        waits = "all ranks wait for each other in the forward pass: one may have skipped an exchange"
+        waits = "all ranks wait for each other in the forward pass: one may have skipped a collective"
         assert failure_of(elsewhere) == f"no progress for {TIMEOUT_S:g} s: {waits}"
         assert seconds <= TIMEOUT_S + 10
 

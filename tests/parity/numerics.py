@@ -36,8 +36,8 @@ from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.state import Position, TrainState
 from app.training.checkpoints.store import CheckpointStore
 from app.training.checkpoints.writer import CheckpointWriter
-from app.training.data.batches import Shard, micro_batches
-from app.training.data.micro_batch import MicroBatch
+from app.training.data.batches import DataRank, micro_batches
+from app.training.data.feed import MicroBatch
 from app.training.engine import create_engine
 from app.training.session import train
 from app.training.worker import import_deepspeed, leave_process_group, start_worker
@@ -179,9 +179,9 @@ def planned_losses(norm: bool, size: int, **plan: int) -> list[float]:
     layout = config.layout(workers)
     torch.manual_seed(0)
     engine = create_engine(Blueprint.of(partial(Classifier, norm)), config, layout, total_steps=STEPS)
-    shard, losses = Shard(torch.distributed.get_rank(), workers), []
+    data_rank, losses = DataRank(torch.distributed.get_rank(), workers), []
     for inputs, classes in zip(*batches(size), strict=True):
-        shares = micro_batches(np.arange(size), shard, layout.gradient_accumulation)
+        shares = micro_batches(np.arange(size), data_rank, layout.gradient_accumulation)
         stream = (MicroBatch({"features": inputs[share]}, classes[share]) for share in shares)
         loss = engine.train_step(stream, Activity()).loss
         torch.distributed.all_reduce(loss)

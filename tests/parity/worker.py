@@ -25,11 +25,11 @@ from app.training.checkpoints.snapshot import take_snapshot
 from app.training.checkpoints.state import Position
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.checkpoints.writer import CheckpointWriter
-from app.training.data.batches import Shard, micro_batches
-from app.training.data.micro_batch import MicroBatch
+from app.training.data.batches import DataRank, micro_batches
+from app.training.data.feed import MicroBatch
 from app.training.engine import TrainingEngine, create_engine
-from app.training.engine.objective import Totals
-from app.training.engine.schedule import lr_factor
+from app.training.engine.optimizer import lr_factor
+from app.training.engine.step import LossTotals
 from app.training.worker import import_deepspeed, leave_process_group, start_worker
 from tests.forks import run_ranks
 from tests.parity.plans import (
@@ -102,10 +102,10 @@ def planned(row: Row) -> tuple[TrainingEngine, Layout]:
 
 def train(engine: TrainingEngine, layout: Layout, steps: range) -> list[float]:
     """The loss of each step, mean over the ranks."""
-    shard = Shard(layout.data_rank(torch.distributed.get_rank()), layout.data)
+    data_rank = DataRank(layout.data_rank(torch.distributed.get_rank()), layout.data)
 
     def stream(tokens: torch.Tensor) -> Iterator[MicroBatch]:
-        for indices in micro_batches(np.arange(BATCH), shard, layout.gradient_accumulation):
+        for indices in micro_batches(np.arange(BATCH), data_rank, layout.gradient_accumulation):
             yield MicroBatch({"input_ids": tokens[indices][:, :-1]}, tokens[indices][:, 1:])
 
     losses = []
@@ -125,7 +125,7 @@ def validate(engine: TrainingEngine, layout: Layout) -> float:
         MicroBatch({"input_ids": tokens[indices][:, :-1]}, tokens[indices][:, 1:]) for indices in parts if indices
     )
     torch.distributed.all_reduce(sums)
-    return Totals.of(sums).mean_loss
+    return LossTotals.of(sums).mean_loss
 
 
 def compare(row: Row, folder: UPath) -> dict[str, list[float]]:

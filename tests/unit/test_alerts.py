@@ -8,7 +8,7 @@ import pytest
 from app.config import AlertConfig
 from app.config.alerts import Act
 from app.config.notify import ReceiverConfig
-from app.telemetry.alerts import Action, Alerts, Notification, Notifier
+from app.telemetry.alerts import Alerts, Notification, Notifier
 from app.telemetry.alerts.notifier import Outbox
 from app.telemetry.record import Record
 from tests.helpers import wait_until
@@ -60,10 +60,10 @@ def steps(metric: str, values: Iterable[float]) -> list[Step]:
     return [Step(step=number, **{metric: value}) for number, value in enumerate(values, start=1)]
 
 
-def asked(alerts: Alerts, record: Record) -> Action:
+def asked(alerts: Alerts, record: Record) -> Act:
     """What is asked of the loop after one more record."""
     alerts.append(record)
-    return alerts.pending()
+    return alerts.action
 
 
 @pytest.mark.parametrize(
@@ -118,11 +118,11 @@ def test_time_passes_on_the_clock() -> None:
 
 def test_silence_is_noticed_once_and_again_after_a_report() -> None:
     bench = Bench("nothing reported for 10 min", do=["notify", "pause"])
-    for now_s, expected in [(599, Action.CONTINUE), (600, Action.PAUSE), (900, Action.PAUSE)]:
+    for now_s, expected in [(599, "notify"), (600, "pause"), (900, "pause")]:
         bench.now_s = now_s
         bench.alerts.check_silence()
-        assert bench.alerts.pending() is expected
-    assert asked(bench.alerts, Step(step=7, loss=1.0)) is Action.PAUSE
+        assert bench.alerts.action is expected
+    assert asked(bench.alerts, Step(step=7, loss=1.0)) == "pause"
     bench.now_s += 600
     bench.alerts.check_silence()
     first, second = bench.told()
@@ -133,7 +133,7 @@ def test_silence_is_noticed_once_and_again_after_a_report() -> None:
 def test_the_thread_notices_silence() -> None:
     bench = Bench("nothing reported for 10 min", do=["stop"])
     bench.now_s = 600
-    wait_until(lambda: bench.alerts.pending() is Action.STOP)
+    wait_until(lambda: bench.alerts.action == "stop")
 
 
 def test_stop_beats_pause_and_what_was_asked_for_stays() -> None:
@@ -141,18 +141,18 @@ def test_stop_beats_pause_and_what_was_asked_for_stays() -> None:
     alerts = Alerts([AlertConfig(when=when, do=[act]) for when, act in rules], Notifier(), "run-1", "digits")
     losses = [1.0, 3.0, 1.0, inf, 1.0]
     heard = [asked(alerts, Step(step=1, loss=loss, lr=0.1)) for loss in losses]
-    assert heard == [Action.CONTINUE, Action.PAUSE, Action.PAUSE, Action.STOP, Action.STOP]
+    assert heard == ["notify", "pause", "pause", "stop", "stop"]
 
 
 def test_a_resumed_run_knows_what_came_before() -> None:
     before = epochs("val_loss", [0.5, 0.6, 0.6])
     paused, resumed, lost = (Bench("val_loss has not improved for 2 epochs", do=["notify", "pause"]) for _ in range(3))
-    assert [asked(paused.alerts, record) for record in before][-1] is Action.PAUSE
+    assert [asked(paused.alerts, record) for record in before][-1] == "pause"
     resumed.alerts.recall(before)
-    assert resumed.alerts.pending() is Action.CONTINUE
-    assert asked(resumed.alerts, Epoch(epoch=4, val_loss=0.6)) is Action.CONTINUE
+    assert resumed.alerts.action == "notify"
+    assert asked(resumed.alerts, Epoch(epoch=4, val_loss=0.6)) == "notify"
     lost.alerts.recall(before[:2])
-    assert asked(lost.alerts, before[2]) is Action.PAUSE
+    assert asked(lost.alerts, before[2]) == "pause"
 
 
 def test_what_is_no_number_counts_as_not_reported(capsys: pytest.CaptureFixture[str]) -> None:

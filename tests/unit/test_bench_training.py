@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from upath import UPath
 
-from app.telemetry.memory import MemoryRecord
 from app.telemetry.mirror import Mirror
+from app.telemetry.record import MemoryRecord
 from app.telemetry.tensorboard import TensorBoardLog
 from app.training.records import StepRecord
 from benchmarks.machine import CpuUse

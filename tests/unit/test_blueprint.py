@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from app.artifacts import RECIPE_FILE, WEIGHTS_FILE
 from app.config import ModelConfig, dump_recipe, load_recipe
 from app.errors import RecipeError
 from app.models.blueprint import Blueprint
@@ -17,7 +18,6 @@ from app.models.factory import blueprint_of, build_model
 from app.models.gpt import GPT
 from app.storage import to_path
 from app.tasks import prepare
-from app.training.run_folder import RECIPE_FILE, WEIGHTS_FILE
 from app.training.weights import read_architecture, read_weights
 from app.training.worker import seed_random
 from benchmarks.machine import peak_growth

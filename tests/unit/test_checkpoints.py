@@ -18,31 +18,29 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch.distributed.checkpoint import FileSystemWriter, save
 from upath import UPath
 
+from app.artifacts import CHECKPOINTS, WEIGHTS
 from app.checksums import CHECKSUMS_FILE, VerifiedFolder, checksums_of, read_checksums, write_checksums
 from app.config import CheckpointConfig, load_recipe
 from app.errors import StorageError, TrainingError
 from app.runs import Run
 from app.storage import local_copy, to_path, upload
 from app.tasks import prepare
-from app.telemetry.alerts import Action
-from app.training.checkpoints.fragments import Fragment, Slice, boxes_of, matrix_shape
+from app.training.checkpoints.fragments import Fragment, Shards, boxes_of, matrix_shape
 from app.training.checkpoints.names import WEIGHT, buffer, own, parameter
 from app.training.checkpoints.parts import SavedParts
 from app.training.checkpoints.reader import export_weights
-from app.training.checkpoints.rng import random_state, restore_random_state
-from app.training.checkpoints.shards import Shards
 from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.state import Position, TrainState
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.checkpoints.verified_file import PIECE_BYTES, VerifiedFile, write_piece_sums
 from app.training.checkpoints.writer import STATE_FILE, CheckpointWriter
-from app.training.coordination.exchange import Exchange
-from app.training.engine.nvme import written_to_nvme
+from app.training.coordination.sync import StepSync
+from app.training.engine.deepspeed_internals import Slice, written_to_nvme
 from app.training.records import Ending, EpochRecord
 from app.training.run import finish_run
-from app.training.run_folder import CHECKPOINTS, WEIGHTS
 from app.training.session import train
-from app.training.worker import Worker, start_worker
+from app.training.stop_request import StopRequest
+from app.training.worker import Worker, random_state, restore_random_state, start_worker
 from benchmarks.machine import peak_growth
 from tests.helpers import flip, wait_until
 from tests.tables import Faults
@@ -246,17 +244,17 @@ def test_what_cannot_be_cleared_up_is_no_end_of_training(tmp_path: Path, capsys:
     store = CheckpointStore(UPath("zip://checkpoints", fo=str(tmp_path / "storage.zip")))
     store.sweep(after=store.newest_intact())
     warnings = capsys.readouterr().err
-    assert "damaged checkpoint step_00000020 cannot be put aside" in warnings
+    assert "damaged checkpoint step_00000020 cannot be renamed" in warnings
     assert "checkpoint step_00000030 cannot be removed" in warnings
 
 
 def test_the_newest_and_the_best_are_kept(store: CheckpointStore) -> None:
-    store.prune(Checkpoint(30), newest=1, best=10)
+    store.prune(Checkpoint(30), num_to_keep=1, best=10)
     assert steps(store) == [10, 30]
 
 
 def test_what_was_just_written_is_kept_beside_later_ones_that_are_damaged(store: CheckpointStore) -> None:
-    store.prune(Checkpoint(20), newest=1, best=None)
+    store.prune(Checkpoint(20), num_to_keep=1, best=None)
     assert steps(store) == [20, 30]
 
 
@@ -267,7 +265,7 @@ def test_a_step_that_is_kept_again_replaces_the_first_once_it_is_whole(store: Ch
     assert store.newest_intact() == Checkpoint(30)
     write_checksums(store.folder_of(again))
     assert store.newest_intact() == again
-    store.prune(again, newest=2, best=None)
+    store.prune(again, num_to_keep=2, best=None)
     assert store.committed() == [Checkpoint(20), again]
     assert store.next(30) > again
 
@@ -491,7 +489,9 @@ def test_the_best_epoch_whose_checkpoint_is_not_damaged_is_published(
         records.append(EpochRecord(epoch=epoch, step=epoch, train_loss=1.0, val_loss=val_loss, val_accuracy=0.5,
                                    samples_per_s=1.0))  # fmt: skip
     flip(store.folder_of(Checkpoint(2)) / "__0_0.distcp")
-    ending = Ending(records=records, request=Action.CONTINUE, step=3, workers=1, resumed_from_step=0, first_step_s=1.0)
+    ending = Ending(
+        records=records, stop_request=StopRequest.NONE, step=3, workers=1, resumed_from_step=0, first_step_s=1.0
+    )
     outcome = finish_run(run, prepare(run.recipe), ending)
     assert outcome.metrics.model_dump()["best_epoch"] == 3
     assert "checkpoint step_00000002 is damaged and left out" in capsys.readouterr().err
@@ -606,6 +606,6 @@ def test_a_damaged_checkpoint_leaves_the_swapped_optimizer_ready_for_the_one_bef
 
 @pytest.mark.usefixtures("_process_group")
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_a_lost_checkpoint_is_told_at_the_next_exchange(is_lost: bool) -> None:
-    exchange = Exchange(Worker(0, 1, torch.device("cpu")), [lambda: Action.CONTINUE], lambda: is_lost)
-    assert exchange.run().has_lost_state is is_lost
+def test_a_lost_checkpoint_is_told_at_the_next_sync(is_lost: bool) -> None:
+    sync = StepSync(Worker(0, 1, torch.device("cpu")), [lambda: StopRequest.NONE], lambda: is_lost)
+    assert sync.run().has_lost_state is is_lost

@@ -32,8 +32,8 @@ from app.compile.timing import Concurrency, OperatingPoint
 from app.compile.variants import RequestedVariants, Variant
 from app.config import CompileConfig, ComputePrecision, EngineName, GatesConfig, load_recipe
 from app.data.classification import LabelledDataset, load_test
-from app.data.dataset import Batch
 from app.data.examples import Split
+from app.data.prepared import Batch
 from app.data.processor import Processor
 from app.engines.architecture import usable_cores
 from app.engines.base import Engine, EngineSettings

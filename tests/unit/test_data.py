@@ -16,8 +16,7 @@ from upath import UPath
 
 from app.config import CleanConfig, DataConfig, ImageConfig, TokenizerConfig
 from app.data.classification import ClassificationData, load_test, prepare, split
-from app.data.cleaning import clean
-from app.data.examples import Examples
+from app.data.examples import Examples, clean
 from app.data.images import ImageProcessor
 from app.data.sources import load_examples
 from app.data.text import TextProcessor

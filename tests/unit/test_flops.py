@@ -9,10 +9,9 @@ from torch.nn import functional
 
 from app.config import TrainConfig
 from app.models.precision import allow_tf32
-from app.telemetry.flops import flops_per_sample, utilisation
-from app.telemetry.memory import memory_record
-from app.telemetry.peak import gpu_peak_flops, peak_flops
-from app.training.data.micro_batch import MicroBatch
+from app.telemetry.mfu import flops_per_sample, gpu_peak_flops, peak_flops, utilisation
+from app.telemetry.record import memory_record
+from app.training.data.feed import MicroBatch
 from app.training.reporting.meter import Meter
 from app.training.worker import Worker
 

@@ -10,9 +10,8 @@ from app.compile.run import compile_model
 from app.config import load_recipe
 from app.errors import RayloomError
 from app.runs import Outcome, Run, execute
-from app.telemetry.alerts import Action
-from app.training.coordination.control import request, requested
-from app.training.coordination.heartbeat import held
+from app.training.coordination.heartbeat import run_lock
+from app.training.stop_request import StopRequest, read_stop_request, request_stop
 from jobs._runner import main
 from jobs._sigterm import on_sigterm
 from jobs.deploy import deploy
@@ -90,7 +89,7 @@ def test_a_lifecycle_that_goes_on_starts_a_new_search_if_its_own_failed_before_i
     refused = "tune.storage=sqlite:///relative.db"
     recipe = load_recipe(DIGITS, [f"storage={tmp_path / 'storage'}", "train.resume=latest", refused])
     failed, before = Run.start("tune", recipe), Run.start("lifecycle", recipe)
-    with held(failed.folder):
+    with run_lock(failed.folder):
         pass  # the first copy of the study fails
     failed.fail("the study cannot be written")
     before.open()
@@ -105,12 +104,12 @@ def test_a_job_that_is_told_to_stop_asks_its_training_to_and_no_longer_once_that
 ) -> None:
     run = Run.start("train", load_recipe(DIGITS, [f"storage={tmp_path}"]))
     before = signal.getsignal(signal.SIGTERM)
-    with on_sigterm(lambda: request(run.folder, Action.STOP), "keeping the state"):
+    with on_sigterm(lambda: request_stop(run.folder, StopRequest.STOP), "keeping the state"):
         require_no_request(run)
         handler = signal.getsignal(signal.SIGTERM)
         assert callable(handler)
         handler(signal.SIGTERM, None)  # not sent: beside OpenVINO, a signal's frame outgrows faulthandler's stack
-    assert requested(run.folder) is Action.STOP
+    assert read_stop_request(run.folder) is StopRequest.STOP
     assert signal.getsignal(signal.SIGTERM) is before
     with pytest.raises(RayloomError, match=f"asked to stop after train, whose run {run.run_id} is finished"):
         require_no_request(run)

@@ -9,9 +9,9 @@ import pytest
 from upath import UPath
 
 from app.config import CleanConfig, DataConfig, TokenizerConfig
-from app.data.dataset import Dataset
 from app.data.documents import clean_documents, load_documents
 from app.data.language import LanguageData, TokenBlocks, prepare
+from app.data.prepared import Dataset
 from app.data.tokenizer import END, LanguageTokenizer
 from app.errors import DataError
 

@@ -13,7 +13,7 @@ import torch
 from app.config import Layout, TrainConfig
 from app.config.layout import lay_out
 from app.config.plan import PlanConfig
-from app.data.dataset import Batch
+from app.data.prepared import Batch
 from app.training.activity import Activity
 from app.training.data.feed import Feed
 from app.training.worker import Worker

@@ -10,9 +10,8 @@ from torch import distributed, nn
 from upath import UPath
 
 from app.config import ProfileConfig
-from app.telemetry.phases import Phase, phase
 from app.telemetry.profiler import profile_steps
-from app.telemetry.step_time import StepTime, read_step_time
+from app.telemetry.step_time import Phase, StepTime, phase, read_step_time
 
 CONFIG = ProfileConfig(wait=1, warmup=1, active=2)
 

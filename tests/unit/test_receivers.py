@@ -21,8 +21,8 @@ from aiosmtpd.smtp import AuthResult, Envelope
 
 from app.config import load_recipe
 from app.errors import TryLaterError
-from app.telemetry.alerts import Action, Alerts, Notification
-from app.telemetry.alerts.apprise_service import AppriseService
+from app.telemetry.alerts import Alerts, Notification
+from app.telemetry.alerts.receivers import AppriseService
 from app.telemetry.record import Record
 from tests.helpers import ROOT, documented, wait_until
 from tests.receiver import HttpReceiver
@@ -82,7 +82,7 @@ class Step(Record):
 
 def observe(alerts: Alerts, loss: float = 3.0) -> None:
     alerts.append(Step(step=12, epoch=2, loss=loss))
-    assert alerts.pending() is Action.PAUSE
+    assert alerts.action == "pause"
 
 
 def test_a_webhook_is_tried_until_it_takes_a_signed_notification(

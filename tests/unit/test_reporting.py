@@ -14,24 +14,23 @@ from upath.implementations.memory import MemoryPath
 
 from app.config import AlertConfig, TrainConfig
 from app.storage import to_path
-from app.telemetry.alerts import Action, Alerts, Notifier
+from app.telemetry.alerts import Alerts, Notifier
 from app.telemetry.mirror import Mirror
 from app.telemetry.tensorboard import TensorBoardLog
+from app.training import stop_request
 from app.training.checkpoints.state import Position
-from app.training.coordination import control
-from app.training.coordination.control import CONTROL_FILE, Control, request, requested
-from app.training.coordination.exchange import Exchange, Exchanged, LocalStep
+from app.training.coordination.sync import LocalStep, StepSync, SyncedSteps
 from app.training.engine import StepResult
-from app.training.engine.objective import Totals
-from app.training.engine.step import Factors
+from app.training.engine.step import Factors, LossTotals
 from app.training.records import EpochRecord
-from app.training.reporting.metrics_log import METRICS_FILE, MetricsLog
 from app.training.reporting.recorder import Recorder
+from app.training.reporting.sinks import METRICS_FILE, MetricsLog
+from app.training.stop_request import CONTROL_FILE, StopRequest, StopSignals, read_stop_request, request_stop
 from app.training.worker import Worker
 from tests.helpers import records_of, wait_until
 
 STEPS = 10
-"""Of an exchange."""
+"""Steps of a sync."""
 
 
 class Alone(Worker):
@@ -45,39 +44,39 @@ def report(record: EpochRecord) -> None:
     """Nobody else is told."""
 
 
-def exchanged(step_s: float) -> Exchanged:
+def synced(step_s: float) -> SyncedSteps:
     """Steps of ``step_s`` seconds."""
     result = StepResult(torch.tensor(1.0), Factors(lr=0.1, loss_scale=None), grad_norm=1.0, is_applied=True)
     steps = [LocalStep(0, result, busy_s=0.0, data_s=0.0, seconds=step_s, mfu=None) for _ in range(STEPS)]
-    return Exchanged(steps, [1.0] * STEPS, Action.CONTINUE, has_lost_state=False)
+    return SyncedSteps(steps, [1.0] * STEPS, StopRequest.NONE, has_lost_state=False)
 
 
 def test_a_run_that_becomes_slow_is_noticed_with_its_first_slow_steps() -> None:
     rule = AlertConfig(when="samples_per_s has fallen by 50 %", do=["pause"])
     alerts = Alerts([rule], Notifier(), "run-1", "digits")
     recorder = Recorder(TrainConfig(), torch.device("cpu"), None, report, lambda *_: [alerts], started=0.0)
-    recorder.begin(Position(), [])
+    recorder.open(Position(), [])
     recorder.begin_epoch()
     for number, step_s in enumerate([0.1] * 50 + [0.3], start=1):
-        assert alerts.pending() is Action.CONTINUE
-        recorder.record_steps(Position(step=number * STEPS), exchanged(step_s))
-    assert alerts.pending() is Action.PAUSE
+        assert alerts.action == "notify"
+        recorder.record_steps(Position(step=number * STEPS), synced(step_s))
+    assert alerts.action == "pause"
 
 
 def test_a_run_that_was_paused_on_an_epochs_last_batch_still_knows_its_rate() -> None:
     def begin(position: Position) -> Recorder:
         recorder = Recorder(TrainConfig(), torch.device("cpu"), None, report, lambda *_: [], 0.0, clock=lambda: now)
-        recorder.begin(position, [])
+        recorder.open(position, [])
         recorder.begin_epoch()
         return recorder
 
     now, position = 100.0, Position()
     recorder = begin(position)
     now = 104.0
-    recorder.record_steps(position, exchanged(0.4))
+    recorder.record_steps(position, synced(0.4))
     paused = Position.model_validate_json(position.model_dump_json())
     now = 5000.0  # more than an hour later, in another process, with no batch left
-    validated = Totals(loss=1.0, right=1.0, count=2.0)
+    validated = LossTotals(loss=1.0, correct=1.0, count=2.0)
     assert begin(paused).make_epoch(paused, validated).samples_per_s == STEPS * 64 / 4.0
 
 
@@ -106,22 +105,22 @@ def test_what_storage_refuses_is_written_with_the_next_and_only_once(
 def test_slow_storage_delays_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     has_begun, is_answered = threading.Event(), threading.Event()
 
-    def read_slowly(_: UPath) -> Action:
+    def read_slowly(_: UPath) -> StopRequest:
         if not has_begun.is_set():
             has_begun.set()
-            return Action.CONTINUE
+            return StopRequest.NONE
         is_answered.wait(timeout=10)
-        return Action.STOP
+        return StopRequest.STOP
 
-    monkeypatch.setattr(control, "_POLL_S", 0.0)
-    monkeypatch.setattr(control, "requested", read_slowly)
-    own = Control(UPath(tmp_path))
-    with own.poll():
-        assert own.asked() is Action.CONTINUE  # while the second read waits
-        own.ask(Action.PAUSE)
-        assert own.asked() is Action.PAUSE
+    monkeypatch.setattr(stop_request, "_POLL_S", 0.0)
+    monkeypatch.setattr(stop_request, "read_stop_request", read_slowly)
+    own = StopSignals(UPath(tmp_path))
+    with own.poll_file():
+        assert own.strongest() is StopRequest.NONE  # while the second read waits
+        own.request(StopRequest.PAUSE)
+        assert own.strongest() is StopRequest.PAUSE
         is_answered.set()
-        wait_until(lambda: own.asked() is Action.STOP)
+        wait_until(lambda: own.strongest() is StopRequest.STOP)
 
 
 def test_a_request_that_cannot_be_read_is_heard_once_it_can(
@@ -129,46 +128,46 @@ def test_a_request_that_cannot_be_read_is_heard_once_it_can(
 ) -> None:
     reads: list[UPath] = []
 
-    def read_counted(folder: UPath) -> Action:
+    def read_counted(folder: UPath) -> StopRequest:
         reads.append(folder)
-        return requested(folder)
+        return read_stop_request(folder)
 
-    monkeypatch.setattr(control, "_POLL_S", 0.01)
-    monkeypatch.setattr(control, "requested", read_counted)
+    monkeypatch.setattr(stop_request, "_POLL_S", 0.01)
+    monkeypatch.setattr(stop_request, "read_stop_request", read_counted)
     (tmp_path / CONTROL_FILE).mkdir()
-    own = Control(UPath(tmp_path))
-    with own.poll():
+    own = StopSignals(UPath(tmp_path))
+    with own.poll_file():
         wait_until(lambda: len(reads) > 2)
-        assert own.asked() is Action.CONTINUE
+        assert own.strongest() is StopRequest.NONE
         (tmp_path / CONTROL_FILE).rmdir()
-        request(UPath(tmp_path), Action.PAUSE)
-        wait_until(lambda: own.asked() is Action.PAUSE)
+        request_stop(UPath(tmp_path), StopRequest.PAUSE)
+        wait_until(lambda: own.strongest() is StopRequest.PAUSE)
     assert capsys.readouterr().err.count("cannot be read") == 1
 
 
-def test_the_platform_is_asked_once_a_second_however_often_workers_exchange() -> None:
+def test_the_platform_is_asked_once_a_second_however_often_workers_sync() -> None:
     now, asked = 0.0, list[float]()
 
-    def poll_stop_request() -> Action:
+    def poll_stop_request() -> StopRequest:
         asked.append(now)
-        return Action.STOP if now >= 2.5 else Action.CONTINUE
+        return StopRequest.STOP if now >= 2.5 else StopRequest.NONE
 
-    exchange = Exchange(
-        Alone(0, 1, torch.device("cpu")), [lambda: Action.CONTINUE], lambda: False, poll_stop_request, lambda: now
+    sync = StepSync(
+        Alone(0, 1, torch.device("cpu")), [lambda: StopRequest.NONE], lambda: False, poll_stop_request, lambda: now
     )
-    while exchange.run().request is Action.CONTINUE:
+    while sync.run().stop_request is StopRequest.NONE:
         now += 0.125
     assert now <= 3.75
     assert len(asked) <= 4
 
 
 def test_only_one_worker_reads_what_is_asked_of_the_run(tmp_path: Path) -> None:
-    request(UPath(tmp_path), Action.PAUSE)
-    first, other = Control(UPath(tmp_path)), Control(UPath(tmp_path))
-    with first.poll():
-        assert (first.asked(), other.asked()) == (Action.PAUSE, Action.CONTINUE)
-    other.ask(Action.STOP)
-    assert other.asked() is Action.STOP
+    request_stop(UPath(tmp_path), StopRequest.PAUSE)
+    first, other = StopSignals(UPath(tmp_path)), StopSignals(UPath(tmp_path))
+    with first.poll_file():
+        assert (first.strongest(), other.strongest()) == (StopRequest.PAUSE, StopRequest.NONE)
+    other.request(StopRequest.STOP)
+    assert other.strongest() is StopRequest.STOP
 
 
 def logged(folder: UPath) -> list[int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from upath import UPath
 
+from app.artifacts import RECIPE_FILE
 from app.conditional import change
 from app.config import Recipe, dump_recipe, load_recipe
 from app.data.prepared import PreparedData
@@ -19,10 +20,9 @@ from app.storage import to_path
 from app.tasks import prepare
 from app.training.coordination import heartbeat
 from app.training.coordination.heartbeat import HEARTBEAT_FILE
-from app.training.records import StoppedMetrics
+from app.training.records import StoppedTrainMetrics
 from app.training.resume import LATEST, start_or_resume
 from app.training.run import open_run, prepare_run
-from app.training.run_folder import RECIPE_FILE
 from app.training.weights import read_architecture
 from tests.helpers import ROOT, wait_until
 
@@ -35,7 +35,7 @@ def test_a_run_is_its_jobs_from_its_opening_until_its_result_is_kept() -> None:
 
     def step_of(run: Run, data: PreparedData) -> Outcome:
         open_run(run, data)
-        return Outcome(StoppedMetrics(steps=1, epochs=0, paused=True), {}, status="stopped")
+        return Outcome(StoppedTrainMetrics(steps=1, epochs=0, paused=True), {}, status="stopped")
 
     def step(run: Run) -> Outcome:
         data = prepare_run(run)
@@ -55,7 +55,7 @@ def test_a_run_is_its_jobs_from_its_opening_until_its_result_is_kept() -> None:
 def test_a_job_that_fails_before_it_takes_a_run_keeps_the_runs_result() -> None:
     run = Run.start("train", load_recipe(DIGITS))
     run.open()
-    run.end(Outcome(StoppedMetrics(steps=1, epochs=0, paused=True), {}, status="stopped"))
+    run.end(Outcome(StoppedTrainMetrics(steps=1, epochs=0, paused=True), {}, status="stopped"))
     before = (run.folder / RESULT_FILE).read_bytes()
 
     def fail(_: Run) -> Outcome:
@@ -96,7 +96,7 @@ def finishing(tmp_path: Path) -> Run:
 def test_of_jobs_that_take_a_run_at_once_one_succeeds(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The jobs find the heartbeat of a job that was killed."""
     monkeypatch.setattr(heartbeat, "_INTERVAL_S", 0.05)
-    monkeypatch.setattr(heartbeat, "_SILENT_S", 1.0)
+    monkeypatch.setattr(heartbeat, "_TIMEOUT_S", 1.0)
     folder = to_path(storage) / "runs/train/run-1"
     folder.mkdir(parents=True)
     (folder / HEARTBEAT_FILE).write_bytes(b"a beat")
@@ -105,8 +105,8 @@ def test_of_jobs_that_take_a_run_at_once_one_succeeds(storage: str, monkeypatch:
     def take() -> bool:
         ready.wait()
         try:
-            heartbeat.require_silence(folder)
-            with heartbeat.held(folder):
+            heartbeat.require_not_running(folder)
+            with heartbeat.run_lock(folder):
                 return all(refused.acquire(timeout=10.0) for _ in range(3))
         except StorageError:
             refused.release()
@@ -115,7 +115,7 @@ def test_of_jobs_that_take_a_run_at_once_one_succeeds(storage: str, monkeypatch:
     with ThreadPoolExecutor(4) as pool:
         taken = [pool.submit(take) for _ in range(4)]
     assert sorted(future.result() for future in taken) == [False, False, False, True]
-    with heartbeat.held(folder):
+    with heartbeat.run_lock(folder):
         pass  # once the lock is released, another job can take it at once
 
 
@@ -127,7 +127,7 @@ def test_a_job_takes_a_run_although_the_response_to_its_write_is_lost(
         change(path, changed)  # the driver's retry fails because the file changed, so it is read again
 
     monkeypatch.setattr(heartbeat, "change", change_twice)
-    with heartbeat.held(UPath(tmp_path)):
+    with heartbeat.run_lock(UPath(tmp_path)):
         assert heartbeat.read(UPath(tmp_path) / HEARTBEAT_FILE)
 
 
@@ -138,10 +138,10 @@ def test_a_job_keeps_its_result_although_storage_fails_at_its_end(
         raise OSError("away")
 
     def step(run: Run) -> Outcome:
-        run.hold(heartbeat.held(run.folder))
+        run.hold(heartbeat.run_lock(run.folder))
         run.open()
         monkeypatch.setattr(type(run.folder), "unlink", refuse)
-        return Outcome(StoppedMetrics(steps=1, epochs=0, paused=True), {}, status="stopped")
+        return Outcome(StoppedTrainMetrics(steps=1, epochs=0, paused=True), {}, status="stopped")
 
     assert execute(Run.start("train", load_recipe(DIGITS)), step).status == "stopped"
     assert "heartbeat' cannot be removed (OSError: away)" in capsys.readouterr().err

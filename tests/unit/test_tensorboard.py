@@ -11,9 +11,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from upath import UPath
 
-from app.telemetry.memory import MemoryRecord
 from app.telemetry.mirror import Mirror
-from app.telemetry.record import Record
+from app.telemetry.record import MemoryRecord, Record
 from app.telemetry.tensorboard import TensorBoardLog, hidden
 
 

@@ -13,12 +13,11 @@ from app.config import EarlyStoppingConfig, ModelConfig, ScheduleConfig, TrainCo
 from app.errors import RecipeError, TrainingError
 from app.models.factory import build_model, logits_of
 from app.runs import CONFIG_FILE, Run
-from app.training.data.batches import Shard, count_steps, micro_batches, train_batches, validation_batches
-from app.training.early_stopping import should_stop
+from app.training.data.batches import DataRank, count_steps, micro_batches, train_batches, validation_batches
 from app.training.engine.batch_norm import synchronize_batch_norm
-from app.training.engine.schedule import lr_factor
+from app.training.engine.optimizer import lr_factor
 from app.training.engine.step import Factors, StepResult
-from app.training.records import EpochRecord, best_of
+from app.training.records import EpochRecord, best_of, should_stop
 from app.training.resume import start_or_resume
 from tests.helpers import ROOT
 
@@ -29,7 +28,7 @@ LENGTHS = [(index * 37) % 101 for index in range(1000)]
 def test_the_workers_together_see_the_global_batch(world_size: int) -> None:
     batches = train_batches(LENGTHS, batch_size=32, seed=0, epoch=1)
     for batch in batches[:5]:
-        shares = [micro_batches(batch, Shard(rank, world_size), 3) for rank in range(world_size)]
+        shares = [micro_batches(batch, DataRank(rank, world_size), 3) for rank in range(world_size)]
         assert sorted(index for share in shares for micro in share for index in micro) == sorted(batch)
         assert {len(micro) for share in shares for micro in share} <= {
             32 // world_size // 3 + extra for extra in (0, 1)
@@ -71,7 +70,9 @@ def test_batches_are_of_similar_length() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_validation_sees_each_sample_once(world_size: int) -> None:
-    seen = [i for rank in range(world_size) for b in validation_batches(LENGTHS, Shard(rank, world_size), 7) for i in b]
+    seen = [
+        i for rank in range(world_size) for b in validation_batches(LENGTHS, DataRank(rank, world_size), 7) for i in b
+    ]
     assert sorted(seen) == list(range(1000))
 
 
@@ -179,8 +180,8 @@ def test_too_few_samples_for_a_batch_are_refused() -> None:
         ("app.models.image:small_cnn", {"poolings": 0}, "poolings 0 is less than 1"),
         ("app.models.image:small_cnn", {"width": -8}, "refuses model.args"),
         ("app.models.text:encoder_classifier", {}, "model.args.vocab_size is missing"),
-        ("app.training.run_folder:DATA", {}, "expected a function"),
-        ("app.training.data.batches:Shard", {"rank": 0, "size": 1}, "expected a torch.nn.Module"),
+        ("app.artifacts:DATA", {}, "expected a function"),
+        ("app.training.data.batches:DataRank", {"rank": 0, "size": 1}, "expected a torch.nn.Module"),
     ],
 )
 def test_models_that_cannot_be_built_are_refused(factory: str, args: dict[str, int], words: str) -> None:

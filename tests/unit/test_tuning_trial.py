@@ -10,20 +10,18 @@ from typing import Any
 import pytest
 from upath import UPath
 
+from app.artifacts import CHECKPOINTS
 from app.checksums import CHECKSUMS_FILE
 from app.config import load_recipe
 from app.errors import ActorBusyError, RecipeError, TrainingError, UnsharedStorageError
 from app.models.factory import blueprint_of
 from app.storage import upload
-from app.telemetry.alerts import Action
-from app.training import session
+from app.training import session, stop_request
 from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.store import CheckpointStore
 from app.training.checkpoints.writer import CheckpointWriter
-from app.training.coordination import control
-from app.training.coordination.control import request, requested
 from app.training.coordination.shared_folder import marked
-from app.training.run_folder import CHECKPOINTS
+from app.training.stop_request import StopRequest, read_stop_request, request_stop
 from app.tuning import trial_actor, trial_training
 from app.tuning.trial_actor import TRIALS, TrialActor
 from app.tuning.trial_config import LAST_REPORTED_EPOCH, NUMBER, VALUES
@@ -79,17 +77,17 @@ def test_a_trial_that_was_asked_to_stop_is_not_complete(
 ) -> None:
     is_read = threading.Event()
 
-    def read(folder: UPath) -> Action:
-        asked = requested(folder)
+    def read(folder: UPath) -> StopRequest:
+        asked = read_stop_request(folder)
         if asked:
             is_read.set()
         return asked
 
-    monkeypatch.setattr(control, "requested", read)
-    monkeypatch.setattr(control, "_POLL_S", 0.01)
+    monkeypatch.setattr(stop_request, "read_stop_request", read)
+    monkeypatch.setattr(stop_request, "_POLL_S", 0.01)
     actor = begin()
     actor.step()
-    request(UPath(tmp_path) / TRIALS / "0000", Action.STOP)
+    request_stop(UPath(tmp_path) / TRIALS / "0000", StopRequest.STOP)
     assert is_read.wait(timeout=10)
     with pytest.raises(TrainingError, match="asked to stop"):
         actor.step()

@@ -17,12 +17,12 @@ distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 waiting, storing = (Watchdog(Worker(rank, 2, torch.device("cpu")), 0.5, print) for rank in (0, 1))
 clock = time.time
 time.time = lambda: clock() - 60.0 * (threading.current_thread() is storing._thread)  # as if on another node
-waiting.beat("the exchange after step 9")
-storing.beat("the exchange after step 9")
+waiting.beat("the sync after step 9")
+storing.beat("the sync after step 9")
 waiting.beat("looking for a checkpoint")
 began = time.monotonic()
 while time.monotonic() - began < 1.5:
-    storing.advance()
+    storing.report_progress()
     time.sleep(0.1)
 print("lives", flush=True)
 if "ends" in sys.argv:
@@ -34,7 +34,7 @@ time.sleep(60.0)
 @pytest.mark.parametrize(
     ("then", "said"),
     [
-        ("hangs", "rank 1 does not come out of the exchange after step 9; the others wait"),
+        ("hangs", "rank 1 does not come out of the sync after step 9; the others wait"),
         ("ends", "rank 1 does not answer: stopped, or gone"),
     ],
 )
@@ -49,7 +49,7 @@ def test_slow_storage_of_one_worker_is_no_hang_of_those_that_wait_and_becomes_on
 
 def beats(counts: list[int], waits: list[bool]) -> list[Beat]:
     return [
-        Beat(rank=rank, count=count, doing=f"work {count}", waits=wait, idle_s=9.0, number=1)
+        Beat(rank=rank, count=count, doing=f"work {count}", is_waiting=wait, idle_s=9.0, number=1)
         for rank, (count, wait) in enumerate(zip(counts, waits, strict=True))
     ]
 
@@ -60,7 +60,7 @@ def beats(counts: list[int], waits: list[bool]) -> list[Beat]:
         ([5, 4, 5], [False, True, False], "rank 1 does not come out of work 4; the others wait"),
         ([5, 4, 4], [True, True, False], "rank 2 does not come out of work 4; the others wait"),
         ([4, 4, 4], [False, True, False], "ranks 0, 2 do not come out of work 4; the others wait"),
-        ([4, 4, 4], [True, True, True], "all ranks wait for each other in work 4: one may have skipped an exchange"),
+        ([4, 4, 4], [True, True, True], "all ranks wait for each other in work 4: one may have skipped a collective"),
         ([4, 4, 4], [False, False, False], "no rank comes out of work 4"),
     ],
 )

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from upath import UPath
 
+from app.artifacts import DATA
 from app.checksums import verify_checksums
 from app.config import CascadeConfig, ServeConfig
 from app.data.classification import ClassificationData
@@ -26,7 +27,6 @@ from app.serving.model.loaded import LoadedModel, load_model
 from app.storage import to_path
 from app.tasks import find_processor
 from app.tensors import OUTPUT, Tensors
-from app.training.run_folder import DATA
 
 _TIMED_ROWS, _ROUNDS = 512, 3
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
+from app.artifacts import ARCHITECTURE_FILE, RECIPE_FILE, WEIGHTS_FILE
 from app.data.classification import LABELS_FILE
 from app.errors import RecipeError
 from app.repository.known_answers import ANSWERS_FILE
 from app.repository.manifest import MODEL_FILE, PLAN_FILE, Manifest
 from app.serving.model.loaded import LoadedModel
-from app.training.run_folder import ARCHITECTURE_FILE, RECIPE_FILE, WEIGHTS_FILE
 
 _ENGINES = (MODEL_FILE, PLAN_FILE, WEIGHTS_FILE, ARCHITECTURE_FILE, RECIPE_FILE)
 """What engines read of a version; a plan has its manifest beside it."""

@@ -1,7 +1,7 @@
-"""Alerts: rules over what training reports, and who is told when one comes true."""
+"""Alerts: rules over the records of training, and the receivers that are notified when one fires."""
 
 from app.telemetry.alerts.alerts import Alerts
-from app.telemetry.alerts.notification import Action, Notification
+from app.telemetry.alerts.notification import Notification
 from app.telemetry.alerts.notifier import Notifier
 
-__all__ = ["Action", "Alerts", "Notification", "Notifier"]
+__all__ = ["Alerts", "Notification", "Notifier"]

@@ -7,21 +7,21 @@ from collections.abc import Callable, Iterable, Sequence
 from app.config import AlertConfig, Recipe
 from app.config.alert_rules import MetricRule, SilenceRule
 from app.config.alerts import Act
-from app.telemetry.alerts.notification import Action, Notification
+from app.telemetry.alerts.notification import Notification
 from app.telemetry.alerts.notifier import Notifier
 from app.telemetry.alerts.watch import MetricWatch, Moment, SilenceWatch
 from app.telemetry.record import Record
 from app.warnings import warn
 
-_LOOK_INTERVAL_S = 1.0
+_POLL_INTERVAL_S = 1.0
 _CLOSE_TIMEOUT_S = 15.0
-_ASKED: dict[Act, Action] = {"notify": Action.CONTINUE, "pause": Action.PAUSE, "stop": Action.STOP}
+_STRENGTH: dict[Act, int] = {"notify": 0, "pause": 1, "stop": 2}
 
 
 class Alerts:
-    """Checks every record against every rule, and says what the loop must do.
+    """Checks every record against every rule, and says whether training must pause or stop.
 
-    A rule fires when it comes true, and again only after it was false in between. Each firing is a line in the log;
+    A rule fires when it becomes true, and again only after it was false in between. Each firing prints a line, and
     ``notify`` also queues a notification. A daemon thread watches for silence. May be called from any thread.
     """
 
@@ -39,19 +39,20 @@ class Alerts:
         self._notifier, self._run_id, self._recipe_name, self._clock = notifier, run_id, recipe_name, clock
         self._now = Moment(clock())
         self._unseen = {watch.metric for _, watch in self._metrics}
-        self._asked = Action.CONTINUE
+        self.action: Act = "notify"
+        """The strongest action of all alerts that have fired. "notify" does not end training."""
         self._lock = threading.Lock()
         self._closed = threading.Event()
         if self._silences:
-            threading.Thread(target=self._look_for_silence, name="alerts: silence", daemon=True).start()
+            threading.Thread(target=self._watch_silence, name="alerts: silence", daemon=True).start()
 
     @classmethod
     def of(cls, recipe: Recipe, run_id: str) -> "Alerts":
-        """The recipe's alerts, at work, with its receivers."""
+        """Create and start the recipe's alerts, with its receivers."""
         return cls(recipe.alerts, Notifier.of(recipe.notify), run_id, recipe.name)
 
     def append(self, *records: Record) -> None:
-        """Check some records, in their order."""
+        """Check records, in order."""
         with self._lock:
             for record in records:
                 for alert, metric, value in self._check(record):
@@ -59,17 +60,13 @@ class Alerts:
                 self._warn_of_unseen()
 
     def recall(self, records: Iterable[Record]) -> None:
-        """Take in what the run reported before it was interrupted; nothing fires, or fires again, for it."""
+        """Restore the rules' state from the records of the run before it was interrupted. Nothing fires."""
         with self._lock:
             for record in records:
                 self._check(record)
 
-    def pending(self) -> Action:
-        """The strongest action that was asked for; once asked for, it stays so."""
-        return self._asked
-
     def check_silence(self) -> None:
-        """Check the rules on silence; the thread does so every second."""
+        """Check the rules on silence. The thread calls this every second."""
         with self._lock:
             silent_s = self._clock() - self._now.time_s
             for alert, watch in self._silences:
@@ -77,12 +74,12 @@ class Alerts:
                     self._fire(alert, None, None)
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
-        """Watch no more, and deliver what is queued, for at most ``timeout_s`` seconds."""
+        """Stop watching, and deliver the queued notifications, for at most ``timeout_s`` seconds."""
         self._closed.set()
         self._notifier.close(timeout_s)
 
     def _check(self, record: Record) -> list[tuple[AlertConfig, str, float]]:
-        """The alerts that come true with this record, with the metric and its value."""
+        """Return the alerts that fire on this record, with the metric and its value."""
         self._now = Moment.of(record, self._clock())
         for _, silence in self._silences:
             silence.observe(0.0)
@@ -108,15 +105,15 @@ class Alerts:
         print(notification.line, flush=True)
         if "notify" in alert.do:
             self._notifier.send(notification)
-        self._asked = max(self._asked, _ASKED[alert.strongest])
+        self.action = max(self.action, alert.strongest, key=_STRENGTH.__getitem__)
 
     def _warn_of_unseen(self) -> None:
-        """After the first epoch, name the metrics that no record had: a slip of the pen makes no noise else."""
+        """After the first epoch, warn of metrics that no record had. Otherwise a misspelt name would go unnoticed."""
         if self._now.epoch_is_over and self._unseen:
             names = ", ".join(sorted(self._unseen))
             warn(f"alerts: no record had {names} so far: check the name")
             self._unseen.clear()
 
-    def _look_for_silence(self) -> None:
-        while not self._closed.wait(_LOOK_INTERVAL_S):
+    def _watch_silence(self) -> None:
+        while not self._closed.wait(_POLL_INTERVAL_S):
             self.check_silence()

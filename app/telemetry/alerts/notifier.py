@@ -1,11 +1,10 @@
-"""Hands notifications to their receivers, each in a thread of its own, so that none delays training or another."""
+"""The delivery of notifications. Each receiver has its own thread, so none delays training or another receiver."""
 
 import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from queue import SimpleQueue
-from typing import Protocol
 
 from tenacity import (
     Retrying,
@@ -16,25 +15,15 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from app.config import NotifyConfig, WebhookConfig
+from app.config import NotifyConfig
 from app.config.notify import ReceiverConfig
 from app.errors import DeliveryError, TryLaterError
-from app.telemetry.alerts.mail import Mail
 from app.telemetry.alerts.notification import Notification
+from app.telemetry.alerts.receivers import AppriseService, Mail, Receiver, Webhook
 from app.warnings import warn
 
-_CAPACITY = 100  # notifications that wait for one receiver
+_MAX_QUEUED = 100  # per receiver
 _MAX_WAIT_S = 60.0
-
-
-class Receiver(Protocol):
-    """Takes one notification at a time."""
-
-    name: str
-
-    def send(self, notification: Notification) -> None:
-        """Try once to deliver. Raises DeliveryError; TryLaterError if another try may succeed."""
-        ...
 
 
 class Outbox:
@@ -50,25 +39,25 @@ class Outbox:
             retry=retry_if_exception_type(TryLaterError),
             reraise=True,
         )
-        self._queue: SimpleQueue[Notification | None] = SimpleQueue()  # None: the end
+        self._queue: SimpleQueue[Notification | None] = SimpleQueue()  # None ends the thread
         self._has_overflowed = False
         self._thread = threading.Thread(target=self._deliver_all, name=f"alerts: {receiver.name}", daemon=True)
         self._thread.start()
 
     def put(self, notification: Notification) -> None:
-        """Queue a notification; one too many is dropped, with a warning the first time."""
-        if self._queue.qsize() < _CAPACITY:
+        """Queue a notification. If the queue is full, drop it, with a warning the first time."""
+        if self._queue.qsize() < _MAX_QUEUED:
             self._queue.put(notification)
         elif not self._has_overflowed:
             self._has_overflowed = True
-            self._warn(f"{_CAPACITY} notifications wait already: more are dropped")
+            self._warn(f"{_MAX_QUEUED} notifications wait already: more are dropped")
 
     def finish(self) -> None:
-        """Take no more; the thread ends when all is delivered."""
+        """Accept no more. The thread ends when everything queued is delivered."""
         self._queue.put(None)
 
     def join(self, deadline_s: float) -> None:
-        """Wait for the thread's end until ``time.monotonic()`` reaches ``deadline_s``; then nothing more is tried."""
+        """Wait for the thread's end until ``time.monotonic()`` reaches ``deadline_s``. Then give up the rest."""
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._thread.is_alive():
             self._warn("not all was delivered before the end")
@@ -96,42 +85,30 @@ class Notifier:
 
     @classmethod
     def of(cls, config: NotifyConfig) -> "Notifier":
-        """A notifier to the recipe's receivers; one whose secret is missing here is left out, with a warning."""
-        makers: list[tuple[Callable[[], Receiver], ReceiverConfig]] = []
+        """Create a notifier to the recipe's receivers. If a secret is missing here, warn and skip its receiver."""
+        factories: list[tuple[Callable[[], Receiver], ReceiverConfig]] = []
         if config.webhook:
-            makers.append((partial(_webhook, config.webhook), config.webhook))
+            factories.append((partial(Webhook, config.webhook), config.webhook))
         if config.email:
-            makers.append((partial(Mail, config.email), config.email))
-        makers += [(partial(_apprise, reference), ReceiverConfig()) for reference in config.apprise]
+            factories.append((partial(Mail, config.email), config.email))
+        factories += [(partial(AppriseService, reference), ReceiverConfig()) for reference in config.apprise]
         outboxes = []
-        for make, settings in makers:
+        for create_receiver, settings in factories:
             try:
-                outboxes.append(Outbox(make(), settings))
+                outboxes.append(Outbox(create_receiver(), settings))
             except DeliveryError as error:
-                warn(f"alerts: {error}; this receiver is told nothing")
+                warn(f"alerts: {error}; this receiver gets no notifications")
         return cls(outboxes)
 
     def send(self, notification: Notification) -> None:
-        """Queue the notification for every receiver; never waits."""
+        """Queue the notification for every receiver. Never waits."""
         for outbox in self._outboxes:
             outbox.put(notification)
 
     def close(self, timeout_s: float) -> None:
-        """Deliver what is queued, for at most ``timeout_s`` seconds in all."""
+        """Deliver the queued notifications, for at most ``timeout_s`` seconds in total."""
         deadline_s = time.monotonic() + timeout_s
         for outbox in self._outboxes:
             outbox.finish()
         for outbox in self._outboxes:
             outbox.join(deadline_s)
-
-
-def _webhook(config: WebhookConfig) -> Receiver:
-    from app.telemetry.alerts.webhook import Webhook  # imports httpx, which only webhooks need
-
-    return Webhook(config)
-
-
-def _apprise(reference: str) -> Receiver:
-    from app.telemetry.alerts.apprise_service import AppriseService  # imports requests, which only Apprise needs
-
-    return AppriseService(reference, ReceiverConfig().timeout_s)

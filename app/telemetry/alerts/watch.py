@@ -1,4 +1,4 @@
-"""Whether a rule has come true, record by record."""
+"""The state of a rule over the records, which says when it fires."""
 
 import math
 import statistics
@@ -19,14 +19,14 @@ from app.config.alert_rules import (
 from app.telemetry.record import Record
 
 USUAL_VALUES = 100
-"""What is usual is the median of so many values before."""
+"""A value is compared with the median of this many earlier values."""
 WARM_UP_VALUES = 20
-"""What is usual is not known before so many values."""
+"""Minimum number of earlier values for a comparison."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """When a record came: the clock in seconds, optimizer steps so far, the epoch and whether it was over by then."""
+    """The time of a record: the clock in seconds, optimizer steps so far, the epoch and whether it has ended."""
 
     time_s: float
     step: int | None = None
@@ -35,11 +35,11 @@ class Moment:
 
     @classmethod
     def of(cls, record: Record, time_s: float) -> "Moment":
-        """The moment of a record that came at ``time_s``."""
+        """Return the moment of a record that came at ``time_s``."""
         return cls(time_s, record.step, record.epoch, epoch_is_over=record.kind == "epoch")
 
     def since(self, began: "Moment", unit: Unit) -> float:
-        """Seconds, steps or whole epochs from ``began`` to now; the step or epoch in which it began counts."""
+        """Return seconds, steps or whole epochs from ``began`` to now, including the step or epoch of ``began``."""
         if unit == "s":
             return self.time_s - began.time_s
         if unit == "steps":
@@ -52,13 +52,13 @@ class MetricWatch:
 
     def __init__(self, rule: MetricRule) -> None:
         self.metric = rule.metric
-        self._holds, self._hold = _test_of(rule.condition), rule.hold
+        self._is_true, self._hold = _test_of(rule.condition), rule.hold
         self._began: Moment | None = None
         self._fired = False
 
     def observe(self, value: float, now: Moment) -> bool:
-        """Whether the rule comes true with this value: once, and again after it was false in between."""
-        if not self._holds(value):
+        """Return whether the rule fires on this value: once, and again after it was false in between."""
+        if not self._is_true(value):
             self._began, self._fired = None, False
             return False
         self._began = self._began or now
@@ -76,7 +76,7 @@ class SilenceWatch:
         self._fired = False
 
     def observe(self, silent_s: float) -> bool:
-        """Whether the rule comes true after ``silent_s`` seconds without a record: once in each silence."""
+        """Return whether the rule fires after ``silent_s`` seconds without a record: once in each silence."""
         was_fired, self._fired = self._fired, silent_s >= self._seconds
         return self._fired and not was_fired
 
@@ -96,22 +96,22 @@ def _test_of(condition: Condition) -> Callable[[float], bool]:
 
 
 class _HasFallen:
-    """Against the median of the usual values before: those that had not fallen themselves."""
+    """Compares with the median of earlier values, except those that had fallen themselves."""
 
     def __init__(self, share: float) -> None:
         self._kept = 1.0 - share
         self._usual: deque[float] = deque(maxlen=USUAL_VALUES)
 
     def __call__(self, value: float) -> bool:
-        known = len(self._usual) >= WARM_UP_VALUES
-        fallen = known and value <= self._kept * statistics.median(self._usual)
-        if not fallen and math.isfinite(value):
+        is_warm = len(self._usual) >= WARM_UP_VALUES
+        has_fallen = is_warm and value <= self._kept * statistics.median(self._usual)
+        if not has_fallen and math.isfinite(value):
             self._usual.append(value)
-        return fallen
+        return has_fallen
 
 
 class _HasNotImproved:
-    """Against the best value before; one that is not a number is never better."""
+    """Compares with the best earlier value. NaN is never better."""
 
     def __init__(self, sign: float) -> None:
         self._sign = sign

@@ -1,1 +1,1 @@
-"""Checkpoints: what a run needs to go on, independent of the plan it was written under."""
+"""Checkpoints: the state that a run resumes from, independent of the plan that wrote it."""

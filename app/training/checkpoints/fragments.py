@@ -1,33 +1,38 @@
-"""Which part of each parameter's float32 weight and optimizer state this process holds, under any plan."""
+"""The fragments of parameters that this process holds under any plan, as parts for ``torch.distributed.checkpoint``."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Size, Tensor
 
 from app.config import Layout
-from app.errors import TrainingError
+from app.torch_internals import make_shell
 from app.training.engine import TrainingEngine
-from app.training.engine.masters import master_pairs
+from app.training.engine.deepspeed_internals import (
+    HeldPart,
+    Slice,
+    held_part,
+    is_pipeline_replica,
+    master_pairs,
+    slice_of,
+    unpartitioned_shape,
+)
 
-
-@dataclass(frozen=True)
-class Slice:
-    """How a parameter lies in the whole model's: along ``dim``, from ``start``; ``dim`` None is all of it."""
-
-    whole_shape: tuple[int, ...]
-    dim: int | None = None
-    start: int = 0
+if TYPE_CHECKING:  # slow to import, as parts.py says
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 
 @dataclass(frozen=True)
 class Fragment:
     """A run of elements of a parameter, and where the optimizer keeps their float32 weight and state.
 
-    The elements are ``start`` to ``start + length`` of the flattened local parameter, and lie in ``master``
-    from ``offset`` on; the optimizer's state of ``master`` has the same order.
+    The elements are ``start`` to ``start + length`` of the flattened local parameter. They lie in ``master`` from
+    ``offset`` on. The optimizer's state of ``master`` has the same order.
     """
 
     name: str
@@ -38,118 +43,70 @@ class Fragment:
     master: Tensor
     offset: int
     is_owned: bool
-    """Whether this process is the one that writes it: replicas are written once."""
+    """Whether this process writes it. Of several replicas only one is written."""
 
     def of(self, flat: Tensor) -> Tensor:
-        """The elements in ``flat``, which has the order of ``master``: a view of shape (length,)."""
+        """Return the elements in ``flat``, which has the order of ``master``, as a view of shape (length,)."""
         return flat.detach().view(-1).narrow(0, self.offset, self.length)
 
 
 def fragments_of(engine: TrainingEngine, layout: Layout) -> list[Fragment]:
-    """All that this process holds of the parameters; of those that are not trained, the weight itself."""
+    """Return everything that this process holds of the parameters. An untrained parameter is its own master."""
     rank = torch.distributed.get_rank()
     masters = {id(low): master for low, master in master_pairs(engine.deepspeed.optimizer)}
     return [
-        _fragment(engine.names[id(parameter)], parameter, held, layout, rank)
+        _fragment(engine.names[id(parameter)], parameter, part, layout, rank)
         for parameter in engine.deepspeed.module.parameters()
-        if (held := _held(engine.deepspeed, parameter, masters)) is not None
+        if (part := held_part(engine.deepspeed, parameter, masters)) is not None
     ]
 
 
 def by_master(fragments: Iterable[Fragment]) -> list[list[Fragment]]:
-    """The fragments of each master together."""
+    """Group the fragments by their master."""
     found: dict[int, list[Fragment]] = {}
     for fragment in fragments:
         found.setdefault(id(fragment.master), []).append(fragment)
     return list(found.values())
 
 
-@dataclass(frozen=True)
-class _Held:
-    """The part of a local parameter that this rank keeps."""
-
-    master: Tensor
-    offset: int
-    start: int
-    length: int
-    is_partition: bool
-    """Whether other data-parallel ranks hold the rest; otherwise each holds all."""
-
-
-def _held(engine: Any, parameter: nn.Parameter, masters: Mapping[int, Tensor]) -> _Held | None:
-    """None: the parameter lies wholly in other ranks."""
-    if hasattr(parameter, "ds_id"):
-        return _held_zero_3(engine.optimizer, parameter)
-    if hasattr(parameter, "_hp_mapping"):
-        mapping = parameter._hp_mapping
-        if mapping is None:
-            return None
-        master = engine.optimizer.param_groups[mapping.param_group_index]["params"][0]
-        address = mapping.get_hp_fragment_address()
-        return _Held(master, address.start, mapping.lp_fragment_address.start, address.numel, is_partition=True)
-    return _Held(masters.get(id(parameter), parameter), 0, 0, parameter.numel(), is_partition=False)
-
-
-def _held_zero_3(optimizer: Any, parameter: Any) -> _Held | None:
-    size = parameter.partition_numel()
-    start = size * torch.distributed.get_rank(parameter.ds_process_group)
-    length = max(0, min(size, parameter.ds_numel - start))  # the last partition is padded
-    if not length:
-        return None
-    if not parameter.requires_grad:
-        return _Held(parameter.ds_tensor, 0, start, length, is_partition=True)
-    group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-    return _Held(optimizer.fp32_partitioned_groups_flat[group], offset, start, length, is_partition=True)
-
-
-def _fragment(name: str, parameter: Any, held: _Held, layout: Layout, rank: int) -> Fragment:
-    cut = _slice_of(parameter, layout.tensor_rank(rank))
-    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+def _fragment(name: str, parameter: Any, part: HeldPart, layout: Layout, rank: int) -> Fragment:
+    cut = slice_of(parameter, layout.tensor_rank(rank))
+    shape = tuple(unpartitioned_shape(parameter))
     is_first_replica = layout.tensor_rank(rank) == 0 or cut.dim is not None
-    is_written_here = held.is_partition or layout.data_rank(rank) == 0
-    is_owned = is_first_replica and is_written_here and not getattr(parameter, "ds_pipe_replicated", False)
-    return Fragment(name, cut, shape, held.start, held.length, held.master, held.offset, is_owned)
-
-
-def _slice_of(parameter: Any, tensor_rank: int) -> Slice:
-    """From what DeepSpeed's tensor-parallel layers note on a parameter."""
-    from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
-
-    meta = getattr(parameter, DS_AUTOTP_UC_META, None)
-    if meta is None or meta["partition_dim"] is None:
-        return Slice(tuple(getattr(parameter, "ds_shape", parameter.shape)))
-    if meta["partition_sizes"] is None:
-        raise TrainingError(
-            "DeepSpeed cuts a matrix of this model (queries, keys and values in one) in a way that a checkpoint cannot "
-            "undo: train it with plan.tensor 1"
-        )
-    start = sum(meta["partition_sizes"][:tensor_rank])
-    return Slice(tuple(meta["original_shape"]), meta["partition_dim"], start)
+    is_written_here = part.is_partition or layout.data_rank(rank) == 0
+    is_owned = is_first_replica and is_written_here and not is_pipeline_replica(parameter)
+    return Fragment(name, cut, shape, part.start, part.length, part.master, part.offset, is_owned)
 
 
 def boxes_of(fragment: Fragment, flat: Tensor) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """A fragment as rectangles of the whole parameter, seen as a matrix of its first dimension by the rest.
+    """Cut a fragment into rectangles of the whole parameter, seen as a matrix of its first dimension by the rest.
 
-    A run of elements is the end of a row, whole rows, and the beginning of a row; any of them may be missing.
+    A run of elements is the end of a row, whole rows, and the beginning of a row. Any of them may be missing.
 
     Yields:
         The rectangle's first row and column in the whole matrix, and a view of ``flat`` of its shape.
     """
     row0, column0 = _corner(fragment.cut)
     width = _columns(fragment.local_shape)
-    position, left = fragment.start, fragment.length
+    position, remaining = fragment.start, fragment.length
     elements = fragment.of(flat)
-    while left:
+    while remaining:
         row, column = divmod(position, width)
-        rows = left // width if column == 0 and left >= width else 1
-        length = rows * width if column == 0 and left >= width else min(left, width - column)
+        rows = remaining // width if column == 0 and remaining >= width else 1
+        length = rows * width if column == 0 and remaining >= width else min(remaining, width - column)
         first = position - fragment.start
         yield (row0 + row, column0 + column), elements[first : first + length].view(rows, -1)
-        position, left = position + length, left - length
+        position, remaining = position + length, remaining - length
+
+
+def shards_of(fragment: Fragment, flat: Tensor, copy: bool) -> Shards:
+    """Return a fragment's elements of ``flat`` as parts of the whole parameter: copies on the CPU, or views."""
+    parts = {corner: part.to("cpu", copy=True) if copy else part for corner, part in boxes_of(fragment, flat)}
+    return Shards(matrix_shape(fragment.cut.whole_shape), parts)
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """A parameter of any shape as a matrix of its first dimension by the rest."""
+    """Return the shape of a parameter as a matrix of its first dimension by the rest."""
     return (shape[0] if shape else 1, _columns(shape))
 
 
@@ -159,3 +116,57 @@ def _columns(shape: tuple[int, ...]) -> int:
 
 def _corner(cut: Slice) -> tuple[int, int]:
     return (cut.start, 0) if cut.dim == 0 else (0, cut.start) if cut.dim == 1 else (0, 0)
+
+
+Corner = tuple[int, int]
+"""First row and column of a rectangle in the whole matrix."""
+
+
+class Shards(Tensor):
+    """The rectangles of one float32 matrix that this process writes, or reads into.
+
+    It has the shape of the whole matrix and no memory. Its three methods are the protocol of
+    ``torch.distributed.checkpoint`` for tensors in parts.
+    """
+
+    parts: dict[Corner, Tensor]
+
+    @staticmethod
+    def __new__(cls, whole_shape: Corner, parts: dict[Corner, Tensor]) -> Self:
+        shell = make_shell(cls, whole_shape)
+        shell.parts = parts
+        return shell
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
+        raise NotImplementedError(f"{operation} needs the whole tensor, and these are parts of it")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Shards(of {tuple(self.shape)}, at {list(self.parts)})"
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        return [
+            WriteItem(
+                index=MetadataIndex(name, Size(corner)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(Size(corner), part.size()),
+                    properties=TensorProperties.create_from_tensor(part),
+                    size=self.size(),
+                ),
+            )
+            for corner, part in self.parts.items()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(Size(corner), part.size()) for corner, part in self.parts.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        row, column = index.offset
+        return self.parts[row, column]

@@ -1,4 +1,4 @@
-"""The checkpoints of a run as its training loop uses them."""
+"""The checkpoints of a run, as its training loop saves and restores them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +21,7 @@ from app.warnings import warn
 
 
 class CheckpointManager:
-    """Keeps the state of an engine, and brings it back. Every process has one, and calls it in the same order."""
+    """Saves and restores the state of an engine. Every process has one, and calls it in the same order."""
 
     def __init__(
         self,
@@ -33,20 +33,20 @@ class CheckpointManager:
         activity: Activity,
         before_commit: Callable[[], None] = no_op,
     ) -> None:
-        """Raises TrainingError if the state of ``engine`` cannot be kept, before there is work to lose.
+        """Raises TrainingError if the state of ``engine`` cannot be saved, before there is work to lose.
 
         ``before_commit`` is passed to ``CheckpointWriter``.
         """
         fragments_of(engine, layout)
         self._engine, self._config, self._layout = engine, config, layout
         self._worker, self._activity = worker, activity
-        self._store = CheckpointStore(folder, activity.advance, warn if worker.is_first else no_op)
-        self._writer = CheckpointWriter(self._store, config.checkpoint, activity.advance, before_commit)
+        self._store = CheckpointStore(folder, activity.report_progress, warn if worker.is_first else no_op)
+        self._writer = CheckpointWriter(self._store, config.checkpoint, activity.report_progress, before_commit)
         self._saved: tuple[int, int] | None = None
         """Step and epoch of the last save. The last step of an epoch is also where the next epoch begins."""
 
     def restore(self) -> TrainState | None:
-        """Bring the engine to the newest intact checkpoint, and clear up after those that are not; None without one.
+        """Restore the newest intact checkpoint, and clean up after interrupted and damaged ones. None without one.
 
         Raises:
             StorageError: every checkpoint is damaged.
@@ -55,19 +55,19 @@ class CheckpointManager:
         self._activity.begin("looking for a checkpoint")
         self._saved = None
         committed = on_first(self._store.committed)
-        found = self._store.newest_readable(committed, self._load)
+        restored = self._store.newest_readable(committed, self._load)
         if self._worker.is_first:
-            self._store.sweep(after=found[0] if found else None)
-        return found[1] if found else None
+            self._store.sweep(after=restored[0] if restored else None)
+        return restored[1] if restored else None
 
     def has_any(self) -> bool:
-        """Whether there is a whole one."""
+        """Return whether there is a committed checkpoint. Collective."""
         return bool(on_first(self._store.committed))
 
     def is_due(self, step: int) -> bool:
-        """Whether the recipe has the state kept after optimizer step ``step``."""
-        every = self._config.checkpoint.every_steps
-        return every is not None and step % every == 0
+        """Return whether the recipe asks for a checkpoint after optimizer step ``step``."""
+        interval = self._config.checkpoint.every_steps
+        return interval is not None and step % interval == 0
 
     def save(self, position: Position, records: list[EpochRecord], again: bool = False) -> None:
         """Save the state, unless it was saved already. ``again`` saves it anyway, after a save that failed.
@@ -87,14 +87,14 @@ class CheckpointManager:
         return self._writer.has_failed
 
     def wait(self) -> None:
-        """Until everything that was saved is stored. Raises TrainingError if it cannot be."""
+        """Wait until everything that was saved is stored. Raises TrainingError if it cannot be."""
         self._writer.wait()
 
     def close(self) -> None:
-        """Let what is being written be finished, also where training breaks off."""
+        """Finish the write under way, also after an error in training."""
         self._writer.close()
 
     def _load(self, checkpoint: Checkpoint) -> tuple[Checkpoint, TrainState]:
         self._activity.begin(f"reading the checkpoint of step {checkpoint.step}")
         folder = self._store.folder_of(checkpoint)
-        return checkpoint, load_checkpoint(self._engine, self._layout, folder, self._activity.advance)
+        return checkpoint, load_checkpoint(self._engine, self._layout, folder, self._activity.report_progress)

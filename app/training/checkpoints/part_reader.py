@@ -1,6 +1,6 @@
-"""Read those bytes of a checkpoint that a process needs, in the format of ``torch.distributed.checkpoint``.
+"""A reader for ``torch.distributed.checkpoint`` that fetches only the bytes that a process needs.
 
-Like ``parts.py``, this module is imported only where a checkpoint is read.
+Like ``parts.py``, this module is imported only when a checkpoint is read or written.
 """
 
 import io
@@ -13,30 +13,29 @@ from typing import IO, Any, cast
 
 import torch
 from torch import Size, Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from app.checksums import VerifiedFolder
-from app.storage import Advance
+from app.storage import ProgressCallback
+from app.torch_internals import narrow, offset_in_file, view_of_file
 from app.training.checkpoints.verified_file import PIECE_BYTES, Span, VerifiedFile, pieces_name
 
 _METADATA_FILE = ".metadata"
 _BATCH_BYTES = 2**25
-"""Bytes fetched from storage at once. A larger tensor is fetched in one go."""
+"""Number of bytes to fetch at once. A larger tensor is fetched in one request."""
 _FRAME_BYTES = 2**12
-"""Upper bound of what ``torch.save`` writes before a tensor's values, and of what it writes after them."""
+"""Maximum number of bytes that ``torch.save`` writes before a tensor's values, and after them."""
 
 
 class PartReader(FileSystemReader):
     """Reads directly from storage and verifies every read. A file without piece checksums is read whole."""
 
-    def __init__(self, folder: VerifiedFolder, advance: Advance) -> None:
+    def __init__(self, folder: VerifiedFolder, on_progress: ProgressCallback) -> None:
         """Raises StorageError if the metadata do not match their checksum."""
         super().__init__("")
-        self._folder, self._advance = folder, advance
+        self._folder, self._on_progress = folder, on_progress
         self.metadata: Metadata = pickle.loads(folder.read(_METADATA_FILE))  # noqa: S301 # verified, and ours
         self.metadata.storage_meta = self.metadata.storage_meta or StorageMeta()
         self._sums: dict[str, list[str]] = {}
@@ -76,7 +75,7 @@ class PartReader(FileSystemReader):
         """Return the file ``name``: the same object until another is opened, as a file without pieces is kept whole."""
         if self._opened is None or self._opened[0] != name:
             piece_bytes = PIECE_BYTES if pieces_name(name) in self._folder else None
-            file = VerifiedFile(self._folder.path / name, self._sums_of(name), piece_bytes, self._advance)
+            file = VerifiedFile(self._folder.path / name, self._sums_of(name), piece_bytes, self._on_progress)
             self._opened = name, file
         return self._opened[1]
 
@@ -112,7 +111,7 @@ class PartReader(FileSystemReader):
 
     def _read(self, file: VerifiedFile, item: ReadItem) -> Tensor:
         stored = self.storage_data[item.storage_index]
-        view = cast(IO[bytes], _create_file_view(file, stored.offset, stored.length))
+        view = view_of_file(cast(IO[bytes], file), stored.offset, stored.length)
         shape, dtype = self._stored_as(item)
         if item.lengths == shape:
             whole: Tensor = torch.load(view, map_location="cpu", weights_only=True)
@@ -121,11 +120,9 @@ class PartReader(FileSystemReader):
         if not frame.is_contiguous():
             view.seek(0)
             whole = torch.load(view, map_location="cpu", weights_only=True)
-            return narrow_tensor_by_index(whole, item.storage_offsets, item.lengths)
+            return narrow(whole, item.storage_offsets, item.lengths)
         first, last = _flat_range(item, shape)
-        offset = frame.untyped_storage()._checkpoint_offset
-        assert offset is not None
-        view.seek(offset + first * dtype.itemsize, io.SEEK_SET)
+        view.seek(offset_in_file(frame) + first * dtype.itemsize, io.SEEK_SET)
         values = torch.frombuffer(bytearray(view.read((last - first) * dtype.itemsize)), dtype=dtype)
         return values.as_strided(item.lengths, frame.stride())
 

@@ -1,7 +1,7 @@
 """The tensors of a checkpoint as files, in the format of ``torch.distributed.checkpoint``.
 
-Imported where a checkpoint is read or written, and not before: to import ``torch.distributed.checkpoint`` takes about a
-second, which the first step of a run need not wait for.
+This module is imported only when a checkpoint is read or written. Importing ``torch.distributed.checkpoint`` takes
+about a second, and the first step of a run need not wait for it.
 """
 
 import io
@@ -23,41 +23,41 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from app.checksums import VerifiedFolder
 from app.models.safetensors_file import Form
-from app.storage import Advance, no_op
+from app.storage import ProgressCallback, no_op
 from app.training.checkpoints.part_reader import PartReader
 
 
 def write_parts(
-    content: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup, advance: Advance = no_op
+    content: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup, on_progress: ProgressCallback = no_op
 ) -> None:
-    """Write what this process has of the tensors. Every process of ``group`` calls it; OSError is raised in all."""
+    """Write this process's part of the tensors. Collective over ``group``: OSError is raised in all processes."""
     try:
-        save(dict(content), storage_writer=_Writer(folder), planner=_SavePlanner(advance), process_group=group)
+        save(dict(content), storage_writer=_PartWriter(folder), planner=_SavePlanner(on_progress), process_group=group)
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         raise OSError(str(first).strip().splitlines()[-1]) from error
 
 
 class SavedParts:
-    """The tensors of a folder, whichever process wrote their parts. Every read is verified."""
+    """The whole tensors of a folder, whichever processes wrote their parts. Every read is verified."""
 
-    def __init__(self, folder: VerifiedFolder, advance: Advance = no_op) -> None:
+    def __init__(self, folder: VerifiedFolder, on_progress: ProgressCallback = no_op) -> None:
         """Raises StorageError if the folder does not match its checksums."""
-        self._advance = advance
-        self._reader = PartReader(folder, advance)
+        self._on_progress = on_progress
+        self._reader = PartReader(folder, on_progress)
         self._saved = self._reader.metadata.state_dict_metadata
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the tensors."""
+        """Names of the tensors."""
         return frozenset(self._saved)
 
     def in_file_order(self) -> list[str]:
-        """Return the names in the order in which one tensor after the other is read fastest."""
+        """Return the names in the order in which reading one tensor after the other is fastest."""
         return self._reader.in_file_order()
 
     def read(self, names: set[str]) -> dict[str, Tensor]:
-        """The tensors of these names, whole."""
+        """Return the whole tensors of these names."""
         forms = {name: self.form_of(name) for name in names}
         content = {name: torch.empty(form.shape, dtype=form.dtype) for name, form in forms.items()}
         self.read_into(content)
@@ -70,14 +70,14 @@ class SavedParts:
         return Form(saved.properties.dtype, tuple(saved.size))
 
     def read_into(self, content: Mapping[str, Tensor]) -> None:
-        """Fill the tensors, or their local parts. Each process reads for itself.
+        """Fill the tensors, or their local parts. Not collective.
 
         Raises:
             StorageError: the data do not match their checksums.
         """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            planner = _LoadPlanner(self._advance)
+            planner = _LoadPlanner(self._on_progress)
             try:
                 load(dict(content), storage_reader=self._reader, planner=planner, no_dist=True)
             except CheckpointException as error:
@@ -85,37 +85,37 @@ class SavedParts:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Tells of each tensor that is written."""
+    """Reports progress for each tensor that is written."""
 
-    def __init__(self, advance: Advance) -> None:
+    def __init__(self, on_progress: ProgressCallback) -> None:
         super().__init__()
-        self._advance = advance
+        self._on_progress = on_progress
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        self._advance()
+        self._on_progress()
         return super().resolve_data(write_item)
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Tells of each tensor that was read."""
+    """Reports progress for each tensor that was read."""
 
-    def __init__(self, advance: Advance) -> None:
+    def __init__(self, on_progress: ProgressCallback) -> None:
         super().__init__()
-        self._advance = advance
+        self._on_progress = on_progress
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        self._advance()
+        self._on_progress()
         super().commit_tensor(read_item, tensor)
 
 
-class _Writer(FileSystemWriter):
-    """Raises what the disk said, which the error of a file that could not be ended hides."""
+class _PartWriter(FileSystemWriter):
+    """Raises the disk's own error. On a full disk torch raises another, because closing the file fails too."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         try:
             return super().write_data(plan, planner)
         except Exception as error:
-            hidden: BaseException | None = error
-            while hidden and not isinstance(hidden, OSError):
-                hidden = hidden.__context__
-            raise hidden or error from None
+            cause: BaseException | None = error
+            while cause and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise cause or error from None

@@ -1,41 +1,37 @@
-"""From a running engine to a checkpoint's content."""
+"""A snapshot of a running engine: a checkpoint's content, in memory."""
 
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from app.config import Layout, Precision
 from app.training.checkpoints import names
-from app.training.checkpoints.fragments import Fragment, boxes_of, by_master, fragments_of, matrix_shape
-from app.training.checkpoints.rng import random_state
-from app.training.checkpoints.shards import Shards
-from app.training.checkpoints.state import LossScale, Position, TrainState
+from app.training.checkpoints.fragments import Fragment, Shards, by_master, fragments_of, shards_of
+from app.training.checkpoints.state import Position, TrainState
 from app.training.data.batches import EPOCH_ORDER
 from app.training.engine import TrainingEngine
-from app.training.engine.buffers import buffers_of, mean_buffers
-from app.training.engine.loss_scale import scaler_of
-from app.training.engine.nvme import read_from_nvme
+from app.training.engine.deepspeed_internals import loss_scale_of, read_from_nvme
+from app.training.engine.engine import buffers_of, mean_buffers
 from app.training.records import EpochRecord
-from app.training.worker import gather
+from app.training.worker import gather, random_state
 
 Content = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """This process's part of a checkpoint, in memory of its own."""
+    """This process's part of a checkpoint, copied from the engine."""
 
     state: TrainState
     content: Content
-    """By ``names``: parameters with their optimizer state, in float32 what is trained; buffers; and what is this
-    process's own, its view of the buffers and its random numbers."""
+    """Tensors by ``names``: trained parameters in float32 with their optimizer state, buffers, and this process's own
+    view of the buffers and random states."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Number of bytes of all tensors."""
         items = self.content.values()
         tensors = [[*item.parts.values()] if isinstance(item, Shards) else [item] for item in items]
         return sum(tensor.nbytes for tensor in chain.from_iterable(tensors))
@@ -44,13 +40,13 @@ class Snapshot:
 def take_snapshot(
     engine: TrainingEngine, layout: Layout, position: Position, records: list[EpochRecord], precision: Precision
 ) -> Snapshot:
-    """Copy what this process writes of the engine's state. Every process calls it."""
+    """Copy the part of the engine's state that this process writes. Collective."""
     fragments = fragments_of(engine, layout)
     optimizer = engine.deepspeed.basic_optimizer
     content: Content = {}
-    for alike in by_master(fragment for fragment in fragments if fragment.is_owned):
-        with read_from_nvme(engine.deepspeed, alike[0].master):
-            for fragment in alike:
+    for group in by_master(fragment for fragment in fragments if fragment.is_owned):
+        with read_from_nvme(engine.deepspeed, group[0].master):
+            for fragment in group:
                 for key, flat in master_tensors(optimizer, fragment).items():
                     content[names.parameter(fragment.name, key)] = shards_of(fragment, flat, copy=True)
     rank = torch.distributed.get_rank()
@@ -71,7 +67,7 @@ def take_snapshot(
         pipeline=layout.pipeline,
         optimizer_steps=_optimizer_steps(optimizer),
         schedule_steps=engine.deepspeed.lr_scheduler.last_epoch,
-        loss_scale=_loss_scale(engine.deepspeed),
+        loss_scale=loss_scale_of(engine.deepspeed),
         precision=precision,
         shapes=_shapes(fragments),
     )
@@ -79,19 +75,14 @@ def take_snapshot(
 
 
 def master_tensors(optimizer: torch.optim.Optimizer, fragment: Fragment) -> dict[str, Tensor]:
-    """The weight and the state of a fragment's master that have its shape."""
+    """Return a fragment's master weight, and its optimizer state of the same shape."""
     state = optimizer.state.get(fragment.master, {})
-    alike = {key: value for key, value in state.items() if key != "step" and torch.is_tensor(value)}
-    return {names.WEIGHT: fragment.master, **alike}
-
-
-def shards_of(fragment: Fragment, flat: Tensor, copy: bool) -> Shards:
-    parts = {corner: part.to("cpu", copy=True) if copy else part for corner, part in boxes_of(fragment, flat)}
-    return Shards(matrix_shape(fragment.cut.whole_shape), parts)
+    same_shape = {key: value for key, value in state.items() if key != "step" and torch.is_tensor(value)}
+    return {names.WEIGHT: fragment.master, **same_shape}
 
 
 def _shapes(fragments: list[Fragment]) -> dict[str, list[int]]:
-    """The shapes of all parameters, whoever holds them."""
+    """Return the shapes of all parameters of the model. Collective."""
     shapes = {fragment.name: list(fragment.cut.whole_shape) for fragment in fragments}
     return {name: shape for part in gather(shapes) for name, shape in part.items()}
 
@@ -99,15 +90,3 @@ def _shapes(fragments: list[Fragment]) -> dict[str, list[int]]:
 def _optimizer_steps(optimizer: torch.optim.Optimizer) -> int:
     steps = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
     return max(steps, default=0)
-
-
-def _loss_scale(deepspeed: Any) -> LossScale | None:
-    scaler = scaler_of(deepspeed)
-    if scaler is None:
-        return None
-    return LossScale(
-        scale=float(scaler.cur_scale),
-        iteration=int(getattr(scaler, "cur_iter", 0)),
-        last_overflow=int(getattr(scaler, "last_overflow_iter", -1)),
-        hysteresis=int(getattr(scaler, "cur_hysteresis", 1)),
-    )

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: one folder each, there when its checksums are."""
+"""The folder of a run's checkpoints. A checkpoint exists once its checksums do."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -11,8 +11,8 @@ from upath import UPath
 
 from app.checksums import CHECKSUMS_FILE, verify_checksums
 from app.errors import StorageError
-from app.storage import Advance, no_op
-from app.warnings import attempt, warn
+from app.storage import ProgressCallback, no_op
+from app.warnings import best_effort, warn
 
 T = TypeVar("T")
 _NAME = re.compile(r"step_(\d+)(?:-(\d+))?")
@@ -20,10 +20,10 @@ _NAME = re.compile(r"step_(\d+)(?:-(\d+))?")
 
 @dataclass(frozen=True, order=True)
 class Checkpoint:
-    """The state after ``step`` optimizer steps; the greatest is the newest.
+    """The state after ``step`` optimizer steps. The greatest is the newest.
 
-    A state that is kept again, as at the end of an epoch that was paused on its last batch, is written beside the
-    one before, under the next ``number``: there is a whole one at every moment.
+    A step can be saved again, such as at the end of an epoch that was paused on its last batch. Then it is written
+    beside the earlier one, under the next ``number``, so that a whole one exists at any time.
     """
 
     step: int
@@ -31,12 +31,12 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """Of its folder: ``step_00000120``, and ``step_00000120-2`` for the second of this step."""
+        """Name of its folder: ``step_00000120``, or ``step_00000120-2`` for the second one of this step."""
         return f"step_{self.step:08d}" + (f"-{self.number}" if self.number > 1 else "")
 
     @classmethod
     def named(cls, name: str) -> Self | None:
-        """The checkpoint whose folder has this name; None if it is no name of one."""
+        """Return the checkpoint whose folder has this name; None for other names."""
         match = _NAME.fullmatch(name)
         return cls(int(match[1]), int(match[2] or 1)) if match else None
 
@@ -44,37 +44,37 @@ class Checkpoint:
 class CheckpointStore:
     """The folder of a run's checkpoints."""
 
-    def __init__(self, folder: UPath, advance: Advance = no_op, tell: Callable[[str], None] = warn) -> None:
-        """``tell`` is called with a message for each damaged checkpoint."""
-        self.folder, self._advance, self._tell = folder, advance, tell
+    def __init__(self, folder: UPath, on_progress: ProgressCallback = no_op, log: Callable[[str], None] = warn) -> None:
+        """``log`` is called with a message for each damaged checkpoint."""
+        self.folder, self._on_progress, self._log = folder, on_progress, log
 
     def folder_of(self, checkpoint: Checkpoint) -> UPath:
-        """Where its files are."""
+        """Return the folder of its files."""
         return self.folder / checkpoint.name
 
     def next(self, step: int) -> Checkpoint:
-        """A checkpoint to be written of the state after ``step`` optimizer steps, newer than every other of it."""
-        numbers = (checkpoint.number for checkpoint in self._begun() if checkpoint.step == step)
+        """Return a new checkpoint of ``step``, newer than all others of this step."""
+        numbers = (checkpoint.number for checkpoint in self._started() if checkpoint.step == step)
         return Checkpoint(step, 1 + max(numbers, default=0))
 
     def committed(self) -> list[Checkpoint]:
-        """Those that were written whole, the newest last."""
-        return [checkpoint for checkpoint in self._begun() if (self.folder_of(checkpoint) / CHECKSUMS_FILE).exists()]
+        """Return the checkpoints that were written completely, the newest last."""
+        return [checkpoint for checkpoint in self._started() if (self.folder_of(checkpoint) / CHECKSUMS_FILE).exists()]
 
     def is_intact(self, checkpoint: Checkpoint) -> bool:
-        """Whether its files are what was written; a warning says which is not.
+        """Return whether its files are unchanged. Warn of one that is not.
 
         Raises:
-            OSError: storage cannot be read just now, which says nothing of the checkpoint.
+            OSError: storage cannot be read at the moment. The checkpoint may be intact.
         """
         return self._read_or_warn(checkpoint, self._verify) is not None
 
     def newest_intact(self) -> Checkpoint | None:
-        """The newest that is intact; None if there never was a whole one.
+        """Return the newest intact checkpoint; None if none was ever committed.
 
         Raises:
             StorageError: there are checkpoints, and all of them are damaged.
-            OSError: storage cannot be read just now, which says nothing of the checkpoints.
+            OSError: storage cannot be read at the moment. The checkpoints may be intact.
         """
         return self.newest_readable(self.committed(), self._verify)
 
@@ -101,72 +101,72 @@ class CheckpointStore:
         try:
             return read(checkpoint)
         except StorageError as error:
-            self._tell(f"checkpoint {checkpoint.name} is damaged and left out: {error}")
+            self._log(f"checkpoint {checkpoint.name} is damaged and left out: {error}")
             return None
 
     def _verify(self, checkpoint: Checkpoint) -> Checkpoint:
-        verify_checksums(self.folder_of(checkpoint), self._advance)
+        verify_checksums(self.folder_of(checkpoint), self._on_progress)
         return checkpoint
 
     def intact_of(self, step: int) -> Checkpoint:
-        """The newest of ``step`` that is intact.
+        """Return the newest intact checkpoint of ``step``.
 
         Raises:
-            StorageError: there is none; it names the steps that have one.
-            OSError: storage cannot be read just now, which says nothing of the checkpoints.
+            StorageError: there is none. The error names the steps that have one.
+            OSError: storage cannot be read at the moment. The checkpoints may be intact.
         """
         committed = self.committed()
         of_step = [checkpoint for checkpoint in committed if checkpoint.step == step]
-        found = next(filter(self.is_intact, reversed(of_step)), None)
-        if found is None:
+        intact = next(filter(self.is_intact, reversed(of_step)), None)
+        if intact is None:
             others = ", ".join(str(other) for other in sorted({checkpoint.step for checkpoint in committed} - {step}))
             raise StorageError(
                 f"{str(self.folder)!r} has no intact checkpoint of step {step}, "
                 + (f"but of step {others}: choose one of them" if others else "nor one of any other")
             )
-        return found
+        return intact
 
     def sweep(self, after: Checkpoint | None) -> None:
-        """Clear up after an interrupted run: remove what was never finished, put damaged ones after ``after`` aside.
+        """Clean up after an interrupted run: remove unfinished checkpoints, and rename damaged ones after ``after``.
 
-        What cannot be cleared up is named and left: it is in nobody's way.
+        If that fails, warn and leave the folder. It does no harm.
         """
         committed = set(self.committed())
-        for checkpoint in self._begun():
+        for checkpoint in self._started():
             if checkpoint not in committed:
                 warn(f"checkpoint {checkpoint.name} was never finished: removed")
-                attempt(partial(self.remove, checkpoint), f"checkpoint {checkpoint.name} cannot be removed")
+                best_effort(partial(self.remove, checkpoint), f"checkpoint {checkpoint.name} cannot be removed")
             elif after is not None and checkpoint > after:
-                put_aside = partial(self._put_aside, checkpoint)
-                attempt(put_aside, f"damaged checkpoint {checkpoint.name} cannot be put aside")
+                rename = partial(self._rename_damaged, checkpoint)
+                best_effort(rename, f"damaged checkpoint {checkpoint.name} cannot be renamed")
 
-    def prune(self, written: Checkpoint, newest: int, best: int | None) -> None:
-        """Remove what ``written`` makes needless: all but the ``newest`` so many steps up to it, and step ``best``.
+    def prune(self, written: Checkpoint, num_to_keep: int, best: int | None) -> None:
+        """Remove all checkpoints up to ``written`` but those of the ``num_to_keep`` newest steps and of step ``best``.
 
-        Of a step the newest checkpoint is kept.
+        Of each step the newest checkpoint is kept.
         """
         committed = [checkpoint for checkpoint in self.committed() if checkpoint <= written]
         by_step = {checkpoint.step: checkpoint for checkpoint in committed}
-        kept = {*list(by_step)[-newest:], best}
+        kept = {*list(by_step)[-num_to_keep:], best}
         for checkpoint in committed:
             if checkpoint.step not in kept or checkpoint != by_step[checkpoint.step]:
                 self.remove(checkpoint)
 
     def remove(self, checkpoint: Checkpoint) -> None:
-        """Remove a checkpoint, its checksums first, so that half of it is never taken for whole."""
+        """Remove a checkpoint. Its checksums go first, so that a half-removed one is never taken for whole."""
         folder = self.folder_of(checkpoint)
         (folder / CHECKSUMS_FILE).unlink(missing_ok=True)
         folder.fs.rm(folder.path, recursive=True)
 
-    def _put_aside(self, checkpoint: Checkpoint) -> None:
-        """Move a damaged checkpoint where nobody takes it for one, beside those of its step that lie there."""
+    def _rename_damaged(self, checkpoint: Checkpoint) -> None:
+        """Rename the folder of a damaged checkpoint to a free name that no longer counts as a checkpoint."""
         names = (f"damaged_{Checkpoint(checkpoint.step, number).name}" for number in count(1))
-        aside = next(candidate for name in names if not (candidate := self.folder / name).exists())
+        target = next(candidate for name in names if not (candidate := self.folder / name).exists())
         folder = self.folder_of(checkpoint)
-        folder.fs.mv(folder.path, aside.path, recursive=True)
+        folder.fs.mv(folder.path, target.path, recursive=True)
 
-    def _begun(self) -> list[Checkpoint]:
-        """Those that have a folder, the newest last."""
+    def _started(self) -> list[Checkpoint]:
+        """Return the checkpoints that have a folder, the newest last."""
         if not self.folder.exists():
             return []
         named = [Checkpoint.named(folder.name) for folder in self.folder.iterdir()]

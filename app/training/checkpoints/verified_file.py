@@ -9,7 +9,7 @@ from upath import UPath
 
 from app.checksums import sha256_of
 from app.errors import StorageError
-from app.storage import Advance, no_op
+from app.storage import ProgressCallback, no_op
 
 PIECE_BYTES = 2**16
 """Size of a piece: the unit of reading and verifying."""
@@ -20,7 +20,7 @@ Span = tuple[int, int]
 
 
 def write_piece_sums(file: Path) -> Path:
-    """Write the sha256 of each piece of ``file`` to a file beside it, one per line. Returns its path."""
+    """Write the sha256 of each piece of ``file`` to a file beside it, one per line. Return its path."""
     sums = file.with_name(pieces_name(file.name))
     with file.open("rb") as content, sums.open("w", encoding="ascii") as lines:
         while piece := content.read(PIECE_BYTES):
@@ -36,9 +36,11 @@ def pieces_name(name: str) -> str:
 class VerifiedFile(io.RawIOBase):
     """A file that reads pieces on demand. ``fetch`` reads many at once."""
 
-    def __init__(self, file: UPath, sums: Sequence[str], piece_bytes: int | None, advance: Advance = no_op) -> None:
+    def __init__(
+        self, file: UPath, sums: Sequence[str], piece_bytes: int | None, on_progress: ProgressCallback = no_op
+    ) -> None:
         """``sums`` are the sha256 of pieces of ``piece_bytes``. None: the whole file is one piece."""
-        self._file, self._sums, self._piece_bytes, self._advance = file, sums, piece_bytes, advance
+        self._file, self._sums, self._piece_bytes, self._on_progress = file, sums, piece_bytes, on_progress
         self._pieces: dict[int, bytes] = {}
         self._position = 0
 
@@ -48,9 +50,9 @@ class VerifiedFile(io.RawIOBase):
         Raises:
             StorageError: the file is missing, too short or changed.
         """
-        wanted = sorted({number for span in spans for number in self._piece_numbers(span)})
-        self._pieces = {number: self._pieces[number] for number in wanted if number in self._pieces}
-        self._read([number for number in wanted if number not in self._pieces])
+        needed = sorted({number for span in spans for number in self._piece_numbers(span)})
+        self._pieces = {number: self._pieces[number] for number in needed if number in self._pieces}
+        self._read([number for number in needed if number not in self._pieces])
 
     def readable(self) -> bool:
         return True
@@ -112,4 +114,4 @@ class VerifiedFile(io.RawIOBase):
         if sha256_of(piece) != self._sums[number]:
             raise StorageError(f"{str(self._file)!r} was changed: piece {number} has another sha256; make it again")
         self._pieces[number] = piece
-        self._advance()
+        self._on_progress()

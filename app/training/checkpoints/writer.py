@@ -1,4 +1,4 @@
-"""Writing checkpoints: every process its own part, in the background, committed by one file."""
+"""Writing of checkpoints: each process writes its own part in the background, and one file commits them all."""
 
 import os
 import shutil
@@ -15,19 +15,19 @@ from upath import UPath
 from app.checksums import checksums_of, write_checksums
 from app.config import CheckpointConfig
 from app.errors import TrainingError
-from app.storage import Advance, is_local, local_folder, no_op, upload
+from app.storage import ProgressCallback, is_local, local_folder, no_op, upload
 from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.checkpoints.verified_file import write_piece_sums
 from app.training.worker import gather, on_first, run_on_all
-from app.warnings import attempt, warn
+from app.warnings import best_effort, warn
 
 STATE_FILE = "state.json"
 PARTS_SUFFIX = ".distcp"
 
 
 class CheckpointWriter:
-    """Writes snapshots one after the other. Every process of the run has one and calls it in the same order.
+    """Writes snapshots one after the other. Every process of the run has one, and calls it in the same order.
 
     At most one snapshot is in memory. A write that fails is retried once, immediately.
     """
@@ -36,15 +36,15 @@ class CheckpointWriter:
         self,
         store: CheckpointStore,
         config: CheckpointConfig,
-        advance: Advance = no_op,
+        on_progress: ProgressCallback = no_op,
         before_commit: Callable[[], None] = no_op,
     ) -> None:
         """``before_commit`` runs in a thread of the first process once all files of a checkpoint are stored.
 
         What it stores is therefore complete before the checkpoint is committed.
         """
-        self._store, self._config, self._advance, self._before_commit = store, config, advance, before_commit
-        # Of its own: what the thread says to the others must not mix with what training says.
+        self._store, self._config, self._on_progress, self._before_commit = store, config, on_progress, before_commit
+        # A group of its own: the thread's collectives must not mix with those of training.
         self._group = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[str | None] | None = None
@@ -72,25 +72,25 @@ class CheckpointWriter:
             warn(f"{failure}. A later state has been stored since, and training continues")
 
     def wait(self) -> None:
-        """Until everything that was saved is stored. Raises TrainingError if it cannot be."""
+        """Wait until everything that was saved is stored. Raises TrainingError if it cannot be."""
         if failure := self._wait_for_pending():
             raise TrainingError(f"{failure}. Earlier checkpoints are whole: resume from them with train.resume=latest")
 
     def close(self) -> None:
-        """Let what is being written be finished, also where training breaks off, and end the group's threads.
+        """Finish the write under way, also after an error in training, and end the group's threads.
 
-        Those of gloo wake up a hundred times a second: a process that tries many configurations would be kept busy.
+        Those of gloo wake up a hundred times a second, which would slow down a process that trains many times.
         """
         self._thread.shutdown()
         dist.destroy_process_group(self._group)
 
     def _wait_for_pending(self) -> str | None:
-        """Wait for the pending write. Returns why it failed, or None."""
+        """Wait for the pending write. Return why it failed, or None."""
         pending, self._pending = self._pending, None
         return pending.result() if pending else None
 
     def _write_with_retry(self, snapshot: Snapshot, best: int | None) -> str | None:
-        """Write the snapshot, with one retry. Returns why it failed, or None.
+        """Write the snapshot, with one retry. Return why it failed, or None.
 
         Returning the exception itself would keep the snapshot in memory.
         """
@@ -123,8 +123,8 @@ class CheckpointWriter:
                 shutil.rmtree(folder.path, ignore_errors=True)
             raise
         if first:
-            keep = partial(self._store.prune, checkpoint, self._config.num_to_keep, best)
-            attempt(keep, "old checkpoints cannot be removed")
+            prune = partial(self._store.prune, checkpoint, self._config.num_to_keep, best)
+            best_effort(prune, "old checkpoints cannot be removed")
 
     def _next(self, step: int) -> Checkpoint:
         """Return the checkpoint to write."""
@@ -134,7 +134,7 @@ class CheckpointWriter:
             raise TrainingError(f"checkpoints in {str(self._store.folder)!r} cannot be listed: {error}") from error
 
     def _enter_folder(self, stack: ExitStack, snapshot: Snapshot, folder: UPath) -> "_LocalFolder":
-        """Return where this process writes its files. ``stack`` removes a temporary folder."""
+        """Return the folder to which this process writes. If it is temporary, ``stack`` removes it."""
         try:
             path = stack.enter_context(local_folder(folder))
             return _LocalFolder(path, frozenset(path.iterdir()) if path.exists() else frozenset())
@@ -146,15 +146,15 @@ class CheckpointWriter:
         from app.training.checkpoints.parts import write_parts
 
         try:
-            write_parts(snapshot.content, local.path, self._group, self._advance)
+            write_parts(snapshot.content, local.path, self._group, self._on_progress)
             if is_first:
                 (local.path / STATE_FILE).write_text(snapshot.state.model_dump_json(indent=1), encoding="utf-8")
             own = [file for file in local.new_files() if _is_own(file.name, is_first)]
             own += [write_piece_sums(file) for file in own if file.suffix == PARTS_SUFFIX]
             if not is_local(folder):
                 for file in own:
-                    upload(file, folder / file.name, self._advance)
-            return checksums_of(own, self._advance)
+                    upload(file, folder / file.name, self._on_progress)
+            return checksums_of(own, self._on_progress)
         except Exception as error:  # each protocol's driver has errors of its own
             raise TrainingError(_cannot_write(folder, snapshot, error)) from error
 
@@ -168,7 +168,7 @@ class CheckpointWriter:
 
 @dataclass(frozen=True)
 class _LocalFolder:
-    """A folder on this machine's disk, with the files that it had before the write."""
+    """A folder on this machine's disk, and the files that it had before the write."""
 
     path: Path
     before: frozenset[Path]
@@ -178,16 +178,16 @@ class _LocalFolder:
 
 
 def _is_own(name: str, is_first: bool) -> bool:
-    """The first also wrote what is not of one process."""
+    """Return whether this process wrote the file. The first process also writes the files that belong to none."""
     return name.startswith(f"__{dist.get_rank()}_") or (is_first and not name.startswith("__"))
 
 
 def _cannot_write(folder: UPath, snapshot: Snapshot, error: Exception) -> str:
-    """What went wrong, and whether there was room."""
+    """Describe the error, and the room on the disk."""
     room = "check its rights and quota"
     if is_local(folder):
-        there = next(parent for parent in Path(folder.path).parents if os.path.exists(parent))
-        room = f"{shutil.disk_usage(there).free:,} bytes are free there"
+        existing = next(parent for parent in Path(folder.path).parents if os.path.exists(parent))
+        room = f"{shutil.disk_usage(existing).free:,} bytes are free there"
     return (
         f"checkpoint {str(folder)!r} cannot be written: {error}; this process's part takes "
         f"{snapshot.nbytes:,} bytes, {room}"

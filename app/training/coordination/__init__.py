@@ -1,1 +1,1 @@
-"""What the workers tell each other, and what is asked of them from outside."""
+"""Coordination of a run's workers: sync, watchdog, heartbeat and the check of shared storage."""

@@ -1,4 +1,4 @@
-"""A file that tells whether a run is being trained: its job writes it anew every few seconds."""
+"""A run's heartbeat: a file that the job rewrites every few seconds while it trains the run, and its lock."""
 
 import time
 import uuid
@@ -11,21 +11,21 @@ from app.background import repeat_in_background
 from app.conditional import change, read
 from app.errors import StorageError
 from app.storage import write_atomically
-from app.warnings import Attempts, attempt
+from app.warnings import BestEffort, best_effort
 
 HEARTBEAT_FILE = "heartbeat"
 _INTERVAL_S = 2.0
-_SILENT_S = 3 * _INTERVAL_S
-_LAST_BEATS = 5  # of a worker whose job was killed just now
+_TIMEOUT_S = 3 * _INTERVAL_S
+_MAX_LAST_BEATS = 5  # a worker writes a few more after its job was killed
 
 
 @contextmanager
 def keep_heartbeat(run_folder: UPath) -> Iterator[None]:
     """Write the heartbeat at once and then every few seconds, from a thread, until the block ends."""
-    attempts = Attempts("the heartbeat cannot be written", "the job")
+    try_write = BestEffort("the heartbeat cannot be written", "the job")
 
     def beat() -> None:
-        attempts(lambda: write_atomically(run_folder / HEARTBEAT_FILE, uuid.uuid4().hex.encode()))
+        try_write(lambda: write_atomically(run_folder / HEARTBEAT_FILE, uuid.uuid4().hex.encode()))
 
     beat()
     with repeat_in_background(beat, _INTERVAL_S, name="heartbeat"):
@@ -33,13 +33,13 @@ def keep_heartbeat(run_folder: UPath) -> Iterator[None]:
 
 
 @contextmanager
-def held(run_folder: UPath) -> Iterator[None]:
-    """Keep the run to this job; when it lets go, another may go on with it at once.
+def run_lock(run_folder: UPath) -> Iterator[None]:
+    """Lock the run for this job. After the block another job may resume it at once.
 
     If several jobs try at once, one succeeds, on a local disk and on S3. Other object stores cannot guarantee it.
 
     Raises:
-        StorageError: another job has taken it since ``require_silence``, or storage cannot be written.
+        StorageError: another job has locked it since ``require_not_running``, or storage cannot be written.
     """
     path = run_folder / HEARTBEAT_FILE
     try:
@@ -51,33 +51,33 @@ def held(run_folder: UPath) -> Iterator[None]:
         with keep_heartbeat(run_folder):
             yield
     finally:  # the result is already written: a storage error must not lose it
-        attempt(lambda: path.unlink(missing_ok=True), f"{str(path)!r} cannot be removed", "the job")
+        best_effort(lambda: path.unlink(missing_ok=True), f"{str(path)!r} cannot be removed", "the job")
 
 
-def require_silence(run_folder: UPath) -> None:
-    """Wait until nobody trains the run; a worker whose job was killed may need a few seconds to end.
+def require_not_running(run_folder: UPath) -> None:
+    """Check that no job trains the run. A worker whose job was killed may need a few seconds to end: wait for it.
 
-    The file that a killed job left is emptied. Two writers would remove each other's checkpoints. No clock is
-    compared: what counts is whether the file changes.
+    Two writers would remove each other's checkpoints. The file that a killed job left is emptied. Clocks are not
+    compared: the run is being trained if the file's content changes.
 
     Raises:
         StorageError: the run is being trained.
     """
     path = run_folder / HEARTBEAT_FILE
-    seen = read(path)
-    if not seen:
+    last_beat = read(path)
+    if not last_beat:
         return
-    print(f"run {run_folder.name} was being trained; waiting {_SILENT_S:.0f} s to see whether it still is", flush=True)
-    changes, deadline = 0, time.monotonic() + _SILENT_S
+    print(f"run {run_folder.name} was being trained; waiting {_TIMEOUT_S:.0f} s to see whether it still is", flush=True)
+    num_beats, deadline = 0, time.monotonic() + _TIMEOUT_S
     while time.monotonic() < deadline:
         time.sleep(0.2)
-        if not (now := read(path)):
+        if not (beat := read(path)):
             return
-        if now != seen:
-            seen, changes, deadline = now, changes + 1, time.monotonic() + _SILENT_S
-        if changes > _LAST_BEATS:
-            raise _taken(run_folder)
-    _replace(path, seen, b"")
+        if beat != last_beat:
+            last_beat, num_beats, deadline = beat, num_beats + 1, time.monotonic() + _TIMEOUT_S
+        if num_beats > _MAX_LAST_BEATS:
+            raise _running_error(run_folder)
+    _replace(path, last_beat, b"")
 
 
 def _replace(path: UPath, expected: bytes, new: bytes) -> None:
@@ -88,13 +88,13 @@ def _replace(path: UPath, expected: bytes, new: bytes) -> None:
 
     def replaced(now: bytes) -> bytes:
         if now not in (expected, b"", new):
-            raise _taken(path.parent)
+            raise _running_error(path.parent)
         return new
 
     change(path, replaced)
 
 
-def _taken(run_folder: UPath) -> StorageError:
+def _running_error(run_folder: UPath) -> StorageError:
     return StorageError(
         f"run {run_folder.name} is being trained right now: pause it with 'rayloom pause {run_folder.name}', "
         "or wait for its end"

@@ -1,4 +1,4 @@
-"""Notices a run that makes no progress, says which worker holds it up, and ends it; also one that nobody leads."""
+"""A watchdog that ends a run without progress, or without a launcher, and names the worker that holds it up."""
 
 import faulthandler
 import math
@@ -11,38 +11,39 @@ from contextlib import contextmanager
 
 from pydantic import BaseModel
 from torch.distributed import Store  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import _get_default_store
 
+from app.torch_internals import default_store
 from app.training.worker import Worker
 
 HANG_EXIT_CODE = 70
 _STORE_TIMEOUT_S = 3.0
 _NO_STORE = "rank 0, or the torchrun that started it, does not answer: stopped, or gone"
-"""One of them keeps the store through which the workers tell each other where they are."""
-_EXCHANGES = ("torch.distributed.distributed_c10d", "deepspeed.comm", "deepspeed.runtime.zero.partition_parameters")
-"""Modules whose functions wait for other workers; in the last one ZeRO 3 waits for parameters."""
+"""One of the two hosts the store through which the workers exchange beats."""
+_COLLECTIVES = ("torch.distributed.distributed_c10d", "deepspeed.comm", "deepspeed.runtime.zero.partition_parameters")
+"""Modules whose functions wait for other workers. In the last one ZeRO 3 waits for parameters."""
 
 
 class Beat(BaseModel):
-    """Where a worker was when it last made progress."""
+    """The state of a worker, which it sends to the others."""
 
     rank: int
     count: int
-    """Pieces of work begun; of workers that wait for each other, the lowest holds up the rest."""
+    """Number of activities begun. Of workers that wait for each other, the one with the lowest count holds up all."""
     doing: str
-    waits: bool
-    """Whether it is in an exchange with other workers, and so waits for them."""
+    """Its activity."""
+    is_waiting: bool
+    """Whether it is in a collective, and so waits for other workers."""
     idle_s: float
-    """Seconds since then."""
+    """Seconds since its last progress."""
     number: int
     """Number of beats that the watching thread has sent: about one a second, whatever the worker does."""
 
 
 class Watchdog:
-    """Each worker tells the others what it does; each notices for itself when that does not change."""
+    """Sends this worker's beats to the others, and ends the process if no worker makes progress."""
 
     def __init__(self, worker: Worker, timeout_s: float, give_up: Callable[[str], None]) -> None:
-        """Made by the thread that trains.
+        """Start watching the calling thread, which trains.
 
         ``give_up`` is called with the reason, from another thread, before the process is ended.
         """
@@ -54,8 +55,8 @@ class Watchdog:
         self._trainer = threading.get_ident()
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._stopped = threading.Event()
-        # A connection of its own: one that waits for the other workers would block this thread too.
-        self._store: Store | None = _get_default_store().clone() if worker.size > 1 else None  # type: ignore[attr-defined]
+        # A separate connection: on the one that training uses, a call that waits for other workers would block.
+        self._store: Store | None = default_store().clone() if worker.size > 1 else None  # type: ignore[attr-defined]
         self._beats_sent = 0
         self._last_seen: dict[int, tuple[int, float]] = {}
         """By rank, the newest beat number and when this worker first saw it. Clocks of other nodes are not compared."""
@@ -65,12 +66,12 @@ class Watchdog:
         self._thread.start()
 
     def beat(self, doing: str) -> None:
-        """Say that progress was made, and what comes next."""
+        """Report that the last activity is done, and which one begins."""
         self._count, self._doing, self._moved = self._count + 1, doing, time.monotonic()
 
     @contextmanager
     def rest(self) -> Iterator[None]:
-        """What is inside waits for somebody outside the run, as long as it takes; of several workers, none may."""
+        """Let the block wait for something outside the run, however long. Allowed only in a run with one worker."""
         if self._store is None:
             self._moved = math.inf
         try:
@@ -78,8 +79,8 @@ class Watchdog:
         finally:
             self._moved = time.monotonic()
 
-    def advance(self) -> None:
-        """Say that what was begun goes on; from any thread."""
+    def report_progress(self) -> None:
+        """Report that the activity under way makes progress. May be called from any thread."""
         self._moved = time.monotonic()
 
     def close(self) -> None:
@@ -90,40 +91,40 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._stopped.wait(self._interval_s):
             if self._launcher not in (None, os.getppid()):
-                self._end("torchrun is gone, and whoever starts the run again would find its folder in use")
-            self._tell()
+                self._end("torchrun is gone, and the run could not be started again while this process uses its folder")
+            self._send_beat()
             if self._idle_s < self._timeout_s - self._silent_s - 2 * self._interval_s:
                 continue  # silence takes time to show, so the other workers are watched only from here on
-            held_up = self._ask()
-            if held_up and self._idle_s > self._timeout_s:
-                self._end(f"no progress for {self._timeout_s:g} s: {held_up}")
+            cause = self._find_cause()
+            if cause and self._idle_s > self._timeout_s:
+                self._end(f"no progress for {self._timeout_s:g} s: {cause}")
 
     @property
     def _idle_s(self) -> float:
         return time.monotonic() - self._moved
 
-    def _tell(self) -> None:
+    def _send_beat(self) -> None:
         if self._store is not None and not self._is_querying:  # a store serves one call at a time
             self._beats_sent += 1
             beat = Beat(
                 rank=self._worker.rank,
                 count=self._count,
                 doing=self._doing,
-                waits=_is_in_exchange(self._trainer),
+                is_waiting=_is_in_collective(self._trainer),
                 idle_s=self._idle_s,
                 number=self._beats_sent,
             )
             try:
                 self._store.set(_key(self._worker.rank), beat.model_dump_json())
             except RuntimeError:
-                return  # the first worker keeps the store: if it is gone, reading says so
+                return  # the first worker hosts the store. If it is gone, the query reports it
 
     @property
     def _is_querying(self) -> bool:
         return self._query is not None and self._query.is_alive()
 
-    def _ask(self) -> str | None:
-        """``_look``, in a thread of its own: a store whose keeper is frozen never answers."""
+    def _find_cause(self) -> str | None:
+        """Return the result of ``_query_store``, run in a thread: a store whose host is frozen never answers."""
         if not self._is_querying:
             self._query = threading.Thread(target=self._run_query, daemon=True)
             self._query.start()
@@ -132,10 +133,10 @@ class Watchdog:
         return _NO_STORE if self._is_querying else self._answer
 
     def _run_query(self) -> None:
-        self._answer = self._look()
+        self._answer = self._query_store()
 
-    def _look(self) -> str | None:
-        """Which workers hold up the others, and where they are; None if one goes on, and the others wait for it."""
+    def _query_store(self) -> str | None:
+        """Describe which workers hold up the others, and in what. None: some worker still makes progress."""
         if self._store is None:
             return f"rank 0 is in {self._doing}"
         try:
@@ -145,13 +146,13 @@ class Watchdog:
         silent = [rank for rank, beat in enumerate(beats) if beat is None or self._is_silent(beat)]
         if silent:
             return f"{_ranks(silent)} not answer: stopped, or gone"
-        heard = [beat for beat in beats if beat is not None]
-        return None if any(beat.idle_s <= self._timeout_s for beat in heard) else blame(heard)
+        known = [beat for beat in beats if beat is not None]
+        return None if any(beat.idle_s <= self._timeout_s for beat in known) else blame(known)
 
     def _beat_of(self, rank: int) -> Beat | None:
         assert self._store is not None
-        known = self._store.check([_key(rank)])
-        return Beat.model_validate_json(self._store.get(_key(rank))) if known else None
+        is_there = self._store.check([_key(rank)])  # ``get`` would wait for a missing key
+        return Beat.model_validate_json(self._store.get(_key(rank))) if is_there else None
 
     def _is_silent(self, beat: Beat) -> bool:
         number, since = self._last_seen.get(beat.rank, (0, 0.0))
@@ -169,27 +170,27 @@ class Watchdog:
 
 
 def blame(beats: Sequence[Beat]) -> str:
-    """Who holds up the others, of all workers of a run in which none makes progress.
+    """Name the workers that hold up the others in a run without progress, given the beats of all workers.
 
-    Those that have begun the least; of several such, those that do not wait for others themselves.
+    They have the lowest count, and if possible they are not in a collective themselves.
     """
     behind = [beat for beat in beats if beat.count == min(other.count for other in beats)]
-    stuck = [beat for beat in behind if not beat.waits] or behind
+    stuck = [beat for beat in behind if not beat.is_waiting] or behind
     doing = behind[0].doing
     if len(stuck) < len(beats):
         return f"{_ranks([beat.rank for beat in stuck])} not come out of {doing}; the others wait"
-    if stuck[0].waits:
-        return f"all ranks wait for each other in {doing}: one may have skipped an exchange"
-    return f"no rank comes out of {doing}: one hangs in it, or has skipped an exchange; the stacks say where each is"
+    if stuck[0].is_waiting:
+        return f"all ranks wait for each other in {doing}: one may have skipped a collective"
+    return f"no rank comes out of {doing}: one hangs in it, or has skipped a collective; the stacks say where each is"
 
 
-def _is_in_exchange(thread: int) -> bool:
-    """Whether what a thread does now is an exchange with other workers, by the Python function that it is in.
+def _is_in_collective(thread: int) -> bool:
+    """Return whether the Python function that a thread is in belongs to a collective.
 
-    Where exchanges are of a GPU that function has returned, and whoever waits does so for the GPU.
+    On GPUs that function has returned, and the thread waits for the GPU instead.
     """
     frame = sys._current_frames().get(thread)
-    return frame is not None and str(frame.f_globals.get("__name__")).startswith(_EXCHANGES)
+    return frame is not None and str(frame.f_globals.get("__name__")).startswith(_COLLECTIVES)
 
 
 def _key(rank: int) -> str:

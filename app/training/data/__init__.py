@@ -1,1 +1,1 @@
-"""From a split to the micro-batches of one worker."""
+"""The order of samples, and the micro-batches of one worker."""

@@ -1,4 +1,4 @@
-"""Which samples form which batch: the same global batches for any number of workers."""
+"""The samples of each batch. Global batches are the same for any number of workers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,19 +13,20 @@ Indices = NDArray[np.int64]
 Lengths = NDArray[np.int64] | Sequence[int]
 EPOCH_ORDER = "numpy-1"
 """Name of the sample order of ``train_batches``. A change of the order needs a new name."""
-_GROUP = 32  # batches whose samples are sorted by length together: more pads less, fewer mixes better
+_BATCHES_PER_SORT = 32
+"""Number of batches whose samples are sorted by length together. More pad less, fewer mix better."""
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A worker's place among the data-parallel ranks."""
+class DataRank:
+    """A worker's rank among the ``size`` data-parallel ranks."""
 
     rank: int
     size: int
 
 
 def count_steps(config: TrainConfig, num_samples: int) -> int:
-    """Optimizer steps of the whole run.
+    """Return the number of optimizer steps of the whole run.
 
     Raises:
         TrainingError: there are fewer samples than one batch takes.
@@ -47,22 +48,22 @@ def train_batches(lengths: Lengths, batch_size: int, seed: int, epoch: int) -> I
     """
     generator = np.random.default_rng((seed % 2**64, epoch))
     order = generator.permutation(len(lengths))[: len(lengths) // batch_size * batch_size]
-    group = np.arange(len(order)) // (_GROUP * batch_size)
+    group = np.arange(len(order)) // (_BATCHES_PER_SORT * batch_size)
     by_length = np.lexsort((np.asarray(lengths)[order], group))
     return generator.permutation(order[by_length].reshape(-1, batch_size))
 
 
-def micro_batches(batch: Indices, shard: Shard, count: int) -> list[Indices]:
+def micro_batches(batch: Indices, data_rank: DataRank, count: int) -> list[Indices]:
     """Split this rank's share of a global batch into ``count`` micro-batches whose sizes differ by at most one."""
-    return np.array_split(batch[shard.rank :: shard.size], count)
+    return np.array_split(batch[data_rank.rank :: data_rank.size], count)
 
 
-def validation_batches(lengths: Lengths, shard: Shard, size: int) -> list[Indices]:
-    """This rank's share of a split, each sample in one rank, in batches of ``size`` and similar length.
+def validation_batches(lengths: Lengths, data_rank: DataRank, size: int) -> list[Indices]:
+    """Return this rank's share of a split, in batches of ``size`` and similar length. Each sample is in one rank.
 
-    Every rank gets as many batches as any other, since those of ZeRO 3 and of a pipeline compute together;
-    where samples have run out the batch is empty.
+    Every rank gets the same number of batches, because ranks under ZeRO 3 and in a pipeline compute together. When the
+    samples have run out, the batch is empty.
     """
-    share = np.argsort(lengths, kind="stable")[shard.rank :: shard.size]
-    largest_share = -(-len(lengths) // shard.size)
+    share = np.argsort(lengths, kind="stable")[data_rank.rank :: data_rank.size]
+    largest_share = -(-len(lengths) // data_rank.size)
     return [share[start : start + size] for start in range(0, largest_share, size)]

@@ -1,18 +1,58 @@
-"""What one worker reads of the data."""
+"""One worker's share of the data: micro-batches on its device, read ahead of time if the recipe says so."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler, get_worker_info
+from torch.utils.data import Dataset as TorchDataset
 
 from app.config import Layout, TrainConfig
-from app.data.prepared import PreparedData
+from app.data.prepared import IGNORED, Dataset, PreparedData
+from app.models.precision import TORCH_DTYPES
+from app.telemetry.step_time import Phase
 from app.training.activity import Activity
-from app.training.data.batches import Indices, Shard, micro_batches, train_batches, validation_batches
-from app.training.data.loader import Loader, Request, Split
-from app.training.data.micro_batch import MicroBatch
-from app.training.worker import Worker
+from app.training.data.batches import DataRank, Indices, micro_batches, train_batches, validation_batches
+from app.training.worker import Worker, seed_random
 
+Split = Literal["train", "validation"]
 _VALIDATION_EPOCH = 0
 """Validation draws the same random numbers in every epoch. Training epochs begin at 1."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The model's inputs by name, and int64 targets of shape (batch, …)."""
+
+    inputs: dict[str, Tensor]
+    targets: Tensor
+
+    def to(self, device: torch.device, config: TrainConfig) -> "MicroBatch":
+        """Return it on ``device``, with floating-point inputs in the precision of training."""
+        dtype = TORCH_DTYPES[config.precision]
+        inputs = {
+            name: tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
+            for name, tensor in self.inputs.items()
+        }
+        return MicroBatch(inputs, self.targets.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "MicroBatch":
+        """Return it in page-locked memory, from which a GPU copies while it computes. torch's loader calls this."""
+        inputs = {name: tensor.pin_memory() for name, tensor in self.inputs.items()}
+        return MicroBatch(inputs, self.targets.pin_memory())
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """One micro-batch to read."""
+
+    split: Split
+    indices: list[int]
+    entropy: tuple[int, ...]
+    """Seed sequence of the loader process while it reads this micro-batch: seed, epoch, rank, number."""
 
 
 @dataclass
@@ -24,29 +64,30 @@ class Feed:
     layout: Layout
     worker: Worker
     activity: Activity
-    loader: Loader = field(init=False)
+    loader: "Loader" = field(init=False)
 
     def __post_init__(self) -> None:
         self.loader = Loader(self.data, self.config, self.worker.device, self.activity)
 
     @property
     def batches_per_epoch(self) -> int:
-        """Global batches of an epoch; samples that do not fill a last one are left out."""
+        """Number of global batches of an epoch. Samples that do not fill a last one are left out."""
         return len(self.data.train) // self.config.global_batch_size
 
-    def train(self, epoch: int, numbers: Sequence[int]) -> Iterator[MicroBatch]:
-        """The global batches ``numbers`` of ``epoch``, one after the other."""
+    def train(self, epoch: int, batch_numbers: Sequence[int]) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of these global batches of ``epoch``, in order."""
         batches = train_batches(self.data.train.lengths, self.config.global_batch_size, self.config.seed, epoch)
         accumulation = self.layout.gradient_accumulation
         return self.loader.read(
             self._request("train", epoch, number * accumulation + place, indices)
-            for number in numbers
-            for place, indices in enumerate(micro_batches(batches[number], self._shard, accumulation))
+            for number in batch_numbers
+            for place, indices in enumerate(micro_batches(batches[number], self._rank, accumulation))
         )
 
     def validation(self) -> Iterator[MicroBatch]:
-        """The validation split, each sample once over all workers."""
-        batches = validation_batches(self.data.validation.lengths, self._shard, 2 * self.layout.micro_batch)
+        """Yield the validation split, each sample once over all workers."""
+        # Twice the size of training: without a backward pass a batch takes less memory.
+        batches = validation_batches(self.data.validation.lengths, self._rank, 2 * self.layout.micro_batch)
         return self.loader.read(
             self._request("validation", _VALIDATION_EPOCH, number, indices) for number, indices in enumerate(batches)
         )
@@ -55,10 +96,79 @@ class Feed:
         """End the loader's processes."""
         self.loader.close()
 
-    def _request(self, split: Split, epoch: int, number: int, indices: Indices) -> Request:
+    def _request(self, split: Split, epoch: int, number: int, indices: Indices) -> BatchRequest:
         """Return the request for micro-batch ``number`` of the epoch. Its seed is the same in a resumed run."""
-        return Request(split, indices.tolist(), (self.config.seed % 2**64, epoch, self._shard.rank, number))
+        return BatchRequest(split, indices.tolist(), (self.config.seed % 2**64, epoch, self._rank.rank, number))
 
     @property
-    def _shard(self) -> Shard:
-        return Shard(self.layout.data_rank(self.worker.rank), self.layout.data)
+    def _rank(self) -> DataRank:
+        return DataRank(self.layout.data_rank(self.worker.rank), self.layout.data)
+
+
+class Loader:
+    """Reads micro-batches onto the worker's device.
+
+    Its processes live as long as the run, so each gets the dataset only once, whatever the start method.
+    """
+
+    def __init__(self, data: PreparedData, config: TrainConfig, device: torch.device, activity: Activity) -> None:
+        self.last: MicroBatch | None = None
+        """The micro-batch that was read last."""
+        self._config, self._device, self._activity = config, device, activity
+        self._requests = _Requests()
+        self._batches: Iterator[MicroBatch] = iter(())
+        workers = config.loader.num_workers
+        self._loader: DataLoader[MicroBatch] | None = DataLoader(
+            _Reader({"train": data.train, "validation": data.validation}),
+            batch_size=None,
+            sampler=self._requests,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            prefetch_factor=config.loader.prefetch_factor if workers else None,
+            pin_memory=device.type == "cuda",
+            # Its own generator: a draw from torch's default one would change what a resumed run computes.
+            generator=torch.Generator().manual_seed(config.seed),
+        )
+
+    def read(self, requests: Iterable[BatchRequest]) -> Iterator[MicroBatch]:
+        """Yield a micro-batch for each request. Unread micro-batches of earlier requests are dropped."""
+        assert self._loader is not None
+        self._requests.next = requests
+        self._batches = iter(self._loader)
+        while True:
+            with self._activity.phase(Phase.DATA):
+                batch = next(self._batches, None)
+            if batch is None:
+                return
+            self.last = batch.to(self._device, self._config)
+            yield self.last
+
+    def close(self) -> None:
+        """End the processes. torch ends them when the last reference is dropped."""
+        self._loader, self._batches = None, iter(())
+
+
+class _Requests(Sampler[BatchRequest]):
+    """The requests that the loader reads next."""
+
+    def __init__(self) -> None:
+        self.next: Iterable[BatchRequest] = ()
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        return iter(self.next)
+
+
+class _Reader(TorchDataset[MicroBatch]):
+    """Reads requested micro-batches, in a process of the loader or in the training process."""
+
+    def __init__(self, splits: Mapping[Split, Dataset]) -> None:
+        self._splits = splits
+
+    def __getitem__(self, request: BatchRequest) -> MicroBatch:
+        if get_worker_info() is not None:  # the training process has its own random state, which checkpoints save
+            seed_random(int(np.random.SeedSequence(request.entropy).generate_state(1, np.uint64)[0]))
+        # An empty batch has the shape of one sample that does not count, because some ranks must compute along.
+        batch = self._splits[request.split].batch(request.indices or [0])
+        inputs = {name: torch.from_numpy(array) for name, array in batch.inputs.items()}
+        targets = torch.from_numpy(batch.targets)
+        return MicroBatch(inputs, targets if request.indices else torch.full_like(targets, IGNORED))

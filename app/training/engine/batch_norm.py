@@ -4,14 +4,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from app.lazy_compiler import keep_uncompiled
+from app.torch_internals import BatchNorm
 
 
 def has_batch_norm(model: nn.Module) -> bool:
     """Return whether any layer of ``model`` normalises by batch statistics."""
-    return any(isinstance(module, _BatchNorm) for module in model.modules())
+    return any(isinstance(module, BatchNorm) for module in model.modules())
 
 
 def has_mixed_batch_norm(model: nn.Module) -> bool:
@@ -19,7 +19,7 @@ def has_mixed_batch_norm(model: nn.Module) -> bool:
 
     The statistics stay in float32. On CPUs torch then rejects weights of a lower precision.
     """
-    norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
+    norms = (module for module in model.modules() if isinstance(module, BatchNorm))
     return any(norm.affine and norm.track_running_stats for norm in norms)
 
 

@@ -1,9 +1,8 @@
-"""Training with the whole model, or DeepSpeed's shares of it, in each data-parallel rank: ZeRO 0 to 3."""
+"""The engine for data parallelism with ZeRO 0 to 3: each rank has the whole model, or DeepSpeed's share of it."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -13,49 +12,47 @@ from torch.nn.parallel import DistributedDataParallel
 
 from app.config import Layout, TrainConfig
 from app.models.traits import kind_of
-from app.telemetry.phases import Phase
+from app.telemetry.step_time import Phase
 from app.training.activity import Activity
-from app.training.data.micro_batch import MicroBatch
-from app.training.engine.initialize import initialize
-from app.training.engine.masters import master_pairs
-from app.training.engine.names import names_of
-from app.training.engine.objective import Objective
-from app.training.engine.step import Factors, StepResult
+from app.training.data.feed import MicroBatch
+from app.training.engine.deepspeed_engine import initialize, names_of
+from app.training.engine.deepspeed_internals import disable_reduction, keep_norm_when_clipping, master_pairs
+from app.training.engine.step import CrossEntropy, Factors, StepResult
 
 
 @dataclass(frozen=True)
 class DataParallelEngine:
-    """``DeepSpeedEngine``: forward, backward and step on each micro-batch."""
+    """Runs forward, backward and step of a ``DeepSpeedEngine`` on each micro-batch."""
 
     deepspeed: Any
     names: Mapping[int, str]
     layout: Layout
-    objective: Objective
+    loss: CrossEntropy
 
     @classmethod
     def create(
-        cls, model: nn.Module, config: TrainConfig, layout: Layout, total_steps: int, objective: Objective
+        cls, model: nn.Module, config: TrainConfig, layout: Layout, total_steps: int, loss: CrossEntropy
     ) -> Self:
-        """The engine around ``model``."""
+        """Create the engine around ``model``."""
         powersgd = config.plan.powersgd
-        reduced = _reduced_in_low_rank(model, powersgd.rank) if powersgd else model
-        engine = initialize(reduced, config, layout, total_steps, kind_of(model))
+        wrapped = _with_powersgd(model, powersgd.rank) if powersgd else model
+        engine = initialize(wrapped, config, layout, total_steps, kind_of(model))
         if config.plan.zero_stage == 0:
-            engine.enable_backward_allreduce = False  # torch reduces, or ``train_step`` does
-        engine.clip_fp32_gradients = partial(_clip, engine)
+            disable_reduction(engine)  # torch reduces, or ``train_step`` does
+        keep_norm_when_clipping(engine)
         if config.torch_compile:
             engine.compile()
         engine.train()
-        return cls(engine, names_of(model), layout, objective)
+        return cls(engine, names_of(model), layout, loss)
 
     def train_step(self, batches: Iterator[MicroBatch], activity: Activity) -> StepResult:
-        """One optimizer step on this rank's micro-batches."""
+        """Do one optimizer step on this rank's micro-batches."""
         factors, losses = Factors.of(self.deepspeed), []
-        _begin_gradients_in_float32(self.deepspeed)
+        _start_gradients_in_float32(self.deepspeed)
         for number, batch in enumerate(batches, start=1):
             with self._reduction(is_last=number == self.layout.gradient_accumulation):
                 with activity.phase(Phase.FORWARD):
-                    loss = self.objective.loss(self.deepspeed(**batch.inputs), batch.targets) * self._weight(batch)
+                    loss = self.loss.mean(self.deepspeed(**batch.inputs), batch.targets) * self._weight(batch)
                 with activity.phase(Phase.BACKWARD):
                     self.deepspeed.backward(loss)
                     self._reduce()
@@ -66,12 +63,12 @@ class DataParallelEngine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> Tensor:
-        """``Objective.sums`` over this rank's batches, float64 of shape (3,)."""
+        """Return ``CrossEntropy.sums`` over this rank's batches, float64 of shape (3,)."""
         self.deepspeed.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.deepspeed.device)
         for batch in batches:
-            sums += self.objective.sums(self.deepspeed(**batch.inputs), batch.targets)
-        self.deepspeed.train()  # not at each step: it goes through all modules
+            sums += self.loss.sums(self.deepspeed(**batch.inputs), batch.targets)
+        self.deepspeed.train()  # not in each step, because it visits all modules
         return sums
 
     def _weight(self, batch: MicroBatch) -> float:
@@ -79,7 +76,7 @@ class DataParallelEngine:
         return len(batch.targets) * self.layout.gradient_accumulation / self.layout.share
 
     def _reduction(self, is_last: bool) -> AbstractContextManager[None]:
-        """Where torch reduces gradients, it waits for the last micro-batch; DeepSpeed does so by itself."""
+        """Have torch reduce gradients after the last micro-batch only. DeepSpeed does so by itself."""
         return self.deepspeed.module.no_sync() if self._is_reduced_by_torch and not is_last else nullcontext()
 
     def _reduce(self) -> None:
@@ -95,7 +92,7 @@ class DataParallelEngine:
         return isinstance(self.deepspeed.module, DistributedDataParallel)
 
 
-def _begin_gradients_in_float32(engine: Any) -> None:
+def _start_gradients_in_float32(engine: Any) -> None:
     """Have torch accumulate the gradients of a step in float32, where DeepSpeed keeps master weights without ZeRO.
 
     DeepSpeed would accumulate them in the parameters' own bf16 or fp16, and keep them next to a float32 copy during the
@@ -107,22 +104,14 @@ def _begin_gradients_in_float32(engine: Any) -> None:
         low.grad = torch.zeros_like(low, dtype=torch.float32)
 
 
-def _clip(engine: Any) -> None:
-    """Clip as DeepSpeed does without ZeRO in float32, and keep the norm, which it forgets."""
-    from deepspeed.runtime.utils import clip_grad_norm_
+def _with_powersgd(model: nn.Module, rank: int) -> DistributedDataParallel:
+    """Return ``model`` with torch's reduction through PowerSGD (Vogels et al. 2019, arXiv:1905.13727).
 
-    parameters = list(engine.module.parameters())
-    engine._global_grad_norm = clip_grad_norm_(parameters, engine.gradient_clipping(), mpu=engine.mpu)
-
-
-def _reduced_in_low_rank(model: nn.Module, rank: int) -> DistributedDataParallel:
-    """``model`` with torch's own reduction through PowerSGD (Vogels et al. 2019, arXiv:1905.13727).
-
-    It is moved to its device first: NCCL reduces what lies on a GPU, and DeepSpeed moves a model later.
+    It is moved to its device first. NCCL reduces only tensors on GPUs, and DeepSpeed moves the model later.
     """
     from deepspeed.accelerator import get_accelerator
 
-    reduced = DistributedDataParallel(model.to(get_accelerator().current_device_name()))
+    wrapped = DistributedDataParallel(model.to(get_accelerator().current_device_name()))
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
-    reduced.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return reduced
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return wrapped

@@ -1,22 +1,27 @@
-"""DeepSpeed's engine of one worker, the same to the loop however the model is cut."""
+"""The training engine of one worker. It looks the same to the loop however the plan splits the model."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.distributed import all_reduce, get_world_size
+from torch.utils.checkpoint import checkpoint
 
 from app.config import Layout, TrainConfig
+from app.errors import TrainingError
 from app.models.blueprint import Blueprint, return_freed_memory
-from app.models.traits import ModelKind, kind_of
+from app.models.staged import Tied, layers_of
+from app.models.traits import ModelKind, is_hugging_face, kind_of
+from app.torch_internals import is_persistent_buffer
 from app.training.activity import Activity
-from app.training.data.micro_batch import MicroBatch
-from app.training.engine.activation_checkpointing import recompute_activations
+from app.training.data.feed import MicroBatch
 from app.training.engine.batch_norm import synchronize_batch_norm
 from app.training.engine.data_parallel import DataParallelEngine
-from app.training.engine.objective import Objective
 from app.training.engine.pipeline import PipelineEngine
 from app.training.engine.placement import make_in_place
-from app.training.engine.step import StepResult
+from app.training.engine.step import CrossEntropy, StepResult
 
 
 class TrainingEngine(Protocol):
@@ -33,27 +38,83 @@ class TrainingEngine(Protocol):
         ...
 
     def train_step(self, batches: Iterator[MicroBatch], activity: Activity) -> StepResult:
-        """One optimizer step on this rank's micro-batches; ``activity`` hears of each phase of it."""
+        """Do one optimizer step on this rank's micro-batches. ``activity`` is told of each phase."""
         ...
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> Tensor:
-        """``Objective.sums`` over this rank's batches, float64 of shape (3,).
+        """Return ``CrossEntropy.sums`` over this rank's batches, float64 of shape (3,).
 
-        Ranks that split the same batches each have the sums of all of them; those that do not see the output, zeros.
+        Tensor-parallel ranks each return the sums of the batches that they share. Stages without outputs return zeros.
         """
         ...
 
 
 def create_engine(blueprint: Blueprint, config: TrainConfig, layout: Layout, total_steps: int) -> TrainingEngine:
     """Create the engine for the blueprint's model under the recipe's plan. Its tensors are made where they stay."""
-    objective = Objective(config.label_smoothing)
+    loss = CrossEntropy(config.label_smoothing)
     if kind_of(blueprint.model) is ModelKind.STAGED and layout.model_parallel > 1:
-        return PipelineEngine.create(blueprint, config, layout, total_steps, objective)
+        return PipelineEngine.create(blueprint, config, layout, total_steps, loss)
     model = make_in_place(blueprint, config, layout)
     if config.sync_batch_norm:
         model = synchronize_batch_norm(model)
     if config.plan.activation_checkpointing:
-        recompute_activations(model)
-    engine = DataParallelEngine.create(model, config, layout, total_steps, objective)
+        _recompute_activations(model)
+    engine = DataParallelEngine.create(model, config, layout, total_steps, loss)
     return_freed_memory()
     return engine
+
+
+def _recompute_activations(model: nn.Module) -> None:
+    """Keep only what passes between the layers of a staged or Hugging Face model (Chen et al. 2016, arXiv:1604.06174).
+
+    Raises:
+        TrainingError: the model is neither.
+    """
+    if is_hugging_face(model):  # first: a staged one lists its layers, but its forward pass does not call them
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    elif kind_of(model) is ModelKind.STAGED:
+        for layer in layers_of(model):
+            if not isinstance(layer, Tied):
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    else:
+        raise TrainingError(
+            f"plan.activation_checkpointing: {type(model).__name__} is neither staged nor of Hugging Face: "
+            "set it to false"
+        )
+
+
+def buffers_of(engine: TrainingEngine) -> dict[str, Tensor]:
+    """Return the persistent buffers of this rank, such as running statistics, by their name in the whole model."""
+    found = {}
+    for module in engine.deepspeed.module.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if is_persistent_buffer(module, name) and id(module) in engine.names:
+                found[f"{engine.names[id(module)]}.{name}".lstrip(".")] = buffer
+    return found
+
+
+@torch.no_grad()
+def mean_buffers(engine: TrainingEngine) -> dict[str, Tensor]:
+    """Return the buffers averaged over the data-parallel ranks. Integer buffers, such as counts, are this rank's own.
+
+    Collective. Means are computed in float64, so buffers that are equal on all ranks stay equal to the bit.
+    """
+    means = buffers_of(engine)
+    floating = {name: buffer for name, buffer in means.items() if buffer.is_floating_point()}
+    if not floating:
+        return means
+    group = engine.deepspeed.data_parallel_group
+    flat = torch.cat([buffer.double().flatten() for buffer in floating.values()])
+    all_reduce(flat, group=group)
+    parts = torch.split(flat / get_world_size(group), [buffer.numel() for buffer in floating.values()])
+    for (name, buffer), part in zip(floating.items(), parts, strict=True):
+        means[name] = part.view_as(buffer).to(buffer.dtype)
+    return means
+
+
+@torch.no_grad()
+def average_buffers(engine: TrainingEngine) -> None:
+    """Set the buffers of every data-parallel rank to their mean, so that all ranks validate and save one model."""
+    buffers = buffers_of(engine)
+    for name, mean in mean_buffers(engine).items():
+        buffers[name].copy_(mean)

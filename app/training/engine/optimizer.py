@@ -1,29 +1,29 @@
-"""The optimizer and its schedule."""
+"""The optimizer, and the schedule of its learning rate."""
 
+import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
-from app.config import TrainConfig
+from app.config import ScheduleConfig, TrainConfig
+from app.training.engine.deepspeed_internals import unpartitioned_shape
 from app.training.engine.extensions import load_extension
-from app.training.engine.schedule import lr_factor
 
-_GROUPS, _MIN_GROUP = 16, 2**22
+_NUM_GROUPS, _MIN_GROUP_SIZE = 16, 2**22
 """Number of parameter groups of a large model, and minimum number of elements of a group."""
 
 
 def create_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """The recipe's optimizer; vectors (biases, norms) are not decayed. On the CPU for a plan that offloads."""
+    """Return the recipe's optimizer. Vectors (biases, norms) are not decayed. With offload it computes on the CPU."""
     optimizer = config.optimizer
-    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    size = sum(map(num_elements, learned)) if config.plan.offload == "nvme" else _group_size(learned)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    size = sum(map(num_elements, trained)) if config.plan.offload == "nvme" else _group_size(trained)
     groups = [
         {"params": part, "weight_decay": decay}
         for decay, parameters in (
-            (optimizer.weight_decay, [parameter for parameter in learned if len(_shape(parameter)) > 1]),
-            (0.0, [parameter for parameter in learned if len(_shape(parameter)) < 2]),
+            (optimizer.weight_decay, [parameter for parameter in trained if len(unpartitioned_shape(parameter)) > 1]),
+            (0.0, [parameter for parameter in trained if len(unpartitioned_shape(parameter)) < 2]),
         )
         for part in _parts(parameters, size)
     ]
@@ -43,7 +43,7 @@ def create_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optim
 
 def _group_size(parameters: Sequence[nn.Parameter]) -> int:
     """Return the number of elements per group. ZeRO holds the float32 gradients of one group at a time."""
-    return max(sum(map(num_elements, parameters)) // _GROUPS, _MIN_GROUP)
+    return max(sum(map(num_elements, parameters)) // _NUM_GROUPS, _MIN_GROUP_SIZE)
 
 
 def _parts(parameters: Sequence[nn.Parameter], size: int) -> Iterator[list[nn.Parameter]]:
@@ -60,30 +60,30 @@ def _parts(parameters: Sequence[nn.Parameter], size: int) -> Iterator[list[nn.Pa
 
 def num_elements(parameter: nn.Parameter) -> int:
     """Return the number of elements of the whole parameter, also where ZeRO 3 has partitioned it."""
-    return _shape(parameter).numel()
-
-
-def _shape(parameter: nn.Parameter) -> torch.Size:
-    """Return the full shape of a parameter, also where ZeRO 3 has partitioned it."""
-    whole: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
-    return whole
-
-
-def recall_steps(optimizer: Any, steps: int) -> None:
-    """Have DeepSpeed's Adam of the CPU correct its bias as if it had done ``steps``, to the bit; no other needs it.
-
-    In C++ it multiplies the powers of its betas from step to step, and takes them anew for a step that does not follow
-    the last one, which rounds otherwise. So it is shown every step, with nothing to update.
-    """
-    if not hasattr(optimizer, "ds_opt_adam"):
-        return
-    rates, nothing = (0.0, *optimizer.defaults["betas"], 1.0, 0.0), [torch.empty(0)] * 4
-    for step in range(1, steps + 1):
-        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, *rates, True, *nothing)
+    return unpartitioned_shape(parameter).numel()
 
 
 def create_scheduler(
     optimizer: torch.optim.Optimizer, config: TrainConfig, total_steps: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """The recipe's schedule over ``total_steps`` optimizer steps."""
+    """Return the recipe's schedule over ``total_steps`` optimizer steps."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, total_steps, config.schedule))
+
+
+def lr_factor(step: int, total_steps: int, config: ScheduleConfig) -> float:
+    """Return the factor of the learning rate for optimizer step ``step``, from 0.
+
+    It rises linearly to 1 over the first ``warmup_fraction`` of the steps. Then it stays (constant), or falls to 0 at
+    the last step along a line or half a cosine (Loshchilov and Hutter 2016, arXiv:1608.03983).
+    """
+    warmup = int(config.warmup_fraction * total_steps)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    progress = min((step - warmup) / max(total_steps - warmup, 1), 1.0)
+    match config.name:
+        case "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * progress))
+        case "linear":
+            return 1.0 - progress
+        case "constant":
+            return 1.0

@@ -1,23 +1,24 @@
-"""Placement of a model's tensors: they are made as ZeRO keeps them."""
+"""Placement of a model's tensors: each is made in the precision and the parts in which ZeRO keeps it."""
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from app.config import Layout, TrainConfig
 from app.models.blueprint import Blueprint, Finish
 from app.models.precision import TORCH_DTYPES
 from app.models.traits import kind_of
 from app.storage import no_op
-from app.training.engine.deepspeed_config import deepspeed_config
+from app.training.engine.deepspeed_engine import deepspeed_config
+from app.training.engine.deepspeed_internals import partition_like
 from app.training.worker import import_deepspeed
 
 
 def make_in_place(blueprint: Blueprint, config: TrainConfig, layout: Layout) -> nn.Module:
     """Make the model of a data-parallel rank: in the plan's precision, and under ZeRO 3 only its part of each tensor.
 
-    DeepSpeed would do the same from a whole model in float32. The values are the same, to the bit.
+    DeepSpeed would do the same to a whole model in float32. The values are equal to the bit.
     """
     if config.plan.powersgd:
         return blueprint.make()  # torch's reduction needs float32
@@ -52,7 +53,7 @@ class _Partition:
             import_deepspeed().zero.Init(module=wrapped, config_dict_or_path=self._config, dtype=parameter.dtype)
             self._first = parameter
         else:
-            self._first.convert_to_zero_parameters(param_list=[parameter])
+            partition_like(self._first, parameter)
 
 
 def _move_buffers(model: nn.Module) -> None:
@@ -61,6 +62,5 @@ def _move_buffers(model: nn.Module) -> None:
 
     device = torch.device(get_accelerator().current_device_name())
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if isinstance(buffer, Tensor):
-                module._buffers[name] = buffer.to(device)
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            setattr(module, name, buffer.to(device))

@@ -1,28 +1,82 @@
-"""What an optimizer step takes and gives."""
+"""One optimizer step: its loss, its factors and its result."""
 
 import math
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
-from app.training.engine.deepspeed_config import MIN_LOSS_SCALE
-from app.training.engine.loss_scale import scaler_of
+from app.data.prepared import IGNORED
+from app.models.factory import logits_of
+from app.training.engine.deepspeed_engine import MIN_LOSS_SCALE
+from app.training.engine.deepspeed_internals import loss_scale_of
+
+
+@dataclass(frozen=True)
+class LossTotals:
+    """Sums over targets."""
+
+    loss: float
+    correct: float
+    count: float
+
+    @classmethod
+    def of(cls, sums: Tensor) -> Self:
+        """Return the totals in ``CrossEntropy.sums``, which may be added up over batches and ranks."""
+        return cls(*sums.tolist())
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean loss per target, in nats."""
+        return self.loss / self.count
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the targets that are the model's first choice."""
+        return self.correct / self.count
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Cross-entropy between logits (batch, …, classes) and targets, int64 (batch, …). ``IGNORED`` does not count."""
+
+    label_smoothing: float = 0.0
+
+    def mean(self, output: object, targets: Tensor) -> Tensor:
+        """Return the mean loss per target, float32 of shape ()."""
+        logits, flat = _flatten(output, targets)
+        return functional.cross_entropy(logits, flat, ignore_index=IGNORED, label_smoothing=self.label_smoothing)
+
+    def sums(self, output: object, targets: Tensor) -> Tensor:
+        """Return the sum of losses without smoothing, and the numbers of correct and of all targets, float64 (3,)."""
+        logits, flat = _flatten(output, targets)
+        loss = functional.cross_entropy(logits, flat, ignore_index=IGNORED, reduction="sum").double()
+        correct = (logits.argmax(-1) == flat).sum()
+        return torch.stack([loss, correct.double(), (flat != IGNORED).sum().double()])
+
+
+def _flatten(output: object, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return float32 logits of shape (targets, classes), and targets of shape (targets,)."""
+    logits = logits_of(output).float()
+    return logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
 
 
 @dataclass(frozen=True)
 class Factors:
-    """What a step multiplies with."""
+    """The factors of one step."""
 
     lr: float
+    """Learning rate."""
     loss_scale: float | None
-    """fp16: the factor on its losses."""
+    """fp16: the factor of its losses."""
 
     @classmethod
-    def of(cls, deepspeed: Any) -> Self:
-        """Of the step that ``deepspeed``, an engine of its, does next."""
-        scaler = scaler_of(deepspeed)
-        return cls(lr=float(deepspeed.get_lr()[0]), loss_scale=float(scaler.cur_scale) if scaler else None)
+    def of(cls, engine: Any) -> Self:
+        """Return the factors of the next step of ``engine``, a ``DeepSpeedEngine``."""
+        scale = loss_scale_of(engine)
+        return cls(lr=float(engine.get_lr()[0]), loss_scale=scale.scale if scale else None)
 
 
 @dataclass(frozen=True)
@@ -33,24 +87,27 @@ class StepResult:
     """Mean loss of its micro-batches, float32 of shape ()."""
     factors: Factors
     grad_norm: float | None
-    """The global norm of its gradient, before clipping; None where DeepSpeed takes none."""
+    """Global norm of the gradient before clipping. None if DeepSpeed computes none."""
     is_applied: bool
-    """False where the optimizer left the step out, because a number in it was not finite."""
+    """False if the optimizer skipped the step, because a gradient was not finite."""
 
     @classmethod
-    def of(cls, deepspeed: Any, factors: Factors, loss: Tensor) -> Self:
-        """The step that ``deepspeed``, an engine of its, has just done."""
-        norm = deepspeed.get_global_grad_norm()
+    def of(cls, engine: Any, factors: Factors, loss: Tensor) -> Self:
+        """Return the result of the last step of ``engine``, a ``DeepSpeedEngine``."""
+        norm = engine.get_global_grad_norm()
         return cls(
             loss=loss,
             factors=factors,
             grad_norm=None if norm is None else float(norm),
-            is_applied=deepspeed.was_step_applied(),
+            is_applied=engine.was_step_applied(),
         )
 
     @property
     def is_broken(self) -> bool:
-        """Whether its gradient is not finite; by overflows fp16 finds its loss scale, as long as that can fall."""
+        """Whether its gradient is not finite.
+
+        fp16 finds its loss scale by overflows, so there an overflow counts only at the minimum scale.
+        """
         scale = self.factors.loss_scale
         if scale is not None and scale > MIN_LOSS_SCALE:
             return False

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from app.models.staged import ShardStyle
+from app.training.engine.deepspeed_internals import disable_input_reduction, replace_layer_function
 
 
 class LinearSplitter:
@@ -50,11 +51,10 @@ class LinearSplitter:
         part: Any = layers[cut](linear, self._group, name=name)
         if cut == "colwise":
             part.register_forward_pre_hook(self._inputs[places[0][0]].read)
-            part.mp_group = None  # otherwise it would reduce the gradient of its input by itself
+            disable_input_reduction(part)
         for parent, child_name in places:
             setattr(parent, child_name, part)
-        functions = self._module.forward_funcs
-        functions[:] = [part if function is linear else function for function in functions]
+        replace_layer_function(self._module, linear, part)
 
 
 class _SharedInput:

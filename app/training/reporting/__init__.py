@@ -1,1 +1,1 @@
-"""What of a run is measured, written down and shown."""
+"""Reporting of a run: measurements, records, metrics files and progress."""

@@ -1,9 +1,9 @@
-"""What a step takes of the hardware, as the first worker sees it."""
+"""The model FLOPs utilisation of a step, measured by the first worker."""
 
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from app.config import Layout, TrainConfig
 from app.models.factory import SMALL_BYTES
 from app.models.precision import TORCH_DTYPES
-from app.telemetry.flops import flops_per_sample, utilisation
-from app.telemetry.peak import peak_flops
-from app.training.data.micro_batch import MicroBatch
+from app.telemetry.mfu import flops_per_sample, peak_flops, utilisation
+from app.training.data.feed import MicroBatch
 from app.training.worker import Worker
-from app.warnings import attempt
+from app.warnings import best_effort
 
 _SAMPLES = [0, -1]
 """Samples of a micro-batch on which operations are counted. Batch norm needs more than one sample. In a micro-batch of
@@ -36,7 +35,7 @@ class Meter:
 
     @classmethod
     def of(cls, model: nn.Module, config: TrainConfig, layout: Layout, worker: Worker) -> "Meter":
-        """A meter for the whole ``model``, before it is cut."""
+        """Create a meter for the whole ``model``, before it is split."""
         return cls(layout, worker.device, TORCH_DTYPES[config.precision], _copy(model) if worker.is_first else None)
 
     def utilisation(self, batch: MicroBatch, seconds: float) -> float | None:
@@ -60,7 +59,8 @@ class Meter:
         key = tuple(tensor.shape[1:] for tensor in inputs.values())
         if self.model is not None and key not in self._by_shape:
             self._by_shape[key] = None
-            attempt(lambda: self._count(key, inputs), "the model's operations cannot be counted, so there is no MFU")
+            count = partial(self._count, key, inputs)
+            best_effort(count, "the model's operations cannot be counted, so there is no MFU")
         return self._by_shape.get(key)
 
     def _count(self, key: tuple[torch.Size, ...], inputs: Mapping[str, Tensor]) -> None:

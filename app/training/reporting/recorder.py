@@ -1,4 +1,4 @@
-"""From what all workers know to the records of a run, and on to whoever writes or shows them."""
+"""The records of a run, made after each sync and passed to the sinks that write or show them."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,68 +8,68 @@ from typing import Protocol
 import torch
 
 from app.config import TrainConfig
-from app.telemetry.memory import memory_record
+from app.telemetry.record import memory_record
 from app.training.checkpoints.state import Position
-from app.training.coordination.exchange import Exchanged
-from app.training.engine.objective import Totals
+from app.training.coordination.sync import SyncedSteps
+from app.training.engine.step import LossTotals
 from app.training.records import EpochRecord, StepRecord, perplexity
 
 Report = Callable[[EpochRecord], None]
-"""Where an epoch goes besides the run's folder; every worker calls it."""
+"""Reports an epoch outside the run's folder. Every worker calls it."""
 
 
 class Sink(Protocol):
-    """Where records go."""
+    """Writes or shows records."""
 
     def append(self, *records: StepRecord | EpochRecord) -> None:
-        """Take in some records, in their order."""
+        """Add records, in order."""
         ...
 
 
 @dataclass
 class Recorder:
-    """Makes the records of steps and epochs; every worker has one, and the first one's has sinks."""
+    """Makes the records of steps and epochs. Every worker has one; only the first worker's has sinks."""
 
     config: TrainConfig
     device: torch.device
     tokens_per_sample: int | None
-    """Of language modelling, which also has a perplexity."""
+    """None unless the task is language modelling. Its records also have a perplexity."""
     report: Report
     open_sinks: Callable[[Position, list[EpochRecord]], Sequence[Sink]]
-    """The sinks of a run that goes on from a position, with its epochs so far; what was written later is forgotten."""
+    """Open the sinks of a run at a position, with its epochs so far. They drop later records."""
     started: float
     """Clock time at which this process began."""
     _sinks: Sequence[Sink] = ()
     first_step_s: float | None = None
-    """From then to the end of the first step; None before it."""
+    """Seconds from ``started`` to the end of the first step. None before it."""
     clock: Callable[[], float] = time.monotonic
     """Monotonic clock in seconds."""
     _last_recorded: float = 0.0
     """Clock time at which steps were last recorded, or the epoch began."""
 
-    def begin(self, position: Position, records: list[EpochRecord]) -> None:
-        """Go on after ``position``."""
+    def open(self, position: Position, records: list[EpochRecord]) -> None:
+        """Open the sinks to go on after ``position``, with the epochs so far."""
         self._sinks = self.open_sinks(position, records)
 
     def begin_epoch(self) -> None:
-        """The clock of an epoch, or of what is left of it, starts."""
+        """Start the clock of an epoch, or of the rest of it."""
         self._last_recorded = self.clock()
 
     def end_step(self) -> None:
-        """Take the time from the start to the end of the first step."""
+        """Set ``first_step_s``, after the first step."""
         self.first_step_s = self.first_step_s or self.clock() - self.started
 
-    def record_steps(self, position: Position, exchanged: Exchanged) -> None:
-        """Record the steps that were just exchanged, and add them to the samples and time of ``position``."""
+    def record_steps(self, position: Position, synced: SyncedSteps) -> None:
+        """Record the synced steps, and add them to the samples and seconds of ``position``."""
         now = self.clock()
         position.seconds += now - self._last_recorded
-        position.samples += len(exchanged.steps) * self.config.global_batch_size
+        position.samples += len(synced.steps) * self.config.global_batch_size
         self._last_recorded = now
         if not self._sinks:
             return
-        seconds = sum(step.seconds for step in exchanged.steps)
-        samples_per_s = len(exchanged.steps) * self.config.global_batch_size / seconds
-        first = position.step - len(exchanged.steps) + 1
+        seconds = sum(step.seconds for step in synced.steps)
+        samples_per_s = len(synced.steps) * self.config.global_batch_size / seconds
+        first = position.step - len(synced.steps) + 1
         memory = memory_record(self.device)
         self._append(
             *(
@@ -86,12 +86,12 @@ class Recorder:
                     mfu=step.mfu,
                     memory=memory,
                 )
-                for number, (step, loss) in enumerate(zip(exchanged.steps, exchanged.losses, strict=True))
+                for number, (step, loss) in enumerate(zip(synced.steps, synced.losses, strict=True))
             )
         )
 
-    def make_epoch(self, position: Position, validation: Totals) -> EpochRecord:
-        """The record of the epoch that ends at ``position``."""
+    def make_epoch(self, position: Position, validation: LossTotals) -> EpochRecord:
+        """Return the record of the epoch that ends at ``position``."""
         return EpochRecord(
             epoch=position.epoch,
             step=position.step,
@@ -103,7 +103,7 @@ class Recorder:
         )
 
     def record_epoch(self, record: EpochRecord) -> None:
-        """Record an epoch whose state is kept, and report it."""
+        """Record and report an epoch whose state is saved."""
         self._append(record)
         self.report(record)
 

@@ -1,18 +1,28 @@
-"""From the recipe to DeepSpeed's configuration."""
+"""DeepSpeed's engine around a model, and its configuration, both from the recipe."""
 
+import io
 import math
+from contextlib import redirect_stdout
 from typing import Any
+
+import torch
+from torch import nn
 
 from app.config import Layout, PlanConfig, TrainConfig
 from app.errors import RecipeError
 from app.models.traits import ModelKind
+from app.training.engine.deepspeed_internals import continue_at_min_loss_scale
+from app.training.engine.nvme import load_asynchronous_io, require_aligned_gradients, with_own_folder
+from app.training.engine.optimizer import create_optimizer, create_scheduler, num_elements
+from app.training.worker import import_deepspeed
 
-_BUFFERS, _MIN_BUFFER, _MAX_BUFFER = 64, 2**20, 5 * 10**8
-"""A buffer holds a 64th of the model; minimum and maximum number of its elements."""
+_BUFFERS_PER_MODEL, _MIN_BUFFER, _MAX_BUFFER = 64, 2**20, 5 * 10**8
+"""A buffer holds a 64th of the model's elements, within these limits."""
+
 MIN_LOSS_SCALE = 1
-"""fp16: a gradient that overflows without a factor is not finite."""
+"""fp16: a gradient that overflows even at this scale is not finite."""
 
-_OWNED = {
+_RECIPE_KEYS = {
     "train.deepspeed.optimizer": "train.optimizer",
     "train.deepspeed.scheduler": "train.schedule",
     "train.deepspeed.bfloat16": "train.precision",
@@ -23,22 +33,21 @@ _OWNED = {
     "train.deepspeed.zero_optimization.cpu_offload": "train.plan.offload",
     "train.deepspeed.zero_optimization.cpu_offload_param": "train.plan.offload_param",
 }
-"""What DeepSpeed would ignore or do behind the recipe's back, and the recipe's key for it."""
+"""Keys that DeepSpeed would ignore, or that would contradict the recipe, and the recipe's key to use instead."""
 
 
 def deepspeed_config(config: TrainConfig, layout: Layout, kind: ModelKind) -> dict[str, Any]:
-    """DeepSpeed's configuration for one layout, with every default that moved lately written out.
+    """Return DeepSpeed's configuration for one layout. Defaults that changed in recent versions are set explicitly.
 
-    The matrices of a staged model are split by us, those of any other by DeepSpeed itself.
+    Rayloom splits the matrices of a staged model; DeepSpeed splits those of other models.
     Source of the keys: https://www.deepspeed.ai/docs/config-json
 
     Raises:
-        RecipeError: ``train.deepspeed`` sets a key that follows from the recipe to something else, or one that the
-            recipe has a key for.
+        RecipeError: ``train.deepspeed`` contradicts the recipe, or sets a key for which the recipe has its own.
     """
     autotp_size = layout.tensor if layout.tensor > 1 and kind is not ModelKind.STAGED else 0
     ours: dict[str, Any] = {
-        # The product that DeepSpeed checks. It exceeds the global batch if micro-batches are uneven.
+        # DeepSpeed checks this product. It exceeds the global batch if micro-batches are uneven.
         "train_batch_size": layout.micro_batch * layout.gradient_accumulation * layout.data,
         "train_micro_batch_size_per_gpu": layout.micro_batch,
         "gradient_accumulation_steps": layout.gradient_accumulation,
@@ -71,7 +80,7 @@ def deepspeed_config(config: TrainConfig, layout: Layout, kind: ModelKind) -> di
     }
     merged = _merge(ours, config.deepspeed, "train.deepspeed")
     if autotp_size:
-        del merged["train_batch_size"]  # it would be checked before the workers are known to split matrices
+        del merged["train_batch_size"]  # DeepSpeed would check it before it knows that the workers split matrices
     return merged
 
 
@@ -80,18 +89,19 @@ def with_bounded_buffers(deepspeed: dict[str, Any], num_parameters: int) -> dict
 
     DeepSpeed's defaults are 5e8 to 1e9 elements, more than a small model has.
     """
-    size = max(num_parameters // _BUFFERS, _MIN_BUFFER)
+    size = max(num_parameters // _BUFFERS_PER_MODEL, _MIN_BUFFER)
     sizes = {"reduce_bucket_size": size, "allgather_bucket_size": size}
     if deepspeed["zero_optimization"]["stage"] == 3:
         sizes |= {"stage3_prefetch_bucket_size": size, "stage3_max_live_parameters": size}
         sizes |= {"stage3_max_reuse_distance": size}
-        if "offload_optimizer" not in deepspeed["zero_optimization"]:  # with offload whole groups pass through memory
+        if "offload_optimizer" not in deepspeed["zero_optimization"]:  # with offload, whole groups pass through memory
             sizes["sub_group_size"] = size
     bounded = {name: min(number, _MAX_BUFFER) for name, number in sizes.items()}
     return deepspeed | {"zero_optimization": bounded | deepspeed["zero_optimization"]}
 
 
 def _zero(plan: PlanConfig, on_gpu: bool) -> dict[str, Any]:
+    """Return the section ``zero_optimization``."""
     plus = plan.zero_plus_plus
     zero: dict[str, Any] = {
         "stage": plan.zero_stage,
@@ -99,7 +109,7 @@ def _zero(plan: PlanConfig, on_gpu: bool) -> dict[str, Any]:
         "contiguous_gradients": True,
         "reduce_scatter": True,
         "round_robin_gradients": False,
-        "compute_grad_norm": True,  # by which a gradient that is not finite is seen
+        "compute_grad_norm": True,  # it shows whether a gradient is finite
         "zero_hpz_partition_size": plus.hpz_partition_size,
         "zero_quantized_weights": plus.quantized_weights,
         "zero_quantized_gradients": plus.quantized_gradients,
@@ -113,7 +123,10 @@ def _zero(plan: PlanConfig, on_gpu: bool) -> dict[str, Any]:
 
 
 def _clipping(config: TrainConfig) -> float:
-    """Without ZeRO, in float32, the norm is taken only where gradients are clipped: then by infinity."""
+    """Return the maximum norm. 0 does not clip.
+
+    Without ZeRO, in float32, DeepSpeed computes the norm only if it clips. Then the maximum is infinity.
+    """
     plain = config.plan.zero_stage == 0 and config.precision == "fp32"
     return config.gradient_clipping or (math.inf if plain else 0.0)
 
@@ -128,7 +141,7 @@ def _accumulation_dtype(config: TrainConfig, layout: Layout) -> str | None:
 
 
 def _merge(ours: dict[str, Any], given: dict[str, Any], path: str) -> dict[str, Any]:
-    """Both trees; a leaf that both set must agree."""
+    """Return both trees merged. Leaves that both set must agree."""
     merged = dict(ours)
     for key, value in given.items():
         if isinstance(value, dict) and isinstance(ours.get(key), dict):
@@ -138,8 +151,50 @@ def _merge(ours: dict[str, Any], given: dict[str, Any], path: str) -> dict[str, 
                 f"{path}.{key} is {value!r}, and the recipe's own keys make it {ours[key]!r}: "
                 "remove it here, and set what it follows from"
             )
-        elif key not in ours and (own := _OWNED.get(f"{path}.{key}")):
+        elif key not in ours and (own := _RECIPE_KEYS.get(f"{path}.{key}")):
             raise RecipeError(f"{path}.{key} is for the recipe to say: remove it here, and set {own}")
         else:
             merged[key] = value
     return merged
+
+
+def initialize(model: Any, config: TrainConfig, layout: Layout, total_steps: int, kind: ModelKind) -> Any:
+    """Return the ``DeepSpeedEngine`` of ``model``, which is a part of a model of ``kind`` or all of it."""
+    uses_nvme = config.plan.offload == "nvme"
+    if uses_nvme:
+        load_asynchronous_io()
+        config = with_own_folder(config)
+    optimizer = create_optimizer(model, config)
+    num_parameters = sum(map(num_elements, model.parameters()))
+    hook = optimizer.register_step_pre_hook(_drop_gradients) if config.plan.zero_stage == 0 else None
+    with redirect_stdout(io.StringIO()):  # some of DeepSpeed's optimizers print how much memory they take
+        engine, *_ = import_deepspeed().initialize(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=create_scheduler(optimizer, config, total_steps),
+            config=with_bounded_buffers(deepspeed_config(config, layout, kind), num_parameters),
+        )
+    if hook:
+        hook.remove()
+    continue_at_min_loss_scale(engine)
+    if uses_nvme:
+        require_aligned_gradients(engine)
+    return engine
+
+
+def _drop_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Clear the gradients, so that a step of ``optimizer`` does nothing.
+
+    Without ZeRO, in bf16 or fp16, DeepSpeed creates the optimizer state with a step on gradients of zeros. AdamW would
+    count that step and decay the weights. The gradients would also take 4 bytes per parameter.
+    """
+    optimizer.zero_grad(set_to_none=True)
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """Return the names of a whole model's parameters and modules, by ``id``. Of several names it is the first.
+
+    Checkpoints use them, because a plan that splits the model gives its parts other names.
+    """
+    named = [*model.named_modules(remove_duplicate=True), *model.named_parameters(remove_duplicate=True)]
+    return {id(item): name for name, item in named}
