@@ -34,7 +34,7 @@ def train(run: Run) -> Outcome:
     open_run(run, data)
     with on_sigterm(lambda: request_stop(run.folder, StopRequest.STOP), "keeping the state"):
         ending = _fit(run)
-    return finish_run(run, data, ending)
+    return finish_run(run, data, ending, training_cluster)
 
 
 def _set_timeouts(config: TrainConfig) -> None:

@@ -51,8 +51,8 @@ def choose_plan(
         if run := _fastest_run(recipe, blueprint, data, cluster):
             plan = default.model_copy(update=run.plan)
             return Chosen(plan, f"the fastest that calibration has run on this machine, {run.step_s:.3g} s a step")
-        states = blueprint.num_parameters * _STATE_BYTES
-        if states < _SMALL_SHARE * cluster.device.memory:
+        if is_small(blueprint, cluster):
+            states = blueprint.num_parameters * _STATE_BYTES
             size = f"{states / _GIB:.2f} of {cluster.device.memory / _GIB:.1f} GiB"
             return Chosen(default, f"ZeRO 1: the model's states take {size} a worker")
     try:
@@ -60,6 +60,12 @@ def choose_plan(
     except PlanError as error:
         return Chosen(default, f"ZeRO 1: {error}")
     return _by_prediction(subject, cluster, default)
+
+
+def is_small(blueprint: Blueprint, cluster: Cluster) -> bool:
+    """Return True for a model on CPUs that fits whatever the plan. Measuring it would take longer than it is worth."""
+    is_cpu = cluster.device.kind == "cpu"
+    return is_cpu and blueprint.num_parameters * _STATE_BYTES < _SMALL_SHARE * cluster.device.memory
 
 
 def _fastest_run(recipe: Recipe, blueprint: Blueprint, data: PreparedData, cluster: Cluster) -> MeasuredPlan | None:

@@ -7,6 +7,7 @@ from typing import Self
 from pydantic import BaseModel
 
 from app.config import EarlyStoppingConfig, PlanConfig, TrainConfig
+from app.planner.prediction import Prediction
 from app.telemetry.record import MemoryRecord, Record
 from app.training.stop_request import StopRequest
 
@@ -75,6 +76,8 @@ class TrainMetrics(BaseModel):
     workers: int
     plan: PlanConfig
     baseline_accuracy: float | None = None
+    prediction: Prediction | None = None
+    """What the planner predicted of a step, beside what was measured; None for small models on CPUs."""
 
     @classmethod
     def of(
@@ -83,6 +86,7 @@ class TrainMetrics(BaseModel):
         ending: Ending,
         config: TrainConfig,
         baseline_accuracy: float | None = None,
+        prediction: Prediction | None = None,
     ) -> Self:
         """Return the outcome of a run with this best epoch and this end."""
         last = ending.records[-1]
@@ -100,6 +104,7 @@ class TrainMetrics(BaseModel):
             workers=ending.workers,
             plan=config.plan.model_copy(update={"micro_batch": config.layout(ending.workers).micro_batch}),
             baseline_accuracy=baseline_accuracy,
+            prediction=prediction,
         )
 
 

@@ -17,8 +17,11 @@ from app.models.factory import blueprint_of
 from app.models.traits import kind_of, traits_of
 from app.planner.auto import choose_plan
 from app.planner.cluster import Cluster, local_cluster
+from app.planner.outcome import prediction_of
+from app.planner.prediction import Prediction
 from app.runs import CONFIG_FILE, Outcome, Run
 from app.tasks import load_prepared, prepare
+from app.telemetry.profiler import PROFILE
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.coordination.heartbeat import run_lock
 from app.training.data.batches import count_steps
@@ -26,9 +29,10 @@ from app.training.engine.batch_norm import has_batch_norm, has_mixed_batch_norm
 from app.training.engine.deepspeed_engine import deepspeed_config
 from app.training.engine.nvme import require_asynchronous_io
 from app.training.records import Ending, EpochRecord, StoppedTrainMetrics, TrainMetrics, best_of
+from app.training.reporting.sinks import METRICS_FILE
 from app.training.stop_request import StopRequest, withdraw_stop_request
 from app.training.weights import publish_weights
-from app.warnings import warn
+from app.warnings import best_effort, warn
 
 
 def prepare_run(run: Run, find_cluster: Callable[[TrainConfig], Cluster] = local_cluster) -> PreparedData:
@@ -75,7 +79,9 @@ def open_run(run: Run, data: PreparedData) -> None:
         data.save(run.folder / DATA)
 
 
-def finish_run(run: Run, data: PreparedData, ending: Ending) -> Outcome:
+def finish_run(
+    run: Run, data: PreparedData, ending: Ending, find_cluster: Callable[[TrainConfig], Cluster] = local_cluster
+) -> Outcome:
     """Publish the weights of the best epoch, and return the outcome. After a stop request, return the progress."""
     recipe, store = run.recipe, CheckpointStore(run.folder / CHECKPOINTS)
     if ending.stop_request is not StopRequest.NONE:
@@ -90,7 +96,15 @@ def finish_run(run: Run, data: PreparedData, ending: Ending) -> Outcome:
     baseline = linear_baseline(_texts_of(data)) if recipe.train.linear_baseline else None
     if baseline is not None:
         print(f"val_accuracy {best.val_accuracy:.4f}; {LINEAR_BASELINE}: {baseline:.4f}", flush=True)
-    reached = TrainMetrics.of(best, ending, recipe.train, baseline)
+    predictions: list[Prediction | None] = []
+
+    def compare() -> None:
+        cluster = partial(find_cluster, recipe.train)
+        metrics, profile = run.folder / METRICS_FILE, run.folder / PROFILE
+        predictions.append(prediction_of(recipe, data, ending.workers, cluster, metrics, profile))
+
+    best_effort(compare, "what the planner predicts of this run cannot be computed")
+    reached = TrainMetrics.of(best, ending, recipe.train, baseline, *predictions)
     return Outcome(reached, {"checkpoint": str(checkpoint), "weights": str(weights)})
 
 

@@ -1,5 +1,6 @@
 """``train.plan: auto``: chosen once the model is known, and kept."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from app.models.factory import blueprint_of
 from app.planner.auto import choose_plan
 from app.planner.calibration import Calibration, MeasuredPlan, machine_name
 from app.planner.cluster import Cluster, cluster_of, this_machine
+from app.planner.outcome import measured_run
+from app.planner.prediction import Prediction
 from app.planner.recipe import subject_name
 from app.runs import CONFIG_FILE, Run
 from app.storage import to_path
@@ -112,3 +115,16 @@ def _run(subject: str, stage: int, step_s: float) -> MeasuredPlan:
         predicted_step_s=0.02,
         predicted_memory_bytes=1,
     )
+
+
+def test_a_run_tells_where_its_prediction_was_off(tmp_path: Path) -> None:
+    metrics = to_path(tmp_path / "metrics.jsonl")
+    lines = [{"step": n, "samples_per_s": 320.0, "memory": {"peak_bytes": 2**30}} for n in range(3)]
+    metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    measured = measured_run(metrics, to_path(tmp_path / "profile"), global_batch=32)
+    assert measured is not None
+    assert (measured.step_s, measured.memory_bytes, measured.communication) == (0.1, 2**30, None)
+    stated = Prediction(step_s=0.2, error=0.15, memory_bytes=2**30, communication=0.1, measured=measured)
+    assert stated.differences() == ["a step took 0.1 s, and 0.2 s ± 15% was predicted"]
+    assert stated.model_copy(update={"step_s": 0.11}).differences() == []
+    assert stated.model_copy(update={"error": None}).differences() == []

@@ -1,0 +1,80 @@
+"""What the planner says of a run that has ended, beside what was measured."""
+
+import json
+from collections.abc import Callable
+from statistics import median
+
+from upath import UPath
+
+from app.config import Recipe
+from app.data.prepared import PreparedData
+from app.models.factory import blueprint_of
+from app.planner.auto import is_small
+from app.planner.calibration import read_calibration
+from app.planner.cluster import Cluster
+from app.planner.plan import parallel_plan
+from app.planner.prediction import MeasuredRun, Prediction
+from app.planner.recipe import find_plans, subject_of
+from app.planner.search import price_plan
+from app.planner.validation import validation_of
+from app.telemetry.profiler import SUMMARY_FILE
+from app.warnings import warn
+
+
+def prediction_of(
+    recipe: Recipe,
+    data: PreparedData,
+    workers: int,
+    find_cluster: Callable[[], Cluster],
+    metrics: UPath,
+    profile: UPath,
+) -> Prediction | None:
+    """Return the prediction for a run that has trained, and warn where it was off by more than its stated error.
+
+    None for a small model on CPUs that was never calibrated, for which nobody predicted anything, and where records
+    are missing.
+
+    Args:
+        metrics: the run's ``metrics.jsonl``.
+        profile: the folder of its profile, which may be missing.
+    """
+    blueprint, cluster = blueprint_of(recipe.model, data.facts), find_cluster()
+    calibration = read_calibration(cluster, recipe.train.precision) if cluster.device.kind == "cpu" else None
+    if calibration is None and is_small(blueprint, cluster):
+        return None
+    measured = measured_run(metrics, profile, recipe.train.global_batch_size)
+    if measured is None:
+        return None
+    subject = subject_of(recipe, blueprint.model, data)
+    problem, findings = find_plans(subject, cluster)
+    plan = recipe.train.plan
+    candidate = price_plan(problem, plan, parallel_plan(plan, recipe.train.layout(workers)))
+    if candidate is None:
+        return None
+    scale = findings.candidates[0].scale if findings.candidates else 1.0
+    validation = validation_of(cluster.device, plan)
+    prediction = Prediction(
+        step_s=candidate.time.step_s * scale,
+        error=validation.p90 if validation else calibration and calibration.error(subject.name),
+        memory_bytes=int(candidate.memory.total),
+        communication=candidate.time.communication,
+        measured=measured,
+    )
+    for difference in prediction.differences():
+        warn(difference)
+    return prediction
+
+
+def measured_run(metrics: UPath, profile: UPath, global_batch: int) -> MeasuredRun | None:
+    """Return what the records of a run's steps say; None if there are none."""
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()] if metrics.exists() else []
+    steps = [line for line in lines if line.get("samples_per_s") and "memory" in line]
+    if not steps:
+        return None
+    summary = profile / SUMMARY_FILE
+    communication = json.loads(summary.read_text(encoding="utf-8")).get("communication") if summary.exists() else None
+    return MeasuredRun(
+        step_s=median(global_batch / line["samples_per_s"] for line in steps),
+        memory_bytes=max(line["memory"]["peak_bytes"] for line in steps),
+        communication=communication,
+    )
