@@ -1,4 +1,4 @@
-"""The endpoint, as the command line asks it."""
+"""A client of the endpoint, for the command line."""
 
 import os
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from app.serving.access import ENDPOINT_TOKEN_FILE, read_token
 from app.serving.protocol.management import ModelIndex, Statistics
 from app.serving.protocol.natural import PredictRequest, PredictResponse
 
-TOKEN_FILE_VARIABLE = "RAYLOOM_TOKEN_FILE"  # noqa: S105 # its name
+TOKEN_FILE_VARIABLE = "RAYLOOM_TOKEN_FILE"  # noqa: S105 # the name of a variable
 _INDEX, _STATISTICS = TypeAdapter(list[ModelIndex]), TypeAdapter(Statistics)
 
 Answer = TypeVar("Answer")
@@ -22,7 +22,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class EndpointClient:
-    """Where an endpoint is, and the file of the token that it is told, if any."""
+    """An endpoint's address, and the file of its token if it has one."""
 
     url: str
     token_file: Path | None
@@ -32,28 +32,28 @@ class EndpointClient:
         return {"Authorization": f"Bearer {read_token(self.token_file)}"} if self.token_file else {}
 
     def models(self) -> list[ModelIndex]:
-        """The models that it serves: none, if nothing was ever deployed.
+        """Return the models that the endpoint serves; none if nothing was ever deployed.
 
         Raises:
-            ClusterError: something is there and does not say.
+            ClusterError: the endpoint does not answer the request.
         """
-        return self._told("POST", "v2/repository/index", _INDEX) or []
+        return self._request("POST", "v2/repository/index", _INDEX) or []
 
     def holds(self, name: str, version: int) -> bool:
-        """Whether it has a version in memory, in whichever role: an earlier stage of a cascade is in no index.
+        """Return True if the endpoint has a version in memory, in any role. The index lacks the stages of a cascade.
 
         Raises:
-            ClusterError: something is there and does not say.
+            ClusterError: the endpoint does not answer the request.
         """
-        told = self._told("GET", "v2/models/stats", _STATISTICS)
-        held = told.model_stats if told else []
-        return (name, str(version)) in {(each.name.rpartition("/")[2], each.version) for each in held}
+        statistics = self._request("GET", "v2/models/stats", _STATISTICS)
+        held = statistics.model_stats if statistics else []
+        return (name, str(version)) in {(model.name.rpartition("/")[2], model.version) for model in held}
 
-    def _told(self, method: str, path: str, kind: TypeAdapter[Answer]) -> Answer | None:
-        """What it answers; None if nothing was ever deployed."""
+    def _request(self, method: str, path: str, kind: TypeAdapter[Answer]) -> Answer | None:
+        """Return the endpoint's answer; None if nothing was ever deployed."""
         try:
             answer = httpx.request(method, f"{self.url}/{path}", headers=self._headers, timeout=5.0)
-            if answer.status_code == httpx.codes.NOT_FOUND:  # Serve without an application
+            if answer.status_code == httpx.codes.NOT_FOUND:  # Ray Serve runs without an application
                 return None
             return kind.validate_json(answer.raise_for_status().content)
         except httpx.ConnectError:
@@ -65,7 +65,7 @@ class EndpointClient:
             ) from error
 
     def predict(self, model: str, request: PredictRequest) -> PredictResponse:
-        """Ask a model. Raises ClusterError if nothing answers, RequestError if the endpoint refuses."""
+        """Send a request to a model. Raise ClusterError if nothing answers, RequestError if the endpoint refuses it."""
         url, content = f"{self.url}/v1/models/{model}/predict", request.model_dump_json()
         try:
             answer = httpx.post(url, content=content, headers=self._headers, timeout=60.0)
@@ -80,22 +80,22 @@ class EndpointClient:
         return PredictResponse.model_validate_json(answer.content)
 
     def curl(self, model: str) -> str:
-        """A line to paste that asks a model."""
+        """Return a command line that sends a request to a model."""
         token = f' -H "Authorization: Bearer $(cat {self.token_file})"' if self.token_file else ""
         return f'curl{token} {self.url}/v1/models/{model}/predict -d \'{{"inputs": "..."}}\''
 
 
 def local_endpoint(cluster: ClusterState, token_file: Path | None = None) -> EndpointClient:
-    """That of the local cluster, told a token if it asks for one.
+    """Return the local cluster's endpoint, with a token if it needs one.
 
-    It lies in ``token_file``, else where ``$RAYLOOM_TOKEN_FILE`` says, else where jobs.deploy has made one.
+    The token is in ``token_file``, else in ``$RAYLOOM_TOKEN_FILE``, else where jobs.deploy has made one.
     """
     named = token_file or os.environ.get(TOKEN_FILE_VARIABLE)
     known = Path(named) if named else ENDPOINT_TOKEN_FILE if ENDPOINT_TOKEN_FILE.exists() else None
-    return EndpointClient(cluster.endpoint, known if known and _asks_for_token(cluster.endpoint) else None)
+    return EndpointClient(cluster.endpoint, known if known and _needs_token(cluster.endpoint) else None)
 
 
-def _asks_for_token(url: str) -> bool:
+def _needs_token(url: str) -> bool:
     try:
         return httpx.get(f"{url}/v2", timeout=5.0).status_code == httpx.codes.UNAUTHORIZED
     except httpx.HTTPError:

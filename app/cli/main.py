@@ -106,12 +106,12 @@ def submit(
 def pause(run_id: str, storage: Storage = None) -> None:
     """Ask a training run to save its state and end. It can be resumed. Its workers notice within a second or two."""
     request_stop(_train_run(run_id, storage), StopRequest.PAUSE)
-    print(f"asked {run_id} to pause; go on with: rayloom resume {run_id}")
+    print(f"asked {run_id} to pause; resume it with: rayloom resume {run_id}")
 
 
 @app.command()
 def resume(run_id: str, overrides: Overrides = None, storage: Storage = None) -> None:
-    """Go on with a training run that was paused, stopped or interrupted, as a new job, and follow it to its end."""
+    """Resume a training run that was paused, stopped or interrupted, as a new job, and follow it to its end."""
     folder = _train_run(run_id, storage)
     chosen = [f"storage={absolute_location(storage)}"] if storage else []
     config = str(folder / CONFIG_FILE)
@@ -122,11 +122,11 @@ def resume(run_id: str, overrides: Overrides = None, storage: Storage = None) ->
 def export(
     run_id: str,
     output: Annotated[str | None, typer.Argument(help="Default: a folder here, named as the run.")] = None,
-    step: Annotated[int | None, typer.Option(help="Of which checkpoint. Default: the newest.")] = None,
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint. Default: the newest.")] = None,
     storage: Storage = None,
 ) -> None:
     """Write a training run's checkpoint as one model.safetensors, also of a run that was paused or failed."""
-    from app.training.run import export_checkpoint  # which brings torch
+    from app.training.run import export_checkpoint  # slow: it imports torch
 
     folder = to_path(absolute_location(output or run_id))
     chosen = export_checkpoint(_train_run(run_id, storage), folder, step)
@@ -141,7 +141,7 @@ def predict(
     endpoint: Annotated[str | None, typer.Option(help="Default: the local cluster's.")] = None,
     token_file: Annotated[
         Path | None,
-        typer.Option(envvar=TOKEN_FILE_VARIABLE, help="Default, of the local cluster: that which was made."),
+        typer.Option(envvar=TOKEN_FILE_VARIABLE, help="Default: the local cluster's own."),
     ] = None,
 ) -> None:
     """Ask a deployed model: the label of each input, and its probability."""
@@ -165,8 +165,8 @@ def schema() -> None:
 
 
 def main() -> NoReturn:
-    """Run the command line; a refusal is one sentence on standard error, and exit code 2."""
-    sys.path.insert(0, str(Path.cwd()))  # where the modules lie that a recipe names, as for 'python -m jobs.train'
+    """Run the command line. An error is one sentence on standard error, and the exit code is 2."""
+    sys.path.insert(0, str(Path.cwd()))  # for modules that a recipe names, as with 'python -m jobs.train'
     try:
         app()
     except RayloomError as error:
@@ -183,25 +183,25 @@ def _describe(cluster: ClusterState) -> None:
 
 
 def _describe_supervisor(cluster: ClusterState) -> None:
-    """Whether somebody watches over Ray's control processes, and what was done last."""
-    watched = "watches over Ray's control processes" if cluster.supervisors() else "has ended: nobody restarts Ray"
+    """Print whether the supervisor runs, and what it did last."""
+    watched = "watches Ray's control processes" if cluster.supervisors() else "has ended: nothing restarts Ray"
     print(f"supervisor {watched}; its log is {SUPERVISOR_LOG}")
-    done = SUPERVISOR_LOG.read_text(encoding="utf-8").splitlines() if SUPERVISOR_LOG.exists() else []
-    for line in done[-3:]:
+    lines = SUPERVISOR_LOG.read_text(encoding="utf-8").splitlines() if SUPERVISOR_LOG.exists() else []
+    for line in lines[-3:]:
         print(f"supervisor {line}")
 
 
 def _describe_models(cluster: ClusterState) -> None:
-    """Which models answer, and a line to paste for each."""
+    """Print the deployed models, and a command to paste for each."""
     try:
         endpoint = local_endpoint(cluster)
         served = endpoint.models()
     except ClusterError as error:
         print(f"models     {error}")
         return
-    titles = [f"{each.name} version {each.version}{f' ({each.reason})' if each.reason else ''}" for each in served]
+    titles = [f"{model.name} version {model.version}{f' ({model.reason})' if model.reason else ''}" for model in served]
     print(f"models     {', '.join(titles) or 'none deployed'}")
-    for name in dict.fromkeys(each.name for each in served):
+    for name in dict.fromkeys(model.name for model in served):
         print(f"try        {endpoint.curl(name)}")
 
 
@@ -215,7 +215,7 @@ def _describe_ports(cluster: ClusterState, are_listed: bool) -> None:
 
 
 def _train_run(run_id: str, storage: str | None) -> UPath:
-    """The folder of a training run. Raises StorageError if there is none."""
+    """Return the folder of a training run. Raise StorageError if there is none."""
     folder = runs_folder(chosen_storage(storage), "train") / run_id
     if not (folder / CONFIG_FILE).exists():
         raise StorageError(f"{str(folder)!r} is no training run: check the run's id, and --storage")

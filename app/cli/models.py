@@ -1,4 +1,4 @@
-"""The commands ``rayloom models``: what is published, and which version counts."""
+"""The commands ``rayloom models``: list versions, promote, roll back, verify, export and delete them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from app.repository.aliases import Alias
 from app.repository.repository import Repository
 from app.storage import to_path
 
-models = typer.Typer(no_args_is_help=True, help="Look at the versions of models, and say which one counts.")
+models = typer.Typer(no_args_is_help=True, help="Look at the versions of models, and choose the one in production.")
 
 Version = Annotated[int, typer.Argument(min=1)]
 
@@ -34,7 +34,7 @@ def show(
     version: Annotated[int | None, typer.Argument(min=1, help="Default: production, else the newest.")] = None,
     storage: Storage = None,
 ) -> None:
-    """Show all that is known of a version, back to the data, the recipe and the code that it came from."""
+    """Show a version's manifest, with the data, the recipe and the code that it came from."""
     with _repository(storage) as repository:
         manifest = repository.manifest(name, version or repository.current(name))
         aliases = repository.aliases(name).of(manifest.version)
@@ -49,11 +49,11 @@ def promote(
     alias: Annotated[Alias, typer.Option(help="What the version becomes.")] = "production",
     storage: Storage = None,
 ) -> None:
-    """Make a version the one in production, the canary or the shadow."""
+    """Promote a version to production, canary or shadow."""
     with _repository(storage) as repository:
         aliases = repository.promote(name, version, alias)
     print(f"{name}, version {version}, is {' and '.join(aliases.of(version))} now")
-    _tell_what_is_served(name, version, alias)
+    _print_what_is_served(name, version, alias)
 
 
 @models.command()
@@ -63,7 +63,7 @@ def rollback(name: str, storage: Storage = None) -> None:
         repository.rollback(name)
         version = repository.production(name)
     print(f"{name}, version {version}, is in production again")
-    _tell_what_is_served(name, version, "production")
+    _print_what_is_served(name, version, "production")
 
 
 @models.command()
@@ -90,11 +90,11 @@ def verify(
     """Compare every file of a version, or of all, with what was published. Name each file that was changed."""
     damages: list[str] = []
     with _repository(storage) as repository:
-        for each in [version] if version else repository.versions(name):
-            with _noted(damages):
-                repository.verify(name, each)
-                print(f"{name}, version {each}: every byte as published")
-        with _noted(damages):
+        for checked in [version] if version else repository.versions(name):
+            with _collected(damages):
+                repository.verify(name, checked)
+                print(f"{name}, version {checked}: every byte as published")
+        with _collected(damages):
             repository.verify_config(name)
     if damages:
         raise StorageError("\n       ".join(dict.fromkeys(damages)))
@@ -111,7 +111,7 @@ def export(
     """Write a version into a folder from which 'tritonserver --model-repository FOLDER' serves it."""
     *numbers, folder = where
     if len(numbers) > 1 or not all(map(str.isdecimal, numbers)):
-        raise RequestError(f"given are {' '.join(where)!r}: expected a folder, or a version's number and a folder")
+        raise RequestError(f"given: {' '.join(where)!r}; expected a folder, or a version's number and a folder")
     with _repository(storage) as repository:
         version = int(numbers[0]) if numbers else repository.current(name)
         model = repository.export_to_triton(name, version, to_path(Path(folder).absolute()))
@@ -120,7 +120,7 @@ def export(
 
 @contextmanager
 def _repository(storage: str | None) -> Iterator[Repository]:
-    """The models in storage. Raises StorageError if that cannot be read or written."""
+    """Open the models in storage. Raise StorageError if it cannot be read or written."""
     root = chosen_storage(storage)
     try:
         yield Repository(root)
@@ -129,8 +129,8 @@ def _repository(storage: str | None) -> Iterator[Repository]:
 
 
 @contextmanager
-def _noted(damages: list[str]) -> Iterator[None]:
-    """Go on after a StorageError, which is added to ``damages``."""
+def _collected(damages: list[str]) -> Iterator[None]:
+    """Add the message of a StorageError to ``damages`` instead of raising it."""
     try:
         yield
     except StorageError as error:
@@ -138,14 +138,14 @@ def _noted(damages: list[str]) -> Iterator[None]:
 
 
 def _served(name: str) -> list[str]:
-    """The versions of a model that the local endpoint serves, production first. Raises ClusterError if it is mute."""
+    """Return the versions that the local endpoint serves, production first. Raise ClusterError without an answer."""
     cluster = read_state()
     served = local_endpoint(cluster).models() if cluster else []
-    return [each.version for each in served if each.name == name]
+    return [model.version for model in served if model.name == name]
 
 
-def _tell_what_is_served(name: str, version: int, alias: Alias) -> None:
-    """Say whether anything is left to be done until a version answers: the endpoint goes on with what it has loaded."""
+def _print_what_is_served(name: str, version: int, alias: Alias) -> None:
+    """Print what is still to be done until a version answers. Promotion alone does not change the endpoint."""
     if alias != "production":
         print(f"'rayloom submit deploy RECIPE', with serve.{alias} in the recipe, makes the endpoint try it")
         return
@@ -157,5 +157,5 @@ def _tell_what_is_served(name: str, version: int, alias: Alias) -> None:
     if served[:1] == [str(version)]:
         print("the endpoint serves it already")
     else:
-        now = f"the endpoint goes on with version {served[0]}" if served else "no local endpoint serves this model"
-        print(f"{now}: 'rayloom submit deploy RECIPE' makes it serve what is in production")
+        now = f"the endpoint still serves version {served[0]}" if served else "no local endpoint serves this model"
+        print(f"{now}: 'rayloom submit deploy RECIPE' makes it serve the version in production")

@@ -1,4 +1,4 @@
-"""What several commands take."""
+"""Options that several commands share."""
 
 from typing import Annotated
 
@@ -13,6 +13,6 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...",
 
 
 def chosen_storage(storage: str | None) -> UPath:
-    """The storage that a person means: what they gave, else the local cluster's, else the default."""
+    """Return the given storage, else the local cluster's, else the default."""
     cluster = read_state()
     return open_storage(absolute_location(storage) if storage else cluster.storage if cluster else None)

@@ -1,20 +1,20 @@
-"""Versions of models as a person reads them."""
+"""Format versions of models for people."""
 
 from collections.abc import Iterator, Sequence
 
 from app.repository.manifest import Manifest, Quantization, ServingDefaults
 from app.repository.repository import ListedVersion, Repository
 
-_HEAD = ("model", "version", "aliases", "precision", "engine", "accuracy", "size", "created")
+_HEADER = ("model", "version", "aliases", "precision", "engine", "accuracy", "size", "created")
 
 
 def table_of(repository: Repository) -> Iterator[str]:
-    """A line for each version of each model, under a head."""
-    return _aligned([_HEAD, *map(_row, repository.list_versions())])
+    """Yield a line for each version of each model, below a header."""
+    return _aligned([_HEADER, *map(_row, repository.list_versions())])
 
 
 def description_of(manifest: Manifest, aliases: Sequence[str], folder: str) -> Iterator[str]:
-    """All that is known of a version, a line each."""
+    """Yield everything in a version's manifest, one line per fact."""
     key, lineage = manifest.engine_key, manifest.lineage
     return _aligned(
         [
@@ -35,7 +35,7 @@ def description_of(manifest: Manifest, aliases: Sequence[str], folder: str) -> I
             *([("trial", lineage.trial)] if lineage.trial else []),
             ("train run", lineage.train_run),
             ("compile run", lineage.compile_run),
-            ("made of", f"sha256:{key.onnx_sha256}"),
+            ("source file", f"sha256:{key.onnx_sha256}"),
             ("folder", f"{folder}, {_size(manifest.size_bytes)}"),
             *(("file", f"{sha256}  {file}") for file, sha256 in manifest.files.items()),
         ]
@@ -43,12 +43,12 @@ def description_of(manifest: Manifest, aliases: Sequence[str], folder: str) -> I
 
 
 def _row(listed: ListedVersion) -> tuple[str, ...]:
-    head = listed.name, str(listed.version), ", ".join(listed.aliases)
+    identity = listed.name, str(listed.version), ", ".join(listed.aliases)
     manifest = listed.manifest
     if manifest is None:
-        return *head, "damaged", "", "", "", ""
+        return *identity, "damaged", "", "", "", ""
     return (
-        *head,
+        *identity,
         manifest.engine_key.precision,
         manifest.engine_key.engine,
         f"{manifest.accuracy:.4f}",
@@ -58,7 +58,7 @@ def _row(listed: ListedVersion) -> tuple[str, ...]:
 
 
 def _quantization(quantization: Quantization | None) -> Iterator[str]:
-    """How, and what was left in float; nothing of a model in float."""
+    """Yield how a model was quantized, and the layers left in float. Nothing for a float model."""
     if quantization is not None:
         yield str(quantization)
         yield from quantization.exempt

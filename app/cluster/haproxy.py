@@ -30,30 +30,31 @@ def prepare(folder: Path, metrics: int, stats: int, fallback_http: int, fallback
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_ENABLE_HA_PROXY": os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "1"),
         TLS_FILE: str(tls),
-        # A dead HAProxy is noticed after three looks, and one that only is slow after three times the second number: by
-        # Ray's own 10 and 10 s, requests would be refused for half a minute.
+        # A dead HAProxy is noticed after three checks, and a hanging one after three timeouts. With Ray's defaults of
+        # 10 s for each, requests would be refused for half a minute.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.1",
         "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
-        # A replica that does not answer gets no more requests after two looks, and is killed when Serve finds it ill.
+        # A replica that does not answer gets no more requests after two checks, and is killed once Serve finds it
+        # unhealthy.
         "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "2s",
         "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
-        # Ray's own 4 take a quarter more CPU for each request than 2, which are as fast.
+        # 2 threads are as fast as Ray's default of 4, which needs a quarter more CPU per request.
         "RAY_SERVE_HAPROXY_NBTHREAD": os.environ.get("RAY_SERVE_HAPROXY_NBTHREAD", "2"),
-        # What a replica was asked when it died, another one answers: inference changes nothing. Once, so that a request
-        # that kills its replica kills two.
+        # If a replica dies, its requests are retried on another one, because inference has no side effects. They are
+        # retried only once, so that a request that kills its replica kills two at most.
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
         "RAY_SERVE_HAPROXY_RETRIES": "1",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": MIDDLEWARE,
-        "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(LIMITS.body_bytes),  # as a body over HTTP
-        # How long a replica that is replaced still answers: long enough for HAProxy beside it to have heard of it.
+        "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(LIMITS.body_bytes),  # the limit of HTTP bodies
+        # How long a replaced replica still answers. HAProxy learns of the replacement within this time.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": os.environ.get(
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "5"
         ),
-        # Ray 2.60 lets two replicas listen on one port for gRPC, where two clusters share a machine.
+        # With the default ports, Ray 2.60 lets replicas of two clusters on a machine listen on the same gRPC port.
         "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(replicas[0]),
         "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(replicas[-1]),
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(start),
-        # Else HAProxy tells an actor of each request, which counts it in Python; its own page of metrics does so, too.
+        # With metrics, HAProxy reports each request to an actor, which counts it in Python.
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),

@@ -1,4 +1,4 @@
-"""The jobs API of a cluster, over HTTP: what 'ray job' asks, as far as we need the answers as values."""
+"""A client for the jobs API of a Ray cluster, which returns typed values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,26 +14,26 @@ _ENDED = ("SUCCEEDED", "STOPPED", "FAILED")
 
 
 class Job(BaseModel):
-    """What the cluster knows of a job."""
+    """A job, as the cluster describes it."""
 
     submission_id: str
     status: str
     entrypoint: str
     start_time: int
-    """In milliseconds since 1970."""
+    """Milliseconds since 1970."""
     metadata: dict[str, str]
     message: str | None = None
-    """Why it failed, if it did."""
+    """The reason of a failure."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether it will not go on."""
+        """Whether the job has ended, in any way."""
         return self.status in _ENDED
 
 
 @dataclass(frozen=True)
 class JobsApi:
-    """Where the jobs API answers, and the token that it asks for."""
+    """The address of the jobs API, and the token for it."""
 
     address: str
     token: str
@@ -41,20 +41,20 @@ class JobsApi:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Self:
-        """The API that 'ray job' would use in this environment."""
+        """Return the API that 'ray job' would use in this environment."""
         path = Path(environment.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
         given = environment.get("RAY_AUTH_TOKEN")
         token = given or (path.read_text(encoding="utf-8").strip() if path.is_file() else "")
         return cls(environment["RAY_API_SERVER_ADDRESS"], token, "RAY_AUTH_TOKEN" if given else str(path))
 
     def require_access(self) -> None:
-        """Ask for the version, as 'ray job submit' will; what that tells in a traceback is one sentence here.
+        """Request the version, as 'ray job submit' will, to turn its tracebacks into one sentence.
 
         Raises:
             ClusterError: nothing answers, or the token is refused.
         """
         try:
-            answer = self._ask("GET", "version")
+            answer = self._request("GET", "version")
         except httpx.HTTPError as error:
             raise ClusterError(
                 f"no cluster answers at {self.address} ({error}): check RAY_API_SERVER_ADDRESS"
@@ -66,18 +66,18 @@ class JobsApi:
             )
 
     def jobs(self) -> list[Job]:
-        """Every job that was submitted, not drivers that came without. Raises httpx.HTTPError without an answer."""
-        answer = self._ask("GET", "jobs/").raise_for_status()
-        return [Job.model_validate(each) for each in answer.json() if each["type"] == "SUBMISSION"]
+        """Return every submitted job, without drivers that were started by hand. Raises httpx.HTTPError."""
+        answer = self._request("GET", "jobs/").raise_for_status()
+        return [Job.model_validate(job) for job in answer.json() if job["type"] == "SUBMISSION"]
 
     def find(self, submission_id: str) -> Job | None:
-        """The job of that id, if there is one. Raises httpx.HTTPError without an answer."""
+        """Return the job with this id; None if there is none. Raises httpx.HTTPError."""
         return next((job for job in self.jobs() if job.submission_id == submission_id), None)
 
     def stop(self, submission_id: str) -> None:
-        """Stop a job, if it runs. Raises httpx.HTTPError without an answer."""
-        self._ask("POST", f"jobs/{submission_id}/stop").raise_for_status()
+        """Stop a job, if it runs. Raises httpx.HTTPError."""
+        self._request("POST", f"jobs/{submission_id}/stop").raise_for_status()
 
-    def _ask(self, method: str, path: str) -> httpx.Response:
+    def _request(self, method: str, path: str) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self.token}"}
         return httpx.request(method, f"{self.address}/api/{path}", headers=headers, timeout=30.0)

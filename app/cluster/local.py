@@ -27,10 +27,10 @@ _PERIOD_S = 0.05
 def start(
     dashboard_port: int | None, serve_port: int | None, grpc_port: int | None, num_cpus: int | None
 ) -> ClusterState:
-    """Start a head with token authentication, its dashboard on loopback; a port not given is chosen.
+    """Start a head with token authentication and the dashboard on loopback. Choose the ports that are not given.
 
     Raises:
-        ClusterError: one runs already, a port is taken, no token can be made, or Ray does not start.
+        ClusterError: a cluster is up already, a port is taken, no token can be made, or Ray does not start.
     """
     known = state.read_state()
     if known and known.processes():
@@ -38,7 +38,7 @@ def start(
             f"a cluster is up already, dashboard {known.dashboard}: use it, or stop it with 'rayloom down'"
         )
     if known:
-        known.forget()  # it ended without 'rayloom down', with the machine for example
+        known.forget()  # it ended without 'rayloom down', for example with the machine
     dashboard = ports.choose(dashboard_port, 8265, "--dashboard-port")
     serve = ports.choose(serve_port, 8000, "--serve-port", besides=(dashboard,))
     grpc = ports.choose(grpc_port, 8001, "--grpc-port", besides=(dashboard, serve))
@@ -64,18 +64,18 @@ def start(
 
 
 def stop(cluster: ClusterState) -> int:
-    """End every process of ``cluster``, politely and then not, and forget it. Returns how many there were."""
-    ended = _end(cluster.supervisors)  # first: it would start again what ends next
-    ended |= _end(cluster.clients)  # before the control store: Ray's monitor reports its end there, and would wait
+    """End every process of ``cluster``, first with SIGTERM and then with SIGKILL. Return how many there were."""
+    ended = _end(cluster.supervisors)  # first: it would restart the others
+    ended |= _end(cluster.clients)  # before the GCS: Ray's monitor reports its end there, and would wait
     ended |= _end(cluster.processes)
     cluster.forget()
     return len(ended)
 
 
 def restart(cluster: ClusterState) -> None:
-    """Kill what is left of a cluster and start its head anew, with the same ports, token, options and stored state.
+    """Kill the rest of a cluster and restart its head, with the same ports, token, options and stored state.
 
-    Nothing is ended politely: Ray would note in the store that its actors wanted to go, and not start them again.
+    Nothing gets SIGTERM: Ray would record that its actors ended on purpose, and not restart them.
 
     Raises:
         ClusterError: Ray does not start.
@@ -88,7 +88,7 @@ def restart(cluster: ClusterState) -> None:
 
 
 def _end(find: Callable[[], list[psutil.Process]]) -> set[psutil.Process]:
-    """End what ``find`` finds until it finds nothing: a process may start another while it ends."""
+    """End the processes that ``find`` returns until there are none. A process may start another while it ends."""
     ended: set[psutil.Process] = set()
     while processes := find():
         ended.update(processes)
@@ -130,7 +130,7 @@ def _start_head(cluster: ClusterState) -> None:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C in this terminal is not for the cluster
+            start_new_session=True,  # Ctrl-C in this terminal must not reach the cluster
             check=False,
         )
     if done.returncode:
@@ -138,15 +138,15 @@ def _start_head(cluster: ClusterState) -> None:
 
 
 def _store(cluster: ClusterState) -> dict[str, str]:
-    """Ray's control store on disk, so that its GCS can be killed and started again; without it, the cluster is lost."""
+    """Return the settings that keep Ray's control store on disk. Without it, a killed GCS loses the cluster."""
     return {"gcs_storage": "rocksdb", "gcs_storage_path": str(cluster.runtime / "store")}
 
 
 def _start_supervisor(cluster: ClusterState) -> None:
-    """Start the supervisor, and wait until its log says what it watches. Raises ClusterError if it ends instead."""
+    """Start the supervisor, and wait until it logs. Raise ClusterError if it ends instead."""
     with state.SUPERVISOR_LOG.open("w", encoding="utf-8") as log:
         supervisor = subprocess.Popen(
-            [sys.executable, "-P", "-m", state.SUPERVISOR],  # -P: not a package 'app' in the current folder
+            [sys.executable, "-P", "-m", state.SUPERVISOR],  # -P: do not import a package 'app' of the current folder
             env=_environment(cluster),
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -160,7 +160,7 @@ def _start_supervisor(cluster: ClusterState) -> None:
 
 
 def _environment(cluster: ClusterState) -> dict[str, str]:
-    """What every process of the cluster inherits."""
+    """Return the environment that every process of the cluster inherits."""
     return {
         **os.environ,
         **cluster.client_environment(),
@@ -169,13 +169,13 @@ def _environment(cluster: ClusterState) -> dict[str, str]:
         "RAYLOOM_STORAGE": cluster.storage,
         "RAYLOOM_SERVE_PORT": str(cluster.serve_port),
         "RAYLOOM_GRPC_PORT": str(cluster.grpc_port),
-        "RAY_worker_niceness": "0",  # Ray would have every other process go before those that train and serve
-        "RAY_JOB_STOP_WAIT_TIME_S": "120",  # a training job that is stopped keeps its state first; Ray would wait 3 s
+        "RAY_worker_niceness": "0",  # Ray would give training and serving a lower priority than all other processes
+        "RAY_JOB_STOP_WAIT_TIME_S": "120",  # a stopped training job writes a checkpoint first; Ray would wait 3 s
     }
 
 
 def _storage() -> str:
-    """Return where the cluster's jobs keep what they make.
+    """Return the storage of the cluster's jobs.
 
     ``$RAYLOOM_STORAGE``, else ``storage`` in the current folder if that is a project or a checkout, which have
     recipes, else ``storage`` in the checkout that runs, else the default of an installed Rayloom.

@@ -1,4 +1,4 @@
-"""The folder that a job is submitted from, and those packages of Rayloom that its cluster may lack."""
+"""The folder from which a job is submitted, and Rayloom's packages, which its cluster may lack."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ PACKAGES = ("app", "jobs", "serve_deployments", "tune_spaces")
 
 
 def is_checkout(folder: Path) -> bool:
-    """Return True if the folder has Rayloom's own packages, so that they are uploaded as a part of it."""
+    """Return True if the folder is a checkout of Rayloom. Its packages are then uploaded with it."""
     return (folder / "app/cluster" / Path(__file__).name).is_file()
 
 
@@ -19,7 +19,7 @@ def known_jobs(folder: Path) -> list[str]:
     """Return the names of the jobs that can be submitted from a folder.
 
     Raises:
-        ClusterError: the folder has a package of its own by the name of one of Rayloom's.
+        ClusterError: the folder has its own package with the name of one of Rayloom's.
     """
     if not is_checkout(folder):
         require_own_names(folder)
@@ -28,7 +28,7 @@ def known_jobs(folder: Path) -> list[str]:
 
 
 def require_own_names(folder: Path) -> None:
-    """Refuse a folder in which Python would import something else by the name of one of Rayloom's packages.
+    """Refuse a folder in which Python would import another package in place of one of Rayloom's.
 
     Raises:
         ClusterError: the folder has such a module or package.

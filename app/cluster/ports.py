@@ -1,4 +1,4 @@
-"""Ports: which are free, and which a cluster has opened."""
+"""Find free ports, and list the ports that a cluster has opened."""
 
 import contextlib
 import itertools
@@ -12,15 +12,15 @@ import psutil
 from app.errors import ClusterError
 
 LOOPBACK = "127.0.0.1"
-# Between Ray's ports for workers and Serve's for replicas, and below those that Linux and macOS hand out to whoever
-# asks for any: none of Ray's other processes can take a port between our choice and its use.
+# Between Ray's ports for workers and Serve's for replicas, and below the ephemeral ports of Linux and macOS. So no
+# other process of Ray takes a port between our choice and its use.
 _RANGE = range(20_000, 30_000)
 # The same holds above Serve's ports for HTTP.
 _BLOCKS = [range(first, first + 100) for first in range(31_000, 32_700, 100)]
 
 
 def is_free(port: int) -> bool:
-    """Whether nothing listens on ``port``, on any interface."""
+    """Return True if nothing listens on ``port``, on any interface."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -30,26 +30,24 @@ def is_free(port: int) -> bool:
     return True
 
 
-def choose(wanted: int | None, preferred: int, option: str, besides: Collection[int] = ()) -> int:
-    """``wanted`` if it is given, else ``preferred`` if it is free, else any free port; never one of ``besides``.
+def choose(given: int | None, preferred: int, option: str, besides: Collection[int] = ()) -> int:
+    """Return ``given``, else ``preferred`` if it is free, else any free port. Never return one of ``besides``.
 
     Raises:
-        ClusterError: the wanted port is taken.
+        ClusterError: the given port is taken.
     """
-    if wanted is not None:
-        if wanted in besides or not is_free(wanted):
-            raise ClusterError(
-                f"port {wanted} is in use: give {option} another one, or leave it out to take a free one"
-            )
-        return wanted
+    if given is not None:
+        if given in besides or not is_free(given):
+            raise ClusterError(f"port {given} is in use: give {option} another one, or leave it out to take a free one")
+        return given
     return preferred if preferred not in besides and is_free(preferred) else unused(1, besides)[0]
 
 
 def unused(count: int, besides: Collection[int] = ()) -> list[int]:
-    """``count`` ports, all different and none of ``besides``, that nothing listens on.
+    """Return ``count`` different free ports, none of them in ``besides``.
 
     Raises:
-        ClusterError: there are not so many.
+        ClusterError: there are too few.
     """
     free = (port for port in random.sample(_RANGE, len(_RANGE)) if port not in besides and is_free(port))
     found = list(itertools.islice(free, count))
@@ -61,7 +59,7 @@ def unused(count: int, besides: Collection[int] = ()) -> list[int]:
 
 
 def unused_block() -> range:
-    """A hundred ports in a row that nothing listens on. Raises ClusterError if there are none."""
+    """Return a hundred free ports in a row. Raise ClusterError if there are none."""
     for block in random.sample(_BLOCKS, len(_BLOCKS)):
         if all(map(is_free, block)):
             return block
@@ -83,20 +81,20 @@ class OpenPort:
 
 
 def open_ports(processes: list[psutil.Process]) -> list[OpenPort]:
-    """Every port that one of the processes listens on."""
+    """Return every port on which one of the processes listens."""
     found: set[OpenPort] = set()
     for process in processes:
-        with contextlib.suppress(psutil.Error):  # it ended while we looked
+        with contextlib.suppress(psutil.Error):  # the process has ended meanwhile
             found |= {
-                OpenPort(each.laddr.ip, each.laddr.port, _title(process))
-                for each in process.net_connections(kind="tcp")
-                if each.status == psutil.CONN_LISTEN
+                OpenPort(connection.laddr.ip, connection.laddr.port, _title(process))
+                for connection in process.net_connections(kind="tcp")
+                if connection.status == psutil.CONN_LISTEN
             }
-    return sorted(found, key=lambda each: (each.port, each.address))
+    return sorted(found, key=lambda port: (port.port, port.address))
 
 
 def _title(process: psutil.Process) -> str:
-    """What a person calls the process: Ray's own title, or the program or module that it runs."""
+    """Return the process's name for people: Ray's own title, or the program or module that it runs."""
     words = process.cmdline() or [process.name()]
     if not words[0].rpartition("/")[2].startswith("python"):
         return words[0].rpartition("/")[2]

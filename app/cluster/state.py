@@ -1,4 +1,4 @@
-"""What is remembered of the local cluster, in ``~/.rayloom/cluster``."""
+"""The state of the local cluster, in ``~/.rayloom/cluster``."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ TOKEN_FILE = FOLDER / "token"
 SUPERVISOR_LOG = FOLDER / "supervisor.log"
 _STATE_FILE = FOLDER / "cluster.json"
 MARK = "RAYLOOM_CLUSTER"
-"""The environment variable that every process of a cluster inherits; its value is the cluster's id."""
+"""The environment variable with the cluster's id, which every process of the cluster inherits."""
 
 GCS = "gcs_server"
 """The process name of Ray's control store."""
@@ -37,7 +37,7 @@ class ClusterState(BaseModel):
     storage: str
     num_cpus: int | None
     runtime: Path
-    """Ray's own files, in a folder whose name is short: sockets lie in it, and their paths are bounded."""
+    """The folder of Ray's own files. Its name is short, because the system limits the paths of sockets."""
 
     @property
     def dashboard(self) -> str:
@@ -46,16 +46,16 @@ class ClusterState(BaseModel):
 
     @property
     def endpoint(self) -> str:
-        """The address that models answer at once one is deployed."""
+        """The address of the endpoint, which answers once a model is deployed."""
         return f"http://{LOOPBACK}:{self.serve_port}"
 
     @property
     def grpc_endpoint(self) -> str:
-        """The same over gRPC, as clients of gRPC write it."""
+        """The endpoint's address for gRPC clients."""
         return f"{LOOPBACK}:{self.grpc_port}"
 
     def client_environment(self) -> dict[str, str]:
-        """What ``ray job submit`` needs to know to reach this cluster."""
+        """Return the environment variables with which ``ray job submit`` reaches this cluster."""
         return {
             "RAY_API_SERVER_ADDRESS": self.dashboard,
             "RAY_AUTH_MODE": "token",
@@ -63,19 +63,19 @@ class ClusterState(BaseModel):
         }
 
     def processes(self) -> list[psutil.Process]:
-        """Every process of this cluster but the one that asks: those that carry its mark, and their children.
+        """Return every process of this cluster except the calling one: those with its mark, and their children.
 
-        (A process that gives itself a long title overwrites its environment, so a child may have lost the mark.)
+        Children are included because a long process title overwrites the environment, and with it the mark.
         """
         found: set[psutil.Process] = set()
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):  # another user's, or ended while we looked
+            with contextlib.suppress(psutil.Error):  # another user's, or ended meanwhile
                 if process.environ().get(MARK) == self.id:
                     found |= {process, *process.children(recursive=True)}
         return [process for process in found if process.pid != os.getpid()]
 
     def supervisors(self) -> list[psutil.Process]:
-        """The process that watches over the others: one, or none if it has ended."""
+        """Return the supervisor: one process, or none if it has ended."""
         return [process for process in self.processes() if _runs(process, SUPERVISOR)]
 
     def clients(self) -> list[psutil.Process]:
@@ -88,7 +88,7 @@ class ClusterState(BaseModel):
         shutil.rmtree(FOLDER, ignore_errors=True)
 
     def save(self) -> None:
-        """Remember this cluster."""
+        """Write the state to disk."""
         _STATE_FILE.write_text(self.model_dump_json(indent=1), encoding="utf-8")
 
 
@@ -102,12 +102,12 @@ def _is_gcs(process: psutil.Process) -> bool:
 def _runs(process: psutil.Process, module: str) -> bool:
     try:
         return module in process.cmdline()
-    except psutil.Error:  # it ended while we looked
+    except psutil.Error:  # it has ended meanwhile
         return False
 
 
 def read_state() -> ClusterState | None:
-    """The cluster that was started here, whether or not it still runs."""
+    """Return the cluster that was started on this machine; it may have ended. None if there is none."""
     try:
         return ClusterState.model_validate_json(_STATE_FILE.read_text(encoding="utf-8"))
     except (OSError, ValidationError):
@@ -115,7 +115,7 @@ def read_state() -> ClusterState | None:
 
 
 def running_cluster() -> ClusterState:
-    """The local cluster. Raises ClusterError if none is up."""
+    """Return the local cluster. Raise ClusterError if none is up."""
     state = read_state()
     if state is None or not state.processes():
         raise ClusterError("no local cluster is up: start one with 'rayloom up'")
@@ -123,10 +123,10 @@ def running_cluster() -> ClusterState:
 
 
 def claim() -> None:
-    """Make the state's folder with a token in it that only its owner reads.
+    """Create the state's folder with a token that only its owner can read.
 
     Raises:
-        ClusterError: the folder is there already, or cannot be made, or others could read the token.
+        ClusterError: the folder exists or cannot be created, or others could read the token.
     """
     try:
         FOLDER.mkdir(mode=0o700, parents=True)
@@ -134,12 +134,12 @@ def claim() -> None:
             file.write(secrets.token_hex(32))
     except FileExistsError as error:
         raise ClusterError(
-            f"{str(FOLDER)!r} is there, of a cluster that another 'rayloom up' starts just now, or another version of "
-            "Rayloom has started: if no Ray runs on this machine, remove the folder"
+            f"{str(FOLDER)!r} exists already: another 'rayloom up' is starting a cluster, or another version of "
+            "Rayloom has started one; if no Ray runs on this machine, remove the folder"
         ) from error
     except OSError as error:
         raise ClusterError(
-            f"the token {str(TOKEN_FILE)!r} cannot be written ({error.strerror}), and without one anybody on this "
+            f"the token {str(TOKEN_FILE)!r} cannot be written ({error.strerror}), and without it anybody on this "
             "machine could run commands through Ray: set RAYLOOM_HOME to a folder of your own"
         ) from error
     if (mode := TOKEN_FILE.stat().st_mode & 0o777) != 0o600:

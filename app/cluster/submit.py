@@ -8,12 +8,12 @@ import secrets
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
+from tenacity import RetryError, Retrying, retry_if_result, stop_after_delay, stop_any, wait_fixed
 
 from app.cluster.jobs import Job, JobsApi
 from app.cluster.packages import known_jobs, runtime_env
@@ -23,15 +23,15 @@ from app.errors import ClusterError
 from app.storage import absolute_location
 
 _FOLDER = "rayloom_folder"
-"""The key in a job's metadata under which the folder lies that it was submitted from."""
+"""The key in a job's metadata for the folder from which it was submitted."""
 _RESUME = {
     "jobs.train": "train.resume=latest",
     "jobs.lifecycle": "train.resume=latest",
     "jobs.tune": "tune.resume=true",
 }
-"""What tells a job to go on with what it has done before."""
-_LOST_TIMEOUT_S = 300.0
-"""How long a supervisor at work may take to start the cluster anew."""
+"""The override by which each job resumes."""
+_RESTART_TIMEOUT_S = 300.0
+"""Maximum time in which a running supervisor restarts the cluster."""
 
 
 def submit(job: str, recipe: str, overrides: list[str]) -> int:
@@ -42,18 +42,18 @@ def submit(job: str, recipe: str, overrides: list[str]) -> int:
     a resubmitted job has it, too.
 
     The local cluster is used, unless ``RAY_API_SERVER_ADDRESS`` names another one. If the cluster is lost while the job
-    runs, the one that its supervisor submits in its place is followed.
+    runs, follow the job that its supervisor submits in its place.
 
     Raises:
-        RecipeError: the recipe is refused; nothing was sent.
-        ClusterError: no such job, the folder has a package by the name of one of Rayloom's, no cluster answers, the
-            token is not its own, or the cluster was lost and with it the job.
+        RecipeError: the recipe is refused, before anything is sent.
+        ClusterError: there is no such job, the folder has a package with the name of one of Rayloom's, no cluster
+            answers, it rejects the token, or the job was lost with the cluster.
     """
     if job not in (known := known_jobs(Path.cwd())):
         raise ClusterError(f"no job {job!r}: known are {', '.join(known)}")
-    sent = recipe if _is_uploaded(recipe) else embedded(read_text(recipe), title_of(recipe))
-    storage = load_recipe(sent, overrides).storage
-    return send_job(job, sent, [*overrides, *([f"storage={absolute_location(storage)}"] if storage else [])])
+    location = recipe if _is_uploaded(recipe) else embedded(read_text(recipe), title_of(recipe))
+    storage = load_recipe(location, overrides).storage
+    return send_job(job, location, [*overrides, *([f"storage={absolute_location(storage)}"] if storage else [])])
 
 
 def _is_uploaded(recipe: str) -> bool:
@@ -73,7 +73,7 @@ def send_job(job: str, recipe: str, overrides: list[str]) -> int:
     """Submit a job on a recipe that every node can read, show its log, return its exit code.
 
     Raises:
-        ClusterError: no cluster answers, it rejects the token or the job, or the cluster was lost and with it the job.
+        ClusterError: no cluster answers, it rejects the token or the job, or the job was lost with the cluster.
     """
     environment = dict(os.environ)
     if is_local := "RAY_API_SERVER_ADDRESS" not in environment:
@@ -93,9 +93,9 @@ def send_job(job: str, recipe: str, overrides: list[str]) -> int:
 
 
 def resubmit(job: Job, environment: Mapping[str, str]) -> str | None:
-    """Submit again, from the folder that it came from, a job that was lost; one that trains or tunes is told to resume.
+    """Submit a lost job again from its folder. Jobs that train or tune are told to resume.
 
-    Returns the new id, or None for a job that ``submit`` has not sent, or that was submitted again before.
+    Return the new id, or None if ``submit`` has not sent the job, or if it was a resubmitted job itself.
 
     Raises:
         ClusterError: the cluster does not answer, or rejects the token or the job.
@@ -104,23 +104,23 @@ def resubmit(job: Job, environment: Mapping[str, str]) -> str | None:
     if folder is None:
         return None
     entrypoint = shlex.split(job.entrypoint)
-    for how in {_RESUME[word] for word in entrypoint if word in _RESUME}:
-        key = how.partition("=")[0]
+    for override in {_RESUME[word] for word in entrypoint if word in _RESUME}:
+        key = override.partition("=")[0]
         if not any(word.startswith(f"{key}=") for word in entrypoint):
-            entrypoint.append(how)
-    second = _again(job.submission_id)
+            entrypoint.append(override)
+    new_id = _resubmitted_id(job.submission_id)
     _send(
         environment,
         failure=f"job {job.submission_id} was lost, and cannot be submitted again",
         entrypoint=shlex.join(entrypoint),
-        submission_id=second,
-        runtime_env=runtime_env(folder, has_rayloom=True),  # only supervisors resubmit, those of local clusters
+        submission_id=new_id,
+        runtime_env=runtime_env(folder, has_rayloom=True),  # only supervisors of local clusters resubmit
     )
-    return second
+    return new_id
 
 
 def _send(environment: Mapping[str, str], failure: str, **job: Any) -> None:
-    """Submit a job; ``job`` is what Ray's ``submit_job`` takes.
+    """Submit a job with the arguments of Ray's ``submit_job``.
 
     Raises:
         ClusterError: Ray's client raised an error. The message is ``failure`` and the first line of this error.
@@ -139,7 +139,7 @@ def _connect(environment: Mapping[str, str]) -> Any:
     os.environ.update(environment)
     from ray.job_submission import JobSubmissionClient
 
-    for name in ("ray.dashboard.modules", "ray._private.runtime_env"):  # a line for each file that they leave out
+    for name in ("ray.dashboard.modules", "ray._private.runtime_env"):  # they log every excluded file
         logging.getLogger(name).setLevel(logging.ERROR)
     return JobSubmissionClient(environment["RAY_API_SERVER_ADDRESS"])
 
@@ -163,12 +163,12 @@ def _follow_to_end(submission_id: str, environment: Mapping[str, str]) -> int:
     """
     api = JobsApi.of(environment)
     _print_log(submission_id, environment)
-    job = _look(api, submission_id)
+    job = _find_job(api, submission_id)
     if not (job and job.has_ended):
         print("the cluster was lost while the job ran", file=sys.stderr)
-        submission_id = _await_again(api, submission_id)
+        submission_id = _await_resubmission(api, submission_id)
         _print_log(submission_id, environment)
-        job = _look(api, submission_id)
+        job = _find_job(api, submission_id)
     return _exit_code(submission_id, job)
 
 
@@ -186,7 +186,7 @@ def _print_log(submission_id: str, environment: Mapping[str, str]) -> None:
 
 
 def _exit_code(submission_id: str, job: Job | None) -> int:
-    """Return 0 for a job that succeeded or was stopped by hand, as ``ray job submit`` does, else 1; say why."""
+    """Return 0 for a job that succeeded or was stopped, as ``ray job submit`` does, else print why and return 1."""
     if job is None or not job.has_ended:
         print(f"the end of job {submission_id} is unknown: look at 'rayloom status'", file=sys.stderr)
         return 1
@@ -197,37 +197,41 @@ def _exit_code(submission_id: str, job: Job | None) -> int:
     return 0
 
 
-def _await_again(api: JobsApi, submission_id: str) -> str:
+def _await_resubmission(api: JobsApi, submission_id: str) -> str:
     """Wait until the supervisor has submitted a lost job again, and return the new id.
 
     Raises:
-        ClusterError: it does not, or no supervisor is at work.
+        ClusterError: the supervisor does not do so in time, or has ended.
     """
-    second = _again(submission_id)
-    deadline_s = time.monotonic() + _LOST_TIMEOUT_S
-    while not _look(api, second):
-        if time.monotonic() > deadline_s or not _is_supervised(api.address):
-            raise ClusterError(
-                f"job {submission_id} was lost with its cluster, and is not submitted again: look at 'rayloom status', "
-                "and once a cluster is up, submit it yourself"
-            )
-        time.sleep(1.0)
-    return second
+    new_id = _resubmitted_id(submission_id)
+    retrying = Retrying(
+        retry=retry_if_result(lambda job: job is None),
+        wait=wait_fixed(1.0),
+        stop=stop_any(stop_after_delay(_RESTART_TIMEOUT_S), lambda _: not _is_supervised(api.address)),
+    )
+    try:
+        retrying(_find_job, api, new_id)
+    except RetryError as error:
+        raise ClusterError(
+            f"job {submission_id} was lost with its cluster, and is not submitted again: look at 'rayloom status', "
+            "and once a cluster is up, submit it yourself"
+        ) from error
+    return new_id
 
 
 def _is_supervised(address: str) -> bool:
-    """Whether the cluster there is the local one, and its supervisor at work."""
+    """Return True if this is the address of the local cluster, and its supervisor runs."""
     local = read_state()
     return local is not None and local.dashboard == address and bool(local.supervisors())
 
 
-def _look(api: JobsApi, submission_id: str) -> Job | None:
+def _find_job(api: JobsApi, submission_id: str) -> Job | None:
     """Return the job, or None if it is unknown or the cluster does not answer."""
     with contextlib.suppress(httpx.HTTPError):
         return api.find(submission_id)
     return None
 
 
-def _again(submission_id: str) -> str:
-    """The id under which a lost job is submitted again."""
+def _resubmitted_id(submission_id: str) -> str:
+    """Return the id under which a lost job is submitted again."""
     return f"{submission_id}-again"

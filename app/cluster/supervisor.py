@@ -1,9 +1,9 @@
-"""Watch over the control processes of the local cluster: python -m app.cluster.supervisor
+"""Supervise the control processes of the local cluster: python -m app.cluster.supervisor
 
-``rayloom up`` leaves one of these behind, ``rayloom down`` ends it first. If Ray's GCS dies, it is started again and
-reads its store: nothing is lost. If the raylet of the head dies, the cluster is lost: it is started anew with the same
-store, and the jobs that 'rayloom submit' sent and that had not ended are submitted once more. One that keeps dying is
-given up. What it did is in ``supervisor.log`` in the cluster's folder.
+``rayloom up`` starts a supervisor, and ``rayloom down`` ends it first. If Ray's GCS dies, the supervisor relaunches it.
+The GCS reads its store, and nothing is lost. If the raylet of the head dies, the cluster is lost. The supervisor
+restarts it with the same store, and resubmits the jobs of 'rayloom submit' that had not ended. It gives up if a process
+keeps dying. Its actions are in ``supervisor.log`` in the cluster's folder.
 """
 
 import logging
@@ -19,6 +19,7 @@ from typing import NoReturn, Self, TypeVar
 
 import httpx
 import psutil
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from app.cluster import local
 from app.cluster.jobs import JobsApi
@@ -30,34 +31,34 @@ Answer = TypeVar("Answer")
 LOG = logging.getLogger("supervisor")
 _PERIOD_S = 0.5
 _API_TIMEOUT_S = 120.0
-_NOT_AGAIN = "not submitted again, for 'rayloom submit' has not sent it, or it was lost before"
+_NOT_RESUBMITTED = "not submitted again, because 'rayloom submit' has not sent it, or it was lost before"
 
 
 @dataclass
-class Budget:
-    """How often something may be started again: ``limit`` times in any ``window_s`` seconds."""
+class RestartLimit:
+    """Allows ``max_restarts`` of a process in any ``window_s`` seconds."""
 
-    what: str
-    limit: int = 5
+    process: str
+    max_restarts: int = 5
     window_s: float = 600.0
-    _spent: deque[float] = field(default_factory=deque)
+    _restarts: deque[float] = field(default_factory=deque)
 
-    def spend(self) -> None:
-        """Count one more start. Raises ClusterError if that is one too many."""
+    def count(self) -> None:
+        """Count a restart. Raise ClusterError if there were too many."""
         now = time.monotonic()
-        while self._spent and self._spent[0] < now - self.window_s:
-            self._spent.popleft()
-        if len(self._spent) == self.limit:
+        while self._restarts and self._restarts[0] < now - self.window_s:
+            self._restarts.popleft()
+        if len(self._restarts) == self.max_restarts:
             raise ClusterError(
-                f"{self.what} died {self.limit + 1} times within {self.window_s / 60:.0f} minutes: look at Ray's logs, "
-                "then run 'rayloom down' and 'rayloom up'"
+                f"{self.process} died {self.max_restarts + 1} times within {self.window_s / 60:.0f} minutes: look at "
+                "Ray's logs, then run 'rayloom down' and 'rayloom up'"
             )
-        self._spent.append(now)
+        self._restarts.append(now)
 
 
 @dataclass(frozen=True)
-class Head:
-    """The two processes that a cluster cannot be without, and what its GCS was started with."""
+class ControlProcesses:
+    """The two processes of the head that a cluster needs, and how its GCS was started."""
 
     gcs: psutil.Process
     raylet: psutil.Process
@@ -67,18 +68,18 @@ class Head:
 
     @classmethod
     def of(cls, cluster: ClusterState) -> Self:
-        """Those of a cluster that runs. Raises ClusterError if one of them is not there."""
+        """Find the processes of a running cluster. Raise ClusterError if one is missing."""
         gcs, raylet = _oldest(cluster, GCS), _oldest(cluster, "raylet")
         return cls(gcs, raylet, gcs.cmdline(), gcs.environ(), gcs.cwd())
 
     def relaunch_gcs(self) -> Self:
-        """Start a GCS with the command, the environment and the folder of the one that died."""
+        """Start the GCS again, with the command, the environment and the folder of the one that died."""
         gcs = psutil.Popen(
             self.command,
             env=self.environment,
             cwd=self.folder,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # it writes to the logs that its command names
+            stdout=subprocess.DEVNULL,  # it writes to log files that its command names
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -86,75 +87,78 @@ class Head:
 
 
 def supervise(cluster: ClusterState) -> NoReturn:
-    """Look after a cluster for as long as that helps.
+    """Restart the cluster's control processes until one dies too often.
 
     Raises:
-        ClusterError: a process dies too often, or the cluster cannot be started anew.
+        ClusterError: a process dies too often, or the cluster cannot be restarted.
     """
-    gcs_starts, cluster_starts = Budget("the GCS"), Budget("the raylet of the head")
-    head = Head.of(cluster)
+    gcs_limit, raylet_limit = RestartLimit("the GCS"), RestartLimit("the raylet of the head")
+    head = ControlProcesses.of(cluster)
     LOG.info("watches the GCS, process %d, and the raylet of the head, process %d", head.gcs.pid, head.raylet.pid)
     while True:
-        if not _lives(head.raylet):
-            cluster_starts.spend()
-            head = _start_anew(cluster)
-        elif not _lives(head.gcs):
-            gcs_starts.spend()
+        if not _is_alive(head.raylet):
+            raylet_limit.count()
+            head = _restart_cluster(cluster)
+        elif not _is_alive(head.gcs):
+            gcs_limit.count()
             died, head = head.gcs.pid, head.relaunch_gcs()
-            LOG.info("relaunched the GCS: process %d died, %d goes on from its store", died, head.gcs.pid)
+            LOG.info("relaunched the GCS: process %d died, %d continues from its store", died, head.gcs.pid)
         time.sleep(_PERIOD_S)
 
 
-def _start_anew(cluster: ClusterState) -> Head:
+def _restart_cluster(cluster: ClusterState) -> ControlProcesses:
     lost_at = time.time()
-    LOG.info("the raylet of the head died, and the cluster with it: starting it anew")
+    LOG.info("the raylet of the head died, and the cluster with it: restarting it")
     local.restart(cluster)
-    head = Head.of(cluster)
-    LOG.info("started the cluster anew, after %.0f s", time.time() - lost_at)
+    head = ControlProcesses.of(cluster)
+    LOG.info("restarted the cluster after %.0f s", time.time() - lost_at)
     _resubmit_lost(cluster, lost_at)
     return head
 
 
 def _resubmit_lost(cluster: ClusterState, lost_at: float) -> None:
-    """Submit once more what had not ended at ``lost_at``, in seconds since 1970."""
+    """Resubmit the jobs that had not ended at ``lost_at``, in seconds since 1970."""
     environment = {**os.environ, **cluster.client_environment()}
     api = JobsApi.of(environment)
-    lost = [job for job in _patiently(api.jobs) if not job.has_ended and job.start_time < lost_at * 1000]
+    lost = [job for job in _retry_until_up(api.jobs) if not job.has_ended and job.start_time < lost_at * 1000]
     for job in lost:
-        _patiently(partial(api.stop, job.submission_id))  # Ray finds that it is gone, and calls it failed
+        _retry_until_up(partial(api.stop, job.submission_id))  # Ray notices that it is gone, and marks it as failed
     for job in lost:
         try:
-            again = resubmit(job, environment)
-            LOG.info("job %s was lost: %s", job.submission_id, f"submitted again as {again}" if again else _NOT_AGAIN)
+            new_id = resubmit(job, environment)
+            outcome = f"submitted again as {new_id}" if new_id else _NOT_RESUBMITTED
+            LOG.info("job %s was lost: %s", job.submission_id, outcome)
         except ClusterError as error:
             LOG.error("%s", error)
 
 
-def _patiently(ask: Callable[[], Answer]) -> Answer:
-    """What the jobs API answers, when it answers: a dashboard that has just started does not yet.
+def _retry_until_up(request: Callable[[], Answer]) -> Answer:
+    """Repeat a request to the jobs API until it succeeds. A dashboard that has just started does not answer yet.
 
     Raises:
-        ClusterError: it still does not after a while.
+        ClusterError: the API does not answer within ``_API_TIMEOUT_S``.
     """
-    deadline = time.monotonic() + _API_TIMEOUT_S
-    while True:
-        try:
-            return ask()
-        except httpx.HTTPError as error:
-            if time.monotonic() > deadline:
-                raise ClusterError(f"the jobs API does not answer, so no job is submitted again: {error}") from error
-            time.sleep(_PERIOD_S)
+    retrying = Retrying(
+        retry=retry_if_exception_type(httpx.HTTPError),
+        wait=wait_fixed(_PERIOD_S),
+        stop=stop_after_delay(_API_TIMEOUT_S),
+        reraise=True,
+    )
+    try:
+        return retrying(request)
+    except httpx.HTTPError as error:
+        raise ClusterError(f"the jobs API does not answer, so no job is submitted again: {error}") from error
 
 
 def _oldest(cluster: ClusterState, name: str) -> psutil.Process:
-    """The oldest, because a raylet's fork bears its name until it becomes a worker."""
+    """Return the oldest process of this name. A raylet's fork has the same name until it becomes a worker."""
     found = [process for process in cluster.processes() if process.name() == name]
     if not found:
         raise ClusterError(f"no process {name!r} is in the cluster")
     return min(found, key=lambda process: process.create_time())
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -162,7 +166,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def main() -> NoReturn:
-    """Look after the cluster of ``RAYLOOM_HOME``; to standard error goes what was done."""
+    """Supervise the cluster of ``RAYLOOM_HOME``, and log to standard error."""
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     LOG.setLevel(logging.INFO)
     try:

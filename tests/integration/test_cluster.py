@@ -109,7 +109,7 @@ def test_status_lists_the_ports_that_others_could_reach(cluster: dict[str, str])
     assert state["gcs_port"] in listed
     assert opened <= listed
     assert state["dashboard_port"] not in listed
-    assert "supervisor watches over Ray's control processes" in shown
+    assert "supervisor watches Ray's control processes" in shown
     assert "\n  " not in run("rayloom", "status", environment=cluster).stdout
 
 

@@ -282,9 +282,12 @@ def test_what_does_not_hold_is_reported_with_numbers_and_not_published(
     [
         (["compile.calibration.samples=100000"], "compile.calibration.samples is 100000, and the training split has"),
         (["compile.engines=[openvino,tensorrt]"], "tensorrt is not installed"),
-        (["compile.precisions=[fp32,fp8]"], "compile.precisions name fp8, which is of tensorrt and tensorrt_rtx"),
-        (["compile.sparsity=2:4"], "compile.sparsity is 2:4, which is of tensorrt and tensorrt_rtx"),
-        (["compile.workspace_mb=64"], "compile.workspace_mb is 64, which is of tensorrt and tensorrt_rtx"),
+        (
+            ["compile.precisions=[fp32,fp8]"],
+            "compile.precisions name fp8, which only tensorrt and tensorrt_rtx support",
+        ),
+        (["compile.sparsity=2:4"], "compile.sparsity is 2:4, which only tensorrt and tensorrt_rtx"),
+        (["compile.workspace_mb=64"], "compile.workspace_mb is 64, which only tensorrt and tensorrt_rtx"),
         (["compile.engines=[onnxruntime]", "compile.precisions=[bf16]"], "nothing that runs here"),
     ],
 )

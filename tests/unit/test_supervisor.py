@@ -2,19 +2,19 @@
 
 import pytest
 
-from app.cluster.supervisor import Budget
+from app.cluster.supervisor import RestartLimit
 from app.errors import ClusterError
 
 
 def test_what_keeps_dying_is_given_up_with_a_reason() -> None:
-    budget = Budget("the GCS", limit=2, window_s=600)
-    budget.spend()
-    budget.spend()
+    limit = RestartLimit("the GCS", max_restarts=2, window_s=600)
+    limit.count()
+    limit.count()
     with pytest.raises(ClusterError, match="the GCS died 3 times within 10 minutes"):
-        budget.spend()
+        limit.count()
 
 
 def test_what_dies_now_and_then_is_started_again() -> None:
-    budget = Budget("the GCS", limit=2, window_s=0)
+    limit = RestartLimit("the GCS", max_restarts=2, window_s=0)
     for _ in range(10):
-        budget.spend()
+        limit.count()
