@@ -1,16 +1,15 @@
-"""Names of the files and folders of a training run, which other parts of the library read too."""
+"""Names of the files and folders of a training run, which other parts of the library also read."""
 
 DATA = "data"
-"""Names of the files and folders of a training run, which other parts of the library read too."""
+"""The prepared data."""
 
 CHECKPOINTS = "checkpoints"
-"""Names of the files and folders of a training run, which other parts of the library read too."""
 
 WEIGHTS = "weights"
-"""Names of the files and folders of a training run, which other parts of the library read too."""
+"""The weights of the best epoch."""
 
 FAILURE_FILE = "failure.txt"
-"""Names of the files and folders of a training run, which other parts of the library read too."""
+"""The cause that a worker writes before it ends itself."""
 
 WEIGHTS_FILE, ARCHITECTURE_FILE, RECIPE_FILE = "model.safetensors", "config.json", "recipe.yaml"
-"""Names of the files and folders of a training run, which other parts of the library read too."""
+"""Files of the weights folder."""

@@ -1,4 +1,4 @@
-"""Work that a thread repeats beside the rest of the program."""
+"""Repeat work in a background thread."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ def repeat_in_background(
     Args:
         action: must not raise; an exception ends the repetition.
         interval_s: minimum pause between two repetitions.
-        name: of the thread.
+        name: the thread's name.
         max_share: maximum share of the time that ``action`` takes. If it is slow, the pauses become longer.
     """
     stopped = threading.Event()

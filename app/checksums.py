@@ -1,4 +1,4 @@
-"""sha256 of files, kept beside them as ``sha256sum`` writes and reads it."""
+"""sha256 checksums of files, in the format of ``sha256sum``, and of the library's own code."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -14,12 +14,12 @@ _PIECE_BYTES = 2**22
 
 
 def sha256_of(content: bytes) -> str:
-    """The hexadecimal sha256 of ``content``."""
+    """Return the hexadecimal sha256 of ``content``."""
     return hashlib.sha256(content).hexdigest()
 
 
 def sha256_of_file(path: Path | UPath, on_progress: ProgressCallback = no_op) -> str:
-    """The hexadecimal sha256 of a file's content, which is read in pieces."""
+    """Return the hexadecimal sha256 of a file, which is read in pieces."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):
@@ -29,12 +29,12 @@ def sha256_of_file(path: Path | UPath, on_progress: ProgressCallback = no_op) ->
 
 
 def checksums_of(files: Iterable[Path | UPath], on_progress: ProgressCallback = no_op) -> dict[str, str]:
-    """The sha256 of each file, by name."""
+    """Return the sha256 of each file, by name."""
     return {path.name: sha256_of_file(path, on_progress) for path in sorted(files, key=str)}
 
 
 def read_verified(file: UPath, sha256: str) -> bytes:
-    """The content of ``file``. Raises StorageError if it is missing, or its sha256 is another."""
+    """Return the content of ``file``. Raise StorageError if it is missing or was changed."""
     try:
         content = file.read_bytes()
     except FileNotFoundError as error:
@@ -45,7 +45,7 @@ def read_verified(file: UPath, sha256: str) -> bytes:
 
 
 def write_checksums(folder: UPath, sums: Mapping[str, str] | None = None) -> None:
-    """Write the checksum of every file of ``folder``, or those given, in one step."""
+    """Write the checksums of all files of ``folder``, or the given ones, atomically."""
     if sums is None:
         sums = checksums_of(file for file in folder.iterdir() if file.is_file() and file.name != CHECKSUMS_FILE)
     lines = [f"{sha256}  {name}\n" for name, sha256 in sorted(sums.items())]
@@ -68,12 +68,12 @@ class VerifiedFolder:
     """A folder with checksums, from which only files that match theirs are read."""
 
     def __init__(self, path: UPath) -> None:
-        """Raises StorageError if the folder has no checksums."""
+        """Raise StorageError if the folder has no checksums."""
         self.path = path
         self._sums = read_checksums(path)
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is a checksum of the file ``name``."""
+        """Return True if the file ``name`` has a checksum."""
         return name in self._sums
 
     def sha256_of(self, name: str) -> str:
@@ -91,7 +91,7 @@ def verify_checksums(folder: UPath, on_progress: ProgressCallback = no_op) -> No
     """Compare every file of ``folder`` with its checksum.
 
     Raises:
-        StorageError: there are no checksums, or a file is missing, differs or has none; it is named.
+        StorageError: there are no checksums, or a file is missing, was changed or has none. The message names it.
     """
     path, expected = folder / CHECKSUMS_FILE, read_checksums(folder)
     files = {file.name: file for file in folder.iterdir() if file.is_file() and file.name != CHECKSUMS_FILE}
@@ -106,3 +106,15 @@ def verify_checksums(folder: UPath, on_progress: ProgressCallback = no_op) -> No
 
 def _changed(file: UPath, given: str, expected: str) -> str:
     return f"{str(file)!r} was changed: its sha256 is {given[:12]}…, expected {expected[:12]}…; make it again"
+
+
+def code_revision(*folders: str) -> str:
+    """Return the sha256 over the names and contents of the library's Python files, or of those in some ``folders``.
+
+    Jobs run in an uploaded copy of the code, which has no git history.
+    """
+    root = Path(__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted(file for folder in folders or [""] for file in (root / folder).rglob("*.py")):
+        digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+    return f"sha256:{digest.hexdigest()}"

@@ -12,7 +12,7 @@ from upath import UPath
 from app.storage import is_local, write_atomically
 
 Item = TypeVar("Item")
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 _LOCK_FILE = ".lock"
 _S3 = ("s3", "s3a")
@@ -35,7 +35,7 @@ def exclusive(folder: UPath) -> Iterator[None]:
         yield
 
 
-def map_at_once(storage: UPath, work: Callable[[Item], Made], items: Iterable[Item]) -> list[Made]:
+def map_concurrently(storage: UPath, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """Call ``work`` on each item and return the results in order. On an object store the calls run concurrently."""
     if is_local(storage):
         return list(map(work, items))
@@ -81,7 +81,7 @@ def change(path: UPath, changed: Callable[[bytes], bytes]) -> None:
 
 
 def _changed_on_s3(path: UPath, changed: Callable[[bytes], bytes]) -> bool:
-    """Apply ``changed`` once. Returns False if the file was replaced in between."""
+    """Apply ``changed`` once. Return False if the file was replaced in between."""
     try:
         content, condition = _read_from_s3(path)
         new = changed(content)

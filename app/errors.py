@@ -2,14 +2,14 @@
 
 RayloomError
 ├── RecipeError            the recipe, an override or a name in it is wrong
-├── DataError              the data cannot be read, or is not what the recipe says
+├── DataError              the data cannot be read, or contradicts the recipe
 ├── StorageError           a place in storage is missing, taken or damaged
 │   └── UnsharedStorageError  a node cannot see files that another node wrote
 ├── ClusterError           the local cluster is not in the state that a command needs
-├── TrainingError          training cannot start or go on
+├── TrainingError          training cannot start or continue
 │   ├── TopologyError      workers that split the same matrices are on several nodes
-│   └── NonFiniteLossError a loss or gradient is not a number, or infinite
-├── TuningError            a search cannot start or go on
+│   └── NonFiniteLossError a loss or gradient is NaN or infinite
+├── TuningError            a search cannot start or continue
 │   └── ActorBusyError     a trial's actor cannot run another trial
 ├── PlanError              a cluster is unknown, or no parallel plan fits
 ├── CompileError           a model cannot be exported, or its numbers differ too much
@@ -18,13 +18,13 @@ RayloomError
 │   └── RequestTooLargeError  it is larger than the server takes
 ├── UnauthorizedError      a request does not show the endpoint's token
 ├── NotServedError         a request names a model that is not served
-├── OverloadError          more requests wait than the endpoint takes
+├── OverloadError          too many requests are waiting at the endpoint
 ├── DeadlineError          a request cannot be answered in time
 └── DeliveryError          a receiver did not take a notification
     └── TryLaterError      it may take it later
 
-Each message says what was given, what was expected and what to do. Each error is built from what it
-hands to its base class, so that it survives pickling between Ray's processes.
+Each message says what was given, what was expected and what to do. Each error passes all its arguments to its base
+class, so that it survives pickling between Ray's processes.
 """
 
 from reprlib import Repr
@@ -39,7 +39,7 @@ def short_repr(value: object) -> str:
 
 
 class RayloomError(Exception):
-    """A problem that the person at the keyboard can solve; shown without a traceback."""
+    """A problem that the user can solve. It is shown without a traceback."""
 
 
 class RecipeError(RayloomError):
@@ -47,7 +47,7 @@ class RecipeError(RayloomError):
 
 
 class DataError(RayloomError):
-    """The data cannot be read, or is not what the recipe says."""
+    """The data cannot be read, or contradicts the recipe."""
 
 
 class StorageError(RayloomError):
@@ -63,7 +63,7 @@ class ClusterError(RayloomError):
 
 
 class TrainingError(RayloomError):
-    """Training cannot start or go on."""
+    """Training cannot start or continue."""
 
 
 class TopologyError(TrainingError):
@@ -71,11 +71,11 @@ class TopologyError(TrainingError):
 
 
 class NonFiniteLossError(TrainingError):
-    """A loss or gradient is not a number, or infinite."""
+    """A loss or gradient is NaN or infinite."""
 
 
 class TuningError(RayloomError):
-    """A search cannot start or go on."""
+    """A search cannot start or continue."""
 
 
 class ActorBusyError(TuningError):
@@ -111,20 +111,20 @@ class NotServedError(RayloomError):
 
 
 class OverloadError(RayloomError):
-    """More requests wait than the endpoint takes; answered with status 503."""
+    """Too many requests are waiting at the endpoint; answered with status 503."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message, retry_after_s)
         self.message = message
         self.retry_after_s = retry_after_s
-        """Seconds after which what waits now should have been answered; one where that is not known."""
+        """Seconds until the waiting requests should be answered; 1 if that is unknown."""
 
     def __str__(self) -> str:
         return self.message
 
 
 class DeadlineError(RayloomError):
-    """A request cannot be answered in the time that it was given; answered with status 504."""
+    """A request cannot be answered in time; answered with status 504."""
 
 
 class DeliveryError(RayloomError):

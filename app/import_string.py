@@ -1,17 +1,21 @@
-"""Import user code by its import string ``package.module:attribute``."""
+"""Import user code by its import string ``package.module:attribute``, and suggest names for unknown ones."""
 
+import difflib
 import importlib
+from collections.abc import Iterable
 from typing import Any
 
 from app.errors import RecipeError
-from app.suggestions import did_you_mean
+
+_MAX_NAMES = 40
+"""Maximum number of names in an error message."""
 
 
 def import_attribute(import_string: str) -> Any:
-    """The object that ``package.module:attribute`` names.
+    """Return the object that ``package.module:attribute`` names.
 
     Raises:
-        RecipeError: no such module, an error while importing it, or no such attribute.
+        RecipeError: there is no such module or attribute, or importing the module fails.
     """
     module_name, _, attribute = import_string.partition(":")
     try:
@@ -27,3 +31,11 @@ def import_attribute(import_string: str) -> Any:
             f"{import_string!r}: module {module_name!r} has no {attribute!r}; {did_you_mean(attribute, public)}"
         )
     return getattr(module, attribute)
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """Return the end of an error's sentence: the nearest known name, or all names unless they are many."""
+    names = list(known)
+    if near := difflib.get_close_matches(given, names, n=1):
+        return f"did you mean {near[0]!r}?"
+    return f"known are {', '.join(names[:_MAX_NAMES])}{', …' if len(names) > _MAX_NAMES else ''}"

@@ -1,4 +1,4 @@
-"""A page that a person opens after a run: tables and plots in one HTML file that needs no network."""
+"""A report page: tables and plots in one HTML file that needs no network."""
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ _STYLE = (
 
 
 class Page:
-    """Parts of a page, from the top down; what is given as text is shown as text."""
+    """A page, built from the top down. Text is escaped."""
 
     def __init__(self, title: str) -> None:
         self._title = html.escape(title)
@@ -23,29 +23,29 @@ class Page:
         self._has_script = False
 
     def add_heading(self, text: str) -> None:
-        """A heading under the title."""
+        """Add a heading below the title."""
         self._parts.append(f"<h2>{html.escape(text)}</h2>")
 
     def add_text(self, text: str) -> None:
-        """A paragraph."""
+        """Add a paragraph."""
         self._parts.append(f"<p>{html.escape(text)}</p>")
 
     def add_facts(self, facts: Mapping[str, object]) -> None:
-        """A table of names and values."""
+        """Add a table of names and values."""
         self._add_table(f"<th>{html.escape(name)}</th>{_cells([value])}" for name, value in facts.items())
 
     def add_table(self, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """A table with a name over each column."""
+        """Add a table with a header."""
         head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
         self._add_table([head, *map(_cells, rows)])
 
     def add_figure(self, figure: Any) -> None:
-        """A figure of plotly; the first brings its script along, some megabytes of it."""
+        """Add a Plotly figure. The first one includes Plotly's script, which has several MB."""
         self._parts.append(str(figure.to_html(full_html=False, include_plotlyjs=not self._has_script)))
         self._has_script = True
 
     def write(self, path: UPath) -> None:
-        """Write the page."""
+        """Write the page atomically."""
         body = "\n".join(self._parts)
         page = (
             f"<!doctype html>\n<html lang='en'><head><meta charset='utf-8'><title>{self._title}</title>"

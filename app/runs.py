@@ -1,4 +1,4 @@
-"""Runs: the folder of a job in storage, and the RESULT that it ends with."""
+"""Runs: a job's folder in storage, and the RESULT line with which it ends."""
 
 import secrets
 import sys
@@ -18,11 +18,11 @@ from app.errors import RayloomError, StorageError
 from app.storage import list_names, open_storage, write_atomically
 
 RESULT_FILE, CONFIG_FILE = "result.json", "config.yaml"
-_MARK = "RESULT "
+_RESULT_PREFIX = "RESULT "
 
 
 class Result(BaseModel):
-    """How a job ended; printed as its last line and kept as ``result.json``."""
+    """The result of a job. It is printed as the last line and stored as ``result.json``."""
 
     job: str
     run_id: str
@@ -34,31 +34,33 @@ class Result(BaseModel):
     error: str | None = None
 
     def to_line(self) -> str:
-        """The line that other programs read."""
-        return f"{_MARK}{self.model_dump_json(exclude_none=True)}"
+        """Return the line that other programs parse."""
+        return f"{_RESULT_PREFIX}{self.model_dump_json(exclude_none=True)}"
 
     @classmethod
     def of_output(cls, output: str) -> Self:
-        """The result in what a job has printed. Raises ValueError if there is none."""
-        lines = [line for line in output.splitlines() if line.startswith(_MARK)]
+        """Parse the result in a job's output. Raise ValueError if there is none."""
+        lines = [line for line in output.splitlines() if line.startswith(_RESULT_PREFIX)]
         if not lines:
-            raise ValueError(f"no line begins with {_MARK!r}: the job did not end, or this is not what it printed")
-        return cls.model_validate_json(lines[-1].removeprefix(_MARK))
+            raise ValueError(
+                f"no line begins with {_RESULT_PREFIX!r}: the job has not ended, or this is not its output"
+            )
+        return cls.model_validate_json(lines[-1].removeprefix(_RESULT_PREFIX))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a job achieved, and where what it made lies."""
+    """A job's metrics, and the locations of its artifacts."""
 
     metrics: BaseModel
     artifacts: dict[str, str]
     status: Literal["succeeded", "stopped"] = "succeeded"
-    """stopped: it was asked to end early, and can go on."""
+    """stopped: it was asked to end early, and can be resumed."""
 
 
 @dataclass
 class Run:
-    """A run under way: ``<storage>/runs/<job>/<run_id>``."""
+    """A run in progress: ``<storage>/runs/<job>/<run_id>``."""
 
     job: str
     run_id: str
@@ -66,13 +68,13 @@ class Run:
     storage: UPath
     started: float
     until_result: ExitStack = field(default_factory=ExitStack)
-    """What the step has entered to be left once the result is kept."""
+    """Contexts of the step that stay open until the result is written."""
     is_ours: bool = True
     """True if this job may write to the folder. Another job may be training an earlier run until this job locks it."""
 
     @classmethod
     def start(cls, job: str, recipe: Recipe, run_id: str | None = None) -> Self:
-        """A new run with a name of its own, or the earlier one ``run_id``. Nothing is written before ``open``."""
+        """Return a new run, or the earlier run ``run_id``. Nothing is written before ``open``."""
         new = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{recipe.name}-{secrets.token_hex(2)}"
         storage = open_storage(recipe.storage)
         return cls(job, run_id or new, recipe, storage, time.monotonic(), is_ours=run_id is None)
@@ -84,18 +86,18 @@ class Run:
 
     @property
     def was_opened(self) -> bool:
-        """Whether this job or an earlier one has opened the run. A folder alone may hold a failed start."""
+        """Whether this job or an earlier one has opened the run. A folder alone may be of a failed start."""
         return (self.folder / CONFIG_FILE).exists()
 
     def hold(self, lock: AbstractContextManager[object]) -> None:
-        """Hold ``lock`` until the result is written. Raises what ``lock`` raises if another job holds it."""
+        """Hold ``lock`` until the result is written. Raise what ``lock`` raises if another job holds it."""
         self.until_result.enter_context(lock)
         self.is_ours = True
 
     def open(self) -> None:
-        """Make the folder with the resolved recipe. Called once everything given has been checked.
+        """Create the folder with the resolved recipe, once all inputs have been checked.
 
-        Of a run that goes on, the folder is there; what it ended with last time is removed.
+        A resumed run already has its folder, and its last result is removed.
         """
         self.is_ours = True
         try:
@@ -108,7 +110,7 @@ class Run:
             ) from error
 
     def end(self, outcome: Outcome) -> Result:
-        """Write and return the result of a run that did what it should."""
+        """Write and return the result of a run that succeeded or was stopped."""
         return self._finish(outcome.status, outcome.metrics.model_dump(mode="json"), outcome.artifacts, None)
 
     def fail(self, error: str) -> Result:
@@ -138,11 +140,11 @@ class Run:
 
 
 Step = Callable[[Run], Outcome]
-"""The work of a run. It opens the run once it has checked all that it was given."""
+"""The work of a run. It opens the run once it has checked its inputs."""
 
 
 def execute(run: Run, step: Step) -> Result:
-    """Do the work and keep its result; an error is shown, with a traceback if it is none of Rayloom's."""
+    """Do the work and write its result. Print errors, with a traceback unless they are Rayloom's own."""
     with run.until_result:
         try:
             return run.end(step(run))
@@ -156,22 +158,22 @@ def execute(run: Run, step: Step) -> Result:
 
 
 def runs_folder(storage: UPath, job: str) -> UPath:
-    """Where a job's runs lie, each in a folder named by its id."""
+    """Return the folder of a job's runs, which are named by their ids."""
     return storage / "runs" / job
 
 
 def recipe_named_in(run_id: str) -> str:
-    """The recipe's name in a run's id, between the time and the letters that tell runs apart."""
+    """Return the recipe's name in a run's id, between the time and the random suffix."""
     return "-".join(run_id.split("-")[2:-1])
 
 
 def newest_first(runs: UPath) -> list[UPath]:
-    """The folders of a job's runs: ids begin with the time."""
+    """Return the folders of a job's runs, newest first. Their ids begin with the time."""
     return [runs / name for name in sorted(list_names(runs), reverse=True)]
 
 
 def latest_result(storage: UPath, job: str, recipe_name: str) -> Result:
-    """The newest run of a job that succeeded for a recipe. Raises StorageError if there is none."""
+    """Return the result of a job's newest successful run of a recipe. Raise StorageError if there is none."""
     of_recipe = [run for run in newest_first(runs_folder(storage, job)) if recipe_named_in(run.name) == recipe_name]
     for result in _results(of_recipe):
         if result.status == "succeeded":
@@ -182,7 +184,7 @@ def latest_result(storage: UPath, job: str, recipe_name: str) -> Result:
 
 
 def has_succeeded(run: UPath) -> bool:
-    """Whether the run in this folder reached its end."""
+    """Return True if the run in this folder succeeded."""
     file = run / RESULT_FILE
     return file.exists() and Result.model_validate_json(file.read_bytes()).status == "succeeded"
 
@@ -193,4 +195,4 @@ def _results(runs: Iterable[UPath]) -> Iterator[Result]:
         try:
             yield Result.model_validate_json((run / RESULT_FILE).read_bytes())
         except (FileNotFoundError, ValidationError):
-            continue  # under way, or broken: not finished
+            continue  # in progress, or broken

@@ -1,4 +1,4 @@
-"""Storage: one root, local or any file system that fsspec reads, under which runs and models lie."""
+"""Storage: one root for runs and models, on a local disk or on any file system of fsspec."""
 
 import os
 import secrets
@@ -38,11 +38,11 @@ def to_path(location: str | Path) -> UPath:
 
 
 def open_storage(location: str | None) -> UPath:
-    """The root of storage: ``location``, else ``$RAYLOOM_STORAGE``, else ``~/.rayloom/storage``.
+    """Return the root of storage: ``location``, else ``$RAYLOOM_STORAGE``, else ``~/.rayloom/storage``.
 
     Raises:
-        StorageError: a relative path, which inside a job would lie in a copy that Ray deletes, or a
-            protocol that is not installed.
+        StorageError: the path is relative, which in a job would be in a copy that Ray deletes, or the driver of the
+            protocol is not installed.
     """
     location = location or os.environ.get("RAYLOOM_STORAGE") or str(HOME / "storage")
     if "://" not in location and not Path(location).is_absolute():
@@ -52,19 +52,19 @@ def open_storage(location: str | None) -> UPath:
         )
     try:
         root = to_path(location)
-        root.exists()  # the driver of a protocol is loaded on first use
+        root.exists()  # loads the protocol's driver
     except Exception as error:  # each protocol's driver has errors of its own
         raise StorageError(f"storage {location!r} cannot be opened ({error}): check the URI and its driver") from error
     return root
 
 
 def absolute_location(location: str) -> str:
-    """``location`` as a job can use it: a relative path is taken from the current folder."""
+    """Return ``location`` for a job. A relative path is resolved from the current folder."""
     return location if "://" in location else str(Path(location).expanduser().absolute())
 
 
 def is_local(path: UPath) -> bool:
-    """Whether ``path`` lies on this machine, where a rename is atomic."""
+    """Return True if ``path`` is on this machine, where a rename is atomic."""
     return path.protocol in ("", "file", "local")
 
 
@@ -79,7 +79,7 @@ def list_names(folder: UPath) -> list[str]:
 
 @contextmanager
 def local_folder(folder: UPath) -> Iterator[Path]:
-    """``folder`` itself where it lies on a disk, else an empty temporary one to upload from."""
+    """Yield ``folder`` itself if it is on a disk, else an empty temporary folder to upload from."""
     if is_local(folder):
         yield Path(folder.path)
         return
@@ -89,7 +89,7 @@ def local_folder(folder: UPath) -> Iterator[Path]:
 
 @contextmanager
 def local_copy(folder: UPath, on_progress: ProgressCallback = no_op) -> Iterator[Path]:
-    """``folder`` itself where it lies on a disk, else a temporary copy of it."""
+    """Yield ``folder`` itself if it is on a disk, else a temporary copy."""
     with local_folder(folder) as local:
         if not is_local(folder):
             folder.fs.get(f"{folder.path}/", f"{local}/", recursive=True, callback=_ProgressReporter(on_progress))
@@ -102,18 +102,19 @@ def upload(file: Path, target: UPath, on_progress: ProgressCallback = no_op) -> 
 
 
 def write_atomically(path: UPath, data: bytes) -> None:
-    """Write ``data`` to ``path`` so that a reader sees the old content or the new, never a part.
+    """Write ``data`` to ``path`` so that readers see the old or the new content, never a part.
 
-    Object stores publish a whole object at once; a local file is written aside and renamed.
+    Object stores replace whole objects. A local file is written under a temporary name and renamed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if is_local(path):
-        aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # pids repeat on machines that share a disk
+        # A random name, because process ids repeat on machines that share a disk.
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         try:
-            aside.write_bytes(data)
-            aside.rename(path)
+            temporary.write_bytes(data)
+            temporary.rename(path)
         except OSError:
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
     else:
         path.write_bytes(data)

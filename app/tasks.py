@@ -1,7 +1,7 @@
-"""Tasks: what kind of data a model learns from.
+"""Tasks: the kinds of data that models learn from.
 
-A classification task is named by its processor; its model answers one logit a label, and can be compiled
-and served. Language modelling has no processor: its model answers one logit a token of the vocabulary.
+A classification task has a processor. Its model returns one logit per label, and can be compiled and served. Language
+modelling has no processor. Its model returns one logit per token of the vocabulary.
 """
 
 from upath import UPath
@@ -31,17 +31,17 @@ def prepare(recipe: Recipe) -> PreparedData:
 
 
 def load_prepared(recipe: Recipe, folder: UPath) -> PreparedData:
-    """The data that a run of the recipe has saved in ``folder``."""
+    """Load the data that a run of the recipe has saved in ``folder``."""
     if recipe.is_language_model:
         return LanguageData.load(folder)
     return ClassificationData.load(folder, find_processor(recipe.task))
 
 
 def find_processor(task: str) -> type[Processor]:
-    """The processor of a classification task, or the one that an import string names.
+    """Return the processor of a classification task, or the one that an import string names.
 
     Raises:
-        RecipeError: the import string names none, or the task has none and cannot be compiled or served.
+        RecipeError: the import string names no processor, or the task has none and cannot be compiled or served.
     """
     if task == LANGUAGE_MODELING:
         raise RecipeError(

@@ -1,4 +1,4 @@
-"""Named tensors: what a processor makes, an engine runs and a request carries."""
+"""Named tensors, as processors make them, engines run them and requests carry them."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from app.errors import RequestError
 Tensors = Mapping[str, NDArray[Any]]
 
 OUTPUT = "logits"
-"""What the one output of every exported model is called."""
+"""The name of the only output of every exported model."""
 
 Dtype = Literal[
     "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
@@ -24,25 +24,25 @@ Dtype = Literal[
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a tensor must be. A size of -1 varies; the first is the batch.
+    """The expected type and shape of a tensor. A size of -1 varies; the first is the batch.
 
-    ``longest`` bounds the sizes that vary beside the batch; ``values_below`` bounds the values, from 0.
+    ``max_length`` limits the varying sizes other than the batch. Values are from 0 to below ``values_below``.
     """
 
     name: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    longest: int | None = None
+    max_length: int | None = None
     values_below: int | None = None
 
     def check(self, tensor: NDArray[Any]) -> None:
-        """Raises RequestError if ``tensor`` is not one of these; it is named."""
+        """Raise RequestError, which names the tensor, if it does not fit."""
         self.check_dtype(tensor.dtype)
         if len(tensor.shape) != len(self.shape) or not all(map(self._takes, range(len(self.shape)), tensor.shape)):
-            most = f" up to {self.longest}" if self.longest else ""
+            limit = f" up to {self.max_length}" if self.max_length else ""
             raise RequestError(
                 f"input {self.name!r} has shape {list(tensor.shape)}: expected {list(self.shape)}, where the first -1 "
-                f"is the number of rows and each other any size{most}"
+                f"is the number of rows and each other any size{limit}"
             )
         if self.values_below is not None and not (tensor.min() >= 0 and tensor.max() < self.values_below):
             raise RequestError(
@@ -51,7 +51,7 @@ class TensorSpec:
             )
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
-        """Raises RequestError if ``dtype`` is another; the tensor is named."""
+        """Raise RequestError, which names the tensor, if ``dtype`` is another."""
         if dtype != self.dtype:
             raise RequestError(f"input {self.name!r} is {dtype}: expected {self.dtype}")
 
@@ -59,11 +59,11 @@ class TensorSpec:
         expected = self.shape[axis]
         if expected != -1:
             return size == expected
-        return size > 0 and (axis == 0 or self.longest is None or size <= self.longest)
+        return size > 0 and (axis == 0 or self.max_length is None or size <= self.max_length)
 
 
 class Tensor(BaseModel):
-    """A tensor that a model takes or gives, as manifests write it. A size of -1 varies; the first is the batch."""
+    """An input or output of a model, as manifests write it. A size of -1 varies; the first is the batch."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -73,23 +73,23 @@ class Tensor(BaseModel):
 
     @classmethod
     def of(cls, spec: TensorSpec) -> Self:
-        """The tensor that an engine describes."""
+        """Convert an engine's description."""
         return cls.model_validate({"name": spec.name, "dtype": spec.dtype.name, "shape": spec.shape})
 
-    def spec(self, longest: int | None = None) -> TensorSpec:
-        """As engines describe it; ``longest`` bounds the sizes that vary beside the batch."""
-        return TensorSpec(self.name, np.dtype(self.dtype), self.shape, longest)
+    def spec(self, max_length: int | None = None) -> TensorSpec:
+        """Convert to an engine's description. ``max_length`` limits the varying sizes other than the batch."""
+        return TensorSpec(self.name, np.dtype(self.dtype), self.shape, max_length)
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype} {list(self.shape)}"
 
 
 def check_tensors(tensors: Tensors, specs: Sequence[TensorSpec]) -> None:
-    """Compare tensors with what is expected.
+    """Compare tensors with the expected ones.
 
     Raises:
-        RequestError: a tensor is missing, not known, of another dtype, shape or range of values, or varies in
-            size from the first one; it is named.
+        RequestError: a tensor is missing or unknown, has another dtype, shape or range of values, or differs from the
+            first one in a varying size. The message names it.
     """
     names = [spec.name for spec in specs]
     if unknown := [name for name in tensors if name not in names]:
@@ -109,10 +109,10 @@ def check_tensors(tensors: Tensors, specs: Sequence[TensorSpec]) -> None:
 
 
 def count_rows(tensors: Tensors) -> int:
-    """How many rows the tensors have.
+    """Return the number of rows.
 
     Raises:
-        RequestError: there are none, or a tensor has other rows than the first.
+        RequestError: there are no rows, or tensors have different numbers of them.
     """
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     rows = {shape[0] if shape else 0 for shape in shapes.values()}
@@ -123,35 +123,35 @@ def count_rows(tensors: Tensors) -> int:
 
 
 def shape_key(tensors: Tensors) -> Hashable:
-    """What tensors must have in common to be joined: their names, their types and the shape of a row."""
+    """Return the names, types and row shapes of tensors. Tensors with equal keys can be concatenated."""
     return tuple(sorted((name, tensor.dtype, tensor.shape[1:]) for name, tensor in tensors.items()))
 
 
 def slice_rows(tensors: Tensors, start: int, stop: int) -> Tensors:
-    """The rows from ``start`` to before ``stop``, not copied."""
+    """Return a view of the rows from ``start`` to before ``stop``."""
     return {name: tensor[start:stop] for name, tensor in tensors.items()}
 
 
 def select_rows(tensors: Tensors, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Tensors:
-    """Some rows of tensors, copied."""
+    """Return a copy of some rows."""
     return {name: tensor[rows] for name, tensor in tensors.items()}
 
 
 def group_by_shape(parts: Iterable[Tensors]) -> list[list[int]]:
-    """The places of the parts of each shape, which can be joined."""
-    places: defaultdict[Hashable, list[int]] = defaultdict(list)
-    for place, part in enumerate(parts):
-        places[shape_key(part)].append(place)
-    return list(places.values())
+    """Return the indices of the parts by shape. The parts of a group can be concatenated."""
+    groups: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for index, part in enumerate(parts):
+        groups[shape_key(part)].append(index)
+    return list(groups.values())
 
 
-def restore_order(places: Sequence[Sequence[int] | NDArray[np.intp]], parts: Sequence[Tensors]) -> Tensors:
-    """The rows of all parts, joined and sorted by their places."""
-    return select_rows(concat_rows(parts), np.argsort(np.concatenate(places)))
+def restore_order(indices: Sequence[Sequence[int] | NDArray[np.intp]], parts: Sequence[Tensors]) -> Tensors:
+    """Concatenate parts, and sort the rows by their indices in the original tensors."""
+    return select_rows(concat_rows(parts), np.argsort(np.concatenate(indices)))
 
 
 def concat_rows(parts: Sequence[Tensors]) -> Tensors:
-    """The rows of all parts, in order; a single part is given back as it is."""
+    """Concatenate the rows of all parts. A single part is returned as it is."""
     if len(parts) == 1:
         return parts[0]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -1,8 +1,11 @@
-"""What every job does around its own work: read the recipe, keep a run, end with a RESULT line."""
+"""The main function of every job: read the recipe, keep a run, and end with a RESULT line."""
 
 import argparse
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
 from app.config import Recipe, load_recipe, title_of
 from app.errors import RayloomError
@@ -12,9 +15,9 @@ from app.runs import Result, Run, Step, execute
 def main(
     job: str, step: Step, argv: Sequence[str] | None = None, start: Callable[[str, Recipe], Run] = Run.start
 ) -> int:
-    """Run a job from its command line. Returns 0, 1 if it failed, or 2 if the recipe was refused.
+    """Run a job from its command line. Return 0 on success, 1 if it failed, or 2 if the recipe was refused.
 
-    ``start`` names the run, before anything is written.
+    ``start`` creates the run or finds one to resume. It writes nothing.
     """
     parser = argparse.ArgumentParser(prog=f"python -m jobs.{job}")
     parser.add_argument("recipe", help="path or URI of a recipe, such as recipes/reviews.yaml; - reads it here")
@@ -32,3 +35,21 @@ def main(
     result = execute(run, step)
     print(result.to_line(), flush=True)
     return int(result.status == "failed")
+
+
+@contextmanager
+def on_sigterm(request_stop: Callable[[], None], consequence: str) -> Iterator[None]:
+    """On SIGTERM inside the block, print ``consequence`` and call ``request_stop`` instead of ending the job.
+
+    ``ray job stop`` sends this signal.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        print(f"asked to stop: {consequence}", flush=True)
+        request_stop()
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -15,8 +15,7 @@ from app.training.run import finish_run, open_run, prepare_run
 from app.training.stop_request import StopRequest, request_stop
 from app.warnings import warn
 from jobs._cluster import connect, may_grow, require, training_cluster
-from jobs._runner import main
-from jobs._sigterm import on_sigterm
+from jobs._runner import main, on_sigterm
 
 _RESOURCES_TIMEOUT_S = 15.0
 

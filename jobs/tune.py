@@ -26,8 +26,7 @@ from app.tuning.trial_actor import DATA
 from app.tuning.trial_config import trial_recipe
 from app.tuning.trial_data import keep_data
 from jobs._cluster import connect, may_grow, require, require_dashboard
-from jobs._runner import main
-from jobs._sigterm import on_sigterm
+from jobs._runner import main, on_sigterm
 
 
 def tune(run: Run) -> Outcome:

@@ -72,7 +72,7 @@ def images(channels: int, size: int) -> tuple[TensorSpec, ...]:
 
 POSITIONS = 32
 TEXT = tuple(
-    TensorSpec(name, np.dtype(np.int64), (-1, -1), longest=POSITIONS) for name in ("input_ids", "attention_mask")
+    TensorSpec(name, np.dtype(np.int64), (-1, -1), max_length=POSITIONS) for name in ("input_ids", "attention_mask")
 )
 
 

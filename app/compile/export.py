@@ -60,7 +60,7 @@ def export_onnx(
 
 def _dimension(spec: TensorSpec, axis: int) -> Any:
     """Return a dynamic dimension. Models with a table of positions cannot be traced without a maximum length."""
-    return torch.export.Dim("batch") if axis == 0 else torch.export.Dim("length", max=spec.longest)
+    return torch.export.Dim("batch") if axis == 0 else torch.export.Dim("length", max=spec.max_length)
 
 
 def _traced(model: nn.Module, inputs: dict[str, torch.Tensor], dynamic: dict[str, Any]) -> ExportedProgram:

@@ -6,8 +6,7 @@ from pathlib import Path
 from upath import UPath
 
 from app.artifacts import ARCHITECTURE_FILE, RECIPE_FILE, WEIGHTS_FILE
-from app.checksums import sha256_of, sha256_of_file
-from app.code_revision import code_revision
+from app.checksums import code_revision, sha256_of, sha256_of_file
 from app.compile.choice import Choice
 from app.compile.compilation import Compilation
 from app.compile.records import VariantRecord

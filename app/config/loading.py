@@ -15,7 +15,7 @@ from app.config.reading import read_text, title_of
 from app.config.recipe import Recipe
 from app.config.section import STORED
 from app.errors import RecipeError
-from app.suggestions import did_you_mean
+from app.import_string import did_you_mean
 
 _PATTERNS = {
     "task": "text-classification, image-classification, language-modeling, or an import string, package.module:name",

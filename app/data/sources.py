@@ -11,8 +11,8 @@ from app.data.builtin import BUILTIN, BUILTIN_TEST
 from app.data.examples import Examples
 from app.data.idx import TEST_FILES, TRAIN_FILES, IdxFiles, holds_idx, read_idx_folder
 from app.errors import DataError
+from app.import_string import did_you_mean
 from app.storage import to_path
-from app.suggestions import did_you_mean
 
 Found = TypeVar("Found")
 TABLE_SUFFIXES = (".csv", ".jsonl", ".parquet")

@@ -61,7 +61,7 @@ class TextProcessor:
     def inputs(self) -> tuple[TensorSpec, ...]:
         limits = {"input_ids": self._tokenizer.get_vocab_size(), "attention_mask": 2}
         return tuple(
-            TensorSpec(name, np.dtype(np.int64), (-1, -1), longest=self._buckets[-1], values_below=limit)
+            TensorSpec(name, np.dtype(np.int64), (-1, -1), max_length=self._buckets[-1], values_below=limit)
             for name, limit in limits.items()
         )
 

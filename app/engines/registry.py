@@ -10,7 +10,7 @@ from app.engines.architecture import Device
 from app.engines.base import Engine, EngineSettings
 from app.engines.tensorrt.library import EXTRAS
 from app.errors import EngineError
-from app.suggestions import did_you_mean
+from app.import_string import did_you_mean
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from app.config import ModelConfig
 from app.errors import RecipeError
-from app.import_string import import_attribute
+from app.import_string import did_you_mean, import_attribute
 from app.models.blueprint import Blueprint, random_states, restore_random_states
-from app.suggestions import did_you_mean
 
 SMALL_BYTES = 2**26
 """Models of at most this size are built immediately, and copied to count their operations.

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from app.errors import RecipeError
-from app.suggestions import did_you_mean
+from app.import_string import did_you_mean
 
 
 def causal_lm(model_type: str, vocab_size: int, max_length: int, **config: Any) -> nn.Module:

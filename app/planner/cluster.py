@@ -20,7 +20,7 @@ from app.config.plan import Device as DeviceKind
 from app.config.plan import Precision
 from app.config.section import Section
 from app.errors import PlanError
-from app.suggestions import did_you_mean
+from app.import_string import did_you_mean
 
 _GIB = 2**30
 Rate = Annotated[float, Field(gt=0.0)]

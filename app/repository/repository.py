@@ -9,7 +9,7 @@ from itertools import compress
 from pydantic import ValidationError
 from upath import UPath
 
-from app.conditional import Made, change, exclusive, map_at_once, read
+from app.conditional import Made, change, exclusive, map_concurrently, read
 from app.config import Role
 from app.errors import StorageError
 from app.repository.aliases import ALIASES_FILE, Alias, Aliases
@@ -43,7 +43,7 @@ class Repository:
     def list_versions(self) -> list[ListedVersion]:
         """List every published version of every model, by name and number. Raises StorageError as ``aliases`` does."""
         numbers = {name: found for name, found in self._of_each_model(self._numbers).items() if found}
-        aliases = dict(zip(numbers, map_at_once(self._root, self.aliases, numbers), strict=True))
+        aliases = dict(zip(numbers, map_concurrently(self._root, self.aliases, numbers), strict=True))
 
         def listed(name: str, number: int) -> ListedVersion | None:
             try:
@@ -55,7 +55,7 @@ class Repository:
             return ListedVersion(name, number, tuple(aliases[name].of(number)), manifest)
 
         versions = [(name, number) for name, found in numbers.items() for number in found]
-        return list(filter(None, map_at_once(self._root, lambda version: listed(*version), versions)))
+        return list(filter(None, map_concurrently(self._root, lambda version: listed(*version), versions)))
 
     def versions(self, name: str) -> list[int]:
         """The published versions of a model, ascending. Raises StorageError if there are none."""
@@ -191,7 +191,7 @@ class Repository:
             with suppress(FileNotFoundError):  # check_files reports missing files
                 folder.fs.get_file((folder / file).path, str(target / file))
 
-        map_at_once(folder, copy, files)
+        map_concurrently(folder, copy, files)
         check_files(folder, files, read_from=target)
         return manifest
 
@@ -232,7 +232,7 @@ class Repository:
 
     def _published(self, name: str) -> list[int]:
         numbers = self._numbers(name)
-        published = map_at_once(self._root, lambda number: is_published(self.folder(name, number)), numbers)
+        published = map_concurrently(self._root, lambda number: is_published(self.folder(name, number)), numbers)
         return list(compress(numbers, published))
 
     def _newest(self, name: str) -> int | None:
@@ -243,7 +243,7 @@ class Repository:
     def _of_each_model(self, work: Callable[[str], Made]) -> dict[str, Made]:
         """Call ``work`` with the name of each model's folder. Return the results by name, sorted."""
         names = sorted(list_names(self._root))
-        return dict(zip(names, map_at_once(self._root, work, names), strict=True))
+        return dict(zip(names, map_concurrently(self._root, work, names), strict=True))
 
     def _next_number(self, name: str) -> int:
         return max([*self._numbers(name), *self.aliases(name).deleted], default=0) + 1

@@ -19,8 +19,7 @@ from ray.tune.search.sample import Categorical, Domain, Float, Integer, LogUnifo
 
 from app.config import Recipe, with_values
 from app.errors import RecipeError
-from app.import_string import import_attribute
-from app.suggestions import did_you_mean
+from app.import_string import did_you_mean, import_attribute
 from app.tuning import optuna_internals
 from app.tuning.space_explorer import SpaceExplorer, SpaceFunction, Suggester, require_same_distribution
 from app.tuning.storage import DATABASE_ERRORS

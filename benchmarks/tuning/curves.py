@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from upath import UPath
 
-from app.checksums import sha256_of
-from app.code_revision import code_revision
+from app.checksums import code_revision, sha256_of
 from app.config import Recipe
 from app.errors import NonFiniteLossError
 from app.storage import to_path, write_atomically

@@ -288,7 +288,7 @@ def test_what_does_not_hold_is_reported_with_numbers_and_not_published(
         ),
         (["compile.sparsity=2:4"], "compile.sparsity is 2:4, which only tensorrt and tensorrt_rtx"),
         (["compile.workspace_mb=64"], "compile.workspace_mb is 64, which only tensorrt and tensorrt_rtx"),
-        (["compile.engines=[onnxruntime]", "compile.precisions=[bf16]"], "nothing that runs here"),
+        (["compile.engines=[onnxruntime]", "compile.precisions=[bf16]"], "no variant that runs here"),
     ],
 )
 def test_what_cannot_work_here_is_refused_before_a_run_is_made(
@@ -565,7 +565,7 @@ def test_weights_whose_model_takes_other_inputs_are_refused(storage: UPath, weig
     )
     write_checksums(run / "weights")
     result = compiled(storage, *FAST, f"compile.weights={run / 'weights'}")[1]
-    assert "Renamed, does not take what its processor gives, pixel_values" in str(result.error)
+    assert "Renamed, does not take its processor's outputs pixel_values" in str(result.error)
 
 
 class Renamed(torch.nn.Module):

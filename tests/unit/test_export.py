@@ -76,7 +76,7 @@ def test_a_model_that_knows_so_many_positions_takes_texts_up_to_the_longest(tmp_
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = sequence_classifier("bert", vocab_size=9, max_length=12, num_labels=2, **sizes).eval()
     names = ("input_ids", "attention_mask")
-    specs = tuple(TensorSpec(name, np.dtype(np.int64), (-1, -1), longest=12, values_below=9) for name in names)
+    specs = tuple(TensorSpec(name, np.dtype(np.int64), (-1, -1), max_length=12, values_below=9) for name in names)
     export_onnx(model, specs, {name: np.ones((2, 4), np.int64) for name in names}, tmp_path / "model.onnx")
     engine = open_oracle(tmp_path / "model.onnx")
     for length in (1, 5, 12):

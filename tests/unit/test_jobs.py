@@ -12,8 +12,7 @@ from app.errors import RayloomError
 from app.runs import Outcome, Run, execute
 from app.training.coordination.heartbeat import run_lock
 from app.training.stop_request import StopRequest, read_stop_request, request_stop
-from jobs._runner import main
-from jobs._sigterm import on_sigterm
+from jobs._runner import main, on_sigterm
 from jobs.deploy import deploy
 from jobs.lifecycle import lifecycle, require_no_request
 from jobs.train import train

@@ -96,7 +96,7 @@ class LoadedModel:
         """
         blank = {
             spec.name: np.ones(
-                [rows, *(length or spec.longest or 1 if size == -1 else size for size in spec.shape[1:])], spec.dtype
+                [rows, *(length or spec.max_length or 1 if size == -1 else size for size in spec.shape[1:])], spec.dtype
             )
             for spec in self.processor.inputs
         }
