@@ -9,7 +9,7 @@ from itertools import compress
 from pydantic import ValidationError
 from upath import UPath
 
-from app.conditional import Made, change, exclusive, map_concurrently, read
+from app.conditional import Result, change, exclusive, map_concurrently, read
 from app.config import Role
 from app.errors import StorageError
 from app.repository.aliases import ALIASES_FILE, Alias, Aliases
@@ -240,7 +240,7 @@ class Repository:
         numbers = reversed(self._numbers(name))
         return next((number for number in numbers if is_published(self.folder(name, number))), None)
 
-    def _of_each_model(self, work: Callable[[str], Made]) -> dict[str, Made]:
+    def _of_each_model(self, work: Callable[[str], Result]) -> dict[str, Result]:
         """Call ``work`` with the name of each model's folder. Return the results by name, sorted."""
         names = sorted(list_names(self._root))
         return dict(zip(names, map_concurrently(self._root, work, names), strict=True))
