@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from tenacity import RetryError, Retrying, retry_if_result, stop_after_delay, stop_any, wait_fixed
+from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 
 from app.cluster.jobs import Job, JobsApi
 from app.cluster.packages import known_jobs, runtime_env
@@ -205,17 +205,16 @@ def _await_resubmission(api: JobsApi, submission_id: str) -> str:
     """
     new_id = _resubmitted_id(submission_id)
     retrying = Retrying(
-        retry=retry_if_result(lambda job: job is None),
+        retry=retry_if_result(lambda job: job is None and _is_supervised(api.address)),
         wait=wait_fixed(1.0),
-        stop=stop_any(stop_after_delay(_RESTART_TIMEOUT_S), lambda _: not _is_supervised(api.address)),
+        stop=stop_after_delay(_RESTART_TIMEOUT_S),
+        retry_error_callback=lambda _: None,
     )
-    try:
-        retrying(_find_job, api, new_id)
-    except RetryError as error:
+    if retrying(_find_job, api, new_id) is None:
         raise ClusterError(
             f"job {submission_id} was lost with its cluster, and is not submitted again: look at 'rayloom status', "
             "and once a cluster is up, submit it yourself"
-        ) from error
+        )
     return new_id
 
 
