@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from app.cli.main import app
 from app.config.plan_rules import Setting
 from app.errors import PlanError
 from app.models.gpt import GPT
@@ -13,11 +15,14 @@ from app.planner.cluster import Cluster, cluster_of
 from app.planner.measure import measure
 from app.planner.plan import ParallelPlan
 from app.planner.profile import ModelProfile
+from app.planner.report import PlanReport
 from app.planner.search import Findings, Problem, fewest_devices, search
 from app.planner.stages import balanced_cuts
 from app.planner.traffic import STACKS, traffic
 from app.planner.transformer import TransformerShape, transformer_profile
 from app.planner.validation import validation_of
+from jobs._cluster import cluster_of_nodes
+from tests.helpers import ROOT
 
 
 def test_measured_gpt_agrees_with_the_formulas_of_a_transformer() -> None:
@@ -148,3 +153,27 @@ def _problem(profile: ModelProfile, cluster: Cluster, batch: int) -> Problem:
 
 def _search(profile: ModelProfile, cluster: Cluster, batch: int) -> Findings:
     return search(_problem(profile, cluster, batch))
+
+
+def test_a_cluster_is_named_by_the_gpus_that_ray_sees() -> None:
+    node = {"CPU": 96.0, "GPU": 8.0, "accelerator_type:A100-80G": 1.0}
+    assert str(cluster_of_nodes([node, node, {"CPU": 4.0}], workers=2)) == "16 x a100-80 on 2 nodes"
+    assert cluster_of_nodes([{"CPU": 4.0}], workers=3).devices == 3
+    with pytest.raises(PlanError, match="unlike GPUs"):
+        cluster_of_nodes([node, {"GPU": 4.0, "accelerator_type:T4": 1.0}], workers=2)
+    with pytest.raises(PlanError, match="GPU 'of unknown type' is not in the catalogue"):
+        cluster_of_nodes([{"GPU": 1.0}], workers=1)
+
+
+def test_rayloom_plan_prints_a_table_and_json(tmp_path: Path) -> None:
+    given = ["plan", str(ROOT / "recipes/digits.yaml"), "--cluster", "4xa100-80", "--price", "2", "--top", "2"]
+    table = CliRunner().invoke(app, given)
+    assert table.exit_code == 0, table.output
+    assert "± 11%" in table.output
+    assert "refused" in table.output
+    found = PlanReport.model_validate_json(CliRunner().invoke(app, [*given, "--json"]).stdout)
+    assert len(found.plans) == 2
+    best = found.plans[0]
+    assert best.device_hours == pytest.approx(4 * best.hours)
+    assert best.price == pytest.approx(2 * best.device_hours)
+    assert best.step_s <= found.plans[1].step_s
