@@ -76,7 +76,7 @@ class Launched:
 
     def ranks(self) -> dict[int, int]:
         """The pid of each rank that torchrun has started."""
-        return {int(each.environ()["RANK"]): each.pid for each in self.left() if "RANK" in each.environ()}
+        return {int(process.environ()["RANK"]): process.pid for process in self.left() if "RANK" in process.environ()}
 
 
 class Launch:
@@ -96,7 +96,7 @@ class Launch:
 
     def check(self) -> None:
         """No process may run on, and no file may be half written."""
-        left = [process for each in self._started for process in each.left()]
+        left = [process for run in self._started for process in run.left()]
         named = [" ".join(process.cmdline()) for process in left]
         for process in left:
             process.kill()
@@ -162,7 +162,9 @@ class Job:
 
     def driver(self) -> psutil.Process:
         """The process that runs ``jobs.train``."""
-        (found,) = [each for each in self._cluster.processes("jobs.train", self._name) if "python" in each.name()]
+        (found,) = [
+            process for process in self._cluster.processes("jobs.train", self._name) if "python" in process.name()
+        ]
         return found
 
     def stop(self) -> None:
@@ -190,7 +192,7 @@ class Trained:
         """
         alone = [f"storage={folder / 'storage'}", "model.args.pause_s=0"]
         trained = cls.of(train_alone(*INTERRUPTED, *alone, processes=2))
-        assert [each["step"] for each in trained.records if "loss" in each] == list(range(1, STEPS + 1))
+        assert [record["step"] for record in trained.records if "loss" in record] == list(range(1, STEPS + 1))
         return trained
 
     @classmethod
@@ -212,7 +214,9 @@ def numbers_of(run_folder: Path) -> list[dict[str, Any]]:
 
 def state_of(checkpoint: Path) -> dict[str, str]:
     """sha256 of each of a checkpoint's tensors: weights, the optimizer's state, every rank's random numbers."""
-    return {name: hashlib.sha256(each.numpy().tobytes()).hexdigest() for name, each in tensors_of(checkpoint).items()}
+    return {
+        name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors_of(checkpoint).items()
+    }
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -225,7 +229,10 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 def newest_step(storage: Path, name: str = "") -> int:
     """Of the newest checkpoint of any run of the recipe that was written whole; 0 if there is none."""
     runs = storage.glob(f"runs/train/*-{name}*")
-    return max((each.step for run in runs for each in CheckpointStore(UPath(run / CHECKPOINTS)).committed()), default=0)
+    return max(
+        (checkpoint.step for run in runs for checkpoint in CheckpointStore(UPath(run / CHECKPOINTS)).committed()),
+        default=0,
+    )
 
 
 def newest_checkpoint(run_folder: Path) -> Path:

@@ -130,6 +130,7 @@ def prepare(config: DataConfig) -> LanguageData:
 
 def _split(documents: list[str], config: DataConfig) -> tuple[list[str], list[str]]:
     """Return a seeded split by document, so that no part of a validation document is trained on."""
+    # A legacy generator: NumPy guarantees that its permutations never change.
     order = np.random.RandomState(config.seed).permutation(len(documents))
     held_out = math.ceil(config.validation_fraction * len(documents))
     if not 0 < held_out < len(documents):

@@ -79,6 +79,7 @@ def read_step_time(trace: bytes, worker: int, steps: int) -> StepTime:
 
     timeline = _Timeline.of([*spans, *phases, *work, *collectives])
     owner = np.full(len(timeline.widths), _Share.OTHER)
+    # Later assignments win: the work of the GPU over the phase of the loop, and communication over both.
     for share, share_events in (*_by_share(phases, phases).items(), *_by_share(work, phases).items()):
         owner[timeline.covered(share_events)] = share
     computing, communicating = timeline.covered(work), timeline.covered(collectives)

@@ -184,5 +184,5 @@ def _cause(run_folder: UPath, error: ray.train.TrainingFailedError) -> str:
     died = sorted(rank for rank, failure in failures.items() if hasattr(failure, "health_check_failure"))
     if died:
         ranks = ", ".join(map(str, died))
-        return f"rank {ranks} died: the process was killed, for want of memory perhaps, or its node was lost"
+        return f"rank {ranks} died: the process was killed, perhaps because memory ran out, or its node was lost"
     return str(failures[min(failures)] if failures else error).strip().splitlines()[-1]

@@ -117,7 +117,7 @@ def export_checkpoint(run_folder: UPath, output: UPath, step: int | None = None)
         StorageError: the run has no such checkpoint, or no intact one, or ``output`` exists.
     """
     if output.exists():
-        raise StorageError(f"{str(output)!r} is there: give a folder that is not")
+        raise StorageError(f"{str(output)!r} exists: give a folder that does not")
     store = CheckpointStore(run_folder / CHECKPOINTS)
     chosen = store.newest_intact() if step is None else store.intact_of(step)
     if chosen is None:

@@ -133,6 +133,7 @@ def _begin(
 
     feed = Feed(data, config, layout, worker, activity)
     stack.callback(feed.close)
+    patient_report = watchdog.rest()(report)  # a search may answer only when its other trials have
     loop = Loop(
         config=config,
         total_steps=total_steps,
@@ -141,7 +142,7 @@ def _begin(
         feed=feed,
         checkpoints=checkpoints,
         sync=StepSync(worker, stop_signals, checkpoints.has_lost, poll_stop_request),
-        recorder=Recorder(config, worker.device, data.tokens_per_sample, watchdog.rest()(report), open_sinks, started),
+        recorder=Recorder(config, worker.device, data.tokens_per_sample, patient_report, open_sinks, started),
         meter=meter,
         profiler=stack.enter_context(profile_steps(config.profile, run_folder, worker.rank)),
         activity=activity,

@@ -128,6 +128,7 @@ def start_worker(config: TrainConfig) -> Worker:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
     if device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
+    # What torchrun and Ray Train set. Without them this process is alone.
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(name, value)
     if device == "gpu":
@@ -139,6 +140,7 @@ def start_worker(config: TrainConfig) -> Worker:
     if not config.torch_compile:
         define_muon_uncompiled()
     if not dist.is_initialized() and os.environ["WORLD_SIZE"] == "1":
+        # A store in memory needs no port. DeepSpeed would meet on one.
         dist.init_process_group(_backend(device), store=HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed(_backend(device), timeout=timeout, verbose=False)
     set_default_group_timeout(timeout)

@@ -183,13 +183,13 @@ class LedgerCnn(DropoutCnn):
     def trouble(self, pixel_values: Tensor) -> None:
         super().trouble(pixel_values)
         with (self.folder / str(os.getpid())).open("a", encoding="utf-8") as file:
-            file.writelines(f"{each}\n" for each in fingerprints(pixel_values))
+            file.writelines(f"{fingerprint}\n" for fingerprint in fingerprints(pixel_values))
 
 
 def fingerprints(pixel_values: Tensor) -> list[str]:
     """A short name for each picture, from its pixels."""
     pictures = pixel_values.detach().cpu().float().numpy()
-    return [hashlib.sha256(each.tobytes()).hexdigest()[:16] for each in pictures]
+    return [hashlib.sha256(picture.tobytes()).hexdigest()[:16] for picture in pictures]
 
 
 class WideMlp(nn.Module):

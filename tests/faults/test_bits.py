@@ -25,4 +25,4 @@ def test_twenty_steps_are_the_same_in_one_go_and_in_parts(launch: Launch, tmp_pa
                 fault.saw(f"{len(differing)} of {len(state)} differ")
                 assert not differing
                 assert numbers_of(tmp_path / plan / split) == numbers_of(whole)
-                assert [each["step"] for each in steps_of(whole)] == list(range(1, STEPS + 1))
+                assert [record["step"] for record in steps_of(whole)] == list(range(1, STEPS + 1))

@@ -54,7 +54,7 @@ def test_workers_die_at_the_first_step_between_two_checkpoints_and_at_the_last_s
             [(tmp_path / f"life_{life}").stat().st_mtime_ns / 1e9 for life in range(1, len(deaths) + 1)],
         )
         recovery_s = [life - death for death, life in zip(*moments, strict=True)]
-        fault.saw(f"on after {', '.join(f'{each:.1f}' for each in recovery_s[:2])} s; third: {failed['error']}")
+        fault.saw(f"on after {', '.join(f'{seconds:.1f}' for seconds in recovery_s[:2])} s; third: {failed['error']}")
         assert f"going on from step {2 * EVERY_STEPS} of {STEPS}" in first.output
         assert f"going on from step {STEPS - EVERY_STEPS} of {STEPS}" in again.output
         assert result["run_id"] == failed["run_id"]

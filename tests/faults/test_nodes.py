@@ -27,11 +27,13 @@ class Node:
         joined = run(
             *("ray", "start", f"--address=127.0.0.1:{cluster.state.gcs_port}", f"--num-cpus={cpus}"),
             *(f"--temp-dir={folder}", *ports, *options),
-            environment=min(before, key=lambda each: each.create_time()).environ(),
+            environment=min(before, key=lambda process: process.create_time()).environ(),
         )
         assert joined.returncode == 0, joined.stdout + joined.stderr
         joined_raylets = raylets(cluster) - before
-        self.raylet = min(joined_raylets, key=lambda each: each.create_time())  # its forks bear its name for a moment
+        self.raylet = min(
+            joined_raylets, key=lambda process: process.create_time()
+        )  # its forks bear its name for a moment
 
     @property
     def id(self) -> str:
@@ -50,11 +52,11 @@ class Node:
 
     def holds(self, pid: int) -> bool:
         """Whether a process is a worker of this node."""
-        return pid in [each.pid for each in self.raylet.children(recursive=True)]
+        return pid in [process.pid for process in self.raylet.children(recursive=True)]
 
 
 def raylets(cluster: Cluster) -> set[psutil.Process]:
-    return {each for each in cluster.processes("raylet", "--raylet_socket_name") if each.name() == "raylet"}
+    return {process for process in cluster.processes("raylet", "--raylet_socket_name") if process.name() == "raylet"}
 
 
 @pytest.fixture
@@ -70,7 +72,7 @@ def join(ray: Cluster, cpus: int) -> Iterator[Callable[[], Node]]:
 
     def start() -> Node:
         nodes.append(Node(ray, cpus))
-        wait_until(lambda: ray.cpus()[1] == cpus * (1 + sum(each.raylet.is_running() for each in nodes)))
+        wait_until(lambda: ray.cpus()[1] == cpus * (1 + sum(node.raylet.is_running() for node in nodes)))
         return nodes[-1]
 
     yield start
@@ -158,7 +160,7 @@ def test_a_run_shrinks_and_grows_with_the_cluster(
         fault.saw(f"on with 1 after {shrunk_s:.1f} s; {again.total()} samples done again")
         assert (result["status"], result["metrics"]["workers"]) == ("succeeded", 2)
         assert len(list(ledger.iterdir())) == 2 + 1 + 2
-        steps = [each["step"] for each in steps_of(folder)]
+        steps = [record["step"] for record in steps_of(folder)]
         assert steps == list(range(1, epochs * 22 + 1))
         assert not wanted - seen
         assert again.total() <= 2 * 2 * EVERY_STEPS * 64

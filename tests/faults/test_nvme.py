@@ -33,7 +33,7 @@ def test_it_is_the_model_of_offload_to_the_cpu_and_goes_on_with_the_same_bits(
         wait_until(lambda: newest_step(tmp_path / "nvme") >= 4 or killed.process.poll() is not None, timeout_s=600)
         os.kill(killed.ranks()[1], signal.SIGKILL)
         assert killed.ends() != 0
-        assert [each for each in disk.rglob("*.swp") if each.stat().st_size > 2**20], "nothing was swapped"
+        assert [file for file in disk.rglob("*.swp") if file.stat().st_size > 2**20], "nothing was swapped"
         result = train(launch, tmp_path / "nvme", *nvme).result()
         assert result["metrics"]["resumed_from_step"] >= 4
         assert Trained.of(result) == expected

@@ -10,6 +10,6 @@ from tests.tables import Faults
 def test_fifty_kills_leave_no_bad_checkpoint(launch: Launch, tmp_path: Path, faults: Faults) -> None:
     with faults("T6", "ranks are killed while they write, 50 times", "0 bad checkpoints are read") as fault:
         kills = require_survival(launch, tmp_path, kills=50)
-        at_random = [each for each in kills if each.moment not in MOMENTS]
-        fault.saw(f"{len(at_random)} kills, {sum(bool(each.torn) for each in at_random)} while writing, 0 bad")
-        assert sum(bool(each.torn) for each in at_random) >= 5, "hardly any was hit while it wrote"
+        at_random = [kill for kill in kills if kill.moment not in MOMENTS]
+        fault.saw(f"{len(at_random)} kills, {sum(bool(kill.torn) for kill in at_random)} while writing, 0 bad")
+        assert sum(bool(kill.torn) for kill in at_random) >= 5, "hardly any was hit while it wrote"

@@ -39,7 +39,7 @@ def test_two_processes_then_one_then_four(launch: Launch, tmp_path: Path, faults
         assert written_in(tmp_path / "parts") == expected(EPOCHS)
 
         steps, reference = steps_of(folder_of(parts)), steps_of(folder_of(whole))
-        assert [each["step"] for each in steps] == [each["step"] for each in reference]
+        assert [record["step"] for record in steps] == [record["step"] for record in reference]
         apart = [abs(one["loss"] - other["loss"]) / other["loss"] for one, other in zip(steps, reference, strict=True)]
         fault.saw(f"stopped at {stops}, then {apart[stops[0]]:.0e} apart, at most {max(apart):.0e}; no sample twice")
         assert max(apart[: stops[0]]) == 0.0

@@ -94,7 +94,7 @@ def die_at(event: str, path: str) -> None:
     """Have this process kill itself when it is about to do that."""
 
     def watch(name: str, arguments: tuple[object, ...]) -> None:
-        if name == event and any(re.search(path, str(each)) for each in arguments):
+        if name == event and any(re.search(path, str(argument)) for argument in arguments):
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
@@ -121,8 +121,8 @@ def is_whole(folder: UPath, step: int) -> bool:
 
 def begun(store: CheckpointStore) -> set[Checkpoint]:
     """Those that have a folder."""
-    named = (Checkpoint.named(each.name) for each in Path(store.folder.path).glob("*"))
-    return {each for each in named if each is not None}
+    named = (Checkpoint.named(folder.name) for folder in Path(store.folder.path).glob("*"))
+    return {checkpoint for checkpoint in named if checkpoint is not None}
 
 
 def end(survivor: int) -> None:
@@ -176,11 +176,11 @@ def require_survival(launch: Launch, folder: Path, kills: int) -> list[Kill]:
     assert job.ends(60 + 10 * kills) == 0, job.output
     found = [Kill.model_validate_json(line) for line in job.output.splitlines() if line.startswith("{")]
     assert len(found) == kills + len(MOMENTS)
-    for each in found:
-        assert each.is_whole, each
-        assert not each.committed or (each.newest and each.newest >= max(each.committed)), each
-        assert not set(each.left) & set(each.torn), each
-        assert all(f"checkpoint {torn.name} was never finished: removed" in job.output for torn in each.torn)
+    for kill in found:
+        assert kill.is_whole, kill
+        assert not kill.committed or (kill.newest and kill.newest >= max(kill.committed)), kill
+        assert not set(kill.left) & set(kill.torn), kill
+        assert all(f"checkpoint {torn.name} was never finished: removed" in job.output for torn in kill.torn)
     return found
 
 

@@ -75,8 +75,8 @@ def test_a_step_that_is_not_finite_stops_the_run_tells_and_can_be_left_out(
         (folder,) = storage.glob("runs/train/*")
         assert newest_step(storage) == NUMBER // 4 * 4
         logged = records_of(folder)
-        assert [each["step"] for each in logged] == list(range(1, 1 + len(logged)))
-        assert [each["step"] for each in logged if not math.isfinite(each[metric])] == [NUMBER + 1]
+        assert [record["step"] for record in logged] == list(range(1, 1 + len(logged)))
+        assert [record["step"] for record in logged if not math.isfinite(record[metric])] == [NUMBER + 1]
         (told,) = [json.loads(body) for _, body in receiver.requests]
         assert (told["rule"], told["step"], told["epoch"]) == (rule["when"], NUMBER + 1, 1)
         for checkpoint in folder.glob("checkpoints/*"):
@@ -86,9 +86,9 @@ def test_a_step_that_is_not_finite_stops_the_run_tells_and_can_be_left_out(
         result, printed = train(model, poison, *alerts, "train.non_finite=rollback")
         assert result["status"] == "succeeded", printed
         assert result["metrics"]["steps"] == EPOCHS * (STEPS - 1)
-        assert [each["step"] for each in steps_of(folder)] == list(range(1, 1 + 2 * (STEPS - 1)))
+        assert [record["step"] for record in steps_of(folder)] == list(range(1, 1 + 2 * (STEPS - 1)))
         for epoch in records_of(folder):
-            losses = [each["loss"] for each in steps_of(folder) if each["epoch"] == epoch["epoch"]]
+            losses = [record["loss"] for record in steps_of(folder) if record["epoch"] == epoch["epoch"]]
             assert "loss" in epoch or epoch["train_loss"] == pytest.approx(sum(losses) / len(losses))
         fault.saw(f"{printed.count('without this batch')} batches left out")
         assert printed.count("without this batch") == EPOCHS

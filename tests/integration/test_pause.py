@@ -28,7 +28,7 @@ def test_three_epochs_without_improvement_pause_the_run_and_tell_a_receiver(
     assert paused["status"] == "stopped"
     assert paused["metrics"]["paused"]
     (folder,) = (tmp_path / "storage").glob("runs/train/*")
-    *before, third, second, last = [each["train_loss"] for each in records_of(folder) if "train_loss" in each]
+    *before, third, second, last = [record["train_loss"] for record in records_of(folder) if "train_loss" in record]
     assert min(third, second, last) >= min(before), "three epochs brought nothing"
     headers, body = receiver.requests[1]
     signed = f"{headers['X-Rayloom-Timestamp']}.".encode() + body
@@ -62,4 +62,4 @@ def test_a_person_pauses_and_resumes(ray: Cluster) -> None:
     assert (result["status"], result["run_id"]) == ("succeeded", folder.name)
     assert result["metrics"]["resumed_from_step"] == paused["metrics"]["steps"]
     assert result["metrics"]["plan"]["zero_stage"] == 3, "it was 1 before"
-    assert [each["step"] for each in steps_of(folder)] == list(range(1, result["metrics"]["steps"] + 1))
+    assert [record["step"] for record in steps_of(folder)] == list(range(1, result["metrics"]["steps"] + 1))

@@ -68,8 +68,8 @@ def plain_losses(model_name: str, optimizer_name: str) -> list[float]:
     """
     config, model = TrainConfig.model_validate({"optimizer": OPTIMIZERS[optimizer_name]}), build(model_name)
     groups = [
-        {"params": [each for each in model.parameters() if each.ndim > 1], "weight_decay": 0.01},
-        {"params": [each for each in model.parameters() if each.ndim < 2], "weight_decay": 0.0},
+        {"params": [parameter for parameter in model.parameters() if parameter.ndim > 1], "weight_decay": 0.01},
+        {"params": [parameter for parameter in model.parameters() if parameter.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer: torch.optim.Optimizer
     if config.optimizer.name == "sgd":
@@ -144,7 +144,7 @@ def compare(row: Row, folder: UPath) -> dict[str, list[float]]:
 def go_on(row: Row, folder: UPath) -> dict[str, list[float]]:
     """Losses of the second half from each state in ``folder`` that the same optimizer left."""
     found = {}
-    for kept in sorted(each.name for each in folder.iterdir() if each.name.endswith(row.config.optimizer.name)):
+    for kept in sorted(path.name for path in folder.iterdir() if path.name.endswith(row.config.optimizer.name)):
         engine, layout = planned(row)
         load_checkpoint(engine, layout, CheckpointStore(folder / kept).folder_of(Checkpoint(HALF)))
         found[kept] = train(engine, layout, range(HALF, STEPS))

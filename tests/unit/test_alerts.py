@@ -79,7 +79,7 @@ def asked(alerts: Alerts, record: Record) -> Act:
 def test_rules_over_epochs(when: str, values: list[float], fires_after: list[int]) -> None:
     bench = Bench(when)
     bench.alerts.append(*epochs(when.split()[0], values))
-    assert [each.epoch for each in bench.told()] == fires_after
+    assert [notification.epoch for notification in bench.told()] == fires_after
 
 
 @pytest.mark.parametrize(
@@ -98,14 +98,14 @@ def test_rules_over_epochs(when: str, values: list[float], fires_after: list[int
 def test_rules_over_steps(when: str, values: list[float], fires_after: list[int]) -> None:
     bench = Bench(when)
     bench.alerts.append(*steps(when.split()[0], values))
-    assert [each.step for each in bench.told()] == fires_after
+    assert [notification.step for notification in bench.told()] == fires_after
 
 
 def test_a_step_is_in_an_epoch_that_is_not_over() -> None:
     bench = Bench("loss above 2 for 2 epochs")
     for step in range(1, 7):
         bench.alerts.append(Step(step=step, epoch=(step + 1) // 2, loss=3.0))
-    assert [each.step for each in bench.told()] == [5]
+    assert [notification.step for notification in bench.told()] == [5]
 
 
 def test_time_passes_on_the_clock() -> None:
@@ -113,7 +113,7 @@ def test_time_passes_on_the_clock() -> None:
     for now_s, loss in [(0, 1), (10, 3), (309, 3), (310, 3), (311, 1), (312, 3), (612, 3)]:
         bench.now_s = now_s
         bench.alerts.append(Step(step=now_s, loss=loss))
-    assert [each.step for each in bench.told()] == [310, 612]
+    assert [notification.step for notification in bench.told()] == [310, 612]
 
 
 def test_silence_is_noticed_once_and_again_after_a_report() -> None:
@@ -168,7 +168,9 @@ def test_what_is_no_number_counts_as_not_reported(capsys: pytest.CaptureFixture[
 def test_a_metric_within_another_is_known_by_its_path() -> None:
     bench = Bench("memory.peak_bytes above 10")
     bench.alerts.append(*(Step(step=peak, memory={"peak_bytes": peak}) for peak in (9, 10, 11)))
-    assert [(each.step, each.metric, each.value) for each in bench.told()] == [(11, "memory.peak_bytes", 11.0)]
+    assert [(notification.step, notification.metric, notification.value) for notification in bench.told()] == [
+        (11, "memory.peak_bytes", 11.0)
+    ]
 
 
 def test_the_log_has_a_line_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,16 +96,16 @@ def test_a_loss_that_is_not_finite_can_be_read_again() -> None:
 def test_all_weights_and_buffers_are_exported_whatever_the_model_calls_them(tmp_path: Path) -> None:
     model = {name: torch.rand(3) for name in ("rank_embedding.weight", "rank", "buffer", "parameter.weight")}
     buffers = {name: torch.rand(3) for name in ("weight", "norm.weight", "parameter")}
-    content = {parameter(name, WEIGHT): each for name, each in model.items()}
+    content = {parameter(name, WEIGHT): tensor for name, tensor in model.items()}
     content |= {parameter(name, "exp_avg"): torch.zeros(3) for name in model}
-    content |= {named: each for name, each in buffers.items() for named in (buffer(name), own(0, buffer(name)))}
+    content |= {named: tensor for name, tensor in buffers.items() for named in (buffer(name), own(0, buffer(name)))}
     save(content, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
     (tmp_path / STATE_FILE).write_text(state_at(0).model_dump_json(), encoding="utf-8")
     write_checksums(UPath(tmp_path))
     export_weights(UPath(tmp_path), tmp_path / "model.safetensors")
     exported = safetensors.torch.load_file(tmp_path / "model.safetensors")
     assert exported.keys() == model.keys() | buffers.keys()
-    assert all(torch.equal(exported[name], each) for name, each in (model | buffers).items())
+    assert all(torch.equal(exported[name], tensor) for name, tensor in (model | buffers).items())
 
 
 @pytest.mark.usefixtures("_process_group")
@@ -170,7 +170,7 @@ def write(store: CheckpointStore, step: int) -> Checkpoint:
 
 
 def steps(store: CheckpointStore) -> list[int]:
-    return [each.step for each in store.committed()]
+    return [checkpoint.step for checkpoint in store.committed()]
 
 
 def truncate(file: UPath) -> None:
@@ -204,8 +204,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
 
 
 def test_nothing_but_damaged_checkpoints_is_an_error_and_no_new_start(store: CheckpointStore) -> None:
-    for each in store.committed():
-        flip(store.folder_of(each) / "state.json")
+    for checkpoint in store.committed():
+        flip(store.folder_of(checkpoint) / "state.json")
     with pytest.raises(StorageError, match=r"all checkpoints .* are damaged: restore"):
         store.newest_intact()
 
@@ -230,7 +230,7 @@ def test_a_run_goes_on_however_often_the_same_step_is_damaged(store: CheckpointS
         store.sweep(after=found)
         assert steps(store) == [10, 20]
         write(store, 30)
-    aside = sorted(each.name for each in store.folder.iterdir() if each.name.startswith("damaged_"))
+    aside = sorted(path.name for path in store.folder.iterdir() if path.name.startswith("damaged_"))
     assert aside == [f"damaged_step_00000030{number}" for number in ("", "-2", "-3")]
     assert all((store.folder / name / "state.json").exists() for name in aside)
 
@@ -315,7 +315,7 @@ def test_slow_storage_is_heard_piece_by_piece(tmp_path: Path) -> None:
     with local_copy(folder, lambda: heard.append("down")) as local:
         assert (local / "large").stat().st_size == 2**24
     checksums_of([large], lambda: heard.append("sum"))
-    assert all(heard.count(each) >= 4 for each in ("up", "down", "sum"))
+    assert all(heard.count(event) >= 4 for event in ("up", "down", "sum"))
 
 
 @pytest.mark.usefixtures("_process_group")
@@ -372,7 +372,7 @@ def test_an_export_reads_each_byte_once(tmp_path: Path, has_pieces: bool) -> Non
     CountingStorage.bytes_read.clear()
     export_weights(folder, tmp_path / "model.safetensors")
     exported = safetensors.torch.load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(exported[name], each) for name, each in weights.items())
+    assert all(torch.equal(exported[name], tensor) for name, tensor in weights.items())
     assert CountingStorage.bytes_read[".distcp"] <= 1.2 * (folder / "__0_0.distcp").stat().st_size
     assert CountingStorage.bytes_read.total() <= 1.2 * (folder / "__0_0.distcp").stat().st_size
 

@@ -102,14 +102,14 @@ def start() -> Iterator[Start]:
         return started[-1]
 
     yield begin
-    for each in started:
-        each.kill()
-        each.join()
+    for process in started:
+        process.kill()
+        process.join()
 
 
 def files_of(builder: Answer) -> dict[str, int]:
     """When each file of the build was changed."""
-    return {each.name: each.stat().st_mtime_ns for each in builder.library.parent.iterdir()}
+    return {path.name: path.stat().st_mtime_ns for path in builder.library.parent.iterdir()}
 
 
 def test_a_build_that_was_killed_is_done_again_and_its_compiler_that_lives_on_harms_nothing(
@@ -129,7 +129,7 @@ def test_a_build_that_was_killed_is_done_again_and_its_compiler_that_lives_on_ha
     assert files_of(builder) == built
     assert load_extension(builder) == 42
     assert capfd.readouterr().out.count(f"compiling {builder.name} in {builder.library.parent}: ") == 2, "one a build"
-    left = {each.name for each in builder.library.parents[1].iterdir()}
+    left = {path.name for path in builder.library.parents[1].iterdir()}
     assert left == {builder.name, f"{builder.name}.rayloom.lock"}
 
 
@@ -144,7 +144,7 @@ def test_those_who_need_it_at_once_wait_for_the_one_that_builds_it_whoever_that_
     assert ours[0].is_alive()
     gate.take_away()
     gate.open()
-    for each in (stranger, *ours):
-        each.join(20)
-        assert each.exitcode == 0
+    for process in (stranger, *ours):
+        process.join(20)
+        assert process.exitcode == 0
     assert "compiling" not in capfd.readouterr().out

@@ -53,7 +53,7 @@ def test_a_layer_takes_six_operations_a_weight() -> None:
 
 def test_a_decoder_takes_what_the_formula_says() -> None:
     model = Decoder()
-    multiplied = sum(each.numel() for name, each in model.named_parameters() if "embedding" not in name)
+    multiplied = sum(parameter.numel() for name, parameter in model.named_parameters() if "embedding" not in name)
     expected = TOKENS * (6 * multiplied + 12 * LAYERS * HEADS * HEAD_SIZE * TOKENS)
     assert flops_per_sample(model, {"ids": torch.zeros(2, TOKENS, dtype=torch.int64)}) == expected
 

@@ -54,8 +54,8 @@ def smtp() -> Iterator[Callable[..., int]]:
         return int(controllers[-1].port)
 
     yield start
-    for each in controllers:
-        each.stop()
+    for controller in controllers:
+        controller.stop()
 
 
 def _free_port() -> int:

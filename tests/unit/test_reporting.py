@@ -89,16 +89,16 @@ def test_what_storage_refuses_is_written_with_the_next_and_only_once(
 ) -> None:
     log, file = MetricsLog(Mirror(UPath(tmp_path))), tmp_path / "metrics.jsonl"
     log.append(record(1))
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size * 3 // 2, most))  # as a full disk tears a line
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size * 3 // 2, hard_limit))  # as a full disk tears a line
     try:
         log.append(record(2))
         log.append(record(3), record(4))
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard_limit, hard_limit))
     assert not file.read_bytes().endswith(b"\n")
     log.append(record(5))
-    assert [each["step"] for each in records_of(tmp_path)] == [1, 2, 3, 4, 5]
+    assert [record["step"] for record in records_of(tmp_path)] == [1, 2, 3, 4, 5]
     assert capsys.readouterr().err.count("metrics.jsonl' cannot be written") == 1
 
 

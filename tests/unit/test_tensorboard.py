@@ -40,7 +40,7 @@ def read(folder: UPath, tmp_path: Path) -> dict[str, list[tuple[int, float]]]:
     copy = tmp_path / "copy"
     (folder / "tensorboard").copy(UPath(copy))
     events = EventAccumulator(str(copy)).Reload()
-    return {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -193,7 +193,9 @@ def test_models_that_cannot_be_built_are_refused(factory: str, args: dict[str, i
 
 def test_resnet50_has_its_size_and_answers_logits() -> None:
     model = build_model(ModelConfig(factory="app.models.image:resnet50"), {"num_labels": 1000, "channels": 3}).eval()
-    assert sum(each.numel() for each in model.parameters()) == 25_557_032  # of the paper's network, as in torchvision
+    assert (
+        sum(parameter.numel() for parameter in model.parameters()) == 25_557_032
+    )  # of the paper's network, as in torchvision
     assert logits_of(model(pixel_values=torch.zeros(2, 3, 64, 64))).shape == (2, 1000)
 
 

@@ -36,7 +36,7 @@ class Fragment:
     """
 
     name: str
-    cut: Slice
+    tensor_slice: Slice
     local_shape: tuple[int, ...]
     start: int
     length: int
@@ -70,12 +70,12 @@ def by_master(fragments: Iterable[Fragment]) -> list[list[Fragment]]:
 
 
 def _fragment(name: str, parameter: Any, part: HeldPart, layout: Layout, rank: int) -> Fragment:
-    cut = slice_of(parameter, layout.tensor_rank(rank))
+    tensor_slice = slice_of(parameter, layout.tensor_rank(rank))
     shape = tuple(unpartitioned_shape(parameter))
-    is_first_replica = layout.tensor_rank(rank) == 0 or cut.dim is not None
+    is_first_replica = layout.tensor_rank(rank) == 0 or tensor_slice.dim is not None
     is_written_here = part.is_partition or layout.data_rank(rank) == 0
     is_owned = is_first_replica and is_written_here and not is_pipeline_replica(parameter)
-    return Fragment(name, cut, shape, part.start, part.length, part.master, part.offset, is_owned)
+    return Fragment(name, tensor_slice, shape, part.start, part.length, part.master, part.offset, is_owned)
 
 
 def boxes_of(fragment: Fragment, flat: Tensor) -> Iterator[tuple[tuple[int, int], Tensor]]:
@@ -86,7 +86,7 @@ def boxes_of(fragment: Fragment, flat: Tensor) -> Iterator[tuple[tuple[int, int]
     Yields:
         The rectangle's first row and column in the whole matrix, and a view of ``flat`` of its shape.
     """
-    row0, column0 = _corner(fragment.cut)
+    row0, column0 = _corner(fragment.tensor_slice)
     width = _columns(fragment.local_shape)
     position, remaining = fragment.start, fragment.length
     elements = fragment.of(flat)
@@ -102,7 +102,7 @@ def boxes_of(fragment: Fragment, flat: Tensor) -> Iterator[tuple[tuple[int, int]
 def shards_of(fragment: Fragment, flat: Tensor, copy: bool) -> Shards:
     """Return a fragment's elements of ``flat`` as parts of the whole parameter: copies on the CPU, or views."""
     parts = {corner: part.to("cpu", copy=True) if copy else part for corner, part in boxes_of(fragment, flat)}
-    return Shards(matrix_shape(fragment.cut.whole_shape), parts)
+    return Shards(matrix_shape(fragment.tensor_slice.whole_shape), parts)
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -114,8 +114,11 @@ def _columns(shape: tuple[int, ...]) -> int:
     return int(torch.Size(shape[1:]).numel())
 
 
-def _corner(cut: Slice) -> tuple[int, int]:
-    return (cut.start, 0) if cut.dim == 0 else (0, cut.start) if cut.dim == 1 else (0, 0)
+def _corner(tensor_slice: Slice) -> tuple[int, int]:
+    """Return the slice's first row and column in the whole matrix."""
+    if tensor_slice.dim == 0:
+        return tensor_slice.start, 0
+    return (0, tensor_slice.start) if tensor_slice.dim == 1 else (0, 0)
 
 
 Corner = tuple[int, int]

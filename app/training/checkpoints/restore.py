@@ -53,6 +53,7 @@ def apply_state(engine: TrainingEngine, state: TrainState) -> None:
     refresh_weights(deepspeed)
     set_step(deepspeed, state.position.step)
     recall_cpu_adam_steps(deepspeed.basic_optimizer, state.optimizer_steps)
+    # The scheduler sets the learning rates only when it steps, which adds one.
     deepspeed.lr_scheduler.last_epoch = state.schedule_steps - 1
     with warnings.catch_warnings():
         # torch warns that the optimizer made no step before. An earlier process did.

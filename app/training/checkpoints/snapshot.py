@@ -59,7 +59,7 @@ def take_snapshot(
     if layout.data_rank(rank) == layout.tensor_rank(rank) == 0:
         content |= shared
     state = TrainState(
-        position=position.model_copy(deep=True),
+        position=position.model_copy(deep=True),  # the loop counts on while the snapshot is written
         epoch_order=EPOCH_ORDER,
         records=records,
         workers=layout.workers,
@@ -83,7 +83,7 @@ def master_tensors(optimizer: torch.optim.Optimizer, fragment: Fragment) -> dict
 
 def _shapes(fragments: list[Fragment]) -> dict[str, list[int]]:
     """Return the shapes of all parameters of the model. Collective."""
-    shapes = {fragment.name: list(fragment.cut.whole_shape) for fragment in fragments}
+    shapes = {fragment.name: list(fragment.tensor_slice.whole_shape) for fragment in fragments}
     return {name: shape for part in gather(shapes) for name, shape in part.items()}
 
 
