@@ -1,1 +1,1 @@
-"""One way to run a compiled model."""
+"""Inference engines: one interface for every runtime of compiled models."""

@@ -1,4 +1,8 @@
-"""What compiled models depend on of this machine."""
+"""The properties of this machine that compiled models depend on: its processor, its GPU and its granted cores.
+
+CPU time of containers is bounded by cgroups, not by affinity: Documentation/admin-guide/cgroup-v2.rst and
+Documentation/scheduler/sched-bwc.rst of the kernel.
+"""
 
 import math
 import os
@@ -17,11 +21,11 @@ _VNNI = {"avx512_vnni", "avx_vnni"}
 
 
 def architecture_of(device: Device, precision: ComputePrecision) -> str:
-    """The processor of this machine, as far as a model's numbers in ``precision`` depend on it.
+    """Return those properties of the processor that a model's numbers in ``precision`` depend on.
 
-    Of a GPU its compute capability, such as ``SM90``; of a CPU ``platform.machine()``. In int8 it matters whether an
-    x86 CPU has VNNI: without, a sum of two products of 8 bits saturates at 16, so that the same file gives other
-    answers (https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html, on VPMADDUBSW).
+    For a GPU this is its compute capability, such as ``SM90``. For a CPU it is ``platform.machine()``, and for int8 on
+    x86 also whether it has VNNI. Without VNNI, the sum of two 8-bit products saturates at 16 bits, so the same file
+    gives other answers (https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html, on VPMADDUBSW).
 
     Raises:
         EngineError: ``device`` is the GPU, and this machine has none.
@@ -37,22 +41,22 @@ def architecture_of(device: Device, precision: ComputePrecision) -> str:
 
 
 def compute_capability() -> str | None:
-    """Of this machine's GPU, such as ``SM90``; None where there is none."""
-    import torch  # which takes seconds, and only GPUs need
+    """Return the compute capability of this machine's GPU, such as ``SM90``; None without a GPU."""
+    import torch  # takes seconds, and only GPUs need it
 
     return "SM{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
 
 
 def usable_cores() -> int:
-    """The cores that this process may run on, or as many whole ones as its cgroups grant it CPU time for.
+    """Return the number of whole cores that affinity and cgroups grant this process, at least 1.
 
-    Threads that share less are stopped in turn, and the others wait for them.
+    With more threads than that, the kernel stops some in turn, and the others wait for them.
     """
     return max(1, math.floor(min(len(os.sched_getaffinity(0)), granted_cores())))
 
 
 def cpu_flags() -> frozenset[str]:
-    """What this CPU has, as Linux names it; nothing where the kernel lists nothing."""
+    """Return the CPU's features by their Linux names; an empty set if the kernel lists none."""
     try:
         lines = _CPU_INFO.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -66,14 +70,15 @@ _OWN = Path("/proc/self/cgroup")
 
 
 def granted_cores() -> float:
-    """Seconds of CPU time that this process has in a second; infinite where nothing bounds it."""
+    """Return the CPU time in seconds that cgroups grant this process per second; infinite without a limit."""
     return min(map(_quota, _cgroups()), default=math.inf)
 
 
 def _cgroups() -> Iterator[Path]:
-    """The folders of the cgroups that may bound it: its own, and those around, whose bound holds for all in them.
+    """Yield the folders of the cgroups that may limit this process: its own, and all around it.
 
-    In a container the path can be the host's, which is not there; then the mount itself is the container's cgroup.
+    In a container the path can be the host's, which does not exist there. Then the mount itself is the container's
+    cgroup.
     """
     for line in (_text(_OWN) or "").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -81,11 +86,11 @@ def _cgroups() -> Iterator[Path]:
             continue
         for mount in (_MOUNT / (controllers or "unified"), _MOUNT / "cpu" if controllers else _MOUNT):
             own = mount / path.lstrip("/")
-            yield from (each for each in (own, *own.parents) if each.is_relative_to(mount))
+            yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(mount))
 
 
 def _quota(cgroup: Path) -> float:
-    """Of one cgroup, in version 2 or 1."""
+    """Return the limit of one cgroup, of version 2 or 1, in cores."""
     quota, period = (_text(cgroup / "cpu.max") or "max 1").split()
     if quota == "max":
         quota, period = _text(cgroup / "cpu.cfs_quota_us") or "-1", _text(cgroup / "cpu.cfs_period_us") or "1"
@@ -93,7 +98,7 @@ def _quota(cgroup: Path) -> float:
 
 
 def _text(file: Path) -> str | None:
-    """None if it is not there, or not to be read."""
+    """Return the file's text; None if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
     except OSError:

@@ -1,4 +1,4 @@
-"""What every engine is, and what the engines have in common."""
+"""The interface of inference engines, their settings, and what their implementations share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,29 +22,29 @@ Member = TypeVar("Member")
 
 @dataclass(frozen=True)
 class Signature:
-    """The tensors that a model takes and gives."""
+    """The inputs and outputs of a model."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
 
     @property
     def length_axis(self) -> tuple[str, int] | None:
-        """The name of an input and its dynamic axis, other than that of the rows; None if input sizes are fixed."""
-        places = (
+        """The first input with a dynamic axis other than the rows, and that axis; None if input sizes are fixed."""
+        dynamic = (
             (spec.name, axis) for spec in self.inputs for axis, size in enumerate(spec.shape) if axis and size < 0
         )
-        return next(places, None)
+        return next(dynamic, None)
 
     def difference(self, expected: "Signature") -> str | None:
-        """What is other than expected, if anything is, as the end of a sentence.
+        """Return the difference from ``expected``, as the end of a sentence; None if there is none.
 
-        A size that varies here may be one that is fixed there.
+        A size that is dynamic here may be fixed there.
         """
         for verb, given, wanted in (
             ("takes", self.inputs, expected.inputs),
             ("gives", self.outputs, expected.outputs),
         ):
-            if not _fit({each.name: each for each in given}, {each.name: each for each in wanted}):
+            if not _fit({spec.name: spec for spec in given}, {spec.name: spec for spec in wanted}):
                 return f"{verb} {_listed(given)}, expected {_listed(wanted)}"
         return None
 
@@ -64,24 +64,24 @@ def _listed(specs: Sequence[TensorSpec]) -> str:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How a compiled model is run.
+    """Settings for running a compiled model.
 
     Raises:
         EngineError: a number is below 1.
     """
 
     precision: ComputePrecision = "fp32"
-    """What is computed in. Of int8 and fp8 the file says which layers; the others are float32."""
+    """The precision of the computation. For int8 and fp8 the file says which layers; the others are float32."""
     threads: int = 1
-    """Of the CPU, for each stream."""
+    """CPU threads of each stream."""
     streams: int = 1
-    """Batches that run at once; one more waits."""
+    """Batches that run concurrently; further ones wait."""
     device: Device = "cpu"
-    """Where ONNX Runtime and PyTorch run. OpenVINO runs on the CPU, TensorRT on the GPU."""
+    """The device of ONNX Runtime and PyTorch. OpenVINO always runs on the CPU, TensorRT on the GPU."""
     cache: Path | None = None
-    """A folder of this machine for what is compiled on loading, so that the next load is faster."""
+    """A local folder for results of compilation on loading, so that the next load is faster."""
     sha256: str | None = None
-    """Of the file, where it is known: what is compiled is kept under it. Else it is computed."""
+    """The file's sha256, the key in the cache. If not given, it is computed."""
 
     def __post_init__(self) -> None:
         if self.streams < 1 or self.threads < 1:
@@ -93,24 +93,24 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """As recipes and manifests write it."""
+        """The name in recipes and manifests."""
         ...
 
     @property
     def version(self) -> str:
-        """Of the library."""
+        """The version of the library."""
         ...
 
     @property
     def signature(self) -> Signature:
-        """What ``infer`` takes and gives."""
+        """The inputs and outputs of ``infer``."""
         ...
 
     def infer(self, inputs: Tensors) -> Tensors:
         """Run one batch; safe to call from several threads.
 
         Raises:
-            RequestError: an input is missing, not known, or of the wrong dtype or shape.
+            RequestError: an input is missing, unknown, or of the wrong dtype or shape.
             EngineError: the engine is closed, or its library failed.
         """
         ...
@@ -120,15 +120,19 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait for what runs, and give the memory back."""
+        """Wait for running batches, and free the memory."""
         ...
 
 
 def spec_of(path: Path, name: str, kind: str, dtypes: Mapping[str, str], shape: Sequence[int]) -> TensorSpec:
-    """The tensor ``name`` of the file ``path``, of which a library says that it is of ``kind``.
+    """Return the spec of tensor ``name`` in the file ``path``.
+
+    Args:
+        kind: the library's name of the tensor's type.
+        dtypes: numpy's names by the library's.
 
     Raises:
-        EngineError: ``dtypes``, numpy's names by the library's, does not have the kind.
+        EngineError: ``dtypes`` lacks the type.
     """
     if kind not in dtypes:
         raise EngineError(
@@ -140,7 +144,7 @@ def spec_of(path: Path, name: str, kind: str, dtypes: Mapping[str, str], shape: 
 
 @contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """Makes an EngineError that begins with ``what`` of whatever a library raises: each has classes of its own."""
+    """Turn any error of a library, each of which has its own classes, into an EngineError that starts with ``what``."""
     try:
         yield
     except RayloomError:
@@ -150,16 +154,16 @@ def library_errors(what: str) -> Iterator[None]:
 
 
 class PooledEngine(ABC, Generic[Member]):
-    """An engine of several streams: each is a member of a pool, which one thread at a time uses."""
+    """An engine with several streams, each of which is a member of a pool. One thread at a time uses a member."""
 
     def __init__(self, signature: Signature, members: Iterable[Member]) -> None:
-        """Make the members ready.
+        """Create the members.
 
         Args:
-            members: a generator, where making one can fail, such as for want of memory.
+            members: a generator if creating a member can fail, for example for lack of memory.
 
         Raises:
-            EngineError: the library cannot make one.
+            EngineError: the library cannot create one.
         """
         self._signature = signature
         with library_errors("the engine cannot be opened"):
@@ -189,11 +193,11 @@ class PooledEngine(ABC, Generic[Member]):
 
     @abstractmethod
     def _run(self, member: Member, inputs: Tensors) -> Tensors:
-        """Run a batch that fits the signature; the answer is the caller's to keep."""
+        """Run a batch that fits the signature. The caller owns the result."""
 
 
 class _Pool(Generic[Member]):
-    """Lends each of its members to one thread at a time; the last one given back is warm and goes out first."""
+    """Lend each member to one thread at a time. The last one returned is lent first, because its caches are warm."""
 
     def __init__(self, members: Iterable[Member]) -> None:
         self._free = list(members)
@@ -223,19 +227,19 @@ class _Pool(Generic[Member]):
 
 
 class ShapeProfile(BaseModel):
-    """The sizes that a model was measured at, and that a plan is built for.
+    """The sizes that a model was measured at, and that a TensorRT plan is built for.
 
     Raises:
-        CompileError: no number of rows, or sizes that do not ascend from 1 or more.
+        CompileError: there is no batch size, or sizes do not ascend from 1 or more.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     batch_sizes: tuple[int, ...]
-    """Numbers of rows; a plan pads batches up to the next."""
+    """Numbers of rows. A plan pads a batch to the next one."""
 
     lengths: tuple[int, ...] = ()
-    """Of rows, in tokens; none for inputs of one size."""
+    """Lengths of rows, in tokens; empty if inputs have one size."""
 
     @model_validator(mode="after")
     def _sizes_ascend(self) -> Self:
@@ -248,9 +252,9 @@ class ShapeProfile(BaseModel):
 
 
 def infer_many(engine: Engine, requests: Sequence[Tensors], max_rows: Callable[[Tensors], int]) -> list[Tensors]:
-    """Run requests together, and return the outputs of each, in order.
+    """Run many requests in as few calls as their shapes allow. Return the outputs of each, in order.
 
-    Requests share calls if their rows have the same shape. A request with more rows than one call takes several calls.
+    Requests share calls if their rows have the same shape. A request with too many rows for one call takes several.
 
     Args:
         max_rows: returns the maximum rows of a call for requests with the shape of its argument.
@@ -264,11 +268,11 @@ def infer_many(engine: Engine, requests: Sequence[Tensors], max_rows: Callable[[
                 stop = start + count_rows(piece)
                 answers[index].append(slice_rows(outputs, start, stop))
                 start = stop
-    return [concat_rows(each) for each in answers]
+    return [concat_rows(parts) for parts in answers]
 
 
 def _calls(requests: Sequence[Tensors], group: Sequence[int], max_rows: int) -> Iterator[list[tuple[int, Tensors]]]:
-    """Yield the pieces of each call for requests of one shape; those of a request stay in order."""
+    """Yield the pieces of each call for requests of one shape. The pieces of a request stay in order."""
     call: list[tuple[int, Tensors]] = []
     rows = 0
     for index in group:

@@ -1,4 +1,4 @@
-"""ONNX Runtime: the oracle that every variant's numbers are checked against, and an engine for CUDA."""
+"""ONNX Runtime: the reference runtime that checks every variant's numbers, and an engine for CUDA."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,14 +18,14 @@ _DTYPES = {
     **{f"tensor({sign}int{bits})": f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
 }
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "gpu": "CUDAExecutionProvider"}
-_OPTIONS = {"CUDAExecutionProvider": {"use_tf32": "0"}}  # by default it computes float32 with 10 bits of mantissa
+_OPTIONS = {"CUDAExecutionProvider": {"use_tf32": "0"}}  # TF32, the default, has a mantissa of only 10 bits
 
 
 class OnnxRuntimeEngine(PooledEngine[onnxruntime.InferenceSession]):
-    """One session, which runs ``settings.streams`` batches at once.
+    """One session, which runs ``settings.streams`` batches concurrently.
 
-    The file decides what is computed in, whatever ``settings.precision`` says. The threads of all streams are one
-    pool, so that a batch which runs alone has the use of all of them.
+    The file decides the precision, whatever ``settings.precision`` says. All streams share one pool of threads, so a
+    batch that runs alone uses all of them.
     """
 
     name = "onnxruntime"
@@ -35,13 +35,15 @@ class OnnxRuntimeEngine(PooledEngine[onnxruntime.InferenceSession]):
         """Load an ONNX file.
 
         Args:
-            entries: ONNX Runtime's session configuration, for what has no setting of ours.
+            entries: entries of ONNX Runtime's session configuration that our settings lack.
 
         Raises:
-            EngineError: the file cannot be loaded, has a tensor that numpy has not, or the device is not there.
+            EngineError: the file cannot be loaded or has a type that numpy lacks, or the device is missing.
         """
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = (settings.threads - 1) * settings.streams + 1  # each caller computes, too
+        options.intra_op_num_threads = (
+            settings.threads - 1
+        ) * settings.streams + 1  # the calling thread of each stream computes, too
         options.inter_op_num_threads = 1
         options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
         for key, value in (entries or {}).items():
@@ -56,10 +58,10 @@ class OnnxRuntimeEngine(PooledEngine[onnxruntime.InferenceSession]):
 
 
 def open_oracle(path: Path, threads: int | None = None) -> OnnxRuntimeEngine:
-    """An engine on the CPU, on all cores unless told otherwise, that computes what the file says, node by node.
+    """Open an engine on the CPU that runs the file node by node, by default on all cores.
 
-    Of quantised files it runs each QuantizeLinear and DequantizeLinear as it is written, in float32 between them;
-    fused, ONNX Runtime fails on float8 and is far off on float16 scales.
+    In quantized files it runs each QuantizeLinear and DequantizeLinear as written, in float32 between them. If ONNX
+    Runtime fuses them, it fails on float8 and is far off on float16 scales.
     """
     return OnnxRuntimeEngine(
         path, EngineSettings(threads=threads or usable_cores()), {"session.disable_quant_qdq": "1"}
@@ -74,9 +76,9 @@ def _open(path: Path, options: onnxruntime.SessionOptions, provider: str) -> onn
         )
     try:
         session = onnxruntime.InferenceSession(path, options, providers=[(provider, _OPTIONS.get(provider, {}))])
-    except Exception as error:  # its error classes are not public
+    except Exception as error:  # ONNX Runtime's error classes are not public
         raise EngineError(f"ONNX Runtime cannot load {str(path)!r}: {error}") from error
-    if (given := session.get_providers()[0]) != provider:  # it says so on stderr at most, and goes on
+    if (given := session.get_providers()[0]) != provider:  # ONNX Runtime falls back silently, or with a line on stderr
         raise EngineError(
             f"ONNX Runtime runs {str(path)!r} with {given} where {provider} was asked for: its libraries cannot be "
             "loaded; see the lines above"

@@ -26,8 +26,9 @@ _DTYPES = {
 class OpenVinoEngine(PooledEngine[openvino.InferRequest]):
     """A compiled model with one inference request for each stream.
 
-    Of an int8 file the quantised layers run in int8, the others in float32. What layers with weights alone in int8 are
-    given it rounds to 8 bits as it comes, in groups of 32 with a scale each (DYNAMIC_QUANTIZATION_GROUP_SIZE).
+    In an int8 file the quantized layers run in int8, the others in float32. If only a layer's weights are in int8,
+    OpenVINO rounds the layer's inputs to 8 bits at run time, in groups of 32 with a scale each
+    (DYNAMIC_QUANTIZATION_GROUP_SIZE).
     """
 
     name = "openvino"
@@ -37,8 +38,8 @@ class OpenVinoEngine(PooledEngine[openvino.InferRequest]):
         """Load an ONNX file.
 
         Raises:
-            EngineError: the file cannot be loaded or has a tensor that numpy has not; or the precision is one that
-                this CPU does not compute in, which OpenVINO would exchange for float32 without a word.
+            EngineError: the file cannot be loaded or has a type that numpy lacks; or this CPU does not compute in the
+                precision, for which OpenVINO would silently use float32.
         """
         if settings.device != "cpu":
             raise EngineError("OpenVINO runs on the CPU here: choose the device cpu, or another engine")
@@ -55,14 +56,14 @@ class OpenVinoEngine(PooledEngine[openvino.InferRequest]):
 
 
 def _load(path: Path, settings: EngineSettings) -> openvino.CompiledModel:
-    """Compile an ONNX file with the settings, and name the file if OpenVINO refuses it."""
+    """Compile an ONNX file. Raises EngineError, which names the file, if OpenVINO refuses it."""
     core = openvino.Core()
     _check_precision(core, settings.precision)
     properties: dict[str, str | int | bool] = {
         "INFERENCE_PRECISION_HINT": _HINTS[settings.precision],
         "INFERENCE_NUM_THREADS": settings.threads * settings.streams,
         "NUM_STREAMS": settings.streams,
-        # Else every process pins its threads from the first core on, and replicas share that one.
+        # With pinning, every process would start at the first core, and all replicas would share it.
         "ENABLE_CPU_PINNING": False,
     }
     try:
@@ -83,9 +84,9 @@ def _check_precision(core: openvino.Core, precision: ComputePrecision) -> None:
 def _compile(
     core: openvino.Core, path: Path, properties: dict[str, str | int | bool], settings: EngineSettings
 ) -> openvino.CompiledModel:
-    """Compile an ONNX file, or take what an earlier call kept of the same content.
+    """Compile an ONNX file, or read an earlier result for the same content from the cache.
 
-    OpenVINO's own CACHE_DIR is not used: it goes by the file's path, which is new whenever a version is fetched.
+    OpenVINO's own CACHE_DIR does not help: its key is the file's path, which changes whenever a version is fetched.
     """
     if settings.cache is None:
         return core.compile_model(path, _DEVICE, properties)
@@ -93,7 +94,7 @@ def _compile(
     content = settings.sha256 or sha256_of_file(path)
     kept = CacheFile.of(settings.cache, "openvino", openvino.__version__, *cpu, str(properties), content)
     if (compiled := kept.read()) is not None:
-        with suppress(RuntimeError):  # kept by another build of the same version
+        with suppress(RuntimeError):  # written by another build of the same version
             return core.import_model(compiled, _DEVICE, properties)
     model = core.compile_model(path, _DEVICE, properties)
     kept.write(model.export_model().getvalue())

@@ -1,4 +1,4 @@
-"""Every engine by its name; the library of one is imported when it is opened."""
+"""Engines by name. The library of an engine is imported when the engine is opened."""
 
 import importlib
 import importlib.util
@@ -15,7 +15,7 @@ from app.import_string import did_you_mean
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where an engine is, the packages of which it needs one, and the extra of ours that installs them, if any."""
+    """An engine's class, its devices, the packages of which it needs one, and our extra that installs them."""
 
     module: str
     class_name: str
@@ -48,27 +48,27 @@ _ENGINES: dict[str, _Entry] = {
 
 
 def installed_engines() -> tuple[str, ...]:
-    """The names of the engines whose library is installed; whether it finds its device shows when it is opened."""
+    """Return the engines whose library is installed. Whether its device exists shows only when an engine is opened."""
     return tuple(name for name, entry in _ENGINES.items() if entry.installed)
 
 
 def runs_plans(engine: EngineName) -> bool:
-    """Whether an engine runs plans, which are built for a GPU and for certain sizes."""
+    """Return whether an engine runs TensorRT plans, which are built for one GPU and for certain sizes."""
     return engine in PLAN_ENGINES
 
 
 def runs_module(engine: EngineName) -> bool:
-    """Whether an engine runs the trained module itself, and neither a plan nor an ONNX file."""
+    """Return whether an engine runs the trained module itself, not a plan or an ONNX file."""
     return engine == "torch"
 
 
 def devices_of(engine: EngineName) -> tuple[Device, ...]:
-    """Where an engine can run."""
+    """Return the devices that an engine can run on."""
     return _ENGINES[engine].devices
 
 
 def require_installed(name: str) -> None:
-    """Refuse an engine that no library here runs. Raises EngineError, naming what installs it."""
+    """Raise EngineError, with the command to install it, if the library of an engine is missing."""
     if name not in _ENGINES:
         raise EngineError(f"no engine is called {name!r}; {did_you_mean(name, list(_ENGINES))}")
     if not (entry := _ENGINES[name]).installed:
@@ -80,7 +80,7 @@ def require_installed(name: str) -> None:
 
 
 def open_engine(name: str, path: Path, settings: EngineSettings | None = None) -> Engine:
-    """Load a compiled model: an ONNX file, or for TensorRT a plan with its manifest beside it.
+    """Load a compiled model: an ONNX file, or a TensorRT plan with its manifest beside it.
 
     Raises:
         EngineError: no engine has this name, its library is not installed, or it cannot load the file.

@@ -1,4 +1,4 @@
-"""PyTorch: a module as it was trained, which compiled models are compared with."""
+"""PyTorch: the module as trained, the baseline for compiled models."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,23 +17,23 @@ from app.tensors import Tensors
 
 
 class TorchEngine(PooledEngine[nn.Module]):
-    """A module, run as it is; below float32 with autocast.
+    """A module, run with autocast in precisions below float32.
 
-    The number of threads is process-wide in PyTorch: the engine that was made last sets it. TF32 is also a process-wide
-    setting; it is turned off, so float32 is computed in float32.
+    The number of threads is process-wide in PyTorch: the last engine that is created sets it. TF32 is also a
+    process-wide setting. It is turned off, so that float32 means float32.
     """
 
     name = "torch"
     version: str = torch.__version__
 
     def __init__(self, model: nn.Module, signature: Signature, settings: EngineSettings) -> None:
-        """Put a module on its device, ready to run.
+        """Move a module to its device.
 
         Args:
             signature: the model's arguments by name, and the name of its one output.
 
         Raises:
-            EngineError: PyTorch does not compute in the precision, or the device is not there or too small.
+            EngineError: PyTorch does not compute in the precision, or the device is missing or too small.
         """
         if settings.precision not in TORCH_DTYPES:
             raise EngineError(f"PyTorch runs in {', '.join(TORCH_DTYPES)}: not in {settings.precision}")
@@ -57,7 +57,7 @@ class TorchEngine(PooledEngine[nn.Module]):
 
 
 class CompiledTorchEngine(TorchEngine):
-    """What ``torch.compile`` makes of a module, for batches of any size."""
+    """A module compiled by ``torch.compile``, for batches of any size."""
 
     def __init__(self, model: nn.Module, signature: Signature, settings: EngineSettings) -> None:
         super().__init__(cast(nn.Module, torch.compile(model, dynamic=True)), signature, settings)
@@ -68,9 +68,9 @@ class CompiledTorchEngine(TorchEngine):
 
 
 class _FastPath:
-    """That of ``nn.TransformerEncoder``, of whose output the compiler expects other strides.
+    """The fast path of ``nn.TransformerEncoder``, whose output has other strides than the compiler expects.
 
-    It is on or off for the whole process: the last of several calls at once puts it back.
+    It is a process-wide switch, so the last of several concurrent calls restores it.
     """
 
     def __init__(self) -> None:

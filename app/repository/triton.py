@@ -87,7 +87,7 @@ def _profiles(manifest: Manifest) -> list[str]:
     It opens each with ``max_batch_size`` rows, and so not those that are for more.
     """
     profiles = optimization_profiles(manifest.engine_key.profile)
-    return [str(index) for index, each in enumerate(profiles) if each.fewest <= manifest.serving.max_batch_size]
+    return [str(index) for index, ranges in enumerate(profiles) if ranges.min_rows <= manifest.serving.max_batch_size]
 
 
 def _dynamic_batching(manifest: Manifest) -> str:

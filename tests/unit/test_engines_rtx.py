@@ -194,7 +194,7 @@ def test_a_node_that_does_not_parse_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "shape", "words"),
     [
-        (TensorProto.BFLOAT16, ["rows", 2], "'given' is BF16, which numpy has not"),
+        (TensorProto.BFLOAT16, ["rows", 2], "'given' is BF16, which numpy lacks"),
         (TensorProto.FLOAT, [4, 2], "'given' has shape .4, 2.: expected rows that vary"),
         (TensorProto.FLOAT, ["rows", "length"], "give the lengths"),
     ],

@@ -1,4 +1,4 @@
-"""From an ONNX file to a plan: for the GPU present, or with TensorRT for RTX ahead of time for GPUs by name."""
+"""Builds plans from ONNX files: for the GPU in this machine, or with TensorRT for RTX ahead of time for named GPUs."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -18,15 +18,15 @@ from app.tensors import Tensor
 def build_plan(
     flavour: Flavour, onnx: Path, plan: Path, settings: BuildSettings, targets: tuple[str, ...] = ()
 ) -> PlanManifest:
-    """Build the plan of an ONNX file, and write it with its manifest beside it.
+    """Build the plan of an ONNX file, and write it and its manifest.
 
     Args:
-        targets: compute capabilities such as SM89, of TensorRT for RTX alone; none: that of the GPU present.
+        targets: compute capabilities such as SM89, for TensorRT for RTX only; empty for this machine's GPU.
 
     Raises:
         EngineError: the library cannot be loaded.
-        CompileError: a target is not one of the library's, the file does not parse, an input or output is not one
-            that engines take, or the build fails; the node, tensor or target is named.
+        CompileError: the library does not know a target, the file does not parse, engines do not take the type of an
+            input or output, or the build fails; the node, tensor or target is named.
     """
     library = load_library(flavour)
     machine = Machine(engine=flavour, engine_version=library.version, architectures=_architectures(library, targets))
@@ -54,7 +54,7 @@ def build_plan(
 
 
 def _architectures(library: Library, targets: tuple[str, ...]) -> tuple[str, ...]:
-    """What a plan is built for: the targets, else the GPU present."""
+    """Return the compute capabilities to build for: the targets, else this machine's GPU."""
     if targets and not library.targets:
         raise CompileError(f"{library.flavour} builds for the GPU present alone: leave out {', '.join(targets)}")
     present = compute_capability()
@@ -62,7 +62,7 @@ def _architectures(library: Library, targets: tuple[str, ...]) -> tuple[str, ...
     if not architectures:
         remedy = f"name one or more of {', '.join(library.targets)}" if library.targets else "build where it will run"
         raise CompileError(f"{library.flavour} has no target, and this machine has no GPU: {remedy}")
-    if library.targets and (unknown := [each for each in architectures if each not in library.targets]):
+    if library.targets and (unknown := [name for name in architectures if name not in library.targets]):
         raise CompileError(
             f"{library.flavour} {library.version} does not build for {unknown[0]}, only for "
             f"{', '.join(library.targets)}: build with tensorrt on a machine with that GPU"
@@ -73,27 +73,27 @@ def _architectures(library: Library, targets: tuple[str, ...]) -> tuple[str, ...
 def _builder(library: Library, errors: Collection[str]) -> Any:
     try:
         return library.trt.Builder(library.logger)
-    except TypeError as error:  # what the bindings make of a null pointer
+    except TypeError as error:  # the bindings' error for a null pointer
         raise CompileError(f"{library.flavour} cannot start to build: {'; '.join(errors)}") from error
 
 
 def _profiles(inputs: tuple[Tensor, ...], profile: ShapeProfile) -> tuple[Bounds, ...]:
-    """The bounds of each input in each optimisation profile."""
+    """Return the bounds of each input in each optimization profile."""
     varies = any(-1 in tensor.shape[1:] for tensor in inputs)
     if varies and not profile.lengths:
         raise CompileError("the model has a length that varies: give the lengths that the plan is built for")
     if profile.lengths and not varies:
         raise CompileError(f"the model has no length that varies: leave out the lengths {list(profile.lengths)}")
     return tuple(
-        {tensor.name: each.bounds(tensor.shape) for tensor in inputs} for each in optimization_profiles(profile)
+        {tensor.name: ranges.bounds(tensor.shape) for tensor in inputs} for ranges in optimization_profiles(profile)
     )
 
 
 def builder_config(library: Library, builder: Any, settings: BuildSettings, profiles: tuple[Bounds, ...]) -> Any:
-    """What the library is told of a plan, but for its targets. Raises CompileError if it refuses a profile."""
+    """Return the library's build configuration, without targets. Raises CompileError if it refuses a profile."""
     trt = library.trt
     config = builder.create_builder_config()
-    config.clear_flag(trt.BuilderFlag.TF32)  # set at first, it multiplies float32 with 10 bits of mantissa
+    config.clear_flag(trt.BuilderFlag.TF32)  # on by default, with a mantissa of only 10 bits
     if settings.sparse_weights:
         config.set_flag(trt.BuilderFlag.SPARSE_WEIGHTS)
     if settings.workspace_mb is not None:
@@ -108,10 +108,10 @@ def builder_config(library: Library, builder: Any, settings: BuildSettings, prof
 
 
 def _set_targets(library: Library, config: Any, architectures: tuple[str, ...]) -> None:
-    """Name every GPU, the one present too: with none named nothing is checked against a GPU."""
+    """Name every target, even this machine's GPU. Without targets the library checks nothing against a GPU."""
     if not library.targets:
         return
     config.num_compute_capabilities = len(architectures)
-    for index, each in enumerate(architectures):
-        if not config.set_compute_capability(library.trt.ComputeCapability.__members__[each], index):
-            raise CompileError(f"{library.flavour} {library.version} refuses the target {each}")
+    for index, architecture in enumerate(architectures):
+        if not config.set_compute_capability(library.trt.ComputeCapability.__members__[architecture], index):
+            raise CompileError(f"{library.flavour} {library.version} refuses the target {architecture}")

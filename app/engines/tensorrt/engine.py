@@ -1,4 +1,4 @@
-"""Plans on a GPU."""
+"""The engines that run TensorRT plans on a GPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from app.tensors import Tensors
 
 
 class TensorRtEngine(PooledEngine[Lane]):
-    """A plan, in ``settings.streams`` lanes. What is computed in was decided when it was built."""
+    """A plan, run in ``settings.streams`` lanes. Its precision was decided when it was built."""
 
     name: ClassVar[Flavour] = "tensorrt"
 
@@ -26,9 +26,8 @@ class TensorRtEngine(PooledEngine[Lane]):
         """Load a plan, and capture its graphs.
 
         Raises:
-            EngineError: the plan is damaged, or was built for another library, version, GPU or system, in which case
-                both sides are named; or the library cannot be loaded, or refuses the plan; or the GPU has too little
-                memory.
+            EngineError: the plan is damaged, or was built for another library, version, GPU or system (both sides are
+                named); the library cannot be loaded, or refuses the plan; or the GPU has too little memory.
         """
         content, manifest = read_plan(path)
         library = load_library(self.name)
@@ -42,7 +41,7 @@ class TensorRtEngine(PooledEngine[Lane]):
                 "build it here from its ONNX file"
             )
         with library_errors(f"{self.name} cannot load the plan {str(path)!r}"):
-            torch.cuda.set_device(0)  # makes the CUDA context in which the library works
+            torch.cuda.set_device(0)  # creates the CUDA context that the library uses
             engine = _deserialize(library, content, path)
             configuration = runtime_config(library, engine)
             plan = LoadedPlan(
@@ -60,7 +59,7 @@ class TensorRtEngine(PooledEngine[Lane]):
 
 
 class TensorRtRtxEngine(TensorRtEngine):
-    """The same of TensorRT for RTX, which compiles a plan's kernels when they are first used."""
+    """The engine of TensorRT for RTX, which compiles a plan's kernels at their first use."""
 
     name: ClassVar[Flavour] = "tensorrt_rtx"
 
@@ -74,10 +73,10 @@ def _deserialize(library: Library, content: bytes, path: Path) -> Any:
 
 
 def runtime_config(library: Library, engine: Any) -> Any:
-    """How contexts run: scratch memory is the lane's.
+    """Return the configuration of execution contexts. Their scratch memory belongs to the lane.
 
-    What compiles its kernels when they are run captures its graphs as well. It waits for the kernels that are made for
-    a shape: by default it goes on with others meanwhile, and those would be in the graph and in the file that is kept.
+    A library that compiles kernels at run time also captures graphs. It must wait for the kernels of each shape: by
+    default it starts with generic ones, and these would end up in the graph and in the cached file.
     """
     trt = library.trt
     configuration = engine.create_runtime_config()
@@ -97,9 +96,9 @@ def _kernel_file(settings: EngineSettings, manifest: PlanManifest, machine: Mach
 
 @contextmanager
 def _kernels_kept(library: Library, configuration: Any, file: CacheFile | None) -> Iterator[None]:
-    """Takes compiled kernels from ``file``, and keeps there what is compiled meanwhile.
+    """Read compiled kernels from ``file``, and write them back with those that are compiled meanwhile.
 
-    The library itself refuses those of another version, GPU or driver: then they are compiled again.
+    The library refuses kernels of another version, GPU or driver, and then compiles them again.
     """
     if file is None or not library.compiles_when_run:
         yield

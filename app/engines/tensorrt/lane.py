@@ -1,4 +1,4 @@
-"""What one batch at a time needs on the GPU: a stream, scratch memory, and for each size a context with buffers."""
+"""A lane runs one batch at a time on the GPU. It has a stream, scratch memory, and a context with buffers per size."""
 
 from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass
@@ -18,25 +18,25 @@ class LoadedPlan:
 
     manifest: PlanManifest
     new_context: Callable[[], Any]
-    """Makes an execution context, whose scratch memory the caller gives; None if it cannot."""
+    """Creates an execution context, or returns None. The caller provides its scratch memory."""
     scratch_bytes: int
-    """How much that is."""
+    """The size of that scratch memory."""
     captures_graphs: bool
     """Whether contexts capture CUDA graphs by themselves; else the lane does."""
     messages: MutableSequence[str]
-    """What the library has to say of failures; a lane empties it before each batch."""
+    """The library's error messages. A lane empties the list before each batch."""
 
     def check(self, done: bool, what: str) -> None:
-        """Raises EngineError unless ``done``, which is what calls of a context return."""
+        """Raise EngineError unless ``done``, the return value of a context's call."""
         if not done:
             raise EngineError(f"TensorRT refuses {what}: {'; '.join(self.messages) or 'it does not say why'}")
 
 
 class Lane:
-    """Runs one batch at a time. Lanes share nothing but the plan, so that each may have a thread of its own."""
+    """Run one batch at a time. Lanes share only the plan, so each may run in its own thread."""
 
     def __init__(self, gpu: Any, plan: LoadedPlan) -> None:
-        """Allocate, and capture a CUDA graph of each size that the plan is built for.
+        """Allocate memory, and capture a CUDA graph for each size that the plan is built for.
 
         Args:
             gpu: the module torch, which owns memory and streams.
@@ -53,16 +53,17 @@ class Lane:
             }
 
     def infer(self, inputs: Tensors) -> Tensors:
-        """Run a batch, padded up to the next number of rows that the plan is built for.
+        """Run a batch, padded to the next number of rows that the plan is built for.
 
-        A length between those that it is built for runs without a graph, in a context made for the call.
+        A length between those that it is built for runs without a graph, in a context created for the call.
 
         Raises:
             RequestError: the batch has more rows than the plan takes.
             EngineError: the library failed.
         """
         rows, length = self._rows_of(inputs), self._length_of(inputs)
-        self._plan.messages.clear()  # of all lanes: a reason that another waits for may go, none that is old is told
+        # All lanes share the messages. Another lane may lose its reason, but no lane reports an old one.
+        self._plan.messages.clear()
         with self._gpu.cuda.stream(self._stream):
             bound = self._captured.get((rows, length)) or self._bind(rows, length)
             return bound.run(inputs)
@@ -72,11 +73,12 @@ class Lane:
         for rows in self._profile.batch_sizes:
             if given <= rows:
                 return rows
-        most = self._profile.batch_sizes[-1]
-        raise RequestError(f"the batch has {given} rows: this engine was built for {most} at most")
+        raise RequestError(
+            f"the batch has {given} rows: this engine was built for {self._profile.batch_sizes[-1]} at most"
+        )
 
     def _length_of(self, inputs: Tensors) -> int:
-        """The length that varies, the same in every tensor that has one; 1 where none has."""
+        """Return the dynamic length, which all tensors that have one share; 1 if none has one."""
         given = [
             inputs[tensor.name].shape[axis]
             for tensor in self._plan.manifest.inputs
@@ -97,7 +99,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class _Buffer:
-    """A tensor's memory: pinned on the host, so that copies do not wait, and on the device."""
+    """A tensor's memory: pinned on the host, so that copies are asynchronous, and on the device."""
 
     host: Any
     device: Any
@@ -110,7 +112,7 @@ class _Buffer:
 
 
 class _Bound:
-    """A context bound to shapes and addresses, as a CUDA graph needs it. Runs on the current stream."""
+    """A context bound to fixed shapes and addresses, as a CUDA graph requires. It runs on the current stream."""
 
     def __init__(self, gpu: Any, plan: LoadedPlan, context: Any, stream: Any, rows: int, length: int) -> None:
         self._gpu, self._plan, self._context, self._stream = gpu, plan, context, stream
@@ -136,19 +138,19 @@ class _Bound:
         return buffer
 
     def capture(self) -> Self:
-        """Run once, since the first run allocates, and then record what is launched."""
+        """Run once, because the first run allocates memory. Then record the launches of a second run."""
         self._launch()
         self._stream.synchronize()
         if not self._plan.captures_graphs:
             graph = self._gpu.cuda.CUDAGraph()
-            # Thread-local: other lanes may run, and allocate, meanwhile.
+            # Thread-local, because other lanes may run and allocate memory meanwhile.
             with self._gpu.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 self._launch()
             self._graph = graph
         return self
 
     def run(self, inputs: Tensors) -> Tensors:
-        """Fill, run and read the buffers. Rows that pad repeat the last one, whose values are valid."""
+        """Fill the buffers, run, and read them. Padding repeats the last row, because its values are valid."""
         for name, buffer in self._inputs.items():
             rows = len(inputs[name])
             host = buffer.host.numpy()

@@ -1,4 +1,4 @@
-"""The two libraries behind one set of names, each loaded once a process."""
+"""TensorRT and TensorRT for RTX behind one interface, each loaded once per process."""
 
 import functools
 import importlib
@@ -13,7 +13,7 @@ from app.errors import EngineError
 
 Flavour = Literal["tensorrt", "tensorrt_rtx"]
 
-# The wheels on PyPI come in two parts: importing the first makes the libraries known that the second is linked with.
+# TensorRT for RTX has two wheels on PyPI: importing the first loads the libraries that the second is linked with.
 _MODULES: dict[Flavour, tuple[tuple[str, ...], ...]] = {
     "tensorrt": (("tensorrt",),),
     "tensorrt_rtx": (("tensorrt_rtx",), ("onnxruntime_ep_nv_tensorrt_rtx", "tensorrt_rtx_bindings")),
@@ -25,7 +25,7 @@ _MESSAGES_KEPT = 100
 
 
 class Library:
-    """One flavour of TensorRT: its module, its version, and the one logger that a process may have."""
+    """One flavour of TensorRT: its module, its version, and the only logger that a process may have."""
 
     def __init__(self, flavour: Flavour, trt: Any) -> None:
         self.flavour = flavour
@@ -37,20 +37,20 @@ class Library:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The compute capabilities that it builds for without their GPU; none if it builds for the GPU present."""
+        """The compute capabilities that it builds for without that GPU; empty if it builds only for this machine's."""
         named = getattr(self.trt, "ComputeCapability", None)
         return tuple(name for name in named.__members__ if name.startswith("SM")) if named else ()
 
     @property
     def compiles_when_run(self) -> bool:
-        """Whether kernels are compiled, and graphs captured, when a plan first runs: so does TensorRT for RTX."""
+        """True if it compiles kernels, and captures graphs, when a plan first runs, as TensorRT for RTX does."""
         return hasattr(self.trt, "IRuntimeCache")
 
     @contextmanager
     def errors(self) -> Iterator[deque[str]]:
-        """What the library says went wrong meanwhile, which is the only diagnosis there is.
+        """Collect the library's error messages, which are its only diagnosis.
 
-        One caller at a time: all share the logger.
+        One caller at a time, because all share the logger.
         """
         with self._lock:
             self.messages.clear()
@@ -59,7 +59,7 @@ class Library:
 
 @functools.cache
 def load_library(flavour: Flavour) -> Library:
-    """Import a flavour of TensorRT. Raises EngineError if it, or what it is linked with, is not there."""
+    """Import a flavour of TensorRT. Raises EngineError if it or a library that it is linked with is missing."""
     reasons = []
     for names in _MODULES[flavour]:
         try:

@@ -1,4 +1,4 @@
-"""What a plan was built from and for, written beside it: a plan says nothing before a GPU has loaded it."""
+"""The manifest beside a plan: its sources and target. The plan itself tells nothing before a GPU has loaded it."""
 
 import platform
 import sys
@@ -15,17 +15,17 @@ from app.storage import to_path, write_atomically
 from app.tensors import Tensor
 
 Bounds = dict[str, tuple[Shape, Shape, Shape]]
-"""The smallest, best and largest shape of each input in one optimisation profile."""
+"""The smallest, best and largest shape of each input in one optimization profile."""
 
 
 class FrozenModel(BaseModel):
-    """What a manifest holds."""
+    """Base of the parts of a manifest."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Machine(FrozenModel):
-    """What a plan depends on of the place where it runs; a plan may be for several ``architectures``."""
+    """The properties of a machine that a plan depends on. A plan may be built for several ``architectures``."""
 
     engine: str
     engine_version: str
@@ -37,7 +37,7 @@ class Machine(FrozenModel):
         return f"{self.engine} {self.engine_version} on {architectures}, {self.system}"
 
     def runs(self, plan: "Machine") -> bool:
-        """Whether this machine, which has one GPU or none, runs a plan that was built for ``plan``."""
+        """Return whether this machine, which has one GPU or none, runs a plan that was built for ``plan``."""
         return (
             bool(self.architectures)
             and set(self.architectures) <= set(plan.architectures)
@@ -46,19 +46,19 @@ class Machine(FrozenModel):
 
 
 class BuildSettings(FrozenModel):
-    """What a plan is built to be."""
+    """Settings of a build."""
 
     precision: ComputePrecision
-    """What the ONNX file computes in, whose types hold; named here for those who read the manifest."""
+    """The precision of the ONNX file, for readers of the manifest. The file's own types decide."""
     profile: ShapeProfile
     sparse_weights: bool = False
-    """Whether weights of which two in four are zero may run on kernels for such."""
+    """Whether weights with 2:4 sparsity may run on sparse kernels."""
     workspace_mb: int | None = None
-    """MiB of GPU memory that a layer may use while it runs; None: all there is."""
+    """MiB of GPU memory that a layer may use while it runs; None for no limit."""
 
 
 class PlanKey(FrozenModel):
-    """Everything that a plan's numbers and speed depend on: plans of one key can stand in for each other."""
+    """Everything that a plan's numbers and speed depend on. Plans with the same key are interchangeable."""
 
     machine: Machine
     onnx_sha256: str
@@ -66,7 +66,7 @@ class PlanKey(FrozenModel):
 
 
 class PlanManifest(FrozenModel):
-    """A plan's key, its checksum, its tensors, and the shapes of its optimisation profiles."""
+    """A plan's key, its checksum, its tensors, and the shapes of its optimization profiles."""
 
     key: PlanKey
     plan_sha256: str
@@ -76,7 +76,7 @@ class PlanManifest(FrozenModel):
 
     @property
     def signature(self) -> Signature:
-        """What the engine takes and gives."""
+        """The inputs and outputs of the engine."""
         longest = max(self.key.settings.profile.lengths, default=None)
         return Signature(
             tuple(tensor.spec(longest) for tensor in self.inputs), tuple(tensor.spec() for tensor in self.outputs)
@@ -84,18 +84,18 @@ class PlanManifest(FrozenModel):
 
 
 def manifest_path(plan: Path) -> Path:
-    """``model.plan.json`` of ``model.plan``."""
+    """Return the path of a plan's manifest: ``model.plan.json`` for ``model.plan``."""
     return plan.with_name(f"{plan.name}.json")
 
 
 def write_plan(path: Path, plan: bytes, manifest: PlanManifest) -> None:
-    """Write a plan and its manifest, which is last: a plan without one is refused."""
+    """Write a plan, then its manifest, without which a plan is refused."""
     write_atomically(to_path(path), plan)
     write_atomically(to_path(manifest_path(path)), manifest.model_dump_json(indent=1).encode())
 
 
 def read_plan(path: Path) -> tuple[bytes, PlanManifest]:
-    """A plan and its manifest.
+    """Return a plan and its manifest.
 
     Raises:
         EngineError: one of them is missing or damaged.
@@ -106,7 +106,7 @@ def read_plan(path: Path) -> tuple[bytes, PlanManifest]:
         return read_verified(to_path(path), manifest.plan_sha256), manifest
     except FileNotFoundError as error:
         raise EngineError(f"the plan {str(path)!r} has no {beside.name} beside it: build it again") from error
-    except (ValidationError, CompileError) as error:  # of sizes that cannot be ShapeProfile raises its own
+    except (ValidationError, CompileError) as error:  # ShapeProfile raises CompileError for invalid sizes
         raise EngineError(f"{str(beside)!r} is not a plan's manifest ({error}): build the plan again") from error
     except StorageError as error:
         raise EngineError(f"the plan {error}") from error

@@ -1,4 +1,4 @@
-"""An ONNX file as TensorRT reads it, and the names, types and shapes that only this reading tells without a GPU."""
+"""ONNX files as TensorRT parses them. Without a GPU, only the parser tells the names, types and shapes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ _DTYPES: dict[str, Dtype] = {
 
 @dataclass(frozen=True)
 class Network:
-    """A parsed file; ``definition`` is the library's."""
+    """A parsed file. ``definition`` is the library's object."""
 
     definition: Any
     inputs: tuple[Tensor, ...]
@@ -29,10 +29,10 @@ class Network:
 
 
 def parse_network(library: Library, builder: Any, onnx: Path) -> Network:
-    """Read an ONNX file, whose types hold: nothing is computed in others.
+    """Parse an ONNX file. The network is strongly typed: its computation follows the file's types.
 
     Raises:
-        CompileError: it does not parse, or an input or output is not one that engines take; it is named.
+        CompileError: it does not parse, or engines do not take the type of an input or output; it is named.
     """
     trt = library.trt
     definition = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
@@ -49,8 +49,8 @@ def parse_network(library: Library, builder: Any, onnx: Path) -> Network:
 def _problems(parser: Any) -> str:
     problems = [parser.get_error(index) for index in range(parser.num_errors)]
     return "; ".join(
-        f"node {each.node_name()!r} ({each.node_operator()}): {each.desc()}" if each.node_name() else each.desc()
-        for each in problems
+        f"node {error.node_name()!r} ({error.node_operator()}): {error.desc()}" if error.node_name() else error.desc()
+        for error in problems
     )
 
 
@@ -58,7 +58,7 @@ def _tensor(tensor: Any) -> Tensor:
     shape = tuple(tensor.shape)
     if tensor.dtype.name not in _DTYPES:
         raise CompileError(
-            f"{tensor.name!r} is {tensor.dtype.name}, which numpy has not: cast it to float32 in the ONNX file"
+            f"{tensor.name!r} is {tensor.dtype.name}, which numpy lacks: cast it to float32 in the ONNX file"
         )
     if shape[:1] != (-1,) or tensor.is_shape_tensor:
         raise CompileError(
