@@ -1,4 +1,4 @@
-"""The names that point to versions of a model."""
+"""Aliases: names that point to versions of a model."""
 
 from typing import Literal, Self
 
@@ -9,39 +9,42 @@ Alias = Literal["production", "canary", "shadow"]
 
 
 class Aliases(BaseModel):
-    """Which version each alias names, and the numbers that are gone for good."""
+    """The version of each alias, and the numbers of deleted versions."""
 
     production: int | None = None
     canary: int | None = None
-    """What is tried on some of the requests."""
+    """The version that gets some of the requests, as a trial."""
 
     shadow: int | None = None
-    """What is tried on copies of requests."""
+    """The version that gets copies of requests, as a trial."""
 
     previous: int | None = None
-    """What was in production before: where a rollback goes."""
+    """The version that was in production before, the target of a rollback."""
 
     deleted: tuple[int, ...] = ()
-    """Numbers that no version gets again."""
+    """Numbers that are never used again."""
 
     def of(self, version: int) -> list[str]:
-        """The aliases of a version."""
-        named = {
+        """Return the aliases of a version."""
+        versions = {
             "production": self.production,
             "canary": self.canary,
             "shadow": self.shadow,
             "previous": self.previous,
         }
-        return [alias for alias, number in named.items() if number == version]
+        return [alias for alias, number in versions.items() if number == version]
 
     def promoted(self, version: int, alias: Alias) -> Self:
-        """With an alias on another version; production remembers what it was, and its version is tried no more."""
+        """Return the aliases with ``alias`` moved to a version.
+
+        Promoting a version to production clears its canary and shadow aliases, and records the previous version.
+        """
         if alias != "production":
             return self.model_copy(update={alias: version})
-        tried = {each: None for each in ("canary", "shadow") if getattr(self, each) == version}
+        cleared = {role: None for role in ("canary", "shadow") if getattr(self, role) == version}
         previous = self.previous if version == self.production else self.production
-        return self.model_copy(update={"production": version, "previous": previous, **tried})
+        return self.model_copy(update={"production": version, "previous": previous, **cleared})
 
     def without(self, version: int) -> Self:
-        """With a number given up."""
+        """Return the aliases with a version recorded as deleted."""
         return self.model_copy(update={"deleted": tuple(sorted({*self.deleted, version}))})

@@ -1,4 +1,4 @@
-"""The manifest of a version: what it is, where it came from, and how it is served."""
+"""The manifest of a version: its contents, its lineage, and its defaults for serving."""
 
 from datetime import datetime
 from typing import Literal, Self
@@ -17,17 +17,17 @@ MODEL_FILE, PLAN_FILE = "model.onnx", "model.plan"
 
 
 class Quantization(BaseModel):
-    """How a model became int8 or fp8."""
+    """The quantization of a model to int8 or fp8."""
 
     method: CalibrationMethod
     smoothing: float
-    """How far outliers of activations were moved into weights, from 0, not at all, to 1."""
+    """The degree to which outliers of activations were moved into weights, from 0 (none) to 1."""
 
     exempt: tuple[str, ...]
-    """Nodes that were left in float."""
+    """Nodes that stayed in float."""
 
     weights_only: bool = False
-    """Whether the weights of these are in int8 all the same, and only what they are given is in float in the file."""
+    """Whether the weights of exempt nodes are in int8 all the same, so that only their inputs are float."""
 
     def __str__(self) -> str:
         but = " but for weights" if self.weights_only else ""
@@ -35,23 +35,23 @@ class Quantization(BaseModel):
 
 
 class EngineKey(BaseModel):
-    """What a compiled model was made of, and for."""
+    """The source of a compiled model, and its target machine."""
 
     onnx_sha256: str
-    """Of the ONNX file; of what PyTorch runs, of the weights."""
+    """The sha256 of the ONNX file; for the engine torch, of the weights."""
 
     precision: ComputePrecision
     engine: EngineName
     engine_version: str
     device: Device
     architecture: str
-    """As ``app.engines.architecture.architecture_of`` says it."""
+    """The result of ``app.engines.architecture.architecture_of``."""
 
     profile: ShapeProfile
 
     @property
     def file(self) -> str:
-        """The file of a version that the engine opens."""
+        """The file of the version that the engine opens."""
         if runs_plans(self.engine):
             return PLAN_FILE
         return WEIGHTS_FILE if runs_module(self.engine) else MODEL_FILE
@@ -61,11 +61,11 @@ class EngineKey(BaseModel):
 
 
 class Lineage(BaseModel):
-    """Where a version came from."""
+    """The origin of a version."""
 
     train_run: str
     trial: str | None = None
-    """The trial of a search whose values the training used; None if it used none."""
+    """The trial of a search whose values the training used, if any."""
 
     compile_run: str
     recipe: str
@@ -74,11 +74,11 @@ class Lineage(BaseModel):
 
 
 class ServingDefaults(BaseModel):
-    """How a version is best served, unless somebody knows better."""
+    """The measured settings for serving a version. A recipe can override them."""
 
     max_batch_size: PositiveInt
     max_batch_size_by_length: dict[PositiveInt, PositiveInt] = {}
-    """The maximum at each length that was measured; empty if inputs have one length, or it was not recorded."""
+    """The maximum at each measured length. Empty if inputs have one length, or in versions without this record."""
 
     preferred_batch_sizes: tuple[PositiveInt, ...] = ()
     timeout_us: NonNegativeInt
@@ -86,7 +86,7 @@ class ServingDefaults(BaseModel):
 
     replicas: PositiveInt
     threads: PositiveInt
-    """Of one replica's engine."""
+    """Threads of one replica's engine."""
 
     @model_validator(mode="after")
     def _no_size_is_beyond_the_largest(self) -> Self:
@@ -103,23 +103,23 @@ class ServingDefaults(BaseModel):
         return self
 
     def overridden(self, config: ServeConfig) -> "ServingDefaults":
-        """What a recipe says, and where it says nothing what is said here; of a range of replicas the most.
+        """Return these settings with those of a recipe in their place. For a range of replicas, take the maximum.
 
-        If a recipe sets ``max_batch_size`` or preferred sizes, they apply to rows of every length.
-        Other replicas share the cores that these were measured on, unless the recipe says their threads too. Of a model
-        that is sharded compile measured neither: it has one replica, and each process the threads that it reserves.
+        ``max_batch_size`` and preferred sizes of a recipe apply to rows of every length. Another number of replicas
+        shares the cores that were measured, unless the recipe sets ``threads``. Compile does not measure sharded
+        models: they have one replica, and each process has the threads that it reserves.
         """
         batching, sharded = config.batching, config.tensor_parallel
         measured = 1 if sharded else self.replicas
         _, replicas = config.replica_range or (measured, measured)
         threads = int(sharded.cpus_per_process) if sharded else self.replicas * self.threads // replicas
-        most = batching.max_batch_size or self.max_batch_size
+        max_batch_size = batching.max_batch_size or self.max_batch_size
         preferred = batching.preferred_batch_sizes
         if preferred is None:
-            preferred = [size for size in self.preferred_batch_sizes if size <= most]
+            preferred = [size for size in self.preferred_batch_sizes if size <= max_batch_size]
         is_measured = batching.max_batch_size is None and not batching.preferred_batch_sizes
         return ServingDefaults(
-            max_batch_size=most,
+            max_batch_size=max_batch_size,
             max_batch_size_by_length=self.max_batch_size_by_length if is_measured else {},
             preferred_batch_sizes=tuple(preferred),
             timeout_us=self.timeout_us if batching.timeout_us is None else batching.timeout_us,
@@ -129,7 +129,7 @@ class ServingDefaults(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """What a publisher knows of a model: what it is, where it came from, and how it measured up."""
+    """The publisher's description of a model: its contents, its lineage and its measurements."""
 
     task: str
     engine_key: EngineKey
@@ -138,7 +138,7 @@ class ModelCard(BaseModel):
     outputs: tuple[Tensor, ...]
     serving: ServingDefaults
     quantization: Quantization | None = None
-    """None: it is in float."""
+    """None for a model in float."""
 
     accuracy: float
     """Accuracy of the published model on the test split; without one, on the validation split that chose it."""
@@ -150,27 +150,29 @@ class ModelCard(BaseModel):
     """Rows of that split; None in versions that were published before it was recorded."""
 
     max_difference: float
-    """Of a logit from PyTorch's, the largest on the validation split."""
+    """Largest absolute difference of a logit from PyTorch's, on the validation split."""
 
     cosine: float
-    """Of a row's logits to PyTorch's, the mean on the validation split."""
+    """Mean cosine similarity of a row's logits to PyTorch's, on the validation split."""
 
     @property
     def signature(self) -> Signature:
-        """What the model takes and gives."""
-        return Signature(tuple(each.spec() for each in self.inputs), tuple(each.spec() for each in self.outputs))
+        """The inputs and outputs of the model."""
+        return Signature(
+            tuple(tensor.spec() for tensor in self.inputs), tuple(tensor.spec() for tensor in self.outputs)
+        )
 
     def served(self, config: ServeConfig) -> ServingDefaults:
-        """How the model is served: as the recipe says, and where it says nothing as compile measured.
+        """Return the settings for serving: the recipe's, or else those that compile measured.
 
         Raises:
-            RecipeError: a batch may have more rows than the plan takes, or fewer than are preferred.
+            RecipeError: ``max_batch_size`` is above the limit of the TensorRT plan, or below a preferred size.
         """
-        most = config.batching.max_batch_size or self.serving.max_batch_size
-        if max(preferred := config.batching.preferred_batch_sizes or [1]) > most:
+        max_batch_size = config.batching.max_batch_size or self.serving.max_batch_size
+        if max(preferred := config.batching.preferred_batch_sizes or [1]) > max_batch_size:
             raise RecipeError(
-                f"serve.batching.preferred_batch_sizes are {list(preferred)}: expected {most} at most, which is "
-                "max_batch_size"
+                f"serve.batching.preferred_batch_sizes are {list(preferred)}: expected {max_batch_size} at most, "
+                "which is max_batch_size"
             )
         serving, built = self.serving.overridden(config), max(self.engine_key.profile.batch_sizes)
         if runs_plans(self.engine_key.engine) and serving.max_batch_size > built:
@@ -188,6 +190,6 @@ class Manifest(ModelCard):
     version: int
     created: datetime
     size_bytes: int
-    """Of all its files."""
+    """Total size of its files."""
 
     files: dict[str, str]

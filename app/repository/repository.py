@@ -1,4 +1,4 @@
-"""Versions of models in storage: ``models/<name>/<version>/``, whole or not there at all."""
+"""Versions of models in storage: ``models/<name>/<version>/``, each complete or absent."""
 
 import secrets
 from collections.abc import Callable, Collection
@@ -31,18 +31,18 @@ class ListedVersion:
 
 
 class Repository:
-    """The models under a root of storage, which ``open_storage`` has opened."""
+    """The models under a root of storage that ``open_storage`` returned."""
 
     def __init__(self, storage: UPath) -> None:
         self._root = storage / "models"
 
     def names(self) -> list[str]:
-        """The models that have a version."""
-        return [name for name, newest in self._of_each_model(self._newest).items() if newest is not None]
+        """Return the names of the models that have a version."""
+        return [name for name, newest in self._for_all_models(self._newest).items() if newest is not None]
 
     def list_versions(self) -> list[ListedVersion]:
         """List every published version of every model, by name and number. Raises StorageError as ``aliases`` does."""
-        numbers = {name: found for name, found in self._of_each_model(self._numbers).items() if found}
+        numbers = {name: found for name, found in self._for_all_models(self._numbers).items() if found}
         aliases = dict(zip(numbers, map_concurrently(self._root, self.aliases, numbers), strict=True))
 
         def listed(name: str, number: int) -> ListedVersion | None:
@@ -58,37 +58,37 @@ class Repository:
         return list(filter(None, map_concurrently(self._root, lambda version: listed(*version), versions)))
 
     def versions(self, name: str) -> list[int]:
-        """The published versions of a model, ascending. Raises StorageError if there are none."""
+        """Return the published versions of a model, ascending. Raises StorageError if there are none."""
         if published := self._published(name):
             return published
         raise self._no_model(name)
 
     def folder(self, name: str, version: int) -> UPath:
-        """Where a version lies."""
+        """Return the folder of a version."""
         return self._root / name / str(version)
 
     def manifest(self, name: str, version: int) -> Manifest:
-        """The manifest of a version. Raises StorageError if there is none, or it was changed."""
+        """Return the manifest of a version. Raises StorageError if it is missing or was changed."""
         try:
             return read_manifest(self.folder(name, version))
         except FileNotFoundError as error:
             raise self._no_version(name, version) from error
 
     def publish(self, name: str, files: UPath, card: ModelCard) -> Manifest:
-        """Add the files of a folder as the next version, all at once, and return its manifest.
+        """Publish the files of a folder as the next version, atomically, and return its manifest.
 
-        Publishers at once get a number each; a number is not given twice, even if its version is deleted.
+        Concurrent publishers get different numbers. A number is never reused, even if its version is deleted.
         """
         manifest = add_version(self._root / name, files, card, lambda: self._next_number(name))
         self._write_config(name)
         return manifest
 
     def aliases(self, name: str) -> Aliases:
-        """The aliases of a model. Raises StorageError if their file was changed by hand and is none any more."""
+        """Return the aliases of a model. Raises StorageError if their file is not valid any more."""
         return self._parsed_aliases(name, read(self._root / name / ALIASES_FILE) or b"")
 
     def production(self, name: str) -> int:
-        """The version in production. Raises StorageError if there is none."""
+        """Return the version in production. Raises StorageError if there is none."""
         version = self.aliases(name).production
         if version is None:
             raise StorageError(
@@ -98,7 +98,7 @@ class Repository:
         return version
 
     def candidate(self, name: str, alias: Role) -> int:
-        """The version that is the canary or the shadow. Raises StorageError if there is none."""
+        """Return the version that is the canary or the shadow. Raises StorageError if there is none."""
         version: int | None = getattr(self.aliases(name), alias)
         if version is None:
             raise StorageError(
@@ -108,13 +108,13 @@ class Repository:
         return version
 
     def current(self, name: str) -> int:
-        """The version in production, else the newest. Raises StorageError if there is none."""
+        """Return the version in production, else the newest. Raises StorageError if there is none."""
         if current := self.aliases(name).production or self._newest(name):
             return current
         raise self._no_model(name)
 
     def promote(self, name: str, version: int, alias: Alias = "production") -> Aliases:
-        """Give a version an alias and return all of the model. Raises StorageError if it is not published."""
+        """Move an alias to a version, and return the model's aliases. Raises StorageError if it is not published."""
         self._require(name, version)
 
         def promoted(aliases: Aliases) -> Aliases:
@@ -127,10 +127,10 @@ class Repository:
         return self.aliases(name)
 
     def rollback(self, name: str) -> Aliases:
-        """Put what was in production before into production again; once more, and it is as it was.
+        """Return the previous version to production. A second rollback undoes the first.
 
         Raises:
-            StorageError: nothing was in production before.
+            StorageError: no other version was in production before.
         """
         previous = self.aliases(name).previous
         if previous is None:
@@ -141,17 +141,17 @@ class Repository:
         return self.promote(name, previous)
 
     def delete(self, name: str, version: int) -> None:
-        """Remove a version for good. Raises StorageError if it is not there, or an alias names it."""
+        """Delete a version. Raises StorageError if it does not exist, or if it has an alias."""
         self._require(name, version)
 
         def without(aliases: Aliases) -> Aliases:
-            if named := aliases.of(version):
+            if roles := aliases.of(version):
                 raise StorageError(
-                    f"model {name!r}, version {version}, is {' and '.join(named)}: promote another version first"
+                    f"model {name!r}, version {version}, is {' and '.join(roles)}: promote another version first"
                 )
             return aliases.without(version)
 
-        self._change_aliases(name, without)  # from here on nobody can promote it
+        self._change_aliases(name, without)  # from here on it cannot be promoted
         withdraw(self.folder(name, version))
         self._write_config(name)
 
@@ -159,32 +159,31 @@ class Repository:
         """Compare every file of a version with its sha256, and return its manifest.
 
         Raises:
-            StorageError: the version is not there, or a file in it is missing, was changed or does not belong to it;
-                each is named.
+            StorageError: the version does not exist, or files are missing, changed or foreign; each is named.
         """
         manifest = self.manifest(name, version)
         check_files(self.folder(name, version), manifest.files)
         return manifest
 
     def verify_config(self, name: str) -> None:
-        """Compare a model's ``config.pbtxt`` with what its manifest says. Raises StorageError if it differs."""
-        if self._config(name) != self._wanted_config(name):
+        """Compare a model's ``config.pbtxt`` with its manifest. Raises StorageError if they differ."""
+        if self._config(name) != self._expected_config(name):
             path = self._root / name / CONFIG_FILE
             raise StorageError(
-                f"{str(path)!r} was changed: promote a version, be it the same one, and it is written anew"
+                f"{str(path)!r} was changed: promote a version, even the same one, and it is written again"
             )
 
-    def fetch(self, name: str, version: int, target: UPath, besides: Collection[str] = ()) -> Manifest:
+    def fetch(self, name: str, version: int, target: UPath, exclude: Collection[str] = ()) -> Manifest:
         """Copy a version's files into an empty local folder, and compare each with its sha256.
 
         Args:
-            besides: files that are neither copied nor compared.
+            exclude: files that are neither copied nor compared.
 
         Raises:
             StorageError: as ``verify``.
         """
         manifest, folder = self.manifest(name, version), self.folder(name, version)
-        files = {file: sha256 for file, sha256 in manifest.files.items() if file not in besides}
+        files = {file: sha256 for file, sha256 in manifest.files.items() if file not in exclude}
         target.mkdir(parents=True, exist_ok=True)
 
         def copy(file: str) -> None:
@@ -227,7 +226,7 @@ class Repository:
         return model
 
     def _numbers(self, name: str) -> list[int]:
-        """Of versions, and of what publishers have begun."""
+        """Return the numbers of versions, including those that are being published."""
         return sorted(int(entry) for entry in list_names(self._root / name) if entry.isdecimal())
 
     def _published(self, name: str) -> list[int]:
@@ -240,7 +239,7 @@ class Repository:
         numbers = reversed(self._numbers(name))
         return next((number for number in numbers if is_published(self.folder(name, number))), None)
 
-    def _of_each_model(self, work: Callable[[str], Result]) -> dict[str, Result]:
+    def _for_all_models(self, work: Callable[[str], Result]) -> dict[str, Result]:
         """Call ``work`` with the name of each model's folder. Return the results by name, sorted."""
         names = sorted(list_names(self._root))
         return dict(zip(names, map_concurrently(self._root, work, names), strict=True))
@@ -273,21 +272,21 @@ class Repository:
 
         change(self._root / name / ALIASES_FILE, change_content)
 
-    def _wanted_config(self, name: str) -> str | None:
-        """The configuration of the version in production, else of the newest."""
-        shown = self.aliases(name).production or self._newest(name)
-        return config_of(self.manifest(name, shown)) if shown else None
+    def _expected_config(self, name: str) -> str | None:
+        """Return the configuration of the version in production, else of the newest."""
+        version = self.aliases(name).production or self._newest(name)
+        return config_of(self.manifest(name, version)) if version else None
 
     def _config(self, name: str) -> str | None:
         content = read(self._root / name / CONFIG_FILE)
         return None if content is None else content.decode(errors="replace")
 
     def _write_config(self, name: str) -> None:
-        """Make ``config.pbtxt`` say what is so; again, if that was changed while it was written."""
+        """Write ``config.pbtxt``. Repeat that if production changes meanwhile."""
         path = self._root / name / CONFIG_FILE
-        with suppress(StorageError), exclusive(path.parent):  # of a damaged version there is nothing to say
-            while (wanted := self._wanted_config(name)) != self._config(name):
-                if wanted is None:
+        with suppress(StorageError), exclusive(path.parent):  # a damaged version has no configuration
+            while (expected := self._expected_config(name)) != self._config(name):
+                if expected is None:
                     path.unlink(missing_ok=True)
                 else:
-                    write_atomically(path, wanted.encode())
+                    write_atomically(path, expected.encode())

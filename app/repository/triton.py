@@ -1,4 +1,4 @@
-"""How Triton is told of a model: its ``config.pbtxt``, in protobuf's text format.
+"""Triton's configuration of a model: ``config.pbtxt``, in protobuf's text format.
 
 The message is ``inference.ModelConfig`` of https://github.com/triton-inference-server/common/blob/main/protobuf/model_config.proto
 """
@@ -17,24 +17,24 @@ CONFIG_FILE = "config.pbtxt"
 
 @dataclass(frozen=True)
 class _Backend:
-    """What of Triton's runs an engine's models."""
+    """The backend of Triton that runs an engine's models."""
 
     platform: str | None = None
     threads: str | None = None
-    """The parameter that bounds the threads of an instance."""
+    """The parameter that limits the threads of an instance."""
 
     parameters: dict[str, str] = field(default_factory=dict)
     by_precision: dict[ComputePrecision, dict[str, str]] = field(default_factory=dict)
-    """Parameters of models in one precision alone."""
+    """Additional parameters of models in one precision."""
 
 
 _BACKENDS = {
     "onnxruntime": _Backend("onnxruntime_onnx", "intra_op_thread_count"),
-    # It gives a model max_batch_size for its batch, and refuses every other size unless it may pad.
+    # This backend fixes the batch at max_batch_size, and refuses every other size unless it may pad.
     "openvino": _Backend(
         threads="INFERENCE_NUM_THREADS",
         parameters={"NUM_STREAMS": "1", "ENABLE_BATCH_PADDING": "YES"},
-        by_precision={"bf16": {"HINT_BF16": "YES"}},  # the one hint that it takes
+        by_precision={"bf16": {"HINT_BF16": "YES"}},  # its only hint
     ),
     "tensorrt": _Backend("tensorrt_plan"),
 }
@@ -43,12 +43,12 @@ BACKENDS = tuple(_BACKENDS)
 
 
 def config_of(manifest: Manifest) -> str | None:
-    """The configuration that serves this version; None if Triton has no backend for its engine."""
+    """Return the configuration that serves this version; None if Triton has no backend for its engine."""
     return description_of(manifest) if manifest.engine_key.engine in _BACKENDS else None
 
 
 def description_of(manifest: Manifest) -> str:
-    """This version in the words of a configuration, whoever serves it."""
+    """Describe this version as a configuration, even if its engine has no backend in Triton."""
     backend = _BACKENDS.get(manifest.engine_key.engine, _Backend())
     batched = all(tensor.shape[:1] == (-1,) for tensor in (*manifest.inputs, *manifest.outputs))
     parameters = backend.parameters | backend.by_precision.get(manifest.engine_key.precision, {})
@@ -82,9 +82,9 @@ def _instances(manifest: Manifest) -> str:
 
 
 def _profiles(manifest: Manifest) -> list[str]:
-    """The optimisation profiles of a plan by name, without which Triton takes the first alone.
+    """Return the names of a plan's optimization profiles. Without them, Triton uses only the first.
 
-    It opens each with ``max_batch_size`` rows, and so not those that are for more.
+    Triton opens each profile with ``max_batch_size`` rows, so profiles for more rows are left out.
     """
     profiles = optimization_profiles(manifest.engine_key.profile)
     return [str(index) for index, ranges in enumerate(profiles) if ranges.min_rows <= manifest.serving.max_batch_size]
@@ -97,7 +97,7 @@ def _dynamic_batching(manifest: Manifest) -> str:
 
 
 def _tensor(kind: str, tensor: Tensor, batched: bool) -> str:
-    """One input or output. Triton leaves the batch out of ``dims``, and wants one size at least beside it."""
+    """Return one input or output. Triton's ``dims`` exclude the batch, and need at least one other size."""
     dims = list(tensor.shape[1:] if batched else tensor.shape)
     sizes = f"dims: {dims}" if dims else "dims: [1] reshape { shape: [] }"
     data_type = tensor.dtype.replace("bfloat", "bf").replace("float", "fp").upper()
@@ -105,5 +105,5 @@ def _tensor(kind: str, tensor: Tensor, batched: bool) -> str:
 
 
 def _quoted(text: str) -> str:
-    """As JSON writes it: protobuf's text format knows the same escapes."""
+    """Quote as JSON does: protobuf's text format has the same escapes."""
     return json.dumps(text, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""The folder of a version: files, and a manifest without which it is none."""
+"""The folder of a version: its files, and the manifest without which it does not exist."""
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping
@@ -18,13 +18,13 @@ SEAL_FILE = "manifest.sha256"
 """The manifest's own checksum, as ``sha256sum`` writes it."""
 
 CLAIM_FILE = ".claim"
-"""On an object store, what a publisher puts first so that the number is its own."""
+"""The first file that a publisher writes on an object store, to reserve the number."""
 
 _NOT_IN_MANIFEST = (MANIFEST_FILE, SEAL_FILE, CLAIM_FILE)
 
 
 def copy_files(files: UPath, folder: UPath) -> None:
-    """Copy files into a version's folder. Raises StorageError if there are none, or one is a folder."""
+    """Copy files into a version's folder. Raises StorageError if there are none, or if one is a folder."""
     given = _contents(files)
     if not given or not all(file.is_file() for file in given):
         raise StorageError(
@@ -36,7 +36,7 @@ def copy_files(files: UPath, folder: UPath) -> None:
 
 
 def seal(folder: UPath, files: UPath, version: int, name: str, card: ModelCard) -> Manifest:
-    """Write the manifest of some files, which makes their copies in ``folder`` a version."""
+    """Write the manifest of ``files``, which turns their copies in ``folder`` into a version."""
     manifest = Manifest(
         **card.model_dump(),
         name=name,
@@ -52,21 +52,21 @@ def seal(folder: UPath, files: UPath, version: int, name: str, card: ModelCard) 
 
 
 def take_number(folder: UPath) -> bool:
-    """Make a version's folder on an object store, which cannot rename; False if another publisher has."""
+    """Reserve a version's number on an object store. Return False if another publisher has it."""
     return claim(folder / CLAIM_FILE)
 
 
 def is_published(folder: UPath) -> bool:
-    """Whether a folder is a version."""
+    """Return whether a folder is a version."""
     return (folder / MANIFEST_FILE).exists()
 
 
 def read_manifest(folder: UPath) -> Manifest:
-    """The manifest of a version.
+    """Return the manifest of a version.
 
     Raises:
-        FileNotFoundError: the folder is no version.
-        StorageError: the manifest was changed, or is of another release of Rayloom.
+        FileNotFoundError: the folder is not a version.
+        StorageError: the manifest was changed, or is from another release of Rayloom.
     """
     path = folder / MANIFEST_FILE
     content = read(path)
@@ -84,8 +84,8 @@ def check_files(folder: UPath, files: Mapping[str, str], read_from: UPath | None
     """Compare a version's files with their sha256.
 
     Args:
-        files: the sha256 of each.
-        read_from: a copy of the version to look at instead.
+        files: the sha256 of each file.
+        read_from: a copy of the version to read instead.
 
     Raises:
         StorageError: a file is missing, was changed, or does not belong to the version; each is named.
@@ -109,12 +109,12 @@ def _damages(folder: UPath, files: Mapping[str, str], read_from: UPath) -> Itera
 
 
 def withdraw(folder: UPath) -> None:
-    """Remove a version, at once for everybody who looks for it."""
+    """Remove a version. Readers stop seeing it at once, before its files are deleted."""
     if is_local(folder):
         aside = folder.with_name(f".{secrets.token_hex(4)}.tmp")
         try:
             folder.rename(aside)
-        except FileNotFoundError:  # somebody else removes it
+        except FileNotFoundError:  # another process removes it
             return
         folder = aside
     (folder / MANIFEST_FILE).unlink(missing_ok=True)
@@ -122,7 +122,7 @@ def withdraw(folder: UPath) -> None:
 
 
 def remove(folder: UPath) -> None:
-    """Remove a folder of files, if it is there."""
+    """Remove a folder of files, if it exists."""
     if folder.exists():
         folder.fs.rm(folder.path, recursive=True)
 
@@ -136,10 +136,10 @@ def _seal_of(manifest: bytes) -> bytes:
 
 
 def add_version(model: UPath, files: UPath, card: ModelCard, next_number: Callable[[], int]) -> Manifest:
-    """Make a version of the files, under the first number that no other publisher takes meanwhile.
+    """Publish the files as a version, under the first number that no other publisher takes meanwhile.
 
-    On a local disk it is staged and renamed. An object store cannot rename: there the publisher claims a number,
-    which one can, and writes the manifest last. Whatever ends a publisher, a reader sees nothing of what it had begun.
+    On a local disk the version is staged and renamed. An object store cannot rename, so there the publisher claims a
+    number atomically, and writes the manifest last. Readers never see a part of a version, however its publisher ends.
     """
     add = _add_by_rename if is_local(model) else _add_in_place
     return add(model, files, card, next_number)
@@ -151,7 +151,7 @@ def _add_by_rename(model: UPath, files: UPath, card: ModelCard, next_number: Cal
         copy_files(files, staged)
         while True:
             manifest = seal(staged, files, next_number(), model.name, card)
-            if _renamed(staged, model / str(manifest.version)):
+            if _rename(staged, model / str(manifest.version)):
                 return manifest
     except BaseException:
         remove(staged)
@@ -169,8 +169,8 @@ def _add_in_place(model: UPath, files: UPath, card: ModelCard, next_number: Call
         raise
 
 
-def _renamed(staged: UPath, target: UPath) -> bool:
-    """Whether ``staged`` is ``target`` now; not if another publisher was faster."""
+def _rename(staged: UPath, target: UPath) -> bool:
+    """Rename ``staged`` to ``target``. Return False if another publisher was faster."""
     try:
         staged.rename(target)
     except OSError:

@@ -198,7 +198,7 @@ class Endpoint:
             wanted.threads,
             wanted.policy.full_batches,
             partial(self._open_version, wanted),
-            besides=wanted.shard_files,
+            exclude=wanted.shard_files,
         )
         return ServedModel(model, wanted.policy)
 

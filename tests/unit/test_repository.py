@@ -42,7 +42,7 @@ def test_a_version_is_fetched_as_it_was_published(repository: Repository, files:
 def test_what_is_read_elsewhere_is_not_fetched(repository: Repository, files: UPath, tmp_path: Path) -> None:
     published = repository.publish("toy", files, CARD)
     (repository.folder("toy", 1) / "model.onnx").write_bytes(b"changed")
-    assert repository.fetch("toy", 1, UPath(tmp_path / "target"), besides=["model.onnx"]) == published
+    assert repository.fetch("toy", 1, UPath(tmp_path / "target"), exclude=["model.onnx"]) == published
     assert not (tmp_path / "target/model.onnx").exists()
     assert (tmp_path / "target/labels.json").exists()
 

@@ -115,14 +115,14 @@ def load_model(
     threads: int,
     full_batches: Sequence[tuple[int | None, int]] = ((None, 1),),
     open_engine: Callable[[Manifest, Path, int], Engine] = open_published,
-    besides: Collection[str] = (),
+    exclude: Collection[str] = (),
 ) -> LoadedModel:
     """Fetch and verify a version, load its engine, and warm it up with a row of each length and with full batches.
 
     Args:
         full_batches: pairs of a length, as ``LoadedModel.check`` takes it, and its rows.
         open_engine: of the manifest, the folder of the files, and threads.
-        besides: files that it does not read from that folder.
+        exclude: files that it does not read from that folder.
 
     Raises:
         StorageError: the version is not there or was changed.
@@ -131,7 +131,7 @@ def load_model(
     """
     with tempfile.TemporaryDirectory(prefix="rayloom-model-") as temporary:
         files = to_path(temporary)
-        manifest = Repository(storage).fetch(name, version, files, besides)
+        manifest = Repository(storage).fetch(name, version, files, exclude)
         try:
             processor, labels = find_processor(manifest.task).load(files), load_labels(files)
         except FileNotFoundError as error:
