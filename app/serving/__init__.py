@@ -1,1 +1,1 @@
-"""The endpoint's work without Ray: the Open Inference Protocol, and a model version that answers it."""
+"""The endpoint without Ray: the Open Inference Protocol, and model versions that answer it."""

@@ -1,4 +1,4 @@
-"""Who the endpoint answers: whoever shows its token, only its own machine, or everybody.
+"""Access to the endpoint: with its token, from its own machine only, or for everybody.
 
 The bearer scheme is that of https://www.rfc-editor.org/rfc/rfc6750.
 """
@@ -25,25 +25,25 @@ _SEND = "send 'Authorization: Bearer TOKEN', over gRPC as metadata; the token is
 
 
 class Access(BaseModel):
-    """Who is answered. Without a field set, everybody."""
+    """The condition for an answer. Without a field set, everybody is answered."""
 
     model_config = ConfigDict(frozen=True)
 
     token_sha256: str | None = None
-    """The digest, in hex, of the token that a request must show; so what Ray knows of an endpoint is no secret."""
+    """The hex digest of the token that requests must send. Ray stores only the digest, so the token stays secret."""
     only_local: bool = False
-    """Whether requests must come from this machine: Serve's ports for gRPC are open to others wherever HTTP is not."""
+    """Whether requests must come from this machine. Serve's gRPC ports listen on all interfaces, unlike HTTP."""
 
     @classmethod
     def by_token(cls, token: str) -> Self:
-        """For whoever shows it."""
+        """Answer requests that send this token."""
         return cls(token_sha256=_digest(token))
 
     def check(self, authorization: str | None) -> None:
-        """Look at the ``Authorization`` of a request. The digests are compared in constant time.
+        """Check the ``Authorization`` of a request. Digests are compared in constant time.
 
         Raises:
-            UnauthorizedError: the token is missing, or another one.
+            UnauthorizedError: the token is missing or wrong.
         """
         if self.token_sha256 is None:
             return
@@ -54,10 +54,10 @@ class Access(BaseModel):
             raise UnauthorizedError(f"that is not this endpoint's token: {_SEND}")
 
     def check_peer(self, peer: str) -> None:
-        """Look at where a call comes from, as gRPC writes it: ``ipv4:10.0.0.7:1234``, ``ipv6:%5B::1%5D:1234``.
+        """Check a caller's address, as gRPC writes it: ``ipv4:10.0.0.7:1234``, ``ipv6:%5B::1%5D:1234``.
 
         Raises:
-            UnauthorizedError: another machine, if only this one may call.
+            UnauthorizedError: the caller is another machine, and only this one may call.
         """
         scheme, _, address = unquote(peer).partition(":")
         host = address.rpartition(":")[0].strip("[]")
@@ -68,21 +68,21 @@ class Access(BaseModel):
 
 
 def token_file_of(config: ServeConfig) -> Path | None:
-    """Where the token lies that the recipe asks for, if it asks for one."""
+    """Return the file of the token that the recipe requires; None if it requires none."""
     if config.token_file:
         return Path(config.token_file)
-    asks = config.auth == "token" or (config.auth == "auto" and not is_loopback(config.host))
-    return ENDPOINT_TOKEN_FILE if asks else None
+    needs_token = config.auth == "token" or (config.auth == "auto" and not is_loopback(config.host))
+    return ENDPOINT_TOKEN_FILE if needs_token else None
 
 
 def access_of(config: ServeConfig, before: Access) -> Access:
-    """Who is to be answered, as the recipe says.
+    """Return the access that the recipe asks for.
 
-    ``auto`` asks for a token where other machines reach the host, and where the endpoint asked for one ``before``:
-    the recipe of another model does not open it.
+    ``auto`` requires a token if other machines reach the host, or if the endpoint required one ``before``. So the
+    recipe of another model cannot open a protected endpoint.
 
     Raises:
-        ClusterError: the token's file cannot be read or made, or others could read it.
+        ClusterError: the token's file cannot be read or created, or others could read it.
     """
     if file := token_file_of(config):
         return Access.by_token(read_token(file) if config.token_file else make_token(file))
@@ -92,7 +92,7 @@ def access_of(config: ServeConfig, before: Access) -> Access:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there."""
+    """Return whether only this machine reaches a listener on ``host``."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -105,23 +105,23 @@ def _digest(token: str) -> str:
 
 
 ENDPOINT_TOKEN_FILE = HOME / "endpoint_token"
-"""Where Rayloom keeps the token that it has made; it outlives the cluster, for clients know it."""
+"""The token that Rayloom created. It outlives the cluster, because clients keep using it."""
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{32,}=*")
 _ADVICE = "'umask 077; openssl rand -hex 32 > FILE' makes one"
 
 
 def read_token(path: Path) -> str:
-    """The token in a file.
+    """Return the token in a file.
 
     Raises:
-        ClusterError: there is no such file, others could read it, or it holds no token.
+        ClusterError: the file is missing, others could read it, or it holds no token.
     """
     try:
         with path.open(encoding="utf-8") as file:
             mode = os.fstat(file.fileno()).st_mode & 0o777
             token = file.read().strip()
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
+        reason = getattr(error, "strerror", None) or "it is not text"
         raise ClusterError(f"the token's file {str(path)!r} cannot be read ({reason}): {_ADVICE}") from error
     if mode & 0o077:
         raise ClusterError(f"the token's file {str(path)!r} has mode {mode:o}, so others can read it: expected 600")
@@ -134,20 +134,20 @@ def read_token(path: Path) -> str:
 
 
 def make_token(path: Path) -> str:
-    """The token in a file, which is made with a new one if there is none.
+    """Return the token in a file. Create the file with a new token if it is missing.
 
     Raises:
-        ClusterError: as ``read_token``, or the file cannot be made.
+        ClusterError: as ``read_token``, or the file cannot be created.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8") as file:  # of mode 600
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8") as file:  # with mode 600
             file.write(secrets.token_hex(32))
             file.flush()
             with contextlib.suppress(FileExistsError):
-                os.link(file.name, path)  # whole, or not at all, also when two of us make it
+                os.link(file.name, path)  # atomic, even if two processes create it at once
     except OSError as error:
         raise ClusterError(
-            f"the token's file {str(path)!r} cannot be made ({error.strerror}): name one with serve.token_file"
+            f"the token's file {str(path)!r} cannot be created ({error.strerror}): name one with serve.token_file"
         ) from error
     return read_token(path)

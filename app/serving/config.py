@@ -1,4 +1,4 @@
-"""What an endpoint serves, and how."""
+"""The configuration of an endpoint: its models, their versions and replicas, and the access to them."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -21,31 +21,35 @@ class _Config(BaseModel):
 
 
 class VersionConfig(_Config):
-    """A published version in memory, and how requests to it are joined. Those that are equal share an engine."""
+    """A published version in memory, and the batching of its requests. Equal configurations share an engine."""
 
     storage: str
     name: str
     version: PositiveInt
     threads: PositiveInt
-    """Of its engine."""
+    """Threads of its engine."""
 
     policy: BatchingPolicy
     tensor_parallel: TensorParallelConfig | None = None
-    """How its matrices are sharded; None: they are not."""
+    """The sharding of its matrices; None if they are not sharded."""
 
     @property
     def title(self) -> str:
-        """As people write it: NAME/VERSION."""
+        """NAME/VERSION, for messages."""
         return f"{self.name}/{self.version}"
 
     @property
     def shard_files(self) -> Sequence[str]:
-        """Files of the version that its shards read, each for itself, and its replica does not."""
+        """Files of the version that only its shards read, and its replica does not."""
         return (WEIGHTS_FILE,) if self.tensor_parallel else ()
 
     @classmethod
     def of(cls, storage: str, manifest: Manifest, config: ServeConfig) -> Self:
-        """A version, served as compile measured and the recipe says. Raises RecipeError if it cannot be."""
+        """Return the configuration of a version, as measured by compile and overridden by the recipe.
+
+        Raises:
+            RecipeError: the version cannot be served as the recipe says.
+        """
         batching, serving, key = config.batching, manifest.served(config), manifest.engine_key
         if config.tensor_parallel and not runs_module(key.engine):
             raise RecipeError(
@@ -79,59 +83,59 @@ def _by_length(manifest: Manifest, serving: ServingDefaults) -> RowsByLength | N
 
 
 class CandidateConfig(_Config):
-    """A version beside the one in production, and how many of the requests that name no version it gets."""
+    """A version on trial beside production, with its share of the requests that name no version."""
 
     version: VersionConfig
     percent: Percent
 
 
 class Cascade(_Config):
-    """Versions that are asked before the one in production, each for the rows that none before it was sure of."""
+    """Versions that run before the one in production. Each gets the rows that no earlier stage was sure of."""
 
     before: tuple[VersionConfig, ...]
     rule: CascadeRule
 
     def summary(self, production: VersionConfig) -> str:
-        """What to expect, in lines for people."""
-        return self.rule.summary([each.title for each in (*self.before, production)])
+        """Return a summary of the expected results, in lines for people."""
+        return self.rule.summary([version.title for version in (*self.before, production)])
 
 
 class Scaling(_Config):
-    """What a model asks of the replicas, each of which holds every model."""
+    """A model's requirements on the replicas. Each replica holds all models."""
 
     min_replicas: PositiveInt = 1
     max_replicas: PositiveInt = 1
     cpus: Annotated[float, Field(ge=0.0)] = 0.0
-    """That a replica reserves for it."""
+    """CPUs that a replica reserves for the model."""
 
     gpus: Annotated[float, Field(ge=0.0)] = 0.0
-    """The same, as a share of the one GPU that a replica's engines use."""
+    """Share of the replica's only GPU that it reserves for the model."""
 
     resources: dict[str, float] = {}
     """Custom resources of Ray that a replica reserves. They select the kind of node."""
 
     latency_target_s: float | None = None
-    """Of 95 in 100 of its requests. None: only how many requests there are decides."""
+    """Target for the 95th percentile of latency. None: only the number of requests decides."""
 
     upscale_delay_s: float = 0.0
     downscale_delay_s: float = 0.0
 
     @classmethod
-    def together(cls, wishes: Sequence[Self]) -> Self:
-        """What every model is content with: the most replicas that one asks for, each with the CPUs and GPUs of all.
+    def combined(cls, models: Sequence[Self]) -> Self:
+        """Return requirements that satisfy all models: the largest number of replicas, with the resources of all.
 
-        Of delays those of models that scale: the shortest until there are more, the longest until there are fewer.
+        Delays come from the models that scale: the shortest delay for more replicas, the longest for fewer.
         """
-        scaling = [each for each in wishes if each.min_replicas < each.max_replicas]
+        scaled = [model for model in models if model.min_replicas < model.max_replicas]
         return cls(
-            min_replicas=max((each.min_replicas for each in wishes), default=1),
-            max_replicas=max((each.max_replicas for each in wishes), default=1),
-            cpus=sum(each.cpus for each in wishes),
-            gpus=sum(each.gpus for each in wishes),
-            resources=_summed([wish.resources for wish in wishes]),
-            latency_target_s=min((each.latency_target_s for each in scaling if each.latency_target_s), default=None),
-            upscale_delay_s=min((each.upscale_delay_s for each in scaling), default=0.0),
-            downscale_delay_s=max((each.downscale_delay_s for each in scaling), default=0.0),
+            min_replicas=max((model.min_replicas for model in models), default=1),
+            max_replicas=max((model.max_replicas for model in models), default=1),
+            cpus=sum(model.cpus for model in models),
+            gpus=sum(model.gpus for model in models),
+            resources=_summed([model.resources for model in models]),
+            latency_target_s=min((model.latency_target_s for model in scaled if model.latency_target_s), default=None),
+            upscale_delay_s=min((model.upscale_delay_s for model in scaled), default=0.0),
+            downscale_delay_s=max((model.downscale_delay_s for model in scaled), default=0.0),
         )
 
 
@@ -146,46 +150,46 @@ class DeployedModel(_Config):
 
     production: VersionConfig
     canary: CandidateConfig | None = None
-    """Answers some requests in place of production."""
+    """A version that answers some requests in place of production."""
 
     shadow: CandidateConfig | None = None
-    """Gets copies of some requests, and answers none of them."""
+    """A version that gets copies of some requests. Its answers are discarded."""
 
     cascade: Cascade | None = None
-    """Answers in place of production, except where a request names its version."""
+    """A cascade in place of production, except for requests that name a version."""
 
     scaling: Scaling = Scaling()
 
     @property
     def versions(self) -> tuple[VersionConfig, ...]:
-        """All that are held in memory, production first."""
-        tried = (share.version for share in (self.canary, self.shadow) if share)
-        return (self.production, *tried, *(self.cascade.before if self.cascade else ()))
+        """All versions in memory, production first."""
+        candidates = (candidate.version for candidate in (self.canary, self.shadow) if candidate)
+        return (self.production, *candidates, *(self.cascade.before if self.cascade else ()))
 
 
 _SPARE_REQUESTS = 64
-"""Beyond what waits for the models: metadata, health, and what comes while a queue is full, to be told so."""
+"""Room for requests that wait for no model: metadata, health, and those that a full queue refuses."""
 
 
 class EndpointConfig(_Config):
-    """Every model of an endpoint, by the name that it is asked by, and who may ask."""
+    """The models of an endpoint by name, and the access to them."""
 
     models: dict[str, DeployedModel] = {}
     access: Access = Access()
 
     @property
     def scaling(self) -> Scaling:
-        """Of the replicas, for all models together."""
-        return Scaling.together([model.scaling for model in self.models.values()])
+        """The combined requirements of all models."""
+        return Scaling.combined([model.scaling for model in self.models.values()])
 
     @property
     def versions(self) -> list[VersionConfig]:
-        """All that a replica holds in memory, each once."""
+        """All distinct versions in a replica's memory."""
         return list(dict.fromkeys(version for model in self.models.values() for version in model.versions))
 
     @property
     def reserved(self) -> dict[str, float]:
-        """By a replica in Ray, and by the processes of its sharded models."""
+        """Resources that a replica and the processes of its sharded models reserve in Ray."""
         reserved = {"CPU": self.scaling.cpus, "GPU": self.scaling.gpus, **self.scaling.resources}
         for config in filter(None, (version.tensor_parallel for version in self.versions)):
             for kind, amount in config.reserved.items():
@@ -194,9 +198,9 @@ class EndpointConfig(_Config):
 
     @cached_property
     def max_requests(self) -> int:
-        """That a replica takes at a time: requests wait to be read, wait for the engine, and run.
+        """The limit on concurrent requests in a replica: being read, waiting for an engine, and running.
 
-        Each model's queue refuses with an answer of its own; this only guards them.
+        Each model's own queue refuses requests before. This limit only protects them.
         """
         policies = (version.policy for version in self.versions)
-        return _SPARE_REQUESTS + sum(2 * each.queue_limit + each.max_batch_size for each in policies)
+        return _SPARE_REQUESTS + sum(2 * policy.queue_limit + policy.max_batch_size for policy in policies)

@@ -1,4 +1,4 @@
-"""From a recipe and what is published to what an endpoint serves under the recipe's name."""
+"""Selects the published versions that an endpoint serves under a recipe's name."""
 
 from collections.abc import Mapping
 from itertools import combinations
@@ -16,59 +16,60 @@ from app.storage import local_copy
 
 
 def deployed_model(recipe: Recipe, storage: UPath) -> DeployedModel:
-    """The versions that the recipe names, else those with the aliases; every file of each is verified.
+    """Return the versions that the recipe names, else those with the aliases. Every file of each is verified.
 
     Raises:
-        StorageError: a version is not there or was changed, or none has an alias that the recipe asks for.
-        RecipeError: two of them are one version, or one takes or gives other tensors than production, or cannot be
+        StorageError: a version is missing or was changed, or no version has an alias that the recipe asks for.
+        RecipeError: two of them are the same version, or one has other inputs or outputs than production, or cannot be
             served as the recipe says.
-        EngineError, DataError: of a cascade's calibration, as ``build_cascade`` says.
+        EngineError, DataError: from the calibration of a cascade, as in ``build_cascade``.
     """
     serve, repository = recipe.serve, Repository(storage)
     production = repository.verify(recipe.name, serve.version or repository.production(recipe.name))
     manifests: dict[Alias, Manifest] = {"production": production}
-    for alias, wanted in serve.candidates.items():
-        manifests[alias] = repository.verify(recipe.name, wanted.version or repository.candidate(recipe.name, alias))
+    for alias, candidate in serve.candidates.items():
+        version = candidate.version or repository.candidate(recipe.name, alias)
+        manifests[alias] = repository.verify(recipe.name, version)
     _require_interchangeable(manifests)
 
     def config_of(manifest: Manifest) -> VersionConfig:
         return VersionConfig.of(str(storage), manifest, serve)
 
-    def share_of(alias: Role) -> CandidateConfig | None:
-        wanted = serve.candidates.get(alias)
-        return CandidateConfig(version=config_of(manifests[alias]), percent=wanted.percent) if wanted else None
+    def candidate_of(alias: Role) -> CandidateConfig | None:
+        candidate = serve.candidates.get(alias)
+        return CandidateConfig(version=config_of(manifests[alias]), percent=candidate.percent) if candidate else None
 
     in_production = config_of(production)
     if serve.tensor_parallel:
-        from app.serving.model.shard import require_shardable  # imports torch, which other deploys need not wait for
+        from app.serving.model.shard import require_shardable  # imports torch, which takes seconds
 
         with local_copy(repository.folder(recipe.name, production.version)) as files:
             require_shardable(files, serve.tensor_parallel.size)
     return DeployedModel(
         production=in_production,
-        canary=share_of("canary"),
-        shadow=share_of("shadow"),
+        canary=candidate_of("canary"),
+        shadow=candidate_of("shadow"),
         cascade=build_cascade(serve.cascade, in_production, serve, storage) if serve.cascade else None,
         scaling=_scaling(serve, production),
     )
 
 
 def promote_named(recipe: Recipe, repository: Repository) -> None:
-    """Give each version that the recipe names its alias; those that it does not name have theirs."""
+    """Give each version that the recipe names its alias. The others have theirs already."""
     if recipe.serve.version is not None:
         repository.promote(recipe.name, recipe.serve.version)
-    for alias, wanted in recipe.serve.candidates.items():
-        if wanted.version is not None:
-            repository.promote(recipe.name, wanted.version, alias)
+    for alias, candidate in recipe.serve.candidates.items():
+        if candidate.version is not None:
+            repository.promote(recipe.name, candidate.version, alias)
 
 
 def _require_interchangeable(manifests: Mapping[Alias, Manifest]) -> None:
-    """Refuse what cannot answer a request in place of the version in production. Raises RecipeError."""
-    for one, other in combinations(manifests, 2):
-        if manifests[one].version == manifests[other].version:
+    """Raise RecipeError if a version cannot answer requests in place of production."""
+    for first, second in combinations(manifests, 2):
+        if manifests[first].version == manifests[second].version:
             raise RecipeError(
-                f"serve.{other} is version {manifests[other].version}, and so is {one}: promote another version to "
-                f"{other}, or leave serve.{other} out"
+                f"serve.{second} is version {manifests[second].version}, and so is {first}: promote another version to "
+                f"{second}, or leave serve.{second} out"
             )
     for alias, manifest in manifests.items():
         if difference := manifest.signature.difference(manifests["production"].signature):

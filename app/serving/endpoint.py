@@ -1,4 +1,4 @@
-"""The models that one process answers for."""
+"""The models that one process serves."""
 
 import asyncio
 import random
@@ -29,12 +29,12 @@ OpenVersion = Callable[[VersionConfig, Manifest, Path, int], Engine]
 
 
 def open_unsharded(_: VersionConfig, manifest: Manifest, folder: Path, threads: int) -> Engine:
-    """The engine of a version that is not sharded, in this process. Raises EngineError or StorageError."""
+    """Open the engine of a version that is not sharded, in this process. Raises EngineError or StorageError."""
     return open_published(manifest, folder, threads)
 
 
 class Endpoint:
-    """Models by name. What is served changes at once, and whatever was asked before is answered by what was there."""
+    """Models by name. An update is atomic: earlier requests are answered by the earlier models."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Endpoint:
         """Serve nothing yet.
 
         Args:
-            chance: decides which requests a canary and a shadow get.
+            chance: selects the requests for a canary and a shadow.
             open_version: opens the engine of a version whose files are in a folder.
         """
         self._open_version = open_version
@@ -57,19 +57,19 @@ class Endpoint:
 
     @property
     def config(self) -> EndpointConfig:
-        """What is served."""
+        """The current configuration."""
         return self._config
 
     @property
     def access(self) -> Access:
-        """Who is answered."""
+        """The current access."""
         return self._config.access
 
     async def update(self, config: EndpointConfig) -> None:
-        """Load what is new, then let go of what is gone.
+        """Load new versions, switch to the new configuration, then close the removed versions.
 
         Raises:
-            RayloomError: a version cannot be loaded; then everything stays as it was.
+            RayloomError: a version cannot be loaded; then nothing changes.
         """
         async with self._updating:
             loaded: dict[VersionConfig, ServedModel] = {}
@@ -77,45 +77,45 @@ class Endpoint:
                 for version in config.versions:
                     loaded[version] = self._served.get(version) or await self._load(version)
             except BaseException:
-                self._close(loaded, besides=self._served)
+                self._close(loaded, keep=self._served)
                 raise
-            gone, self._served, self._config = self._served, loaded, config
+            removed, self._served, self._config = self._served, loaded, config
             self._models = {name: self._rollout(name, model) for name, model in config.models.items()}
-            self._close(gone, besides=loaded)
+            self._close(removed, keep=loaded)
 
     async def wait_closed(self) -> None:
-        """Return when all that was let go of so far has ended, however it ended."""
+        """Return when all removed versions are closed, with or without an error."""
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     @property
     def metadata(self) -> ServerMetadata:
-        """What this is."""
+        """The server's name, version and extensions."""
         return _METADATA
 
     def route(self, name: str, version: str | None = None) -> InferenceTarget:
-        """What answers a request, all of it: chosen once, and by chance if a canary is served.
+        """Choose the target of a request: at random if a canary is served, so call this once per request.
 
         Raises:
-            NotServedError: the model is not served here, or not in that version.
+            NotServedError: the model or version is not served.
         """
         return self._model(name).route(version)
 
     def route_single(self, name: str, version: str | None = None) -> ServedModel | None:
-        """Return what ``route`` would, if that is one version by itself; None if it is more, and nothing was chosen.
+        """Choose as ``route``, if a single version answers. Return None, without choosing, if several take part.
 
         Raises:
             NotServedError: as ``route``.
         """
         model = self._model(name)
-        chosen = model.route(version) if model.has_single_target(version) else None
-        return chosen if isinstance(chosen, ServedModel) else None
+        target = model.route(version) if model.has_single_target(version) else None
+        return target if isinstance(target, ServedModel) else None
 
     def find(self, name: str, version: str | None = None) -> ServedModel:
-        """A version, or the one in production. Raises NotServedError if it is not served here."""
+        """Return a version, by default the one in production. Raises NotServedError if it is not served."""
         return self._model(name).find(version)
 
     def serves(self, name: str, version: str | None = None) -> bool:
-        """Whether ``find`` finds it."""
+        """Return whether ``find`` finds the model and version."""
         try:
             self.find(name, version)
         except NotServedError:
@@ -123,14 +123,14 @@ class Endpoint:
         return True
 
     def model_metadata(self, name: str, version: str | None = None) -> ModelMetadata:
-        """What a version takes and gives, with all that are served. Raises NotServedError if it is not served here."""
+        """Return a version's inputs and outputs, and all served versions. Raises NotServedError if it is not served."""
         return self._model(name).metadata(version)
 
     def statistics(self, name: str | None = None, version: str | None = None) -> list[ModelStatistics]:
-        """What every version of every model has done, or of one model, or one version.
+        """Return the statistics of all versions of all models, of one model, or of one version.
 
         Raises:
-            NotServedError: it is not served here.
+            NotServedError: the model or version is not served.
         """
         if name is not None and version is not None:
             return [self.find(name, version).statistics]
@@ -138,7 +138,7 @@ class Endpoint:
         return [statistics for rollout in rollouts for statistics in rollout.statistics]
 
     def load(self, name: str) -> None:
-        """Do nothing: what can be loaded by a client is loaded.
+        """Do nothing: every model that a client may load is loaded.
 
         Raises:
             NotServedError: the model is not served.
@@ -146,61 +146,61 @@ class Endpoint:
         self.find(name)
 
     def unload(self, name: str) -> None:
-        """Refuse: replicas share their load, and one that lacks a model would answer otherwise than the rest.
+        """Refuse to unload a model: only one replica would get the request, and then differ from the others.
 
         Raises:
             NotServedError: the model is not served.
-            RequestError: it is.
+            RequestError: the model is served.
         """
         self.find(name)
         raise RequestError(f"model {name!r} cannot be unloaded by a client: run jobs.undeploy")
 
     @property
     def models(self) -> list[ServedModel]:
-        """Every version that is served, by name; of each model the one in production first."""
+        """All served versions, sorted by name, with production first within each model."""
         return [served for model in self._rollouts for served in model.versions]
 
     @property
     def index(self) -> list[ModelIndex]:
-        """The same, as the repository extension lists it."""
+        """All served versions, as the repository extension lists them."""
         return [version for model in self._rollouts for version in model.index]
 
     @property
     def counted(self) -> list[tuple[str, ServedModel]]:
-        """The same with the earlier stages of cascades, each with the name that its statistics have."""
-        return [each for model in self._rollouts for each in model.counted]
+        """All served versions and earlier stages of cascades, with their names in the statistics."""
+        return [named for model in self._rollouts for named in model.counted]
 
     @property
     def latency_to_target(self) -> float:
-        """How long 95 in 100 requests of late took at most, as a share of their target: of the worst model; 0 if idle.
+        """The recent 95th percentile of latency as a share of its target, for the worst model; 0 if idle.
 
-        Models without a target are left out, and so are shadows, for which nobody waits.
+        Models without a target do not count, nor do shadows, because no client waits for them.
         """
         return max((self._to_target(name, model) for name, model in self._config.models.items()), default=0.0)
 
     async def check(self) -> None:
-        """See whether every engine answers, but for those of shadows: no client needs them.
+        """Check that every engine answers, except those of shadows, which no client needs.
 
         Raises:
-            EngineError: one does not.
+            EngineError: an engine does not answer.
         """
         answering = {served.health: served for model in self._rollouts for served in model.answering}
-        asked = choose_probes(answering)
+        probed = choose_probes(answering)
         # Concurrently, because a check may wait a moment for its engine.
-        await asyncio.gather(*(self._check(served, health in asked) for health, served in answering.items()))
+        await asyncio.gather(*(self._check(served, health in probed) for health, served in answering.items()))
 
-    async def _load(self, wanted: VersionConfig) -> ServedModel:
+    async def _load(self, config: VersionConfig) -> ServedModel:
         model = await asyncio.to_thread(
             load_model,
-            open_storage(wanted.storage),
-            wanted.name,
-            wanted.version,
-            wanted.threads,
-            wanted.policy.full_batches,
-            partial(self._open_version, wanted),
-            exclude=wanted.shard_files,
+            open_storage(config.storage),
+            config.name,
+            config.version,
+            config.threads,
+            config.policy.full_batches,
+            partial(self._open_version, config),
+            exclude=config.shard_files,
         )
-        return ServedModel(model, wanted.policy)
+        return ServedModel(model, config.policy)
 
     @property
     def _rollouts(self) -> list[Rollout]:
@@ -210,7 +210,7 @@ class Endpoint:
         try:
             await served.check(may_probe=may_probe)
         except EngineError:
-            if served in self._served.values():  # else it was let go of meanwhile
+            if served in self._served.values():  # else it was removed meanwhile
                 raise
 
     def _model(self, name: str) -> Rollout:
@@ -221,26 +221,26 @@ class Endpoint:
         return model
 
     def _rollout(self, name: str, model: DeployedModel) -> Rollout:
-        def beside(share: CandidateConfig | None) -> TrafficShare | None:
-            return TrafficShare(self._served[share.version], share.percent) if share else None
+        def share_of(candidate: CandidateConfig | None) -> TrafficShare | None:
+            return TrafficShare(self._served[candidate.version], candidate.percent) if candidate else None
 
         production, cascade = self._served[model.production], None
         if model.cascade:
             before = [self._served[version] for version in model.cascade.before]
             cascade = ServedCascade([*before, production], model.cascade.rule)
-        return Rollout(name, production, beside(model.canary), beside(model.shadow), cascade, self._chance)
+        return Rollout(name, production, share_of(model.canary), share_of(model.shadow), cascade, self._chance)
 
     def _to_target(self, name: str, model: DeployedModel) -> float:
         target_s = model.scaling.latency_target_s
         if target_s is None:
             return 0.0
-        latencies = [each.percentile_s(_TARGETED_SHARE) for each in self._models[name].latencies]
-        return max(latency_s or 0.0 for latency_s in latencies) / target_s
+        percentiles = [latencies.percentile_s(_TARGETED_SHARE) for latencies in self._models[name].latencies]
+        return max(latency_s or 0.0 for latency_s in percentiles) / target_s
 
-    def _close(self, models: Served, besides: Served) -> None:
-        """Let go of models in the background, but for those that go on."""
+    def _close(self, models: Served, keep: Served) -> None:
+        """Close models in the background, except those to keep."""
         for version, served in models.items():
-            if version not in besides:
+            if version not in keep:
                 task = asyncio.create_task(served.close())
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)

@@ -1,14 +1,14 @@
-"""How many replicas there should be: what Serve's autoscaler asks, as plain arithmetic."""
+"""The desired number of replicas, as plain arithmetic for Serve's autoscaler."""
 
 from collections.abc import Iterable
 
 from app.serving.batching.policy import BatchingPolicy
 
 _MAX_GROWTH = 2.0
-"""At once: latency falls faster than replicas rise once the queue is gone, so a long queue asks for too many."""
+"""Limit on one increase. Once the queue is gone latency falls sharply, so a long queue overestimates the need."""
 
 _SPARE = 0.5
-"""Of the target. Above it one replica fewer might miss it."""
+"""Share of the latency target above which no replica is removed: one fewer might miss the target."""
 
 
 def target_ongoing_requests(policies: Iterable[BatchingPolicy]) -> float:
@@ -17,21 +17,21 @@ def target_ongoing_requests(policies: Iterable[BatchingPolicy]) -> float:
     While a call runs, the next one gathers. Assume requests of one row and one length. If a replica has enough of them
     for two full calls, every call is full, and more requests only wait longer. If it has enough for one, calls are
     about half full, which leaves room until another replica has started. If sizes differ by length, the largest counts,
-    although calls of longer rows are full with fewer requests. Of several models, the one with the smallest calls
+    although calls of longer rows are full with fewer requests. With several models, the one with the smallest calls
     counts.
     """
     return float(min((policy.max_batch_size for policy in policies), default=1))
 
 
 def desired_replicas(replicas: int, ongoing: float, target_ongoing: float, latency_to_target: float) -> float:
-    """How many replicas are wanted, by load or by latency, whichever asks for more.
+    """Return the desired number of replicas: the larger of those by load and by latency.
 
     Args:
-        replicas: that run now.
-        ongoing: requests in all of them.
-        target_ongoing: in one of them, as it should be.
-        latency_to_target: of the slowest replica, the time that 95 in 100 requests take as a share of its target; 0
-            without requests, or without a target.
+        replicas: number of running replicas.
+        ongoing: requests in all replicas.
+        target_ongoing: target for the requests in one replica.
+        latency_to_target: the 95th percentile of latency in the slowest replica, as a share of its target; 0 without
+            requests or without a target.
     """
     by_load = ongoing / target_ongoing
     if latency_to_target > 1:

@@ -215,7 +215,7 @@ def test_a_token_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> Non
     [
         (TOKEN.encode(), 0o640, "has mode 640, so others can read it: expected 600"),
         (b"short", 0o600, "holds no token: expected 32 or more"),
-        (b"\xff" * 40, 0o600, "it is no text"),
+        (b"\xff" * 40, 0o600, "it is not text"),
         (None, 0o600, "No such file or directory"),
     ],
 )

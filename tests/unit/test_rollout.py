@@ -142,7 +142,7 @@ def test_copies_that_are_too_large_together_are_lost(server: Server, storage: UP
     ran: list[int] = []
 
     async def send() -> None:
-        shadow, rest = Shadow(server.endpoint.find("toy", "2"), most_bytes=10), asyncio.Event()
+        shadow, rest = Shadow(server.endpoint.find("toy", "2"), max_bytes=10), asyncio.Event()
 
         async def copy(number: int) -> None:
             ran.append(number)

@@ -83,11 +83,11 @@ def test_models_that_share_replicas_get_what_each_asked_for() -> None:
         upscale_delay_s=20,
         downscale_delay_s=300,
     )
-    together = Scaling.together([fixed, one, other])
+    together = Scaling.combined([fixed, one, other])
     assert (together.min_replicas, together.max_replicas, together.cpus, together.gpus) == (2, 4, 0.75, 0.75)
     assert (together.latency_target_s, together.upscale_delay_s, together.downscale_delay_s) == (0.1, 5, 300)
     assert together.resources == {"rack": 0.75, "disk": 1.0}
-    assert Scaling.together([]) == Scaling()
+    assert Scaling.combined([]) == Scaling()
 
 
 def test_processes_that_share_a_model_are_reserved_beside_its_replica() -> None:
