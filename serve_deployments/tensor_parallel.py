@@ -97,9 +97,9 @@ class TensorParallelEngine:
 
 def _start(version: VersionConfig, config: TensorParallelConfig, group: Any, rank: int) -> Any:
     """The actor of a shard."""
-    from app.serving.model.shard import Shard  # imports torch, which other replicas need not wait for
+    from app.serving.model.shard import ModelShard  # imports torch, which takes seconds
 
-    actor = ray.remote(Shard).options(
+    actor = ray.remote(ModelShard).options(
         num_cpus=config.cpus_per_process,
         num_gpus=config.gpus_per_process,
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank),

@@ -10,9 +10,9 @@ import numpy as np
 
 from app.serving.batching.batcher import Batcher
 from app.serving.batching.policy import BatchingPolicy
-from app.serving.batching.release import Batch
+from app.serving.batching.release import RequestBatch
 from app.serving.batching.statistics import ComputeTime
-from app.serving.batching.threads import Calls, Check, Infer, Outcome, call
+from app.serving.batching.threads import CallResult, CallSource, Check, Infer, call
 from app.tensors import Tensors
 
 Result = TypeVar("Result")
@@ -103,7 +103,7 @@ class VirtualEngine:
         clock = asyncio.get_running_loop().time
         return Batcher(self.infer, BatchingPolicy(**knobs), slots, max_on_loop_s=0.0, threads=self._slots, clock=clock)
 
-    def _slots(self, calls: Calls, infer: Infer, check: Check, slots: int) -> "_VirtualSlots":
+    def _slots(self, calls: CallSource, infer: Infer, check: Check, slots: int) -> "_VirtualSlots":
         return _VirtualSlots(calls, lambda batch: call(infer, check, batch), slots, self._time)
 
     def _time(self, rows: int) -> ComputeTime:
@@ -113,7 +113,11 @@ class VirtualEngine:
 
 class _VirtualSlots:
     def __init__(
-        self, calls: Calls, run: Callable[[Batch], Outcome], slots: int, time: Callable[[int], ComputeTime]
+        self,
+        calls: CallSource,
+        run: Callable[[RequestBatch], CallResult],
+        slots: int,
+        time: Callable[[int], ComputeTime],
     ) -> None:
         self._calls = calls
         self._run = run
@@ -130,12 +134,12 @@ class _VirtualSlots:
         if not self._free:
             return
         chosen = self._calls.next()
-        if isinstance(chosen, Batch):
+        if isinstance(chosen, RequestBatch):
             self.run(chosen)
         elif chosen:
             self._timer = asyncio.get_running_loop().call_at(chosen.until_s + _LATER_S, self._next)
 
-    def run(self, batch: Batch) -> None:
+    def run(self, batch: RequestBatch) -> None:
         self._free -= 1
         outcome = replace(self._run(batch), time=self._time(batch.rows))
         asyncio.get_running_loop().call_later(outcome.time.total_s, self._end, batch, outcome)
@@ -143,7 +147,7 @@ class _VirtualSlots:
     async def close(self) -> None:
         pass
 
-    def _end(self, batch: Batch, outcome: Outcome) -> None:
+    def _end(self, batch: RequestBatch, outcome: CallResult) -> None:
         self._free += 1
         self._calls.ended(batch, outcome)
         self._next()

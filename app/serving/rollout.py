@@ -53,7 +53,7 @@ class Shadow:
         """Run a copy in the background. Its errors only count in the version's statistics."""
         if self._bytes + num_bytes > self._max_bytes:
             copy.close()
-            self.served.batching.failed(FailureReason.REJECTED, 0.0)
+            self.served.batching.count_failure(FailureReason.REJECTED, 0.0)
             return
         task: asyncio.Task[object] = asyncio.create_task(copy)
         self._copies[task] = num_bytes  # the event loop itself holds tasks only weakly

@@ -14,9 +14,9 @@ import pytest
 from app.errors import DeadlineError, EngineError, OverloadError
 from app.serving.batching.batcher import Batcher
 from app.serving.batching.policy import BatchingPolicy, RowsByLength
-from app.serving.batching.release import Batch, Hold
+from app.serving.batching.release import Hold, RequestBatch
 from app.serving.batching.statistics import BatchingStatistics, ComputeDurations
-from app.serving.batching.threads import EngineThreads, Outcome
+from app.serving.batching.threads import CallResult, EngineThreads
 from app.tensors import Tensors
 from tests.virtual_engine import Answered, VirtualEngine, VirtualLoop, ask, row, run
 
@@ -281,7 +281,7 @@ class _Asked:
             self.done.set()
         return Hold(time.monotonic() + 0.05)
 
-    def ended(self, batch: Batch, outcome: Outcome) -> None:
+    def ended(self, batch: RequestBatch, outcome: CallResult) -> None:
         raise AssertionError(batch, outcome)
 
 

@@ -164,7 +164,7 @@ def test_an_engine_that_does_not_come_back_fails_the_health_check(
             try:
                 server.run(server.endpoint.check())
             except EngineError as error:
-                return "at work on one call" in str(error)
+                return "has run a single call" in str(error)
             return False
 
         wait_until(is_ill)

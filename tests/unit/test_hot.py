@@ -22,7 +22,7 @@ from uvicorn.config import HTTP_PROTOCOLS
 
 from app.errors import DeadlineError, OverloadError
 from app.serving.access import Access
-from app.serving.batching.groups import Request
+from app.serving.batching.groups import QueuedRequest
 from app.serving.config import CandidateConfig, DeployedModel, EndpointConfig
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.infer import InferRequest
@@ -115,8 +115,8 @@ PLAIN = {
     "JSON in, bytes out": listed(rows(2), binary_data_output=True),
     "an answer to compress": listed(rows(200, 8), "Accept-Encoding: gzip, deflate"),
     "nothing to compress": binary(rows(1), "Accept-Encoding: gzip, deflate"),
-    "a trace": binary(rows(1), "Traceparent: 00-1-2-01", "X-Request-ID: 1"),
-    "another trace": binary(rows(1), "Traceparent: 00-3-4-01", "X-Request-ID: \xff"),
+    "a trace": binary(rows(1), "Traceparent: 00-1-2-01", "X-QueuedRequest-ID: 1"),
+    "another trace": binary(rows(1), "Traceparent: 00-3-4-01", "X-QueuedRequest-ID: \xff"),
 }
 REFUSED_LATE = {"no time": listed(rows(1), timeout=1)}
 COLDER = {
@@ -459,7 +459,7 @@ def test_no_request_waits_for_the_garbage_collector(storage: UPath, is_hot: bool
             server.endpoint.find("toy").batcher._scheduler.queue.requests = 0
             gc.set_debug(gc.DEBUG_SAVEALL)
             gc.collect()
-            waited = [kept for kept in gc.garbage if isinstance(kept, Request | OverloadError | DeadlineError)]
+            waited = [kept for kept in gc.garbage if isinstance(kept, QueuedRequest | OverloadError | DeadlineError)]
         finally:
             gc.set_debug(0)
             gc.garbage.clear()

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from app.serving.batching.groups import Group, Request
+from app.serving.batching.groups import Group, QueuedRequest
 from app.serving.batching.policy import BatchingPolicy
-from app.serving.batching.release import Batch, GiveUp, Hold, release
+from app.serving.batching.release import GiveUp, Hold, RequestBatch, release
 from app.serving.batching.statistics import ReleaseReason
 from app.tensors import Tensors
 
@@ -28,13 +28,13 @@ def _loop() -> Iterator[None]:
     asyncio.set_event_loop(None)
 
 
-def request(rows: int = 1, deadline_s: float = math.inf, level: int = 1, taken: int = 0) -> Request:
+def request(rows: int = 1, deadline_s: float = math.inf, level: int = 1, scheduled: int = 0) -> QueuedRequest:
     group, answer = Group(POLICY, 8), asyncio.get_event_loop().create_future()
     tensors: Tensors = {"x": np.arange(rows)}
-    return Request(tensors, rows, level, 0, NOW, NOW + deadline_s, group, answer, taken)
+    return QueuedRequest(tensors, rows, level, 0, NOW, NOW + deadline_s, group, answer, scheduled)
 
 
-def group_of(*requests: Request, expected_in_s: float | None = None, policy: BatchingPolicy = POLICY) -> Group:
+def group_of(*requests: QueuedRequest, expected_in_s: float | None = None, policy: BatchingPolicy = POLICY) -> Group:
     """Return a group with these waiting requests, in order. The next is expected in ``expected_in_s`` seconds."""
     group = Group(policy, policy.max_batch_size)
     group.latency.row_s, group.latency.call_s = 1.0, 4.0
@@ -45,16 +45,18 @@ def group_of(*requests: Request, expected_in_s: float | None = None, policy: Bat
     return group
 
 
-def released(group: Group, policy: BatchingPolicy = POLICY) -> tuple[list[tuple[Request, int, int]], ReleaseReason]:
+def released(
+    group: Group, policy: BatchingPolicy = POLICY
+) -> tuple[list[tuple[QueuedRequest, int, int]], ReleaseReason]:
     """Return the parts of the batch that runs now, and the reason for its release."""
     batch = release(group, policy, NOW, NEVER)
-    assert isinstance(batch, Batch)
+    assert isinstance(batch, RequestBatch)
     assert batch.group is group
     assert batch.rows == sum(part.rows for part in batch.parts)
     return [tuple(part) for part in batch.parts], batch.reason
 
 
-def given_up(group: Group) -> Sequence[Request]:
+def given_up(group: Group) -> Sequence[QueuedRequest]:
     decision = release(group, POLICY, NOW, NEVER)
     assert isinstance(decision, GiveUp)
     return decision.requests
@@ -65,19 +67,19 @@ def decided(group: Group, hold_s: float) -> float | ReleaseReason:
     decision = release(group, POLICY, NOW, NOW + hold_s)
     if isinstance(decision, Hold):
         return decision.until_s - NOW
-    assert isinstance(decision, Batch)
+    assert isinstance(decision, RequestBatch)
     return decision.reason
 
 
 def test_a_request_that_does_not_fit_gives_the_rows_that_fit() -> None:
-    begun, next_one = request(rows=5, taken=2), request(rows=9)
+    begun, next_one = request(rows=5, scheduled=2), request(rows=9)
     assert released(group_of(begun, next_one)) == ([(begun, 2, 5), (next_one, 0, 5)], ReleaseReason.FULL)
 
 
 def test_a_part_has_the_tensors_of_its_rows() -> None:
-    whole, begun = request(rows=2), request(rows=3, taken=1)
+    whole, begun = request(rows=2), request(rows=3, scheduled=1)
     batch = release(group_of(whole, begun), POLICY, NOW, NEVER)
-    assert isinstance(batch, Batch)
+    assert isinstance(batch, RequestBatch)
     assert [part.tensors["x"].tolist() for part in batch.parts] == [[0, 1], [1, 2]]
 
 
@@ -107,7 +109,7 @@ def test_a_call_stays_small_for_an_urgent_request_whatever_becomes_of_others() -
 
 def test_a_call_stays_small_if_the_others_of_its_level_are_in_time_after_it() -> None:
     """The first call ends at 5 s and the call of the other request at 10 s. The eight rows run after both."""
-    begun, less_urgent = request(rows=3, taken=2, deadline_s=5.0), request(rows=8, level=2)
+    begun, less_urgent = request(rows=3, scheduled=2, deadline_s=5.0), request(rows=8, level=2)
     alone = [(begun, 2, 3)], ReleaseReason.DEADLINE
     assert released(group_of(begun, request(deadline_s=10.0), less_urgent)) == alone
     too_soon = request(deadline_s=9.75)

@@ -24,7 +24,7 @@ from uvicorn.config import HTTP_PROTOCOLS
 
 from app.errors import OverloadError
 from app.serving.access import Access
-from app.serving.batching.groups import Request
+from app.serving.batching.groups import QueuedRequest
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.grpc import read_infer
 from app.serving.protocol.infer import InferRequest
@@ -319,11 +319,11 @@ def test_a_call_that_a_client_gives_up_is_abandoned(server: Server, timeout_s: f
     """HAProxy closes its connection to the replica."""
     direct, served = server.route.direct, server.endpoint.find("toy")
     entered = threading.Event()
-    gone: list[Request] = []
+    gone: list[QueuedRequest] = []
 
-    def submit(*_: object) -> Request:
+    def submit(*_: object) -> QueuedRequest:
         entered.set()
-        return Mock(Request)
+        return Mock(QueuedRequest)
 
     with pytest.MonkeyPatch.context() as patched, grpc.insecure_channel(server.grpc) as channel:
         patched.setattr(served.batcher, "submit", submit)
@@ -617,7 +617,7 @@ def test_no_call_waits_for_the_garbage_collector(storage: UPath) -> None:
             wait_until(lambda: not busy(server))
             gc.set_debug(gc.DEBUG_SAVEALL)
             gc.collect()
-            waited = [kept for kept in gc.garbage if isinstance(kept, Request | UnaryCall | CallConnection)]
+            waited = [kept for kept in gc.garbage if isinstance(kept, QueuedRequest | UnaryCall | CallConnection)]
         finally:
             gc.set_debug(0)
             gc.garbage.clear()

@@ -1,1 +1,1 @@
-"""Requests that share calls of the engine: what waits is joined when the engine is free to run it."""
+"""Dynamic batching: requests that wait while the engine is busy share its next call."""

@@ -9,12 +9,12 @@ from itertools import count
 from threading import Lock
 
 from app.errors import OverloadError
-from app.serving.batching.groups import Answer, Group, Request
+from app.serving.batching.groups import Answer, Group, QueuedRequest
 from app.serving.batching.policy import BatchingPolicy
-from app.serving.batching.release import Batch, Hold
+from app.serving.batching.release import Hold, RequestBatch
 from app.serving.batching.scheduler import Scheduler
 from app.serving.batching.statistics import BatchingStatistics, ComputeTime, FailureReason
-from app.serving.batching.threads import Calls, Check, EngineThreads, Infer, Outcome, Slots, call
+from app.serving.batching.threads import CallResult, CallSource, Check, EngineThreads, Infer, Slots, call
 from app.tensors import Tensors, count_rows, shape_key, slice_rows
 
 _UNMEASURED_RETRY_S = 1.0
@@ -24,7 +24,7 @@ _MAX_ON_LOOP_S = 0.3e-3
 
 
 class Batcher:
-    """Batch the waiting requests into one call whenever a slot of the engine is free.
+    """RequestBatch the waiting requests into one call whenever a slot of the engine is free.
 
     Requests arrive and are answered on one event loop. A slot is a thread that takes its next call itself, so a busy
     engine never waits for the loop. Arrivals of one turn of the loop are batched even if the engine is idle. The loop
@@ -39,7 +39,7 @@ class Batcher:
         *,
         check: Check = lambda _: None,
         max_on_loop_s: float = _MAX_ON_LOOP_S,
-        threads: Callable[[Calls, Infer, Check, int], Slots] = EngineThreads,
+        threads: Callable[[CallSource, Infer, Check, int], Slots] = EngineThreads,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create a batcher. It belongs to the event loop that uses it first.
@@ -119,7 +119,7 @@ class Batcher:
         answer: Answer,
         priority: int = 0,
         timeout_s: float | None = None,
-    ) -> Request:
+    ) -> QueuedRequest:
         """Queue a request, as ``infer`` does, and deliver its answer to ``answer``.
 
         Args:
@@ -132,7 +132,7 @@ class Batcher:
         with self._lock:
             group = self._scheduler.queue.group(shape, tensors)
             self._check_room(group, now_s)
-            request = Request(
+            request = QueuedRequest(
                 tensors,
                 rows,
                 policy.level(priority),
@@ -150,7 +150,7 @@ class Batcher:
             self._start_soon()
         return request
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: QueuedRequest) -> None:
         """Drop a request whose client has gone. Its ``answer`` must be done already."""
         with self._lock:
             self._scheduler.remove(request)
@@ -166,20 +166,20 @@ class Batcher:
         await self._slots.close()
         self._alarm.cancel()
 
-    def next(self) -> Batch | Hold | None:
-        """Implement ``Calls.next``."""
+    def next(self) -> RequestBatch | Hold | None:
+        """Implement ``CallSource.next``."""
         with self._lock:
             chosen = self._scheduler.next(self._clock())
             late, self._scheduler.late = self._scheduler.late, []
             has_work = self._scheduler.has_work
         if late:
             self._call_on_loop(self._refuse_late, late)
-        if has_work and isinstance(chosen, Batch):
+        if has_work and isinstance(chosen, RequestBatch):
             self._slots.wake()  # another free one, if there is one
         return chosen
 
-    def ended(self, batch: Batch, outcome: Outcome) -> None:
-        """Implement ``Calls.ended``."""
+    def ended(self, batch: RequestBatch, outcome: CallResult) -> None:
+        """Implement ``CallSource.ended``."""
         self._free_slot(batch, outcome)
         self._call_on_loop(self._answer, batch, outcome)
 
@@ -192,7 +192,7 @@ class Batcher:
             raise self._refusal(f"{waiting} requests wait already: try again in {retry_after_s:.3g} s", retry_after_s)
 
     def _refusal(self, message: str, retry_after_s: float) -> OverloadError:
-        self._statistics.failed(FailureReason.REJECTED, 0.0)
+        self._statistics.count_failure(FailureReason.REJECTED, 0.0)
         return OverloadError(message, retry_after_s)
 
     def _start_soon(self) -> None:
@@ -204,7 +204,7 @@ class Batcher:
     def _start(self) -> None:
         self._waking = False
         chosen = self.next()
-        if not isinstance(chosen, Batch):
+        if not isinstance(chosen, RequestBatch):
             if chosen is not None:
                 self._slots.wake()  # one of them waits until the hold ends
         elif self._runs_on_loop(chosen):
@@ -215,10 +215,10 @@ class Batcher:
         else:
             self._slots.run(chosen)
 
-    def _runs_on_loop(self, batch: Batch) -> bool:
+    def _runs_on_loop(self, batch: RequestBatch) -> bool:
         return 0 < batch.group.latency.seconds(batch.rows) < self._max_on_loop_s
 
-    def _free_slot(self, batch: Batch, outcome: Outcome) -> bool:
+    def _free_slot(self, batch: RequestBatch, outcome: CallResult) -> bool:
         """Return whether the free slot may find a call to make."""
         with self._lock:
             if isinstance(outcome.answer, Exception):
@@ -243,12 +243,12 @@ class Batcher:
         self._alarm.set(expiry_s, now_s)
         self._refuse_late(late)
 
-    def _refuse_late(self, late: Sequence[Request]) -> None:
+    def _refuse_late(self, late: Sequence[QueuedRequest]) -> None:
         for request in late:
-            self._fail(request, request.late(self._clock()), FailureReason.DEADLINE)
+            self._fail(request, request.deadline_error(self._clock()), FailureReason.DEADLINE)
         self._check_drained()
 
-    def _answer(self, batch: Batch, outcome: Outcome) -> None:
+    def _answer(self, batch: RequestBatch, outcome: CallResult) -> None:
         """Deliver the outcome of a call. If it failed for several requests, the scheduler retries its halves."""
         self._statistics.releases[batch.reason] += 1
         if not isinstance(outcome.answer, Exception):
@@ -257,10 +257,10 @@ class Batcher:
             self._fail(batch.parts[0].request, outcome.answer, FailureReason.ENGINE)
         self._check_drained()
 
-    def _give_out(self, batch: Batch, outputs: Tensors, outcome: Outcome) -> None:
+    def _give_out(self, batch: RequestBatch, outputs: Tensors, outcome: CallResult) -> None:
         """Deliver the rows of each request. Count all requests first, because writing to clients takes time."""
         began_s, start = self._clock(), 0
-        given: list[tuple[Request, Tensors | None]] = []
+        given: list[tuple[QueuedRequest, Tensors | None]] = []
         for part in batch.parts:
             stop = start + part.rows
             if not part.request.answer.done():
@@ -275,7 +275,7 @@ class Batcher:
             if answer is not None and not request.answer.done():
                 request.answer.set_result(answer)
 
-    def _count(self, given: Sequence[Request], time: ComputeTime) -> None:
+    def _count(self, given: Sequence[QueuedRequest], time: ComputeTime) -> None:
         """Count the requests that a call, which took ``time``, has completed."""
         for request in given:
             if request.collected:
@@ -291,7 +291,7 @@ class Batcher:
         counted.inferences += sum([request.rows for request in complete])
         self._unanswered -= len(complete)
 
-    def _passes(self, request: Request, outputs: Tensors, is_checked: bool) -> bool:
+    def _passes(self, request: QueuedRequest, outputs: Tensors, is_checked: bool) -> bool:
         """Return whether some rows of a request pass the check; if not, refuse it."""
         try:
             if not is_checked:
@@ -301,7 +301,7 @@ class Batcher:
             return False
         return True
 
-    def _fail(self, request: Request, error: Exception, reason: FailureReason) -> None:
+    def _fail(self, request: QueuedRequest, error: Exception, reason: FailureReason) -> None:
         """Refuse a request, and run no more of it. It may be done already, if its client has just gone."""
         with self._lock:
             self._scheduler.remove(request)
@@ -309,8 +309,8 @@ class Batcher:
             request.answer.set_exception(error)
             self._count_failure(request, reason)
 
-    def _count_failure(self, request: Request, reason: FailureReason) -> None:
-        self._statistics.failed(reason, self._clock() - request.arrived_s)
+    def _count_failure(self, request: QueuedRequest, reason: FailureReason) -> None:
+        self._statistics.count_failure(reason, self._clock() - request.arrived_s)
         self._unanswered -= 1
 
     def _check_drained(self) -> None:

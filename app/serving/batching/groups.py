@@ -12,20 +12,20 @@ from app.serving.batching.statistics import ComputeTime
 from app.tensors import Tensors, concat_rows
 
 _RECENT_CALLS = 16
-"""A call that is so many calls old weighs a third of the newest."""
+"""A call of this age, in calls, weighs a third of the newest."""
 _SETTLED = 8
-"""Calls after which one can be seen to be an outlier."""
+"""The number of calls after which outliers can be recognized."""
 _OUTLIER = 4.0
-"""No call counts as more than so many times what was expected, and a millisecond: the machine was busy elsewhere."""
+"""Limit on a call, as a multiple of its expected time, plus 1 ms. Longer calls mean that the machine was busy."""
 _MIN_VARIANCE = 1e-3
-"""Of rows. Below it calls are all of one size and say nothing about what a row costs."""
+"""Below this variance of rows, calls have one size and tell nothing about the cost of a row."""
 
 
 class LatencyModel:
-    """A call of n rows takes ``row_s * n + call_s`` seconds: least squares over calls, exponentially weighted.
+    """Model of a call's latency: n rows take ``row_s * n + call_s`` seconds. Learnt from recent calls.
 
-    Mean, variance and covariance are kept, so that a call costs the same few operations however many there were.
-    Neither number is negative. Until calls differ in size a row is taken to cost nothing.
+    This is least squares with exponential weights. Only mean, variance and covariance are kept, so that an update takes
+    constant time. Neither number is negative. Until calls differ in size, a row is assumed to cost nothing.
     """
 
     def __init__(self) -> None:
@@ -38,15 +38,15 @@ class LatencyModel:
         self._covariance = 0.0
 
     def seconds(self, rows: int) -> float:
-        """What a call of so many rows takes; 0 before the first."""
+        """Return the expected time of a call; 0 before the first call."""
         return self.row_s * rows + self.call_s
 
     def seconds_in_calls(self, rows: int, max_rows: int) -> float:
-        """Return the time that rows take in consecutive calls of ``max_rows`` at most."""
+        """Return the expected time of ``rows`` in consecutive calls of at most ``max_rows``."""
         return self.row_s * rows + self.call_s * math.ceil(rows / max_rows)
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Learn from a call."""
+        """Update the model with a call."""
         if self._calls >= _SETTLED:
             seconds = min(seconds, _OUTLIER * self.seconds(rows) + 1e-3)
         self._calls += 1
@@ -62,40 +62,40 @@ class LatencyModel:
 
 
 _RECENT = 8
-"""A gap that is so many gaps old weighs a third of the newest."""
+"""A gap of this age, in gaps, weighs a third of the newest."""
 
 
 class Arrivals:
-    """The requests of one shape as they come in.
+    """Model of the arrivals of one shape: the expected time until the next request, while a slot of the engine is free.
 
-    Whoever was answered tends to ask again soon: after a call, as many requests are expected as it answered. The gap is
-    the mean time from when a slot is free, or since then a request has come, until the next of the expected ones. It is
-    measured whether the slot waits for it or not, so that it tells what waiting would have brought.
+    Clients tend to ask again soon after an answer, so after a call as many requests are expected as it answered. The
+    gap is the mean time until the next expected request, from when a slot becomes free or from the last arrival since
+    then. It is measured even if the slot does not wait, so it shows what waiting would have gained.
     """
 
     def __init__(self, max_gap_s: float) -> None:
-        """Make it without knowledge.
+        """Start without observations.
 
         Args:
-            max_gap_s: what a longer gap counts as, so that a pause is soon forgotten, and the first guess.
+            max_gap_s: the initial gap. Longer gaps count as this one, so that a pause is soon forgotten.
         """
         self.expected = 0
         self.gap_s = max_gap_s
         self.since_s: float | None = None
-        """Since when the next expected request is awaited."""
+        """The time since which the next expected request is awaited; None if it is not."""
         self._max_gap_s = max_gap_s
 
     def answered(self, requests: int) -> None:
-        """A call answered so many requests."""
+        """Expect as many requests as a call has answered."""
         self.expected = requests
 
     def slot_free(self, now_s: float) -> None:
-        """The engine could run what waits: with the next expected request, or without it."""
+        """Start to measure the gap, because the engine could run the waiting requests now."""
         if self.expected and self.since_s is None:
             self.since_s = now_s
 
     def arrived(self, now_s: float) -> None:
-        """A request came."""
+        """Record an arrival."""
         if self.expected:
             self.expected -= 1
         if self.since_s is not None:
@@ -104,45 +104,45 @@ class Arrivals:
 
 
 class Answer(Protocol):
-    """Who waits for the answer of a request, such as a future. It is told on the event loop."""
+    """The receiver of a request's answer, such as a future. The batcher calls it on the event loop."""
 
     def done(self) -> bool:
-        """Whether nobody waits any more; asked by any thread."""
+        """Return whether nobody waits any more. Any thread may call this."""
         ...
 
     def set_result(self, outputs: Tensors, /) -> None:
-        """Take the outputs of all rows; they may be views of the outputs of a whole call."""
+        """Take the outputs of all rows. They may be views of the outputs of a whole call."""
         ...
 
     def set_exception(self, error: Exception, /) -> None:
-        """Take the reason why there is no answer."""
+        """Take the error that replaces the answer."""
         ...
 
 
 @dataclass(slots=True)
 class Collected:
-    """What calls have given so far for a request that takes several of them."""
+    """The partial answer to a request that takes several calls."""
 
     missing: int
-    """Rows."""
+    """The number of rows without outputs."""
     outputs: dict[int, Tensors] = field(default_factory=dict)
-    """By their first rows."""
+    """Outputs by their first row in the request."""
     compute: ComputeTime = field(default_factory=ComputeTime)
 
     @property
     def is_complete(self) -> bool:
-        """Whether no row is missing."""
+        """Whether all rows have outputs."""
         return not self.missing
 
     @property
-    def joined(self) -> Tensors:
+    def answer(self) -> Tensors:
         """The outputs of all rows, in order."""
         return concat_rows([self.outputs[start] for start in sorted(self.outputs)])
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """One that was admitted. Times are in seconds of the batcher's clock."""
+class QueuedRequest:
+    """An admitted request. Times are in seconds of the batcher's clock."""
 
     tensors: Tensors
     rows: int
@@ -152,28 +152,28 @@ class Request:
     deadline_s: float
     group: "Group"
     answer: Answer
-    taken: int = 0
-    """Rows that calls were made of."""
+    scheduled: int = 0
+    """The number of its rows that are in calls already."""
     queue_s: float = 0.0
     collected: Collected | None = None
-    """Of a request that takes several calls, once one has ended."""
+    """The partial answer, if the request takes several calls and one has ended."""
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether some of its rows are in no call yet."""
-        return self.taken < self.rows
+        return self.scheduled < self.rows
 
     def collect(self, start: int, rows: int, outputs: Tensors) -> Tensors | None:
-        """Keep the outputs of the rows from ``start`` on. Return the outputs of all rows once they are complete."""
+        """Add the outputs of the rows from ``start`` on. Return the outputs of all rows once they are complete."""
         if rows == self.rows:
             return outputs
         if self.collected is None:
             self.collected = Collected(self.rows)
         self.collected.outputs[start] = outputs
         self.collected.missing -= rows
-        return self.collected.joined if self.collected.is_complete else None
+        return self.collected.answer if self.collected.is_complete else None
 
-    def late(self, now_s: float) -> DeadlineError:
+    def deadline_error(self, now_s: float) -> DeadlineError:
         """Return the error of a request that cannot be answered in time."""
         waited_s, allowed_s = now_s - self.arrived_s, self.deadline_s - self.arrived_s
         return DeadlineError(
@@ -183,7 +183,7 @@ class Request:
 
 
 class Group:
-    """The requests of one shape, which can be joined."""
+    """The waiting requests of one shape, which can share a call."""
 
     def __init__(self, policy: BatchingPolicy, max_rows: int) -> None:
         self.max_rows = max_rows
@@ -192,19 +192,19 @@ class Group:
         """Rows of waiting requests that are in no call yet."""
         self.latency = LatencyModel()
         self.arrivals = Arrivals(max_gap_s=4 * policy.max_queue_delay_s)
-        self.levels: list[deque[Request]] = [deque() for _ in range(policy.priority_levels)]
+        self.levels: list[deque[QueuedRequest]] = [deque() for _ in range(policy.priority_levels)]
 
-    def __iter__(self) -> Iterator[Request]:
-        """What waits: the most urgent first, and the oldest of these."""
+    def __iter__(self) -> Iterator[QueuedRequest]:
+        """Iterate over the waiting requests by level, then by age."""
         for level in self.levels:
             yield from level
 
     @property
-    def head(self) -> Request | None:
-        """What is next."""
+    def head(self) -> QueuedRequest | None:
+        """The next request; None if none waits."""
         return next(iter(self), None)
 
     @property
     def requests(self) -> int:
-        """How many wait."""
+        """The number of waiting requests."""
         return sum(map(len, self.levels))

@@ -1,4 +1,4 @@
-"""The knobs of batching."""
+"""The settings of batching."""
 
 import math
 from dataclasses import dataclass
@@ -26,26 +26,26 @@ class RowsByLength:
 
 @dataclass(frozen=True)
 class BatchingPolicy:
-    """When waiting requests become one call of the engine; the knobs are those of Triton's dynamic batcher.
+    """The policy for combining waiting requests into calls, with the settings of Triton's dynamic batcher.
 
     Raises:
         ValueError: a number is out of its range; it is named.
     """
 
     max_batch_size: int
-    """Rows of a call, at most."""
+    """The maximum rows of a call."""
     preferred_batch_sizes: tuple[int, ...] = ()
-    """Rows at which a call does not wait for more; what goes beyond the largest of them is left for the next call."""
+    """Numbers of rows at which a call does not wait for more. Rows beyond the largest are left for the next call."""
     max_queue_delay_s: float = 0.0
-    """How long a request may be held back for others to join it while the engine is free."""
+    """The maximum time that a free engine holds a request back for others to share its call."""
     priority_levels: int = 1
-    """1 is the most urgent. Less urgent requests run only with or after all that are more urgent."""
+    """Level 1 is the most urgent. Less urgent requests run only with or after all more urgent ones."""
     default_priority: int = 1
-    """The level of a request that names none."""
+    """The level of a request without a priority."""
     queue_limit: int = 256
-    """Requests that wait; one more is refused."""
+    """The maximum number of waiting requests. Further ones are refused."""
     default_timeout_s: float | None = None
-    """From a request's arrival until its answer; a request may ask for less, not for more. None: no bound."""
+    """Limit on the time from arrival to answer. A request may ask for less, not for more. None: no limit."""
     by_length: RowsByLength | None = None
     """The maximum rows of a call at each length. None: ``max_batch_size`` at every length."""
 
@@ -87,10 +87,10 @@ class BatchingPolicy:
         return (*shorter, (None, rows))
 
     def level(self, priority: int) -> int:
-        """The level of a request: the default one for 0 and for levels that there are not, as in Triton."""
+        """Return the level of a request: the default for 0 and for unknown levels, as in Triton."""
         return priority if 1 <= priority <= self.priority_levels else self.default_priority
 
     def deadline_s(self, arrived_s: float, timeout_s: float | None) -> float:
-        """When a request must be answered: the earlier of its own bound and the server's; inf without either."""
-        bounds = [bound for bound in (timeout_s, self.default_timeout_s) if bound is not None]
-        return arrived_s + min(bounds, default=math.inf)
+        """Return the deadline of a request: the earlier of its own and the server's; inf without either."""
+        timeouts = [timeout for timeout in (timeout_s, self.default_timeout_s) if timeout is not None]
+        return arrived_s + min(timeouts, default=math.inf)

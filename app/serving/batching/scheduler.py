@@ -1,28 +1,28 @@
-"""Which call a free slot of the engine makes next, as what waits and what runs decide it."""
+"""Chooses the next call of a free slot, from the waiting requests and the running calls."""
 
 import math
 from collections import deque
 from collections.abc import Hashable, Iterator
 
-from app.serving.batching.groups import Group, LatencyModel, Request
+from app.serving.batching.groups import Group, LatencyModel, QueuedRequest
 from app.serving.batching.policy import BatchingPolicy
-from app.serving.batching.release import Batch, GiveUp, Hold, release
+from app.serving.batching.release import GiveUp, Hold, RequestBatch, release
 from app.serving.batching.statistics import ReleaseReason
 from app.tensors import Tensors
 
 _MAX_GROUPS = 64
-"""Shapes whose latency is remembered while no request of theirs waits."""
+"""The number of shapes whose latency is remembered while none of their requests waits."""
 
 
 class WaitingQueue:
-    """Requests by shape, level and arrival."""
+    """The waiting requests by shape, level and arrival."""
 
     def __init__(self, policy: BatchingPolicy) -> None:
         self._policy = policy
         self._groups: dict[Hashable, Group] = {}
         self.requests = 0
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[QueuedRequest]:
         for group in self._groups.values():
             yield from group
 
@@ -31,37 +31,37 @@ class WaitingQueue:
         return sum(latency.seconds_in_calls(group.rows, group.max_rows) for group in self._groups.values())
 
     def group(self, shape: Hashable, tensors: Tensors) -> Group:
-        """Return the group of a shape, which is that of ``tensors``. Create the group if it is new."""
+        """Return the group of ``tensors``, whose shape key is ``shape``. Create the group if it is new."""
         if (group := self._groups.get(shape)) is None:
             if len(self._groups) >= _MAX_GROUPS:
                 self._forget()
             group = self._groups[shape] = Group(self._policy, self._policy.max_rows(tensors))
         return group
 
-    def put(self, request: Request) -> None:
+    def put(self, request: QueuedRequest) -> None:
         """Add a request as the last of its level."""
         request.group.levels[request.level - 1].append(request)
         self.requests += 1
         request.group.rows += request.rows
 
-    def take(self, request: Request, rows: int) -> None:
-        """Give some rows of a request to a call; with the last of them it waits no more."""
-        request.taken += rows
+    def take(self, request: QueuedRequest, rows: int) -> None:
+        """Give some rows of a request to a call. With its last row, the request leaves the queue."""
+        request.scheduled += rows
         request.group.rows -= rows
-        if not request.waits:
+        if not request.is_waiting:
             self._leave(request)
 
-    def remove(self, request: Request) -> None:
-        """Forget a request, if it still waits."""
-        if request.waits:
-            self.take(request, request.rows - request.taken)
+    def remove(self, request: QueuedRequest) -> None:
+        """Remove a request, if it still waits."""
+        if request.is_waiting:
+            self.take(request, request.rows - request.scheduled)
 
     def next(self) -> Group | None:
-        """The group of the oldest among the most urgent requests; None if nothing waits."""
+        """Return the group of the oldest request at the most urgent level; None if none waits."""
         heads = [head for group in self._groups.values() if (head := group.head)] if self.requests else []
         return min(heads, key=lambda head: (head.level, head.number)).group if heads else None
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: QueuedRequest) -> None:
         level = request.group.levels[request.level - 1]
         if level[0] is request:
             level.popleft()
@@ -70,7 +70,7 @@ class WaitingQueue:
         self.requests -= 1
 
     def _forget(self) -> None:
-        """Drop the shape that was new longest ago, of those that none waits of."""
+        """Drop the oldest group without waiting requests."""
         for shape, group in self._groups.items():
             if group.head is None:
                 del self._groups[shape]
@@ -78,25 +78,25 @@ class WaitingQueue:
 
 
 class Scheduler:
-    """Requests that wait, and calls that run or are to run again.
+    """The waiting requests, the running calls, and the calls to retry.
 
-    It knows neither threads nor the event loop: whoever uses it holds a lock, and passes the time, in seconds.
+    The scheduler knows neither threads nor the event loop. Its user holds a lock, and passes the time in seconds.
     """
 
     def __init__(self, policy: BatchingPolicy, slots: int) -> None:
         self.queue = WaitingQueue(policy)
-        self.late: list[Request] = []
+        self.late: list[QueuedRequest] = []
         """Requests that were dropped because they cannot be answered in time. The caller empties the list."""
         self.closing = False
-        """Whether no more requests come: then nothing is held back."""
+        """Whether no more requests come. Then none is held back."""
         self.expiry_s = math.inf
-        """No waiting request is late before."""
+        """A time before which no waiting request is late."""
         self._policy = policy
         self._slots = slots
-        self._retries: deque[Batch] = deque()
-        self._running: dict[Batch, float] = {}  # with their start times
+        self._retries: deque[RequestBatch] = deque()
+        self._running: dict[RequestBatch, float] = {}  # with their start times
         self._latency = LatencyModel()  # of all shapes
-        self._held_s: float | None = None  # since when a free slot is kept idle
+        self._held_s: float | None = None  # the time since which a free slot is kept idle
 
     @property
     def is_busy(self) -> bool:
@@ -130,22 +130,22 @@ class Scheduler:
         )
         return (running + self.queue.seconds(self._latency)) / self._slots
 
-    def put(self, request: Request) -> None:
+    def put(self, request: QueuedRequest) -> None:
         """Add a request that arrives now."""
         request.group.arrivals.arrived(request.arrived_s)
         self.queue.put(request)
         self.expiry_s = min(self.expiry_s, self._start_by_s(request))
 
-    def remove(self, request: Request) -> None:
-        """Run no more of a request. A slot that was held for the last waiting request is just idle from then on."""
+    def remove(self, request: QueuedRequest) -> None:
+        """Run no more of a request. If none waits any more, a held slot becomes idle."""
         self.queue.remove(request)
         if not self.queue.requests:
             self._held_s = None
 
-    def next(self, now_s: float) -> Batch | Hold | None:
-        """Start the call that a free slot makes now.
+    def next(self, now_s: float) -> RequestBatch | Hold | None:
+        """Start the next call of a free slot.
 
-        Else return when to ask again, or None if nothing waits or no slot is free.
+        Without one, return a hold that tells when to ask again, or None if nothing waits or no slot is free.
         """
         self.expire(now_s)
         chosen = None if self.is_busy else self._retry(now_s) or self._release(now_s)
@@ -157,28 +157,28 @@ class Scheduler:
             self._held_s = None
         return chosen
 
-    def succeeded(self, batch: Batch, seconds: float, now_s: float) -> None:
-        """Free the slot of a call, and learn from it."""
+    def succeeded(self, batch: RequestBatch, seconds: float, now_s: float) -> None:
+        """Free the slot of a call, and learn from its latency."""
         self._free(batch, now_s)
         self._latency.observe(batch.rows, seconds)
         batch.group.latency.observe(batch.rows, seconds)
         batch.group.arrivals.answered(sum(part.stop == part.request.rows for part in batch.parts))
 
-    def failed(self, batch: Batch, now_s: float) -> None:
-        """Free the slot of a call, and run the halves of it again; a single request has failed."""
+    def failed(self, batch: RequestBatch, now_s: float) -> None:
+        """Free the slot of a failed call, and retry its halves. Drop a single request, which has failed."""
         self._free(batch, now_s)
         if len(batch.parts) > 1:
             half = len(batch.parts) // 2
             for parts in (batch.parts[:half], batch.parts[half:]):
-                self._retries.append(Batch(batch.group, parts, ReleaseReason.RETRY))
+                self._retries.append(RequestBatch(batch.group, parts, ReleaseReason.RETRY))
         else:
             self.remove(batch.parts[0].request)
 
     def expire(self, now_s: float) -> None:
-        """Drop what can no longer be answered in time.
+        """Drop requests that can no longer be answered in time.
 
-        While a slot is free, these are only requests whose deadlines have passed. The others are tried, so that an
-        engine that has become faster is noticed.
+        While a slot is free, only requests whose deadlines have passed are dropped. The others run anyway, so that the
+        latency model notices an engine that has become faster.
         """
         if now_s < self.expiry_s:
             return
@@ -189,12 +189,12 @@ class Scheduler:
                 self._drop(request)
         self.expiry_s = min(map(self._start_by_s, self.queue), default=math.inf)
 
-    def _free(self, batch: Batch, now_s: float) -> None:
+    def _free(self, batch: RequestBatch, now_s: float) -> None:
         self.expire(now_s)
         del self._running[batch]
 
-    def _retry(self, now_s: float) -> Batch | None:
-        """Return a part of a call that failed, without those requests that nobody waits for or that are late."""
+    def _retry(self, now_s: float) -> RequestBatch | None:
+        """Return a half of a failed call, without late requests and those that nobody waits for."""
         while self._retries:
             batch = self._retries.popleft()
             for part in batch.parts:
@@ -202,11 +202,11 @@ class Scheduler:
                     self._drop(part.request)
             parts = [part for part in batch.parts if part.request.deadline_s > now_s and not part.request.answer.done()]
             if parts:
-                return Batch(batch.group, parts, ReleaseReason.RETRY)
+                return RequestBatch(batch.group, parts, ReleaseReason.RETRY)
         return None
 
-    def _release(self, now_s: float) -> Batch | Hold | None:
-        """Take waiting requests into a call, after dropping those that nobody waits for and those that are given up."""
+    def _release(self, now_s: float) -> RequestBatch | Hold | None:
+        """Take waiting requests into a call, after dropping cancelled ones and those that are given up."""
         while (group := self.queue.next()) is not None:
             group.arrivals.slot_free(now_s)
             chosen = release(group, self._policy, now_s, self._hold_until_s(group, now_s))
@@ -227,20 +227,20 @@ class Scheduler:
         return None
 
     def _hold_until_s(self, group: Group, now_s: float) -> float:
-        """Return how long a slot may be kept idle for a group: not at all while other groups wait, too."""
+        """Return the time until which a slot may be kept idle for a group; -inf while other groups wait, too."""
         if self.closing or not self._policy.max_queue_delay_s or group.requests < self.queue.requests:
             return -math.inf
         return (now_s if self._held_s is None else self._held_s) + self._policy.max_queue_delay_s
 
-    def _start_by_s(self, request: Request) -> float:
+    def _start_by_s(self, request: QueuedRequest) -> float:
         """Return the latest time at which the first call for this request can start, if the request runs alone.
 
         A request that has begun has no such time: it is answered even if it is late.
         """
-        if request.taken:
+        if request.scheduled:
             return math.inf
         return request.deadline_s - request.group.latency.seconds_in_calls(request.rows, request.group.max_rows)
 
-    def _drop(self, request: Request) -> None:
+    def _drop(self, request: QueuedRequest) -> None:
         self.remove(request)
         self.late.append(request)

@@ -1,4 +1,4 @@
-"""What a batcher counts."""
+"""Counters of a batcher, and the latencies of recent requests."""
 
 import time
 from collections import Counter, defaultdict, deque
@@ -11,56 +11,56 @@ from app.errors import DeadlineError
 
 
 class ReleaseReason(StrEnum):
-    """Why a call was made when it was, and not with more rows later."""
+    """The reason to start a call, instead of waiting for more rows."""
 
     FULL = "full"
-    """As many rows as a call takes."""
+    """The call had the maximum rows."""
     PREFERRED = "preferred"
-    """A preferred number of rows."""
+    """The call had a preferred number of rows."""
     IDLE = "idle"
     """A slot of the engine was free, and waiting for more rows did not pay."""
     DELAY = "delay"
-    """A slot had been kept idle for the longest queue delay."""
+    """A slot had been idle for the maximum queue delay."""
     DEADLINE = "deadline"
     """A request would have been late in a larger or later call."""
     RETRY = "retry"
-    """Part of a call that failed."""
+    """The call was a half of a failed one."""
 
 
 class FailureReason(StrEnum):
-    """Why a request got no answer."""
+    """The reason why a request got no answer."""
 
     UNREAD = "unread"
-    """It could not be read, or is not what the model takes."""
+    """The request could not be read, or does not fit the model."""
     REJECTED = "rejected"
     """The queue was full, or the batcher closed."""
     DEADLINE = "deadline"
     """Its deadline passed, or would have, before the engine could run it."""
     CANCELLED = "cancelled"
-    """Whoever asked went away."""
+    """The client went away."""
     ENGINE = "engine"
-    """The engine failed on it, or gave an answer that will not do."""
+    """The engine failed on it, or gave an invalid answer."""
 
 
 @dataclass
 class Durations:
-    """How many there were, and how long they took together."""
+    """The number of events, and their total time."""
 
     count: int = 0
     ns: int = 0
 
     def add(self, seconds: float, count: int = 1) -> None:
-        """Add some that took so long together."""
+        """Add ``count`` events with a total time."""
         self.count += count
         self.ns += round(seconds * 1e9)
 
 
 @dataclass(slots=True)
 class ComputeTime:
-    """Seconds that one call took, or all calls of one request."""
+    """The seconds of one call, or of all calls of one request."""
 
     input_s: float = 0.0
-    """Time to join the rows of the call's requests."""
+    """Time to concatenate the rows of the call's requests."""
     infer_s: float = 0.0
     """Time in the engine, including copies to and from a GPU: engines take and return tensors on the host."""
     output_s: float = 0.0
@@ -87,7 +87,7 @@ class ComputeDurations:
     output: Durations = field(default_factory=Durations)
 
     def add(self, time: ComputeTime, count: int = 1) -> None:
-        """Add one compute time, as often as it counts."""
+        """Add one compute time ``count`` times."""
         self.input.add(time.input_s * count, count)
         self.infer.add(time.infer_s * count, count)
         self.output.add(time.output_s * count, count)
@@ -95,11 +95,11 @@ class ComputeDurations:
 
 @dataclass
 class BatchingStatistics:
-    """Sums since the batcher was made, as the statistics extension of the Open Inference Protocol has them.
+    """Sums since the batcher was created, as the statistics extension of the Open Inference Protocol defines them.
 
     ``success``, ``fail``, ``queue`` and ``compute`` count requests; the last two count only successful requests.
     ``queue`` is the time from a request's arrival until its first row is handed to the engine. ``compute`` is the full
-    time of all calls that contained its rows, also if other requests shared them.
+    time of all calls that contained its rows, even if other requests shared them.
     """
 
     success: Durations = field(default_factory=Durations)
@@ -107,44 +107,44 @@ class BatchingStatistics:
     queue: Durations = field(default_factory=Durations)
     compute: ComputeDurations = field(default_factory=ComputeDurations)
     inferences: int = 0
-    """Rows of the requests that succeeded."""
+    """Rows of the successful requests."""
     batches: defaultdict[int, ComputeDurations] = field(default_factory=lambda: defaultdict(ComputeDurations))
-    """The engine's calls that succeeded, by their rows."""
+    """Successful calls of the engine, by their rows."""
     releases: Counter[ReleaseReason] = field(default_factory=Counter)
-    """All calls, by why they were made."""
+    """All calls, by their reason."""
     failures: Counter[FailureReason] = field(default_factory=Counter)
-    """Requests, by why they failed."""
+    """Failed requests, by their reason."""
 
-    def failed(self, reason: FailureReason, seconds: float) -> None:
-        """One more request got no answer, after so long."""
+    def count_failure(self, reason: FailureReason, seconds: float) -> None:
+        """Count a request that got no answer."""
         self.fail.add(seconds)
         self.failures[reason] += 1
 
     @property
     def executions(self) -> int:
-        """The engine's calls that succeeded."""
+        """The number of successful calls of the engine."""
         return sum(batches.infer.count for batches in self.batches.values())
 
 
 _WINDOW_S = 10.0
-_MOST = 1000
-"""Requests that are remembered: enough for the 95th of 100 to be steady."""
+_MAX_REMEMBERED = 1000
+"""Enough requests for a stable 95th percentile."""
 
 
 class RecentLatencies:
-    """Of the last thousand requests, those of the last ten seconds that were answered, or would have been too late."""
+    """Latencies of the last 1,000 answered or late requests within the last 10 seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._answered: deque[tuple[float, float]] = deque(maxlen=_MOST)
+        self._answered: deque[tuple[float, float]] = deque(maxlen=_MAX_REMEMBERED)
 
     def add(self, seconds: float) -> None:
-        """A request was answered just now, after so long."""
+        """Add a request that was answered just now."""
         self._answered.append((self._clock(), seconds))
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Add a request that is answered in here, or refused because that would be too late."""
+        """Add the request that is answered within the block, or refused there because it is late."""
         began_s = self._clock()
         try:
             yield
@@ -154,7 +154,7 @@ class RecentLatencies:
         self.add(self._clock() - began_s)
 
     def percentile_s(self, share: float) -> float | None:
-        """What this share of the requests took at most; None if there were none."""
+        """Return a percentile of the latencies, for example 0.95; None without requests."""
         since_s = self._clock() - _WINDOW_S
         recent = sorted(seconds for answered_s, seconds in self._answered if answered_s >= since_s)
         return recent[int(share * (len(recent) - 1))] if recent else None

@@ -1,4 +1,4 @@
-"""The engine's calls, off the event loop."""
+"""Threads that run the engine's calls off the event loop."""
 
 import asyncio
 import time
@@ -10,7 +10,7 @@ from threading import Thread
 from typing import Protocol
 
 from app.errors import EngineError
-from app.serving.batching.release import Batch, Hold
+from app.serving.batching.release import Hold, RequestBatch
 from app.serving.batching.statistics import ComputeTime
 from app.tensors import Tensors, concat_rows
 
@@ -19,7 +19,7 @@ Check = Callable[[Tensors], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CallResult:
     """The result of a call, and its duration."""
 
     answer: Tensors | Exception
@@ -28,27 +28,27 @@ class Outcome:
     """Whether the answer passed the check as a whole. If not, some of its rows may pass."""
 
 
-class Calls(Protocol):
-    """Where slots get their calls. Both methods may be called by any thread."""
+class CallSource(Protocol):
+    """The source of the slots' calls. Any thread may call its methods."""
 
-    def next(self) -> Batch | Hold | None:
-        """Start the call that a free slot makes now. Else return when to ask again; None: once woken."""
+    def next(self) -> RequestBatch | Hold | None:
+        """Start the next call of a free slot. Without one, return when to ask again; None means once woken."""
         ...
 
-    def ended(self, batch: Batch, outcome: Outcome) -> None:
+    def ended(self, batch: RequestBatch, outcome: CallResult) -> None:
         """Take the outcome of a call."""
         ...
 
 
 class Slots(Protocol):
-    """Where calls run: as many at once as the engine has streams."""
+    """The slots that run calls, one for each stream of the engine."""
 
     def wake(self) -> None:
         """Let a free slot ask for its next call."""
         ...
 
-    def run(self, batch: Batch) -> None:
-        """Let a free slot make a call that was started for it, then ask for its next call."""
+    def run(self, batch: RequestBatch) -> None:
+        """Let a free slot run a call that was started for it, and then ask for its next call."""
         ...
 
     async def close(self) -> None:
@@ -56,11 +56,10 @@ class Slots(Protocol):
         ...
 
 
-def call(infer: Infer, check: Check, batch: Batch) -> Outcome:
-    """Run the rows of a batch in one call, and check its answer.
+def call(infer: Infer, check: Check, batch: RequestBatch) -> CallResult:
+    """Run a batch in one call, and check its answer.
 
-    Nothing is raised: the outcome holds what ``infer`` raised, or an EngineError if the answer has too many or too few
-    rows.
+    Nothing is raised. The result contains the error of ``infer``, or an EngineError if the number of rows is wrong.
     """
     began_s = time.perf_counter()
     try:
@@ -70,13 +69,13 @@ def call(infer: Infer, check: Check, batch: Batch) -> Outcome:
         inferred_s = time.perf_counter()
         _check_rows(outputs, batch.rows)
     except Exception as error:  # the batcher passes it to the requests
-        return Outcome(error, ComputeTime())
+        return CallResult(error, ComputeTime())
     is_checked = False
     with suppress(Exception):  # the batcher checks the rows of each request
         check(outputs)
         is_checked = True
     time_taken = ComputeTime(joined_s - began_s, inferred_s - joined_s, time.perf_counter() - inferred_s)
-    return Outcome(outputs, time_taken, is_checked)
+    return CallResult(outputs, time_taken, is_checked)
 
 
 def _run(infer: Infer, inputs: Tensors) -> Tensors:
@@ -85,7 +84,7 @@ def _run(infer: Infer, inputs: Tensors) -> Tensors:
     except BaseException as error:
         if isinstance(error, Exception) and not isinstance(error, StopIteration):
             raise
-        # The others would end the event loop, or are refused by its futures.
+        # KeyboardInterrupt and the like would end the event loop, and its futures refuse a StopIteration.
         raise EngineError(f"the engine failed on a batch: it raised {type(error).__name__}") from error
 
 
@@ -96,27 +95,27 @@ def _check_rows(outputs: Tensors, rows: int) -> None:
 
 
 class EngineThreads:
-    """A thread for each slot, which takes its next call itself: the event loop need not be free for that."""
+    """One thread per slot. A thread takes its next call itself, so the event loop need not be free for that."""
 
-    def __init__(self, calls: Calls, infer: Infer, check: Check, slots: int) -> None:
+    def __init__(self, calls: CallSource, infer: Infer, check: Check, slots: int) -> None:
         self._calls = calls
         self._infer = infer
         self._check = check
         self._closed = False
-        self._wakes: SimpleQueue[Batch | None] = SimpleQueue()  # a condition would take several times as long
+        self._wakes: SimpleQueue[RequestBatch | None] = SimpleQueue()  # several times as fast as a condition
         self._threads = [Thread(target=self._run, name=f"engine-{slot}", daemon=True) for slot in range(slots)]
         for thread in self._threads:
             thread.start()
 
     def wake(self) -> None:
-        if self._wakes.qsize() < len(self._threads):  # else each thread has a wake to take, and asks after it
+        if self._wakes.qsize() < len(self._threads):  # otherwise every thread will ask again anyway
             self._wakes.put(None)
 
-    def run(self, batch: Batch) -> None:
+    def run(self, batch: RequestBatch) -> None:
         self._wakes.put(batch)
 
     async def close(self) -> None:
-        """End the threads, none of which runs a call. One that still ran would keep its model alive."""
+        """End the threads, which run no calls now. A thread that stayed would keep its model in memory."""
         self._closed = True
         for _ in self._threads:
             self.wake()
@@ -124,16 +123,16 @@ class EngineThreads:
             await asyncio.to_thread(thread.join)
 
     def _run(self) -> None:
-        chosen: Batch | Hold | None = None
+        chosen: RequestBatch | Hold | None = None
         while not self._closed:
-            if isinstance(chosen, Batch):
+            if isinstance(chosen, RequestBatch):
                 self._calls.ended(chosen, call(self._infer, self._check, chosen))
                 chosen = self._calls.next()
             else:
                 chosen = self._wait(chosen) or self._calls.next()
 
-    def _wait(self, hold: Hold | None) -> Batch | None:
-        """Return the call that the slot was given, or None when it is to ask for one."""
+    def _wait(self, hold: Hold | None) -> RequestBatch | None:
+        """Return the call that the slot was given; None if the slot has to ask for one."""
         with suppress(Empty):
             return self._wakes.get(timeout=max(0.0, hold.until_s - time.monotonic()) if hold else None)
         return None

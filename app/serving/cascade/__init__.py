@@ -1,1 +1,1 @@
-"""Several models behind one name: each answers the rows that it is sure of, the rest go on to the next."""
+"""Cascades: several models behind one name. Each answers the rows that it is sure of, and passes on the rest."""

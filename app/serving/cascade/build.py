@@ -1,4 +1,4 @@
-"""From published versions to the cascade that an endpoint serves."""
+"""Builds the cascade that an endpoint serves from published versions."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -34,17 +34,17 @@ Stage = Callable[[Sequence[Tensors]], NDArray[np.float32]]
 """A function that returns the logits of all rows."""
 
 
-def build_cascade(wanted: CascadeConfig, production: VersionConfig, serve: ServeConfig, storage: UPath) -> Cascade:
-    """The stages that a recipe asks for before its own version, and their rule, calibrated here and now.
+def build_cascade(config: CascadeConfig, production: VersionConfig, serve: ServeConfig, storage: UPath) -> Cascade:
+    """Return the stages before a recipe's own version, and their rule, which is calibrated here.
 
     Raises:
-        StorageError: a version is not there or was changed, or the data of its training is not.
-        RecipeError: two stages are one version, or one cannot answer in place of the last.
+        StorageError: a version, or the data of its training, is missing or was changed.
+        RecipeError: two stages are the same version, or one cannot answer in place of the last.
         EngineError: a version cannot run on this machine.
         DataError: there are too few validation rows.
     """
-    before = tuple(_version(reference, serve, storage) for reference in wanted.before)
-    titles = [each.title for each in (*before, production)]
+    before = tuple(_version(reference, serve, storage) for reference in config.before)
+    titles = [stage.title for stage in (*before, production)]
     if repeated := [title for title in titles if titles.count(title) > 1]:
         raise RecipeError(
             f"serve.cascade.before makes the stages {', '.join(titles)}, of which {repeated[0]} is one version: name "
@@ -57,15 +57,15 @@ def build_cascade(wanted: CascadeConfig, production: VersionConfig, serve: Serve
             opened.callback(models[-1].engine.close)
         require_alike(models)
         policies = [stage.policy for stage in stages]
-        rule = calibrate_versions(models, policies, load_validation(models[-1].manifest), wanted.accuracy_floor)
+        rule = calibrate_versions(models, policies, load_validation(models[-1].manifest), config.accuracy_floor)
     return Cascade(before=before, rule=rule)
 
 
 def load_validation(manifest: Manifest) -> Split:
-    """The validation split of the run that trained a version.
+    """Return the validation split of the run that trained a version.
 
     Raises:
-        StorageError: the run's data is not there any more, or was changed.
+        StorageError: the run's data is missing or was changed.
     """
     folder = to_path(manifest.lineage.train_run) / DATA
     verify_checksums(folder)
@@ -75,25 +75,25 @@ def load_validation(manifest: Manifest) -> Split:
 def calibrate_versions(
     models: Sequence[LoadedModel], policies: Sequence[BatchingPolicy], validation: Split, accuracy_floor: float
 ) -> CascadeRule:
-    """Return the rule of a cascade of versions that are alike. The time of a row is measured here, in full calls.
+    """Return the rule of a cascade. The time per row of each stage is measured here, in full calls.
 
     Args:
-        models: the stages in their order, with as many threads as they will have.
+        models: the stages in order, which ``require_alike`` accepts, with as many threads as they will serve with.
         policies: the batching policy of each stage.
-        validation: what none of them was trained on.
-        accuracy_floor: as a share of the last stage's accuracy, above 0 and below 1.
+        validation: rows that none of them was trained on.
+        accuracy_floor: minimum accuracy as a share of the last stage's, above 0 and below 1.
 
     Raises:
         DataError: there are too few rows.
     """
-    rows = [[model.processor.encode([given]) for given in validation.inputs] for model in models]
+    rows = [[model.processor.encode([item]) for item in validation.inputs] for model in models]
     stages = [partial(_logits, model, policy) for model, policy in zip(models, policies, strict=True)]
     logits = [stage(encoded) for stage, encoded in zip(stages, rows, strict=True)]
     return calibrate(logits, np.array(validation.classes), _seconds_per_row(stages, rows), accuracy_floor)
 
 
 def _version(reference: str, serve: ServeConfig, storage: UPath) -> VersionConfig:
-    """What the recipe calls NAME, its version in production, or NAME/VERSION."""
+    """Return the version that a recipe calls NAME (its version in production) or NAME/VERSION."""
     repository = Repository(storage)
     name, _, number = reference.partition("/")
     manifest = repository.manifest(name, int(number) if number else repository.production(name))
@@ -106,7 +106,7 @@ def _logits(model: LoadedModel, policy: BatchingPolicy, rows: Sequence[Tensors])
 
 
 def _seconds_per_row(stages: Sequence[Stage], rows: Sequence[Sequence[Tensors]]) -> list[float]:
-    """Return the median of each stage over a few rounds, in which the stages take turns."""
+    """Return each stage's median over a few rounds. The stages take turns, so that disturbances hit all of them."""
     samples = [encoded[:: max(1, len(encoded) // _TIMED_ROWS)] for encoded in rows]
     rounds = [[_seconds(*timed) for timed in zip(stages, samples, strict=True)] for _ in range(_ROUNDS)]
     return (np.median(rounds, axis=0) / len(samples[0])).tolist()  # type: ignore[no-any-return]

@@ -1,25 +1,25 @@
-"""Finding the thresholds of a cascade, on rows whose labels are known.
+"""Calibrates the thresholds of a cascade on rows with known labels.
 
-**What is shown of every threshold that is taken.** Of n rows the last stage answers r right; of these the cascade
-loses b, and it gains c others. That in the long run P(cascade right) >= f P(last stage right), f the floor, is shown if
+**The test of a choice of thresholds.** Of n rows the last stage answers r correctly. Of these the cascade loses b, and
+it gains c others. Let f be the floor. P(cascade correct) >= f P(last stage correct) is shown if
 
     r - b + c - f r - 1/2  >=  z sqrt(v),    z the normal quantile of the confidence
     v = (h + sqrt(h^2 - 4 (1 - f^2) b (r + c))) / 2 - (1 - f) (r + c),    h = (1 - f^2) r + b + c
 
-v is the variance of the left side where the two probabilities are just equal, with the likeliest ones of b and c
-there: the score test of a ratio of proportions in matched pairs (Tang, Tang and Chan 2003, doi:10.1002/sim.1213), with
-a correction for continuity of 1/2. It counts gains against losses, as accuracy does; the exact bound of b alone would
-send far more rows on. Its risk at a confidence of 0.95 is 0.050 at most, for floors from 0.8 to 0.999: computed where
-nothing is gained, else found in 100,000 draws each of 300 to 10,000 rows with gains of up to a tenth of them.
+v is the variance of the left side at equality, with the maximum-likelihood values of b and c there. This is the score
+test for a ratio of proportions in matched pairs (Tang, Tang and Chan 2003, doi:10.1002/sim.1213), with a continuity
+correction of 1/2. It offsets losses by gains, as accuracy does. An exact bound on b alone would pass on far more rows.
+At a confidence of 0.95 its risk is at most 0.050 for floors from 0.8 to 0.999. Without gains that was computed. With
+gains of up to a tenth of the rows it was found in 100,000 draws each of 300 to 10,000 rows.
 
-**In which order.** Thresholds are tried from the strictest on, and the first that fails ends it: so many may be tried,
-and the one that is taken still holds with the same confidence. This is fixed-sequence testing in "Learn then Test"
-(Angelopoulos et al. 2021, arXiv:2110.01052). At step k of 20 each stage keeps what it would keep if it answered k/20 of
-all rows. Where there are more than two stages, every choice of those that are asked is a sequence of its own, and the
-sequences share the risk.
+**The order of tests.** Thresholds are tested from the strictest on, until the first failure. So the chosen ones hold
+with the same confidence, however many are tested. This is fixed-sequence testing in "Learn then Test" (Angelopoulos et
+al. 2021, arXiv:2110.01052). At step k of 20 each stage keeps the rows that it would keep if it answered k/20 of all
+rows. With more than two stages, each subset of the earlier stages is a sequence of its own, and the sequences share the
+risk.
 
-It holds for rows that are drawn as those of the calibration were. Validation rows by which the weights were
-chosen are a little too kind to both, the cascade and its last stage.
+The result holds for rows from the same distribution as the calibration's. Validation rows that also selected the
+weights flatter the cascade and its last stage a little.
 """
 
 import itertools
@@ -48,30 +48,30 @@ def calibrate(
     costs: Sequence[float],
     accuracy_floor: float,
 ) -> CascadeRule:
-    """The rule of least compute among those that are shown to hold the floor.
+    """Return the rule with the least compute among those that are shown to keep the floor.
 
-    If none of them saves anything, every row goes to the last stage.
+    If none of them saves compute, every row goes to the last stage.
 
     Args:
-        stage_logits: of each stage, the last one being the one to compare with; each of shape (rows, labels), finite.
-        classes: the right one of each row, of shape (rows).
-        costs: of one row in each stage, in seconds or operations, above 0.
-        accuracy_floor: of the cascade, as a share of the last stage's; above 0 and below 1.
+        stage_logits: logits of each stage, each of shape (rows, labels), finite. The last stage is the baseline.
+        classes: the correct class of each row, of shape (rows).
+        costs: cost of one row in each stage, in seconds or operations, above 0.
+        accuracy_floor: minimum accuracy of the cascade, as a share of the last stage's; above 0 and below 1.
 
     Raises:
         DataError: there are too few rows to show anything.
     """
-    seen = _Seen.of(stage_logits, classes, costs)
+    answers = _Answers.of(stage_logits, classes, costs)
     chains = _chains(len(costs))
     quantile = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / len(chains))
-    _require_enough(seen, accuracy_floor, quantile)
-    best = seen.outcome((None,) * (len(costs) - 1))
+    _require_enough(answers, accuracy_floor, quantile)
+    best = answers.outcome((None,) * (len(costs) - 1))
     for chain in chains:
-        for thresholds in seen.thresholds_of(chain):
-            outcome = seen.outcome(thresholds)
+        for thresholds in answers.thresholds_of(chain):
+            outcome = answers.outcome(thresholds)
             if not outcome.shows(accuracy_floor, quantile):
                 break
-            best = min(best, outcome, key=lambda each: each.compute)
+            best = min(best, outcome, key=lambda rule: rule.compute)
     return CascadeRule(
         thresholds=best.thresholds,
         accuracy_floor=accuracy_floor,
@@ -84,16 +84,16 @@ def calibrate(
 
 
 @dataclass(frozen=True)
-class _Outcome:
-    """What becomes of the rows of the calibration under some thresholds."""
+class _Result:
+    """The results of some thresholds on the calibration rows."""
 
     thresholds: Thresholds
     shares: tuple[float, ...]
     compute: float
-    """As a share of the last stage's."""
+    """Compute as a share of the last stage's."""
 
     right: int
-    """Rows that the last stage answers right: of these the cascade loses some, and it gains others."""
+    """Rows that the last stage answers correctly. Of these the cascade loses some, and it gains others."""
     lost: int
     gained: int
 
@@ -102,30 +102,30 @@ class _Outcome:
         return (self.right - self.lost + self.gained) / self.right
 
     def shows(self, floor: float, quantile: float) -> bool:
-        """Whether the floor is shown to hold; the module says how."""
+        """Return whether the floor is shown to hold, by the test in the module's docstring."""
         r, b, c = self.right, self.lost, self.gained
         h = (1 - floor**2) * r + b + c
-        root = math.sqrt(max(0.0, h**2 - 4 * (1 - floor**2) * b * (r + c)))  # below 0 by rounding alone
-        v = max(0.0, (h + root) / 2 - (1 - floor) * (r + c))  # likewise
+        root = math.sqrt(max(0.0, h**2 - 4 * (1 - floor**2) * b * (r + c)))  # rounding alone can make it negative
+        v = max(0.0, (h + root) / 2 - (1 - floor) * (r + c))  # as above
         return r - b + c - floor * r - _CONTINUITY >= quantile * math.sqrt(v)
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What the stages make of the rows."""
+class _Answers:
+    """The stages' answers to the calibration rows."""
 
     confidences: NDArray[np.float64]
-    """Of shape (stages, rows)."""
+    """Shape (stages, rows)."""
 
     right: NDArray[np.bool_]
-    """Of shape (stages, rows)."""
+    """Whether the answer is correct, shape (stages, rows)."""
 
     costs: NDArray[np.float64]
 
     @classmethod
     def of(
         cls, stage_logits: Sequence[NDArray[Any]], classes: NDArray[np.integer[Any]], costs: Sequence[float]
-    ) -> "_Seen":
+    ) -> "_Answers":
         return cls(
             np.stack([max_probability(logits) for logits in stage_logits]),
             np.stack([logits.argmax(-1) == classes for logits in stage_logits]),
@@ -133,20 +133,20 @@ class _Seen:
         )
 
     def thresholds_of(self, chain: Sequence[int]) -> Iterator[Thresholds]:
-        """The sequence in which thresholds of the stages of ``chain`` are tried; the others are not asked."""
+        """Yield the thresholds of the stages in ``chain`` in the order of their tests. Other stages are skipped."""
         num_stages, num_rows = self.confidences.shape
         ascending = np.sort(self.confidences, axis=1)
         for step in range(1, _STEPS + 1):
-            place = num_rows - math.ceil(step * num_rows / _STEPS)
-            yield tuple(float(ascending[stage, place]) if stage in chain else None for stage in range(num_stages - 1))
+            index = num_rows - math.ceil(step * num_rows / _STEPS)
+            yield tuple(float(ascending[stage, index]) if stage in chain else None for stage in range(num_stages - 1))
 
-    def outcome(self, thresholds: Thresholds) -> _Outcome:
+    def outcome(self, thresholds: Thresholds) -> _Result:
         stages = self._answering(thresholds)
         right, last = np.take_along_axis(self.right, stages[None], axis=0)[0], self.right[-1]
         shares = np.bincount(stages, minlength=len(self.costs)) / len(stages)
-        reached = np.cumsum(shares[::-1])[::-1]  # those that a stage or a later one answers
-        asked = np.array([each is not None for each in thresholds] + [True])
-        return _Outcome(
+        reached = np.cumsum(shares[::-1])[::-1]  # the rows that reach each stage
+        asked = np.array([threshold is not None for threshold in thresholds] + [True])
+        return _Result(
             thresholds=thresholds,
             shares=tuple(shares.tolist()),
             compute=float(self.costs[asked] @ reached[asked] / self.costs[-1]),
@@ -156,7 +156,7 @@ class _Seen:
         )
 
     def _answering(self, thresholds: Thresholds) -> NDArray[np.intp]:
-        """The stage that answers each row."""
+        """Return the stage that answers each row."""
         stages = np.full(self.confidences.shape[1], len(thresholds))
         for stage, threshold in reversed(list(enumerate(thresholds))):
             if threshold is not None:
@@ -165,24 +165,24 @@ class _Seen:
 
 
 def _chains(num_stages: int) -> list[tuple[int, ...]]:
-    """Every choice of stages that are asked before the last."""
+    """Return every subset of the stages before the last."""
     earlier = range(num_stages - 1)
     return [chain for size in range(1, num_stages) for chain in itertools.combinations(earlier, size)]
 
 
-def _require_enough(seen: _Seen, floor: float, quantile: float) -> None:
-    """Refuse rows on which not even a cascade that loses none of them would show that the floor holds."""
-    right, needed = int(seen.right[-1].sum()), _required_right(floor, quantile)
+def _require_enough(answers: _Answers, floor: float, quantile: float) -> None:
+    """Raise DataError if even a cascade without losses would not pass the test on so few rows."""
+    right, needed = int(answers.right[-1].sum()), _required_right(floor, quantile)
     if right < needed:
         raise DataError(
-            f"a cascade is calibrated on {len(seen.right[-1]):,} validation rows, of which its last stage answers "
+            f"a cascade is calibrated on {len(answers.right[-1]):,} validation rows, of which its last stage answers "
             f"{right:,} right: an accuracy_floor of {floor:g} takes {needed:,} at least; give more data, raise "
             "data.validation_fraction, or lower serve.cascade.accuracy_floor"
         )
 
 
 def _required_right(floor: float, quantile: float) -> int:
-    """The least r for which the test of the module is passed with b = c = 0."""
-    deviation = quantile * math.sqrt(floor * (1 - floor))  # of one row, times the quantile
+    """Return the smallest r that passes the test with b = c = 0."""
+    deviation = quantile * math.sqrt(floor * (1 - floor))  # standard deviation of one row, times the quantile
     root = (deviation + math.sqrt(deviation**2 + 4 * (1 - floor) * _CONTINUITY)) / (2 * (1 - floor))
     return math.ceil(root**2)

@@ -1,4 +1,4 @@
-"""The rule of a cascade: which rows a stage answers itself."""
+"""The rule of a cascade, which decides the rows that each stage answers itself."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,68 +9,68 @@ from pydantic import BaseModel, ConfigDict
 
 
 def max_probability(logits: NDArray[Any]) -> NDArray[np.float64]:
-    """The probability of the most likely label, by softmax: how sure a model is of each row.
+    """Return the softmax probability of the most likely label, as the model's confidence in each row.
 
-    It tells errors from right answers about as well as measures that cost more (Hendrycks and Gimpel 2017,
-    arXiv:1610.02136), and cascades do well with it (Jitkrittum et al. 2023, arXiv:2307.02764).
+    It separates errors from correct answers about as well as more expensive measures (Hendrycks and Gimpel 2017,
+    arXiv:1610.02136), and works well in cascades (Jitkrittum et al. 2023, arXiv:2307.02764).
 
     Args:
-        logits: of shape (rows, labels), finite.
+        logits: shape (rows, labels), finite.
 
     Returns:
-        Of shape (rows), from 1 / labels to 1.
+        Shape (rows), from 1 / labels to 1.
     """
     exact = logits.astype(np.float64)
     return 1.0 / np.exp(exact - exact.max(-1, keepdims=True)).sum(-1)  # type: ignore[no-any-return]
 
 
 class CascadeRule(BaseModel):
-    """Thresholds, and what they were calibrated on.
+    """The thresholds of a cascade, and the results of their calibration.
 
-    What is expected was seen on the rows of the calibration; ``app.serving.cascade.calibration`` says how far it holds.
+    Expected values were seen on the calibration rows. ``app.serving.cascade.calibration`` says how far they hold.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     thresholds: tuple[float | None, ...]
-    """Of each stage but the last: it answers a row of which it is as sure as that. None: the stage is not asked."""
+    """The minimum confidence with which each stage but the last answers a row itself. None: the stage is skipped."""
 
     accuracy_floor: float
-    """Least accuracy of the cascade, as a share of the last stage's."""
+    """Minimum accuracy of the cascade, as a share of the last stage's."""
 
     confidence: float
-    """Probability, at least, that the rows of the calibration were drawn such that the floor holds."""
+    """Minimum probability of calibration rows for which the floor holds."""
 
     rows: int
-    """Of the calibration."""
+    """The number of calibration rows."""
 
     expected_accuracy: float
-    """As a share of the last stage's."""
+    """Accuracy as a share of the last stage's."""
 
     expected_shares: tuple[float, ...]
-    """Of the rows, those that each stage answers; they add up to 1."""
+    """The share of rows that each stage answers. They add up to 1."""
 
     expected_compute: float
-    """Of all stages that a row goes through, on average, as a share of the last stage's."""
+    """Mean compute of all stages that a row passes, as a share of the last stage's."""
 
     @property
     def asked(self) -> list[int]:
-        """The stages that are asked, by their place: the last one always is."""
+        """The indices of the stages that are not skipped. They include the last one."""
         return [stage for stage, threshold in enumerate((*self.thresholds, 0.0)) if threshold is not None]
 
     def is_sure(self, stage: int, logits: NDArray[Any]) -> NDArray[np.bool_]:
-        """Which rows a stage answers itself; the last one answers all.
+        """Return the mask of the rows that a stage answers itself. The last stage answers all.
 
         Args:
-            stage: one that is asked.
-            logits: its answers, of shape (rows, labels), finite.
+            stage: a stage that is not skipped.
+            logits: its answers, shape (rows, labels), finite.
         """
         threshold = (*self.thresholds, 0.0)[stage]
         assert threshold is not None
         return max_probability(logits) >= threshold
 
     def summary(self, titles: Sequence[str]) -> str:
-        """What to expect, in lines for people; ``titles`` are those of the stages."""
+        """Return a summary of the expected results, in lines for people. ``titles`` name the stages."""
         *_, last = titles
         if len(self.asked) == 1:
             return (

@@ -1,4 +1,4 @@
-"""A cascade behind an endpoint: models with queues of their own, under the name of the last of them."""
+"""A cascade behind an endpoint: models with their own queues, under the name of the last one."""
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,68 +17,68 @@ from app.serving.protocol.natural import PredictRequest, PredictResponse
 from app.tensors import OUTPUT, Tensors, TensorSpec, count_rows, restore_order, select_rows
 
 STAGE = "stage"
-"""The parameter of a response that says which stage answered each row: ``"0,0,1"`` of three."""
+"""The response parameter with the stage that answered each row, for example ``"0,0,1"`` for three rows."""
 
 Ask = Callable[[int, NDArray[np.intp]], Awaitable[Tensors]]
-"""What a stage, by its place, answers to the rows with these places in the request, in this order."""
+"""Runs a stage, given by its index, on the rows with the given indices in the request. Keeps their order."""
 
 
 async def route(rule: CascadeRule, num_rows: int, ask: Ask) -> tuple[Tensors, NDArray[np.intp]]:
-    """Ask each stage in turn for the rows that none before it was sure of, as one request.
+    """Run each stage on the rows that no earlier stage was sure of, as one request.
 
     Args:
-        num_rows: of the request, 1 or more.
+        num_rows: number of rows of the request, 1 or more.
 
     Returns:
-        The answers in the order of the rows, and the stage that gave each, of shape (rows).
+        The answers in the order of the rows, and the stage of each, shape (rows).
 
     Raises:
-        Exception: what a stage raises; then there is no answer to any row.
+        Exception: the error of a stage. Then no row gets an answer.
     """
     rows = np.arange(num_rows)
-    places: list[NDArray[np.intp]] = []
+    indices: list[NDArray[np.intp]] = []
     answered: list[Tensors] = []
     stages = np.empty(num_rows, np.intp)
     for stage in rule.asked:
         answers = await ask(stage, rows)
         sure = rule.is_sure(stage, answers[OUTPUT])
         stages[rows[sure]] = stage
-        places.append(rows[sure])
+        indices.append(rows[sure])
         answered.append(select_rows(answers, sure))
         rows = rows[~sure]
         if not len(rows):
             break
-    return restore_order(places, answered), stages
+    return restore_order(indices, answered), stages
 
 
 class ServedCascade:
     """Stages that answer in place of the last one, the large model, under its name and version."""
 
     def __init__(self, stages: Sequence[ServedModel], rule: CascadeRule) -> None:
-        """Ask these stages, which whoever made them closes."""
+        """Run these stages. Their owner closes them."""
         *_, self._large = self._stages = list(stages)
         self._rule = rule
         self._read_alike = read_alike([stage.model for stage in stages])
         self.latencies = RecentLatencies()
-        """As those of a model."""
+        """The latencies of requests to the whole cascade."""
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """What a request may hold."""
+        """The inputs that a request may have."""
         return self._large.inputs
 
     async def infer(self, request: InferRequest) -> InferResponse:
-        """Answer a request of the protocol.
+        """Answer an inference request.
 
         Raises:
-            RequestError: the stages make different tensors of the same input, so that none fits all.
-            RayloomError: what a stage raises, as ``ServedModel.infer``.
+            RequestError: the stages encode the same input differently, so no tensors fit all of them.
+            RayloomError: the error of a stage, as in ``ServedModel.infer``.
         """
         large = self._large.model
         if not self._read_alike:
             raise RequestError(
-                f"model {large.manifest.name!r} is a cascade whose stages each read their input in a way of their own, "
-                f"so that no tensors fit all of them: ask /v1/models/{large.manifest.name}/predict, or name version "
+                f"model {large.manifest.name!r} is a cascade whose stages encode their input differently, "
+                f"so no tensors fit all of them: ask /v1/models/{large.manifest.name}/predict, or name version "
                 f"{large.version}, the last stage"
             )
         check_outputs(request, large.engine.signature.outputs)
@@ -96,7 +96,7 @@ class ServedCascade:
         )
 
     async def predict(self, request: PredictRequest) -> PredictResponse:
-        """Answer with labels; each stage reads its rows itself. The errors are those of ``ServedModel.predict``."""
+        """Answer natural input with labels. Each stage encodes its rows itself. Raises as ``ServedModel.predict``."""
         inputs, large, deadline_s = request.listed, self._large.model, self._deadline_s(request.timeout_s)
 
         async def ask(stage: int, rows: NDArray[np.intp]) -> Tensors:
@@ -122,8 +122,8 @@ class ServedCascade:
         return self._large.policy.deadline_s(time.monotonic(), timeout_s)
 
     async def _route(self, num_rows: int, ask: Ask) -> tuple[Tensors, NDArray[np.intp]]:
-        """Route rows through the stages; none of these is closed meanwhile."""
-        with ExitStack() as lease, self.latencies.timed():
+        """Route rows through the stages, and keep all of them open meanwhile."""
+        with ExitStack() as leases, self.latencies.timed():
             for stage in self._stages:
-                lease.enter_context(stage.lease())
+                leases.enter_context(stage.lease())
             return await route(self._rule, num_rows, ask)

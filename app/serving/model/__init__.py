@@ -1,1 +1,1 @@
-"""One version of a model: its engine, its labels and tokenizer, and what answers with them."""
+"""One version of a model: its engine, processor and labels, and the answers that they give."""

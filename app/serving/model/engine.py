@@ -1,4 +1,4 @@
-"""The engine of a published version, on a machine where it gives the numbers that compile judged."""
+"""Opens the engine of a published version, if it gives the same numbers on this machine as when compile checked it."""
 
 import logging
 from pathlib import Path
@@ -13,28 +13,28 @@ from app.repository.manifest import EngineKey, Manifest
 
 LOG = logging.getLogger(__name__)
 
-_TIMES_AS_FAR = 2
-"""What was judged may have been as far from PyTorch on the other side."""
+_DIFFERENCE_FACTOR = 2
+"""Two results that are equally far from PyTorch, on opposite sides, are twice as far from each other."""
 
 _REORDERED = 1e-3
-"""Of a logit: the same model in float32 on other hardware, or sharded."""
+"""Difference of a logit that the order of float32 sums may cause, on other hardware or with shards."""
 
 
 def open_published(manifest: Manifest, folder: Path, threads: int) -> Engine:
     """Open the engine that a version's key names, in its precision and on its device.
 
-    An ONNX file is compiled for what is here, another version of the library too, and kept in this machine's cache.
-    In float32 it may be another processor: the file means the same numbers there. In another precision another version
-    of the library may round and fuse in other ways: it answers the rows that were kept first. A plan is checked by its
-    engine.
+    An ONNX file is compiled for this machine's processor and library version, and cached on this machine. In float32
+    the processor may differ from the key's, because the file means the same numbers there. In other precisions another
+    version of the library may round and fuse differently, so it must first pass the version's known answers. A
+    TensorRT plan is checked by its engine.
 
     Args:
-        folder: of the version's files, as the manifest has them.
+        folder: the version's files, as in the manifest.
 
     Raises:
         StorageError: the version has no file for its engine.
-        EngineError: the engine cannot run here, or would not give the numbers that were judged: then the key and this
-            machine are named; or the file takes or gives other tensors than the manifest says.
+        EngineError: the engine cannot run here or would give other numbers (the key and this machine are named), or the
+            file has other inputs or outputs than the manifest.
     """
     key, title = manifest.engine_key, f"model {manifest.name!r}, version {manifest.version},"
     if key.file not in manifest.files:
@@ -52,39 +52,43 @@ def open_published(manifest: Manifest, folder: Path, threads: int) -> Engine:
         engine.close()
         raise EngineError(f"{title} {difference}, as its manifest says: publish it again")
     if engine.version != key.engine_version:
-        LOG.warning("%s was judged with %s; %s compiled it anew", title, key, engine.version)
+        LOG.warning("%s was checked with %s; %s compiled it again", title, key, engine.version)
         if key.precision != "fp32":
             require_known_answers(engine, manifest, folder)
     return engine
 
 
 def _open_module(manifest: Manifest, folder: Path, settings: EngineSettings) -> Engine:
-    from app.engines.torch import TorchEngine  # imports torch, which other versions need not wait for
+    from app.engines.torch import TorchEngine  # imports torch, which takes seconds
     from app.training.weights import read_weights
 
-    with library_errors("the module cannot be made"):
+    with library_errors("the module cannot be created"):
         return TorchEngine(read_weights(folder).model, manifest.signature, settings)
 
 
 def require_known_answers(engine: Engine, manifest: Manifest, folder: Path) -> None:
-    """Close an engine that is more than twice as far from PyTorch as what was judged. Raises EngineError.
+    """Compare an engine with the version's known answers. Close it if it fails.
 
-    PyTorch itself was no distance away: sums in another order may be.
+    Raises:
+        EngineError: its difference from PyTorch is more than twice the difference that compile measured. The engine
+            torch had no difference then, so for it the order of sums is allowed for.
     """
     if ANSWERS_FILE not in manifest.files:
         return
-    judged, difference = manifest.max_difference, KnownAnswers.load(folder).difference(engine)
-    if not difference <= max(_TIMES_AS_FAR * judged, _REORDERED if runs_module(manifest.engine_key.engine) else 0.0):
+    measured, difference = manifest.max_difference, KnownAnswers.load(folder).difference(engine)
+    if not difference <= max(
+        _DIFFERENCE_FACTOR * measured, _REORDERED if runs_module(manifest.engine_key.engine) else 0.0
+    ):
         engine.close()
         raise EngineError(
-            f"model {manifest.name!r}, version {manifest.version}, was judged with {manifest.engine_key}: by "
-            f"{engine.version} its logits are up to {difference:.1e} from PyTorch's, and were {judged:.1e}; run "
-            f"jobs.compile with {engine.version}, or install the version that it was judged with"
+            f"model {manifest.name!r}, version {manifest.version}, was checked with {manifest.engine_key}: with "
+            f"{engine.version} its logits are up to {difference:.1e} from PyTorch's, and were {measured:.1e}; run "
+            f"jobs.compile with {engine.version}, or install the version that it was checked with"
         )
 
 
 def _device_for(key: EngineKey) -> Device:
-    """Where the engine runs on this machine. Raises EngineError if its numbers would be others there."""
+    """Return the engine's device on this machine. Raises EngineError if it would give other numbers there."""
     if runs_plans(key.engine):
         return key.device
     device = key.device
@@ -96,7 +100,7 @@ def _device_for(key: EngineKey) -> Device:
     if key.precision != "fp32":
         raise EngineError(
             f"this machine is {device} {architecture}, where {key.precision} gives other numbers than those that were "
-            "judged: run jobs.compile on a machine like this one"
+            "checked: run jobs.compile on a machine like this one"
         )
-    LOG.warning("compiled for %s; compiled anew for this machine, %s %s", key, device, architecture)
+    LOG.warning("compiled for %s; compiled again for this machine, %s %s", key, device, architecture)
     return device

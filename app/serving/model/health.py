@@ -1,4 +1,4 @@
-"""Whether an engine answers."""
+"""Health of an engine: whether it still answers."""
 
 import asyncio
 import time
@@ -7,23 +7,23 @@ from collections.abc import Callable, Iterable
 from app.errors import EngineError
 
 _TRUSTED_S = 5.0
-"""For how long an engine that has answered need not be asked again."""
+"""An engine that has answered is trusted for this time."""
 _STUCK_S = 60.0
-"""An engine that is at work on one call for so long will not come back."""
+"""An engine that runs a single call for this time is stuck."""
 _WAIT_S = 0.2
-"""For an answer to a check; what comes later, the next check hears."""
-_MAX_BLANKS_S = 0.1
-"""Limit on the total time of the blank requests of one round of checks; one request is always allowed."""
+"""Time that a check waits for a probe. A later answer counts for the next check."""
+_MAX_PROBES_S = 0.1
+"""Limit on the total time of the probes in one round of checks. One probe is always allowed."""
 
 
 class EngineHealth:
-    """What is known of an engine by what it answered, and by blank requests to it, one at a time."""
+    """The health of an engine, from its answers and from probes. A probe is a blank request; one runs at a time."""
 
     def __init__(self, run_probe: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> None:
-        """Of one that has answered just now.
+        """Start with an engine that has answered just now.
 
         Args:
-            run_probe: has the engine answer a blank request, in whichever thread; raises EngineError.
+            run_probe: runs a blank request on the engine, in any thread; raises EngineError.
             clock: returns seconds.
         """
         self._run_blank = run_probe
@@ -31,77 +31,77 @@ class EngineHealth:
         self.answered_s = clock()
         """The time of its last answer, by ``clock``."""
         self.probe_s = 0.0
-        """The duration of the last blank request; 0 before the first one."""
-        self._blank: asyncio.Task[None] | None = None
-        self._blank_s = 0.0
+        """The duration of the last probe; 0 before the first one."""
+        self._probe: asyncio.Task[None] | None = None
+        self._probe_began_s = 0.0
 
     def answered(self) -> None:
-        """It has answered a request."""
+        """Record an answer."""
         self.answered_s = self._clock()
 
-    async def ask(self) -> None:
-        """Have it answer a blank request: that which it is at, else a new one.
+    async def probe(self) -> None:
+        """Wait for the running probe, or for a new one.
 
         Raises:
-            EngineError: it fails, or answers numbers that are not finite.
+            EngineError: the engine fails, or answers numbers that are not finite.
         """
-        await asyncio.shield(self._asked())  # others may wait for the same answer
+        await asyncio.shield(self._start_probe())  # cancelling one caller must not cancel the others' probe
 
     @property
     def is_stale(self) -> bool:
-        """Whether its last answer is so old that it should be asked again."""
+        """Whether its last answer is so old that a probe is due."""
         return self._clock() - self.answered_s > _TRUSTED_S
 
     async def check(self, running_s: float, *, may_probe: bool = True) -> None:
-        """See whether it answers. One that is at work is left to it, however long others wait behind that.
+        """Check that the engine answers. A busy engine is not probed, however long its queue is.
 
         Args:
-            running_s: how long it has been at work on requests; 0 if it is not.
-            may_probe: whether the check may send it a blank request.
+            running_s: the time for which the oldest call has run; 0 if the engine is idle.
+            may_probe: whether the check may start a probe.
 
         Raises:
-            EngineError: it fails, answers numbers that are not finite, or does not come back from a call.
+            EngineError: the engine fails, answers numbers that are not finite, or is stuck in a call.
         """
-        if may_probe and self._blank is None and not running_s and self.is_stale:
-            self._asked()
-        if self._blank:  # not waited for: an engine may need longer than Serve gives a check
-            await asyncio.wait([self._blank], timeout=_WAIT_S)
-            if self._blank.done():
-                ended, self._blank = self._blank, None
+        if may_probe and self._probe is None and not running_s and self.is_stale:
+            self._start_probe()
+        if self._probe:  # wait only briefly: an engine may take longer than Serve gives a check
+            await asyncio.wait([self._probe], timeout=_WAIT_S)
+            if self._probe.done():
+                ended, self._probe = self._probe, None
                 ended.result()
             else:
-                running_s = max(running_s, self._clock() - self._blank_s)
+                running_s = max(running_s, self._clock() - self._probe_began_s)
         if running_s > _STUCK_S:
-            raise EngineError(f"the engine has been at work on one call for {running_s:.0f} s: the replica is replaced")
+            raise EngineError(f"the engine has run a single call for {running_s:.0f} s: the replica is replaced")
 
     async def close(self) -> None:
-        """Wait until no blank request runs."""
-        if self._blank:
-            await asyncio.wait([self._blank])
+        """Wait until no probe runs."""
+        if self._probe:
+            await asyncio.wait([self._probe])
 
-    def _asked(self) -> asyncio.Task[None]:
-        if self._blank is None or self._blank.done():
-            self._blank, self._blank_s = asyncio.create_task(self._run()), self._clock()
-        return self._blank
+    def _start_probe(self) -> asyncio.Task[None]:
+        if self._probe is None or self._probe.done():
+            self._probe, self._probe_began_s = asyncio.create_task(self._run()), self._clock()
+        return self._probe
 
     async def _run(self) -> None:
-        self.probe_s = await asyncio.to_thread(self._timed_blank)
+        self.probe_s = await asyncio.to_thread(self._timed_probe)
         self.answered()
 
-    def _timed_blank(self) -> float:
+    def _timed_probe(self) -> float:
         began_s = self._clock()
         self._run_blank()
         return self._clock() - began_s
 
 
 def choose_probes(engines: Iterable[EngineHealth]) -> set[EngineHealth]:
-    """Return the engines to which one round of checks may send blank requests: those with the oldest answers first.
+    """Return the engines that one round of checks may probe, those with the oldest answers first.
 
-    The total time of these requests is limited. Otherwise, checks of many idle engines would keep the cores busy.
+    The total time of the probes is limited. Otherwise, checks of many idle engines would keep the cores busy.
     """
     chosen: set[EngineHealth] = set()
     for engine in sorted(filter(lambda engine: engine.is_stale, engines), key=lambda engine: engine.answered_s):
-        if sum(other.probe_s for other in chosen) >= _MAX_BLANKS_S:
+        if sum(other.probe_s for other in chosen) >= _MAX_PROBES_S:
             break
         chosen.add(engine)
     return chosen

@@ -1,4 +1,4 @@
-"""A version of a model in memory, with what it takes to answer a person."""
+"""A version of a model in memory: its engine, with the processor for natural input and the labels."""
 
 import base64
 import tempfile
@@ -27,16 +27,16 @@ from app.tensors import Tensors, concat_rows, group_by_shape
 
 @dataclass(frozen=True)
 class ShapeGroup:
-    """The tensors of those inputs of a request whose tensors have one shape."""
+    """The inputs of a request whose tensors have the same shape, as one batch."""
 
     tensors: Tensors
-    places: list[int]
-    """In the request, of each row."""
+    indices: list[int]
+    """The index of each row in the request."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """An engine with the processor before it and the labels after it."""
+    """An engine with its processor and labels."""
 
     manifest: Manifest
     engine: Engine
@@ -50,21 +50,23 @@ class LoadedModel:
 
     @property
     def platform(self) -> str:
-        """What runs which kind of file, as the protocol writes it: ``onnxruntime_onnx``, ``tensorrt_plan``."""
+        """The engine and the type of its file, as the protocol writes them: ``onnxruntime_onnx``, ``tensorrt_plan``."""
         return f"{self.engine.name}_{self.manifest.engine_key.file.rpartition('.')[2]}"
 
     def encode(self, inputs: Sequence[Input]) -> list[ShapeGroup]:
-        """Tensors of natural inputs: texts, or images as bytes or in base64.
+        """Return the tensors of natural inputs: texts, or images as bytes or in base64.
 
-        A text is not padded to the length of a longer one.
+        Inputs are grouped by shape, so that no text is padded to the length of a longer one.
 
         Raises:
-            RequestError, DataError: there are none, or one cannot be read.
+            RequestError, DataError: there are no inputs, or one cannot be read.
         """
         if not inputs:
-            raise RequestError("inputs is an empty list: give one text or image at least")
-        rows = [self.processor.encode([self._read(each)]) for each in inputs]
-        return [ShapeGroup(concat_rows([rows[place] for place in alike]), alike) for alike in group_by_shape(rows)]
+            raise RequestError("inputs is an empty list: give at least one text or image")
+        rows = [self.processor.encode([self._read(item)]) for item in inputs]
+        return [
+            ShapeGroup(concat_rows([rows[index] for index in indices]), indices) for indices in group_by_shape(rows)
+        ]
 
     def _read(self, given: Input) -> Input:
         if self.processor.modality == "text" or isinstance(given, bytes):
@@ -75,7 +77,7 @@ class LoadedModel:
             raise RequestError(f"an image is not base64 ({error}): encode the content of a PNG or JPEG file") from error
 
     def decode(self, logits: NDArray[np.float32]) -> list[Prediction]:
-        """Labels and probabilities from logits of shape (batch, labels)."""
+        """Return labels and probabilities for logits of shape (batch, labels)."""
         return [
             Prediction(
                 label=self.labels[int(row.argmax())],
@@ -88,11 +90,11 @@ class LoadedModel:
         """Run rows of ones.
 
         Args:
-            length: of the sizes that vary beside the batch; left out, the longest that the processor makes.
+            length: the dynamic size beside the batch; by default the maximum of the processor.
 
         Raises:
             EngineError: the engine fails, or answers numbers that are not finite.
-            RequestError: it does not take what the processor makes.
+            RequestError: it does not take the processor's tensors.
         """
         blank = {
             spec.name: np.ones(
@@ -120,14 +122,14 @@ def load_model(
     """Fetch and verify a version, load its engine, and warm it up with a row of each length and with full batches.
 
     Args:
-        full_batches: pairs of a length, as ``LoadedModel.check`` takes it, and its rows.
-        open_engine: of the manifest, the folder of the files, and threads.
-        exclude: files that it does not read from that folder.
+        full_batches: pairs of a length, as for ``LoadedModel.check``, and its rows.
+        open_engine: opens the engine from the manifest, the folder of the files, and the number of threads.
+        exclude: files that ``open_engine`` does not read from that folder.
 
     Raises:
-        StorageError: the version is not there or was changed.
-        EngineError: this machine cannot run it with the numbers that were judged, or it answers no finite ones.
-        RequestError: it does not take what its processor makes.
+        StorageError: the version is missing or was changed.
+        EngineError: this machine cannot run it with the same numbers as when it was checked, or they are not finite.
+        RequestError: the engine does not take its processor's tensors.
     """
     with tempfile.TemporaryDirectory(prefix="rayloom-model-") as temporary:
         files = to_path(temporary)
@@ -138,7 +140,7 @@ def load_model(
             missing = Path(error.filename).name
             raise StorageError(f"model {name!r}, version {version}, has no {missing}: publish it again") from error
         engine = open_engine(manifest, Path(temporary), threads)
-        if runs_module(manifest.engine_key.engine):  # by code that is not in the version
+        if runs_module(manifest.engine_key.engine):  # its code is not part of the version, and may have changed
             require_known_answers(engine, manifest, Path(temporary))
         model = LoadedModel(manifest, engine, processor, labels)
     try:
@@ -153,6 +155,6 @@ def load_model(
 
 
 def _softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Over the last axis. SciPy's takes 0.1 s to import, when every replica starts."""
+    """Return the softmax over the last axis. SciPy's would add 0.1 s of import to the start of every replica."""
     powers = np.exp(logits - logits.max(-1, keepdims=True))
     return powers / powers.sum(-1, keepdims=True)  # type: ignore[no-any-return]

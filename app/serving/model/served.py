@@ -1,4 +1,4 @@
-"""A version behind an endpoint: what is asked of it is joined, run and answered."""
+"""A version behind an endpoint: batches requests, runs and answers them."""
 
 import asyncio
 import time
@@ -34,7 +34,7 @@ from app.serving.protocol.natural import NaturalModel, PredictRequest, PredictRe
 from app.tensors import OUTPUT, Tensors, check_tensors, restore_order
 
 MAX_ROWS = 1024
-"""Of a request, which takes several calls of the engine if a call takes fewer."""
+"""The maximum rows of a request. It takes several calls of the engine if a call takes fewer."""
 _REASONS: dict[type[BaseException], FailureReason] = {
     OverloadError: FailureReason.REJECTED,
     DeadlineError: FailureReason.DEADLINE,
@@ -50,11 +50,11 @@ class ServedModel:
         self.version = model.version
         """The version, as the protocol writes it."""
         self.inputs = model.processor.inputs
-        """What a request may hold. Kept: a processor makes them anew each time it is asked."""
+        """The inputs that a request may have. Stored, because a processor builds them again at each access."""
         self.policy = policy
         self.batcher = Batcher(model.engine.run, policy, check=_check_finite)
-        """For requests that ``check_request`` passes. Answers are for ``record_answer``, EngineErrors for ``blame``."""
-        # Of its own: where health checks run, many texts that are being encoded would keep these waiting.
+        """Takes requests that ``check_request`` accepts. Its users call ``record_answer`` or ``diagnose`` afterwards."""
+        # A pool of its own: in the default one, health checks would wait behind many texts.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
         self._encoding = 0
         self._users = 0
@@ -64,10 +64,10 @@ class ServedModel:
         self.health = EngineHealth(model.check)
         """The health of its engine."""
         self.latencies = RecentLatencies()
-        """Of requests that were answered, or would have been too late."""
+        """The latencies of requests that were answered or were late."""
 
     async def infer(self, request: InferRequest) -> InferResponse:
-        """Answer a request of the protocol; the errors are those of ``run``."""
+        """Answer an inference request. Raises as ``run``."""
         check_outputs(request, self.model.engine.signature.outputs)
         outputs = await self.run(
             request.inputs,
@@ -77,7 +77,7 @@ class ServedModel:
         return build_response(request, self.version, outputs, {OUTPUT: self.model.labels})
 
     async def predict(self, request: PredictRequest) -> PredictResponse:
-        """Answer with labels; the errors are those of ``run``, and DataError of what cannot be read."""
+        """Answer natural input with labels. Raises as ``run``, and DataError if an input cannot be read."""
         deadline_s = self.policy.deadline_s(time.monotonic(), request.timeout_s)
         outputs = await self.run_natural(request.listed, priority=request.priority, deadline_s=deadline_s)
         return PredictResponse(
@@ -87,11 +87,11 @@ class ServedModel:
         )
 
     async def _encode(self, inputs: Sequence[Input], deadline_s: float) -> list[ShapeGroup]:
-        """Tensors of natural inputs.
+        """Return the tensors of natural inputs.
 
         Raises:
-            OverloadError: as many requests are being read as may wait.
-            DeadlineError: it was too late to read these when the others had been.
+            OverloadError: too many requests are being read.
+            DeadlineError: the deadline passed before these could be read.
         """
         if self._encoding >= self.policy.queue_limit:
             raise OverloadError(f"{self._encoding} requests are being read already: try again later")
@@ -108,17 +108,17 @@ class ServedModel:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Count a request that fails in here, which the batcher never sees."""
+        """Count a request that fails within the block, because the batcher never sees it."""
         began_s = time.monotonic()
         try:
             yield
         except BaseException as error:
-            self.batching.failed(_REASONS.get(type(error), FailureReason.UNREAD), time.monotonic() - began_s)
+            self.batching.count_failure(_REASONS.get(type(error), FailureReason.UNREAD), time.monotonic() - began_s)
             raise
 
     @contextmanager
     def lease(self) -> Iterator[None]:
-        """Close only afterwards, and after what has been asked by then."""
+        """Keep the model open within the block, and until the requests made there are answered."""
         self._users += 1
         self._unused.clear()
         try:
@@ -129,91 +129,91 @@ class ServedModel:
                 self._unused.set()
 
     async def run_natural(self, inputs: Sequence[Input], *, priority: int, deadline_s: float) -> Tensors:
-        """Read texts or images and run them, those of each length together; the errors are those of ``predict``.
+        """Read texts or images, and run those of each shape together. Raises as ``predict``.
 
         Args:
-            inputs: a row each; an image as bytes or in base64.
-            priority: as of ``run``.
-            deadline_s: until the answer, of ``time.monotonic``.
+            inputs: one item per row; an image as bytes or in base64.
+            priority: as for ``run``.
+            deadline_s: time by which the answer is due, on the clock ``time.monotonic``.
         """
         with self.lease(), self.latencies.timed():
             with self._reading():
                 _check_rows("inputs", len(inputs))
-                parts = await self._encode(inputs, deadline_s)
-            # One after the other: all of a list has one place in the queue.
-            answers = [await self._run(part.tensors, priority, deadline_s - time.monotonic()) for part in parts]
-        return restore_order([part.places for part in parts], answers)
+                groups = await self._encode(inputs, deadline_s)
+            # One after the other, so that a list takes a single place in the queue.
+            answers = [await self._run(group.tensors, priority, deadline_s - time.monotonic()) for group in groups]
+        return restore_order([group.indices for group in groups], answers)
 
     async def run(self, tensors: Tensors, *, priority: int = 0, timeout_s: float | None = None) -> Tensors:
-        """Run one request among others.
+        """Run one request, batched with others.
 
         Args:
             priority: 1 is the most urgent; 0 means the default.
-            timeout_s: until the answer, from now on.
+            timeout_s: time until the answer, from now on.
 
         Raises:
-            RequestError: a tensor is not what the model takes, or the model has no finite answer to it.
-            OverloadError: as many requests wait as the queue holds.
+            RequestError: a tensor does not fit the model, or the model's answer is not finite.
+            OverloadError: the queue is full.
             DeadlineError: the answer would be too late.
-            EngineError: the engine failed, and does not answer a blank request either.
+            EngineError: the engine failed, and does not answer a probe either.
         """
         with self.latencies.timed():
             return await self._run(tensors, priority, timeout_s)
 
     async def _run(self, tensors: Tensors, priority: int, timeout_s: float | None) -> Tensors:
-        """Raises as ``run``."""
+        """Check and run a request. Raises as ``run``."""
         with self._reading():
             self._check_inputs(tensors)
         return await self._call(tensors, priority, timeout_s)
 
     def check_request(self, request: InferRequest) -> None:
-        """Raise RequestError if the model does not take the inputs of a request, or does not give its outputs."""
+        """Raise RequestError if a request's inputs or requested outputs do not fit the model."""
         check_outputs(request, self.model.engine.signature.outputs)
         self._check_inputs(request.inputs)
 
     def record_answer(self) -> None:
-        """Note that the engine has answered just now."""
+        """Record that the engine has answered just now."""
         self._last_inference_ms = round(time.time() * 1e3)
         self.health.answered()
 
-    async def blame(self, error: EngineError) -> RequestError:
-        """Return the error of a request that the engine failed on: the request is to blame if a blank one is answered.
+    async def diagnose(self, error: EngineError) -> RequestError:
+        """Return the error of a request that made a healthy engine fail: the engine answers a probe afterwards.
 
         Raises:
-            EngineError: it does not.
+            EngineError: the engine does not answer the probe.
         """
-        await self.health.ask()
+        await self.health.probe()
         refusal = RequestError(f"the model cannot run these inputs: {error}")
         refusal.__cause__ = error
         return refusal
 
     @property
     def batching(self) -> BatchingStatistics:
-        """What has become of its requests, and why its calls were made; it goes on counting."""
+        """The live counters of its requests and calls."""
         return self.batcher.statistics
 
     @property
     def waiting(self) -> int:
-        """Requests that the engine has not begun with."""
+        """The number of requests that wait for the engine."""
         return self.batcher.waiting
 
     async def check(self, *, may_probe: bool = True) -> None:
-        """See whether the engine answers. One that is at work is left to it, however long others wait behind that.
+        """Check that the engine answers. A busy engine is not probed, however long its queue is.
 
         Args:
-            may_probe: whether the check may send it a blank request.
+            may_probe: whether the check may start a probe.
 
         Raises:
-            EngineError: it fails, answers numbers that are not finite, or does not come back from a call.
+            EngineError: the engine fails, answers numbers that are not finite, or is stuck in a call.
         """
         await self.health.check(self.batcher.running_s, may_probe=may_probe)
 
     async def _call(self, tensors: Tensors, priority: int, timeout_s: float | None) -> Tensors:
-        """Raises as ``run``, after the tensors were checked."""
+        """Run a request whose tensors were checked. Raises as ``run``."""
         try:
             outputs = await self.batcher.infer(tensors, priority=priority, timeout_s=timeout_s)
         except EngineError as error:
-            raise await self.blame(error) from error
+            raise await self.diagnose(error) from error
         self.record_answer()
         return outputs
 
@@ -223,7 +223,7 @@ class ServedModel:
 
     @property
     def natural(self) -> NaturalModel:
-        """What a person can ask it."""
+        """The description of its natural input."""
         return NaturalModel(
             name=self.model.manifest.name,
             version=self.version,
@@ -233,7 +233,7 @@ class ServedModel:
 
     @property
     def metadata(self) -> ModelMetadata:
-        """What the model takes and gives."""
+        """The inputs and outputs of the model."""
         return ModelMetadata(
             name=self.model.manifest.name,
             versions=[self.version],
@@ -244,7 +244,7 @@ class ServedModel:
 
     @property
     def statistics(self) -> ModelStatistics:
-        """What it has done since it was loaded. Calls whose answer is not finite have succeeded, their requests not."""
+        """Statistics since the version was loaded. A call counts as a success even if its answer is not finite."""
         counted = self.batching
         return ModelStatistics(
             name=self.model.manifest.name,
@@ -264,17 +264,17 @@ class ServedModel:
         )
 
     async def close(self) -> None:
-        """Answer what was asked, then give the engine's memory back."""
-        await self._unused.wait()  # who reads texts goes on to the batcher before this does
+        """Answer all admitted requests, then free the engine's memory."""
+        await self._unused.wait()  # texts that are being read still have to reach the batcher
         await self.batcher.close()
         await self.health.close()
-        await asyncio.to_thread(self._encoder.shutdown)  # it may still read for a client that has gone
+        await asyncio.to_thread(self._encoder.shutdown)  # it may still read texts of a client that has gone
         await asyncio.to_thread(self.model.engine.close)
 
 
-def _check_rows(what: str, rows: int) -> None:
+def _check_rows(name: str, rows: int) -> None:
     if rows > MAX_ROWS:
-        raise RequestError(f"{what} has {rows} rows: at most {MAX_ROWS} in one request")
+        raise RequestError(f"{name} has {rows} rows: at most {MAX_ROWS} in one request")
 
 
 def _check_finite(outputs: Tensors) -> None:

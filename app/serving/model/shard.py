@@ -1,6 +1,7 @@
-"""One process's shard of a version whose matrices several processes share.
+"""One process's shard of a version whose matrices are split over several processes.
 
-They are cut by the plan of the model's class in transformers, as Shoeybi et al. 2019 do (arXiv:1909.08053).
+The tensor-parallel plan of the model's class in transformers says how to split them (Shoeybi et al. 2019,
+arXiv:1909.08053).
 """
 
 from datetime import timedelta
@@ -23,11 +24,11 @@ from app.tensors import Tensors
 from app.training.weights import read_architecture
 
 _TIMEOUT = timedelta(seconds=60)
-"""That the others are waited for: until all have come, and in a call."""
+"""Time that a shard waits for the others, when they meet and in each call."""
 
 
-class Shard:
-    """The process of a rank. Every rank is asked the same in the same order, and has the whole answer."""
+class ModelShard:
+    """The process of one rank. All ranks get the same calls in the same order, and each returns the whole answer."""
 
     def __init__(self, version: VersionConfig, rank: int, world_size: int) -> None:
         assert version.tensor_parallel is not None
@@ -36,20 +37,20 @@ class Shard:
         self._store: TCPStore | None = None
 
     def listen(self, host: str) -> str:
-        """Of rank 0: open what all ranks meet at, on this machine's address; where it is."""
+        """Open the store where all ranks meet, on this machine's address. Only for rank 0. Return HOST:PORT."""
         self._store = TCPStore(host, 0, self._size, is_master=True, wait_for_workers=False)
         return f"{host}:{self._store.port}"
 
     def load(self, address: str) -> None:
-        """Meet the others, and load this rank's shard of the weights.
+        """Meet the other ranks, and load this rank's shard of the weights.
 
         Raises:
-            StorageError: the version is not there or was changed.
-            RecipeError, EngineError: so many processes cannot share the model, it does not fit, or one does not come.
+            StorageError: the version is missing or was changed.
+            RecipeError, EngineError: so many processes cannot share the model, it does not fit, or a rank is missing.
         """
         version = self._version
         repository = Repository(open_storage(version.storage))
-        manifest = repository.verify(version.name, version.version)  # takes time, and the others are not waited for yet
+        manifest = repository.verify(version.name, version.version)  # before the ranks meet, because it takes time
         self._meet(address)
         with local_copy(repository.folder(version.name, version.version)) as files:
             model = _shard(files, self._size)
@@ -71,13 +72,13 @@ class Shard:
 
 
 def require_shardable(folder: Path, size: int) -> type[nn.Module]:
-    """The class of a version's model, if so many processes can share it; nothing is loaded.
+    """Return the class of a version's model, if ``size`` processes can share it. No weights are loaded.
 
     Args:
-        folder: of the version's files.
+        folder: the version's files.
 
     Raises:
-        RecipeError: its class has no plan, or its heads cannot be divided.
+        RecipeError: its class has no plan, or ``size`` does not divide its heads.
     """
     whole = read_architecture(folder).blueprint.model
     title = type(whole).__name__
@@ -95,7 +96,7 @@ def require_shardable(folder: Path, size: int) -> type[nn.Module]:
 
 
 def _shard(folder: Path, size: int) -> nn.Module:
-    """This process's shard of the model. Raises RecipeError or EngineError."""
+    """Return this process's shard of the model. Raises RecipeError or EngineError."""
     from transformers.distributed import DistributedConfig
 
     model: Any = require_shardable(folder, size)

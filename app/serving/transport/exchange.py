@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable
 
 from app.errors import DeadlineError, EngineError
-from app.serving.batching.groups import Request
+from app.serving.batching.groups import QueuedRequest
 from app.serving.model.served import ServedModel
 from app.serving.protocol.infer import RequestParameters
 from app.tensors import Tensors
@@ -15,13 +15,13 @@ from app.tensors import Tensors
 class Exchange(ABC):
     """The receiver of the batcher's answer. A subclass sends the answer to the client."""
 
-    __slots__ = ("_blaming", "_is_done", "_request", "_served")
+    __slots__ = ("_diagnosis", "_is_done", "_request", "_served")
 
     def __init__(self) -> None:
         self._is_done = False
         self._served: ServedModel | None = None
-        self._request: Request | None = None
-        self._blaming: asyncio.Task[None] | None = None
+        self._request: QueuedRequest | None = None
+        self._diagnosis: asyncio.Task[None] | None = None
 
     def submit(
         self, served: ServedModel, tensors: Tensors, rows: int, shape: Hashable, parameters: RequestParameters
@@ -35,7 +35,7 @@ class Exchange(ABC):
         if self._served and self._request and not self._is_done:
             self._is_done = True
             self._served.batcher.cancel(self._request)
-        self._request = self._blaming = None  # both refer to this: the body would wait for the garbage collector
+        self._request = self._diagnosis = None  # cycles: only the garbage collector would free the request's body
 
     @abstractmethod
     def answer(self, outputs: Tensors) -> None:
@@ -61,19 +61,19 @@ class Exchange(ABC):
     def set_exception(self, error: Exception, /) -> None:
         self._is_done = True
         if isinstance(error, EngineError):
-            self._blaming = asyncio.get_running_loop().create_task(self._blame(error))
+            self._diagnosis = asyncio.get_running_loop().create_task(self._diagnose(error))
             return
         if isinstance(error, DeadlineError):
             self._note_latency()
         self.refuse(error)
 
-    async def _blame(self, error: EngineError) -> None:
+    async def _diagnose(self, error: EngineError) -> None:
         assert self._served is not None
         try:
-            told: Exception = await self._served.blame(error)
+            reported: Exception = await self._served.diagnose(error)
         except Exception as worse:
-            told = worse
-        self.refuse(told)
+            reported = worse
+        self.refuse(reported)
 
     def _note_latency(self) -> None:
         assert self._served is not None
