@@ -25,7 +25,7 @@ def require_alike(models: Sequence[LoadedModel]) -> None:
 
 
 def read_alike(models: Sequence[LoadedModel]) -> bool:
-    """Return whether the same tensors mean the same to all models, because they share the tokenizer or other encoder."""
+    """Return whether the same tensors mean the same to all models: they share the tokenizer or other encoder."""
     return len({_codec(model.manifest) for model in models}) == 1
 
 
