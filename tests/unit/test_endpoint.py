@@ -279,6 +279,6 @@ def test_a_body_that_is_not_read_and_drips_does_not_keep_its_connection(
 
 
 def test_what_grpc_does_not_speak_is_said_so(server: Server) -> None:
-    with pytest.raises(InferenceServerException, match="SystemSharedMemoryStatus is not spoken here") as refused:
+    with pytest.raises(InferenceServerException, match="SystemSharedMemoryStatus is not supported") as refused:
         tritonclient.grpc.InferenceServerClient(server.grpc).get_system_shared_memory_status()
     assert refused.value.status() == "StatusCode.UNIMPLEMENTED"

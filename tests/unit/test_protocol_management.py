@@ -21,7 +21,7 @@ from app.serving.protocol.natural import PredictRequest
 from app.tensors import TensorSpec
 from tests.publishing import CARD, files_in
 
-DURATION = management.Duration(count=2, ns=30)
+DURATION = management.StatisticDuration(count=2, ns=30)
 STATISTICS = management.Statistics(
     model_stats=[
         management.ModelStatistics(

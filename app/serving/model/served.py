@@ -24,10 +24,10 @@ from app.serving.model.loaded import LoadedModel, ShapeGroup
 from app.serving.protocol.infer import InferRequest, InferResponse, build_response, check_outputs
 from app.serving.protocol.management import (
     BatchStatistics,
-    Duration,
     InferenceStatistics,
     ModelMetadata,
     ModelStatistics,
+    StatisticDuration,
     TensorMetadata,
 )
 from app.serving.protocol.natural import NaturalModel, PredictRequest, PredictResponse
@@ -283,11 +283,11 @@ def _check_finite(outputs: Tensors) -> None:
             raise RequestError(f"output {name!r} is not finite for these inputs: give finite numbers, and full rows")
 
 
-def _duration(durations: Durations) -> Duration:
-    return Duration(count=durations.count, ns=durations.ns)
+def _duration(durations: Durations) -> StatisticDuration:
+    return StatisticDuration(count=durations.count, ns=durations.ns)
 
 
-def _compute(durations: ComputeDurations) -> dict[str, Duration]:
+def _compute(durations: ComputeDurations) -> dict[str, StatisticDuration]:
     return {
         "compute_input": _duration(durations.input),
         "compute_infer": _duration(durations.infer),

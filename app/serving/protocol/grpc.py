@@ -2,7 +2,7 @@
 
 https://github.com/triton-inference-server/common/blob/main/protobuf/grpc_service.proto
 
-The classes are those of Triton's client, since a process can have but one of each name.
+The classes are those of Triton's client, because protobuf allows only one class per message name in a process.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,43 +44,43 @@ _CONTENTS = {
 """The field that lists the elements of a datatype."""
 
 _FINAL = "triton_final_response"
-"""By which Triton's clients know that a request of a stream has got its last answer.
+"""The parameter by which Triton's clients recognize the last answer to a request of a stream.
 
 https://github.com/triton-inference-server/server/blob/main/docs/user_guide/decoupled_models.md
 """
 
 _DEFAULT = RequestParameters(binary_data_output=True)
-"""Whatever is asked, gRPC carries bytes."""
+"""gRPC always sends bytes."""
 
 
 def read_infer(
     request: pb.ModelInferRequest, inputs: Sequence[TensorSpec] = (), limits: Limits = LIMITS
 ) -> InferRequest:
-    """Read a request. Tensors in ``raw_input_contents`` are views on the message's bytes.
+    """Read a request. Tensors in ``raw_input_contents`` become views of the message's bytes.
 
     Args:
-        inputs: of the model. No other tensor is read, and none of another datatype.
+        inputs: the model's inputs. Other tensors and datatypes are refused before they are read.
 
     Raises:
-        RequestTooLargeError: a tensor has more strings than ``limits`` say.
-        RequestError: it is not what the protocol says; the tensor or parameter is named.
+        RequestTooLargeError: a tensor has more strings than ``limits`` allow.
+        RequestError: the message violates the protocol; the tensor or parameter is named.
     """
     parameters = _request_parameters(request.parameters)
-    _check_heads(request.inputs, {spec.name: spec for spec in inputs}, limits.strings)
+    _check_inputs(request.inputs, {spec.name: spec for spec in inputs}, limits.strings)
     return InferRequest(
         request.model_name,
         request.model_version or None,
         request.id or None,
         _inputs(request.inputs, request.raw_input_contents),
         require_unique(
-            [RequestedOutput.of(each.name, read_parameters(each.parameters), True) for each in request.outputs]
+            [RequestedOutput.of(output.name, read_parameters(output.parameters), True) for output in request.outputs]
         ),
         parameters,
     )
 
 
 def write_infer(response: InferResponse) -> pb.ModelInferResponse:
-    """The message of an answer, with its tensors in ``raw_output_contents``."""
+    """Return the message of a response, with its tensors in ``raw_output_contents``."""
     message = pb.ModelInferResponse(model_name=response.model, model_version=response.version, id=response.id or "")
     for name, value in response.parameters.items():
         _set(message.parameters[name], value)
@@ -91,19 +91,19 @@ def write_infer(response: InferResponse) -> pb.ModelInferResponse:
 
 
 def write_stream_infer(response: InferResponse) -> pb.ModelStreamInferResponse:
-    """The message of an answer in a stream, which is the only one to its request."""
+    """Return the message of a response in a stream, the only one to its request."""
     message = write_infer(response)
     message.parameters[_FINAL].bool_param = True
     return pb.ModelStreamInferResponse(infer_response=message)
 
 
 def write_stream_error(error: str, request_id: str | None) -> pb.ModelStreamInferResponse:
-    """The message of a refused request in a stream, which goes on; ``request_id`` says which was refused."""
+    """Return the message of an error in a stream, which continues. ``request_id`` names the refused request."""
     return pb.ModelStreamInferResponse(error_message=error, infer_response=pb.ModelInferResponse(id=request_id or ""))
 
 
 def read_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a message's parameters; None where none is chosen."""
+    """Return the values of a message's parameters; None for a parameter without a value."""
     return {
         name: getattr(value, choice) if (choice := value.WhichOneof("parameter_choice")) else None
         for name, value in parameters.items()
@@ -116,8 +116,8 @@ def _request_parameters(parameters: Mapping[str, pb.InferParameter]) -> RequestP
     return replace(RequestParameters.of(read_parameters(parameters)), binary_data_output=True)
 
 
-def _check_heads(inputs: Sequence[Any], specs: Mapping[str, TensorSpec], max_strings: int) -> None:
-    """What the inputs say of themselves, before any is read."""
+def _check_inputs(inputs: Sequence[Any], specs: Mapping[str, TensorSpec], max_strings: int) -> None:
+    """Check names, datatypes and shapes of all inputs before any is read."""
     if not inputs:
         raise RequestError("the request has no inputs: expected one tensor at least")
     names: set[str] = set()
@@ -148,7 +148,7 @@ def _inputs(inputs: Sequence[Any], raw: Sequence[bytes]) -> dict[str, NDArray[An
 
 
 def _elements(name: str, datatype: str, contents: pb.InferTensorContents) -> Sequence[Any]:
-    """The field of the datatype. Raises RequestError if another one is filled."""
+    """Return the elements in the field of the datatype. Raises RequestError if another field is filled."""
     expected = _CONTENTS.get(datatype)
     for field, elements in contents.ListFields():
         if field.name != expected:

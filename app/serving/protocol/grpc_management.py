@@ -1,4 +1,4 @@
-"""Everything else over gRPC, from and to the values that HTTP says in JSON."""
+"""All other requests over gRPC, converted from and to the models of HTTP's JSON bodies."""
 
 from collections.abc import Sequence
 
@@ -18,44 +18,44 @@ from app.serving.protocol.management import (
 )
 
 
-def write_server_metadata(said: ServerMetadata) -> pb.ServerMetadataResponse:
-    """The answer of ServerMetadata."""
-    return pb.ServerMetadataResponse(**said.model_dump())
+def write_server_metadata(metadata: ServerMetadata) -> pb.ServerMetadataResponse:
+    """Return the response to ServerMetadata."""
+    return pb.ServerMetadataResponse(**metadata.model_dump())
 
 
-def write_model_metadata(said: ModelMetadata) -> pb.ModelMetadataResponse:
-    """The answer of ModelMetadata."""
-    return pb.ModelMetadataResponse(**said.model_dump())
+def write_model_metadata(metadata: ModelMetadata) -> pb.ModelMetadataResponse:
+    """Return the response to ModelMetadata."""
+    return pb.ModelMetadataResponse(**metadata.model_dump())
 
 
-def write_statistics(said: Statistics) -> pb.ModelStatisticsResponse:
-    """The answer of ModelStatistics."""
-    return pb.ModelStatisticsResponse(**said.model_dump())
+def write_statistics(statistics: Statistics) -> pb.ModelStatisticsResponse:
+    """Return the response to ModelStatistics."""
+    return pb.ModelStatisticsResponse(**statistics.model_dump())
 
 
-def write_index(said: Sequence[ModelIndex]) -> pb.RepositoryIndexResponse:
-    """The answer of RepositoryIndex."""
-    return pb.RepositoryIndexResponse(models=[each.model_dump() for each in said])
+def write_index(index: Sequence[ModelIndex]) -> pb.RepositoryIndexResponse:
+    """Return the response to RepositoryIndex."""
+    return pb.RepositoryIndexResponse(models=[version.model_dump() for version in index])
 
 
 def read_index(request: pb.RepositoryIndexRequest) -> IndexRequest:
-    """Raises RequestError."""
+    """Read a request for the index. Raises RequestError."""
     _check_repository(request.repository_name)
     return IndexRequest(ready=request.ready)
 
 
 def read_load(request: pb.RepositoryModelLoadRequest) -> LoadRequest:
-    """Raises RequestError."""
+    """Read a request to load a model. Raises RequestError."""
     _check_repository(request.repository_name)
     return check_fields(LoadRequest, {"parameters": read_parameters(request.parameters)})
 
 
 def read_unload(request: pb.RepositoryModelUnloadRequest) -> UnloadRequest:
-    """Raises RequestError."""
+    """Read a request to unload a model. Raises RequestError."""
     _check_repository(request.repository_name)
     return check_fields(UnloadRequest, {"parameters": read_parameters(request.parameters)})
 
 
 def _check_repository(name: str) -> None:
     if name:
-        raise RequestError(f"the repository {short_repr(name)} cannot be chosen: there is one, leave its name out")
+        raise RequestError(f"the repository {short_repr(name)} cannot be chosen: there is only one, leave its name out")

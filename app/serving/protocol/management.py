@@ -1,10 +1,10 @@
-"""What is asked of a server beside inference: what it is, what it serves, how that goes, and what it is to serve.
+"""All requests to a server except inference: metadata, health, statistics and the repository.
 
 https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_rest.md
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_statistics.md
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md
 
-The fields are those of the gRPC messages, too.
+The gRPC messages have the same fields.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ EXTENSIONS = (
     "schedule_policy",
     "statistics",
 )
-"""What of Triton's extensions this package reads and writes."""
+"""Triton's extensions that this package supports."""
 
 ModelState = Literal["UNKNOWN", "READY", "UNAVAILABLE", "LOADING", "UNLOADING"]
 
@@ -35,26 +35,26 @@ class _Message(BaseModel):
 
 
 class ServerLive(_Message):
-    """Whether the server answers."""
+    """The body for ``live``: whether the server answers."""
 
     live: bool
 
 
 class ServerReady(_Message):
-    """Whether every model that is to be served is."""
+    """The body for ``ready``: whether all models are served."""
 
     ready: bool
 
 
 class ModelReady(_Message):
-    """Whether a model is served."""
+    """The body for a model's ``ready``: whether it is served."""
 
     name: str
     ready: bool
 
 
 class ServerMetadata(_Message):
-    """What the server is."""
+    """The name, version and extensions of the server."""
 
     name: str = "rayloom"
     version: str
@@ -62,7 +62,7 @@ class ServerMetadata(_Message):
 
 
 class TensorMetadata(_Message):
-    """A tensor that a model takes or gives."""
+    """An input or output of a model."""
 
     name: str
     datatype: str
@@ -70,12 +70,12 @@ class TensorMetadata(_Message):
 
     @classmethod
     def of(cls, spec: TensorSpec) -> Self:
-        """The protocol's words for a spec."""
+        """Convert a spec to the protocol's terms."""
         return cls(name=spec.name, datatype=DATATYPES[spec.dtype], shape=list(spec.shape))
 
 
 class ModelMetadata(_Message):
-    """What a model takes and gives."""
+    """The inputs and outputs of a model, and its versions."""
 
     name: str
     versions: list[str]
@@ -84,105 +84,105 @@ class ModelMetadata(_Message):
     outputs: list[TensorMetadata]
 
 
-class Duration(_Message):
-    """How often something was done, and how long that took in all."""
+class StatisticDuration(_Message):
+    """The number of events, and their total time."""
 
     count: int = 0
     ns: int = 0
 
 
 class _ComputeStatistics(_Message):
-    compute_input: Duration = Duration()
-    """Time to join requests into a call."""
-    compute_infer: Duration = Duration()
+    compute_input: StatisticDuration = StatisticDuration()
+    """Time to batch requests into a call."""
+    compute_infer: StatisticDuration = StatisticDuration()
     """Time in the engine."""
-    compute_output: Duration = Duration()
-    """Time to check an answer and to give each request its part."""
+    compute_output: StatisticDuration = StatisticDuration()
+    """Time to check an answer, and to split it between the requests."""
 
 
 class InferenceStatistics(_ComputeStatistics):
-    """Of requests. Nothing is cached here, so the last two stay 0."""
+    """Statistics of requests. There is no cache, so the last two stay 0."""
 
-    success: Duration = Duration()
-    fail: Duration = Duration()
-    queue: Duration = Duration()
-    cache_hit: Duration = Duration()
-    cache_miss: Duration = Duration()
+    success: StatisticDuration = StatisticDuration()
+    fail: StatisticDuration = StatisticDuration()
+    queue: StatisticDuration = StatisticDuration()
+    cache_hit: StatisticDuration = StatisticDuration()
+    cache_miss: StatisticDuration = StatisticDuration()
 
 
 class BatchStatistics(_ComputeStatistics):
-    """Of calls of the engine with this many rows."""
+    """Statistics of the engine's calls with this number of rows."""
 
     batch_size: int
 
 
 class ModelStatistics(_Message):
-    """What a version has done since it was loaded."""
+    """Statistics of a version since it was loaded."""
 
     name: str
     version: str
     last_inference: int = 0
     """Milliseconds since the epoch; 0 if there was none."""
     inference_count: int = 0
-    """Rows."""
+    """The number of rows."""
     execution_count: int = 0
-    """Calls of the engine."""
+    """The number of the engine's calls."""
     inference_stats: InferenceStatistics = InferenceStatistics()
     batch_stats: list[BatchStatistics] = []
     response_stats: dict[str, Any] = {}
-    """Always empty: it is for models that give several answers to a request, and none does here."""
+    """Always empty: it is for models with several responses to a request, and there are none here."""
     memory_usage: list[Any] = []
     """Always empty: engines share the memory of their process, so it is not measured."""
 
 
 class Statistics(_Message):
-    """The answer of ``stats``."""
+    """The body for ``stats``."""
 
     model_stats: list[ModelStatistics]
 
 
-class _Request(_Message):
+class _RequestBody(_Message):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class IndexRequest(_Request):
+class IndexRequest(_RequestBody):
     """The body of the repository's ``index``, which may be empty."""
 
     ready: bool = False
-    """Only of models that are served."""
+    """Whether to list only served models."""
 
 
 class ModelIndex(_Message):
-    """A version in the answer of ``index``."""
+    """A version in the response to ``index``."""
 
     name: str
     version: str = ""
     state: ModelState
     reason: str = ""
-    """Why it is in this state, where that needs a reason."""
+    """The reason for its state, if there is one."""
 
 
-class LoadRequest(_Request):
+class LoadRequest(_RequestBody):
     """The body of ``load``, which may be empty."""
 
     parameters: dict[str, Any] = {}
 
     @field_validator("parameters")
     @classmethod
-    def _nothing_is_replaced(cls, parameters: dict[str, Any]) -> dict[str, Any]:
+    def _refuse_parameters(cls, parameters: dict[str, Any]) -> dict[str, Any]:
         if parameters:
             raise ValueError(f"{short_repr(sorted(parameters))} cannot be given: a model is loaded as it was published")
         return parameters
 
 
-class UnloadParameters(_Request):
-    """How a model is unloaded."""
+class UnloadParameters(_RequestBody):
+    """The parameters of ``unload``."""
 
     unload_dependents: Literal[False] = False
-    """No model here depends on another."""
+    """Only False is allowed, because no model here depends on another."""
 
 
-class UnloadRequest(_Request):
+class UnloadRequest(_RequestBody):
     """The body of ``unload``, which may be empty."""
 
     parameters: UnloadParameters = UnloadParameters()
@@ -192,10 +192,10 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse_body(model: type[Body], body: bytes) -> Body:
-    """Read a JSON body; an empty one is ``{}`` to a model that requires nothing.
+    """Read a JSON body. An empty one counts as ``{}`` if ``model`` has no required fields.
 
     Raises:
-        RequestError: it says what is wrong and where.
+        RequestError: the body is not valid; the problem and its place are named.
     """
     if not body and not any(field.is_required() for field in model.model_fields.values()):
         body = b"{}"
@@ -206,7 +206,7 @@ def parse_body(model: type[Body], body: bytes) -> Body:
 
 
 def check_fields(model: type[Body], fields: Mapping[str, object]) -> Body:
-    """The same of a message's fields. Raises RequestError that says what is wrong and where."""
+    """Read a message's fields. Raises RequestError, which names the problem and its place."""
     try:
         return model.model_validate(fields)
     except ValidationError as error:
@@ -215,5 +215,5 @@ def check_fields(model: type[Body], fields: Mapping[str, object]) -> Body:
 
 def _refusal(model: type[Body], error: ValidationError) -> RequestError:
     problem = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(str(part) for part in problem["loc"]) or "the body"
-    return RequestError(f"{where[:200]}: {problem['msg']}; expected JSON of the form of {model.__name__}")
+    location = ".".join(str(part) for part in problem["loc"]) or "the body"
+    return RequestError(f"{location[:200]}: {problem['msg']}; expected JSON of the form of {model.__name__}")

@@ -1,4 +1,4 @@
-"""How a model is configured, in Triton's words: the message ``inference.ModelConfig``, and its JSON.
+"""A model's configuration in Triton's format: the message ``inference.ModelConfig``, and its JSON.
 
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_configuration.md
 """
@@ -15,7 +15,7 @@ from app.serving.batching.policy import BatchingPolicy
 
 
 def model_config(manifest: Manifest, policy: BatchingPolicy) -> ModelConfig:
-    """The configuration of a version that is batched so, whether Triton has a backend for its engine or not."""
+    """Return the configuration of a version with a batching policy, even if Triton has no backend for its engine."""
     config = text_format.Parse(description_of(manifest), ModelConfig())
     config.max_batch_size = policy.max_batch_size
     batching = config.dynamic_batching
@@ -23,7 +23,7 @@ def model_config(manifest: Manifest, policy: BatchingPolicy) -> ModelConfig:
     batching.max_queue_delay_microseconds = _microseconds(policy.max_queue_delay_s)
     batching.priority_levels = policy.priority_levels
     batching.default_priority_level = policy.default_priority
-    queue = batching.default_queue_policy  # what is too late is refused, also if the request asks for less
+    queue = batching.default_queue_policy  # late requests are refused, and a request may set a shorter timeout
     queue.max_queue_size = policy.queue_limit
     queue.allow_timeout_override = True
     queue.default_timeout_microseconds = _microseconds(policy.default_timeout_s or 0.0)
@@ -31,7 +31,7 @@ def model_config(manifest: Manifest, policy: BatchingPolicy) -> ModelConfig:
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """What HTTP answers: every field that is not a message in itself, set or not, whole numbers as numbers."""
+    """Return the JSON for HTTP. Scalar fields are included even if unset, and integers are numbers."""
     fields: dict[str, Any] = MessageToDict(
         config,
         always_print_fields_with_no_presence=True,

@@ -1,4 +1,4 @@
-"""Natural input and its answer, for people."""
+"""Requests with natural input, and their responses."""
 
 import sys
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from pydantic import BaseModel, NonNegativeInt, PositiveFloat
 
 
 class NaturalModel(BaseModel):
-    """What a person can ask: a model, what it takes, and the labels that it answers."""
+    """A model, the kind of its natural input, and its labels."""
 
     name: str
     version: str
@@ -17,22 +17,22 @@ class NaturalModel(BaseModel):
 
 
 class PredictRequest(BaseModel):
-    """What ``predict`` is asked: one text or image, or several. In JSON an image is base64."""
+    """The body of ``predict``: one text or image, or several. In JSON an image is base64."""
 
     inputs: str | bytes | list[str]
     timeout_s: PositiveFloat | None = None
-    """Until the answer; the server may allow less."""
+    """Time until the answer. The server may allow less."""
     priority: NonNegativeInt = 0
     """1 is the most urgent; 0 means the default."""
 
     @property
     def listed(self) -> Sequence[str | bytes]:
-        """The inputs, be it one."""
+        """The inputs as a list, even if there is only one."""
         return self.inputs if isinstance(self.inputs, list) else [self.inputs]
 
     @property
     def num_bytes(self) -> int:
-        """Of the inputs, in memory."""
+        """The size of the inputs in memory."""
         return sum(map(sys.getsizeof, self.listed))
 
 
@@ -42,11 +42,11 @@ class Prediction(BaseModel):
     label: str
     scores: dict[str, float]
     stage: int | None = None
-    """Of a cascade, which answered; None of a single model."""
+    """The stage of a cascade that answered; None for a single model."""
 
 
 class PredictResponse(BaseModel):
-    """The answer of ``predict``, a prediction for each input."""
+    """The response to ``predict``, with one prediction per input."""
 
     model_name: str
     model_version: str

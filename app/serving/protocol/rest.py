@@ -1,4 +1,4 @@
-"""Inference over HTTP: JSON, with tensors in it or as bytes behind it.
+"""Inference over HTTP: JSON, with tensors in it or as bytes behind it, or the bytes of a single tensor.
 
 https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_rest.md
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
@@ -40,7 +40,7 @@ from app.serving.protocol.tensors import (
 from app.tensors import Tensors, TensorSpec
 
 JSON_LENGTH = "inference-header-content-length"
-"""The header that says how many bytes of a body are JSON; tensors follow. 0: there is one tensor and nothing else."""
+"""The header with the number of JSON bytes in a body; tensors follow. 0 means that the body is a single tensor."""
 
 Body = bytes | memoryview
 Headers = Mapping[str, str]
@@ -49,11 +49,11 @@ _NO_PARAMETERS: Mapping[str, object] = {}
 _DEFAULT = RequestParameters()
 _MAX_DIGITS = 18
 _NOT_FINITE = ("NaN", "Infinity")
-"""As other writers of JSON say it, which has no words for it."""
+"""Common spellings in JSON of numbers that are not finite, which JSON does not allow."""
 
 
 def max_body_bytes(headers: Headers) -> int:
-    """How many bytes a body of ``infer`` with these headers may have, as it comes: JSON alone no more than JSON may."""
+    """Return the maximum size of a received body with these headers. JSON alone has a lower limit."""
     has_more = JSON_LENGTH in headers or ("content-encoding" in headers and is_compressed(headers["content-encoding"]))
     return LIMITS.body_bytes if has_more else LIMITS.json_bytes
 
@@ -66,17 +66,17 @@ def read_infer(
     inputs: Sequence[TensorSpec] = (),
     limits: Limits = LIMITS,
 ) -> InferRequest:
-    """Read the body of ``infer``. Tensors that came as bytes are views on ``body``.
+    """Read the body of ``infer``. Tensors that were sent as bytes become views of ``body``.
 
     Args:
         headers: of the request, by their names in lower case.
         model, version: from the request's path.
-        inputs: of the model. No other tensor is read, and none of another datatype; a request that is one tensor and
-            nothing else needs them.
+        inputs: the model's inputs. Other tensors and datatypes are refused before they are read. Required for a body
+            that is a single tensor.
 
     Raises:
-        RequestTooLargeError: the body, decompressed, or the JSON in it is larger than ``limits`` say,
-            or a tensor has more strings.
+        RequestTooLargeError: the decompressed body or its JSON is larger than ``limits`` allow, or a tensor has too
+            many strings.
         RequestError: anything else is wrong; the tensor or parameter is named.
     """
     if encoding := headers.get("content-encoding"):
@@ -108,20 +108,20 @@ def read_infer(
 
 def read_array(name: str, datatype: str, shape: list[int], text: bytes) -> NDArray[Any]:
     """Return the input whose data is the JSON array ``text``. Raises RequestError or JSONDecodeError."""
-    may_have_bools = b"t" in text or b"f" in text  # true or false; no number has these letters
+    may_have_bools = b"t" in text or b"f" in text  # of true and false; numbers do not contain them
     return _listed(name, datatype, shape, orjson.loads(text), may_have_bools)
 
 
 def write_infer(
     response: InferResponse, request: InferRequest, accept_encoding: str = ""
 ) -> tuple[bytes, dict[str, str]]:
-    """The body of an answer, and its headers but for its length; outputs are JSON or bytes as the request asks.
+    """Return the body of a response, and its headers without the length. The request chooses JSON or bytes.
 
     Raises:
-        RequestError: an output is asked for as JSON, which cannot say it; it is named.
+        RequestError: JSON cannot carry an output that is requested as JSON; it is named.
     """
     outputs: list[dict[str, Any]] = []
-    tensors: list[Any] = []  # arrays, which are no buffers to numpy's types before Python 3.12
+    tensors: list[Any] = []  # arrays; numpy's types make them buffers only from Python 3.12 on
     for name, tensor in response.outputs.items():
         output: dict[str, Any] = {"name": name, "datatype": DATATYPES[tensor.dtype], "shape": tensor.shape}
         if request.wants_bytes(name):
@@ -130,12 +130,12 @@ def write_infer(
         else:
             output["data"] = _elements(name, output["datatype"], tensor)
         outputs.append(output)
-    said: dict[str, Any] = {"model_name": response.model, "model_version": response.version, "outputs": outputs}
+    fields: dict[str, Any] = {"model_name": response.model, "model_version": response.version, "outputs": outputs}
     if response.id is not None:
-        said["id"] = response.id
+        fields["id"] = response.id
     if response.parameters:
-        said["parameters"] = response.parameters
-    body = orjson.dumps(said, option=orjson.OPT_SERIALIZE_NUMPY)
+        fields["parameters"] = response.parameters
+    body = orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
     if not tensors:
         headers = {"content-type": "application/json"}
     else:
@@ -163,7 +163,7 @@ def _json_length(header: str, size: int) -> int:
 
 def _parsed(text: Body) -> dict[str, Any]:
     try:
-        given = orjson.loads(text)  # refuses NaN, Infinity, and what is nested deeper than 1,024 levels
+        given = orjson.loads(text)  # refuses NaN, Infinity, and more than 1,024 levels of nesting
     except orjson.JSONDecodeError as error:
         hint = ": send what is not finite as bytes" if error.doc.startswith(_NOT_FINITE, error.pos) else ""
         raise RequestError(f"Invalid JSON: {error}{hint}") from None
@@ -190,7 +190,7 @@ def _request_id(given: object) -> str | None:
 def _inputs(
     given: object, body: Body, start: int, specs: Mapping[str, TensorSpec], max_strings: int
 ) -> dict[str, NDArray[Any]]:
-    """The tensors, those that came as bytes from ``start`` on, one after the other."""
+    """Return the tensors. The bytes of binary ones follow each other from ``start`` on."""
     if type(given) is not list or not given:
         raise RequestError(f"inputs is {short_repr(given)}: expected a list of one tensor at least")
     tensors: dict[str, NDArray[Any]] = {}
@@ -212,7 +212,7 @@ def _inputs(
 
 
 def _input(name: str, entry: dict[str, Any], body: Body, start: int) -> tuple[NDArray[Any], int]:
-    """One tensor, and where the bytes of the next start."""
+    """Return one tensor, and the offset of the next one's bytes."""
     parameters = _parameters(entry, "input", name)
     if "binary_data_size" not in parameters:
         refuse_shared_memory(parameters, "input", name)
@@ -229,7 +229,7 @@ def _input(name: str, entry: dict[str, Any], body: Body, start: int) -> tuple[ND
 
 
 def _listed(name: str, datatype: object, shape: object, data: object, may_have_bools: bool = True) -> NDArray[Any]:
-    """A tensor whose elements JSON lists, flat or nested as its shape is."""
+    """Return a tensor from JSON data, which is flat or nested like its shape."""
     if type(data) is not list:
         raise RequestError(
             f"input {short_repr(name)} has data {short_repr(data)}: expected a list, or bytes as "
@@ -283,7 +283,7 @@ def _outputs(given: object, binary: bool) -> tuple[RequestedOutput, ...]:
 
 
 def _elements(name: str, datatype: str, tensor: NDArray[Any]) -> NDArray[Any] | list[str]:
-    """What JSON lists of an output."""
+    """Return the elements of an output for JSON."""
     refuse_binary_only(name, datatype)
     if datatype == BYTES:
         try:
@@ -292,15 +292,17 @@ def _elements(name: str, datatype: str, tensor: NDArray[Any]) -> NDArray[Any] | 
             raise RequestError(f"output {name!r} has bytes that are not UTF-8, as JSON is: {AS_BYTES}") from None
     elements = tensor.ravel()
     if elements.dtype.kind == "f" and not np.isfinite(elements).all():
-        raise RequestError(f"output {name!r} has numbers that are not finite, which JSON cannot say: {AS_BYTES}")
+        raise RequestError(f"output {name!r} has numbers that are not finite, which JSON cannot carry: {AS_BYTES}")
     return elements
 
 
 def read_raw(body: bytes | memoryview, inputs: Sequence[TensorSpec]) -> Tensors:
-    """The one row that ``body`` is of the model's one input; of strings it is one, without its length.
+    """Read a body that is one row of the model's only input. For a BYTES input it is a single string without length.
+
+    https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md#raw-binary-request
 
     Raises:
-        RequestError: the model has other inputs than one, or what the body's size is does not tell its shape.
+        RequestError: the model has several inputs, or the body's size does not determine the shape.
     """
     if len(inputs) != 1:
         names = ", ".join(spec.name for spec in inputs) or "none"
@@ -316,7 +318,7 @@ def read_raw(body: bytes | memoryview, inputs: Sequence[TensorSpec]) -> Tensors:
 
 
 def _shape(spec: TensorSpec, size: int) -> list[int]:
-    """Of one row: the first size that varies is the batch's, and the bytes tell one more."""
+    """Return the shape of one row. The body's size determines one dynamic size beside the batch."""
     shape = [1 if axis == 0 and length == -1 else length for axis, length in enumerate(spec.shape)]
     if (unknown := shape.count(-1)) > 1:
         raise RequestError(

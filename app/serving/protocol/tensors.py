@@ -1,7 +1,7 @@
-"""Tensors as the protocol carries them: a list of elements, or bytes in row-major order, little-endian.
+"""Tensors on the wire: lists of elements, or little-endian bytes in row-major order. Datatypes and their numpy dtypes.
 
-What is read from bytes is a view on them, except of BYTES: it is read-only, and over HTTP mostly not aligned, since the
-JSON before it has any length. Who writes to a tensor, or hands its memory to code that needs it aligned, copies it.
+A tensor that is read from bytes is a view of them, except for BYTES. It is read-only. Over HTTP it is mostly not
+aligned, because the JSON before it has any length. Copy it before writing to it, or if code needs aligned memory.
 """
 
 import math
@@ -19,7 +19,7 @@ from app.tensors import TensorSpec
 AS_BYTES = "ask for it with the parameter 'binary_data' true"
 """The remedy for an output that JSON cannot carry."""
 BYTES = "BYTES"
-"""Elements of any length; in numpy an array of ``bytes`` objects."""
+"""The datatype of strings; in numpy an array of ``bytes`` objects."""
 
 DTYPES: Mapping[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -40,17 +40,17 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 DATATYPES: Mapping[np.dtype[Any], str] = {dtype: name for name, dtype in DTYPES.items()}
 
 BINARY_ONLY = frozenset({"FP16", "BF16"})
-"""They have no form in JSON, and none in gRPC's typed contents."""
+"""Datatypes without a representation in JSON and in gRPC's typed contents."""
 
 
 def refuse_binary_only(name: str, datatype: str) -> None:
-    """Raises RequestError if JSON cannot carry the output ``name`` of this datatype."""
+    """Raise RequestError if JSON cannot carry the output ``name`` of this datatype."""
     if datatype in BINARY_ONLY:
         raise RequestError(f"output {name!r} is {datatype}, which JSON does not carry: {AS_BYTES}")
 
 
 def dtype_of(name: str, datatype: object) -> np.dtype[Any]:
-    """Of the input ``name``. Raises RequestError."""
+    """Return the dtype of the input ``name``. Raises RequestError if the datatype is unknown."""
     dtype = DTYPES.get(datatype) if type(datatype) is str else None
     if dtype is None:
         raise RequestError(
@@ -62,7 +62,7 @@ def dtype_of(name: str, datatype: object) -> np.dtype[Any]:
 _MAX_AXES = 64
 """numpy's limit."""
 
-# One C loop that converts, and checks type and range.
+# struct.pack converts elements, and checks their types and ranges, in a single C loop.
 _FORMATS = {
     "UINT8": "B",
     "UINT16": "H",
@@ -76,18 +76,18 @@ _FORMATS = {
     "FP64": "d",
 }
 _LENGTH = struct.Struct("<I")
-"""Before each element of BYTES."""
+"""The length before each element of BYTES."""
 
 
 def check_input(name: str, datatype: object, shape: object, specs: Mapping[str, TensorSpec], max_strings: int) -> None:
-    """Check what an input says of itself, before its elements are read, which takes the longer the more there are.
+    """Check an input's name, datatype and shape before reading its elements, of which there may be many.
 
     Args:
-        specs: of the model's inputs, by name; none if they are not known.
+        specs: the model's inputs by name; empty if they are unknown.
 
     Raises:
         RequestTooLargeError: it has more than ``max_strings`` elements of BYTES.
-        RequestError: the model has no such input, or has it of another datatype; or the datatype or shape is none.
+        RequestError: the model has no such input, or the datatype or shape is wrong or invalid.
     """
     if specs and name not in specs:
         raise RequestError(f"input {short_repr(name)} is not known: expected {', '.join(specs)}")
@@ -105,9 +105,9 @@ def check_input(name: str, datatype: object, shape: object, specs: Mapping[str, 
 def from_bytes(
     name: str, datatype: object, shape: object, body: bytes | memoryview, start: int, size: int
 ) -> NDArray[Any]:
-    """The input that ``size`` bytes of ``body`` hold from ``start`` on: a view on them, except of BYTES.
+    """Return the input in the ``size`` bytes of ``body`` from ``start`` on, as a view except for BYTES.
 
-    The view is read-only if ``body`` is, as HTTP's and gRPC's are, and as aligned as ``start``.
+    The view is read-only if ``body`` is, as with HTTP and gRPC. It is as aligned as ``start``.
 
     Raises:
         RequestError: the bytes do not fit the datatype and shape; the input is named.
@@ -129,14 +129,13 @@ def from_bytes(
 def from_elements(
     name: str, datatype: object, shape: object, elements: Sequence[Any], may_have_bools: bool = True
 ) -> NDArray[Any]:
-    """The input of these elements: Python's numbers, bools or, for BYTES, ``bytes``. A bool is not a number.
+    """Return the input with these elements: numbers, bools or, for BYTES, ``bytes``. A bool is not a number.
 
     Args:
-        may_have_bools: False spares a search of numbers for bools, which takes as long as reading them.
+        may_have_bools: False skips the search for bools among numbers, which takes as long as reading them.
 
     Raises:
-        RequestError: they do not fit the datatype and shape, or the datatype is carried as bytes only; the input is
-            named.
+        RequestError: they do not fit the datatype and shape, or only bytes can carry the datatype; the input is named.
     """
     dtype, count = dtype_of(name, datatype), _count(name, shape)
     if len(elements) != count:
@@ -152,7 +151,7 @@ def from_elements(
 
 
 def to_buffer(tensor: NDArray[Any]) -> NDArray[Any]:
-    """An array whose memory is the tensor's bytes: the tensor itself if it is contiguous and not of BYTES."""
+    """Return an array whose memory has the tensor's bytes. It is the tensor itself if contiguous and not of BYTES."""
     if not tensor.dtype.hasobject:
         return np.ascontiguousarray(tensor)
     data = b"".join(part for element in byte_strings(tensor) for part in (_LENGTH.pack(len(element)), element))
@@ -160,12 +159,12 @@ def to_buffer(tensor: NDArray[Any]) -> NDArray[Any]:
 
 
 def byte_strings(tensor: NDArray[Any]) -> list[bytes]:
-    """The elements of an array of ``bytes`` or ``str`` objects, in row-major order."""
+    """Return the elements of an array of ``bytes`` or ``str`` objects, in row-major order."""
     return [element.encode() if isinstance(element, str) else element for element in tensor.ravel().tolist()]
 
 
 def _count(name: str, shape: object) -> int:
-    """The number of elements of a shape."""
+    """Return the number of elements of a shape. Raises RequestError if it is not a shape."""
     if type(shape) is not list or len(shape) > _MAX_AXES:
         raise RequestError(
             f"input {short_repr(name)} has shape {short_repr(shape)}: expected a list of {_MAX_AXES} sizes at most"
@@ -181,7 +180,7 @@ def _count(name: str, shape: object) -> int:
 def _shaped(name: str, tensor: NDArray[Any], shape: Any) -> NDArray[Any]:
     try:
         return tensor.reshape(shape)
-    except ValueError:  # beside a 0, sizes may be such that numpy cannot count
+    except ValueError:  # with a size of 0, the others may exceed numpy's limits
         raise RequestError(f"input {short_repr(name)} has shape {short_repr(shape)}, which is too large") from None
 
 
@@ -192,14 +191,14 @@ def _objects(elements: Sequence[bytes]) -> NDArray[Any]:
 
 
 def _split(name: str, data: bytes, count: int) -> list[bytes]:
-    """The elements of BYTES. Raises RequestError unless there are ``count`` and nothing else."""
+    """Return the elements of BYTES. Raises RequestError unless ``data`` has exactly ``count``."""
     elements: list[bytes] = []
-    at, size = 0, len(data)
-    while at + _LENGTH.size <= size and len(elements) < count:
-        start = at + _LENGTH.size
-        at = start + _LENGTH.unpack_from(data, at)[0]
-        elements.append(data[start:at])
-    if len(elements) != count or at != size:
+    offset, size = 0, len(data)
+    while offset + _LENGTH.size <= size and len(elements) < count:
+        start = offset + _LENGTH.size
+        offset = start + _LENGTH.unpack_from(data, offset)[0]
+        elements.append(data[start:offset])
+    if len(elements) != count or offset != size:
         raise RequestError(
             f"input {short_repr(name)} has {size} bytes: expected {short_repr(count)} elements of BYTES, "
             "after 4 bytes of length each"
@@ -218,15 +217,15 @@ def _check_bools(name: str, elements: Sequence[object]) -> None:
 def _packed(
     name: str, datatype: str, dtype: np.dtype[Any], elements: Sequence[Any], may_have_bools: bool
 ) -> NDArray[Any]:
-    """An array of numbers. Raises RequestError if one is of another type or out of range."""
+    """Return an array of numbers. Raises RequestError if one is of another type or out of range."""
     try:
         packed = struct.pack(f"{len(elements)}{_FORMATS[datatype]}", *elements)
     except (struct.error, OverflowError):
         raise _misfit(name, datatype, dtype, elements) from None
     tensor: NDArray[Any] = np.ndarray((len(elements),), dtype, packed)
-    # What is too large for a C float becomes infinite without a word, unlike in the standard formats, which are slower.
+    # With native sizes, numbers beyond the range of a C float silently become infinite. Standard sizes are slower.
     infinite = np.isinf(tensor).nonzero()[0].tolist() if datatype == "FP32" else []
-    # A bool packs as 0 or 1: without either, no type has to be checked. With one, checking all is fastest.
+    # A bool packs as 0 or 1. Without these values no type has to be checked. With them, checking all is fastest.
     may_have_bools = may_have_bools and bool(((tensor == 0) | (tensor == 1)).any())
     is_too_large = bool(infinite) and not _fit(datatype, [elements[index] for index in infinite])
     if is_too_large or (may_have_bools and _has_bools(elements)):
@@ -235,7 +234,7 @@ def _packed(
 
 
 def _misfit(name: str, datatype: str, dtype: np.dtype[Any], elements: Sequence[object]) -> RequestError:
-    """Names the first element that is not of the datatype. There is one: the search packs each about once."""
+    """Return the error for the first element that does not fit. Bisection packs each element about once."""
     index, end = 0, len(elements)
     while end - index > 1:
         middle = (index + end) // 2

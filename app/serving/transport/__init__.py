@@ -1,1 +1,1 @@
-"""How requests reach an endpoint: HTTP and gRPC."""
+"""The transport of an endpoint's requests: HTTP and gRPC."""

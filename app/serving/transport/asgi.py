@@ -1,4 +1,4 @@
-"""A request as ASGI servers hand it over: its body, and whether somebody still waits for the answer.
+"""ASGI helpers: the body of a request, and clients that go away.
 
 https://asgi.readthedocs.io/en/latest/specs/www.html
 """
@@ -15,36 +15,38 @@ from app.serving.protocol.infer import LIMITS
 Result = TypeVar("Result")
 
 _RECEIVE_TIMEOUT_S = 30.0
-"""For a body. Who sends more slowly would keep a place that others wait for."""
+"""Time to receive a body. A slower client would occupy a place that others wait for."""
 _REST_TIMEOUT_S = 1.0
-"""For the rest of a body that is not used, before the response."""
+"""Time to receive the rest of an unused body, before the response."""
 _UNWATCHED_S = 0.05
-"""Work that is done sooner is not watched: that would cost as much as the rest of a small request."""
+"""Delay before the client is watched. Watching from the start would double the cost of a small request."""
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
-    """The headers of a request by their names, which are in lower case; of one that comes twice the last."""
+    """Return the headers by their names in lower case. Of a repeated header, the last one counts."""
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
-async def read_body(headers: Mapping[str, str], receive: Receive, most_bytes: int = LIMITS.json_bytes) -> bytes:
-    """The body of a request with these headers, whose names are in lower case.
+async def read_body(headers: Mapping[str, str], receive: Receive, max_bytes: int = LIMITS.json_bytes) -> bytes:
+    """Return the body of a request with these headers, whose names are in lower case.
 
-    Too large a body is read to its end and not kept: through HAProxy, a client that is answered while it still sends
-    may find its connection reset, and no answer. If it is larger than any body may be, this returns at once, and
-    ``close_if_unread`` reads for a second more.
+    A body that is too large is read to its end and dropped. Otherwise HAProxy may reset the connection of a client that
+    is still sending, before the client gets the answer. Above the limit for any body, reading stops at once, and
+    ``close_if_unread`` reads for one more second.
 
     Args:
-        most_bytes: that it may have; but for tensors as bytes, no more than JSON.
+        max_bytes: maximum size of the body; by default that of JSON.
 
     Raises:
-        RequestTooLargeError: it is larger.
-        RequestError: the client went away in the middle of it.
-        TimeoutError: it does not come in time.
+        RequestTooLargeError: the body is larger.
+        RequestError: the client went away before the end of the body.
+        TimeoutError: the body does not arrive in time.
     """
     parts: list[bytes] = []
-    size = int(headers.get("content-length", 0))  # announced, or what came of it; servers let nothing in but digits
-    came = 0
+    size = int(
+        headers.get("content-length", 0)
+    )  # announced, or received if that is more; the server has checked that it is a number
+    received = 0
     try:
         async with asyncio.timeout(_RECEIVE_TIMEOUT_S):
             while size <= LIMITS.body_bytes:
@@ -52,9 +54,9 @@ async def read_body(headers: Mapping[str, str], receive: Receive, most_bytes: in
                 if message["type"] == "http.disconnect":
                     raise RequestError("the connection was closed before the body ended: send all of it")
                 part = message.get("body", b"")
-                came += len(part)
-                size = max(size, came)
-                if size <= most_bytes:
+                received += len(part)
+                size = max(size, received)
+                if size <= max_bytes:
                     parts.append(part)
                 else:
                     parts.clear()
@@ -62,19 +64,19 @@ async def read_body(headers: Mapping[str, str], receive: Receive, most_bytes: in
                     break
     except TimeoutError:
         raise TimeoutError(f"the body did not come within {_RECEIVE_TIMEOUT_S:g} s: send it faster") from None
-    if size > most_bytes:
+    if size > max_bytes:
         raise RequestTooLargeError(
-            f"the body is larger than {most_bytes} bytes: send less in a request, and large tensors of infer as bytes"
+            f"the body is larger than {max_bytes} bytes: send less in a request, and large tensors of infer as bytes"
         )
-    return b"".join(parts)  # a single part is given back as it is
+    return b"".join(parts)  # does not copy a single part
 
 
 def close_if_unread(scope: Scope, receive: Receive, send: Send) -> tuple[Receive, Send]:
     """Return ``receive`` and ``send`` for a response that closes the connection unless the body ends before it.
 
-    The response waits up to a second for the rest of the body. Without this, a client could keep its connection for
-    ever: uvicorn discards what comes after the response, and counts it as activity. A client that sends no body before
-    it gets the status 100 is not asked for one.
+    The response waits up to a second for the rest of the body. Without this, a client could keep its connection
+    forever: uvicorn discards data after the response, but counts it as activity. A client that waits for the status 100
+    before it sends its body is not asked for the body.
     """
     if not _has_body(scope):
         return receive, send
@@ -112,24 +114,24 @@ def _has_body(scope: Scope) -> bool:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """The result of ``work``; None if the client goes away before, and then the work is cancelled.
+    """Return the result of ``work``. If the client goes away first, cancel the work and return None.
 
     Args:
-        receive: of a request whose body has been read.
+        receive: the ASGI channel of a request whose body has been read.
     """
-    client = _Client(receive)
+    watch = _ClientWatch(receive)
     try:
         return await work
     except asyncio.CancelledError:
-        if not client.gone:
+        if not watch.gone:
             raise
         return None
     finally:
-        client.leave_alone()
+        watch.stop()
 
 
-class _Client:
-    """Whoever waits for the task that makes this: the task is cancelled if they go away."""
+class _ClientWatch:
+    """Cancels the current task if its client goes away."""
 
     def __init__(self, receive: Receive) -> None:
         self.gone = False
@@ -138,8 +140,8 @@ class _Client:
         self._timer = asyncio.get_running_loop().call_later(_UNWATCHED_S, self._start)
         self._watch: asyncio.Task[None] | None = None
 
-    def leave_alone(self) -> None:
-        """The task has done what they wait for."""
+    def stop(self) -> None:
+        """Stop watching, because the task is done."""
         self._timer.cancel()
         if self._watch is not None:
             self._watch.cancel()

@@ -25,21 +25,21 @@ class CallHead:
     wrong_timeout: str | None
     """The value of ``grpc-timeout``, if gRPC does not allow it."""
     lines: list[tuple[bytes, bytes]]
-    """Names in lower case, and values."""
+    """The headers: names in lower case, and values."""
 
     @classmethod
     def read(cls, method: bytes, path: bytes, lines: list[tuple[bytes, bytes]]) -> "CallHead":
         """Read the headers of a request. Their names are in lower case."""
         known = dict(lines)
-        authorization, told = known.get(b"authorization"), known.get(b"grpc-timeout")
-        timeout = _TIMEOUT.fullmatch(told.decode("latin-1")) if told is not None else None
+        authorization, given = known.get(b"authorization"), known.get(b"grpc-timeout")
+        timeout = _TIMEOUT.fullmatch(given.decode("latin-1")) if given is not None else None
         return cls(
             method == b"POST" and known.get(b"content-type", b"").startswith(CONTENT_TYPE.encode()),
             path.decode("latin-1"),
             known.get(b"grpc-encoding", b"").decode("latin-1"),
             authorization.decode("latin-1") if authorization is not None else None,
             int(timeout[1]) * _UNIT_S[timeout[2]] if timeout else None,
-            told.decode("latin-1") if told is not None and timeout is None else None,
+            given.decode("latin-1") if given is not None and timeout is None else None,
             lines,
         )
 

@@ -1,7 +1,8 @@
 """Unary gRPC calls over HTTP/1.1, as HAProxy translates them from HTTP/2.
 
-A call is a POST with one message. Its answer is chunked, and a trailer section tells its status, because gRPC's clients
-would see a length. HAProxy opens a connection for each call at a time, and closes it if the client gives up.
+A call is a POST with one message. Its answer is chunked with a trailer section for the status: HAProxy would pass a
+content length on to gRPC's clients. HAProxy runs one call at a time on a connection, and closes it if the client gives
+up.
 https://www.rfc-editor.org/rfc/rfc9112
 """
 
@@ -17,7 +18,7 @@ from app.serving.transport.grpc import SERVICE
 from app.serving.transport.unary import UnaryCall, UnaryService
 
 START = f"POST /{SERVICE.full_name}/".encode()
-"""The beginning of each call."""
+"""The first bytes of every call."""
 _OK = b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\ntransfer-encoding: chunked\r\n" % CONTENT_TYPE.encode()
 _EMPTY, _LAST = b"content-length: 0\r\n", b"connection: close\r\n"
 _NOT_GRPC = b"HTTP/1.1 415 Unsupported Media Type\r\n" + _EMPTY
@@ -25,20 +26,20 @@ _INVALID = b"HTTP/1.1 400 Bad Request\r\n" + _EMPTY + _LAST + b"\r\n"
 _PREFIX_BYTES = 5
 _END = b"\r\n0\r\ngrpc-status: 0\r\n\r\n"
 _MAX_HEAD_BYTES = 2**16
-"""Of a header, or of what stands between parts of a message. HAProxy passes on a quarter of this at most."""
+"""Limit on a header, and on the bytes between parts of a message. HAProxy passes on at most a quarter of this."""
 _RECEIVE_TIMEOUT_S, _SEND_TIMEOUT_S = 30.0, 60.0
-"""Time to receive a request, and time for the client to read an answer, beside the time that its size takes."""
+"""Time to receive a request, and time for the client to read an answer in addition to the time for its size."""
 _MIN_BYTES_PER_S = 2**16
-"""Of an answer. A client that reads it in small parts cannot hold it forever."""
-_LOOK_S = 5.0
-"""Between checks for an idle or stuck connection."""
+"""Minimum rate at which a client reads an answer, so that it cannot hold the answer forever."""
+_CHECK_S = 5.0
+"""Interval between checks for an idle or stuck connection."""
 
 
 class CallConnection(asyncio.Protocol):
     """A connection that begins with a call. uvicorn calls its ``shutdown``."""
 
     def __init__(self, service: UnaryService, connections: MutableSet[Any], keep_alive_s: float) -> None:
-        """Let ``service`` answer.
+        """Answer calls with ``service``.
 
         Args:
             connections: the listener's open connections, to which this one adds itself.
@@ -54,23 +55,26 @@ class CallConnection(asyncio.Protocol):
         self._is_whole = True  # whether no request is incomplete
         self._is_sending = self._is_leaving = False
         self._unread = 0  # bytes received since the last progress
-        self._since_s, self._send_s = time.monotonic(), 0.0  # the last change of state, and the time to send the answer
+        self._since_s, self._send_s = (
+            time.monotonic(),
+            0.0,
+        )  # the last change of state, and the limit for sending the answer
         self._timer: asyncio.TimerHandle | None = None
         self.peer = ""
         """The client's address, as gRPC writes it."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of asyncio's
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class does not derive from asyncio's
         self.peer = _peer_of(transport.get_extra_info("peername"))
         self._connections.add(self)
-        self._look()
+        self._check()
 
     def connection_lost(self, _: Exception | None) -> None:
         if self._timer:
             self._timer.cancel()
         self._connections.discard(self)
         self._forget()
-        self._parser = self._timer = None  # the parser refers to this
+        self._parser = self._timer = None  # the parser refers back to this object
 
     def pause_writing(self) -> None:
         self._is_sending = True
@@ -86,7 +90,7 @@ class CallConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except HttpParserCallbackError:
-            raise  # a fault of this program
+            raise  # a bug in our callbacks, not a client's error
         except (HttpParserError, HttpParserUpgrade):
             self._fail()
         else:
@@ -116,7 +120,7 @@ class CallConnection(asyncio.Protocol):
         self._unread = 0
         if not self._parser.should_keep_alive():
             self._is_leaving = True
-        if self._call is not None:  # HAProxy sends no request before it has the answer to the last
+        if self._call is not None:  # a pipelined request, which HAProxy never sends
             self._is_leaving = True
             return
         if self._transport.is_closing():
@@ -151,7 +155,7 @@ class CallConnection(asyncio.Protocol):
         self._send(call, (_OK, self._farewell, b"\r\n0\r\n", lines, b"\r\n"))
 
     def refuse_http(self, call: UnaryCall) -> None:
-        """Answer a request that is no call."""
+        """Answer a request that is not a gRPC call."""
         self._send(call, (_NOT_GRPC, self._farewell, b"\r\n"))
 
     @property
@@ -190,7 +194,7 @@ class CallConnection(asyncio.Protocol):
         if not self._is_sending:
             self._finish()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         """Refuse a late request, and close the connection if it is idle or stuck."""
         waited_s = time.monotonic() - self._since_s
         if self._is_sending:
@@ -202,8 +206,8 @@ class CallConnection(asyncio.Protocol):
             elif self._call is None:
                 self._transport.abort()
         elif self._is_whole and self._call is None and waited_s >= self._keep_alive_s:
-            self._transport.abort()  # with what its client has not read
-        self._timer = asyncio.get_running_loop().call_later(min(_LOOK_S, self._keep_alive_s), self._look)
+            self._transport.abort()  # abort, because close would wait for data that the client has not read
+        self._timer = asyncio.get_running_loop().call_later(min(_CHECK_S, self._keep_alive_s), self._check)
 
 
 def _peer_of(address: object) -> str:

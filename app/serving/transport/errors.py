@@ -1,4 +1,4 @@
-"""How the endpoint tells an error, over HTTP and over gRPC."""
+"""The endpoint's error responses, over HTTP and gRPC."""
 
 import logging
 import math
@@ -43,13 +43,13 @@ def no_replica_answers() -> ErrorResponse:
 
 @dataclass(frozen=True)
 class Refusal:
-    """What a client is told."""
+    """The reply to a client, over HTTP and gRPC."""
 
     http: int
     grpc: StatusCode
     message: str
     retry_after_s: int | None = None
-    """When to ask again, if that is known."""
+    """Time after which the client may try again, if known."""
 
 
 _STATUS: dict[type[Exception], tuple[int, StatusCode]] = {
@@ -65,9 +65,9 @@ _STATUS: dict[type[Exception], tuple[int, StatusCode]] = {
 
 
 def refusal(error: Exception) -> Refusal:
-    """What to tell of an error. What nobody foresaw is logged, and nothing of it told.
+    """Return the reply for an error. Unexpected errors are logged, and their details are not sent.
 
-    An engine that failed by itself is logged, too: its replica is about to be replaced, and another one may answer.
+    A failed engine is logged, too. Its replica is about to be replaced, and another one may answer meanwhile.
     """
     if isinstance(error, EngineError):
         LOG.error("an engine failed", exc_info=error)
@@ -81,11 +81,11 @@ def refusal(error: Exception) -> Refusal:
 
 
 def error_response(error: Exception) -> ErrorResponse:
-    """What a client is told of an error, over HTTP."""
-    told = refusal(error)
+    """Return the HTTP response for an error."""
+    reply = refusal(error)
     headers: dict[str, str] = {}
-    if told.retry_after_s is not None:
-        headers["retry-after"] = str(told.retry_after_s)
+    if reply.retry_after_s is not None:
+        headers["retry-after"] = str(reply.retry_after_s)
     if isinstance(error, UnauthorizedError):
         headers["www-authenticate"] = "Bearer"
-    return ErrorResponse(told.message, told.http, headers)
+    return ErrorResponse(reply.message, reply.http, headers)

@@ -1,4 +1,4 @@
-"""A request that waits for the answer of one version without an asyncio task."""
+"""A request that waits for the answer of one version, without an asyncio task."""
 
 import asyncio
 import time

@@ -31,32 +31,32 @@ from app.serving.protocol.model_config import model_config
 from app.serving.transport.errors import refusal
 
 _MAX_AHEAD = 32
-"""Requests of a stream that are under way at a time, at most, so that they can share calls of the engine."""
+"""Concurrent requests of one stream. With several, they can share calls of the engine."""
 OPEN_CALLS = ("ServerLive", "ServerReady")
-"""What everybody may ask: load balancers, whether the server lives."""
+"""Methods without access control, for the health checks of load balancers."""
 SERVICER = "app.serving.transport.grpc.add_to_server"
-"""What registers the service with a server, as an import path."""
+"""The import path of the function that registers the service with a server."""
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 
 
 class Context(Protocol):
-    """Of a call, as far as it is needed here."""
+    """The methods of gRPC's context of a call that are used here."""
 
     def set_code(self, code: StatusCode) -> None:
-        """How the call ends."""
+        """Set the status of the call."""
 
     def set_details(self, details: str) -> None:
-        """Why."""
+        """Set the error message of the call."""
 
     def set_trailing_metadata(self, trailing_metadata: list[tuple[str, str]]) -> None:
-        """What else is told at the end."""
+        """Set the metadata that is sent at the end."""
 
     def invocation_metadata(self) -> Iterable[tuple[str, str]]:
-        """What came with the call."""
+        """Return the metadata that came with the call."""
 
     def peer(self) -> str:
-        """Where the call comes from."""
+        """Return the caller's address."""
 
 
 Given = TypeVar("Given", bound=Message)
@@ -68,7 +68,7 @@ Result = TypeVar("Result")
 def _answers(
     kind: type[Answer],
 ) -> Callable[[Callable[[Any, Given], Awaitable[Answer]]], Callable[[Any, Given | None, Context], Awaitable[Answer]]]:
-    """Ask who calls, then answer; an error is the status of the call, and its answer an empty message."""
+    """Decorate a method: check the caller, then answer. An error becomes the status, with an empty message."""
 
     def decorate(
         method: Callable[[Any, Given], Awaitable[Answer]],
@@ -77,112 +77,114 @@ def _answers(
             try:
                 if method.__name__ not in OPEN_CALLS:
                     service.check_caller(grpc_context)
-                return await method(service, _understood(request))
+                return await method(service, _require_parsed(request))
             except Exception as error:
                 _end(grpc_context, error)
                 empty: Answer = kind()
                 return empty
 
-        call.__doc__ = method.__doc__  # not all of 'wraps': Serve looks in the signature for 'grpc_context'
+        call.__doc__ = (
+            method.__doc__
+        )  # 'functools.wraps' would hide 'grpc_context', which Serve looks for in the signature
         return call
 
     return decorate
 
 
 def _end(grpc_context: Context, error: Exception) -> None:
-    """Let the call end with an error."""
-    told = refusal(error)
-    grpc_context.set_code(told.grpc)
-    grpc_context.set_details(told.message)
-    if told.retry_after_s is not None:
-        grpc_context.set_trailing_metadata([("retry-after", str(told.retry_after_s))])
+    """End the call with an error."""
+    reply = refusal(error)
+    grpc_context.set_code(reply.grpc)
+    grpc_context.set_details(reply.message)
+    if reply.retry_after_s is not None:
+        grpc_context.set_trailing_metadata([("retry-after", str(reply.retry_after_s))])
 
 
-def _understood(request: Given | None) -> Given:
+def _require_parsed(request: Given | None) -> Given:
     if request is None:
         raise RequestError("the message cannot be parsed: send one of inference.GRPCInferenceService")
     return request
 
 
 class GrpcMethods:
-    """The service. Its methods have the protocol's names, and take its messages."""
+    """The service. Its methods have the names and messages of the protocol."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._streams, self._answering = 0, 0
 
     def check_caller(self, grpc_context: Context) -> None:
-        """Raises UnauthorizedError: the endpoint does not answer whoever calls."""
+        """Raise UnauthorizedError if the endpoint does not answer this caller."""
         access = self._endpoint.access
         access.check_peer(grpc_context.peer())
         access.check(dict(grpc_context.invocation_metadata()).get("authorization"))
 
     @_answers(pb.ServerLiveResponse)
     async def ServerLive(self, _: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
-        """The server runs."""
+        """Return true: the server runs."""
         return pb.ServerLiveResponse(live=True)
 
     @_answers(pb.ServerReadyResponse)
     async def ServerReady(self, _: pb.ServerReadyRequest) -> pb.ServerReadyResponse:
-        """Every model is loaded: a server with one that is not gets no requests."""
+        """Return true: a server gets no requests before every model is loaded."""
         return pb.ServerReadyResponse(ready=True)
 
     @_answers(pb.ServerMetadataResponse)
     async def ServerMetadata(self, _: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
-        """Name and version of the server."""
+        """Return the name and version of the server."""
         return write_server_metadata(self._endpoint.metadata)
 
     @_answers(pb.ModelReadyResponse)
     async def ModelReady(self, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
-        """Whether a model is loaded."""
+        """Return whether a model is loaded."""
         return pb.ModelReadyResponse(ready=self._endpoint.serves(request.name, request.version or None))
 
     @_answers(pb.ModelMetadataResponse)
     async def ModelMetadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
-        """What a model takes and gives."""
+        """Return the inputs and outputs of a model."""
         return write_model_metadata(self._endpoint.model_metadata(request.name, request.version or None))
 
     @_answers(pb.ModelConfigResponse)
     async def ModelConfig(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
-        """How a model is configured, in Triton's words."""
+        """Return a model's configuration in Triton's format."""
         served = self._endpoint.find(request.name, request.version or None)
         return pb.ModelConfigResponse(config=model_config(served.model.manifest, served.policy))
 
     @_answers(pb.ModelStatisticsResponse)
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
-        """What a model, or every model, has done since it was loaded."""
+        """Return the statistics of a model, or of all models."""
         statistics = self._endpoint.statistics(request.name or None, request.version or None)
         return write_statistics(Statistics(model_stats=statistics))
 
     @_answers(pb.RepositoryIndexResponse)
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest) -> pb.RepositoryIndexResponse:
-        """Every model that is served."""
+        """Return all served models."""
         read_index(request)
         return write_index(self._endpoint.index)
 
     @_answers(pb.RepositoryModelLoadResponse)
     async def RepositoryModelLoad(self, request: pb.RepositoryModelLoadRequest) -> pb.RepositoryModelLoadResponse:
-        """See Endpoint.load."""
+        """Do nothing if the model is served. See ``Endpoint.load``."""
         read_load(request)
         self._endpoint.load(request.model_name)
         return pb.RepositoryModelLoadResponse()
 
     @_answers(pb.RepositoryModelUnloadResponse)
     async def RepositoryModelUnload(self, request: pb.RepositoryModelUnloadRequest) -> pb.RepositoryModelUnloadResponse:
-        """See Endpoint.unload."""
+        """Refuse. See ``Endpoint.unload``."""
         read_unload(request)
         self._endpoint.unload(request.model_name)
         return pb.RepositoryModelUnloadResponse()
 
     @_answers(pb.ModelInferResponse)
     async def ModelInfer(self, request: pb.ModelInferRequest) -> pb.ModelInferResponse:
-        """Tensors in, tensors out."""
+        """Run inference on tensors."""
         return write_infer(await self._infer(request))
 
     async def ModelStreamInfer(
         self, request_stream: AsyncIterator[pb.ModelInferRequest | None], grpc_context: Context
     ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
-        """The same for a stream of requests, answered in their order; one that is refused does not end the stream."""
+        """Run inference on a stream of requests, and answer in order. A refused request does not end the stream."""
         try:
             self.check_caller(grpc_context)
             self._check_streams()
@@ -199,37 +201,37 @@ class GrpcMethods:
 
     @property
     def beside_streams(self) -> int:
-        """Requests of streams that run beside the first one of each: Serve counts a stream as one request."""
+        """The number of streamed requests that Serve does not see: it counts each stream as one request."""
         return max(0, self._answering - self._streams)
 
     @property
     def _max_ahead(self) -> int:
-        """So few that a stream does not fill a queue by itself."""
-        return min([_MAX_AHEAD, *(1 + each.policy.queue_limit // 2 for each in self._endpoint.config.versions)])
+        """The limit on concurrent requests of a stream. A stream must not fill a queue by itself."""
+        return min([_MAX_AHEAD, *(1 + version.policy.queue_limit // 2 for version in self._endpoint.config.versions)])
 
     def _check_streams(self) -> None:
-        """Leave room for others: Serve gives a stream a request's place for as long as it is open."""
+        """Raise OverloadError if streams take half of the places. Serve gives an open stream one request's place."""
         if self._streams >= self._endpoint.config.max_requests // 2:
             raise OverloadError(f"{self._streams} streams are open already: end one, or send requests by themselves")
 
     async def _answer_in_stream(self, request: pb.ModelInferRequest | None) -> pb.ModelStreamInferResponse:
         self._answering += 1
         try:
-            return write_stream_infer(await self._infer(_understood(request)))
+            return write_stream_infer(await self._infer(_require_parsed(request)))
         except Exception as error:
             return write_stream_error(refusal(error).message, request and request.id)
         finally:
             self._answering -= 1
 
     async def _infer(self, message: pb.ModelInferRequest) -> InferResponse:
-        chosen = self._endpoint.route(message.model_name, message.model_version or None)
-        return await chosen.infer(read_infer(message, chosen.inputs))
+        target = self._endpoint.route(message.model_name, message.model_version or None)
+        return await target.infer(read_infer(message, target.inputs))
 
 
-def _not_spoken(name: str, answer: type[Message]) -> Callable[[Any, Any, Context], Awaitable[Message]]:
+def _unsupported(name: str, answer: type[Message]) -> Callable[[Any, Any, Context], Awaitable[Message]]:
     async def call(service: Any, request: Any, grpc_context: Context) -> Message:
         grpc_context.set_code(StatusCode.UNIMPLEMENTED)
-        grpc_context.set_details(f"{name} is not spoken here")
+        grpc_context.set_details(f"{name} is not supported")
         return answer()
 
     return call
@@ -237,14 +239,13 @@ def _not_spoken(name: str, answer: type[Message]) -> Callable[[Any, Any, Context
 
 for _method in SERVICE.methods:
     if not hasattr(GrpcMethods, _method.name):  # shared memory, tracing, log settings
-        setattr(GrpcMethods, _method.name, _not_spoken(_method.name, getattr(pb, _method.output_type.name)))
+        setattr(GrpcMethods, _method.name, _unsupported(_method.name, getattr(pb, _method.output_type.name)))
 
 
 def add_to_server(service: Any, server: grpc.aio.Server) -> None:
-    """Register the service, as the generated code does.
+    """Register the service, as the generated code does, with one difference.
 
-    But a message that cannot be parsed comes to its method as None: gRPC itself would write a traceback to the log, and
-    answer UNKNOWN.
+    Methods get None for a message that cannot be parsed. gRPC itself would log a traceback, and answer UNKNOWN.
     """
     handlers = {
         method.name: (

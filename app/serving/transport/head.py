@@ -1,4 +1,4 @@
-"""The request line and header of a plain request for inference: one that needs nothing of HTTP but a body."""
+"""The head of a plain request for inference: its request line and headers, without any special feature of HTTP."""
 
 import re
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from app.serving.protocol.rest import JSON_LENGTH
 
 START = b"POST /v2/models/"
-"""What each plain request begins with."""
+"""The first bytes of every plain request."""
 MAX_HEAD_BYTES = 4096
 
 _PATH = re.compile(rb"/v2/models/([\w.~+-]+)(?:/versions/([\w.~+-]+))?/infer")
@@ -18,33 +18,33 @@ _MAX_DIGITS = 18
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
-    """What the head of a plain request says."""
+class RequestHead:
+    """The head of a plain request."""
 
     model: str
     version: str | None
     num_bytes: int
-    """Of the body."""
+    """The size of the body."""
     accept_encoding: str
     authorization: str | None
     lengths: Mapping[str, str]
-    """The headers that say how to read the body."""
+    """The headers with lengths, which are needed to read the body."""
 
     @classmethod
-    def read(cls, head: bytes) -> "Head | None":
-        """Read all up to the body. Return None if the request is not plain, or wrong."""
-        reader = _Reader()
-        parser = HttpRequestParser(reader)
+    def read(cls, head: bytes) -> "RequestHead | None":
+        """Read the bytes before the body. Return None if the request is not plain, or not valid."""
+        callbacks = _HeadParser()
+        parser = HttpRequestParser(callbacks)
         try:
             parser.feed_data(head)
         except (HttpParserError, HttpParserUpgrade):
             return None
-        headers, path = dict(reader.lines), _PATH.fullmatch(reader.url)
-        if not reader.is_complete or path is None or parser.get_method() != b"POST":
+        headers, path = dict(callbacks.lines), _PATH.fullmatch(callbacks.url)
+        if not callbacks.is_complete or path is None or parser.get_method() != b"POST":
             return None
         if parser.get_http_version() != "1.1" or not parser.should_keep_alive():
             return None
-        if len(headers) < len(reader.lines) or headers.keys() & _NOT_PLAIN:  # a header twice means either
+        if len(headers) < len(callbacks.lines) or headers.keys() & _NOT_PLAIN:  # a repeated header is ambiguous
             return None
         lengths = {name: headers[name] for name in ("content-length", JSON_LENGTH) if name in headers}
         if not headers.get("content-length", "0").strip("0") or any(map(_is_long, lengths.values())):
@@ -63,8 +63,8 @@ def _is_long(length: str) -> bool:
     return len(length) > _MAX_DIGITS
 
 
-class _Reader:
-    """The callbacks of a parser."""
+class _HeadParser:
+    """The callbacks of httptools' parser."""
 
     def __init__(self) -> None:
         self.url = b""
@@ -81,4 +81,4 @@ class _Reader:
         self.is_complete = True
 
     def on_body(self, _: bytes) -> None:
-        self.is_complete = False  # the head ended before, by other line ends
+        self.is_complete = False  # with other line ends, the head has ended before

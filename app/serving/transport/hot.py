@@ -1,11 +1,12 @@
-"""Inference from a replica's socket to the batcher without ASGI, for requests that are plain.
+"""Inference from a replica's socket to the batcher without ASGI, for plain requests.
 
-Most requests come whole, or nearly so, for one version by itself. uvicorn's protocol would make a task, a scope and
-several messages of each, which take longer than a small model. Here they go to the batcher at once. All other requests
-are left to uvicorn, as bytes that nobody has touched, and so are those that are wrong: one place tells errors.
+Most requests arrive in one piece, or nearly so, and a single version answers them. For each of them uvicorn's protocol
+would create a task, a scope and several messages, which takes longer than a small model. Here they go straight to the
+batcher. All other requests are left to uvicorn, with their bytes unchanged. So are invalid ones, so that errors are
+reported in one place.
 
-It rests on what uvicorn keeps for itself: ``cycle``, ``on_message_begin``, ``on_message_complete``,
-``on_response_complete``, ``shutdown``, ``flow`` and the timer of idle connections.
+This uses private parts of uvicorn: ``cycle``, ``on_message_begin``, ``on_message_complete``, ``on_response_complete``,
+``shutdown``, ``flow`` and the timer of idle connections.
 """
 
 import asyncio
@@ -21,39 +22,39 @@ from app.serving.transport.calls import CallConnection
 from app.serving.transport.errors import error_response
 from app.serving.transport.exchange import Exchange
 from app.serving.transport.grpc import GrpcMethods
-from app.serving.transport.head import MAX_HEAD_BYTES, START, Head
+from app.serving.transport.head import MAX_HEAD_BYTES, START, RequestHead
 from app.serving.transport.http import DirectInference
-from app.serving.transport.prepared import Prepared, PreparedRequests
+from app.serving.transport.prepared import PreparedRequest, PreparedRequests
 from app.serving.transport.unary import UnaryService
 from app.tensors import Tensors
 
 _MAX_HEADS = 1024
 _MAX_BYTES = 256 * 2**10
-"""Of a request. A larger one is left to uvicorn, which does not copy it with every part that comes."""
+"""Limit on a plain request. A larger one is left to uvicorn, which does not copy it with every part."""
 _GATHER_S = 0.05
-"""For the rest of a request. A slower one is left to uvicorn, and bounded there."""
+"""Time to receive the rest of a request. A slower one is left to uvicorn, which has its own limit."""
 
 
 class HotRoute:
-    """What the connections of a listener share."""
+    """The shared state of a listener's connections."""
 
     def __init__(self, direct: DirectInference, methods: GrpcMethods) -> None:
-        """Take requests and gRPC calls for the endpoint of ``direct``, within its bounds."""
+        """Take requests and gRPC calls for the endpoint of ``direct``, within its limits."""
         self.direct = direct
         self.unary = UnaryService(methods, direct)
         self.answered = 0
-        """Requests that took this route, whatever they were told."""
+        """The number of requests that took this route, including refused ones."""
         self._endpoint = direct.endpoint
         self._config = direct.endpoint.config
-        self._heads: dict[bytes, Head] = {}
+        self._heads: dict[bytes, RequestHead] = {}
         self._prepared = PreparedRequests()
         self._defaults: tuple[list[tuple[bytes, bytes]], bytes] = ([], b"")
 
-    def head(self, data: bytes) -> Head | None:
-        """Read a head, most often one that came before. Return None if the request is not plain, or not allowed."""
+    def head(self, data: bytes) -> RequestHead | None:
+        """Read a head, usually a known one. Return None if the request is not plain, or not authorized."""
         self.forget_replaced()
         known = self._heads.get(data)
-        if known or len(data) > MAX_HEAD_BYTES or (head := Head.read(data)) is None:
+        if known or len(data) > MAX_HEAD_BYTES or (head := RequestHead.read(data)) is None:
             return known
         try:
             self._endpoint.access.check(head.authorization)
@@ -65,19 +66,19 @@ class HotRoute:
         return head
 
     def forget_replaced(self) -> None:
-        """Drop what was read for other models, or with another token."""
+        """Drop everything that was read for replaced models or tokens."""
         if self._config is not self._endpoint.config:
             self._config = self._endpoint.config
             self._heads.clear()
             self._prepared.clear()
             self.unary.forget_replaced()
 
-    def read(self, head: Head, body: bytes) -> tuple[Prepared, Tensors] | None:
+    def read(self, head: RequestHead, body: bytes) -> tuple[PreparedRequest, Tensors] | None:
         """Read a body. Return None if something is wrong with the request, or more than one version answers it."""
         try:
             served = self._endpoint.route_single(head.model, head.version)
             return self._prepared.read(served, head.model, body, head.lengths) if served else None
-        except Exception:  # whatever it is, it happens again where errors are told
+        except Exception:  # any error occurs again on uvicorn's way, and is reported there
             return None
 
     def default_lines(self, headers: list[tuple[bytes, bytes]]) -> bytes:
@@ -87,12 +88,12 @@ class HotRoute:
         return self._defaults[1]
 
 
-class _Exchange(Exchange):
-    """A request whose connection waits for the answer."""
+class HotExchange(Exchange):
+    """A plain request, whose connection waits for the answer."""
 
     __slots__ = ("_accepted", "_connection", "_direct", "_num_bytes", "_prepared")
 
-    def __init__(self, connection: "HotProtocol", prepared: Prepared, head: Head) -> None:
+    def __init__(self, connection: "HotProtocol", prepared: PreparedRequest, head: RequestHead) -> None:
         super().__init__()
         self._connection = connection
         self._prepared = prepared
@@ -101,14 +102,14 @@ class _Exchange(Exchange):
         self._direct: DirectInference | None = None
 
     def begin(self, direct: DirectInference, tensors: Tensors) -> None:
-        """Ask the model, within the bounds of ``direct``. Raises OverloadError."""
+        """Submit the request, within the limits of ``direct``. Raises OverloadError."""
         direct.enter(self._num_bytes)
         self._direct = direct
         prepared = self._prepared
         self.submit(prepared.served, tensors, prepared.rows, prepared.shape, prepared.request.parameters)
 
     def end(self) -> None:
-        """Take no more room; a request that is not answered yet is given up."""
+        """Release the request's room. Give it up if it is not answered yet."""
         if self._direct:
             self._direct.leave(self._num_bytes)
         self.give_up()
@@ -124,9 +125,9 @@ class _Exchange(Exchange):
 class HotProtocol(HttpToolsProtocol):
     """uvicorn's protocol, with a shorter way for plain requests.
 
-    A connection is in one of three states. uvicorn has it, from the first byte of a request that is not plain until it
-    has answered all that it was given. Or a plain request waits for its answer, and what comes meanwhile is kept. Or
-    neither, and the next bytes decide.
+    A connection is in one of three states. Either uvicorn has it, from the first byte of a request that is not plain
+    until uvicorn has answered everything it got. Or a plain request waits for its answer, and further bytes are kept.
+    Or neither, and the next bytes decide.
     """
 
     def __init__(
@@ -139,8 +140,8 @@ class HotProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._route = route
-        self._exchange: _Exchange | None = None
-        self._kept = b""  # what came behind a plain request, or its beginning
+        self._exchange: HotExchange | None = None
+        self._kept = b""  # bytes after a plain request, or its first part
         self._gathering: asyncio.TimerHandle | None = None
         self._is_uvicorn_reading = False
         self._is_leaving = False
@@ -184,14 +185,14 @@ class HotProtocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         if self._exchange:
-            self._is_leaving = True  # once it is answered
+            self._is_leaving = True  # close once the request is answered
             return
         if self._kept:
             self._leave_kept_to_uvicorn()
         super().shutdown()
 
-    def answer(self, exchange: _Exchange, status: int, lines: bytes, body: bytes) -> None:
-        """Respond to the request that waits, unless the client has gone."""
+    def answer(self, exchange: HotExchange, status: int, lines: bytes, body: bytes) -> None:
+        """Respond to the waiting request, unless the client has gone."""
         if exchange is not self._exchange:
             return
         exchange.end()
@@ -207,13 +208,13 @@ class HotProtocol(HttpToolsProtocol):
             self._keep(self._kept)
             self.loop.call_soon(self._go_on)
 
-    def refuse(self, exchange: _Exchange, error: Exception) -> None:
-        """Tell the client that waits of an error."""
+    def refuse(self, exchange: HotExchange, error: Exception) -> None:
+        """Send an error to the waiting client."""
         response = error_response(error)
         self.answer(exchange, response.status_code, _lines(response.raw_headers), bytes(response.body))
 
     def _take(self, data: bytes) -> None:
-        """Decide about bytes that uvicorn has not seen: one request or more, or the beginning of one."""
+        """Decide about bytes that uvicorn has not seen: requests, or a part of one."""
         self._unset_keepalive_if_required()
         self._kept = b""
         end = data.find(b"\r\n\r\n") + 4 if data.startswith(START) and self._is_free else 0
@@ -225,7 +226,7 @@ class HotProtocol(HttpToolsProtocol):
         elif read := self._route.read(head, data[end : end + head.num_bytes]):
             self._stop_gathering()
             self._keep(data[end + head.num_bytes :])
-            self._begin(_Exchange(self, read[0], head), read[1])
+            self._begin(HotExchange(self, read[0], head), read[1])
         else:
             self._leave_to_uvicorn(data)
 
@@ -240,10 +241,10 @@ class HotProtocol(HttpToolsProtocol):
 
     @property
     def _is_free(self) -> bool:
-        """Whether the client reads its answers, else uvicorn waits for it; and no prefix of paths is uvicorn's."""
+        """Whether this route may answer: the client reads its answers, and uvicorn has no prefix for paths."""
         return not self.flow.write_paused and not self.root_path
 
-    def _begin(self, exchange: _Exchange, tensors: Tensors) -> None:
+    def _begin(self, exchange: HotExchange, tensors: Tensors) -> None:
         self._exchange = exchange
         try:
             exchange.begin(self._route.direct, tensors)
@@ -251,12 +252,12 @@ class HotProtocol(HttpToolsProtocol):
             self.refuse(exchange, error)
 
     def _go_on(self) -> None:
-        """Turn to what came while a request waited."""
+        """Process the bytes that arrived while a request waited."""
         if self._kept and self._exchange is None and not self.transport.is_closing():
             self._take(self._kept)
 
     def _keep(self, data: bytes) -> None:
-        """Keep what came behind a request. Read no more while it is large; ``on_response_complete`` reads again."""
+        """Keep bytes after a request. Pause reading if there are many; ``on_response_complete`` resumes it."""
         self._kept = data
         if len(data) > _MAX_BYTES:
             self.flow.pause_reading()
@@ -277,30 +278,30 @@ class HotProtocol(HttpToolsProtocol):
 
     def _leave_to_uvicorn(self, data: bytes) -> None:
         self._stop_gathering()
-        self.flow.resume_reading()  # uvicorn pauses by itself, and would wait for the rest of a head
+        self.flow.resume_reading()  # uvicorn has its own pauses, and would wait for the rest of a head
         super().data_received(data)
 
 
 _routes: dict[asyncio.AbstractEventLoop, HotRoute] = {}
-"""At most one: a process is one replica, or none."""
+"""At most one entry: a process is one replica, or none."""
 
 
 def listen_hot(route: HotRoute) -> None:
-    """Give this route to the listeners that Serve opens on the event loop that runs now.
+    """Use this route for the listeners that Serve opens on the running event loop.
 
-    Serve leaves the choice of a protocol to uvicorn, which looks it up by name.
+    Serve leaves the choice of the protocol to uvicorn, which looks it up by name.
     """
     _routes[asyncio.get_running_loop()] = route
-    HTTP_PROTOCOLS["auto"] = f"{__name__}:{protocol_here.__name__}"
+    HTTP_PROTOCOLS["auto"] = f"{__name__}:{create_protocol.__name__}"
 
 
-def protocol_here(
+def create_protocol(
     config: Config,
     server_state: ServerState,
     app_state: dict[str, Any],
     _loop: asyncio.AbstractEventLoop | None = None,
 ) -> HttpToolsProtocol:
-    """Return the protocol of a new connection: with this route where the event loop's replica has one."""
+    """Return the protocol of a new connection: ours if the event loop has a route, else uvicorn's."""
     route = _routes.get(asyncio.get_running_loop())
     if route is None:
         return HttpToolsProtocol(config, server_state, app_state, _loop)

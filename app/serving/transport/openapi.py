@@ -1,4 +1,4 @@
-"""What OpenAPI says of requests that are read by hand.
+"""The OpenAPI description of requests that are not read by FastAPI.
 
 https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/open_inference_rest.yaml
 """
@@ -13,7 +13,11 @@ from app.serving.protocol.tensors import DTYPES
 _TEXT, _OBJECT = {"type": "string"}, {"type": "object", "additionalProperties": True}
 _DATATYPE = {"type": "string", "enum": sorted(DTYPES)}
 _SHAPE = {"type": "array", "items": {"type": "integer", "minimum": 0}}
-_DATA = {"type": "array", "items": {}, "description": "in row-major order, flat or nested; absent of a tensor as bytes"}
+_DATA = {
+    "type": "array",
+    "items": {},
+    "description": "in row-major order, flat or nested; absent if the tensor is sent as bytes",
+}
 _TENSOR = {
     "type": "object",
     "required": ["name", "shape", "datatype"],
@@ -53,7 +57,7 @@ PREDICT: dict[str, Any] = {
 
 
 def describe_infer(api: FastAPI) -> None:
-    """Add ``infer``, which bypasses the application's routes, to what it says of itself and keeps from then on."""
+    """Add ``infer``, which bypasses the application's routes, to its OpenAPI document, which FastAPI caches."""
     api.openapi()["paths"] |= {
         "/v2/models/{name}/infer": {"post": _infer("name")},
         "/v2/models/{name}/versions/{version}/infer": {"post": _infer("name", "version")},
@@ -68,7 +72,7 @@ def _infer(*parameters: str) -> dict[str, Any]:
         "description": "Tensors in, tensors out: in JSON, or as bytes behind it.",
         "operationId": "_".join(["infer", *parameters]),
         "security": [{"HTTPBearer": []}],
-        "parameters": [{"name": each, "in": "path", "required": True, "schema": _TEXT} for each in parameters],
+        "parameters": [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in parameters],
         "requestBody": {"required": True, "content": body},
         "responses": {"200": {"description": "The outputs", "content": {"application/json": {"schema": _RESPONSE}}}},
     }

@@ -1,4 +1,4 @@
-"""Inference calls whose messages are read once, even if they come again with other tensors."""
+"""Prepared gRPC calls: an inference message is read once, even if it repeats with other tensors."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,32 +8,32 @@ from tritonclient.grpc import service_pb2 as pb
 from app.serving.model.served import ServedModel
 from app.serving.protocol.grpc import read_infer, write_infer
 from app.serving.protocol.infer import build_response
-from app.serving.transport.prepared import Prepared
+from app.serving.transport.prepared import PreparedRequest
 from app.tensors import OUTPUT, Tensors
 
 _MAX_PREPARED = 1024
 _MAX_BYTES = 4096
-"""Of a message without its tensors."""
+"""Limit on a message without its tensors."""
 _MAX_WHOLE_BYTES = 256 * 2**10
-"""Of a message. Taking a larger one apart costs more than reading it again."""
+"""Limit on a whole message. Splitting a larger one costs more than reading it again."""
 
 
 @dataclass(slots=True)
 class PreparedCall:
     """The common part of messages that differ only in their tensors and id."""
 
-    prepared: Prepared
+    prepared: PreparedRequest
     _shapes: dict[str, tuple[int, ...]] | None = None
     _begin: bytes = b""
-    """An answer whose outputs have these shapes, without the bytes of the outputs."""
+    """The first part of a response whose outputs have these shapes. The bytes of the outputs follow."""
 
     def write(self, outputs: Tensors, request_id: str | None) -> bytes:
-        """Return the message of an answer. Raises RequestError if an output cannot be classified."""
+        """Return the message of a response. Raises RequestError if an output cannot be classified."""
         shapes = self._shapes
         if shapes and request_id is None and all(outputs[name].shape == shape for name, shape in shapes.items()):
             raw = [outputs[name].tobytes() for name in shapes]
             rest: bytes = pb.ModelInferResponse(raw_output_contents=raw).SerializeToString()
-            return self._begin + rest  # one message: protobuf allows its fields to come in parts
+            return self._begin + rest  # concatenated messages of one type are a single message to protobuf
         served, request = self.prepared.served, replace(self.prepared.request, id=request_id)
         response = build_response(request, served.version, outputs, {OUTPUT: served.model.labels})
         message = write_infer(response)
@@ -71,7 +71,7 @@ class PreparedCalls:
             return known, known.prepared.tensors(b"".join(raw))
         message.raw_input_contents.extend(raw)
         call, tensors = self._read(served, message, sum(key[2]))
-        if call.prepared.places and len(key[1]) <= _MAX_BYTES:
+        if call.prepared.spans and len(key[1]) <= _MAX_BYTES:
             if len(self._known) >= _MAX_PREPARED:
                 self.clear()
             self._known[key] = call
@@ -80,4 +80,4 @@ class PreparedCalls:
     def _read(self, served: ServedModel, message: Any, num_bytes: int) -> tuple[PreparedCall, Tensors]:
         request = read_infer(message, served.inputs)
         served.check_request(request)
-        return PreparedCall(Prepared.of(served, request, 0, num_bytes)), request.inputs
+        return PreparedCall(PreparedRequest.of(served, request, 0, num_bytes)), request.inputs

@@ -1,4 +1,4 @@
-"""The HTTP endpoint but for inference: health, metadata, the repository, natural input, and pages for people."""
+"""All routes of the HTTP endpoint except inference: health, metadata, the repository, natural input and pages."""
 
 import base64
 import hashlib
@@ -40,7 +40,7 @@ DOCS_ASSETS = "/docs/assets"
 
 
 def routes(endpoint: Endpoint) -> FastAPI:
-    """The application, which describes itself at ``/docs`` with nothing from other servers."""
+    """Return the application. Its documentation at ``/docs`` loads nothing from other servers."""
     api = FastAPIOffline(
         title="Rayloom",
         version=endpoint.metadata.version,
@@ -53,7 +53,7 @@ def routes(endpoint: Endpoint) -> FastAPI:
     @api.exception_handler(RayloomError)
     @api.exception_handler(TimeoutError)
     @api.exception_handler(Exception)
-    async def _tell(_: Request, error: Exception) -> ErrorResponse:
+    async def _rayloom_error(_: Request, error: Exception) -> ErrorResponse:
         return error_response(error)
 
     @api.exception_handler(HTTPException)
@@ -64,7 +64,7 @@ def routes(endpoint: Endpoint) -> FastAPI:
 
     @api.get("/", include_in_schema=False)
     async def page() -> Response:
-        """The models, and one to try."""
+        """The page with the models, and a form to try one."""
         return HTMLResponse(PAGE, headers=PAGE_HEADERS)
 
     for router in (_natural(endpoint), _server(endpoint), _models(endpoint), _repository(endpoint)):
@@ -78,26 +78,26 @@ def _natural(endpoint: Endpoint) -> APIRouter:
 
     @router.get("")
     async def models() -> list[NaturalModel]:
-        """What people can ask: every model, what it takes, and its labels."""
-        return [each.natural for each in endpoint.models]
+        """List the models with natural input, and their labels."""
+        return [served.natural for served in endpoint.models]
 
     @router.post("/{name}/predict", response_model_exclude_none=True, openapi_extra=PREDICT)
     async def predict(name: str, request: Request) -> PredictResponse:
-        """A text, an image, or a list of texts or base64 images in; labels with scores out."""
-        return await endpoint.route(name).predict(await _asked(request))
+        """Classify a text, an image, or a list of texts or base64 images."""
+        return await endpoint.route(name).predict(await _read_predict(request))
 
     @router.post("/{name}/versions/{version}/predict", response_model_exclude_none=True, openapi_extra=PREDICT)
     async def predict_by_version(name: str, version: str, request: Request) -> PredictResponse:
-        """The same of one version."""
-        return await endpoint.route(name, version).predict(await _asked(request))
+        """Classify with one version of a model."""
+        return await endpoint.route(name, version).predict(await _read_predict(request))
 
     return router
 
 
-async def _asked(request: Request) -> PredictRequest:
-    """An image as it is, or JSON. Raises RequestError."""
-    sent = await read_body(request.headers, request.receive)
-    body = decompress(sent, request.headers.get("content-encoding", ""), LIMITS.json_bytes)
+async def _read_predict(request: Request) -> PredictRequest:
+    """Read an image or JSON. Raises RequestError."""
+    received = await read_body(request.headers, request.receive)
+    body = decompress(received, request.headers.get("content-encoding", ""), LIMITS.json_bytes)
     is_image = request.headers.get("content-type", "").lower().startswith("image/")
     return PredictRequest(inputs=body) if is_image else parse_body(PredictRequest, body)
 
@@ -107,17 +107,17 @@ def _server(endpoint: Endpoint) -> APIRouter:
 
     @router.get("/health/live")
     async def server_live() -> ServerLive:
-        """The server runs."""
+        """Return true: the server runs."""
         return ServerLive(live=True)
 
     @router.get("/health/ready")
     async def server_ready() -> ServerReady:
-        """Every model is loaded: a server with one that is not gets no requests."""
+        """Return true: a server gets no requests before every model is loaded."""
         return ServerReady(ready=True)
 
     @router.get("")
     async def server_metadata() -> ServerMetadata:
-        """Name and version of the server."""
+        """Return the name and version of the server."""
         return endpoint.metadata
 
     return router
@@ -128,33 +128,33 @@ def _models(endpoint: Endpoint) -> APIRouter:
 
     @router.get("/stats")
     async def all_statistics() -> Statistics:
-        """What every model has done since it was loaded."""
+        """Return the statistics of all models."""
         return Statistics(model_stats=endpoint.statistics())
 
     @router.get("/{name}/stats")
     @router.get("/{name}/versions/{version}/stats")
     async def statistics(name: str, version: str | None = None) -> Statistics:
-        """What every version of a model, or one, has done since it was loaded."""
+        """Return the statistics of a model's versions, or of one version."""
         return Statistics(model_stats=endpoint.statistics(name, version))
 
     @router.get("/{name}/config")
     @router.get("/{name}/versions/{version}/config")
     async def config(name: str, version: str | None = None) -> dict[str, Any]:
-        """How a model is configured, in Triton's words."""
+        """Return a model's configuration in Triton's format."""
         served = endpoint.find(name, version)
         return config_json(model_config(served.model.manifest, served.policy))
 
     @router.get("/{name}/ready")
     @router.get("/{name}/versions/{version}/ready")
     async def model_ready(name: str, version: str | None = None) -> ModelReady:
-        """The model is loaded."""
+        """Return true if the model is loaded."""
         endpoint.find(name, version)
         return ModelReady(name=name, ready=True)
 
     @router.get("/{name}")
     @router.get("/{name}/versions/{version}")
     async def model_metadata(name: str, version: str | None = None) -> ModelMetadata:
-        """What a model takes and gives."""
+        """Return the inputs and outputs of a model."""
         return endpoint.model_metadata(name, version)
 
     return router
@@ -165,20 +165,20 @@ def _repository(endpoint: Endpoint) -> APIRouter:
 
     @router.post("/index")
     async def repository_index(request: Request) -> list[ModelIndex]:
-        """Every model that is served, and its version."""
+        """List the served models and their versions."""
         parse_body(IndexRequest, await read_body(request.headers, request.receive))
         return endpoint.index
 
     @router.post("/models/{name}/load")
     async def load(name: str, request: Request) -> Response:
-        """Nothing to do, if the model is served."""
+        """Do nothing if the model is served."""
         parse_body(LoadRequest, await read_body(request.headers, request.receive))
         endpoint.load(name)
         return Response()
 
     @router.post("/models/{name}/unload")
     async def unload(name: str, request: Request) -> Response:
-        """Refused: models are deployed for all replicas at once."""
+        """Refuse: models are deployed for all replicas at once."""
         parse_body(UnloadRequest, await read_body(request.headers, request.receive))
         endpoint.unload(name)
         return Response()
@@ -187,11 +187,11 @@ def _repository(endpoint: Endpoint) -> APIRouter:
 
 
 PAGE = files("app.serving.transport").joinpath("page.html").read_text(encoding="utf-8")
-"""All of it, style and script included; it asks the endpoint's own routes."""
+"""The page at ``/``, with its style and script. It calls only the endpoint's own routes."""
 
 
 def _source(tag: str) -> str:
-    """What the page's one element of that kind contains, as a content security policy names it."""
+    """Return the hash of the page's only element of that kind, for the content security policy."""
     (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
@@ -213,4 +213,4 @@ PAGE_HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
-"""Nothing but this script runs, and it asks nobody else: a label or a model's name can bring no script of its own."""
+"""Only this script runs, and only with this server. So a label or a model's name cannot inject a script."""

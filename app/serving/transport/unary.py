@@ -28,11 +28,11 @@ from app.tensors import Tensors
 
 _PREFIX_BYTES = 5
 _MAX_DETAILS = 2730
-"""In bytes. Percent-encoding may triple them, and HAProxy takes no header of more than 15 KiB."""
+"""Limit on an error message in bytes. Percent-encoding may triple it, and HAProxy takes no header above 15 KiB."""
 _PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 _MAX_CALLERS, _MAX_CALLER_BYTES = 1024, 1024
 _MAX_OPEN_BYTES = 4096
-"""Of a message to a method that needs no token."""
+"""Limit on a message to a method that needs no token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +64,19 @@ class Answers(Protocol):
         """Answer a call with an error, unless it has an answer."""
 
     def refuse_http(self, call: "UnaryCall") -> None:
-        """Answer a request that is no call."""
+        """Answer a request that is not a gRPC call."""
 
 
 class UnaryService:
-    """What the calls of a listener share."""
+    """The shared state of a listener's calls."""
 
     def __init__(self, methods: GrpcMethods, direct: DirectInference) -> None:
-        """Answer with ``methods``, within the bounds of ``direct`` on requests and bytes at a time."""
+        """Answer with ``methods``, within the limits of ``direct`` on concurrent requests and bytes."""
         self.direct = direct
         self.answered = 0
-        """Calls that came here, including refused ones."""
+        """The number of calls, including refused ones."""
         self.inferred = 0
-        """Calls among them that needed no task."""
+        """The number of calls that needed no task."""
         self.prepared = PreparedCalls()
         self._methods = {
             f"/{SERVICE.full_name}/{method.name}": _Method(
@@ -93,7 +93,7 @@ class UnaryService:
         self._callers: set[tuple[str, str | None]] = set()
 
     def begin(self, answers: Answers, head: CallHead) -> "UnaryCall":
-        """Take a call, which ``answers`` will answer."""
+        """Start a call. Its answer goes to ``answers``."""
         self.answered += 1
         return UnaryCall(self, answers, head, self._methods.get(head.path))
 
@@ -148,7 +148,7 @@ class UnaryCall(Exchange):
             return
         if self._method is None:
             path = short_repr(self.head.path)
-            self._tell(StatusCode.UNIMPLEMENTED, f"{path} is not a unary method of {SERVICE.full_name}")
+            self._end(StatusCode.UNIMPLEMENTED, f"{path} is not a unary method of {SERVICE.full_name}")
             return
         try:
             if not self._method.is_open:
@@ -159,7 +159,7 @@ class UnaryCall(Exchange):
             self.refuse(error)
             return
         if self.head.timeout_s is not None:
-            self._deadline = asyncio.get_running_loop().call_later(self.head.timeout_s, self._be_late)
+            self._deadline = asyncio.get_running_loop().call_later(self.head.timeout_s, self._expire_deadline)
 
     def receive(self, data: bytes) -> None:
         """Take a part of the message. Refuse a message that is too large before it has arrived."""
@@ -214,9 +214,9 @@ class UnaryCall(Exchange):
         self._respond(self._prepared.write(outputs, self._id))
 
     def refuse(self, error: Exception) -> None:
-        told = refusal(error)
-        after = [] if told.retry_after_s is None else [("retry-after", str(told.retry_after_s))]
-        self._tell(told.grpc, told.message, after)
+        reply = refusal(error)
+        after = [] if reply.retry_after_s is None else [("retry-after", str(reply.retry_after_s))]
+        self._end(reply.grpc, reply.message, after)
 
     def set_code(self, code: StatusCode) -> None:
         """Set the status of the call."""
@@ -257,7 +257,7 @@ class UnaryCall(Exchange):
         return decompress(message, self.head.encoding, max_bytes)
 
     def _submit(self, content: bytes) -> bool:
-        """Ask the version that alone answers a ModelInferRequest. Return False if there is none, or an error.
+        """Submit a ModelInferRequest if a single version answers it. Return False if not, or on an error.
 
         Raises:
             OverloadError: its queue is full.
@@ -288,11 +288,11 @@ class UnaryCall(Exchange):
             if self._code is StatusCode.OK:
                 self._respond(message.SerializeToString())
             else:
-                self._tell(self._code, self._details, self._trailing)
+                self._end(self._code, self._details, self._trailing)
         except Exception as error:
             self.refuse(error)
 
-    def _be_late(self) -> None:
+    def _expire_deadline(self) -> None:
         self.refuse(DeadlineError("the call's grpc-timeout has passed"))
 
     def _respond(self, content: bytes) -> None:
@@ -302,7 +302,7 @@ class UnaryCall(Exchange):
             self._hold(len(content) - self._held)
             self._answers.respond(self, content)
 
-    def _tell(self, code: StatusCode, details: str, trailing: Sequence[tuple[str, str]] = ()) -> None:
+    def _end(self, code: StatusCode, details: str, trailing: Sequence[tuple[str, str]] = ()) -> None:
         """End the call with an error."""
         message = quote(details.encode()[:_MAX_DETAILS], _PRINTABLE)
         self._answers.refuse(self, [("grpc-status", str(code.value[0])), ("grpc-message", message), *trailing])
