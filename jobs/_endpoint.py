@@ -1,4 +1,4 @@
-"""The application of Ray Serve that holds every model: what it serves, changed by one job at a time."""
+"""The application of Ray Serve that serves all models. One job at a time changes it."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -20,20 +20,19 @@ from serve_deployments.model_server import ModelServer
 
 DEPLOYMENT: str = ModelServer.name  # type: ignore[attr-defined] # from the decorator
 _LOCK, _NAMESPACE = "changes-the-endpoint", "rayloom"
-_BACK_TIMEOUT_S = 600.0
-"""For what was served before, and so can be loaded."""
+_ROLLBACK_TIMEOUT_S = 600.0
+"""Time to return to the previous configuration, whose models have been loaded before."""
 _POLL_S = 0.1
 _QUEUED_REQUESTS = 256
-"""In a replica, until they have a place: also those for which there is one, if they come in one turn of its loop."""
+"""Queue in front of a replica. Even requests with a free place pass it, if they arrive in one turn of its loop."""
 _BACKPRESSURE = BackpressureConfig(retry_after_s=1.0)
 
 
 @contextmanager
 def endpoint_lock() -> Iterator[bool]:
-    """Wait until no other job changes the endpoint, and let none begin until the end of the block.
+    """Hold the only right to change the endpoint within the block. Yield whether another job had to be awaited.
 
-    Each writes down all that is served: of two at a time the second would take away what the first has added.
-    The value is whether there was one to wait for.
+    Each job writes the whole configuration, so of two concurrent jobs the second would undo the changes of the first.
     """
     has_waited = False
     while (holder := _hold()) is None:
@@ -49,11 +48,11 @@ def endpoint_lock() -> Iterator[bool]:
 
 @ray.remote(num_cpus=0, max_restarts=-1)
 class _Holder:
-    """Its name is the lock, which nobody needs to take away from a job that was killed: the actor ends with it."""
+    """An actor whose name is the lock. It ends with its job, so a killed job releases the lock."""
 
 
 def _hold() -> ray.actor.ActorHandle | None:
-    """The lock; None while another job has it."""
+    """Take the lock. Return None while another job has it."""
     try:
         return _Holder.options(name=_LOCK, namespace=_NAMESPACE).remote()  # type: ignore[attr-defined]
     except ActorAlreadyExistsError:
@@ -61,7 +60,7 @@ def _hold() -> ray.actor.ActorHandle | None:
 
 
 def desired_config() -> EndpointConfig:
-    """What Serve was told last to serve, whether its replicas have come to that yet or not: nothing, if never told."""
+    """Return the last configuration that was given to Serve, loaded or not; an empty one if there was none."""
     config = deployed_user_config(APPLICATION, DEPLOYMENT)
     return EndpointConfig() if config is None else EndpointConfig.model_validate(config)
 
@@ -70,9 +69,9 @@ def roll_out(before: EndpointConfig, after: EndpointConfig, timeout_s: float) ->
     """Serve ``after``, and wait until every replica has loaded every model.
 
     Raises:
-        ClusterError: one cannot, or not in time. Then ``before`` is deployed again: Serve would go on wanting what
-            failed, and not replace a replica that dies. If that cannot be loaded either, because an earlier job was
-            killed on the way, say, the model that the error names is to be deployed anew or undeployed.
+        ClusterError: a replica cannot load a model, or not in time. Then ``before`` is deployed again. Otherwise Serve
+            would keep trying the failed configuration, and not replace dead replicas. If ``before`` fails, too, for
+            example after a killed job, deploy the model in the error again, or undeploy it.
     """
     if not before.models:
         before = before.model_copy(update={"access": after.access})
@@ -81,17 +80,17 @@ def roll_out(before: EndpointConfig, after: EndpointConfig, timeout_s: float) ->
     except (RuntimeError, TimeoutError) as error:
         cause = f"{error} (serve.ready_timeout_s)" if isinstance(error, TimeoutError) else str(error)
         try:
-            _run_application(before, _BACK_TIMEOUT_S)
+            _run_application(before, _ROLLBACK_TIMEOUT_S)
         except (RuntimeError, TimeoutError) as again:
             raise ClusterError(
-                f"{cause}; and what was served before does not start either: {again}; deploy that model anew, or "
+                f"{cause}; and what was served before does not start either: {again}; deploy that model again, or "
                 "undeploy it"
             ) from again
         raise ClusterError(f"the endpoint goes on with what it served before: {cause}") from error
 
 
 def await_routes() -> None:
-    """Wait until requests find the replicas.
+    """Wait until requests reach the replicas.
 
     Raises:
         ClusterError: they do not within a minute.
@@ -99,23 +98,23 @@ def await_routes() -> None:
     try:
         await_proxies()
     except TimeoutError as error:
-        raise ClusterError(f"every replica is ready, and requests do not find them: {error}") from error
+        raise ClusterError(f"every replica is ready, but requests do not reach them: {error}") from error
 
 
 def running_replicas() -> int:
-    """How many replicas answer."""
+    """Return the number of running replicas."""
     server = serve.status().applications[APPLICATION].deployments[DEPLOYMENT]
     return int(server.replica_states.get(ReplicaState.RUNNING, 0))
 
 
 def require_room(before: EndpointConfig, after: EndpointConfig) -> None:
-    """Refuse more than the local cluster can hold: all replicas, and where some answer already, one that takes a place.
+    """Check that the cluster has room for all replicas and, during a change, for one more.
 
-    Where several models are sharded all take their places at once: each waits for room for one of its models after the
-    other, and two that have some of it would wait for each other.
+    With several sharded models it needs room for twice the replicas. A replica reserves room for its models one by one,
+    and two new replicas that each have a part of it would wait for each other.
 
     Raises:
-        ClusterError: it is more, or the models of a replica want more than the GPU that they share.
+        ClusterError: there is too little room, or the models of a replica need more than its single GPU.
     """
     scaling = after.scaling
     if round(scaling.gpus, 4) > 1:
@@ -130,18 +129,18 @@ def require_room(before: EndpointConfig, after: EndpointConfig) -> None:
 
 
 def require_calibration_room(before: EndpointConfig, reserved: Mapping[str, float]) -> None:
-    """Refuse a calibration that the local cluster cannot hold beside the replicas that answer.
+    """Check that the cluster has room for a calibration beside the running replicas.
 
     Raises:
-        ClusterError: it would wait forever for what the replicas have reserved.
+        ClusterError: it has not, so the calibration would wait forever.
     """
     taken = {kind: before.scaling.max_replicas * amount for kind, amount in before.reserved.items()}
     needed = {kind: amount + taken.get(kind, 0.0) for kind, amount in reserved.items() if amount}
-    require(needed, "the calibration of serve.cascade" + (" and the replicas that answer" if before.models else ""))
+    require(needed, "the calibration of serve.cascade" + (" and the running replicas" if before.models else ""))
 
 
 def _run_application(config: EndpointConfig, timeout_s: float) -> None:
-    """Raises RuntimeError if a replica cannot load a model, and TimeoutError if one is not ready in time."""
+    """Deploy a configuration, and wait for its replicas. Raises RuntimeError or TimeoutError as ``_await_running``."""
     scaling = config.scaling
     server = ModelServer.options(  # type: ignore[attr-defined] # from the decorator
         max_ongoing_requests=config.max_requests,
@@ -161,13 +160,13 @@ def _run_application(config: EndpointConfig, timeout_s: float) -> None:
 
 
 def _await_running(timeout_s: float) -> None:
-    """As ``serve.run`` waits, but not for ever, and also while a replica that has died is replaced.
+    """Wait until all replicas run, like ``serve.run``, but with a limit, and even if a replica dies meanwhile.
 
-    Serve calls a change failed whenever a replica is found ill during it, be it an old one, and goes on with it.
+    Serve reports a failed deployment whenever a replica becomes unhealthy during it, even an old one, and continues.
 
     Raises:
-        RuntimeError: a replica cannot start; it says what that one said last.
-        TimeoutError: it takes longer.
+        RuntimeError: a replica cannot start; with its last error.
+        TimeoutError: it takes longer than ``timeout_s``.
     """
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
@@ -175,8 +174,8 @@ def _await_running(timeout_s: float) -> None:
         if application.status is ApplicationStatus.RUNNING:
             return
         server = application.deployments[DEPLOYMENT]
-        found_ill = server.status_trigger is DeploymentStatusTrigger.HEALTH_CHECK_FAILED
-        if application.status is ApplicationStatus.DEPLOY_FAILED and not found_ill:
+        is_unhealthy = server.status_trigger is DeploymentStatusTrigger.HEALTH_CHECK_FAILED
+        if application.status is ApplicationStatus.DEPLOY_FAILED and not is_unhealthy:
             raise RuntimeError(server.message.strip().rpartition("\n")[2])
         time.sleep(_POLL_S)
     raise TimeoutError(f"the replicas are not ready after {timeout_s:g} s")

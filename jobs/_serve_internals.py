@@ -25,7 +25,7 @@ def deployed_user_config(application: str, deployment: str) -> dict[str, Any] | 
 def start_options() -> tuple[HTTPOptions, gRPCOptions] | None:
     """Return the options that Serve runs with; None if it does not run.
 
-    ``serve.start`` keeps the options of a Serve that runs, and says nothing where others are asked for.
+    ``serve.start`` silently keeps the options of a running Serve.
     """
     if (client := _client()) is None:
         return None
@@ -35,7 +35,7 @@ def start_options() -> tuple[HTTPOptions, gRPCOptions] | None:
 def await_proxies() -> None:
     """Wait until every proxy has a route to a replica. Raises TimeoutError after Serve's own limit.
 
-    ``serve.run`` waits likewise, but also for the replicas, and without a limit.
+    ``serve.run`` does so, too, but it also waits for the replicas, without a limit.
     """
     serve.context._get_global_client().wait_for_proxies_serving()
 

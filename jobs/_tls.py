@@ -1,4 +1,4 @@
-"""TLS, as far as the cluster's ingress has it."""
+"""TLS at the cluster's ingress."""
 
 import os
 import ssl
@@ -11,10 +11,11 @@ from app.errors import ClusterError
 
 
 def require_possible(tls: TlsConfig) -> None:
-    """Refuse TLS that the ingress could not speak.
+    """Check that the ingress supports TLS with this certificate.
 
     Raises:
-        ClusterError: Ray starts HAProxy, without TLS; or the files are no certificate and its key.
+        ClusterError: Ray itself starts HAProxy, which is then without TLS, or the files are not a certificate and its
+            key.
     """
     if _has_haproxy() and TLS_FILE not in os.environ:
         raise ClusterError(
@@ -24,7 +25,7 @@ def require_possible(tls: TlsConfig) -> None:
         )
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(tls.certificate, tls.key, password="")
-    except OSError as error:  # an SSLError is one
+    except OSError as error:  # SSLError is a subclass
         raise ClusterError(
             f"serve.tls: {tls.certificate!r} and {tls.key!r} cannot be loaded ({error}): expected a certificate and "
             "its key in PEM, the key without a password"
@@ -32,28 +33,28 @@ def require_possible(tls: TlsConfig) -> None:
 
 
 def serve_options(tls: TlsConfig | None) -> dict[str, str]:
-    """What Serve's HTTP options say of it: nothing with HAProxy, which asks the replicas in the clear."""
+    """Return Serve's HTTP options for TLS. With HAProxy there are none: it connects to the replicas without TLS."""
     return {} if tls is None or _has_haproxy() else {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.key}
 
 
-def show_to_haproxy(tls: TlsConfig | None) -> None:
-    """Let HAProxy, if it is the ingress, show this certificate from its next start on, which every deploy brings.
+def give_to_haproxy(tls: TlsConfig | None) -> None:
+    """Give HAProxy, if it is the ingress, a certificate for its next start. Every deploy restarts HAProxy.
 
-    Without one it speaks no TLS.
+    Without a certificate it uses no TLS.
     """
     if not _has_haproxy() or TLS_FILE not in os.environ:
         return
-    place = Path(os.environ[TLS_FILE])
+    file_path = Path(os.environ[TLS_FILE])
     if tls is None:
-        place.unlink(missing_ok=True)
+        file_path.unlink(missing_ok=True)
     else:
-        with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:  # of mode 600
+        with tempfile.NamedTemporaryFile(dir=file_path.parent, delete=False) as file:  # with mode 600
             file.write(b"\n".join(Path(part).read_bytes() for part in (tls.certificate, tls.key)))
-        os.replace(file.name, place)
+        os.replace(file.name, file_path)
 
 
 def haproxy_speaks_tls() -> bool:
-    """Whether it has been shown a certificate."""
+    """Return whether HAProxy is the ingress and has a certificate."""
     return _has_haproxy() and Path(os.environ.get(TLS_FILE, "")).is_file()
 
 

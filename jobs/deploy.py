@@ -27,21 +27,21 @@ from jobs._runner import main
 
 
 class DeployMetrics(BaseModel):
-    """How long it took until the endpoint answered, and how many replicas it is served by then."""
+    """The time until the endpoint answered, and the number of its replicas."""
 
     ready_s: float
     replicas: int
     cascade: CascadeRule | None = None
-    """What was calibrated, if the recipe asks for a cascade."""
+    """The calibrated rule, if the recipe asks for a cascade."""
 
 
 def deploy(run: Run) -> Outcome:
-    """Put the production version behind the endpoint, or the one that the recipe makes so, and what is tried beside."""
+    """Deploy the production version, or the one that the recipe promotes, and its candidates."""
     recipe = run.recipe
     model = _planned(run)
     connect()
     with endpoint_lock() as has_waited:
-        if has_waited:  # for a job that may have promoted another version
+        if has_waited:  # the other job may have promoted another version
             model = _planned(run)
         if model.cascade:
             print(model.cascade.summary(model.production), flush=True)

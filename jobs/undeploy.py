@@ -13,16 +13,16 @@ from jobs._runner import main
 
 
 class UndeployMetrics(BaseModel):
-    """What the endpoint goes on with."""
+    """The models that the endpoint continues to serve."""
 
     models: tuple[str, ...]
 
 
 def undeploy(run: Run) -> Outcome:
-    """Take the recipe's model away from the endpoint, in every version; what is published stays.
+    """Remove all versions of the recipe's model from the endpoint. Published versions stay in storage.
 
     Raises:
-        ClusterError: it is not served.
+        ClusterError: the model is not served.
     """
     name = run.recipe.name
     connect()
@@ -33,7 +33,7 @@ def undeploy(run: Run) -> Outcome:
                 f"model {name!r} is not deployed: the endpoint serves {', '.join(before.models) or 'none'}"
             )
         run.open()
-        left = {each: model for each, model in before.models.items() if each != name}
+        left = {other: model for other, model in before.models.items() if other != name}
         after = EndpointConfig(models=left, access=before.access)
         roll_out(before, after, run.recipe.serve.ready_timeout_s)
         await_routes()

@@ -1,1 +1,1 @@
-"""Ray Serve deployments: the model server, and how its replicas are scaled."""
+"""Ray Serve deployments: the model server, and the scaling of its replicas."""

@@ -1,4 +1,4 @@
-"""How Serve's autoscaler decides how many replicas the model server has."""
+"""The policy of Serve's autoscaler for the replicas of the model server."""
 
 from typing import Any
 
@@ -11,26 +11,26 @@ from app.serving.scaling import desired_replicas, target_ongoing_requests
 
 LATENCY = "latency_to_target"
 DIRECT = "direct_requests"
-"""What each replica reports of itself: the latter are the requests in it that Serve does not see."""
+"""The names of the values that each replica reports. Direct requests are those that Serve does not see."""
 
 _REPORT_INTERVAL_S, _LOOK_BACK_S = 2.0, 10.0
 _SETTLED_S = 30.0
-"""Until then after a replica was added, latencies are still those of before."""
+"""Time after the start of a replica for which latencies still reflect the state before."""
 
 
 def autoscaling_of(config: EndpointConfig) -> AutoscalingConfig:
-    """What scales the replicas of an endpoint as its models ask for.
+    """Return the configuration that scales an endpoint's replicas as its models require.
 
-    Requests come straight from HAProxy, so no handle counts them; replicas report them themselves, Serve those that it
-    sees and the model server the others, and the average over the look-back counts.
+    Requests come straight from HAProxy, so no handle counts them. Instead, replicas report them: Serve reports those
+    that it sees, and the model server the others. The average over the look-back period counts.
     """
-    wanted = config.scaling
+    scaling_config = config.scaling
     return AutoscalingConfig(
-        min_replicas=wanted.min_replicas,
-        max_replicas=wanted.max_replicas,
+        min_replicas=scaling_config.min_replicas,
+        max_replicas=scaling_config.max_replicas,
         target_ongoing_requests=target_ongoing_requests(version.policy for version in config.versions),
-        upscale_delay_s=wanted.upscale_delay_s,
-        downscale_delay_s=wanted.downscale_delay_s,
+        upscale_delay_s=scaling_config.upscale_delay_s,
+        downscale_delay_s=scaling_config.downscale_delay_s,
         metrics_interval_s=_REPORT_INTERVAL_S,
         look_back_period_s=_LOOK_BACK_S,
         policy=_policy(),
@@ -38,7 +38,7 @@ def autoscaling_of(config: EndpointConfig) -> AutoscalingConfig:
 
 
 def decide(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-    """Serve's policy function; its bounds and delays are applied to what it returns."""
+    """Return the desired number of replicas. Serve applies its limits and delays to it."""
     reported = context.aggregated_metrics or {}
     latency_to_target = max(reported.get(LATENCY, {}).values(), default=0.0)
     ongoing = context.total_num_requests + sum(reported.get(DIRECT, {}).values())
@@ -52,6 +52,6 @@ def decide(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
 
 
 def _policy() -> AutoscalingPolicy:
-    # Pickled whole, as Serve pickles the function: its controller may run older code, or have none of ours.
+    # Pickle the module by value, as Serve does with the function: its controller may run older code, or lack ours.
     cloudpickle.register_pickle_by_value(scaling)
     return AutoscalingPolicy(policy_function=decide)

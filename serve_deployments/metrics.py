@@ -1,4 +1,4 @@
-"""What the batchers of a replica count, as metrics of Ray, which every node exports to Prometheus."""
+"""The counters of a replica's batchers, as Ray metrics. Every node exports these to Prometheus."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ Reason = TypeVar("Reason", bound=StrEnum)
 
 
 class BatchingMetrics:
-    """Of every version that an endpoint serves. Serve adds which replica it is, where this is made."""
+    """The metrics of all versions of an endpoint. Serve adds the replica's name, so create this in the replica."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -33,8 +33,8 @@ class BatchingMetrics:
         self._reported: WeakKeyDictionary[ServedModel, BatchingStatistics] = WeakKeyDictionary()
 
     def report(self) -> None:
-        """Tell Ray what was counted since the last report, and how many requests wait."""
-        waiting = dict.fromkeys(self._waited, 0)  # of what is served no more
+        """Report the counts since the last report, and the number of waiting requests."""
+        waiting = dict.fromkeys(self._waited, 0)  # versions that are no longer served report 0
         for name, served in self._endpoint.counted:
             waiting[name, served.version] = served.waiting
             tags = dict(zip(_VERSION, (name, served.version), strict=True))
@@ -49,7 +49,7 @@ class BatchingMetrics:
 def _add(
     counter: metrics.Counter, tags: Mapping[str, str], counted: Counter[Reason], reported: Counter[Reason]
 ) -> None:
-    """Count what is not reported yet, which it is then."""
+    """Add the counts that were not reported yet, and mark them as reported."""
     for reason, more in (counted - reported).items():
         counter.inc(more, {**tags, "reason": reason.value})
     reported |= counted

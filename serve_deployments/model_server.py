@@ -17,12 +17,12 @@ from serve_deployments.metrics import BatchingMetrics
 from serve_deployments.tensor_parallel import open_version
 
 _GC_THRESHOLDS = 10_000, 20, 50
-"""Of Python's collector. By its own of 700, it would run several times in each second of many small requests."""
+"""Thresholds of Python's garbage collector. With the default of 700, it would run several times per second."""
 
 
 def freeze_loaded_objects() -> None:
-    """Keep the garbage collector from all objects that exist now: a full collection would visit every one of them."""
-    gc.unfreeze()  # what was loaded before and is not needed any more
+    """Exclude all existing objects from garbage collection. Otherwise a full collection would visit each of them."""
+    gc.unfreeze()  # so that objects of closed models can be freed
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
@@ -32,47 +32,47 @@ def freeze_loaded_objects() -> None:
     # New replicas start before old ones stop: a version that fails to load leaves the old one serving.
     max_surge_percent=100,
     logging_config={"enable_access_log": False},
-    # One that has missed three looks in a row is replaced: after 8 s at most, and as many until the next one answers.
+    # A replica that fails three checks in a row is replaced: within 8 s, and the new one answers within another 8 s.
     health_check_period_s=1,
     health_check_timeout_s=2,
 )
 @serve.ingress()
 class ModelServer(GrpcMethods):
-    """A replica; each holds every deployed model. Serve calls the methods of gRPC by their names."""
+    """A replica, which holds all deployed models. Serve calls the gRPC methods by their names."""
 
     def __init__(self) -> None:
         super().__init__(Endpoint(open_version=open_version))
         self._api = HttpApi(self._endpoint)
         self._direct = DirectInference(self._endpoint, self._api)
         self._hot = HotRoute(self._direct, self)
-        self._sparing: asyncio.Task[None] | None = None
+        self._freezing: asyncio.Task[None] | None = None
         self._metrics = BatchingMetrics(self._endpoint)
 
     def __serve_build_asgi_app__(self) -> HttpApi:
-        """What Serve sends HTTP requests to; asked for before Serve listens."""
+        """Return the application for HTTP requests. Serve calls this before it listens."""
         answer_directly(self._direct.before)
         listen_hot(self._hot)
         return self._api
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Serve what is wanted now; on an error, everything stays as it was."""
+        """Switch to a new configuration. On an error nothing changes."""
         await self._endpoint.update(EndpointConfig.model_validate(user_config))
         self._hot.forget_replaced()
-        self._sparing = asyncio.create_task(self._spare_once_closed())
+        self._freezing = asyncio.create_task(self._freeze_once_closed())
 
-    async def _spare_once_closed(self) -> None:
-        """Wait for models that were let go of, which may still answer: the collector would never free them."""
+    async def _freeze_once_closed(self) -> None:
+        """Freeze objects once removed models are closed. Frozen before that, they would never be freed."""
         await self._endpoint.wait_closed()
         freeze_loaded_objects()
 
     async def check_health(self) -> None:
-        """Whether this event loop and every engine answer: where Serve itself looks, neither needs to.
+        """Check that this event loop and every engine answer. Serve's default check needs neither.
 
-        Asked every second, so that metrics are reported as often.
+        Serve calls this every second, so metrics are reported here.
         """
         self._metrics.report()
         await self._endpoint.check()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What ``serve_deployments.autoscaling`` is told of this replica, beside how many requests Serve sees in it."""
+        """Return this replica's values for ``serve_deployments.autoscaling``. Serve adds the requests that it sees."""
         return {DIRECT: self._direct.ongoing + self.beside_streams, LATENCY: self._endpoint.latency_to_target}

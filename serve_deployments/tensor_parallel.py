@@ -1,4 +1,4 @@
-"""The engine of a version whose matrices are sharded: an actor for each shard, in a placement group of their own."""
+"""The engine of a sharded version: one actor per shard, in a placement group of its own."""
 
 from pathlib import Path
 from threading import Lock
@@ -26,14 +26,14 @@ class _LostError(EngineError):
 
 
 def open_version(version: VersionConfig, manifest: Manifest, folder: Path, threads: int) -> Engine:
-    """The engine of a version: in this process, or sharded. Raises EngineError or StorageError."""
+    """Open the engine of a version, in this process or sharded. Raises EngineError or StorageError."""
     if version.tensor_parallel is None:
         return open_published(manifest, folder, threads)
     return TensorParallelEngine(version, version.tensor_parallel, manifest)
 
 
 class TensorParallelEngine:
-    """The shards of a version. They and what they reserve are gone when it is closed, or its process has ended."""
+    """The shards of a version. Closing it, or the end of its process, ends them and frees their resources."""
 
     name = "torch"
 
@@ -41,76 +41,76 @@ class TensorParallelEngine:
         """Wait until Ray has the resources, and load every shard.
 
         Raises:
-            StorageError: the version is not there or was changed.
-            EngineError: the model cannot be sharded so, or a shard's process has ended.
+            StorageError: the version is missing or was changed.
+            EngineError: the model cannot be sharded this way, or a shard's process has ended.
         """
         self.version, self.signature = manifest.engine_key.engine_version, manifest.signature
         self._order, self._refusal = Lock(), ""
         self._group = placement_group([config.reserved] * config.size)
         try:
             self._shards = [_start(version, config, self._group, rank) for rank in range(config.size)]
-            # A store and not a port that is free now, and may be taken when all have started.
+            # An open store, because a port that is free now may be taken once all shards have started.
             address = _answer(self._shards[0].__ray_call__.remote(lambda it: it.listen(get_node_ip_address())))
-            for loading in [each.load.remote(address) for each in self._shards]:
+            for loading in [shard.load.remote(address) for shard in self._shards]:
                 _answer(loading)
         except BaseException:
             self.close()
             raise
 
     def infer(self, inputs: Tensors) -> Tensors:
-        """Run one batch, which every shard sees.
+        """Run one batch on all shards.
 
         Raises:
-            RequestError: an input is not what the model takes.
-            EngineError: it failed in every shard, or in some: these are out of step with the others from then on, and
-                the engine answers nothing any more.
+            RequestError: an input does not fit the model.
+            EngineError: the batch failed in all shards or in some. In the second case the shards are out of step, and
+                the engine refuses all further batches.
         """
         check_tensors(inputs, self.signature.inputs)
         return self.run(inputs)
 
     def run(self, inputs: Tensors) -> Tensors:
         """Run one batch whose inputs were checked before. Raises EngineError as ``infer`` does."""
-        with self._order:  # shards that were asked in different orders would wait for each other
+        with self._order:  # shards with different orders of calls would wait for each other
             if self._refusal:
                 raise EngineError(self._refusal)
             given = _put(inputs)
-            running = [each.infer.remote(given) for each in self._shards]
+            running = [shard.infer.remote(given) for shard in self._shards]
         ray.wait(running, num_returns=len(running), timeout=_CALL_TIMEOUT_S)
         answers, errors = [], list[RayloomError]()
-        for each in running:
+        for call in running:
             try:
-                answers.append(_answer(each, timeout_s=0))
+                answers.append(_answer(call, timeout_s=0))
             except RayloomError as error:
                 errors.append(error)
-        if errors and (answers or any(isinstance(each, _LostError) for each in errors)):
+        if errors and (answers or any(isinstance(error, _LostError) for error in errors)):
             self._refusal = f"a shard failed, and is out of step with the others: {errors[0]}"
         if errors:
             raise errors[0]
         return dict(answers[0])
 
     def close(self) -> None:
-        """End the processes, and give back what they reserve."""
+        """End the processes, and free their resources."""
         with self._order:
             self._refusal = "the engine is closed: open it again"
             remove_placement_group(self._group)
 
 
 def _start(version: VersionConfig, config: TensorParallelConfig, group: Any, rank: int) -> Any:
-    """The actor of a shard."""
+    """Start the actor of a shard."""
     from app.serving.model.shard import ModelShard  # imports torch, which takes seconds
 
     actor = ray.remote(ModelShard).options(
         num_cpus=config.cpus_per_process,
         num_gpus=config.gpus_per_process,
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank),
-        # Ray hides no GPU from an actor that reserves none.
+        # Ray does not hide the GPUs from an actor that reserves none.
         runtime_env={} if config.gpus_per_process else {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}},
     )
     return actor.remote(version, rank, config.size)
 
 
 def _put(inputs: Tensors) -> Any:
-    """Where all shards find them. Raises EngineError."""
+    """Put the inputs where all shards find them. Raises EngineError."""
     try:
         return ray.put(dict(inputs))
     except RayError as error:
@@ -118,7 +118,7 @@ def _put(inputs: Tensors) -> Any:
 
 
 def _answer(running: Any, timeout_s: float | None = None) -> Any:
-    """What a shard answers, or its error as it was raised there. Raises EngineError of one that does not answer."""
+    """Return a shard's answer, or raise its error. Raises EngineError if the shard does not answer."""
     try:
         return ray.get(running, timeout=timeout_s)
     except RayTaskError as error:

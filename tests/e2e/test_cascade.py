@@ -27,6 +27,6 @@ def test_a_cascade_is_calibrated_deployed_and_says_who_answered(cluster: dict[st
     first = Repository(UPath(cluster["RAYLOOM_STORAGE"])).production("tiny")
     room = f"serve.cpus_per_replica={Cluster(cluster).cpus()[1]}"
     again = run_job(cluster, "deploy", *settings, room, succeeds=False)
-    assert "the calibration of serve.cascade and the replicas that answer need" in again["error"]
+    assert "the calibration of serve.cascade and the running replicas need" in again["error"]
     refused = run("rayloom", "models", "delete", "tiny", str(first), environment=cluster)
     assert (refused.returncode, "is served at" in refused.stderr) == (2, True), refused.stderr

@@ -90,6 +90,10 @@ def test_models_that_share_replicas_get_what_each_asked_for() -> None:
     assert Scaling.combined([]) == Scaling()
 
 
+def test_the_replicas_of_an_endpoint_that_an_earlier_release_deployed_are_read() -> None:
+    assert Scaling.model_validate({"least": 2, "most": 5}) == Scaling(min_replicas=2, max_replicas=5)
+
+
 def test_processes_that_share_a_model_are_reserved_beside_its_replica() -> None:
     split = TensorParallelConfig(size=4, cpus_per_process=2, gpus_per_process=1)
     version = VersionConfig(

@@ -8,7 +8,7 @@ import trustme
 from app.cluster.haproxy import TLS_FILE
 from app.config import TlsConfig
 from app.errors import ClusterError
-from jobs._tls import haproxy_speaks_tls, require_possible, serve_options, show_to_haproxy
+from jobs._tls import give_to_haproxy, haproxy_speaks_tls, require_possible, serve_options
 
 
 @pytest.fixture
@@ -35,12 +35,12 @@ def test_a_haproxy_of_ours_is_shown_both_in_a_file_for_this_user(
     monkeypatch.setenv(TLS_FILE, str(shown))
     require_possible(files)
     assert serve_options(files) == {}, "of the replicas, which it asks in the clear"
-    show_to_haproxy(files)
+    give_to_haproxy(files)
     assert haproxy_speaks_tls()
     assert shown.stat().st_mode & 0o777 == 0o600
     pair = Path(files.certificate).read_bytes() + Path(files.key).read_bytes()
     assert shown.read_bytes().split() == pair.split()
-    show_to_haproxy(None)
+    give_to_haproxy(None)
     assert not haproxy_speaks_tls(), "what an endpoint of before was shown is gone"
 
 
