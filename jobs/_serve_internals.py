@@ -9,7 +9,7 @@ from ray.serve.exceptions import RayServeException
 
 
 def deployed_user_config(application: str, deployment: str) -> dict[str, Any] | None:
-    """Return the ``user_config`` that Serve was told last; None if the deployment does not exist.
+    """Return the ``user_config`` that Serve got last; None if the deployment does not exist.
 
     ``serve.status()`` leaves it out. The dashboard's REST API has it, but a cluster may run without a dashboard.
     """

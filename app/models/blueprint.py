@@ -73,6 +73,7 @@ class Blueprint:
                 of the whole model.
         """
         places = _places_of(part or self.model)
+        # Parameters without a window were computed immediately, so they are real already.
         for tensor, _ in places.values():
             if isinstance(tensor, nn.Parameter) and id(tensor) not in self._windows:
                 _put(tensor, finish(tensor.detach()), places, place)
@@ -133,6 +134,7 @@ class Blueprint:
         """
         uses = _uses(operations)
         live: dict[int, UntypedStorage] = {}
+        # No operation touches these: the factory leaves them uninitialized, as ``torch.empty`` does.
         for key in (key for key in wanted if key not in uses):
             yield key, _storage(self._storages[key].nbytes())
         for number, operation in enumerate(operations):

@@ -68,8 +68,8 @@ class EncoderClassifier(nn.Module):
             input_ids = input_ids.masked_fill(dropped & ~absent, self.unknown_id)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         hidden = self.embedding_dropout(self.tokens(input_ids) + self.positions(positions))
-        neighbours = self.convolution(hidden.masked_fill(absent.unsqueeze(-1), 0.0).transpose(1, 2))
-        hidden = hidden + functional.gelu(neighbours.transpose(1, 2))
+        neighbors = self.convolution(hidden.masked_fill(absent.unsqueeze(-1), 0.0).transpose(1, 2))
+        hidden = hidden + functional.gelu(neighbors.transpose(1, 2))
         hidden = self.encoder(hidden, src_key_padding_mask=absent)
         logits: Tensor = self.classifier(self.dropout(_pool(hidden, absent.unsqueeze(-1))))
         return logits

@@ -159,6 +159,7 @@ def _add_by_rename(model: UPath, files: UPath, card: ModelCard, next_number: Cal
 
 
 def _add_in_place(model: UPath, files: UPath, card: ModelCard, next_number: Callable[[], int]) -> Manifest:
+    # Until no other publisher is faster: each attempt sees the numbers that are taken by then.
     while not take_number(folder := model / str(next_number())):
         pass
     try:

@@ -76,7 +76,7 @@ class Endpoint:
             try:
                 for version in config.versions:
                     loaded[version] = self._served.get(version) or await self._load(version)
-            except BaseException:
+            except BaseException:  # a cancelled update must not leak what it has loaded
                 self._close(loaded, keep=self._served)
                 raise
             removed, self._served, self._config = self._served, loaded, config

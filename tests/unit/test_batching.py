@@ -187,7 +187,7 @@ def test_whatever_comes_each_request_gets_its_own_rows_once_and_in_order(seed: i
             except TimeoutError:
                 return None
 
-        answers = await asyncio.gather(*(client(number, *each) for number, each in enumerate(sent)))
+        answers = await asyncio.gather(*(client(number, *request) for number, request in enumerate(sent)))
         await batcher.close()
         return answers, batcher.statistics
 
@@ -208,11 +208,12 @@ def test_whatever_comes_each_request_gets_its_own_rows_once_and_in_order(seed: i
     ran = {number: sum(values.count(number) for values in good) for number in answered}
     assert ran == {number: sent[number][1] for number in answered}, "each row once"
 
-    first = defaultdict(list)
-    seen: set[float] = set()
-    for values in engine.calls:
-        for value in map(abs, values):
-            if value not in seen:
-                seen.add(value)
-                first[sent[int(value)][2:]].append(sent[int(value)][0])
-    assert all(times == sorted(times) for times in first.values()), "in order within a shape and level"
+    arrivals = defaultdict(list)
+    for number in _by_first_call(engine):
+        arrivals[sent[number][2:]].append(sent[number][0])
+    assert all(times == sorted(times) for times in arrivals.values()), "in order within a shape and level"
+
+
+def _by_first_call(engine: VirtualEngine) -> list[int]:
+    """Return the numbers of the requests in the order in which their first rows ran."""
+    return [int(value) for value in dict.fromkeys(abs(value) for values in engine.calls for value in values)]

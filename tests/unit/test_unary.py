@@ -252,7 +252,7 @@ def test_a_call_is_refused_before_its_message_ends(server: Server, name: str) ->
 
 def test_a_refused_call_that_does_not_end_is_disconnected(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "_RECEIVE_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(calls, "_LOOK_S", 0.02)
+    monkeypatch.setattr(calls, "_CHECK_S", 0.02)
     with Line(server.http) as line:
         line.send(EARLY["a stream"][0])
         assert [answer.status for answer in line.read()] == ["12"]
@@ -379,7 +379,7 @@ def test_an_answer_takes_room_until_it_is_sent(server: Server) -> None:
 def test_a_client_that_does_not_read_is_disconnected(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "_SEND_TIMEOUT_S", 0.1)
     monkeypatch.setattr(calls, "_MIN_BYTES_PER_S", 2**32)
-    monkeypatch.setattr(calls, "_LOOK_S", 0.02)
+    monkeypatch.setattr(calls, "_CHECK_S", 0.02)
     unread = _Unread(server)
     unread.answer(server)
     wait_until(lambda: unread.connection not in server.listener.server_state.connections)
@@ -496,13 +496,13 @@ def test_too_many_calls_and_too_large_ones_are_refused(storage: UPath) -> None:
 
 def test_a_message_that_arrives_too_slowly_times_out(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "_RECEIVE_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(calls, "_LOOK_S", 0.02)
+    monkeypatch.setattr(calls, "_CHECK_S", 0.02)
     assert exchange(server.http, HALF)[0].status == "4"
 
 
 def test_a_header_that_does_not_end_is_disconnected(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "_RECEIVE_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(calls, "_LOOK_S", 0.02)
+    monkeypatch.setattr(calls, "_CHECK_S", 0.02)
     assert exchange(server.http, head(CHUNKED)[:-2], count=None) == []
 
 

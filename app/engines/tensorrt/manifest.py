@@ -100,13 +100,13 @@ def read_plan(path: Path) -> tuple[bytes, PlanManifest]:
     Raises:
         EngineError: one of them is missing or damaged.
     """
-    beside = manifest_path(path)
+    manifest_file = manifest_path(path)
     try:
-        manifest = PlanManifest.model_validate_json(beside.read_bytes())
+        manifest = PlanManifest.model_validate_json(manifest_file.read_bytes())
         return read_verified(to_path(path), manifest.plan_sha256), manifest
     except FileNotFoundError as error:
-        raise EngineError(f"the plan {str(path)!r} has no {beside.name} beside it: build it again") from error
+        raise EngineError(f"the plan {str(path)!r} has no {manifest_file.name} beside it: build it again") from error
     except (ValidationError, CompileError) as error:  # ShapeProfile raises CompileError for invalid sizes
-        raise EngineError(f"{str(beside)!r} is not a plan's manifest ({error}): build the plan again") from error
+        raise EngineError(f"{str(manifest_file)!r} is not a plan's manifest ({error}): build the plan again") from error
     except StorageError as error:
         raise EngineError(f"the plan {error}") from error

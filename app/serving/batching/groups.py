@@ -50,6 +50,7 @@ class LatencyModel:
         if self._calls >= _SETTLED:
             seconds = min(seconds, _OUTLIER * self.seconds(rows) + 1e-3)
         self._calls += 1
+        # The exponentially weighted mean, variance and covariance, updated incrementally.
         weight = 1 / min(self._calls, _RECENT_CALLS)
         more_rows, more_s = rows - self._mean_rows, seconds - self._mean_s
         self._mean_rows += weight * more_rows

@@ -139,7 +139,7 @@ def _in_time(group: Group, now_s: float, parts: Sequence[Part]) -> RequestBatch 
     peers = [part for part in parts if part.request.level == level and not part.request.scheduled]
     peers.sort(key=lambda part: part.request.deadline_s)
     given_up: list[QueuedRequest] = []
-    for part in peers[:-1]:
+    for part in peers[:-1]:  # the last one stays, so that something runs
         if now_s + group.latency.seconds(min(waiting, group.max_rows)) <= part.request.deadline_s:
             break
         given_up.append(part.request)

@@ -64,7 +64,7 @@ def call(infer: Infer, check: Check, batch: RequestBatch) -> CallResult:
     began_s = time.perf_counter()
     try:
         inputs = concat_rows([part.tensors for part in batch.parts])
-        joined_s = time.perf_counter()
+        batched_s = time.perf_counter()
         outputs = _run(infer, inputs)
         inferred_s = time.perf_counter()
         _check_rows(outputs, batch.rows)
@@ -74,7 +74,7 @@ def call(infer: Infer, check: Check, batch: RequestBatch) -> CallResult:
     with suppress(Exception):  # the batcher checks the rows of each request
         check(outputs)
         is_checked = True
-    time_taken = ComputeTime(joined_s - began_s, inferred_s - joined_s, time.perf_counter() - inferred_s)
+    time_taken = ComputeTime(batched_s - began_s, inferred_s - batched_s, time.perf_counter() - inferred_s)
     return CallResult(outputs, time_taken, is_checked)
 
 

@@ -61,6 +61,7 @@ class Exchange(ABC):
     def set_exception(self, error: Exception, /) -> None:
         self._is_done = True
         if isinstance(error, EngineError):
+            # Find out first whether the engine is broken, or only this request is bad.
             self._diagnosis = asyncio.get_running_loop().create_task(self._diagnose(error))
             return
         if isinstance(error, DeadlineError):

@@ -149,6 +149,7 @@ class HotProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._is_new:
+            # The first bytes, which may arrive in parts, show whether HAProxy uses this connection for gRPC calls.
             data = self._kept + data
             self._is_new = len(data) < len(CALL_START) and CALL_START.startswith(data)
             self._kept = data if self._is_new else b""
@@ -157,6 +158,7 @@ class HotProtocol(HttpToolsProtocol):
             if data.startswith(CALL_START):
                 self._hand_over(data)
                 return
+        # uvicorn keeps the connection until it has read and answered everything that it got.
         if self._is_uvicorn_reading or (self.cycle is not None and not self.cycle.response_complete):
             super().data_received(data)
             return
@@ -203,9 +205,11 @@ class HotProtocol(HttpToolsProtocol):
         self.transport.write(b"".join((STATUS_LINE[status], defaults, lines, end, body)))
         if self._is_leaving:
             self.transport.close()
+        # uvicorn counts the request, starts its timer for idle connections, and resumes reading.
         self.on_response_complete()
         if self._kept:
             self._keep(self._kept)
+            # Not at once: a pipelining client would keep the loop to itself, and its refused requests would recurse.
             self.loop.call_soon(self._go_on)
 
     def refuse(self, exchange: HotExchange, error: Exception) -> None:

@@ -80,11 +80,11 @@ class HttpApi:
 class DirectInference:
     """Inference from a replica's socket to its endpoint, without Ray Serve's own work on each request.
 
-    Serve makes two tasks, a queue, identifiers, a log record and metrics for a request, which is much beside a small
-    one. Their purposes are met without them. The endpoint drops requests whose clients have gone, and counts what it
-    does. This class bounds the number of requests in the replica and their total size. A replica that stops waits for
-    every connection of its HTTP server: Serve closes the listener, and then waits for uvicorn as long as for its own
-    requests.
+    For each request Serve creates two tasks, a queue, identifiers, a log record and metrics. For a small request that
+    is most of the work, and nothing is lost without it. The endpoint drops requests whose clients have gone, and counts
+    what it does. This class limits the number of requests in the replica and their total size. A replica that stops
+    waits for every connection of its HTTP server: Serve closes the listener, and then waits for uvicorn as long as for
+    its own requests.
 
     Plain requests take an even shorter way (``hot``). They enter and leave here, too.
     """

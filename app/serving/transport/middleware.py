@@ -29,8 +29,8 @@ class RefuseUnreadableHeaders:
         try:
             await self._app(scope, receive, send)
         except UnicodeDecodeError as error:  # from Serve itself: the endpoint turns every error into an answer
-            told = f"a header is not UTF-8 ({error}): send text as X-Request-ID and the like"
-            await ErrorResponse(told, 400)(scope, receive, send)
+            message = f"a header is not UTF-8 ({error}): send text as X-Request-ID and the like"
+            await ErrorResponse(message, 400)(scope, receive, send)
 
 
 class AnswerIfReplicaDied:

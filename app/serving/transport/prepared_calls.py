@@ -63,6 +63,7 @@ class PreparedCalls:
         """
         if num_bytes > _MAX_WHOLE_BYTES:
             return self._read(served, message, 0)
+        # Without their ids and tensors, repeated messages have equal bytes, which are the key.
         raw = list(message.raw_input_contents)
         message.ClearField("id")
         message.ClearField("raw_input_contents")

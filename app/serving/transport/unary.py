@@ -167,6 +167,7 @@ class UnaryCall(Exchange):
             return
         try:
             self._hold(len(data))
+            # Most messages arrive in one part, which is kept without a copy.
             if isinstance(self._data, bytearray):
                 self._data += data
             else:
