@@ -1,20 +1,16 @@
 """The profile of a user's own model: one forward pass on fake tensors, which have shapes and no memory."""
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry
 
 from app.config.plan import Precision
 from app.errors import PlanError
@@ -22,11 +18,9 @@ from app.models.factory import logits_of
 from app.models.precision import TORCH_DTYPES
 from app.models.staged import Layer, ShardStyle, Tied, cuts_of, layers_of
 from app.models.traits import ModelKind, kind_of, traits_of
-from app.planner.profile import LayerProfile, ModelProfile, SavedActivations, Work
-from app.telemetry.mfu import CPU_ATTENTION
+from app.planner.profile import LayerProfile, ModelProfile
+from app.planner.recorder import SAMPLES, FakeModel, Recorder
 
-_SAMPLES = 2
-"""Samples of the pass. Batch norm needs two."""
 _ROW_CUTS = ("o_proj", "out_proj", "down_proj", "c_proj", "fc2", "dense_4h_to_h", "attention.dense", "output.dense")
 """Names of the Linears in models of Hugging Face whose inputs DeepSpeed splits (``module_inject/auto_tp.py``)."""
 _MEASURED_BLOCKS = 2
@@ -47,7 +41,7 @@ def measure(model: nn.Module, inputs: Mapping[str, Tensor], precision: Precision
         PlanError: its forward pass needs values that shapes do not have.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
-        fakes = _Fakes.of(model, inputs, precision)
+        fakes = FakeModel.of(model, inputs, precision, _cuts(model))
         try:
             is_staged = kind_of(model) is ModelKind.STAGED and len(inputs) == 1
             layers = _staged_layers(fakes) if is_staged else _hooked_layers(fakes)
@@ -71,7 +65,7 @@ def measure(model: nn.Module, inputs: Mapping[str, Tensor], precision: Precision
         sequence=sequence,
         vocabulary=output.shape[-1],
         sample_bytes=sum(tensor.nbytes / len(tensor) for tensor in inputs.values()),
-        output_bytes=output.nbytes / _SAMPLES,
+        output_bytes=output.nbytes / SAMPLES,
     )
 
 
@@ -83,41 +77,6 @@ def _hidden(layers: list[LayerProfile], sequence: int, precision: Precision) -> 
 def _linears(model: nn.Module) -> list[nn.Linear]:
     """Return the Linears, except the last: the output layer."""
     return [module for module in model.modules() if isinstance(module, nn.Linear)][:-1]
-
-
-@dataclass
-class _Fakes:
-    """A copy of the model on fake tensors, what is known of its parameters, and the inputs."""
-
-    model: nn.Module
-    inputs: dict[str, Tensor]
-    cuts: dict[int, ShardStyle]
-    """How tensor parallelism cuts a parameter, by the identity of its storage."""
-    parameters: set[int]
-    """Identities of all parameters' storages."""
-    output: Tensor = field(default_factory=lambda: torch.empty(_SAMPLES, 1))
-
-    @classmethod
-    def of(cls, model: nn.Module, inputs: Mapping[str, Tensor], precision: Precision) -> "_Fakes":
-        """Copy ``model`` within a ``FakeTensorMode``, in ``precision``. Tied parameters stay tied."""
-        dtype = TORCH_DTYPES[precision]
-
-        def fake(tensor: Tensor) -> Tensor:
-            return torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
-
-        memo: dict[int, Any] = {id(buffer): fake(buffer) for buffer in model.buffers()}
-        memo |= {id(parameter): nn.Parameter(fake(parameter)) for parameter in model.parameters()}
-        copied = copy.deepcopy(model, memo).train()
-        samples = {
-            name: torch.zeros(
-                (_SAMPLES, *tensor.shape[1:]), dtype=dtype if tensor.is_floating_point() else tensor.dtype
-            )
-            for name, tensor in inputs.items()
-        }
-        cuts: dict[int, ShardStyle] = {}
-        for name, cut in _cuts(model).items():
-            cuts |= {_storage(parameter): cut for parameter in copied.get_submodule(name).parameters()}
-        return cls(copied, samples, cuts, {_storage(parameter) for parameter in copied.parameters()})
 
 
 def _cuts(model: nn.Module) -> dict[str, ShardStyle]:
@@ -137,123 +96,11 @@ def _cuts(model: nn.Module) -> dict[str, ShardStyle]:
             return {}
 
 
-def _storage(tensor: Tensor) -> int:
-    identity: int = tensor.untyped_storage()._cdata
-    return identity
-
-
-class _Recorder(TorchDispatchMode):
-    """Counts the operations of the layer that runs, and marks what tensor parallelism would split.
-
-    Outputs of a matrix that is cut by columns are split, and what is computed from them, up to a matrix cut by rows.
-    """
-
-    def __init__(self, fakes: _Fakes) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._fakes = fakes
-        self._split: set[int] = set()
-        self._kept: list[Any] = []
-        """Storages, so that no identity is used again."""
-        self.begin()
-
-    def begin(self) -> None:
-        """Start a layer."""
-        self.whole, self.split = Work(), Work()
-        self.saved: dict[int, tuple[float, bool]] = {}
-        self.column_inputs: set[int] = set()
-        self.column_cuts = self.row_cuts = 0
-
-    def layer(self, name: str, parameters: Iterable[nn.Parameter], output: Tensor | None, tied: str | None) -> Any:
-        """Return what was counted since ``begin``, of one sample."""
-        given = list(parameters)
-        share = 1 / _SAMPLES
-        split = sum(size for size, is_split in self.saved.values() if is_split)
-        return LayerProfile(
-            name=name,
-            parameters=sum(parameter.numel() for parameter in given),
-            split_parameters=sum(parameter.numel() for parameter in given if _storage(parameter) in self._fakes.cuts),
-            whole_work=_per_sample(self.whole),
-            split_work=_per_sample(self.split),
-            saved=SavedActivations(
-                whole=(sum(size for size, _ in self.saved.values()) - split) * share, split=split * share
-            ),
-            boundary_bytes=output.nbytes * share if output is not None else 0.0,
-            column_cuts=self.column_cuts,
-            column_inputs=len(self.column_inputs),
-            row_cuts=self.row_cuts,
-            tied=tied,
-            tensor_sizes=tuple(parameter.numel() for parameter in given),
-        )
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in tree_iter(made) if isinstance(leaf, Tensor)]
-        if not func.is_view and given and outputs:
-            self._count(func, args, kwargs or {}, made, given, outputs)
-        return made
-
-    def _count(self, func: Any, args: Any, kwargs: Any, made: Any, given: list[Tensor], outputs: list[Tensor]) -> None:
-        self._kept += [tensor.untyped_storage() for tensor in outputs]
-        cut = next(
-            (self._fakes.cuts[_storage(tensor)] for tensor in given if _storage(tensor) in self._fakes.cuts), None
-        )
-        activations = [tensor for tensor in given if _storage(tensor) not in self._fakes.parameters]
-        is_split = cut is not None or any(_storage(tensor) in self._split for tensor in activations)
-        work = _work_of(func, args, kwargs, made, activations, outputs, has_weight=len(activations) < len(given))
-        if is_split:
-            self.split += work
-        else:
-            self.whole += work
-        if cut == "colwise" and work.matmul_flops:
-            self.column_cuts += 1
-            self.column_inputs |= {_storage(tensor) for tensor in activations}
-        self.row_cuts += bool(cut == "rowwise" and work.matmul_flops)
-        if is_split and cut != "rowwise":
-            self._split |= {_storage(tensor) for tensor in outputs}
-
-    @contextmanager
-    def keeping(self) -> Iterator[None]:
-        """Count what autograd saves."""
-
-        def pack(tensor: Tensor) -> Tensor:
-            key = _storage(tensor)
-            if key not in self._fakes.parameters:
-                self.saved.setdefault(key, (float(tensor.nbytes), key in self._split))
-            return tensor
-
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield
-
-
-def _per_sample(work: Work) -> Work:
-    kernels = work.kernels
-    return work * (1 / _SAMPLES) + Work(kernels=kernels * (1 - 1 / _SAMPLES))
-
-
-def _work_of(
-    func: Any, args: Any, kwargs: Any, made: Any, activations: list[Tensor], outputs: list[Tensor], has_weight: bool
-) -> Work:
-    """Return the work of one operation. Products of activations with each other are attention's."""
-    moved = float(sum(tensor.nbytes for tensor in (*activations, *outputs)))
-    packet = func.overloadpacket
-    count = CPU_ATTENTION.get(packet) or flop_registry.get(packet)
-    if count is None:
-        return Work(moved_bytes=moved, kernels=1)
-    shapes = packet in CPU_ATTENTION
-    values = [arg.shape if isinstance(arg, Tensor) else arg for arg in args] if shapes else args
-    flops = float(count(*values) if shapes else count(*args, **kwargs, out_val=made))
-    if has_weight:
-        return Work(matmul_flops=flops, matmul_bytes=moved, kernels=1)
-    is_fused = "attention" in packet.__name__
-    return Work(attention_flops=flops, attention_bytes=0.0 if is_fused else moved, kernels=1)
-
-
-def _staged_layers(fakes: _Fakes) -> list[LayerProfile]:
+def _staged_layers(fakes: FakeModel) -> list[LayerProfile]:
     """Measure the layers of a staged model one after the other. A layer like one before is not run again."""
     layers = layers_of(fakes.model)
     tensor = next(iter(fakes.inputs.values()))
-    recorder = _Recorder(fakes)
+    recorder = Recorder(fakes)
     known: dict[object, tuple[LayerProfile, Tensor]] = {}
     found = []
     tied_modules = [layer.module for layer in layers if isinstance(layer, Tied)]
@@ -287,10 +134,10 @@ def _likeness(layer: Layer, inputs: Tensor, position: int) -> object:
     return type(layer), shapes, tuple(inputs.shape), inputs.dtype, position
 
 
-def _hooked_layers(fakes: _Fakes) -> list[LayerProfile]:
+def _hooked_layers(fakes: FakeModel) -> list[LayerProfile]:
     """Measure a model's first blocks alike, with what runs before and after them."""
     blocks = _longest_list(fakes.model)
-    recorder = _Recorder(fakes)
+    recorder = Recorder(fakes)
     found: list[LayerProfile] = []
 
     def close(name: str, parameters: Iterable[nn.Parameter], output: Tensor | None) -> None:

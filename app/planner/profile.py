@@ -1,7 +1,7 @@
 """What a plan needs to know of a model: parameters, operations and bytes of each layer, of one sample."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from app.config.plan import Precision
 from app.config.plan_rules import ModelTraits
@@ -142,10 +142,6 @@ class ModelProfile:
     def work(self) -> Work:
         """The forward pass of one sample through all layers."""
         return sum((layer.work for layer in self.layers), Work())
-
-    def with_traits(self, traits: ModelTraits) -> "ModelProfile":
-        """Return the same model with other rules for its cuts."""
-        return replace(self, traits=traits)
 
 
 def count_parameters(layers: Iterable[LayerProfile]) -> int:
