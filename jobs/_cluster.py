@@ -1,4 +1,4 @@
-"""The Ray cluster as a job meets it."""
+"""The Ray cluster of a job: connect to it, and check its resources."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -12,17 +12,17 @@ from app.errors import ClusterError, PlanError
 from app.planner.cluster import Cluster, catalogue_name, cluster_of, this_machine
 
 _TRAIN_ENVIRONMENT = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # how often reports are fetched: each epoch waits for it
-    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",  # a node that is about to go may have half a minute
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # it shows every printed line twice
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # each epoch waits until its report is fetched
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",  # a preempted node may have only half a minute
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # it prints every line twice
 }
 
 
 def connect() -> None:
-    """Join the cluster that this job was submitted to.
+    """Connect to the cluster to which this job was submitted.
 
     Raises:
-        ClusterError: the job was started by hand and there is no cluster to join.
+        ClusterError: the job was started by hand, and there is no cluster.
     """
     if ray.is_initialized():
         return
@@ -41,42 +41,42 @@ def may_grow() -> bool:
 
 
 def require(needed: Mapping[str, float], who: str) -> None:
-    """Refuse what the local cluster, which never grows, cannot hold; ``who`` needs it, for the message.
+    """Check that the cluster has the resources, which ``who`` needs. On another cluster, only print that it lacks some.
 
-    Another cluster may have an autoscaler: there a job waits until it has brought the nodes.
+    The local cluster never grows. Another one may have an autoscaler, for whose nodes the job waits.
 
     Raises:
-        ClusterError: more of a resource is needed than there is.
+        ClusterError: the local cluster has too little of a resource.
     """
     available = ray.cluster_resources()
     for resource, amount in needed.items():
-        held = available.get(resource, 0.0)
-        if amount <= held:
+        total = available.get(resource, 0.0)
+        if amount <= total:
             continue
         unit = f"{resource}s" if resource in ("CPU", "GPU") else f"of the resource {resource!r}"
-        sentence = f"{who} need {amount:g} {unit}, and the cluster has {held:g}"
+        sentence = f"{who} need {amount:g} {unit}, and the cluster has {total:g}"
         if not may_grow():
             raise ClusterError(f"{sentence}: ask for fewer, or start a larger cluster")
         print(f"{sentence}; waiting for it to grow", flush=True)
 
 
 def require_dashboard(who: str) -> None:
-    """Refuse a cluster without a dashboard, which Ray Train asks whether ``who`` are gone, to free their CPUs.
+    """Check that the dashboard answers. Ray Train asks it whether ``who`` have ended, and then frees their CPUs.
 
     Raises:
-        ClusterError: it does not, and the next of them would wait for ever.
+        ClusterError: the dashboard does not answer. Later trials would wait for the CPUs forever.
     """
     try:
         list_actors(address=ray.get_runtime_context().gcs_address, limit=1)
     except Exception as error:
         raise ClusterError(
-            f"the cluster's dashboard does not answer, without which {who} keep their CPUs when they have ended: start "
-            "the cluster with its dashboard, as 'rayloom up' does"
+            f"the cluster's dashboard does not answer, and without it {who} keep their CPUs after they have ended: "
+            "start the cluster with its dashboard, as 'rayloom up' does"
         ) from error
 
 
 def training_cluster(config: TrainConfig) -> Cluster:
-    """Return what training has of the cluster that runs this job: as many devices as workers."""
+    """Return the part of this job's cluster that training uses: as many devices as workers."""
     workers = config.workers_range[1]
     if config.device == "cpu":
         return this_machine(workers)

@@ -12,27 +12,27 @@ from ray.exceptions import RayError, RayTaskError
 
 from app.errors import ClusterError
 
-Answer = TypeVar("Answer")
-Work = Callable[[Callable[[str], None]], Answer]
-_START_S = 5.0
-"""Time that a task usually needs at most to start on a node with room."""
+Result = TypeVar("Result")
+Work = Callable[[Callable[[str], None]], Result]
+_USUAL_START_S = 5.0
+"""Time in which a task usually starts if a node has room."""
 
 
 @dataclass(frozen=True)
-class _Done(Generic[Answer]):
+class _Done(Generic[Result]):
     """The result of the work, which ends the stream of lines."""
 
-    answer: Answer
+    result: Result
 
 
-def run_on_node(what: str, work: Work[Answer], resources: Mapping[str, float]) -> Answer:
+def run_on_node(name: str, work: Work[Result], resources: Mapping[str, float]) -> Result:
     """Run ``work`` in a Ray task of this job, and return its result.
 
     This process prints each line that ``work`` logs, and a line while no node has room. Like all tasks of a job, the
     task ends with this process, so ``ray job stop`` stops it, too.
 
     Args:
-        what: name of the task in Ray's dashboard and in messages.
+        name: the task's name in Ray's dashboard and in messages.
         work: called with a function that logs a line. ``work`` and its result are pickled.
         resources: amounts that Ray reserves on one node. Without a GPU among them, ``work`` sees none.
 
@@ -42,34 +42,34 @@ def run_on_node(what: str, work: Work[Answer], resources: Mapping[str, float]) -
     """
     custom = {kind: amount for kind, amount in resources.items() if kind not in ("CPU", "GPU")}
     task = _streamed.options(
-        name=what,
+        name=name,
         num_cpus=resources.get("CPU", 0.0),
         num_gpus=resources.get("GPU", 0.0),
         resources=custom,
     )
     stream = task.remote(work)
-    if not ray.wait([stream], timeout=_START_S)[0]:
-        wanted = ", ".join(f"{kind}: {amount:g}" for kind, amount in resources.items() if amount)
-        print(f"{what} has not started yet: waiting for a node with {wanted or 'room'} free", flush=True)
+    if not ray.wait([stream], timeout=_USUAL_START_S)[0]:
+        required = ", ".join(f"{kind}: {amount:g}" for kind, amount in resources.items() if amount)
+        print(f"{name} has not started yet: waiting for a node with {required or 'room'} free", flush=True)
     try:
         for item in map(ray.get, stream):
             if isinstance(item, _Done):
-                return cast(Answer, item.answer)
+                return cast(Result, item.result)
             if item is not None:
                 print(item, flush=True)
     except RayTaskError as error:
         raise error.cause from error
     except RayError as error:
         raise ClusterError(
-            f"{what} was lost with its node or process ({str(error).strip()}): submit it again"
+            f"{name} was lost with its node or process ({str(error).strip()}): submit it again"
         ) from error
-    raise ClusterError(f"{what} ended without a result: see Ray's logs")
+    raise ClusterError(f"{name} ended without a result: see Ray's logs")
 
 
-# max_calls: a process that is used again would keep its GPU memory and environment.
+# max_calls=1: a reused process would keep its GPU memory and environment.
 @ray.remote(num_returns="streaming", max_retries=0, max_calls=1)  # type: ignore[untyped-decorator]
-def _streamed(work: Work[Answer]) -> Iterator[str | _Done[Answer] | None]:
-    """Yield None at once, then the lines of ``work`` as it logs them, then its result."""
+def _streamed(work: Work[Result]) -> Iterator[str | _Done[Result] | None]:
+    """Yield None immediately to show that the task has started, then each line that ``work`` logs, then its result."""
     if not ray.get_gpu_ids():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray shows all of a node's GPUs to a task that reserves none
     yield None

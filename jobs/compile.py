@@ -12,7 +12,7 @@ from jobs._runner import main
 
 
 def compile_on_node(run: Run) -> Outcome:
-    """Compile on a node with the resources that the recipe reserves, so that this node is the one measured."""
+    """Compile on a node with the resources that the recipe reserves. The measurements are those of this node."""
     find_processor(run.recipe.task)  # raises if the task cannot be compiled
     find_weights(run)  # raises before the job waits for a node
     reserved = run.recipe.compile.reserved

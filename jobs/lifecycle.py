@@ -1,4 +1,4 @@
-"""From data to an endpoint in one job, tune, train, compile, deploy: python -m jobs.lifecycle RECIPE [key=value …]"""
+"""Run tune, train, compile and deploy in one job: python -m jobs.lifecycle RECIPE [key=value …]"""
 
 import sys
 
@@ -20,28 +20,28 @@ from jobs.train import train
 from jobs.tune import tune
 
 SEARCH_FILE = "search"
-"""In a lifecycle's folder: the id of its tune run, noted before it begins."""
+"""A file in the lifecycle's folder with the id of its tune run. It is written before the search begins."""
 
 
 class LifecycleMetrics(BaseModel):
-    """The metrics of every step, as the step's own result has them."""
+    """The metrics of every step, as in the step's own result."""
 
     tune: dict[str, object] | None = None
-    """None: the recipe has no tune section."""
+    """None if the recipe has no tune section."""
     train: dict[str, object]
     compile: dict[str, object]
     deploy: dict[str, object]
 
 
 def lifecycle(run: Run) -> Outcome:
-    """Run every step on what the one before it made; each keeps a run of its own."""
+    """Run every step on the artifacts of the previous one. Each step has its own run."""
     find_processor(run.recipe.task)  # refuses a task that cannot be compiled, before it is trained
     if not run.recipe.compile.chooses_node:
         requested_variants(run.recipe.compile)  # raises if an engine is not available on this machine
-    goes_on = run.recipe.train.resume or (run.recipe.tune and run.recipe.tune.resume)
-    before = newest_unfinished(run.storage, run.job, run.recipe.name) if goes_on else None
+    resumes = run.recipe.train.resume or (run.recipe.tune and run.recipe.tune.resume)
+    previous = newest_unfinished(run.storage, run.job, run.recipe.name) if resumes else None
     run.open()
-    tuned = _search(run, before) if run.recipe.tune else None
+    tuned = _search(run, previous) if run.recipe.tune else None
     best = load_recipe(tuned.artifacts["best_recipe"]) if tuned else run.recipe
     recipe = _with(best, "train", resume=run.recipe.train.resume)
     training = start_or_resume("train", recipe)
@@ -63,24 +63,24 @@ def lifecycle(run: Run) -> Outcome:
     )
 
 
-def _search(run: Run, before: str | None) -> Result:
-    """What the recipe's search came to. A lifecycle that goes on keeps its own, or goes on with it; never another's."""
-    search = _search_of(run, before) or Run.start("tune", run.recipe)
+def _search(run: Run, previous: str | None) -> Result:
+    """Return the result of the recipe's search. A resumed lifecycle reuses or resumes its own search only."""
+    search = _search_of(run, previous) or Run.start("tune", run.recipe)
     write_atomically(run.folder / SEARCH_FILE, search.run_id.encode())
     if has_succeeded(search.folder):
-        print(f"search {search.run_id} is over already", flush=True)
+        print(f"search {search.run_id} has already finished", flush=True)
         return Result.model_validate_json((search.folder / RESULT_FILE).read_bytes())
     if search.was_opened:
         require_not_running(search.folder)
-        print(f"search {search.run_id} goes on", flush=True)
+        print(f"resuming search {search.run_id}", flush=True)
     return _step(search, tune)
 
 
-def _search_of(run: Run, before: str | None) -> Run | None:
-    """The search that an earlier lifecycle began, if it came so far."""
-    if before is None or not (noted := run.folder.parent / before / SEARCH_FILE).exists():
+def _search_of(run: Run, previous: str | None) -> Run | None:
+    """Return the search that the previous lifecycle began; None if it did not come that far."""
+    if previous is None or not (file := run.folder.parent / previous / SEARCH_FILE).exists():
         return None
-    search = Run.start("tune", run.recipe, noted.read_text(encoding="utf-8"))
+    search = Run.start("tune", run.recipe, file.read_text(encoding="utf-8"))
     return search if search.was_opened else None
 
 
@@ -88,8 +88,8 @@ def _step(run: Run, step: Step) -> Result:
     print(f"── {run.job} ──", flush=True)
     result = execute(run, step)
     if result.status == "stopped":
-        how = "tune.resume=true" if run.job == "tune" else f"train.resume={run.run_id}"
-        raise RayloomError(f"{run.job} was stopped: go on with {how}")
+        override = "tune.resume=true" if run.job == "tune" else f"train.resume={run.run_id}"
+        raise RayloomError(f"{run.job} was stopped: resume with {override}")
     if result.status == "failed":
         raise RayloomError(f"{run.job}: {result.error}")
     return result
@@ -100,12 +100,12 @@ def require_no_request(training: Run) -> None:
     if read_stop_request(training.folder):
         raise RayloomError(
             f"asked to stop after train, whose run {training.run_id} is finished: "
-            "go on with jobs.compile and jobs.deploy"
+            "continue with jobs.compile and jobs.deploy"
         )
 
 
 def _with(recipe: Recipe, section: str, **values: object) -> Recipe:
-    """The recipe with other values in a section."""
+    """Return the recipe with other values in a section."""
     return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=values)})
 
 

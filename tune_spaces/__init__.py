@@ -1,1 +1,1 @@
-"""Search spaces for ``tune.space``: one file a family of models. The names in a space are keys of the recipe."""
+"""Search spaces for ``tune.space``: one file per family of models. The names in a space are keys of the recipe."""

@@ -4,12 +4,12 @@ from optuna import Trial
 
 
 def rates(trial: Trial) -> None:
-    """What AdamW is told, for a network whose size is settled: every epoch costs the same.
+    """AdamW's rates for a network of fixed size. Every epoch costs the same.
 
-    - ``lr``: below 3e-4 a few epochs do not suffice; near 3e-2 the steps are too long for a network of any width.
-    - ``weight_decay``: decoupled from the rate, so 0.1 is still a mild pull.
-    - ``warmup_fraction``: with a high rate the first steps can destroy what the initial weights are good for.
-    - ``label_smoothing``: none, or up to 0.2; more blurs ten classes.
+    - ``lr``: below 3e-4 a few epochs are not enough. Near 3e-2 the steps are too large for any width.
+    - ``weight_decay``: decoupled from the rate, so 0.1 is still mild.
+    - ``warmup_fraction``: with a high rate, the first steps can destroy the initial weights.
+    - ``label_smoothing``: up to 0.2. More blurs ten classes.
     """
     trial.suggest_float("train.optimizer.lr", 3.0e-4, 3.0e-2, log=True)
     trial.suggest_float("train.optimizer.weight_decay", 1.0e-4, 0.1, log=True)
@@ -18,16 +18,16 @@ def rates(trial: Trial) -> None:
 
 
 def space(trial: Trial) -> None:
-    """The optimizer first, for it decides most; then the size of the network.
+    """The optimizer, which matters most, and the width of the network.
 
-    - ``lr``: nearly four orders of magnitude, on a logarithmic scale, for what counts is its ratio. AdamW, which
-      divides by the gradient's size, wants the lower end, SGD the upper one.
-    - ``momentum``: of SGD alone. 0.8 to 0.99 averages over the last 5 to 100 gradients; without it SGD is not in
-      the race within so few epochs.
-    - ``weight_decay``: from next to none to one that a small network feels.
-    - ``width``: multiples of 8, which group norm needs; 64 costs about ten times what 16 does.
-    - ``warmup_fraction``: with a high rate the first steps can destroy what the initial weights are good for.
-    - ``label_smoothing``: none, or up to 0.2; more blurs ten classes.
+    - ``lr``: nearly four orders of magnitude, on a logarithmic scale, because its ratio matters. AdamW divides by the
+      gradient's size and needs the lower end, SGD the upper one.
+    - ``momentum``: only for SGD. 0.8 to 0.99 averages over the last 5 to 100 gradients. Without momentum, SGD is too
+      slow for so few epochs.
+    - ``weight_decay``: from almost none to one that affects a small network.
+    - ``width``: multiples of 8, which group norm needs. 64 costs about ten times as much as 16.
+    - ``warmup_fraction``: with a high rate, the first steps can destroy the initial weights.
+    - ``label_smoothing``: up to 0.2. More blurs ten classes.
     """
     trial.suggest_float("train.optimizer.lr", 1.0e-4, 0.5, log=True)
     if trial.suggest_categorical("train.optimizer.name", ["adamw", "sgd"]) == "sgd":

@@ -4,13 +4,13 @@ from optuna import Trial
 
 
 def rates(trial: Trial) -> None:
-    """The learning rate, then what holds back a model that learns small data by heart; every epoch costs the same.
+    """The learning rate, and the regularization of a model that overfits small data. Every epoch costs the same.
 
-    - ``lr``: a Transformer from scratch learns nothing below 1e-4 in a few epochs, and AdamW breaks it near 1e-2.
-    - ``warmup_fraction``: attention is what a high first rate destroys; a fifth of the run is the most that pays.
-    - ``weight_decay``: AdamW's, decoupled from the rate, so 0.5 is still a mild pull.
-    - ``dropout``, ``embedding_dropout``, ``token_dropout``: the first two up to one half; a text of which more than
-      a third of the tokens are hidden loses what it says.
+    - ``lr``: below 1e-4 a Transformer from scratch learns nothing in a few epochs. Near 1e-2 AdamW diverges.
+    - ``warmup_fraction``: a high first rate destroys attention. More than a fifth of the run does not pay.
+    - ``weight_decay``: AdamW's, decoupled from the rate, so 0.5 is still mild.
+    - ``dropout``, ``embedding_dropout``: up to one half.
+    - ``token_dropout``: a text loses its meaning if more than a third of its tokens are hidden.
     - ``label_smoothing``: reviews are labelled by their stars, some of them wrongly.
     """
     trial.suggest_float("train.optimizer.lr", 1.0e-4, 1.0e-2, log=True)
@@ -25,7 +25,7 @@ def rates(trial: Trial) -> None:
 def space(trial: Trial) -> None:
     """``rates``, and the model's size.
 
-    - ``width``, ``layers``: what small data fills; the width is a multiple of the four heads.
+    - ``width``, ``layers``: sizes for small data. The width is a multiple of the four heads.
     """
     rates(trial)
     trial.suggest_int("model.args.width", 64, 192, step=32)

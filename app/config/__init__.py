@@ -1,4 +1,4 @@
-"""The recipe as typed values. Imported by every other part of Rayloom; imports none of them."""
+"""The recipe as typed values. Every other part of Rayloom imports it, and it imports none of them."""
 
 from app.config.alerts import AlertConfig
 from app.config.cascade import CascadeConfig

@@ -1,4 +1,4 @@
-"""The recipe's ``serve.cascade``: cheaper models that are asked before the recipe's own."""
+"""The recipe's ``serve.cascade``: cheaper models that get requests before the recipe's own."""
 
 from typing import Annotated
 
@@ -10,11 +10,11 @@ VersionReference = Annotated[str, Field(pattern=rf"^{NAME}(/[1-9][0-9]*)?$")]
 
 
 class CascadeConfig(Section):
-    """Each model answers the rows that it is sure of. The recipe's own model answers the rest."""
+    """Each model answers the rows of which it is confident. The recipe's own model answers the rest."""
 
     before: Annotated[list[VersionReference], Field(min_length=1, max_length=3)] = Field(
-        description="what is asked first, the cheapest at the front: NAME, its version in production, or NAME/VERSION"
+        description="models that get requests first, cheapest first: NAME for its production version, or NAME/VERSION"
     )
     accuracy_floor: Annotated[float, Field(ge=0.8, le=0.999)] = Field(
-        default=0.995, description="least accuracy of the cascade, as a share of this model's own"
+        default=0.995, description="minimum accuracy of the cascade, as a share of this model's own"
     )

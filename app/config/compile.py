@@ -1,4 +1,4 @@
-"""The recipe's ``compile``: which variants are made, what they must hold, and which one is published."""
+"""The recipe's ``compile``: the variants, the gates that they must pass, and the choice of the published one."""
 
 from typing import Annotated, Literal, Self
 
@@ -11,41 +11,41 @@ EngineName = Literal["openvino", "onnxruntime", "tensorrt", "tensorrt_rtx", "tor
 CalibrationMethod = Literal["minmax", "percentile", "entropy"]
 
 PLAN_ENGINES: tuple[EngineName, ...] = ("tensorrt", "tensorrt_rtx")
-"""They run plans, which are built for a GPU; fp8, sparsity and a limit of workspace are theirs alone."""
+"""Engines that run TensorRT plans, which are built for a GPU. Only they support fp8, sparsity and ``workspace_mb``."""
 
 
 class CalibrationConfig(Section):
-    """How int8's ranges are found, from samples of the training split."""
+    """How the ranges of int8 are found from samples of the training split."""
 
     method: Literal["auto"] | CalibrationMethod = Field(
-        default="auto", description="auto: each in turn, until one holds the gates"
+        default="auto", description="auto: each in turn, until one passes the gates"
     )
     samples: Annotated[int, Field(ge=16)] | None = Field(
-        default=None, description="of the training split; default: 512, or all of a smaller one"
+        default=None, description="number of samples from the training split; default: 512, or all of a smaller split"
     )
 
 
 class GatesConfig(Section):
-    """What a variant must hold to be published."""
+    """The limits that a variant must keep to be published."""
 
     max_difference: PositiveFloat = Field(
-        default=1.0e-4, description="of fp32: largest absolute difference of a logit from PyTorch's"
+        default=1.0e-4, description="for fp32: maximum absolute difference of a logit from PyTorch's"
     )
-    max_accuracy_drop: Fraction = Field(default=0.01, description="from PyTorch's validation accuracy")
+    max_accuracy_drop: Fraction = Field(default=0.01, description="maximum drop from PyTorch's validation accuracy")
     min_cosine: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        default=0.99, description="mean cosine of a row's logits to PyTorch's"
+        default=0.99, description="minimum mean cosine similarity of a row's logits to PyTorch's"
     )
 
 
 class ObjectiveConfig(Section):
-    """What the published variant and its serving settings are best at, among those that hold the gates."""
+    """How the published variant and its serving settings are chosen among those that pass the gates."""
 
     goal: Literal["max_throughput", "min_latency"] = Field(
         default="min_latency",
-        description="min_latency: the fastest call with one row; max_throughput: the most rows a second",
+        description="min_latency: the fastest call with one row; max_throughput: the most rows per second",
     )
     latency_ms: PositiveFloat | None = Field(
-        default=None, description="of max_throughput: what a call may take, 95 of 100; default: any time"
+        default=None, description="for max_throughput: limit of the 95th percentile of a call's time; default: none"
     )
 
     def __str__(self) -> str:
@@ -62,12 +62,12 @@ class CompileConfig(Section):
     """How the trained model becomes a version in the repository."""
 
     weights: str | None = Field(
-        default=None, description="URI of a weights folder; default: of the newest finished train run"
+        default=None, description="URI of a weights folder; default: that of the newest finished train run"
     )
     cpus: Annotated[float, Field(ge=0.0)] = Field(
         default=1.0, description="CPUs reserved in Ray on one node; reserve all of a node's for undisturbed timings"
     )
-    gpus: Annotated[int, Field(ge=0, le=1)] = Field(default=0, description="GPUs reserved in Ray; 0: none is used")
+    gpus: Annotated[int, Field(ge=0, le=1)] = Field(default=0, description="GPUs reserved in Ray; 0: no GPU is used")
     resources: CustomResources = Field(
         default={}, description="custom resources reserved in Ray; choose the kind of node that will serve"
     )
@@ -76,22 +76,25 @@ class CompileConfig(Section):
     )
     engines: Literal["auto"] | Annotated[list[EngineName], Field(min_length=1)] = Field(
         default="auto",
-        description="auto: all that this machine has, and torch to compare with; torch is published where it is named",
+        description="auto: all engines of this machine, and torch as a baseline; torch is published only if named",
     )
     calibration: CalibrationConfig = CalibrationConfig()
     gates: GatesConfig = GatesConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     sparsity: Literal["none", "2:4"] = Field(
-        default="none", description="2:4: the two smaller of four weights in a row become zero, for GPUs"
+        default="none", description="2:4: the two smallest of four consecutive weights become zero, for GPUs"
     )
     workspace_mb: PositiveInt | None = Field(
-        default=None, description="of GPU memory, in MiB, that a layer of a plan may use while it runs; default: all"
+        default=None,
+        description="maximum GPU memory in MiB that a layer of a TensorRT plan may use while it runs; default: all",
     )
     targets: list[Annotated[str, Field(pattern=r"^SM\d{2,3}$")]] = Field(
-        default=[], description="of tensorrt_rtx: compute capabilities to build for ahead of time, such as SM89"
+        default=[], description="for tensorrt_rtx: compute capabilities to build plans for ahead of time, such as SM89"
     )
     batch_sizes: list[PositiveInt] = Field(
-        default=[1, 4, 16, 32], min_length=1, description="that are measured, and that TensorRT's profiles are made for"
+        default=[1, 4, 16, 32],
+        min_length=1,
+        description="batch sizes that are measured, and for which TensorRT's profiles are made",
     )
 
     @property
@@ -101,37 +104,37 @@ class CompileConfig(Section):
 
     @property
     def chooses_node(self) -> bool:
-        """True if compilation may run on another kind of node than the job's driver."""
+        """Whether compilation may run on another kind of node than the job's driver."""
         return bool(self.gpus or self.resources)
 
     @field_validator("precisions", "engines", "batch_sizes")
     @classmethod
-    def _nothing_twice(cls, given: list[str]) -> list[str]:
+    def _no_duplicates(cls, given: list[str]) -> list[str]:
         if isinstance(given, list) and len(set(given)) < len(given):
-            raise ValueError(f"{given} has something twice")
+            raise ValueError(f"{given} has a value twice")
         return given
 
     @field_validator("sparsity", mode="before")
     @classmethod
-    def _as_it_was_written(cls, given: object) -> object:
-        """YAML 1.1 counts in sixties: it reads 2:4 without quotes as 124."""
+    def _undo_sexagesimal(cls, given: object) -> object:
+        """Restore 2:4, which YAML 1.1 reads as the sexagesimal number 124 unless it is quoted."""
         return "2:4" if given == 2 * 60 + 4 else given
 
     @model_validator(mode="after")
     def _keys_for_gpus_have_an_engine(self) -> Self:
         if self.engines == "auto" or not set(PLAN_ENGINES).isdisjoint(self.engines):
             return self
-        for asked, is_set in (
-            ("precisions name fp8, which", "fp8" in self.precisions),
+        for key, is_set in (
+            ("precision fp8", "fp8" in self.precisions),
             (f"sparsity {self.sparsity}", self.sparsity != "none"),
             (f"workspace_mb {self.workspace_mb}", self.workspace_mb is not None),
         ):
             if is_set:
-                raise ValueError(f"{asked} is of {' and '.join(PLAN_ENGINES)}: name one in engines")
+                raise ValueError(f"{key} needs {' or '.join(PLAN_ENGINES)}: name one in engines")
         return self
 
     @model_validator(mode="after")
     def _targets_have_an_engine(self) -> Self:
         if self.targets and (self.engines == "auto" or "tensorrt_rtx" not in self.engines):
-            raise ValueError(f"targets {self.targets} are of engine tensorrt_rtx: name it in engines")
+            raise ValueError(f"targets {self.targets} need engine tensorrt_rtx: name it in engines")
         return self

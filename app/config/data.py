@@ -1,4 +1,4 @@
-"""The recipe's ``data``: where examples come from and how they become batches."""
+"""The recipe's ``data``: the sources of examples, and how they become batches."""
 
 from typing import Annotated, Literal, Self
 
@@ -8,7 +8,7 @@ from app.config.section import Section
 
 
 class CleanConfig(Section):
-    """What cleaning drops before the split. Texts under several labels are always dropped."""
+    """The examples that are dropped before the split. Texts with several labels are always dropped."""
 
     drop_empty: bool = Field(default=True, description="drop empty examples")
     deduplicate: bool = Field(default=True, description="keep one of several equal examples")
@@ -25,10 +25,10 @@ class TokenizerConfig(Section):
     """The tokenizer: byte pairs that are learned from the training split, or plain bytes."""
 
     kind: Literal["bpe", "bytes"] = Field(default="bpe", description="bytes: for language modelling")
-    vocab_size: PositiveInt = Field(default=8000, description="of bpe, tokens at most")
+    vocab_size: PositiveInt = Field(default=8000, description="for bpe: maximum number of tokens")
     max_piece_length: PositiveInt | None = Field(
         default=None,
-        description="of bpe, characters in a token, default: 4; for language modelling bytes, default: any number",
+        description="for bpe: maximum characters of a token, default: 4; for language modelling bytes, default: any",
     )
 
     @model_validator(mode="after")
@@ -42,14 +42,14 @@ class TokenizerConfig(Section):
 
 
 class ImageConfig(Section):
-    """The shape that images are brought to."""
+    """The shape to which images are converted."""
 
     size: PositiveInt = Field(default=32, description="height and width in pixels")
     channels: Literal[1, 3] = Field(default=3, description="1: grey, 3: RGB")
 
 
 class DataConfig(Section):
-    """Where examples come from and how they become batches."""
+    """The source of the examples, and how they become batches."""
 
     source: str = Field(
         description="builtin:NAME, or a path or URI of a csv, jsonl or parquet file; of an image folder with one "
@@ -76,10 +76,10 @@ class DataConfig(Section):
     image: ImageConfig = ImageConfig()
     buckets: Annotated[list[PositiveInt], Field(min_length=1)] = Field(
         default=[32, 64, 128, 256],
-        description="lengths in tokens that batches are padded to; longer texts are cut at the last",
+        description="lengths in tokens to which batches are padded; longer texts are cut at the last one",
     )
     block_length: PositiveInt = Field(
-        default=256, description="for language modelling: tokens in a sample, and the longest that the model reads"
+        default=256, description="for language modelling: tokens of a sample, and the maximum that the model reads"
     )
 
     @model_validator(mode="after")

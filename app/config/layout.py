@@ -1,19 +1,19 @@
-"""The numbers that follow from a plan and the number of workers."""
+"""The layout of a parallel plan: the numbers that follow from it and from the number of workers."""
 
 from dataclasses import dataclass
 
 from app.config.plan import PlanConfig
 
-LARGEST_MICRO_BATCH = 64
+MAX_MICRO_BATCH = 64
 """Maximum samples in a micro-batch if the plan does not set ``micro_batch``."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A plan on a number of workers.
+    """A parallel plan on a number of workers.
 
-    Workers are counted with the tensor degree innermost, then data, then the pipeline, so that those that
-    talk most are neighbours: rank = (stage x data + data rank) x tensor + tensor rank.
+    Ranks are numbered with the tensor degree innermost, then data, then the pipeline, so that workers that communicate
+    most are neighbours: rank = (stage x data + data rank) x tensor + tensor rank.
     """
 
     tensor: int
@@ -37,16 +37,16 @@ class Layout:
         return self.model_parallel * self.data
 
     def tensor_rank(self, rank: int) -> int:
-        """Which part of each split matrix a worker holds."""
+        """Return which part of each split matrix a worker holds."""
         return rank % self.tensor
 
     def data_rank(self, rank: int) -> int:
-        """Which share of a batch a worker computes."""
+        """Return which share of a batch a worker computes."""
         return rank // self.tensor % self.data
 
 
 def lay_out(plan: PlanConfig, global_batch_size: int, workers: int) -> Layout:
-    """The layout of ``plan`` on ``workers`` processes.
+    """Return the layout of ``plan`` on ``workers`` processes.
 
     Raises:
         ValueError: the global batch cannot be divided evenly, or a share is not a multiple of the micro-batch.
@@ -74,9 +74,9 @@ def lay_out(plan: PlanConfig, global_batch_size: int, workers: int) -> Layout:
 def _largest_micro_batch(share: int, is_uneven_allowed: bool) -> int:
     """Return the largest micro-batch when a share is split into the fewest micro-batches of at most 64 samples.
 
-    A model-parallel plan takes micro-batches of one size only, so its count also divides the share.
+    In a model-parallel plan all micro-batches have the same size, so their number also divides the share.
     """
-    count = -(-share // LARGEST_MICRO_BATCH)
+    count = -(-share // MAX_MICRO_BATCH)
     while share % count and not is_uneven_allowed:
         count += 1
     return -(-share // count)

@@ -1,4 +1,4 @@
-"""From a YAML file and overrides to a checked recipe; every error names the key."""
+"""Load recipes from YAML and overrides, and validate them. Every error names the key."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def load_stored_recipe(path: str | Path) -> Recipe:
-    """Read the recipe of a run or of a weights folder, whose plan is not checked: it has trained already.
+    """Read the recipe of a run or of a weights folder. Its plan is not checked, because it has trained already.
 
     Raises:
         RecipeError: ``path`` cannot be read, the YAML is broken, or keys or types are invalid.
@@ -46,12 +46,12 @@ def load_stored_recipe(path: str | Path) -> Recipe:
 
 
 def parse_recipe(tree: dict[str, Any], source: str = "recipe") -> Recipe:
-    """Check a tree of plain values. Raises RecipeError with one line for each problem."""
+    """Validate a tree of plain values. Raise RecipeError with one line for each problem."""
     return _parse(tree, source, context=None)
 
 
 def parse_stored_recipe(tree: dict[str, Any], source: str = "recipe") -> Recipe:
-    """Check a stored tree, but not its plan; missing keys get their defaults. Raises RecipeError like parse_recipe."""
+    """Validate a stored tree, but not its plan. Missing keys get defaults. Raise RecipeError like ``parse_recipe``."""
     return _parse(tree, source, context=STORED)
 
 
@@ -70,11 +70,11 @@ def _parse(tree: dict[str, Any], source: str, context: dict[str, bool] | None) -
     try:
         return Recipe.model_validate(tree, context=context)
     except ValidationError as error:
-        raise RecipeError("\n".join(f"{source}: {_explain(each)}" for each in error.errors())) from None
+        raise RecipeError("\n".join(f"{source}: {_explain(problem)}" for problem in error.errors())) from None
 
 
 def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """The recipe with other values under some dotted keys. Raises RecipeError if the whole is refused."""
+    """Return the recipe with other values of some dotted keys. Raise RecipeError if it is invalid."""
     tree = recipe.model_dump(mode="json")
     for key, value in values.items():
         set_value(tree, key, value)
@@ -82,7 +82,7 @@ def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML, every default written out."""
+    """Return the resolved recipe as YAML, with all defaults."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
@@ -109,20 +109,20 @@ def _explain(problem: ErrorDetails) -> str:
 
 
 def _suggestion(key: str) -> str:
-    """What to write instead: the nearest key beside it, the same key elsewhere, or all that are known."""
+    """Suggest another key: the same name in another section, the nearest name in this one, or all its names."""
     section, _, leaf = _without_indices(key).rpartition(".")
-    known = [each.rpartition(".")[2] for each in _keys(Recipe) if each.rpartition(".")[0] == section]
-    elsewhere = [each for each in _keys(Recipe) if each.rpartition(".")[2] == leaf]
+    known = [known.rpartition(".")[2] for known in _keys(Recipe) if known.rpartition(".")[0] == section]
+    elsewhere = [known for known in _keys(Recipe) if known.rpartition(".")[2] == leaf]
     return f"did you mean {elsewhere[0]!r}?" if elsewhere else did_you_mean(leaf, known)
 
 
 def _without_indices(key: str) -> str:
-    """The key of a list, for one of its items."""
+    """Remove the indices of lists from a key."""
     return re.sub(r"\.\d+", "", key)
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a recipe."""
+    """Yield every dotted key of a recipe."""
     for name, field in model.model_fields.items():
         yield prefix + (field.alias or name)
         if section := _section_of(field.annotation):

@@ -1,4 +1,4 @@
-"""Dotted overrides: ``train.optimizer.lr=1e-3`` sets one value in the YAML tree before it is checked."""
+"""Dotted overrides: ``train.optimizer.lr=1e-3`` sets one value in the YAML tree before it is validated."""
 
 import re
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML text. Raises ``yaml.YAMLError``."""
+    """Parse a YAML text. Raises ``yaml.YAMLError``."""
     return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
 
 
@@ -31,7 +31,7 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str,
     A number in the key indexes a list. A value is read as YAML: ``a=[1, 2]``, ``a=null``.
 
     Raises:
-        RecipeError: an override without ``=`` or key, with broken YAML, or past the end of a list.
+        RecipeError: an override has no ``=`` or no key, is broken YAML, or has an index past the end of a list.
     """
     for override in overrides:
         key, separator, text = override.partition("=")
@@ -46,7 +46,7 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str,
 
 
 def set_value(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set the value of one dotted key in ``tree``, in place. Raises RecipeError past the end of a list."""
+    """Set the value of one dotted key in ``tree``, in place. Raise RecipeError past the end of a list."""
     _set(tree, key.split("."), value, f"{key}={value}")
 
 
@@ -59,7 +59,7 @@ def _set(tree: dict[str, Any], path: list[str], value: Any, override: str) -> No
         else:
             child = node[key] if isinstance(node, list) else node.get(key)
             if not isinstance(child, dict | list):
-                child = node[key] = {}  # a section replaces a word: plan=auto, then plan.zero_stage=2
+                child = node[key] = {}  # replace a word by a section: plan=auto, then plan.zero_stage=2
             node = child
 
 

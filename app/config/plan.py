@@ -1,4 +1,4 @@
-"""The parallel plan: how training is laid over the workers."""
+"""The parallel plan: how training is distributed over the workers."""
 
 from typing import Annotated, Literal
 
@@ -21,7 +21,7 @@ class ZeroPlusPlusConfig(Section):
 
 
 class PowerSgdConfig(Section):
-    """Gradients travel in low rank (Vogels et al. 2019, arXiv:1905.13727), through torch's reduction. ZeRO 0, fp32."""
+    """PowerSGD (Vogels et al. 2019, arXiv:1905.13727): reduce gradients in low rank. For ZeRO 0 in fp32."""
 
     rank: PositiveInt = Field(default=4, description="rank of the approximation")
 
@@ -29,36 +29,36 @@ class PowerSgdConfig(Section):
 class PlanConfig(Section):
     """How training is distributed over the workers. Each degree counts workers. 1 is off.
 
-    ``data`` parallel ranks are what is left: workers / (tensor x pipeline).
+    The data-parallel degree follows: workers / (tensor x pipeline).
     """
 
     tensor: PositiveInt = Field(
         default=1, description="tensor parallelism: workers that each large matrix is split across"
     )
-    pipeline: PositiveInt = Field(default=1, description="stages that the model's layers are cut into")
+    pipeline: PositiveInt = Field(default=1, description="stages into which the model's layers are split")
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=1, description="what data-parallel ranks split: 1 optimizer, 2 also gradients, 3 also parameters"
     )
     offload: Literal["none", "cpu", "nvme"] = Field(
-        default="none", description="where the optimizer's state lies; its step then runs on the processor"
+        default="none", description="where the optimizer's state is kept; its step then runs on the CPU"
     )
     offload_param: Literal["none", "cpu"] = Field(
-        default="none", description="where the parameters lie that ZeRO 3 has split"
+        default="none", description="where the parameters are kept that ZeRO 3 has split"
     )
     nvme_path: str | None = Field(
-        default=None, description="folder on a fast local disk, for what is offloaded to nvme"
+        default=None, description="folder on a fast local disk, for state that is offloaded to nvme"
     )
     micro_batch: PositiveInt | None = Field(
-        default=None, description="samples a worker computes at once; default: its whole share, 64 at most"
+        default=None, description="samples that a worker computes at once; default: its whole share, at most 64"
     )
     activation_checkpointing: bool = Field(
-        default=False, description="compute activations again in the backward pass instead of keeping them"
+        default=False, description="recompute activations in the backward pass instead of keeping them"
     )
     communication_data_type: Literal["fp32", "bf16", "fp16"] | None = Field(
-        default=None, description="the type in which gradients travel; default: their own"
+        default=None, description="type in which gradients are reduced; default: their own"
     )
     powersgd: PowerSgdConfig | None = Field(
-        default=None, description="send gradients in low rank; for ZeRO 0 in fp32; default: send them whole"
+        default=None, description="reduce gradients in low rank; for ZeRO 0 in fp32; default: reduce them in full"
     )
     overlap_comm: bool = Field(default=True, description="reduce gradients while the backward pass runs")
     zero_plus_plus: ZeroPlusPlusConfig = ZeroPlusPlusConfig()

@@ -1,4 +1,4 @@
-"""Which plans can run, and the nearest to one that cannot."""
+"""The rules that a parallel plan must keep, and the nearest valid plan to one that breaks them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -11,31 +11,31 @@ from app.config.section import Section
 
 @dataclass(frozen=True)
 class ModelTraits:
-    """What a model offers to a plan."""
+    """The properties of a model that limit its plans."""
 
     name: str
     layers: int | None
-    """Layers that a pipeline can be cut between; None: the model is not staged."""
+    """Number of layers between which a pipeline can be split; None if the model is not staged."""
     tensor_divisor: int | None
-    """What a tensor degree must divide: attention heads, or what the widths of its matrices have in common.
+    """The number that a tensor degree must divide: attention heads, or the common divisor of the matrices' widths.
 
-    None: its matrices cannot be split.
+    None if its matrices cannot be split.
     """
     checkpoints_activations: bool
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a plan has to fit."""
+    """Everything with which a plan must be compatible."""
 
     workers: tuple[int, int]
     precision: Precision
     device: Device
     optimizer: str
     model: ModelTraits | None = None
-    """None: not known yet, its rules are left out."""
+    """None if the model is not known yet. Its rules are then skipped."""
     inputs: tuple[str, ...] = ()
-    """The tensors that a batch has for the model, by name; none: not known yet."""
+    """The names of the batch's tensors for the model; empty if they are not known yet."""
     sync_batch_norm: bool = False
 
 
@@ -43,7 +43,7 @@ Rule = Callable[[PlanConfig, Setting], str | None]
 
 
 def refusal(plan: PlanConfig, setting: Setting) -> str | None:
-    """Why the plan cannot run, with what was given, and the nearest that can, if one can; None if it can run."""
+    """Return why the plan cannot run, and the nearest plan that can; None if the plan can run."""
     broken = broken_rule(plan, setting)
     if broken is None:
         return None
@@ -69,9 +69,9 @@ def broken_rule(plan: PlanConfig, setting: Setting) -> BrokenRule | None:
 
 
 def _nearest_plan(plan: PlanConfig, setting: Setting) -> str | None:
-    """The plan that can run and differs least from ``plan``, as the keys to set; None if none can."""
-    fitting = [each for each in _neighbours(plan, setting) if not broken_rule(each, setting)]
-    best = min(fitting, key=lambda each: _distance(plan, each), default=None)
+    """Return the valid plan that differs least from ``plan``, as the keys to set; None if there is none."""
+    valid = [other for other in _neighbours(plan, setting) if not broken_rule(other, setting)]
+    best = min(valid, key=lambda other: _distance(plan, other), default=None)
     if best is None:
         return None
     values = ", ".join(f"{name}: {_show(getattr(best, name))}" for name in _changed(plan, best))
@@ -84,8 +84,8 @@ def _show(value: object) -> str:
 
 
 def _neighbours(plan: PlanConfig, setting: Setting) -> Iterator[PlanConfig]:
-    most = setting.workers[1]
-    degrees = [degree for degree in range(1, most + 1) if most % degree == 0]
+    _, max_workers = setting.workers
+    degrees = [degree for degree in range(1, max_workers + 1) if max_workers % degree == 0]
     choices: dict[str, Iterable[object]] = {
         "tensor": degrees,
         "pipeline": degrees,
@@ -105,19 +105,18 @@ def _changed(given: PlanConfig, other: PlanConfig) -> list[str]:
 
 
 def _distance(given: PlanConfig, other: PlanConfig) -> tuple[int, int]:
-    """Keys that differ, then by how much the degrees and the stage do."""
+    """Return the number of differing keys, then the differences of the degrees and the ZeRO stage."""
     degrees = sum(abs(getattr(given, name) - getattr(other, name)) for name in ("tensor", "pipeline", "zero_stage"))
     return len(_changed(given, other)), degrees
 
 
 def _degrees_divide_workers(plan: PlanConfig, setting: Setting) -> str | None:
-    least, most = setting.workers
-    if least != most and plan.model_parallel > 1:
-        return (
-            f"workers [{least}, {most}] grow and shrink, which tensor {plan.tensor} x pipeline {plan.pipeline} cannot"
-        )
-    if most % plan.model_parallel:
-        return f"tensor {plan.tensor} x pipeline {plan.pipeline} does not divide the {most} workers"
+    min_workers, max_workers = setting.workers
+    if min_workers != max_workers and plan.model_parallel > 1:
+        degrees = f"tensor {plan.tensor} x pipeline {plan.pipeline}"
+        return f"workers [{min_workers}, {max_workers}] grow and shrink, which {degrees} cannot"
+    if max_workers % plan.model_parallel:
+        return f"tensor {plan.tensor} x pipeline {plan.pipeline} does not divide the {max_workers} workers"
     return None
 
 
@@ -135,16 +134,16 @@ def _tensor_takes_zero_1(plan: PlanConfig, _: Setting) -> str | None:
     return None
 
 
-def _nvme_takes_a_place(plan: PlanConfig, setting: Setting) -> str | None:
+def _nvme_takes_a_path(plan: PlanConfig, setting: Setting) -> str | None:
     if plan.offload != "nvme":
         return None
     if plan.zero_stage != 3:
         return f"offload nvme takes zero_stage 3, got {plan.zero_stage}"
     if plan.nvme_path is None or not PurePath(plan.nvme_path).is_absolute():
         return f"offload nvme takes nvme_path, the absolute path of a folder on a fast local disk, got {plan.nvme_path}"
-    least, most = setting.workers
-    if least != most:
-        return f"offload nvme takes a fixed number of workers, got [{least}, {most}]"
+    min_workers, max_workers = setting.workers
+    if min_workers != max_workers:
+        return f"offload nvme takes a fixed number of workers, got [{min_workers}, {max_workers}]"
     return None
 
 
@@ -235,8 +234,8 @@ def _tensor_divides(plan: PlanConfig, setting: Setting) -> str | None:
         return f"model {model.name} has no matrices that can be split (app.models.staged), so tensor is 1"
     if model.tensor_divisor % plan.tensor:
         return (
-            f"tensor {plan.tensor} does not divide {model.tensor_divisor}: the heads of model {model.name}, or what "
-            "the widths of its matrices have in common"
+            f"tensor {plan.tensor} does not divide {model.tensor_divisor}: the heads of model {model.name}, or the "
+            "common divisor of its matrices' widths"
         )
     return None
 
@@ -254,7 +253,7 @@ _RULES: tuple[Rule, ...] = (
     _pipeline_takes_zero_1,
     _tensor_takes_zero_1,
     _offload_takes_zero,
-    _nvme_takes_a_place,
+    _nvme_takes_a_path,
     _offload_takes_adamw,
     _zero_plus_plus_takes_gpus,
     _powersgd_takes_plain_data_parallel,

@@ -62,10 +62,10 @@ class Recipe(Section):
     )
     compile: CompileConfig = CompileConfig()
     serve: ServeConfig = ServeConfig()
-    alerts: list[AlertConfig] = Field(default=[], description="rules over what training reports")
+    alerts: list[AlertConfig] = Field(default=[], description="rules over the metrics that training reports")
     notify: NotifyConfig = NotifyConfig()
     tuned_from: TunedFrom | None = Field(
-        default=None, description="trial that found the values; a search writes it into best.yaml"
+        default=None, description="trial of the search that found the values; written into best.yaml"
     )
 
     @property
@@ -79,7 +79,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _task_reads_keys(self) -> Self:
-        """What a task does not read must be as it is by default; a user's own task may read anything."""
+        """Refuse values of keys that the task does not read. A user's own task may read any key."""
         data = self.data
         unread: list[tuple[Section, str]] = []
         if self.is_language_model:
@@ -90,7 +90,7 @@ class Recipe(Section):
         for section, key in unread:
             name = key.rpartition(".")[2]
             if (value := getattr(section, name)) != type(section).model_fields[name].default:
-                raise ValueError(f"{key} is {value!r}, and task {self.task} does not read it: leave it out")
+                raise ValueError(f"{key} is {value!r}, which task {self.task} does not read: leave it out")
         return self
 
     @model_validator(mode="after")
@@ -102,7 +102,7 @@ class Recipe(Section):
                 "byte and one for the end of a document"
             )
         if not self.is_language_model and self.train.selection.metric == "val_perplexity":
-            raise ValueError(f"train.early_stopping.metric val_perplexity is of task {LANGUAGE_MODELING} alone")
+            raise ValueError(f"train.early_stopping.metric val_perplexity is only for task {LANGUAGE_MODELING}")
         if not self.is_language_model and self.tune and "val_perplexity" in self.tune.metric:
-            raise ValueError(f"tune.metric val_perplexity is of task {LANGUAGE_MODELING} alone")
+            raise ValueError(f"tune.metric val_perplexity is only for task {LANGUAGE_MODELING}")
         return self

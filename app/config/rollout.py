@@ -11,32 +11,33 @@ Percent = Annotated[float, Field(gt=0.0, le=100.0)]
 
 
 class CanaryConfig(Section):
-    """A version that answers some of the requests in place of the one in production."""
+    """A version that answers some of the requests instead of production."""
 
-    percent: Percent = Field(description="of the requests that name no version")
+    percent: Percent = Field(description="share of the requests that name no version")
     version: PositiveInt | None = Field(
         default=None, description="version to make the canary; default: the canary as it is"
     )
 
 
 class ShadowConfig(Section):
-    """A version that gets copies of requests, and whose answers nobody sees."""
+    """A version that gets copies of requests. Its answers are discarded."""
 
-    percent: Percent = Field(default=100.0, description="of the requests that name no version")
+    percent: Percent = Field(default=100.0, description="share of the requests that name no version")
     version: PositiveInt | None = Field(
         default=None, description="version to make the shadow; default: the shadow as it is"
     )
 
 
 class ScalingConfig(Section):
-    """When there are more or fewer replicas, if serve.replicas are [least, most]."""
+    """When replicas are added or removed, if serve.replicas are [min, max]."""
 
     latency_target_ms: PositiveFloat | None = Field(
-        default=None, description="of 95 in 100 requests, in a replica; default: scale by requests in the replicas"
+        default=None,
+        description="target of the 95th percentile latency in a replica; default: scale by the number of requests",
     )
     upscale_delay_s: Annotated[float, Field(ge=0.0)] = Field(
-        default=5.0, description="seconds for which more must be wanted until they are started"
+        default=5.0, description="seconds for which more replicas must be needed before they are started"
     )
     downscale_delay_s: Annotated[float, Field(ge=0.0)] = Field(
-        default=300.0, description="seconds for which fewer must suffice until the others stop"
+        default=300.0, description="seconds for which fewer replicas must suffice before others stop"
     )

@@ -1,4 +1,4 @@
-"""The base of every part of the recipe."""
+"""The base class of the recipe's sections, and types that several sections share."""
 
 from typing import Annotated
 
@@ -10,10 +10,14 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 def _read_range(given: object) -> object:
-    """One number, or two that ascend."""
+    """Accept one number, or two in ascending order."""
     numbers = given if isinstance(given, list | tuple) else [given]
-    if not all(type(each) is int and each > 0 for each in numbers) or len(numbers) > 2 or sorted(numbers) != [*numbers]:
-        raise ValueError(f"expected a number, or [least, most], got {given!r}")
+    if (
+        not all(type(number) is int and number > 0 for number in numbers)
+        or len(numbers) > 2
+        or sorted(numbers) != [*numbers]
+    ):
+        raise ValueError(f"expected a number, or [min, max], got {given!r}")
     return tuple(numbers) if isinstance(given, list) else given
 
 
@@ -31,11 +35,11 @@ CustomResources = Annotated[dict[str, Annotated[float, Field(gt=0.0)]], AfterVal
 
 
 STORED = {"stored": True}
-"""Pydantic's context while a stored recipe is validated."""
+"""Pydantic's context for the validation of a stored recipe."""
 
 
 def is_stored(info: ValidationInfo) -> bool:
-    """Return True for a stored recipe, whose plan has trained already, perhaps before a rule was added."""
+    """Return True for a stored recipe. Its plan has trained already, perhaps before a rule was added."""
     return info.context == STORED
 
 

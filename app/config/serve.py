@@ -12,18 +12,20 @@ from app.config.section import CustomResources, NumberOrRange, Section
 
 
 class BatchingConfig(Section):
-    """How requests are joined into one call of the engine. Keys left out take what jobs.compile measured."""
+    """How requests are batched. Keys that are left out have the values that jobs.compile measured."""
 
-    max_batch_size: PositiveInt | None = Field(default=None, description="rows in a call of the engine, at most")
+    max_batch_size: PositiveInt | None = Field(default=None, description="maximum rows in a call of the engine")
     preferred_batch_sizes: list[PositiveInt] | None = Field(
-        default=None, description="rows at which a call waits for no more"
+        default=None, description="numbers of rows at which a batch is not held back for more"
     )
     timeout_us: Annotated[int, Field(ge=0)] | None = Field(
-        default=None, description="microseconds that a request is held back for more, while the engine is free"
+        default=None, description="microseconds for which a request is held back for others while the engine is free"
     )
-    priority_levels: PositiveInt = Field(default=1, description="a request says its own; 1 is the most urgent")
+    priority_levels: PositiveInt = Field(
+        default=1, description="number of priorities that a request can have; 1 is the most urgent"
+    )
     default_priority: PositiveInt | None = Field(
-        default=None, description="of requests that say none; default: the last"
+        default=None, description="priority of requests that name none; default: the last"
     )
 
     @model_validator(mode="after")
@@ -46,32 +48,38 @@ LocalFile = Annotated[str, AfterValidator(_absolute)]
 class TlsConfig(Section):
     """HTTPS, and with HAProxy as the ingress gRPC over TLS."""
 
-    certificate: LocalFile = Field(description="absolute path of a PEM file, the chain behind it included")
-    key: LocalFile = Field(description="absolute path of its private key, in PEM without a password")
+    certificate: LocalFile = Field(description="absolute path of a PEM file with the certificate and its chain")
+    key: LocalFile = Field(description="absolute path of its private key, a PEM file without a password")
 
 
 class TensorParallelConfig(Section):
-    """How the matrices of a model are sharded: across processes of every replica."""
+    """How a model's matrices are sharded across the processes of each replica."""
 
-    size: Annotated[int, Field(ge=2)] = Field(description="processes; it divides the model's heads of keys and values")
-    cpus_per_process: Annotated[float, Field(gt=0.0)] = Field(default=1.0, description="that each reserves in Ray")
-    gpus_per_process: Annotated[int, Field(ge=0, le=1)] = Field(default=0, description="0: they compute on CPUs")
+    size: Annotated[int, Field(ge=2)] = Field(
+        description="number of processes; it must divide the model's key-value heads"
+    )
+    cpus_per_process: Annotated[float, Field(gt=0.0)] = Field(
+        default=1.0, description="CPUs that each process reserves in Ray"
+    )
+    gpus_per_process: Annotated[int, Field(ge=0, le=1)] = Field(
+        default=0, description="GPUs that each process reserves in Ray; 0: it computes on CPUs"
+    )
 
     @property
     def reserved(self) -> dict[str, float]:
-        """By each process in Ray, which takes no zeros."""
+        """Resources that each process reserves in Ray, without zeros, which Ray refuses."""
         reserved = {"CPU": self.cpus_per_process, "GPU": float(self.gpus_per_process)}
         return {kind: amount for kind, amount in reserved.items() if amount}
 
 
 class ServeConfig(Section):
-    """The endpoint. Replicas and threads that are left out are as jobs.compile measured them."""
+    """The endpoint. Replicas and threads that are left out have the values that jobs.compile measured."""
 
     version: PositiveInt | None = Field(
         default=None, description="version to make production; default: production as it is"
     )
     host: str = Field(
-        default="127.0.0.1", description="address to listen on; 0.0.0.0: every interface, which several nodes need"
+        default="127.0.0.1", description="address to listen on; several nodes need 0.0.0.0, every interface"
     )
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
         default=None, description="default: the port that the local cluster chose, else 8000"
@@ -80,41 +88,49 @@ class ServeConfig(Section):
         default=None, description="default: the port that the local cluster chose, else 8001"
     )
     auth: Literal["auto", "token", "none"] = Field(
-        default="auto", description="auto: a token is asked for where other machines reach the host"
+        default="auto", description="auto: a token is required if other machines can reach the host"
     )
     token_file: LocalFile | None = Field(
-        default=None, description="absolute path, mode 600; default: endpoint_token in ~/.rayloom, made if missing"
+        default=None, description="absolute path, mode 600; default: endpoint_token in ~/.rayloom, created if missing"
     )
     tls: TlsConfig | None = Field(default=None, description="serve HTTPS; default: HTTP")
     batching: BatchingConfig = BatchingConfig()
-    queue_limit: PositiveInt = Field(default=256, description="requests that wait in a replica; one more is refused")
+    queue_limit: PositiveInt = Field(
+        default=256, description="maximum number of requests that wait in a replica; further ones are refused"
+    )
     request_timeout_s: PositiveFloat | None = Field(
-        default=None, description="seconds until an answer; a request that asks for less gets less"
+        default=None, description="maximum seconds until an answer; a request may ask for less"
     )
     canary: CanaryConfig | None = Field(default=None, description="default: production answers every request")
     shadow: ShadowConfig | None = Field(default=None, description="default: requests are not copied")
     replicas: NumberOrRange | None = Field(
-        default=None, description="or [least, most], by load; each holds every model, so the largest wish counts"
+        default=None,
+        description="number of replicas, or [min, max] by load; all models share them, so the largest number counts",
     )
     scaling: ScalingConfig = ScalingConfig()
     cpus_per_replica: Annotated[float, Field(ge=0.0)] = Field(
         default=0.0,
-        description="CPUs that each replica reserves in Ray for this model; 0 leaves a laptop's cores to a training",
+        description="CPUs that each replica reserves in Ray for this model; with 0, training can run beside it",
     )
     gpus_per_replica: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
-        default=0.0, description="share of a GPU that each replica reserves in Ray for this model, as 0.25; 0: none"
+        default=0.0,
+        description="share of a GPU that each replica reserves in Ray for this model, such as 0.25; 0: none",
     )
     resources: CustomResources = Field(
-        default={}, description="custom resources that each replica reserves in Ray for this model; select the node"
+        default={},
+        description="custom resources that each replica reserves in Ray for this model; they select the node",
     )
     threads: PositiveInt | None = Field(default=None, description="threads of a replica's engine")
     tensor_parallel: TensorParallelConfig | None = Field(
         default=None, description="for a model that is too large for one device, compiled with compile.engines=[torch]"
     )
     ready_timeout_s: PositiveFloat = Field(
-        default=600.0, description="seconds that replicas may take to load; then what was served before stays"
+        default=600.0,
+        description="maximum seconds until all replicas have loaded; after that, the previous models stay",
     )
-    cascade: CascadeConfig | None = Field(default=None, description="cheaper models that answer what they are sure of")
+    cascade: CascadeConfig | None = Field(
+        default=None, description="cheaper models that answer the requests of which they are confident"
+    )
 
     @property
     def reserved(self) -> dict[str, float]:
@@ -123,7 +139,7 @@ class ServeConfig(Section):
 
     @property
     def replica_range(self) -> tuple[int, int] | None:
-        """Least and most replicas, if the recipe says how many."""
+        """Minimum and maximum number of replicas; None if the recipe sets none."""
         return (self.replicas, self.replicas) if isinstance(self.replicas, int) else self.replicas
 
     @property
@@ -152,11 +168,11 @@ class ServeConfig(Section):
 
     @model_validator(mode="after")
     def _a_target_has_a_range(self) -> Self:
-        least, most = self.replica_range or (1, 1)
-        if self.scaling.latency_target_ms is not None and least == most:
+        min_replicas, max_replicas = self.replica_range or (1, 1)
+        if self.scaling.latency_target_ms is not None and min_replicas == max_replicas:
             raise ValueError(
-                f"scaling.latency_target_ms is {self.scaling.latency_target_ms:g}, and replicas do not vary: make them "
-                "[least, most]"
+                f"scaling.latency_target_ms is {self.scaling.latency_target_ms:g}, and the number of replicas is "
+                "fixed: set replicas to [min, max]"
             )
         return self
 

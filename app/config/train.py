@@ -1,4 +1,4 @@
-"""The training run as the recipe says it."""
+"""The recipe's ``train``: the training run."""
 
 import math
 from collections.abc import Iterable
@@ -18,14 +18,14 @@ class OptimizerConfig(Section):
     name: Literal["adamw", "sgd"] = Field(default="adamw", description="the algorithm")
     lr: Annotated[float, Field(gt=0.0)] = Field(default=3.0e-4, description="peak learning rate, after the warm-up")
     weight_decay: Annotated[float, Field(ge=0.0)] = Field(
-        default=0.01, description="of parameters with two or more dimensions; biases and norms have none"
+        default=0.01, description="weight decay of parameters with two or more dimensions; biases and norms have none"
     )
     momentum: Fraction = Field(default=0.0, description="for sgd")
     betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.999), strict=False, description="for adamw")
 
 
 class ScheduleConfig(Section):
-    """How the learning rate moves over the optimizer steps of a run."""
+    """How the learning rate changes over the optimizer steps of a run."""
 
     name: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="shape after the warm-up")
     warmup_fraction: Fraction = Field(
@@ -34,14 +34,18 @@ class ScheduleConfig(Section):
 
 
 class EarlyStoppingConfig(Section):
-    """Stop when the last ``patience`` epochs brought nothing better than the best before them."""
+    """Stop when the last ``patience`` epochs did not improve on the best epoch before them."""
 
     metric: Literal["val_loss", "val_accuracy", "val_perplexity"] = Field(
-        default="val_loss", description="what is watched; the best epoch is chosen by it, too"
+        default="val_loss", description="metric to watch, by which the best epoch is also chosen"
     )
     mode: Literal["min", "max"] = Field(default="min", description="max for val_accuracy, min for the others")
-    patience: PositiveInt = Field(default=3, description="epochs without an improvement until training ends")
-    min_delta: Annotated[float, Field(ge=0.0)] = Field(default=0.0, description="smallest improvement that counts")
+    patience: PositiveInt = Field(
+        default=3, description="number of epochs without an improvement after which training ends"
+    )
+    min_delta: Annotated[float, Field(ge=0.0)] = Field(
+        default=0.0, description="minimum change that counts as an improvement"
+    )
 
     @model_validator(mode="after")
     def _mode_fits_metric(self) -> Self:
@@ -51,41 +55,45 @@ class EarlyStoppingConfig(Section):
         return self
 
     def cost(self, value: float) -> float:
-        """``value`` of the metric such that less is better; what is not a number is worst."""
+        """Convert a value of the metric such that less is better. NaN is the worst."""
         return math.inf if math.isnan(value) else value if self.mode == "min" else -value
 
 
 class ProfileConfig(Section):
-    """Which optimizer steps of a run are profiled. Each number counts steps."""
+    """The optimizer steps of a run that are profiled. Each number counts steps."""
 
-    wait: Annotated[int, Field(ge=0)] = Field(default=5, description="left alone first")
-    warmup: Annotated[int, Field(ge=0)] = Field(default=1, description="profiled and thrown away: the first ones lie")
-    active: PositiveInt = Field(default=3, description="profiled and kept")
+    wait: Annotated[int, Field(ge=0)] = Field(default=5, description="steps before profiling begins")
+    warmup: Annotated[int, Field(ge=0)] = Field(
+        default=1, description="profiled steps that are discarded, because the first ones are slower"
+    )
+    active: PositiveInt = Field(default=3, description="profiled steps that are kept")
 
 
 class CheckpointConfig(Section):
-    """When the run's state is kept, and how much of it. The end of an epoch always keeps it."""
+    """When checkpoints are written, and how many are kept. One is always written after an epoch."""
 
-    every_steps: PositiveInt | None = Field(default=None, description="also every so many optimizer steps")
-    num_to_keep: PositiveInt = Field(default=2, description="newest checkpoints kept, beside the best epoch's")
-    background: bool = Field(default=True, description="write and upload while training goes on")
+    every_steps: PositiveInt | None = Field(default=None, description="also write one after this many optimizer steps")
+    num_to_keep: PositiveInt = Field(
+        default=2, description="number of newest checkpoints to keep, beside the best epoch's"
+    )
+    background: bool = Field(default=True, description="write and upload while training continues")
 
 
 class LoaderConfig(Section):
     """How batches are read."""
 
     num_workers: Annotated[int, Field(ge=0)] = Field(
-        default=0, description="processes of each worker that read ahead; 0: the training process reads"
+        default=0, description="number of processes per worker that read ahead; 0: the training process reads"
     )
-    prefetch_factor: PositiveInt = Field(default=2, description="micro-batches that each of them reads ahead")
+    prefetch_factor: PositiveInt = Field(default=2, description="number of micro-batches that each of them reads ahead")
 
 
 class TrainConfig(Section):
     """The training run."""
 
-    epochs: PositiveInt = Field(default=3, description="passes over the training split, at most")
+    epochs: PositiveInt = Field(default=3, description="maximum number of passes over the training split")
     global_batch_size: PositiveInt = Field(
-        default=64, description="samples of an optimizer step, over all workers; the same for any number of workers"
+        default=64, description="samples of an optimizer step over all workers, for any number of workers"
     )
     precision: Precision = Field(
         default="fp32", description="type that the model computes in; fp16 is for GPUs, with a dynamic loss scale"
@@ -96,23 +104,23 @@ class TrainConfig(Section):
         default=EarlyStoppingConfig(), description="when training ends before its last epoch; null: never"
     )
     gradient_clipping: Annotated[float, Field(ge=0.0)] = Field(
-        default=1.0, description="largest global norm of the gradient; 0 leaves it as it is"
+        default=1.0, description="maximum global norm of the gradient; 0: no clipping"
     )
     label_smoothing: Fraction = Field(
         default=0.0, description="share of the target that is spread evenly over all classes"
     )
     linear_baseline: bool = Field(
-        default=False, description="texts: also fit a linear model on the same split, to compare with"
+        default=False, description="for texts: also fit a linear model on the same split as a baseline"
     )
-    max_steps: PositiveInt | None = Field(default=None, description="stop after so many optimizer steps")
+    max_steps: PositiveInt | None = Field(default=None, description="stop after this many optimizer steps")
     seed: int = Field(default=0, description="seed of the weights, the order of the samples and dropout")
     workers: NumberOrRange = Field(
-        default=1, description="processes; or [least, most]: as many as the cluster has room for"
+        default=1, description="number of processes; or [min, max]: as many as the cluster has room for"
     )
     cpus_per_worker: Annotated[float, Field(gt=0.0)] = Field(
         default=1.0, description="CPUs that each worker reserves in Ray"
     )
-    device: Device = Field(default="cpu", description="gpu: one GPU a worker")
+    device: Device = Field(default="cpu", description="gpu: one GPU per worker")
     sync_batch_norm: bool = Field(
         default=False, description="compute batch norm statistics over the micro-batches of all workers"
     )
@@ -121,27 +129,27 @@ class TrainConfig(Section):
         validate_default=True,
         description="how training is distributed over the workers; auto: the planner chooses once the model is known",
     )
-    deepspeed: dict[str, Any] = Field(default={}, description="further keys of DeepSpeed's own configuration")
+    deepspeed: dict[str, Any] = Field(default={}, description="additional keys of DeepSpeed's own configuration")
     torch_compile: bool = Field(default=False, description="compile the model with torch.compile")
     loader: LoaderConfig = LoaderConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: str | None = Field(
         default=None,
-        description="latest: go on with the newest run of this recipe that has not finished, or start; or a run's id",
+        description="latest: resume the newest unfinished run of this recipe, or start one; or the id of a run",
     )
     max_failures: Annotated[int, Field(ge=0)] = Field(
-        default=1, description="lost workers after which Ray restarts from the last checkpoint"
+        default=1, description="number of lost workers after which Ray still restarts from the last checkpoint"
     )
     non_finite: Literal["fail", "rollback"] = Field(
         default="fail",
-        description="when a loss or gradient is not finite: stop, or go back to the last checkpoint and leave the "
-        "batch out, three times at most",
+        description="when a loss or gradient is not finite: stop, or return to the last checkpoint and skip the "
+        "batch, at most three times",
     )
     profile: ProfileConfig | None = Field(
-        default=None, description="keep a trace of a few steps, and where their time went, in the run's folder"
+        default=None, description="write a trace of a few steps, with a summary of their time, into the run's folder"
     )
     hang_timeout_s: Annotated[float, Field(gt=0.0)] = Field(
-        default=600.0, description="seconds without progress after which a worker is given up and named"
+        default=600.0, description="seconds without progress after which a worker counts as hung, and is named"
     )
 
     @property
@@ -151,7 +159,7 @@ class TrainConfig(Section):
 
     @property
     def workers_range(self) -> tuple[int, int]:
-        """The fewest and the most processes."""
+        """Minimum and maximum number of processes."""
         return self.workers if isinstance(self.workers, tuple) else (self.workers, self.workers)
 
     @property
@@ -168,11 +176,11 @@ class TrainConfig(Section):
         return True
 
     def layout(self, workers: int) -> Layout:
-        """How the plan lies on ``workers`` processes. Raises ValueError if the global batch cannot be shared out."""
+        """Return the plan's layout on ``workers`` processes. Raise ValueError if the global batch cannot be divided."""
         return lay_out(self.plan, self.global_batch_size, workers)
 
     def setting(self, model: ModelTraits | None, inputs: Iterable[str] = ()) -> Setting:
-        """What the plan has to fit; ``inputs`` are the names of what a batch has for the model."""
+        """Return the setting for the plan's rules. ``inputs`` are the names of the batch's tensors for the model."""
         return Setting(
             self.workers_range,
             self.precision,

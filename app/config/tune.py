@@ -1,4 +1,4 @@
-"""The recipe's ``tune``: what is searched, how, and when the search ends."""
+"""The recipe's ``tune``: the search space, the sampler, the scheduler, and when the search ends."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
@@ -15,14 +15,14 @@ Metric = Literal[
 Sampler = Literal["tpe", "random", "cmaes", "gp", "nsga2", "grid", "qmc"]
 Scheduler = Literal["asha", "hyperband", "median", "pbt", "none"]
 
-_MAXIMAL = {"val_accuracy", "samples_per_s"}
-_LEAST_RANDOM = 4
-"""Of fewer trials a sampler learns next to nothing."""
+_MAXIMIZED = {"val_accuracy", "samples_per_s"}
+_MIN_RANDOM_TRIALS = 4
+"""A sampler learns next to nothing from fewer trials."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A metric of a trial, and which way is better."""
+    """A metric of a trial, and whether it is minimized or maximized."""
 
     metric: str
     mode: Mode
@@ -39,7 +39,9 @@ def _check_storage(given: str) -> str:
         raise ValueError("expected a URL of SQLAlchemy such as sqlite:////data/studies.db, or env:NAME or file:/PATH")
     login = given.partition("://")[2].rpartition("@")[0]
     if ":" in login:
-        raise ValueError("the URL carries a password: put the whole URL where env:NAME or file:/PATH points to")
+        raise ValueError(
+            "the URL contains a password: put the whole URL into a variable or file, and give env:NAME or file:/PATH"
+        )
     return given
 
 
@@ -53,13 +55,15 @@ class StopConfig(Section):
     """When the search ends before its last trial. Each limit alone is enough."""
 
     time_s: Annotated[float, Field(gt=0.0)] | None = Field(
-        default=None, description="seconds of searching, without those between a stop and tune.resume"
+        default=None, description="seconds of searching; the time between a stop and tune.resume does not count"
     )
-    epochs: PositiveInt | None = Field(default=None, description="epochs trained, over all trials")
+    epochs: PositiveInt | None = Field(default=None, description="number of epochs that all trials train")
     patience: PositiveInt | None = Field(
-        default=None, description="trials, ended or waiting at a rung, without a better value"
+        default=None, description="number of trials that ended or were paused without a better value"
     )
-    min_delta: Annotated[float, Field(ge=0.0)] = Field(default=0.0, description="what counts as better, for patience")
+    min_delta: Annotated[float, Field(ge=0.0)] = Field(
+        default=0.0, description="minimum change that counts as better, for patience"
+    )
 
 
 class TuneConfig(Section):
@@ -71,48 +75,50 @@ class TuneConfig(Section):
     )
     metric: Objectives = Field(
         default=["val_accuracy"],
-        description="what is best in the epoch that training keeps; several metrics: their Pareto front",
+        description="objective, at the epoch whose weights training keeps; several metrics: their Pareto front",
     )
-    mode: Modes = Field(default=[], description="max or min, one for each metric; default: as the metric is better")
+    mode: Modes = Field(default=[], description="max or min, one for each metric; default: by the metric")
     trials: PositiveInt = Field(default=32, description="maximum number of trials")
-    epochs: PositiveInt | None = Field(default=None, description="of a trial, at most; default: train.epochs")
-    sampler: Sampler = Field(default="tpe", description="who proposes values: learns from the trials before")
+    epochs: PositiveInt | None = Field(default=None, description="maximum epochs of a trial; default: train.epochs")
+    sampler: Sampler = Field(default="tpe", description="algorithm that proposes values, learning from earlier trials")
     random_trials: Annotated[int, Field(ge=0)] | None = Field(
         default=None,
-        description="trials that are drawn at random before tpe, cmaes or gp begin to learn, and in each of nsga2's "
-        "generations; default: a third of trials, four at least",
+        description="number of random trials before tpe, cmaes or gp begin to learn, and size of nsga2's "
+        "generations; default: a third of trials, at least four",
     )
     scheduler: Scheduler = Field(
-        default="asha", description="who ends trials that are behind: each is recorded as pruned, with its values"
+        default="asha",
+        description="algorithm that ends trials which are behind; they are recorded as pruned, with their values",
     )
-    grace_epochs: PositiveInt = Field(default=1, description="epochs that the scheduler leaves a trial alone")
+    grace_epochs: PositiveInt = Field(default=1, description="number of epochs before the scheduler may end a trial")
     reduction_factor: Annotated[int, Field(ge=2)] = Field(
-        default=4, description="of asha and hyperband: one of so many trials goes on at each rung"
+        default=4, description="for asha and hyperband: one of so many trials continues at each rung"
     )
     stop: StopConfig = StopConfig()
-    retries: Annotated[int, Field(ge=0)] = Field(default=1, description="times that a trial that failed is run again")
+    retries: Annotated[int, Field(ge=0)] = Field(default=1, description="how often a failed trial is run again")
     workers: PositiveInt | None = Field(
-        default=None, description="processes of a trial; default: as few as its plan needs, so that more run at once"
+        default=None,
+        description="number of processes of a trial; default: as few as its plan needs, for more concurrent trials",
     )
     concurrent: PositiveInt | None = Field(
         default=None,
-        description="maximum concurrent trials; default: as many as the cluster has, or is asked to make, room for",
+        description="maximum number of concurrent trials; default: as many as the cluster has or can get room for",
     )
-    seed: int = Field(default=0, description="of the sampler; trials all train with train.seed")
+    seed: int = Field(default=0, description="seed of the sampler; all trials train with train.seed")
     storage: Annotated[str, BeforeValidator(_check_storage)] | None = Field(
         default=None,
-        description="URL of SQLAlchemy where the study is kept, or env:NAME or file:/PATH that hold one; "
-        "default: a SQLite file of its own under studies/ in storage, an object store too",
+        description="SQLAlchemy URL of the study's database, or env:NAME or file:/PATH that contain one; "
+        "default: a SQLite file under studies/ in storage, also on an object store",
     )
-    warm_start: list[str] = Field(default=[], description="ids of earlier tune runs whose trials this one learns from")
+    warm_start: list[str] = Field(default=[], description="ids of earlier tune runs from whose trials this one learns")
     resume: bool = Field(
-        default=False, description="go on with the newest tune run of this recipe that has not finished, or start one"
+        default=False, description="resume the newest unfinished tune run of this recipe, or start one"
     )
 
     @property
     def startup_trials(self) -> int:
-        """Trials before the sampler begins to learn."""
-        return max(_LEAST_RANDOM, self.trials // 3) if self.random_trials is None else self.random_trials
+        """The number of trials before the sampler begins to learn."""
+        return max(_MIN_RANDOM_TRIALS, self.trials // 3) if self.random_trials is None else self.random_trials
 
     @property
     def objectives(self) -> list[Objective]:
@@ -143,22 +149,22 @@ class TuneConfig(Section):
             raise ValueError(f"sampler {self.sampler} is for one metric: set it to tpe or nsga2")
         if self.sampler in ("cmaes", "gp", "nsga2") and self.scheduler in ("asha", "hyperband", "median"):
             raise ValueError(
-                f"sampler {self.sampler} learns from complete trials alone, of which scheduler {self.scheduler} leaves "
-                "few: set scheduler to none or pbt, or sampler to tpe"
+                f"sampler {self.sampler} learns only from complete trials, of which scheduler {self.scheduler} "
+                "leaves few: set scheduler to none or pbt, or sampler to tpe"
             )
         if self.scheduler == "pbt" and 1 in (self.trials, self.concurrent):
             raise ValueError(
                 "scheduler pbt compares trials that run at the same time: set trials and concurrent above 1"
             )
         if several and self.stop.patience:
-            raise ValueError("stop.patience waits for a better best value, and of several metrics there is none")
+            raise ValueError("stop.patience needs a single best value, which several metrics do not have: leave it out")
         if self.scheduler != "none" and (late := {"latency_ms", "parameters"} & set(self.metric)):
             raise ValueError(
-                f"metric {late.pop()} is measured once a trial has ended, and scheduler {self.scheduler} compares "
+                f"metric {late.pop()} is measured after the last epoch, and scheduler {self.scheduler} compares "
                 "epochs: set scheduler to none"
             )
         return self
 
 
 def _natural_mode(metric: str) -> Mode:
-    return "max" if metric in _MAXIMAL else "min"
+    return "max" if metric in _MAXIMIZED else "min"

@@ -9,7 +9,7 @@ from upath import UPath
 from app.artifacts import CHECKPOINTS, DATA, FAILURE_FILE, WEIGHTS
 from app.checksums import CHECKSUMS_FILE, verify_checksums
 from app.config import AutoPlan, TrainConfig, load_stored_recipe, refusal
-from app.config.layout import LARGEST_MICRO_BATCH
+from app.config.layout import MAX_MICRO_BATCH
 from app.data.classification import LINEAR_BASELINE, ClassificationData, linear_baseline
 from app.data.prepared import PreparedData
 from app.errors import RecipeError, StorageError
@@ -175,11 +175,11 @@ def _check_plan(config: TrainConfig, model: nn.Module, data: PreparedData) -> No
     deepspeed_config(config, layout, kind_of(model))
     if message := skipped_workers(config):
         print(message, flush=True)
-    if config.plan.micro_batch is None and 2 * layout.micro_batch < min(layout.share, LARGEST_MICRO_BATCH):
+    if config.plan.micro_batch is None and 2 * layout.micro_batch < min(layout.share, MAX_MICRO_BATCH):
         warn(
             f"each rank computes its {layout.share} samples of a step as {layout.gradient_accumulation} micro-batches "
             f"of {layout.micro_batch}, since tensor and pipeline parallelism need micro-batches of one size: choose a "
-            f"global_batch_size that gives each rank a multiple of {LARGEST_MICRO_BATCH} samples"
+            f"global_batch_size that gives each rank a multiple of {MAX_MICRO_BATCH} samples"
         )
 
 

@@ -92,7 +92,7 @@ TWO = Setting((2, 2), "fp32", "cpu", "adamw")
         ({"tensor": 2}, replace(TWO, model=CNN_TRAITS),
          "model CNN has no matrices that can be split (app.models.staged), so tensor is 1 | tensor: 1"),
         ({"tensor": 8}, replace(TWO, workers=(8, 8), model=GPT_TRAITS),
-         "tensor 8 does not divide 4: the heads of model GPT, or what the widths of its matrices have in common "
+         "tensor 8 does not divide 4: the heads of model GPT, or the common divisor of its matrices' widths "
          "| tensor: 4"),
         ({"tensor": 2, "pipeline": 2}, replace(TWO, workers=(4, 4), model=CNN_TRAITS),
          "model CNN is not staged (app.models.staged), so pipeline is 1 | tensor: 1, pipeline: 1"),
