@@ -93,7 +93,7 @@ def submit(
         str | None, typer.Option("--recipe", help="The recipe, instead of the second argument.")
     ] = None,
 ) -> None:
-    """Send a job (train, tune, compile, deploy, undeploy, lifecycle) to the cluster and follow it to its end."""
+    """Send a job (plan, train, tune, compile, deploy, undeploy, lifecycle) to the cluster and follow it to its end."""
     given = [*([recipe] if recipe else []), *(overrides or [])]
     if recipe_option is not None:
         given.insert(0, recipe_option)
