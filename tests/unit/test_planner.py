@@ -177,3 +177,10 @@ def test_rayloom_plan_prints_a_table_and_json(tmp_path: Path) -> None:
     assert best.device_hours == pytest.approx(4 * best.hours)
     assert best.price == pytest.approx(2 * best.device_hours)
     assert best.step_s <= found.plans[1].step_s
+
+
+def test_calibration_of_gpus_that_are_not_here_is_refused() -> None:
+    given = ["plan", str(ROOT / "recipes/digits.yaml"), "--cluster", "4xa100-80", "--calibrate"]
+    refused = CliRunner().invoke(app, given)
+    assert isinstance(refused.exception, PlanError)
+    assert "leave --calibrate out, or give --cluster 2xcpu" in str(refused.exception)
