@@ -15,7 +15,6 @@ from app.planner.recipe import Subject, find_plans, subject_name, subject_of
 from app.planner.search import Candidate, fewest_devices, price_plan
 from app.planner.validation import validation_of
 
-_GIB = 2**30
 _SMALL_SHARE = 0.25
 """A model whose states take less of a CPU worker's memory is not measured, which takes seconds of imports."""
 _STATE_BYTES = 20
@@ -53,8 +52,8 @@ def choose_plan(
             return Chosen(plan, f"the fastest that calibration has run on this machine, {run.step_s:.3g} s a step")
         if is_small(blueprint, cluster):
             states = blueprint.num_parameters * _STATE_BYTES
-            size = f"{states / _GIB:.2f} of {cluster.device.memory / _GIB:.1f} GiB"
-            return Chosen(default, f"ZeRO 1: the model's states take {size} a worker")
+            share = states / cluster.device.memory
+            return Chosen(default, f"ZeRO 1: the model's states take {share:.1%} of a worker's memory at most")
     try:
         subject = subject_of(recipe, blueprint.model, data)
     except PlanError as error:

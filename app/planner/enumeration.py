@@ -43,7 +43,9 @@ def enumerate_plans(
         base: keys that are not searched, such as ``communication_data_type``, are taken from it.
     """
     devices = cluster.devices
-    offloads = ("none", "cpu", "nvme") if base.nvme_path else ("none", "cpu")
+    offloads = ["none"]
+    offloads += ["cpu"] if cluster.device.kind == "gpu" else []  # a processor's memory is there already
+    offloads += ["nvme"] if base.nvme_path else []
     for tensor, pipeline in product(divisors(devices), divisors(devices)):
         if tensor * pipeline > devices or devices % (tensor * pipeline):
             continue
