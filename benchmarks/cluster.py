@@ -29,7 +29,7 @@ class Cluster:
     """A cluster that is up."""
 
     environment: Mapping[str, str]
-    """Of a process that is to reach it."""
+    """The environment of a process that connects to the cluster."""
 
     def submit(self, job: str, recipe: str, *overrides: str) -> Submitted:
         """Run a job to its end; its lines are shown as they come. Raises RuntimeError if it fails."""

@@ -38,7 +38,7 @@ def machine() -> str:
 
 
 def cpu_features() -> tuple[str, ...]:
-    """What this CPU has of the instructions that models are compiled for, as Linux names them."""
+    """Return those instruction sets of this CPU that matter to compiled models, by Linux's names."""
     flags = cpu_flags()
     return tuple(each for each in _FEATURES if each in flags)
 

@@ -12,7 +12,7 @@ class Spread:
 
     @property
     def median(self) -> float:
-        """Of the values."""
+        """The median of the values."""
         return median(self.values)
 
     def over(self, other: "Spread") -> "Spread":

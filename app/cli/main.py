@@ -144,7 +144,7 @@ def predict(
         typer.Option(envvar=TOKEN_FILE_VARIABLE, help="Default: the local cluster's own."),
     ] = None,
 ) -> None:
-    """Ask a deployed model: the label of each input, and its probability."""
+    """Send inputs to a deployed model, and print the label and the probability of each."""
     given = [_read_image(path) for path in inputs] if image else inputs
     client = EndpointClient(endpoint, token_file) if endpoint else local_endpoint(running_cluster(), token_file)
     answer = client.predict(model, PredictRequest(inputs=given))

@@ -17,7 +17,7 @@ _ROUNDING = 1e-9
 
 
 class Parity(BaseModel):
-    """How an engine's answers compare with PyTorch's, over every row of the validation split."""
+    """The comparison of an engine's answers with PyTorch's, over every row of the validation split."""
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")  # JSON null could not be read back as a number
 

@@ -57,7 +57,7 @@ class BrokenRule:
 
     name: str
     reason: str
-    """What was given, and what the rule expects."""
+    """The given value, and what the rule expects."""
 
 
 def broken_rule(plan: PlanConfig, setting: Setting) -> BrokenRule | None:

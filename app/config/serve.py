@@ -144,7 +144,7 @@ class ServeConfig(Section):
 
     @property
     def candidates(self) -> dict[Role, CanaryConfig | ShadowConfig]:
-        """What is tried beside the version in production."""
+        """The canary and the shadow, by role."""
         candidates: dict[Role, CanaryConfig | ShadowConfig] = {}
         if self.canary:
             candidates["canary"] = self.canary

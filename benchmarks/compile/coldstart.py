@@ -20,7 +20,7 @@ class Start:
     interpreter: float
     """From starting the process to the first line of Python."""
     imports: float
-    """Of Rayloom, and what it imports."""
+    """Importing Rayloom and its dependencies."""
     load: float
     """Fetching the version's files and comparing their sha256, the tokenizer, the engine, and one row to warm up."""
     answer: float
@@ -32,7 +32,7 @@ class Starts:
     """The same start, several times over."""
 
     cache: str
-    """What OpenVINO's cache was: warm or cold."""
+    """The state of OpenVINO's cache: warm or cold."""
 
     all: Sequence[Start]
 

@@ -13,17 +13,17 @@ from benchmarks.compile.speed import Race
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of one model."""
+    """The measurements of one model."""
 
     model: Model
     records: Mapping[ComputePrecision, VariantRecord]
-    """Of OpenVINO's variants."""
+    """The records of OpenVINO's variants."""
 
     refused: Mapping[ComputePrecision, str]
     """Precisions in which there is no variant to measure, and why."""
 
     chosen: Variant
-    """What the product serves."""
+    """The variant that Rayloom serves."""
 
     race: Race
 
@@ -37,7 +37,7 @@ class Compiled:
 
     @property
     def settings(self) -> list[Setting]:
-        """What was timed."""
+        """The timed settings."""
         return list(self.race.latencies)
 
 
@@ -46,7 +46,7 @@ class Findings:
     """All that a run of the benchmark found."""
 
     compiled: Mapping[str, Compiled]
-    """By the model's name."""
+    """The measurements by the model's name."""
 
     left_out: Mapping[str, str]
     """Models that could not be had, and why."""

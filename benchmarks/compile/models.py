@@ -34,7 +34,7 @@ class Setting:
 
     batch_size: int
     length: int | None = None
-    """Of each row, in tokens; None for pictures."""
+    """Length of the rows in tokens; None for images."""
 
     def __str__(self) -> str:
         return f"batch {self.batch_size}" + (f", {self.length} tokens" if self.length else "")
@@ -56,12 +56,12 @@ class Model:
 
     @property
     def settings(self) -> list[Setting]:
-        """What is timed."""
+        """The settings to time."""
         return [Setting(size, length) for length in self.lengths for size in self.batch_sizes]
 
 
 def train(model: Model, folder: Path) -> UPath:
-    """As a person trains without a cluster, with all cores: ``python -m app.training RECIPE KEY=VALUE…``.
+    """Train with all cores, as users do without a cluster: ``python -m app.training RECIPE KEY=VALUE…``.
 
     Raises:
         TrainingError: Rayloom refuses; its reason is in the message.
@@ -100,7 +100,7 @@ def leave_fresh(model: nn.Module) -> None:
 
 
 def write_weights(recipe: Recipe, answers: int, fill: Callable[[nn.Module], None], folder: Path) -> UPath:
-    """What training leaves behind, of a model that was not trained here.
+    """Write the weights folder of a model that was not trained here, as training would.
 
     Args:
         answers: the numbers that the model answers to a row.

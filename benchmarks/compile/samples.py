@@ -41,7 +41,7 @@ def write_pictures(folder: Path) -> None:
 
 
 def _docstrings() -> Iterator[str]:
-    """Of functions and classes of every fourth file of the standard library, without the white space of the source."""
+    """Yield the docstrings in every fourth file of the standard library, without the white space of the source."""
     documented = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     for source in islice(BUILTIN_DOCUMENTS["stdlib"](), 0, None, 4):
         try:

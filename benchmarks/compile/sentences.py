@@ -24,7 +24,7 @@ class SentenceProcessor(TextProcessor):
 
 
 def package_folder() -> Path:
-    """Where the encoder's files are. Raises DataError if the package is not installed."""
+    """Return the folder of the encoder's files. Raise DataError if the package is not installed."""
     try:
         return Path(str(files(_PACKAGE))) / "model"
     except ModuleNotFoundError as error:

@@ -23,7 +23,7 @@ class Race:
     """Contenders that do not run on this machine, and why."""
 
     def speed_up(self, setting: Setting, name: str, over: str) -> Spread:
-        """How many times as fast as another, round by round."""
+        """Return how many times as fast one contender is as another, for each round."""
         return self.latencies[setting][over].over(self.latencies[setting][name])
 
 

@@ -29,7 +29,7 @@ class Cost:
 
     seconds: float
     requests: int
-    """To the object store; 0 on a disk."""
+    """The number of requests to the object store; 0 on a disk."""
 
     def __str__(self) -> str:
         unit, scale, digits = ("s", 1, 2) if self.seconds >= 0.1 else ("ms", 1e3, 1)

@@ -51,7 +51,7 @@ def calibrated_errors(runs: Sequence[PublishedRun]) -> Errors:
 
 @dataclass(frozen=True)
 class Choice:
-    """What taking the predicted best plan of a group costs."""
+    """The cost of taking the predicted best plan of a group."""
 
     group: str
     runs: int

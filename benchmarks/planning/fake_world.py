@@ -151,7 +151,7 @@ class _World(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, rank: int, layout: Layout) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.received: dict[torch.dtype, Tensor] = {}
-        """What is received instead of zeros, by dtype."""
+        """The tensors that are received instead of zeros, by dtype."""
         self.sent: list[Tensor] = []
         self._rank, self._layout = rank, layout
         self._calls: Counter[tuple[str, str]] = Counter()

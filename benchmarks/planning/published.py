@@ -36,7 +36,7 @@ class PublishedRun:
 
     @property
     def source(self) -> str:
-        """Who published it."""
+        """The publication."""
         return self.row["source"]
 
     @property

@@ -92,7 +92,7 @@ class Findings:
 
     tradeoff: Tradeoff
     rules: dict[float, CascadeRule]
-    """By accuracy floor; each was calibrated on the validation split."""
+    """The rules by accuracy floor, calibrated on the validation split."""
     seconds: dict[int, Spread]
     """Time of the cascade / time of the large model, by batch size."""
 

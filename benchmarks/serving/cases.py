@@ -55,7 +55,7 @@ class Case:
 
 
 def tiny_cnn(models: Models, field: Field) -> Case:
-    """Of a model that takes no time, the server's own cost is measured."""
+    """Measure a server's own cost, with a model that takes almost no time."""
     return Case(
         "Tiny CNN",
         [Rayloom(RAYLOOM, models.cnn), Rayloom(IN_JSON, models.cnn, encoding=JsonTensors)],
@@ -77,7 +77,7 @@ def grpc(models: Models, field: Field) -> Case:
 
 
 def encoder(models: Models, field: Field) -> Case:
-    """Of a model that takes milliseconds, how much of the engine a server lets through, and what compile adds."""
+    """Measure how much of the engine's throughput remains behind a server, with a model that takes milliseconds."""
     rows = models.short_texts
     return Case(
         "Sentence encoder, 32 tokens",
@@ -114,7 +114,7 @@ class SteadyCase:
     own: Contender
     baseline: Peer
     share: float
-    """Of the answers that ``baseline`` gives to 16 connections that ask without a pause."""
+    """Share of the rate that ``baseline`` answers on 16 connections without pauses."""
     workload: Workload
 
 

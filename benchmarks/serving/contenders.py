@@ -18,17 +18,17 @@ class Contender(Protocol):
 
     @property
     def setting(self) -> str:
-        """How it was set, for the report."""
+        """The settings, for the report."""
         ...
 
     @property
     def wire(self) -> Wire:
-        """What it is sent."""
+        """The encoding of the requests."""
         ...
 
     @property
     def tolerance(self) -> Tolerance:
-        """How near its answers have to be."""
+        """The tolerance of its answers."""
         ...
 
     def serve(self, folder: Path) -> AbstractContextManager[str]:

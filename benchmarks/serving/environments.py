@@ -49,7 +49,7 @@ def interpreter(server: Server, folder: Path) -> Path:
 
 
 def version_of(server: Server, folder: Path) -> str:
-    """What is installed for a server, with its version; its environment is made first. Raises InstallationError."""
+    """Create a server's environment, and return the installed packages with versions. Raise InstallationError."""
     command = [str(interpreter(server, folder)), "-c", _VERSION, server.package]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return f"{server.package} {done.stdout.strip()}"

@@ -17,7 +17,7 @@ class Raced:
     """Names of those that Rayloom is compared with."""
 
     peers_alone: Collection[str]
-    """Those of them that do not join requests."""
+    """The peers that do not batch requests."""
 
     race: Race
 
@@ -27,7 +27,7 @@ class Findings:
     """All that a run of the benchmark found."""
 
     races: Mapping[str, Raced]
-    """By the case's name."""
+    """The races by the case's name."""
 
     sweep: Swept | None
     """None: it was not asked for."""
@@ -36,11 +36,11 @@ class Findings:
     """Results of the cases at one rate."""
 
     versions: Sequence[str]
-    """Of peers."""
+    """The versions of the peers."""
 
     num_rounds: int
     seconds: int
-    """Of load at each number of connections; at 64 twice as many."""
+    """Seconds of load at each number of connections; twice as many at 64."""
 
     load_before: str
     load_after: str

@@ -129,7 +129,7 @@ def _steady(steady: Steady) -> Iterator[Goal]:
 
 @dataclass(frozen=True)
 class Compared:
-    """How many times another's number something is, and whose."""
+    """The ratio of a measurement to another contender's, and the name of that one."""
 
     ratio: Spread
     other: str

@@ -18,7 +18,7 @@ _STOLEN, _TRIES = 0.05, 5
 
 @dataclass(frozen=True)
 class Load:
-    """What came of it, from the point of view of those who asked."""
+    """The results of a load, as the clients see them."""
 
     rate: float
     """Good answers a second."""
@@ -32,7 +32,7 @@ class Load:
     """The share of one core that the load generator took: near 1, it could not have asked for more."""
 
     stolen: float
-    """How much of a core the hypervisor gave to other machines meanwhile, where it tells."""
+    """Share of a core that the hypervisor gave to other machines meanwhile; 0 if it does not report that."""
 
     cpu_us: float
     """CPU time of the whole machine for each answer, including the load generator's."""
@@ -43,10 +43,10 @@ class CpuTimes:
     """CPU time, in seconds."""
 
     machine_s: float
-    """Of all processes."""
+    """CPU seconds of all processes."""
 
     children_s: float
-    """Of this process's children that have ended."""
+    """CPU seconds of this process's ended children."""
 
     stolen_s: float
     """Time of all cores that the hypervisor gave to other machines, if it reports this."""

@@ -131,7 +131,7 @@ class Models:
 
 @contextlib.contextmanager
 def _cores(count: int) -> Iterator[None]:
-    """So many cores for the processes that are started meanwhile."""
+    """Limit the processes that are started in the block to ``count`` cores."""
     usable = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(usable)[:count])
     try:
@@ -141,7 +141,7 @@ def _cores(count: int) -> Iterator[None]:
 
 
 def _rows(weights: UPath) -> list[Tensors]:
-    """Of the validation split, each padded to its own bucket."""
+    """Return the rows of the validation split, each padded to its own bucket."""
     processor = find_processor(load_recipe(str(weights / RECIPE_FILE)).task)
     validation = ClassificationData.load(weights.parent / DATA, processor).validation
     return [validation.batch([number]).inputs for number in range(len(validation))]

@@ -39,11 +39,11 @@ class Result:
         return Spread(tuple(each[connections].rate for each in self.rounds))
 
     def p50_ms(self, connections: int) -> Spread:
-        """Of a request."""
+        """Return the median of a request's latency, for each round."""
         return Spread(tuple(each[connections].p50_ms for each in self.rounds))
 
     def p99_ms(self, connections: int) -> Spread:
-        """Of a request."""
+        """Return the 99th percentile of a request's latency, for each round."""
         return Spread(tuple(each[connections].p99_ms for each in self.rounds))
 
     def cpu_us(self, connections: int) -> Spread:
@@ -51,7 +51,7 @@ class Result:
         return Spread(tuple(loads[connections].cpu_us for loads in self.rounds))
 
     def errors(self, connections: int) -> int:
-        """Of all rounds."""
+        """Return the number of errors in all rounds."""
         return sum(each[connections].errors for each in self.rounds)
 
     def generator_busy(self, connections: int) -> float:
@@ -59,7 +59,7 @@ class Result:
         return max(each[connections].generator_busy for each in self.rounds)
 
     def stolen(self, connections: int) -> float:
-        """How much of a core other machines took, in the worst round."""
+        """Return the share of a core that other machines took, in the worst round."""
         return max(each[connections].stolen for each in self.rounds)
 
 
@@ -68,7 +68,7 @@ class Race:
     """All rounds of one workload."""
 
     results: Mapping[str, Result]
-    """By the contender's name."""
+    """The results by the contender's name."""
 
     loops: Mapping[str, Spread]
     """Rows a second of bare engines, by name."""
@@ -77,12 +77,12 @@ class Race:
     """Contenders that did not run, and why, in a line."""
 
     def fastest(self, names: Collection[str], connections: int) -> str | None:
-        """Which of them gave the most good answers; None if none of them ran."""
+        """Return the one with the most good answers; None if none of them ran."""
         ran = self.results.keys() & names
         return max(ran, key=lambda name: self.results[name].rate(connections).median, default=None)
 
     def soonest(self, names: Collection[str], connections: int) -> str | None:
-        """Which of them answered soonest, by the median; None if none of them ran."""
+        """Return the one with the lowest median latency; None if none of them ran."""
         ran = self.results.keys() & names
         return min(ran, key=lambda name: self.results[name].p50_ms(connections).median, default=None)
 

@@ -35,10 +35,10 @@ class Rayloom:
     name: str
     model: ServedModel
     settings: tuple[str, ...] = ()
-    """Of the recipe's ``serve``; what is not said is as compile measured it."""
+    """Keys of the recipe's ``serve``. The others have the values that compile measured."""
 
     encoding: Callable[[str], Wire] = BinaryTensors
-    """How the model of a name is asked."""
+    """The encoding of requests to a model."""
 
     @property
     def setting(self) -> str:

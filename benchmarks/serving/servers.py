@@ -16,11 +16,11 @@ _RAY_LIMIT = "max_ongoing_requests 256"
 
 @dataclass(frozen=True)
 class Batching:
-    """How a server joins requests, in the terms that all of them share."""
+    """A server's batching, in terms that all servers share."""
 
     max_size: int
     wait_us: int | None
-    """That the first request of a batch waits for more; None if the server sees to it itself."""
+    """Microseconds for which a batch's first request waits for others; None if the server decides itself."""
 
     def __str__(self) -> str:
         if self.max_size == 1:
@@ -44,7 +44,7 @@ class Server:
 
     wire: Wire
     note: str
-    """How it is set beside its batching, for the report."""
+    """Its other settings, for the report."""
 
     batchings: Sequence[Batching]
     """The ways in which it is run: which is faster depends on the model and on the load."""

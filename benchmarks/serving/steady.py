@@ -32,7 +32,7 @@ _TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Times:
-    """Of the requests of one load, from when each was due."""
+    """The latencies of one load, counted from the time at which each request was due."""
 
     p50_ms: float
     p99_ms: float
@@ -49,26 +49,26 @@ class Steady:
     baseline: str
     """Names of the two contenders."""
     share: float
-    """Of the requests that the baseline can answer."""
+    """Share of the rate that the baseline can answer."""
     rate: float
     """Requests a second; 0 if the baseline did not run."""
 
     times: Mapping[str, Sequence[Times]]
-    """By the contender's name."""
+    """The latencies by the contender's name."""
 
     absent: Mapping[str, str]
     """Contenders that did not run, and why, in a line."""
 
     def p50_ms(self, name: str) -> Spread:
-        """Of a request."""
+        """Return the median of a request's latency, for each round."""
         return Spread(tuple(each.p50_ms for each in self.times[name]))
 
     def p99_ms(self, name: str) -> Spread:
-        """Of a request."""
+        """Return the 99th percentile of a request's latency, for each round."""
         return Spread(tuple(each.p99_ms for each in self.times[name]))
 
     def errors(self, name: str) -> int:
-        """Of all rounds."""
+        """Return the number of errors in all rounds."""
         return sum(each.errors for each in self.times[name])
 
 

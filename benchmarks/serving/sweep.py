@@ -48,7 +48,7 @@ SETTINGS = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a setting gives when many ask, and what it costs when one asks alone."""
+    """The throughput of a setting under load, and the latency of a single client."""
 
     rate: float
     """Good answers a second, with 64 connections."""

@@ -31,14 +31,14 @@ class Request:
     headers: Mapping[str, str] = field(default_factory=lambda: _JSON)
 
     def raw(self, host: str) -> bytes:
-        """As it goes over a connection that is kept."""
+        """Return the request's bytes on a persistent connection."""
         lines = [f"POST {self.path} HTTP/1.1", f"Host: {host}", f"Content-Length: {len(self.body)}"]
         lines += [f"{name}: {value}" for name, value in self.headers.items()]
         return "\r\n".join([*lines, "", ""]).encode() + self.body
 
 
 class Wire(Protocol):
-    """What a server is sent."""
+    """The encoding of requests to a server."""
 
     @property
     def scheme(self) -> Scheme:
@@ -76,7 +76,7 @@ class BinaryTensors:
         return Request(_path(self.model), header + b"".join(contents.values()), headers)
 
     def answer(self, response: httpx.Response) -> Answer:
-        """What follows the response's header."""
+        """Return the answer after the response's header."""
         length = int(response.headers[_HEADER_LENGTH])
         (output,) = json.loads(response.content[:length])["outputs"]
         assert output["name"] == OUTPUT

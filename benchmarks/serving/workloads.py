@@ -19,16 +19,16 @@ _AT_ONCE = 16
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How near to the right answer one has to be."""
+    """The maximum deviation from the right answer."""
 
     difference: float | None = 1e-3
-    """Of a number, at most; None if only the direction counts."""
+    """Maximum difference of a number; None if only the direction counts."""
 
     cosine: float = 0.9999
-    """Of the row, at least."""
+    """Minimum cosine similarity of the row."""
 
     def difference_of(self, given: Answer, expected: Answer) -> str | None:
-        """What is wrong, if anything is."""
+        """Return a description of the deviation; None if there is none."""
         if given.shape != expected.shape:
             return f"{len(given)} numbers, expected {len(expected)}"
         furthest = float(np.abs(given - expected).max())

@@ -19,7 +19,7 @@ _MARK = "REPORT "
 
 
 class Report(BaseModel):
-    """What the script prints at the end."""
+    """The output of the script."""
 
     requests: int
     """Answers, of any status."""

@@ -33,7 +33,7 @@ class Case:
     steps: int
 
     def overrides(self, folder: Path) -> list[str]:
-        """What turns the recipe into this case, with its storage below ``folder``."""
+        """Return the overrides that turn the recipe into this case, with its storage below ``folder``."""
         return [
             f"storage={folder / 'storage'}",
             f"data.source={folder / 'corpus'}",
@@ -51,7 +51,7 @@ class Case:
         ]
 
     def recipe(self, folder: Path) -> Recipe:
-        """As Rayloom reads it."""
+        """Return the recipe of this case."""
         return load_recipe(_RECIPE, self.overrides(folder))
 
     def command(self, folder: Path) -> list[str]:

@@ -30,7 +30,7 @@ class Trial:
     ends: dict[int, float]
     """Unix times at which steps ended, by the number of the step; Rayloom tells of some steps only."""
     losses: dict[int, float]
-    """By the number of the step: the mean over all ranks."""
+    """The mean loss over all ranks, by the number of the step."""
     cpu: CpuUse
     """CPU time of the whole machine while it ran."""
     second_start_s: float | None = None

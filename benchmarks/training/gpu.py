@@ -29,21 +29,21 @@ _HEADER = ("model", "parameters", "step", "tokens/s", "MFU", "peak memory")
 
 @dataclass(frozen=True)
 class Reached:
-    """What a model reached."""
+    """The measurements of one model."""
 
     name: str
     num_parameters: int
     step_s: float
     """Median seconds of an optimizer step."""
     tokens_per_s: float
-    """Of all workers together."""
+    """Tokens per second of all workers together."""
     mfu: float | None
     peak_bytes: int
-    """Of the first worker: of tensors on its GPU; on a CPU, of the whole process."""
+    """Peak memory of the first worker: of the tensors on its GPU, or on a CPU of the whole process."""
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """As the table shows it."""
+        """Return the cells of the table's row."""
         return (
             self.name,
             f"{self.num_parameters:,}",

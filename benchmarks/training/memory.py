@@ -18,7 +18,7 @@ class Bytes:
 
     @property
     def total(self) -> float:
-        """Of all three."""
+        """The sum of all three."""
         return self.parameters + self.gradients + self.optimizer
 
     def __str__(self) -> str:
@@ -27,7 +27,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Holding:
-    """What a rank of a plan holds."""
+    """The memory of one rank of a plan."""
 
     stage: int
     workers: int
@@ -35,11 +35,11 @@ class Holding:
     """Micro-batches whose gradients are added up."""
     held: Bytes
     other_bytes: int
-    """Of all other tensors in the process."""
+    """Bytes of all other tensors in the process."""
 
     @property
     def expected(self) -> Bytes:
-        """By the paper, with sums of 4 bytes where micro-batches are added up."""
+        """The bytes by the paper, with 4-byte sums if gradients are accumulated."""
         return paper(self.stage, self.workers, gradient_bytes=4 if self.accumulation > 1 else 2)
 
     @property

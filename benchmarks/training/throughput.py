@@ -26,7 +26,7 @@ class Comparison:
     rounds: tuple[Round, ...]
 
     def steps_per_s(self, name: str) -> Spread:
-        """Of one contender, after start-up."""
+        """Return the steps per second of one contender, after its start."""
         return Spread(tuple(each[name].steps_per_s for each in self.rounds))
 
     def first_step_s(self, name: str) -> Spread:

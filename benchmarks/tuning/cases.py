@@ -24,9 +24,9 @@ class Case:
     space: str
     overrides: tuple[str, ...]
     epochs: int
-    """Of a trial, at most."""
+    """Maximum number of epochs of a trial."""
     trials: int
-    """Of the random search, which trains each to its end."""
+    """Number of trials of the random search, which trains all of them to their end."""
     make_source: Callable[[Path], Path] | None = None
     """Writes what is trained on into a folder; without it, the recipe's own."""
 

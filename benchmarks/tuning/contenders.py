@@ -28,14 +28,14 @@ class Task:
 
     values: Values
     epochs_done: int = 0
-    """By the same configuration before, when it was put off."""
+    """Epochs that the same configuration trained before it was paused."""
 
 
 class Contender(Protocol):
     """A search that is asked and told, one trial after another."""
 
     def propose(self) -> Task | None:
-        """What to train next; None if there is nothing left."""
+        """Return the next configuration to train; None if there is none."""
         ...
 
     def goes_on(self, epoch: int, value: float) -> bool:

@@ -35,7 +35,7 @@ class Window:
     """From a trial's start to the next one's."""
 
     turns: int
-    """Of this trial, and of those that were promoted before the next one began."""
+    """Number of turns of this trial, and of trials that were promoted before the next one began."""
     epochs: int
     seconds: float
 

@@ -7,7 +7,7 @@ from benchmarks.tuning.contenders import Contender, Task
 
 
 class Source(Protocol):
-    """Where learning curves come from."""
+    """A source of learning curves."""
 
     def value(self, values: dict[str, Any], epoch: int) -> float | None:
         """The objective after an epoch, the first being 1; None if training ended or broke before it."""

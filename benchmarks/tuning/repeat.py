@@ -17,13 +17,13 @@ from benchmarks.tuning.race import Race, run_race
 
 @dataclass(frozen=True)
 class Repeat:
-    """What a process of its own needs to know. No two propose the same configuration, for seeds differ."""
+    """The arguments of one process. No two propose the same configuration, because their seeds differ."""
 
     case: Case
     recipe: Recipe
     seed: int
     folder: Path
-    """Of the case's curves."""
+    """The folder of the case's curves."""
 
     def run(self) -> dict[str, Race]:
         """The race of each contender, by name; a line is printed as each ends."""
