@@ -23,7 +23,7 @@ def test_three_epochs_without_improvement_pause_the_run_and_tell_a_receiver(
     (tmp_path / "secret").write_text("known to both", encoding="utf-8")
     webhook = {"url": receiver.url, "secret": f"file:{tmp_path / 'secret'}", "retry_wait_s": 0.01}
     rule = load_recipe("recipes/reviews.yaml").alerts[0]
-    told = [f"alerts={json.dumps([{'when': rule.when, 'do': rule.do}])}", f"notify={json.dumps({'webhook': webhook})}"]
+    told = [f"alerts=[{rule.model_dump_json(exclude_defaults=True)}]", f"notify={json.dumps({'webhook': webhook})}"]
     paused = train_alone(*NO_PROGRESS, *told)
     assert paused["status"] == "stopped"
     assert paused["metrics"]["paused"]
