@@ -1,5 +1,8 @@
 """Names of the files and folders of a training run, which other parts of the library also read."""
 
+METRICS_FILE = "metrics.jsonl"
+"""One object for each step, one for each epoch."""
+
 DATA = "data"
 """The prepared data."""
 

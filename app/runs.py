@@ -15,6 +15,7 @@ from upath import UPath
 
 from app.config import Recipe, dump_recipe
 from app.errors import RayloomError, StorageError
+from app.run_log import keep_log
 from app.storage import list_names, open_storage, write_atomically
 
 RESULT_FILE, CONFIG_FILE = "result.json", "config.yaml"
@@ -71,6 +72,8 @@ class Run:
     """Contexts of the step that stay open until the result is written."""
     is_ours: bool = True
     """True if this job may write to the folder. Another job may be training an earlier run until this job locks it."""
+    is_open: bool = False
+    """Whether this job has opened the run, so that its output belongs into the folder."""
 
     @classmethod
     def start(cls, job: str, recipe: Recipe, run_id: str | None = None) -> Self:
@@ -108,6 +111,7 @@ class Run:
             raise StorageError(
                 f"storage {str(self.storage)!r} cannot be written ({error}): check its rights"
             ) from error
+        self.is_open = True
 
     def end(self, outcome: Outcome) -> Result:
         """Write and return the result of a run that succeeded or was stopped."""
@@ -145,7 +149,7 @@ Step = Callable[[Run], Outcome]
 
 def execute(run: Run, step: Step) -> Result:
     """Do the work and write its result. Print errors, with a traceback unless they are Rayloom's own."""
-    with run.until_result:
+    with keep_log(run.folder, lambda: run.is_open), run.until_result:
         try:
             return run.end(step(run))
         except RayloomError as error:

@@ -5,12 +5,16 @@ import time
 
 from pydantic import BaseModel
 
+from app.pages.page import REPORT_FILE
+from app.reports.deployment import DeploymentRecord, Laps, deployment_page
+from app.reports.run_folder import write_page
 from app.repository.repository import Repository
 from app.runs import Outcome, Run
 from app.serving.access import access_of, token_file_of
 from app.serving.cascade.rule import CascadeRule
 from app.serving.config import DeployedModel, EndpointConfig
 from app.serving.deployment import deployed_model, promote_named
+from app.training.coordination.heartbeat import run_lock
 from jobs._cluster import connect
 from jobs._endpoint import (
     await_routes,
@@ -37,12 +41,15 @@ class DeployMetrics(BaseModel):
 
 def deploy(run: Run) -> Outcome:
     """Deploy the production version, or the one that the recipe promotes, and its candidates."""
-    recipe = run.recipe
+    recipe, laps = run.recipe, Laps()
+    run.until_result.callback(write_page, deployment_page, run.folder)
     model = _planned(run)
+    laps.end("reading and verifying the versions")
     connect()
     with endpoint_lock() as has_waited:
         if has_waited:  # the other job may have promoted another version
             model = _planned(run)
+        laps.end("connecting, and waiting for other jobs")
         if model.cascade:
             print(model.cascade.summary(model.production), flush=True)
         before = desired_config()
@@ -50,13 +57,18 @@ def deploy(run: Run) -> Outcome:
         after = EndpointConfig(models={**before.models, recipe.name: model}, access=access)
         require_room(before, after)
         address = start_serve(recipe.serve)
+        laps.end("starting Serve")
 
+        run.hold(run_lock(run.folder))
         run.open()
         began = time.monotonic()
         roll_out(before, after, recipe.serve.ready_timeout_s)
+        laps.end("loading the models in every replica")
         promote_named(recipe, Repository(run.storage))
         await_routes()
+        laps.end("opening the routes")
     ready_s = round(time.monotonic() - began, 3)
+    DeploymentRecord(model=model, phases_s=laps.seconds).save(run.folder)
     version = model.production.version
     print(f"{recipe.name}, version {version}, answers at {address.http}, and over gRPC at {address.grpc}", flush=True)
     if file := token_file_of(recipe.serve):
@@ -65,7 +77,12 @@ def deploy(run: Run) -> Outcome:
         DeployMetrics(
             ready_s=ready_s, replicas=running_replicas(), cascade=model.cascade.rule if model.cascade else None
         ),
-        {"http": address.http, "grpc": address.grpc, "model": f"{recipe.name}/{version}"},
+        {
+            "http": address.http,
+            "grpc": address.grpc,
+            "model": f"{recipe.name}/{version}",
+            "report": str(run.folder / REPORT_FILE),
+        },
     )
 
 

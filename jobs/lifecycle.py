@@ -7,10 +7,13 @@ from pydantic import BaseModel
 from app.compile.variants import requested_variants
 from app.config import Recipe, load_recipe
 from app.errors import RayloomError
+from app.pages.page import REPORT_FILE
+from app.reports.lifecycle import lifecycle_page, note_part
+from app.reports.run_folder import write_page
 from app.runs import RESULT_FILE, Outcome, Result, Run, Step, execute, has_succeeded
 from app.storage import write_atomically
 from app.tasks import find_processor
-from app.training.coordination.heartbeat import require_not_running
+from app.training.coordination.heartbeat import require_not_running, run_lock
 from app.training.resume import newest_unfinished, start_or_resume
 from app.training.stop_request import read_stop_request
 from jobs._runner import main
@@ -40,18 +43,20 @@ def lifecycle(run: Run) -> Outcome:
         requested_variants(run.recipe.compile)  # raises if an engine is not available on this machine
     resumes = run.recipe.train.resume or (run.recipe.tune and run.recipe.tune.resume)
     previous = newest_unfinished(run.storage, run.job, run.recipe.name) if resumes else None
+    run.hold(run_lock(run.folder))
+    run.until_result.callback(write_page, lifecycle_page, run.folder)
     run.open()
     tuned = _search(run, previous) if run.recipe.tune else None
     best = load_recipe(tuned.artifacts["best_recipe"]) if tuned else run.recipe
     recipe = _with(best, "train", resume=run.recipe.train.resume)
     training = start_or_resume("train", recipe)
-    trained = _step(training, train)
+    trained = _step(run, training, train)
     require_no_request(training)
     compiled = _step(
-        Run.start("compile", _with(recipe, "compile", weights=trained.artifacts["weights"])), compile_on_node
+        run, Run.start("compile", _with(recipe, "compile", weights=trained.artifacts["weights"])), compile_on_node
     )
     version = int(compiled.artifacts["model"].rpartition("/")[2])
-    deployed = _step(Run.start("deploy", _with(recipe, "serve", version=version)), deploy)
+    deployed = _step(run, Run.start("deploy", _with(recipe, "serve", version=version)), deploy)
     return Outcome(
         LifecycleMetrics(
             tune=tuned.metrics if tuned else None,
@@ -59,7 +64,11 @@ def lifecycle(run: Run) -> Outcome:
             compile=compiled.metrics,
             deploy=deployed.metrics,
         ),
-        (tuned.artifacts if tuned else {}) | trained.artifacts | compiled.artifacts | deployed.artifacts,
+        (tuned.artifacts if tuned else {})
+        | trained.artifacts
+        | compiled.artifacts
+        | deployed.artifacts
+        | {"report": str(run.folder / REPORT_FILE)},
     )
 
 
@@ -69,11 +78,12 @@ def _search(run: Run, previous: str | None) -> Result:
     write_atomically(run.folder / SEARCH_FILE, search.run_id.encode())
     if has_succeeded(search.folder):
         print(f"search {search.run_id} has already finished", flush=True)
+        note_part(run.folder, search.job, search.run_id)
         return Result.model_validate_json((search.folder / RESULT_FILE).read_bytes())
     if search.was_opened:
         require_not_running(search.folder)
         print(f"resuming search {search.run_id}", flush=True)
-    return _step(search, tune)
+    return _step(run, search, tune)
 
 
 def _search_of(run: Run, previous: str | None) -> Run | None:
@@ -84,14 +94,15 @@ def _search_of(run: Run, previous: str | None) -> Run | None:
     return search if search.was_opened else None
 
 
-def _step(run: Run, step: Step) -> Result:
-    print(f"── {run.job} ──", flush=True)
-    result = execute(run, step)
+def _step(lifecycle: Run, part: Run, step: Step) -> Result:
+    print(f"── {part.job} ──", flush=True)
+    note_part(lifecycle.folder, part.job, part.run_id)
+    result = execute(part, step)
     if result.status == "stopped":
-        override = "tune.resume=true" if run.job == "tune" else f"train.resume={run.run_id}"
-        raise RayloomError(f"{run.job} was stopped: resume with {override}")
+        override = "tune.resume=true" if part.job == "tune" else f"train.resume={part.run_id}"
+        raise RayloomError(f"{part.job} was stopped: resume with {override}")
     if result.status == "failed":
-        raise RayloomError(f"{run.job}: {result.error}")
+        raise RayloomError(f"{part.job}: {result.error}")
     return result
 
 

@@ -14,6 +14,7 @@ from app.cli.endpoint import TOKEN_FILE_VARIABLE, EndpointClient, local_endpoint
 from app.cli.models import models
 from app.cli.options import Overrides, Storage, chosen_storage
 from app.cli.plan import plan
+from app.cli.runs import runs
 from app.cluster import local
 from app.cluster.ports import open_ports
 from app.cluster.state import SUPERVISOR_LOG, TOKEN_FILE, ClusterState, read_state, running_cluster
@@ -31,6 +32,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 recipes = typer.Typer(no_args_is_help=True, help="Look at recipes.")
 app.add_typer(recipes, name="recipe")
 app.add_typer(models, name="models")
+app.add_typer(runs, name="runs")
 app.command()(plan)
 
 
@@ -116,6 +118,21 @@ def resume(run_id: str, overrides: Overrides = None, storage: Storage = None) ->
     chosen = [f"storage={absolute_location(storage)}"] if storage else []
     config = str(folder / CONFIG_FILE)
     raise typer.Exit(send_job("train", config, [*(overrides or []), *chosen, f"train.resume={run_id}"]))
+
+
+@app.command()
+def ui(
+    host: Annotated[str, typer.Option(help="Where to listen. Other than loopback, it asks for a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8266,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the token to ask for. Default: that of the endpoint, made if needed.")
+    ] = None,
+    storage: Storage = None,
+) -> None:
+    """Serve a page of all runs and models in storage: live curves, comparisons, and the reports."""
+    from app.ui.server import serve_ui  # imports FastAPI
+
+    serve_ui(chosen_storage(storage), host, port, token_file)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from app.cli.tables import aligned
 from app.repository.manifest import Manifest, Quantization, ServingDefaults
 from app.repository.repository import ListedVersion, Repository
 
@@ -10,13 +11,13 @@ _HEADER = ("model", "version", "aliases", "precision", "engine", "accuracy", "si
 
 def table_of(repository: Repository) -> Iterator[str]:
     """Yield a line for each version of each model, below a header."""
-    return _aligned([_HEADER, *map(_row, repository.list_versions())])
+    return aligned([_HEADER, *map(_row, repository.list_versions())])
 
 
 def description_of(manifest: Manifest, aliases: Sequence[str], folder: str) -> Iterator[str]:
     """Yield everything in a version's manifest, one line per fact."""
     key, lineage = manifest.engine_key, manifest.lineage
-    return _aligned(
+    return aligned(
         [
             ("model", f"{manifest.name}, version {manifest.version}"),
             ("aliases", ", ".join(aliases) or "none"),
@@ -76,9 +77,3 @@ def _serving(defaults: ServingDefaults) -> str:
 
 def _size(size_bytes: int) -> str:
     return f"{size_bytes / 1e6:.1f} MB" if size_bytes >= 1e5 else f"{size_bytes / 1e3:.1f} kB"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -2,9 +2,7 @@
 
 import platform
 from collections.abc import Sequence
-from typing import Any
 
-from plotly import express as px
 from pydantic import BaseModel
 from upath import UPath
 
@@ -14,11 +12,12 @@ from app.compile.files import ModelFile
 from app.compile.records import BuiltPlan, PublishedAccuracy, VariantRecord
 from app.compile.timing import OperatingPoint, pareto_front
 from app.compile.variants import BUILT_AHEAD, Skipped
-from app.page import Page
+from app.pages.content import Chart, Series, State
+from app.pages.page import REPORT_FILE, Page
 from app.repository.manifest import Quantization, ServingDefaults
 from app.storage import write_atomically
 
-DATA_FILE, PAGE_FILE = "report.json", "report.html"
+DATA_FILE = "report.json"
 
 
 class CompileReport(BaseModel):
@@ -81,7 +80,10 @@ def report_of(
 def write_report(report: CompileReport, folder: UPath) -> UPath:
     """Write both files, and return the page."""
     write_atomically(folder / DATA_FILE, report.model_dump_json(indent=1).encode())
-    page = Page(f"{report.recipe}, compiled")
+    state = State("published" if report.chosen else "nothing published", "good" if report.chosen else "bad")
+    page = Page(f"{report.recipe}, compiled", state)
+    if report.error:
+        page.add_error(report.error)
     page.add_facts(_facts(report))
     page.add_heading("Variants")
     page.add_table(*_variants(report))
@@ -89,14 +91,11 @@ def write_report(report: CompileReport, folder: UPath) -> UPath:
         page.add_heading("Pareto front of accuracy, latency, throughput and size")
         page.add_table(*_points(report.front, report.point))
         page.add_heading("All measured settings")
-        page.add_text(
-            "A marker's area is the size of the file. Its symbol shows whether the setting is on the Pareto front."
-        )
-        page.add_figure(_front_plot(report.points, report.front))
+        page.add_charts(_settings_chart(report.points, report.front))
     page.add_heading("Files")
     page.add_table(*_files(report))
-    page.write(folder / PAGE_FILE)
-    return folder / PAGE_FILE
+    page.write(folder / REPORT_FILE)
+    return folder / REPORT_FILE
 
 
 def _facts(report: CompileReport) -> dict[str, object]:
@@ -180,25 +179,30 @@ def _quantization(quantization: Quantization | None) -> str:
     return f"{quantization}: {', '.join(quantization.exempt)}" if quantization.exempt else str(quantization)
 
 
-def _front_plot(points: Sequence[OperatingPoint], front: Sequence[OperatingPoint]) -> Any:
-    """Plot latency, throughput and size (marker area) of every setting, with one colour per variant."""
-    return px.scatter(
-        {
-            "ms per call": [point.latency_ms for point in points],
-            "rows per second": [point.throughput for point in points],
-            "variant": [str(point.variant) for point in points],
-            "MB": [point.size_bytes / 1e6 for point in points],
-            "accuracy": [point.accuracy for point in points],
-            "setting": [str(point) for point in points],
-            "front": ["on the front" if point in front else "dominated" for point in points],
-        },
-        x="ms per call",
-        y="rows per second",
-        color="variant",
-        symbol="front",
-        size="MB",
-        hover_name="setting",
-        hover_data=["accuracy"],
+def _settings_chart(points: Sequence[OperatingPoint], front: Sequence[OperatingPoint]) -> Chart:
+    """Return latency against throughput, with a color for each variant."""
+    by_variant: dict[str, list[OperatingPoint]] = {}
+    for point in points:
+        by_variant.setdefault(str(point.variant), []).append(point)
+    return Chart(
+        title="Latency and throughput",
+        x_label="ms of a call",
+        y_label="rows/s",
+        series=[
+            Series(
+                name,
+                [point.latency_ms for point in measured],
+                [point.throughput for point in measured],
+                kind="points",
+                labels=[_label_of(point, point in front) for point in measured],
+            )
+            for name, measured in by_variant.items()
+        ],
         log_x=True,
         log_y=True,
     )
+
+
+def _label_of(point: OperatingPoint, is_on_front: bool) -> str:
+    place = "\non the Pareto front" if is_on_front else ""
+    return f"{point}\naccuracy {point.accuracy:.4f}, {point.size_bytes / 1e6:.2f} MB{place}"

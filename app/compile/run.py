@@ -21,6 +21,7 @@ from app.repository.repository import Repository
 from app.runs import Outcome, Run, latest_result
 from app.storage import to_path
 from app.tasks import find_processor
+from app.training.coordination.heartbeat import run_lock
 
 
 class CompileMetrics(BaseModel):
@@ -56,6 +57,7 @@ def compile_model(run: Run, log: Log = print_line) -> Outcome:
     source_model = load_source_model(find_weights(run), run.recipe, usable_cores())
     if requested.calibrated:
         source_model.require_samples(config.calibration.samples)
+    run.hold(run_lock(run.folder))
     run.open()
     rows = len(source_model.reference.classes)
     log(

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from app.config.layout import Layout, lay_out
 from app.config.plan import AutoPlan, Device, Plan, PlanConfig, Precision
@@ -111,6 +111,11 @@ class TrainConfig(Section):
     )
     linear_baseline: bool = Field(
         default=False, description="for texts: also fit a linear model on the same split as a baseline"
+    )
+    report_samples: NonNegativeInt = Field(
+        default=2000,
+        description="validation samples that the trained model is run on for the confusion matrix and the worst "
+        "samples in report.html; 0: none",
     )
     max_steps: PositiveInt | None = Field(default=None, description="stop after this many optimizer steps")
     seed: int = Field(default=0, description="seed of the weights, the order of the samples and dropout")

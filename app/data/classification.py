@@ -71,6 +71,12 @@ class ClassificationData:
         """None: a sample has one target, its class."""
 
     @property
+    def rows(self) -> Mapping[str, int]:
+        """The examples of each split."""
+        splits = {_TRAIN: self.train, _VALIDATION: self.validation, _TEST: self.test}
+        return {name: len(split) for name, split in splits.items() if split}
+
+    @property
     def summary(self) -> str:
         tested = f", testing the published version on {len(self.test):,}" if self.test else ""
         return (

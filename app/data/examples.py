@@ -62,8 +62,13 @@ class CleaningReport(BaseModel):
     kept: int
     dropped: dict[Reason, int]
 
+    @property
+    def reasons(self) -> dict[str, int]:
+        """How many were dropped, by the reason in words."""
+        return {words: self.dropped[reason] for reason, words in _WORDS.items() if reason in self.dropped}
+
     def __str__(self) -> str:
-        reasons = [f"{self.dropped[reason]:,} {words}" for reason, words in _WORDS.items() if reason in self.dropped]
+        reasons = [f"{count:,} {words}" for words, count in self.reasons.items()]
         return f"{self.given:,} {self.what}, {self.kept:,} kept; dropped: {', '.join(reasons) or 'none'}"
 
     def save(self, folder: UPath) -> None:

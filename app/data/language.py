@@ -77,6 +77,11 @@ class LanguageData:
         return digest.hexdigest()
 
     @property
+    def rows(self) -> Mapping[str, int]:
+        """The blocks of each split."""
+        return {"train": len(self.train), "validation": len(self.validation)}
+
+    @property
     def summary(self) -> str:
         return (
             f"{self.report}\ntraining on {len(self.train.tokens):,} tokens in {len(self.train):,} blocks, validating "

@@ -2,13 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel
 from upath import UPath
 
+from app.conditional import read
+from app.data.examples import CleaningReport
+from app.storage import write_atomically
 from app.tensors import Tensors
+
+_REPORT_FILE = "data.json"
 
 IGNORED = -100
 """A target that counts in no loss and no accuracy."""
@@ -69,6 +75,16 @@ class PreparedData(Protocol):
         ...
 
     @property
+    def report(self) -> CleaningReport:
+        """What was dropped before the split."""
+        ...
+
+    @property
+    def rows(self) -> Mapping[str, int]:
+        """The rows of each split, by its name."""
+        ...
+
+    @property
     def summary(self) -> str:
         """One or two lines for the log: what was kept, and how it was split."""
         ...
@@ -80,3 +96,27 @@ class PreparedData(Protocol):
     def save_codec(self, folder: UPath) -> None:
         """Write the files that turn inputs into a trained model's tensors, and its answers into words."""
         ...
+
+
+class DataReport(BaseModel):
+    """What a run was trained on, for the run's page."""
+
+    source: str
+    cleaning: CleaningReport
+    rows: dict[str, int]
+    """By split."""
+
+    @classmethod
+    def of(cls, source: str, data: PreparedData) -> Self:
+        """Describe prepared data."""
+        return cls(source=source, cleaning=data.report, rows=dict(data.rows))
+
+    def save(self, run_folder: UPath) -> None:
+        """Write the report for ``load``."""
+        write_atomically(run_folder / _REPORT_FILE, self.model_dump_json(indent=1).encode())
+
+    @classmethod
+    def load(cls, run_folder: UPath) -> Self | None:
+        """Return what ``save`` wrote. None: the run has not come so far."""
+        content = read(run_folder / _REPORT_FILE)
+        return None if content is None else cls.model_validate_json(content)

@@ -10,6 +10,7 @@ import torch
 
 from app.config import TrainConfig
 from app.errors import NonFiniteLossError
+from app.telemetry.events import EventLog
 from app.telemetry.profiler import StepProfiler
 from app.telemetry.step_time import Phase
 from app.training.activity import Activity
@@ -43,6 +44,7 @@ class Loop:
     meter: Meter
     profiler: StepProfiler
     activity: Activity
+    events: EventLog
     position: Position = field(default_factory=Position)
     records: list[EpochRecord] = field(default_factory=list)
 
@@ -120,7 +122,8 @@ class Loop:
             if request:
                 return request
             if saves:
-                self.checkpoints.save(position, self.records)
+                with self.activity.timed("checkpoint"):
+                    self.checkpoints.save(position, self.records)
         return StopRequest.NONE
 
     def _step(self, number: int, stream: Iterator[MicroBatch]) -> None:
@@ -131,6 +134,7 @@ class Loop:
         self.position.step += 1
         self.position.batches_done = number + 1
         seconds, last = time.monotonic() - began, self.feed.loader.last
+        self.activity.end_step(seconds)
         self.recorder.end_step()
         self.sync.add(
             LocalStep(
@@ -150,7 +154,8 @@ class Loop:
         If a checkpoint could not be written, save the current state.
         """
         self.activity.begin(f"the sync after step {self.position.step}")
-        synced = self.sync.run()
+        with self.activity.timed("sync"):
+            synced = self.sync.run()
         self.position.loss_sum += sum(synced.applied_losses)
         self.position.losses += len(synced.applied_losses)
         self.recorder.record_steps(self.position, synced)
@@ -177,10 +182,13 @@ class Loop:
     def _finish_epoch(self) -> None:
         """Validate, save the state and record the epoch."""
         position = self.position
-        record = self.recorder.make_epoch(position, self._validate())
+        with self.activity.timed("validation"):
+            validation = self._validate()
+        record = self.recorder.make_epoch(position, validation, self.activity.take_totals())
         self.records.append(record)
         self.position = Position(step=position.step, epoch=position.epoch + 1, left_out=position.left_out)
-        self.checkpoints.save(self.position, self.records)
+        with self.activity.timed("checkpoint"):  # counted with the next epoch: this one's record is in it
+            self.checkpoints.save(self.position, self.records)
         self.recorder.record_epoch(record)
 
     def _validate(self) -> LossTotals:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Self
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from app.config import EarlyStoppingConfig, PlanConfig, TrainConfig
 from app.planner.prediction import Prediction
@@ -44,6 +44,8 @@ class EpochRecord(Record):
     """exp(``val_loss``). None unless the task is language modelling."""
     samples_per_s: float
     """Mean over its training, including the checkpoints within the epoch."""
+    phase_s: dict[str, float] = Field(default={})
+    """Seconds of the first worker: data, forward, backward, optimizer, rest_of_step, sync, validation, checkpoint."""
 
 
 class Ending(BaseModel):

@@ -6,19 +6,22 @@ from functools import partial
 from torch import nn
 from upath import UPath
 
-from app.artifacts import CHECKPOINTS, DATA, FAILURE_FILE, WEIGHTS
+from app.artifacts import CHECKPOINTS, DATA, FAILURE_FILE, METRICS_FILE, WEIGHTS
 from app.checksums import CHECKSUMS_FILE, verify_checksums
 from app.config import AutoPlan, TrainConfig, load_stored_recipe, refusal
 from app.config.layout import MAX_MICRO_BATCH
 from app.data.classification import LINEAR_BASELINE, ClassificationData, linear_baseline
-from app.data.prepared import PreparedData
+from app.data.prepared import DataReport, PreparedData
 from app.errors import RecipeError, StorageError
 from app.models.factory import blueprint_of
 from app.models.traits import kind_of, traits_of
+from app.pages.page import REPORT_FILE
 from app.planner.auto import choose_plan
 from app.planner.cluster import Cluster, local_cluster
 from app.planner.outcome import prediction_of
 from app.planner.prediction import Prediction
+from app.reports.run_folder import write_page
+from app.reports.training import training_page
 from app.runs import CONFIG_FILE, Outcome, Run
 from app.tasks import load_prepared, prepare
 from app.telemetry.profiler import PROFILE
@@ -28,8 +31,8 @@ from app.training.data.batches import count_steps
 from app.training.engine.batch_norm import has_batch_norm, has_mixed_batch_norm
 from app.training.engine.deepspeed_engine import deepspeed_config
 from app.training.engine.nvme import require_asynchronous_io
+from app.training.evaluation import write_evaluation
 from app.training.records import Ending, EpochRecord, StoppedTrainMetrics, TrainMetrics, best_of
-from app.training.reporting.sinks import METRICS_FILE
 from app.training.stop_request import StopRequest, withdraw_stop_request
 from app.training.weights import publish_weights
 from app.warnings import best_effort, warn
@@ -72,11 +75,13 @@ def open_run(run: Run, data: PreparedData) -> None:
         StorageError: another job has started to train it.
     """
     run.hold(run_lock(run.folder))
+    run.until_result.callback(write_page, training_page, run.folder)
     run.open()
     withdraw_stop_request(run.folder)
     (run.folder / FAILURE_FILE).unlink(missing_ok=True)
     if not _is_saved(run):
         data.save(run.folder / DATA)
+        DataReport.of(run.recipe.data.source, data).save(run.folder)
 
 
 def finish_run(
@@ -84,15 +89,19 @@ def finish_run(
 ) -> Outcome:
     """Publish the weights of the best epoch, and return the outcome. After a stop request, return the progress."""
     recipe, store = run.recipe, CheckpointStore(run.folder / CHECKPOINTS)
+    report = str(run.folder / REPORT_FILE)
     if ending.stop_request is not StopRequest.NONE:
         verb = "paused" if ending.stop_request is StopRequest.PAUSE else "stopped"
         print(f"{verb} at step {ending.step:,}; to go on: train.resume={run.run_id}", flush=True)
         metrics = StoppedTrainMetrics(steps=ending.step, epochs=len(ending.records), paused=verb == "paused")
         saved = next(checkpoint for checkpoint in reversed(store.committed()) if checkpoint.step == ending.step)
-        return Outcome(metrics, {"checkpoint": str(store.folder_of(saved))}, status="stopped")
+        return Outcome(metrics, {"checkpoint": str(store.folder_of(saved)), "report": report}, status="stopped")
     best, checkpoint = _best_intact(store, ending.records, recipe.train)
     weights = run.folder / WEIGHTS
     publish_weights(checkpoint, data, recipe, weights)
+    if recipe.train.report_samples:
+        evaluating = partial(write_evaluation, weights, data, recipe, run.folder)
+        best_effort(evaluating, "the report has no predictions", "the job")
     baseline = linear_baseline(_texts_of(data)) if recipe.train.linear_baseline else None
     if baseline is not None:
         print(f"val_accuracy {best.val_accuracy:.4f}; {LINEAR_BASELINE}: {baseline:.4f}", flush=True)
@@ -105,7 +114,7 @@ def finish_run(
 
     best_effort(compare, "what the planner predicts of this run cannot be computed")
     reached = TrainMetrics.of(best, ending, recipe.train, baseline, *predictions)
-    return Outcome(reached, {"checkpoint": str(checkpoint), "weights": str(weights)})
+    return Outcome(reached, {"checkpoint": str(checkpoint), "weights": str(weights), "report": report})
 
 
 def export_checkpoint(run_folder: UPath, output: UPath, step: int | None = None) -> Checkpoint:

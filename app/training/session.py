@@ -1,23 +1,28 @@
 """One worker's part of a training run, from its first step or from its newest checkpoint."""
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 
+import torch
 from upath import UPath
 
 from app.artifacts import CHECKPOINTS, FAILURE_FILE
+from app.conditional import read
 from app.config import Layout, Recipe, TrainConfig
 from app.config.alerts import Act
 from app.data.prepared import PreparedData
 from app.errors import NonFiniteLossError, TrainingError
 from app.models.factory import blueprint_of
 from app.storage import no_op
-from app.telemetry.alerts import Alerts, Notifier
+from app.telemetry.alerts import Alerts, Notification, Notifier
+from app.telemetry.events import EventKind, EventLog
 from app.telemetry.mfu import computes_in_bf16
 from app.telemetry.mirror import Mirror
 from app.telemetry.profiler import profile_steps
 from app.telemetry.tensorboard import TensorBoardLog
+from app.telemetry.usage import Counter, GpuCounter, RaplCounter, UsageMeter, begin_usage
 from app.training.activity import Activity
 from app.training.checkpoints.manager import CheckpointManager
 from app.training.checkpoints.state import Position
@@ -36,6 +41,11 @@ from app.training.worker import Worker, seed_random
 from app.warnings import warn
 
 _MAX_ROLLBACKS = 3
+_END_EVENTS: dict[StopRequest, EventKind] = {
+    StopRequest.NONE: "finished",
+    StopRequest.PAUSE: "paused",
+    StopRequest.STOP: "stopped",
+}
 _STOP_REQUESTS: dict[Act, StopRequest] = {
     "notify": StopRequest.NONE,
     "pause": StopRequest.PAUSE,
@@ -65,11 +75,13 @@ def train(
     """
     with ExitStack() as stack:
         loop = _begin(recipe, data, worker, run_folder, report, poll_stop_request, stack)
+        stack.enter_context(_noted_failure(loop))
         for record in loop.records:
             if last_reported_epoch is not None and record.epoch > last_reported_epoch:
                 loop.recorder.report(record)
         resumed_from_step = loop.position.step
         stop_request = _run(loop)
+        loop.events.add(_END_EVENTS[stop_request], f"after step {loop.position.step:,}", loop.position.step)
         return Ending(
             records=loop.records,
             stop_request=stop_request,
@@ -97,6 +109,7 @@ def _run(loop: Loop) -> StopRequest:
             broken = (loop.position.epoch, loop.position.batches_done - 1)
             if loop.worker.is_first:
                 warn(f"{error}; going back to the last checkpoint, without this batch")
+            loop.events.add("rolled_back", str(error), loop.position.step, loop.position.epoch)
         loop.restore([*left_out, broken])
 
 
@@ -112,16 +125,20 @@ def _begin(
     """Build the model and everything that trains it. ``stack`` closes what is opened."""
     started, config = time.monotonic(), recipe.train
     layout = config.layout(worker.size)
+    earlier_failure = _read_failure(run_folder) if worker.is_first else None
     watchdog = _start_watchdog(worker, config, run_folder)
     stack.callback(watchdog.close)
     activity = Activity(watchdog.beat, watchdog.report_progress)
-    alerts = _make_alerts(recipe, run_folder.name, worker)
+    mirror = stack.enter_context(Mirror(run_folder))
+    events = EventLog(mirror if worker.is_first else None)
+    if worker.is_first:
+        stack.enter_context(_measure_usage(mirror, config, worker))
+    alerts = _make_alerts(recipe, run_folder.name, worker, events)
     stack.callback(alerts.close)
     total_steps = count_steps(config, len(data.train))
     engine, meter = _make_engine(recipe, data, layout, total_steps, worker, activity)
     stack.callback(engine.deepspeed.destroy)  # otherwise its gradient hooks keep the model alive until the process ends
     stop_signals = _listen_for_stops(run_folder, worker, alerts, stack)
-    mirror = stack.enter_context(Mirror(run_folder))
     checkpoints = CheckpointManager(run_folder / CHECKPOINTS, engine, config, layout, worker, activity, mirror.flush)
     stack.callback(checkpoints.close)
 
@@ -146,8 +163,10 @@ def _begin(
         meter=meter,
         profiler=stack.enter_context(profile_steps(config.profile, run_folder, worker.rank)),
         activity=activity,
+        events=events,
     )
     loop.restore()
+    _note_start(loop, earlier_failure)
     alerts.recall(loop.records)
     return loop
 
@@ -163,9 +182,42 @@ def _listen_for_stops(
     return signals.strongest, lambda: _STOP_REQUESTS[alerts.action]
 
 
-def _make_alerts(recipe: Recipe, run_id: str, worker: Worker) -> Alerts:
+def _note_start(loop: Loop, earlier_failure: str | None) -> None:
+    """Note that training starts, or goes on. ``earlier_failure``: why a worker of the last attempt ended itself."""
+    step, workers = loop.position.step, f"{loop.worker.size} worker{'s' if loop.worker.size > 1 else ''}"
+    if step or earlier_failure:
+        cause = f" after: {earlier_failure}" if earlier_failure else ""
+        loop.events.add("continued", f"went on from step {step:,} with {workers}{cause}", step, loop.position.epoch)
+    else:
+        loop.events.add("started", f"started with {workers}", step, loop.position.epoch)
+
+
+@contextmanager
+def _noted_failure(loop: Loop) -> Iterator[None]:
+    """Note an error that ends this attempt."""
+    try:
+        yield
+    except Exception as error:
+        loop.events.add("failed", f"{type(error).__name__}: {error}", loop.position.step, loop.position.epoch)
+        raise
+
+
+def _measure_usage(mirror: Mirror, config: TrainConfig, worker: Worker) -> AbstractContextManager[None]:
+    """Measure device-hours and energy, from now until the workers end."""
+    sources: dict[str, Callable[[], Counter]] = {"cpu": RaplCounter}
+    if worker.device.type == "cuda":
+        sources["gpu"] = partial(GpuCounter, str(torch.cuda.get_device_properties(worker.device).uuid))
+    usage = begin_usage(worker.size, config.device, config.cpus_per_worker)
+    return UsageMeter(mirror, usage, sources).measure()
+
+
+def _make_alerts(recipe: Recipe, run_id: str, worker: Worker, events: EventLog) -> Alerts:
     """Return the recipe's alerts in the first worker. The others have none."""
-    return Alerts.of(recipe, run_id) if worker.is_first else Alerts([], Notifier(), run_id, recipe.name)
+
+    def note(alert: Notification) -> None:
+        events.add("alert", alert.line.removeprefix("alert: "), alert.step, alert.epoch)
+
+    return Alerts.of(recipe, run_id, note) if worker.is_first else Alerts([], Notifier(), run_id, recipe.name)
 
 
 def _make_engine(
@@ -204,6 +256,12 @@ def _open_logs(mirror: Mirror, step: int, records: list[EpochRecord], stack: Exi
     tensorboard = TensorBoardLog(mirror, step + 1)
     stack.callback(tensorboard.close)
     return log, tensorboard
+
+
+def _read_failure(run_folder: UPath) -> str | None:
+    """Return why a worker of the last attempt ended itself. None: it left no note."""
+    note = read(run_folder / FAILURE_FILE)
+    return None if note is None else note.decode(errors="replace")
 
 
 def _note_failure(run_folder: UPath, reason: str) -> None:

@@ -14,7 +14,8 @@ from optuna.trial import FrozenTrial, TrialState
 from upath import UPath
 
 from app.config import Objective
-from app.page import Page
+from app.pages.content import State
+from app.pages.page import REPORT_FILE, Page
 from app.storage import write_atomically
 from app.tuning.outcome import TuneMetrics
 from app.tuning.trials import (
@@ -28,7 +29,7 @@ from app.tuning.trials import (
     values_of,
 )
 
-TRIALS_FILE, REPORT_FILE = "trials.parquet", "report.html"
+TRIALS_FILE = "trials.parquet"
 
 Plot = Callable[[], Any]
 
@@ -45,7 +46,7 @@ def write_trials(study: Study, objectives: list[Objective], folder: UPath) -> UP
 
 def write_report(study: Study, objectives: list[Objective], metrics: TuneMetrics, folder: UPath) -> UPath:
     """Write ``report.html``: one page that needs no network."""
-    page = Page(study.study_name)
+    page = Page(study.study_name, State(metrics.ended_because or "all trials ended", "good"))
     page.add_facts(_summary(metrics))
     for title, plot in _plots(study, objectives):
         page.add_heading(title)

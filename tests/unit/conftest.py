@@ -1,11 +1,15 @@
 """Unit tests start no Ray."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from selenium.webdriver.chrome.webdriver import WebDriver
 from sqlalchemy import make_url
 from sqlalchemy.engine import URL
 from torch import distributed
+
+from tests.browser import started_browser
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +27,13 @@ def _process_group() -> None:
     """A process group of this process only. It is not destroyed, because DeepSpeed caches groups created with it."""
     if not distributed.is_initialized():
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[WebDriver]:
+    """A browser that tests share."""
+    with started_browser() as browser:
+        yield browser
 
 
 @pytest.fixture

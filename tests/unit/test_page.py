@@ -1,7 +1,6 @@
 """The page at ``/``, in a browser: what it shows, what it asks, and that nothing but its own script runs in it."""
 
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +12,7 @@ from selenium import webdriver
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.remote.webelement import WebElement
-from selenium.webdriver.support.ui import Select, WebDriverWait
+from selenium.webdriver.support.ui import Select
 from upath import UPath
 
 from app.config import DataConfig, ImageConfig
@@ -24,6 +22,7 @@ from app.serving.access import Access
 from app.serving.config import CandidateConfig, DeployedModel, EndpointConfig
 from app.serving.transport.routes import PAGE
 from app.tensors import OUTPUT, TensorSpec
+from tests.browser import seen
 from tests.engine_contract import PROCESSOR, SIGNATURE, exported
 from tests.serving import Server, serving
 from tests.toy import publish_version, version_config
@@ -64,21 +63,6 @@ def server(config: EndpointConfig) -> Iterator[Server]:
         yield started
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[WebDriver]:
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("no browser: apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1280,1000"):
-        options.add_argument(argument)
-    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    yield started
-    started.quit()
-
-
 @pytest.fixture
 def page(server: Server, browser: WebDriver) -> WebDriver:
     """Opened in a tab that knows no token."""
@@ -94,16 +78,6 @@ def locked(server: Server, config: EndpointConfig) -> Iterator[None]:
     server.run(server.endpoint.update(config.model_copy(update={"access": Access.by_token(TOKEN)})))
     yield
     server.run(server.endpoint.update(config))
-
-
-def seen(page: WebDriver, css: str, words: str = "") -> WebElement:
-    """The element, once it is visible and says the words."""
-
-    def look(_: WebDriver) -> WebElement | None:
-        found = page.find_elements(By.CSS_SELECTOR, css)
-        return next((each for each in found if each.is_displayed() and words in each.text), None)
-
-    return WebDriverWait(page, 20, 0.05, [Exception]).until(look, f"{css!r} never said {words!r}")
 
 
 def test_it_lists_models_with_what_they_take_answer_and_have_done(page: WebDriver, server: Server) -> None:

@@ -1,8 +1,5 @@
 """All routes of the HTTP endpoint except inference: health, metadata, the repository, natural input and pages."""
 
-import base64
-import hashlib
-import re
 from importlib.resources import files
 from typing import Any
 
@@ -13,6 +10,7 @@ from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 
 from app.errors import RayloomError
+from app.pages.assets import STYLE, page_headers
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.compression import decompress
 from app.serving.protocol.infer import LIMITS
@@ -186,31 +184,10 @@ def _repository(endpoint: Endpoint) -> APIRouter:
     return router
 
 
-PAGE = files("app.serving.transport").joinpath("page.html").read_text(encoding="utf-8")
+_SHARED_STYLE = "/* app/pages/style.css */"
+
+PAGE = files("app.serving.transport").joinpath("page.html").read_text(encoding="utf-8").replace(_SHARED_STYLE, STYLE)
 """The page at ``/``, with its style and script. It calls only the endpoint's own routes."""
 
-
-def _source(tag: str) -> str:
-    """Return the hash of the page's only element of that kind, for the content security policy."""
-    (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)
-    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
-
-
-PAGE_HEADERS = {
-    "content-security-policy": "; ".join(
-        [
-            "default-src 'none'",
-            f"script-src {_source('script')}",
-            f"style-src {_source('style')}",
-            "connect-src 'self'",
-            "img-src blob: data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-            "frame-ancestors 'none'",
-        ]
-    ),
-    "cache-control": "no-cache",
-    "referrer-policy": "no-referrer",
-    "x-content-type-options": "nosniff",
-}
+PAGE_HEADERS = page_headers(PAGE)
 """Only this script runs, and only with this server. So a label or a model's name cannot inject a script."""

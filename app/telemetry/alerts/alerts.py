@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from app.config import AlertConfig, Recipe
 from app.config.alert_rules import MetricRule, SilenceRule
 from app.config.alerts import Act
+from app.storage import no_op
 from app.telemetry.alerts.notification import Notification
 from app.telemetry.alerts.notifier import Notifier
 from app.telemetry.alerts.watch import MetricWatch, Moment, SilenceWatch
@@ -32,11 +33,14 @@ class Alerts:
         run_id: str,
         recipe_name: str,
         clock: Callable[[], float] = time.monotonic,
+        on_fire: Callable[[Notification], None] = no_op,
     ) -> None:
+        """``on_fire`` is called with each alert that fires, whatever its action."""
         rules = [(alert, alert.rule) for alert in alerts]
         self._metrics = [(alert, MetricWatch(rule)) for alert, rule in rules if isinstance(rule, MetricRule)]
         self._silences = [(alert, SilenceWatch(rule)) for alert, rule in rules if isinstance(rule, SilenceRule)]
         self._notifier, self._run_id, self._recipe_name, self._clock = notifier, run_id, recipe_name, clock
+        self._on_fire = on_fire
         self._now = Moment(clock())
         self._unseen = {watch.metric for _, watch in self._metrics}
         self.action: Act = "notify"
@@ -47,9 +51,9 @@ class Alerts:
             threading.Thread(target=self._watch_silence, name="alerts: silence", daemon=True).start()
 
     @classmethod
-    def of(cls, recipe: Recipe, run_id: str) -> "Alerts":
+    def of(cls, recipe: Recipe, run_id: str, on_fire: Callable[[Notification], None] = no_op) -> "Alerts":
         """Create and start the recipe's alerts, with its receivers."""
-        return cls(recipe.alerts, Notifier.of(recipe.notify), run_id, recipe.name)
+        return cls(recipe.alerts, Notifier.of(recipe.notify), run_id, recipe.name, on_fire=on_fire)
 
     def append(self, *records: Record) -> None:
         """Check records, in order."""
@@ -103,6 +107,7 @@ class Alerts:
             epoch=self._now.epoch,
         )
         print(notification.line, flush=True)
+        self._on_fire(notification)
         if "notify" in alert.do:
             self._notifier.send(notification)
         self.action = max(self.action, alert.strongest, key=_STRENGTH.__getitem__)

@@ -1,8 +1,9 @@
 """The records of a run, made after each sync and passed to the sinks that write or show them."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -90,7 +91,9 @@ class Recorder:
             )
         )
 
-    def make_epoch(self, position: Position, validation: LossTotals) -> EpochRecord:
+    def make_epoch(
+        self, position: Position, validation: LossTotals, phase_s: Mapping[str, float] = MappingProxyType({})
+    ) -> EpochRecord:
         """Return the record of the epoch that ends at ``position``."""
         return EpochRecord(
             epoch=position.epoch,
@@ -100,6 +103,7 @@ class Recorder:
             val_accuracy=validation.accuracy,
             val_perplexity=perplexity(validation.mean_loss) if self.tokens_per_sample else None,
             samples_per_s=position.samples / position.seconds if position.seconds else 0.0,
+            phase_s=dict(phase_s),
         )
 
     def record_epoch(self, record: EpochRecord) -> None:

@@ -6,13 +6,12 @@ from collections.abc import Iterable, Sequence
 
 from upath import UPath
 
+from app.artifacts import METRICS_FILE
 from app.config import TrainConfig
 from app.storage import to_path, write_atomically
 from app.telemetry.mirror import Mirror
 from app.training.records import EpochRecord, StepRecord, best_of
 from app.warnings import BestEffort
-
-METRICS_FILE = "metrics.jsonl"
 
 
 class _Line:

@@ -1,0 +1,144 @@
+"""The command ``rayloom runs``: what lies in storage, also while no cluster is up."""
+
+import time
+from typing import Annotated
+
+import typer
+from upath import UPath
+
+from app.cli.options import Storage, chosen_storage
+from app.cli.tables import aligned
+from app.conditional import read
+from app.errors import RequestError, StorageError
+from app.pages.page import REPORT_FILE
+from app.pages.words import duration, number
+from app.reports.catalog import (
+    MISSING,
+    RunSummary,
+    delete_run,
+    find_run,
+    flat_metrics,
+    list_runs,
+    recipe_differences,
+    versions_of,
+)
+from app.reports.run_folder import RunFolder, cost_of
+from app.run_log import LOG_FILE
+from app.telemetry.events import read_events
+
+runs = typer.Typer(no_args_is_help=True, help="Look at runs, compare them, and delete them.")
+
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or its beginning.")]
+_POLL_S = 1.0
+
+
+@runs.command("list")
+def list_command(
+    job: Annotated[str | None, typer.Option(help="Only runs of this job, such as train.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Only runs of the recipe with this name.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many runs, the newest first.")] = 20,
+    storage: Storage = None,
+) -> None:
+    """List runs, the newest first."""
+    found = list_runs(chosen_storage(storage), job, recipe, limit)
+    if not found:
+        print("no runs: 'rayloom submit train RECIPE' makes one")
+        return
+    head = ("job", "run", "status", "began, UTC", "time", "result")
+    print("\n".join(aligned([head, *map(_row, found)])))
+
+
+@runs.command()
+def show(run_id: RunId, storage: Storage = None) -> None:
+    """Show how a run ended, what it cost, what happened in it and what it made."""
+    run = find_run(chosen_storage(storage), run_id)
+    result = run.result
+    rows = [("run", f"{run.job}/{run.run_id}"), ("status", run.status)]
+    if result:
+        rows.append(("time", duration(result.duration_s)))
+        rows += [("error", result.error)] if result.error else []
+        rows += [(name, number(value)) for name, value in flat_metrics(result.metrics).items()]
+    if run.job == "train":
+        rows += [(name, str(value)) for name, value in cost_of(run.usage).items()]
+    rows += [(event.kind.replace("_", " "), event.message) for event in read_events(run.path)]
+    rows += list(result.artifacts.items()) if result else []
+    if (run.path / REPORT_FILE).exists():
+        rows.append(("page", str(run.path / REPORT_FILE)))
+    rows.append(("folder", str(run.path)))
+    print("\n".join(aligned(rows)))
+
+
+@runs.command()
+def compare(
+    run_ids: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Two or more runs.")],
+    storage: Storage = None,
+) -> None:
+    """Show in what the recipes of runs differ, and their figures side by side."""
+    if len(run_ids) < 2:
+        raise RequestError(f"one run is given, {run_ids[0]!r}: give two or more to compare")
+    root = chosen_storage(storage)
+    found = [find_run(root, run_id) for run_id in run_ids]
+    differences = recipe_differences([run.recipe for run in found])
+    metrics = [flat_metrics(run.result.metrics) if run.result else {} for run in found]
+    names = dict.fromkeys(name for figures in metrics for name in figures)
+    rows = [("", *(run.run_id for run in found)), ("status", *(run.status for run in found))]
+    rows += [(difference.key, *map(number, difference.values)) for difference in differences]
+    rows += [(name, *(number(figures.get(name, MISSING)) for figures in metrics)) for name in names]
+    print("\n".join(aligned(rows)))
+    if not differences:
+        print("the recipes are the same")
+
+
+@runs.command()
+def logs(
+    run_id: RunId,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    storage: Storage = None,
+) -> None:
+    """Print what a run's job has printed. It lies in storage, so no cluster is needed."""
+    root = chosen_storage(storage)
+    run = find_run(root, run_id)
+    printed = 0
+    while True:
+        is_over = run.status != "running"
+        content = read(run.path / LOG_FILE)
+        if content is None and is_over:
+            raise StorageError(f"run {run.run_id} has no {LOG_FILE}: it was made by an earlier version of Rayloom")
+        print((content or b"")[printed:].decode(errors="replace"), end="", flush=True)
+        printed = len(content or b"")
+        if is_over or not follow:
+            return
+        time.sleep(_POLL_S)
+        run = RunFolder(run.path)
+
+
+@runs.command()
+def delete(
+    run_ids: Annotated[list[str], typer.Argument(metavar="RUN...", help="The runs' ids, or their beginnings.")],
+    force: Annotated[bool, typer.Option("--force", help="Also runs that published versions came from.")] = False,
+    storage: Storage = None,
+) -> None:
+    """Delete runs, with their checkpoints and weights. Published versions stay."""
+    root = chosen_storage(storage)
+    found = [find_run(root, run_id) for run_id in run_ids]
+    if not force:
+        _require_unused(root, found)
+    for run in found:
+        delete_run(run)
+        print(f"deleted {run.job}/{run.run_id}")
+
+
+def _require_unused(root: UPath, found: list[RunFolder]) -> None:
+    """Refuse to delete runs that the lineage of a version names. Raises StorageError."""
+    for run in found:
+        if made := versions_of(root, run):
+            raise StorageError(
+                f"{', '.join(made)} came from run {run.run_id}, and its lineage would lead nowhere: delete the version "
+                "first with 'rayloom models delete', or give --force"
+            )
+
+
+def _row(run: RunSummary) -> tuple[str, ...]:
+    began = f"{run.began:%Y-%m-%d %H:%M}" if run.began else ""
+    seconds = "" if run.duration_s is None else duration(run.duration_s)
+    return run.job, run.run_id, run.status, began, seconds, run.headline.partition("\n")[0]

@@ -1,0 +1,19 @@
+"use strict";
+// Gives Plotly's figures the colors of the page, in light and in dark.
+function dressFigures() {
+  const style = getComputedStyle(document.body);
+  const color = (name) => style.getPropertyValue(name).trim();
+  const axis = {gridcolor: color("--line"), zerolinecolor: color("--line"), linecolor: color("--quiet")};
+  for (const figure of document.querySelectorAll(".js-plotly-plot")) {
+    const layout = {
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", "font.color": color("--text"),
+      "legend.bgcolor": "rgba(0,0,0,0)", colorway: [0, 1, 2, 3, 4, 5, 6, 7].map((index) => color(`--series-${index}`)),
+    };
+    for (const name of Object.keys(figure._fullLayout).filter((each) => /^[xy]axis\d*$/.test(each))) {
+      for (const [key, value] of Object.entries(axis)) layout[`${name}.${key}`] = value;
+    }
+    Plotly.relayout(figure, layout);
+  }
+}
+dressFigures();
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", dressFigures);

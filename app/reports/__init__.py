@@ -1,0 +1,1 @@
+"""Pages of runs: ``report.html`` of training, of a deployment and of a lifecycle."""

@@ -1,0 +1,182 @@
+"""All runs in storage: listed, found, compared and deleted. Files and S3 alike, with few requests."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import Any
+
+from upath import UPath
+
+from app.conditional import map_at_once
+from app.errors import StorageError
+from app.reports.run_folder import RunFolder, Status, headline
+from app.repository.manifest import Manifest
+from app.repository.repository import Repository
+from app.runs import CONFIG_FILE, recipe_named_in, runs_folder
+from app.storage import list_names
+
+JOBS = ("lifecycle", "train", "tune", "compile", "deploy", "undeploy")
+"""The jobs whose runs lie in storage, in the order in which their names are searched."""
+
+_ID_TIME = "%Y%m%d-%H%M%S"
+_ID_TIME_LENGTH = 15
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run in the list of all runs."""
+
+    job: str
+    run_id: str
+    recipe: str
+    status: Status
+    began: datetime | None
+    """UTC; None for an id that does not begin with a time."""
+    duration_s: float | None
+    """None: it has not ended."""
+    headline: str
+    """The figures that a person wants first, or the error."""
+
+    @property
+    def key(self) -> str:
+        """The run among those of all jobs."""
+        return f"{self.job}/{self.run_id}"
+
+
+def list_runs(
+    storage: UPath,
+    job: str | None = None,
+    recipe: str | None = None,
+    limit: int | None = None,
+    known: Mapping[str, RunSummary] = MappingProxyType({}),
+) -> list[RunSummary]:
+    """List runs, the newest first: one request for each job, and one or two for each run that is listed.
+
+    Args:
+        job: only runs of this job.
+        recipe: only runs of the recipe with this name.
+        limit: maximum number of runs.
+        known: summaries that are up to date, by ``key``; these runs are not read again.
+    """
+    paths = [
+        runs_folder(storage, name) / run_id
+        for name in ([job] if job else JOBS)
+        for run_id in list_names(runs_folder(storage, name))
+        if recipe is None or recipe_named_in(run_id) == recipe
+    ]
+    newest = sorted(paths, key=lambda path: path.name, reverse=True)[:limit]
+
+    def summary(path: UPath) -> RunSummary | None:
+        if found := known.get(f"{path.parent.name}/{path.name}"):
+            return found
+        run = RunFolder(path)
+        is_run = run.result is not None or (path / CONFIG_FILE).exists()  # else a start that failed
+        return summarize(run) if is_run else None
+
+    return list(filter(None, map_at_once(storage, summary, newest)))
+
+
+def summarize(run: RunFolder) -> RunSummary:
+    """Return a run as the list shows it."""
+    result = run.result
+    return RunSummary(
+        job=run.job,
+        run_id=run.run_id,
+        recipe=result.recipe if result else recipe_named_in(run.run_id),
+        status=run.status,
+        began=_time_in(run.run_id),
+        duration_s=result.duration_s if result else None,
+        headline=headline(result) if result else "",
+    )
+
+
+def find_run(storage: UPath, named: str) -> RunFolder:
+    """Return the run that a person names by its id, or by the beginning of it, with or without ``JOB/`` before it.
+
+    Raises:
+        StorageError: there is no such run, or several.
+    """
+    job, _, run_id = named.rpartition("/")
+    names = {name: list_names(runs_folder(storage, name)) for name in ([job] if job else JOBS)}
+    every = [runs_folder(storage, name) / found for name, ids in names.items() for found in ids]
+    for is_match in (str.__eq__, str.startswith):
+        paths = [path for path in every if is_match(path.name, run_id)]
+        if len(paths) > 1:
+            some = ", ".join(sorted(f"{path.parent.name}/{path.name}" for path in paths)[:3])
+            raise StorageError(f"{named!r} is the beginning of {len(paths)} runs, such as {some}: give more of the id")
+        if paths:
+            return RunFolder(paths[0])
+    raise StorageError(f"storage {str(storage)!r} has no run {named!r}: 'rayloom runs list' shows the runs")
+
+
+def versions_of(storage: UPath, run: RunFolder) -> list[str]:
+    """Return the published versions whose lineage names a train or compile run, as NAME/VERSION."""
+    listed = [version for version in Repository(storage).list_versions() if version.manifest]
+    return [
+        f"{version.name}/{version.version}"
+        for version in listed
+        if version.manifest and run.run_id in {_run_id(folder) for folder in _runs_of(version.manifest)}
+    ]
+
+
+def _runs_of(manifest: Manifest) -> tuple[str, str]:
+    return manifest.lineage.train_run, manifest.lineage.compile_run
+
+
+def _run_id(folder: str) -> str:
+    return folder.rstrip("/").rpartition("/")[2]
+
+
+def delete_run(run: RunFolder) -> None:
+    """Remove the folder of a run, with its checkpoints and weights.
+
+    Raises:
+        StorageError: the run is under way, or the folder cannot be removed.
+    """
+    if run.status == "running":
+        raise StorageError(f"run {run.run_id} is under way: stop it first, with 'rayloom pause' if it is training")
+    try:
+        run.path.fs.rm(run.path.path, recursive=True)
+    except OSError as error:
+        raise StorageError(f"{str(run.path)!r} cannot be removed ({error}): check its rights") from error
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A key with different values in several recipes."""
+
+    key: str
+    values: tuple[Any, ...]
+    """One for each recipe; ``MISSING`` where a recipe has no such key."""
+
+
+MISSING = "–"
+
+
+def recipe_differences(recipes: Sequence[Mapping[str, Any]]) -> list[Difference]:
+    """Return the keys whose values are not the same in all recipes, in the recipes' order."""
+    flat = [dict(_flatten("", recipe)) for recipe in recipes]
+    keys = dict.fromkeys(key for recipe in flat for key in recipe)
+    compared = [Difference(key, tuple(recipe.get(key, MISSING) for recipe in flat)) for key in keys]
+    return [found for found in compared if any(value != found.values[0] for value in found.values)]
+
+
+def flat_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
+    """Return the figures of a result by dotted keys, without lists."""
+    return {key: value for key, value in _flatten("", metrics) if isinstance(value, int | float | str)}
+
+
+def _time_in(run_id: str) -> datetime | None:
+    try:
+        return datetime.strptime(run_id[:_ID_TIME_LENGTH], _ID_TIME).replace(tzinfo=UTC)
+    except ValueError:
+        return None
+
+
+def _flatten(prefix: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in fields.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(f"{prefix}{name}.", value)
+        else:
+            yield f"{prefix}{name}", value

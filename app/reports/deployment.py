@@ -1,0 +1,109 @@
+"""The page of a deployment: which versions answer, where they came from, and what took how long."""
+
+import time
+from collections.abc import Callable
+
+from pydantic import BaseModel
+from upath import UPath
+
+from app.conditional import read
+from app.errors import StorageError
+from app.pages.page import Page
+from app.pages.words import duration, number
+from app.reports.run_folder import RunFolder
+from app.reports.versions import facts_of, trail_of
+from app.repository.repository import Repository
+from app.serving.config import DeployedModel, VersionConfig
+from app.storage import write_atomically
+
+_RECORD_FILE = "deployment.json"
+
+
+class DeploymentRecord(BaseModel):
+    """What a deploy run made the endpoint serve under the recipe's name."""
+
+    model: DeployedModel
+    phases_s: dict[str, float]
+    """Seconds by what they were spent on."""
+
+    def save(self, run_folder: UPath) -> None:
+        """Write it for ``load``."""
+        write_atomically(run_folder / _RECORD_FILE, self.model_dump_json(indent=1).encode())
+
+    @classmethod
+    def load(cls, run_folder: UPath) -> "DeploymentRecord | None":
+        """Return what ``save`` wrote; None if the deployment has not come so far."""
+        content = read(run_folder / _RECORD_FILE)
+        return None if content is None else cls.model_validate_json(content)
+
+
+class Laps:
+    """A clock that is read at the end of each phase."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._last = clock, clock()
+        self.seconds: dict[str, float] = {}
+        """By phase."""
+
+    def end(self, phase: str) -> None:
+        """Give the time since the last call, or since the start, to ``phase``."""
+        now = self._clock()
+        self.seconds[phase], self._last = round(now - self._last, 3), now
+
+
+def deployment_page(path: UPath) -> Page:
+    """Return the page of the deploy run in this folder."""
+    run, record = RunFolder(path), DeploymentRecord.load(path)
+    page = Page(f"{run.recipe.get('name', run.run_id)}, deployed", run.state)
+    result = run.result
+    if result and result.error:
+        page.add_error(result.error)
+    if result and result.status == "succeeded":
+        figures = _figures(result.metrics)
+        page.add_figures({"version": result.artifacts["model"], **figures, "time": duration(result.duration_s)})
+        page.add_facts({name: result.artifacts[key] for name, key in (("HTTP", "http"), ("gRPC", "grpc"))})
+    if record:
+        _add_versions(page, record.model, run.storage)
+        page.add_heading("Time by phase")
+        page.add_bars({name: (seconds, duration(seconds)) for name, seconds in record.phases_s.items()})
+    page.add_heading("Recipe")
+    page.add_code(run.recipe_text, "Show the whole recipe, with every default")
+    return page
+
+
+def _figures(metrics: dict[str, object]) -> dict[str, object]:
+    return {"s until ready": number(metrics.get("ready_s")), "replicas": number(metrics.get("replicas"))}
+
+
+def _add_versions(page: Page, model: DeployedModel, storage: UPath) -> None:
+    for role, version in _roles(model).items():
+        page.add_heading(f"{version.title}, {role}")
+        try:
+            manifest = Repository(storage).manifest(version.name, version.version)
+        except StorageError as error:  # it was deleted since
+            page.add_error(str(error))
+            continue
+        page.add_trail(trail_of(manifest, storage))
+        policy = version.policy
+        page.add_facts(
+            {
+                **facts_of(manifest),
+                "threads of its engine": number(version.threads),
+                "batches of at most": number(policy.max_batch_size),
+                "longest wait for a batch": duration(policy.max_queue_delay_s),
+                "queue": f"{policy.queue_limit:,} requests",
+            }
+        )
+    if model.cascade:
+        page.add_heading("Cascade")
+        page.add_code(model.cascade.summary(model.production))
+
+
+def _roles(model: DeployedModel) -> dict[str, VersionConfig]:
+    """Return the versions by what they are for."""
+    roles = {"in production": model.production}
+    for name, share in (("canary", model.canary), ("shadow", model.shadow)):
+        if share:
+            roles[f"{name}, {share.percent:g} % of the requests"] = share.version
+    stages = model.cascade.before if model.cascade else ()
+    return roles | {f"stage {number} of the cascade": version for number, version in enumerate(stages, 1)}

@@ -1,0 +1,93 @@
+"""The page of a lifecycle: its parts, each with its figures and a link to its own page."""
+
+import json
+
+from upath import UPath
+
+from app.conditional import read
+from app.errors import StorageError
+from app.pages.content import State
+from app.pages.page import Page
+from app.pages.words import duration, number, percent
+from app.reports.run_folder import RunFolder, cost_of, headline, link_to_run
+from app.reports.versions import facts_of, trail_of
+from app.repository.repository import Repository
+from app.runs import runs_folder
+from app.storage import write_atomically
+from app.telemetry.usage import Usage
+
+_PARTS_FILE = "parts.json"
+JOBS = ("tune", "train", "compile", "deploy")
+
+
+def note_part(run_folder: UPath, job: str, run_id: str) -> None:
+    """Note which run is a part of the lifecycle, before it begins."""
+    parts = _parts(run_folder) | {job: run_id}
+    write_atomically(run_folder / _PARTS_FILE, json.dumps(parts, indent=1).encode())
+
+
+def lifecycle_page(path: UPath) -> Page:
+    """Return the page of the lifecycle in this folder. It may be under way."""
+    run = RunFolder(path)
+    parts = {job: RunFolder(runs_folder(run.storage, job) / run_id) for job, run_id in _parts(path).items()}
+    page = Page(f"{run.recipe.get('name', run.run_id)}, from data to an endpoint", run.state)
+    if run.result and run.result.error:
+        page.add_error(run.result.error)
+    if figures := _figures(run, parts):
+        page.add_figures(figures)
+    page.add_heading("Parts")
+    page.add_table(["part", "state", "time", "result", "run"], [_row(job, parts[job]) for job in JOBS if job in parts])
+    _add_time(page, parts)
+    _add_version(page, parts, run.storage)
+    page.add_heading("Recipe")
+    page.add_code(run.recipe_text, "Show the recipe that it began with")
+    return page
+
+
+def _figures(run: RunFolder, parts: dict[str, RunFolder]) -> dict[str, object]:
+    figures: dict[str, object] = {}
+    trained = parts["train"].result if "train" in parts else None
+    if trained and "val_accuracy" in trained.metrics:
+        figures["validation accuracy"] = number(trained.metrics["val_accuracy"])
+    deployed = parts["deploy"].result if "deploy" in parts else None
+    if deployed and "model" in deployed.artifacts:
+        figures["version"] = deployed.artifacts["model"]
+    if run.result:
+        figures["time"] = duration(run.result.duration_s)
+    return figures
+
+
+def _row(job: str, part: RunFolder) -> list[object]:
+    state: State = part.state
+    seconds = duration(part.result.duration_s) if part.result else ""
+    return [job, state, seconds, headline(part.result) if part.result else "", link_to_run(job, part.run_id)]
+
+
+def _add_time(page: Page, parts: dict[str, RunFolder]) -> None:
+    ended = {job: parts[job].result for job in JOBS if job in parts}
+    seconds = {job: result.duration_s for job, result in ended.items() if result}
+    whole = sum(seconds.values()) or 1.0
+    page.add_heading("Time and cost")
+    page.add_bars({job: (spent, f"{duration(spent)}, {percent(spent / whole)}") for job, spent in seconds.items()})
+    usage: list[Usage] = parts["train"].usage if "train" in parts else []
+    page.add_facts({f"training's {name}": value for name, value in cost_of(usage).items()})
+
+
+def _add_version(page: Page, parts: dict[str, RunFolder], storage: UPath) -> None:
+    compiled = parts["compile"].result if "compile" in parts else None
+    if compiled is None or "model" not in compiled.artifacts:
+        return
+    name, _, version = compiled.artifacts["model"].rpartition("/")
+    page.add_heading(f"{name}/{version}")
+    try:
+        manifest = Repository(storage).manifest(name, int(version))
+    except StorageError as error:  # it was deleted since
+        page.add_error(str(error))
+        return
+    page.add_trail(trail_of(manifest, storage))
+    page.add_facts(facts_of(manifest))
+
+
+def _parts(run_folder: UPath) -> dict[str, str]:
+    parts: dict[str, str] = json.loads(read(run_folder / _PARTS_FILE) or b"{}")
+    return parts

@@ -1,0 +1,159 @@
+"""What every page reads of a run's folder."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from typing import Any, Literal
+
+import yaml
+from pydantic import ValidationError
+from upath import UPath
+
+from app.conditional import read
+from app.pages.content import Link, Mood, State
+from app.pages.page import REPORT_FILE, Page
+from app.pages.words import energy, hours, number
+from app.runs import CONFIG_FILE, RESULT_FILE, Result
+from app.telemetry.usage import Usage, read_usage
+from app.training.coordination.heartbeat import HEARTBEAT_FILE
+from app.warnings import best_effort
+
+Status = Literal["succeeded", "stopped", "failed", "running", "interrupted"]
+
+_MOODS: dict[Status, Mood] = {
+    "succeeded": "good",
+    "stopped": "busy",
+    "failed": "bad",
+    "running": "busy",
+    "interrupted": "bad",
+}
+_SILENT_S = 20.0
+"""Age of the heartbeat from which a run counts as interrupted. It is written every two seconds."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of a run that has ended or is under way."""
+
+    path: UPath
+
+    @property
+    def job(self) -> str:
+        """The job, such as train."""
+        return self.path.parent.name
+
+    @property
+    def run_id(self) -> str:
+        """The id of the run."""
+        return self.path.name
+
+    @property
+    def storage(self) -> UPath:
+        """The root of storage: runs lie in ``runs/JOB/RUN_ID``."""
+        return self.path.parent.parent.parent
+
+    @cached_property
+    def result(self) -> Result | None:
+        """How the run ended; None while it is under way, or if it was killed."""
+        try:
+            return Result.model_validate_json(read(self.path / RESULT_FILE) or b"")
+        except ValidationError:
+            return None
+
+    @cached_property
+    def recipe_text(self) -> str:
+        """The resolved recipe, as YAML."""
+        return (read(self.path / CONFIG_FILE) or b"").decode()
+
+    @cached_property
+    def recipe(self) -> dict[str, Any]:
+        """The resolved recipe. It is not validated: it may be of an earlier version."""
+        loaded = yaml.safe_load(self.recipe_text)
+        return loaded if isinstance(loaded, dict) else {}
+
+    @cached_property
+    def usage(self) -> list[Usage]:
+        """What each attempt took."""
+        return read_usage(self.path)
+
+    @cached_property
+    def status(self) -> Status:
+        """How the run stands. Without a result it is running while its heartbeat is fresh."""
+        return self.result.status if self.result else "running" if self._is_alive() else "interrupted"
+
+    @property
+    def state(self) -> State:
+        """The status, as a page shows it."""
+        return State(self.status, _MOODS[self.status])
+
+    def _is_alive(self) -> bool:
+        """Whether the heartbeat is fresh, by the clocks of this machine and of storage."""
+        file = self.path / HEARTBEAT_FILE
+        try:
+            written: datetime = file.fs.modified(file.path)
+        except OSError:
+            return False
+        return (datetime.now(UTC) - written).total_seconds() < _SILENT_S
+
+
+def write_page(make: Callable[[UPath], Page], run_folder: UPath) -> None:
+    """Write ``report.html`` of a run that has ended. An error is a warning: the run has its result already."""
+    if (run_folder / CONFIG_FILE).exists():
+        best_effort(
+            lambda: make(run_folder).write(run_folder / REPORT_FILE), f"{REPORT_FILE} cannot be written", "the job"
+        )
+
+
+def link_to_run(job: str, run_id: str, text: str | None = None) -> Link:
+    """Return a link from the page of one run to that of another."""
+    return Link(text or run_id, f"../../{job}/{run_id}/{REPORT_FILE}")
+
+
+def headline(result: Result) -> str:
+    """Return the one or two figures of a result that a person wants first."""
+    if result.error:
+        return result.error
+    metrics = result.metrics
+    if result.job == "compile" and "chosen" in metrics:
+        chosen = metrics["chosen"]
+        return f"{chosen['engine']} {chosen['precision']}, accuracy {number(chosen['accuracy'])}"
+    if result.job == "lifecycle":
+        metrics = metrics.get("train", {})
+    words = {
+        "best_value": "best value",
+        "val_loss": "val_loss",
+        "val_accuracy": "val_accuracy",
+        "val_perplexity": "val_perplexity",
+        "ready_s": "s until ready",
+        "replicas": "replicas",
+    }
+    known = {title: metrics[name] for name, title in words.items() if metrics.get(name) is not None}
+    return ", ".join(f"{title} {number(value)}" for title, value in known.items())
+
+
+def cost_of(usage: list[Usage]) -> dict[str, object]:
+    """Describe device-hours and energy, summed over attempts."""
+    if not usage:
+        return {"device-hours": "not measured", "energy": "not measured"}
+    device = "GPU" if usage[0].device == "gpu" else "CPU core"
+    return {
+        f"{device}-hours": hours(sum(attempt.device_hours for attempt in usage)),
+        "energy": _energy(usage),
+    }
+
+
+def _energy(usage: list[Usage]) -> str:
+    """Describe the energy: measured on the first worker's machine, estimated for the other GPUs."""
+    sources = sorted({source for attempt in usage for source in attempt.energy_j})
+    parts = []
+    for source in sources:
+        joules = [attempt.energy_j.get(source, 0.0) * (attempt.workers if source == "gpu" else 1) for attempt in usage]
+        parts.append(f"{energy(sum(joules))} {_SOURCES[source]}")
+    return ", ".join(parts) or "not measured"
+
+
+_SOURCES = {
+    "cpu": "by the first worker's processors (RAPL, with all that ran there)",
+    "gpu": "by all GPUs, estimated from the first worker's (NVML)",
+}

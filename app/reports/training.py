@@ -1,0 +1,195 @@
+"""The page of a training run, from the files in its folder. The run may be under way."""
+
+from upath import UPath
+
+from app.conditional import read
+from app.data.prepared import DataReport
+from app.pages.content import Picture, State
+from app.pages.page import Page
+from app.pages.words import duration, number, percent
+from app.reports.curves import Curves, Of, read_curves
+from app.reports.evaluation import EVALUATION_FILE, Evaluation
+from app.reports.run_folder import RunFolder, cost_of, link_to_run
+from app.telemetry.events import Event, read_events
+
+_CHARTS: list[tuple[str, str, dict[str, tuple[Of, str]], dict[str, bool]]] = [
+    ("Loss", "loss", {"training": ("step", "loss"), "validation": ("epoch", "val_loss")}, {}),
+    ("Accuracy", "share", {"validation": ("epoch", "val_accuracy")}, {}),
+    ("Perplexity", "perplexity", {"validation": ("epoch", "val_perplexity")}, {"log_y": True}),
+    ("Learning rate", "rate", {"learning rate": ("step", "lr")}, {}),
+    ("Gradient norm", "norm", {"gradient norm": ("step", "grad_norm")}, {"log_y": True}),
+    ("Samples per second", "samples/s", {"samples/s": ("step", "samples_per_s")}, {}),
+    ("Model FLOPs utilization", "share", {"MFU": ("step", "mfu")}, {}),
+    ("Waiting for data", "share", {"share of a step": ("step", "data_stall")}, {}),
+    ("Loss scale", "scale", {"loss scale": ("step", "loss_scale")}, {"log_y": True}),
+]
+_FIGURES = {
+    "val_loss": "validation loss",
+    "val_accuracy": "validation accuracy",
+    "val_perplexity": "validation perplexity",
+    "train_loss": "training loss",
+    "best_epoch": "best epoch",
+    "epochs": "epochs",
+    "steps": "steps",
+    "samples_per_s": "samples/s",
+}
+_PHASES = {
+    "data": "waiting for data",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "rest_of_step": "rest of the step",
+    "sync": "sync between workers",
+    "validation": "validation",
+    "checkpoint": "checkpoints",
+}
+_SURVIVED = ("continued", "rolled_back")
+
+
+def training_page(path: UPath) -> Page:
+    """Return the page of the run in this folder."""
+    run, curves, events = RunFolder(path), read_curves(path), read_events(path)
+    page = Page(f"{run.recipe.get('name', run.run_id)}, trained", run.state)
+    _add_summary(page, run, curves)
+    _add_lineage(page, run)
+    page.add_heading("Curves")
+    charts = [curves.chart(title, label, names, **options) for title, label, names, options in _CHARTS]
+    if drawn := [chart for chart in charts if chart is not None]:
+        page.add_charts(*drawn)
+    else:
+        page.add_text("No step has been recorded yet.")
+    _add_time(page, run, curves)
+    _add_evaluation(page, path)
+    _add_data(page, path)
+    _add_events(page, events)
+    page.add_heading("Recipe")
+    page.add_code(run.recipe_text, "Show the whole recipe, with every default")
+    return page
+
+
+def _add_summary(page: Page, run: RunFolder, curves: Curves) -> None:
+    result = run.result
+    if result and result.error:
+        page.add_error(result.error)
+    metrics = result.metrics if result else _latest(curves)
+    figures: dict[str, object] = {
+        title: number(metrics[name]) for name, title in _FIGURES.items() if metrics.get(name) is not None
+    }
+    if result:
+        figures["time"] = duration(result.duration_s)
+    if figures:
+        page.add_figures(figures)
+
+
+def _latest(curves: Curves) -> dict[str, float]:
+    """Return the newest values of a run that is under way."""
+    of_epochs = {name: curve.values[-1] for name, curve in curves.of_epochs.items()}
+    steps = curves.of_steps.get("loss")
+    return of_epochs | ({"steps": steps.steps[-1]} if steps else {})
+
+
+def _add_lineage(page: Page, run: RunFolder) -> None:
+    """The chain from data to weights; what came of the weights is on the pages of later jobs."""
+    recipe, artifacts = run.recipe, run.result.artifacts if run.result else {}
+    steps: dict[str, object] = {"data": recipe.get("data", {}).get("source", "unknown")}
+    if trial := recipe.get("tuned_from"):
+        steps["trial"] = link_to_run("tune", trial["run"], f"trial {trial['trial']} of {trial['run']}")
+    steps["training"] = run.run_id
+    if checkpoint := artifacts.get("checkpoint"):
+        steps["checkpoint"] = checkpoint.rpartition("/")[2]
+    if weights := artifacts.get("weights"):
+        steps["weights"] = weights
+    page.add_heading("Lineage")
+    page.add_trail(steps)
+
+
+def _add_time(page: Page, run: RunFolder, curves: Curves) -> None:
+    """Where the time went, as the first worker saw it, and what it cost."""
+    page.add_heading("Time and cost")
+    phases = curves.total("phase_s.")
+    in_workers = sum(attempt.seconds for attempt in run.usage)
+    amounts: dict[str, float] = {title: phases[name] for name, title in _PHASES.items() if name in phases}
+    amounts["start of the workers, and the rest"] = max(0.0, in_workers - sum(phases.values()))
+    if run.result and len(run.usage) == 1:
+        amounts["before and after the workers"] = max(0.0, run.result.duration_s - in_workers)
+    whole = sum(amounts.values()) or 1.0
+    page.add_bars(
+        {name: (amount, f"{duration(amount)}, {percent(amount / whole)}") for name, amount in amounts.items()}
+    )
+    workers = ", ".join(str(attempt.workers) for attempt in run.usage)
+    page.add_facts({"workers" if len(run.usage) < 2 else "workers of each attempt": workers, **cost_of(run.usage)})
+
+
+def _add_evaluation(page: Page, path: UPath) -> None:
+    content = read(path / EVALUATION_FILE)
+    if content is None:
+        return
+    found = Evaluation.model_validate_json(content)
+    page.add_heading("Predictions on the validation split")
+    if found.skipped:
+        page.add_text(f"Not made: {found.skipped}.")
+        return
+    page.add_text(f"The weights of the best epoch, on {found.rows:,} of {found.of:,} rows.")
+    if found.matrix:
+        page.add_matrix(found.labels, found.matrix)
+    if not found.worst:
+        return
+    page.add_heading("Worst samples")
+    if found.labels:
+        columns = ["input", "label", "predicted", "probability of the label", "loss"]
+        rows = [
+            [
+                Picture(sample.png_base64, "the input") if sample.png_base64 else sample.text or "",
+                sample.label or "",
+                State(sample.predicted or "", "good" if sample.predicted == sample.label else "bad"),
+                f"{sample.probability or 0.0:.4f}",
+                f"{sample.loss:.3f}",
+            ]
+            for sample in found.worst
+        ]
+        page.add_table(columns, rows)
+    else:
+        page.add_table(["text", "mean loss"], [[sample.text or "", f"{sample.loss:.3f}"] for sample in found.worst])
+
+
+def _add_data(page: Page, path: UPath) -> None:
+    report = DataReport.load(path)
+    if report is None:
+        return
+    page.add_heading("Data")
+    cleaning = report.cleaning
+    page.add_facts(
+        {
+            "source": report.source,
+            f"{cleaning.what} given": f"{cleaning.given:,}",
+            "kept": f"{cleaning.kept:,}",
+            **{f"dropped: {reason}": f"{count:,}" for reason, count in cleaning.reasons.items()},
+            **{f"rows for {split}": f"{count:,}" for split, count in report.rows.items()},
+        }
+    )
+
+
+def _add_events(page: Page, events: list[Event]) -> None:
+    alerts = [event for event in events if event.kind == "alert"]
+    survived = [event for event in events if event.kind in _SURVIVED]
+    page.add_heading("Alerts and failures")
+    page.add_figures(
+        {
+            "alerts fired": len(alerts),
+            "times continued": sum(event.kind == "continued" for event in survived),
+            "rollbacks": sum(event.kind == "rolled_back" for event in survived),
+        }
+    )
+    if events:
+        columns = ["time, UTC", "what", "step", "epoch", "details"]
+        rows = [
+            [
+                f"{event.time:%Y-%m-%d %H:%M:%S}",
+                event.kind.replace("_", " "),
+                number(event.step),
+                number(event.epoch),
+                event.message,
+            ]
+            for event in events
+        ]
+        page.add_table(columns, rows)

@@ -1,0 +1,57 @@
+"""Pages in Debian's Chromium."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.webdriver import WebDriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.ui import WebDriverWait
+
+PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+
+
+@contextmanager
+def started_browser() -> Iterator[WebDriver]:
+    """Start a browser without a window. Skip the test if there is none."""
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("no browser: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1280,1000"):
+        options.add_argument(argument)
+    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield browser
+    browser.quit()
+
+
+@contextmanager
+def phone(browser: WebDriver) -> Iterator[None]:
+    """Give the browser the screen of a phone."""
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
+    yield
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@contextmanager
+def dark(browser: WebDriver) -> Iterator[None]:
+    """Ask pages for their dark colors."""
+    scheme = [{"name": "prefers-color-scheme", "value": "dark"}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
+    yield
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def seen(page: WebDriver, css: str, words: str = "") -> WebElement:
+    """The element, once it is visible and says the words."""
+
+    def look(_: WebDriver) -> WebElement | None:
+        found = page.find_elements(By.CSS_SELECTOR, css)
+        return next((each for each in found if each.is_displayed() and words in each.text), None)
+
+    return WebDriverWait(page, 20, 0.05, [Exception]).until(look, f"{css!r} never said {words!r}")

@@ -1,0 +1,160 @@
+"""Runs in storage as people list, compare, read and delete them, on a disk and on S3."""
+
+import math
+import os
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+
+import pytest
+from typer.testing import CliRunner
+from upath import UPath
+
+from app.cli.main import app
+from app.errors import RayloomError
+from app.pages.content import Chart
+from app.reports.catalog import delete_run, find_run, list_runs, recipe_differences
+from app.reports.curves import CurveFile
+from app.run_log import LOG_FILE, keep_log
+from app.storage import to_path
+from app.telemetry.events import Event
+from app.training.coordination.heartbeat import HEARTBEAT_FILE
+from tests.stored_runs import add_steps, write_run
+
+OLDER, NEWER, LIVE = "20260101-000000-digits-aaaa", "20260102-000000-digits-bbbb", "20260103-000000-digits-cccc"
+
+
+@pytest.fixture
+def root(storage: str) -> UPath:
+    """Storage with a good run, one that failed and one under way."""
+    root = to_path(storage)
+    write_run(root, OLDER, metrics={"val_loss": 0.25, "plan": {"zero_stage": 1}}, losses=[2.0, 1.0])
+    write_run(root, NEWER, "train.optimizer.lr=0.5", status="failed", error="the loss is not finite", losses=[math.nan])
+    write_run(root, LIVE, status=None, losses=[3.0])
+    return root
+
+
+def rayloom(root: UPath, *arguments: str) -> str:
+    """What the command prints; its refusal, if it refuses."""
+    result = CliRunner().invoke(app, [*arguments, "--storage", str(root)])
+    if isinstance(result.exception, RayloomError):
+        return f"refused: {result.exception}"
+    assert result.exception is None, result.exception
+    return result.output
+
+
+def test_runs_are_listed_with_how_they_stand_the_newest_first(root: UPath) -> None:
+    listed = list_runs(root)
+    assert [run.run_id for run in listed] == [LIVE, NEWER, OLDER]
+    assert [run.status for run in listed] == ["running", "failed", "succeeded"]
+    assert [run.headline for run in listed] == ["", "the loss is not finite", "val_loss 0.25"]
+    assert listed[2].began == datetime(2026, 1, 1, tzinfo=UTC)
+    assert [run.run_id for run in list_runs(root, limit=1)] == [LIVE]
+    assert list_runs(root, recipe="reviews") == []
+    assert list_runs(root, job="tune") == []
+
+
+def test_a_run_whose_heartbeat_is_old_was_interrupted(tmp_path: UPath) -> None:
+    folder = write_run(UPath(tmp_path), LIVE, status=None)
+    os.utime(folder / HEARTBEAT_FILE, (time.time() - 60,) * 2)
+    assert [run.status for run in list_runs(UPath(tmp_path))] == ["interrupted"]
+
+
+def test_a_run_is_found_by_the_beginning_of_its_id(root: UPath) -> None:
+    assert find_run(root, "20260102").run_id == NEWER
+    assert find_run(root, f"train/{OLDER}").run_id == OLDER
+    with pytest.raises(RayloomError, match="is the beginning of 3 runs"):
+        find_run(root, "2026")
+    with pytest.raises(RayloomError, match="rayloom runs list"):
+        find_run(root, "nothing")
+
+
+def test_runs_are_compared_by_recipe_and_result(root: UPath) -> None:
+    told = rayloom(root, "runs", "compare", OLDER, NEWER)
+    lines = {line.split()[0]: line.split()[1:] for line in told.splitlines()}
+    assert lines["train.optimizer.lr"] == ["0.003", "0.5"]
+    assert lines["val_loss"] == ["0.25", "–"]
+    assert "train.epochs" not in lines
+    assert "the recipes are the same" in rayloom(root, "runs", "compare", OLDER, LIVE)
+    assert "give two or more" in rayloom(root, "runs", "compare", OLDER)
+
+
+def test_differences_name_keys_that_only_some_recipes_have() -> None:
+    one, other = {"a": {"b": 1, "c": [1]}, "d": {}}, {"a": {"b": 1, "c": [2]}, "e": 3}
+    assert [(found.key, found.values) for found in recipe_differences([one, other])] == [
+        ("a.c", ([1], [2])),
+        ("d", ({}, "–")),
+        ("e", ("–", 3)),
+    ]
+
+
+def test_a_run_is_shown_with_what_happened_in_it(root: UPath) -> None:
+    event = Event(kind="rolled_back", message="step 3: the loss of rank 0 is not finite", step=3, epoch=1)
+    write_run(root, "20260104-000000-digits-dddd", metrics={"val_loss": 0.5}, events=[event])
+    told = rayloom(root, "runs", "show", "20260104")
+    assert "rolled back" in told
+    assert "step 3: the loss of rank 0 is not finite" in told
+    assert "energy" in told
+    assert "not measured" in told
+
+
+def test_a_run_is_deleted_unless_it_is_under_way(root: UPath) -> None:
+    assert "is under way" in rayloom(root, "runs", "delete", LIVE)
+    assert rayloom(root, "runs", "delete", OLDER, NEWER) == f"deleted train/{OLDER}\ndeleted train/{NEWER}\n"
+    assert [run.run_id for run in list_runs(root)] == [LIVE]
+    with pytest.raises(RayloomError, match="is under way"):
+        delete_run(find_run(root, LIVE))
+
+
+def test_curves_go_on_from_where_they_were_read_and_begin_anew_when_a_run_goes_back(root: UPath) -> None:
+    folder = find_run(root, OLDER).path
+    file = CurveFile(folder)
+    assert file.read().of_steps["loss"].values == [2.0, 1.0]
+    add_steps(folder, [0.5, 0.25], first=3)
+    assert file.read().of_steps["loss"].values == [2.0, 1.0, 0.5, 0.25]
+    assert file.read().of_epochs["phase_s.forward"].values == [2.0, 2.0]
+    (folder / "metrics.jsonl").unlink()
+    assert file.read().of_steps == {}
+    add_steps(folder, [9.0, 8.0, 7.0, 6.0, 5.0, 4.0])
+    assert file.read().of_steps["loss"].values == [9.0, 8.0, 7.0, 6.0, 5.0, 4.0]
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as torn:
+        torn.write('{"step": 7, "epo')
+    assert len(file.read().of_steps["loss"].values) == 6
+
+
+def test_a_value_that_is_no_number_is_a_gap_in_a_chart(root: UPath) -> None:
+    curves = CurveFile(find_run(root, NEWER).path).read()
+    chart = curves.chart("Loss", "loss", {"training": ("step", "loss")})
+    assert isinstance(chart, Chart)
+    assert '"y": [null]' in str(chart.json)
+    assert curves.chart("MFU", "share", {"MFU": ("step", "mfu")}) is None
+
+
+def test_what_a_job_and_its_children_print_is_kept_once_the_run_is_open(
+    root: UPath, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, opened = find_run(root, OLDER).path, []
+    for words in ("first", "second"):
+        with keep_log(folder, lambda: bool(opened)):
+            os.write(1, f"{words}: before\n".encode())  # print would write past the descriptor, into capfd's own file
+            opened.append(words)
+            subprocess.run([sys.executable, "-c", f"import sys; print('{words}: child', file=sys.stderr)"], check=True)
+            os.write(1, f"{words}: after\n".encode())
+    printed = capfd.readouterr()
+    assert printed.out == "first: before\nfirst: after\nsecond: before\nsecond: after\n"
+    assert printed.err == "first: child\nsecond: child\n"
+    kept = (folder / LOG_FILE).read_text()
+    assert sorted(kept.splitlines()) == sorted((printed.out + printed.err).splitlines())
+    assert rayloom(root, "runs", "logs", OLDER) == kept
+
+
+def test_the_last_words_of_a_killed_job_are_printed(tmp_path: UPath) -> None:
+    script = (
+        "import os, signal\nfrom upath import UPath\nfrom app.run_log import keep_log\n"
+        f"with keep_log(UPath({str(tmp_path)!r}), lambda: True):\n"
+        "    print('last words', flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert killed.returncode == -9
+    assert killed.stdout == "last words\n"
