@@ -1,0 +1,188 @@
+"""The pages of training, deploy and lifecycle runs, and what they are made of: predictions, device-hours, energy."""
+
+import json
+from itertools import count
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+from upath import UPath
+
+from app.artifacts import WEIGHTS_FILE
+from app.config import load_recipe
+from app.data.prepared import DataReport
+from app.models.factory import blueprint_of
+from app.reports.deployment import DeploymentRecord, Laps, deployment_page
+from app.reports.evaluation import EVALUATION_FILE
+from app.reports.lifecycle import lifecycle_page, note_part
+from app.reports.run_folder import RunFolder, cost_of
+from app.reports.training import training_page
+from app.serving.config import DeployedModel
+from app.tasks import prepare
+from app.telemetry.events import Event
+from app.telemetry.mirror import Mirror
+from app.telemetry.usage import USAGE_FILE, RaplCounter, Usage, UsageMeter, begin_usage, read_usage
+from app.training.evaluation import evaluate, write_evaluation
+from tests.engine_contract import PROCESSOR, SIGNATURE
+from tests.helpers import ROOT
+from tests.stored_runs import write_run
+from tests.toy import publish_version, version_config
+
+RUN = "20260101-000000-digits-aaaa"
+ALERT = Event(kind="alert", message="val_loss above 1 (val_loss 2, epoch 1): training goes on", step=2, epoch=1)
+ROLLBACK = Event(kind="rolled_back", message="step 2: the loss of rank 1 is not finite", step=2, epoch=1)
+
+
+@pytest.mark.parametrize("recipe_name", ["digits", "stdlib_gpt"])
+def test_a_model_is_run_on_a_bounded_part_of_the_validation_split(recipe_name: str, tmp_path: Path) -> None:
+    overrides = ["train.report_samples=100"]
+    if recipe_name == "stdlib_gpt":
+        (tmp_path / "texts").mkdir()
+        for number in range(40):
+            (tmp_path / f"texts/{number}.txt").write_text(f"text {number}: " + "all happy families are alike. " * 20)
+        overrides += [f"data.source={tmp_path / 'texts'}", "data.block_length=32"]
+    recipe = load_recipe(str(ROOT / f"recipes/{recipe_name}.yaml"), overrides)
+    data = prepare(recipe)
+    weights = UPath(tmp_path / "weights")
+    weights.mkdir()
+    model = blueprint_of(recipe.model, data.facts).model
+    safetensors.torch.save_model(model, str(weights / WEIGHTS_FILE))
+    found = evaluate(weights, data, recipe)
+    assert found.rows == min(100, len(data.validation))
+    assert found.of == len(data.validation)
+    losses = [sample.loss for sample in found.worst]
+    assert len(losses) == min(20, found.rows)
+    assert losses == sorted(losses, reverse=True)
+    if recipe_name == "digits":
+        assert found.matrix is not None
+        assert sum(map(sum, found.matrix)) == 100
+        assert [sample for sample in found.worst if sample.png_base64 and sample.label in found.labels] == found.worst
+        assert found.worst[0].probability == pytest.approx(2.718281828 ** -losses[0], rel=1e-3)
+    else:
+        assert found.matrix is None
+        assert "happy families" in str(found.worst[0].text)
+
+
+def test_the_page_of_a_training_tells_where_it_stood_and_what_it_survived(tmp_path: Path) -> None:
+    storage = UPath(tmp_path)
+    search = "20251231-000000-digits-ffff"
+    folder = write_run(
+        storage,
+        RUN,
+        f"tuned_from={{run: {search}, trial: 3}}",
+        metrics={"val_loss": 0.5, "val_accuracy": 0.9, "steps": 3},
+        losses=[2.0, float("nan"), 1.0],
+        events=[Event(kind="started", message="started with 2 workers"), ALERT, ROLLBACK],
+    )
+    recipe = load_recipe(str(ROOT / "recipes/digits.yaml"), ["train.report_samples=50"])
+    data = prepare(recipe)
+    DataReport.of(recipe.data.source, data).save(folder)
+    (folder / "w").mkdir()
+    safetensors.torch.save_model(blueprint_of(recipe.model, data.facts).model, str(folder / "w" / WEIGHTS_FILE))
+    write_evaluation(folder / "w", data, recipe, folder)
+    usage = begin_usage(2, "gpu", 1.0).model_copy(update={"seconds": 3600.0, "energy_j": {"gpu": 3.6e6}})
+    (folder / USAGE_FILE).write_text(json.dumps([usage.model_dump(mode="json")]), encoding="utf-8")
+    page = training_page(folder).to_html()
+    for words in (
+        "succeeded", "1,797", "rows for validation", "rolled back", ROLLBACK.message, "val_loss above 1",
+        "GPU-hours</th><td>2 h", "2 kWh by all GPUs, estimated from", "backward", "50 of 360 rows",
+        "data:image/png;base64,",
+        f'<a href="../../tune/{search}/report.html">trial 3 of {search}</a>', "Gradient norm", "Learning rate",
+        '"training", "kind": "line", "x": [1.0, 2.0, 3.0], "y": [2.0, null, 1.0]',
+    ):  # fmt: skip
+        assert words in page, words
+
+
+def test_a_page_is_made_of_whatever_a_run_has(tmp_path: Path) -> None:
+    folder = write_run(UPath(tmp_path), RUN, status=None)
+    page = training_page(folder).to_html()
+    assert "running" in page
+    assert "No step has been recorded yet." in page
+    failed = write_run(
+        UPath(tmp_path), "20260102-000000-digits-bbbb", status="failed", error="<the loss> is not finite"
+    )
+    assert "&lt;the loss&gt; is not finite" in training_page(failed).to_html()
+    for name in (EVALUATION_FILE, USAGE_FILE):
+        assert not (folder / name).exists()
+
+
+def test_a_lifecycle_links_its_parts_and_a_deployment_its_versions(tmp_path: Path) -> None:
+    storage = UPath(tmp_path)
+    publish_version(storage, "digits", b"a model", SIGNATURE, PROCESSOR, ["a", "b", "c"])
+    train = write_run(storage, RUN, metrics={"val_accuracy": 0.875})
+    deploy = write_run(storage, "20260101-000100-digits-bbbb", job="deploy", status="failed", error="no room")
+    whole = write_run(storage, "20260101-000000-digits-cccc", job="lifecycle", status="failed", error="deploy: no room")
+    for part in (train, deploy):
+        note_part(whole, part.parent.name, part.name)
+    page = lifecycle_page(whole).to_html()
+    assert f'<a href="../../train/{RUN}/report.html">{RUN}</a>' in page
+    assert "val_accuracy 0.875" in page
+    assert "deploy: no room" in page
+    clock = count(0, 2.0)
+    laps = Laps(lambda: next(clock))
+    laps.end("starting Serve")
+    record = DeploymentRecord(
+        model=DeployedModel(production=version_config(storage, 1, "digits")), phases_s=laps.seconds
+    )
+    record.save(deploy)
+    page = deployment_page(deploy).to_html()
+    assert "digits/1, in production" in page
+    assert "starting Serve" in page
+    assert "2.0 s" in page
+    assert "no room" in page
+
+
+def test_device_hours_count_every_attempt_also_one_that_was_killed(tmp_path: Path) -> None:
+    now, joules = [0.0], [100.0]
+
+    class Source:
+        def read(self) -> float:
+            return joules[0]
+
+    class Broken:
+        def __init__(self) -> None:
+            raise PermissionError
+
+        def read(self) -> float:
+            raise AssertionError
+
+    with Mirror(UPath(tmp_path)) as mirror:
+        killed = UsageMeter(mirror, begin_usage(2, "cpu", 1.5), {"cpu": Source, "gpu": Broken}, clock=lambda: now[0])
+        with killed.measure():
+            now[0], joules[0] = 1800.0, 100.0 + 7.2e6
+            killed.write()  # as the thread does every few seconds
+            left = (tmp_path / USAGE_FILE).read_bytes()
+        (tmp_path / USAGE_FILE).write_bytes(left)
+        with UsageMeter(mirror, begin_usage(1, "cpu", 1.0), {"gpu": Broken}, clock=lambda: now[0]).measure():
+            now[0] += 3600.0
+    usage = read_usage(UPath(tmp_path))
+    assert [attempt.device_hours for attempt in usage] == [1.5, 1.0]
+    assert [attempt.energy_j for attempt in usage] == [{"cpu": 7.2e6}, {}]
+    told = cost_of(usage)
+    assert told["CPU core-hours"] == "2.5 h"
+    assert str(told["energy"]).startswith("2 kWh by the first worker's processors")
+    assert cost_of(usage[1:])["energy"] == "not measured"
+    assert cost_of([])["device-hours"] == "not measured"
+
+
+def test_rapl_adds_up_packages_and_notices_when_a_counter_begins_again(tmp_path: Path) -> None:
+    for name, energy_uj in (("intel-rapl:0", 900_000), ("intel-rapl:1", 0), ("intel-rapl:0:0", 5)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "energy_uj").write_text(f"{energy_uj}\n")
+        (tmp_path / name / "max_energy_range_uj").write_text("1000000\n")
+    counter = RaplCounter(tmp_path)
+    assert counter.read() == 0.0
+    (tmp_path / "intel-rapl:0/energy_uj").write_text("400000\n")
+    (tmp_path / "intel-rapl:1/energy_uj").write_text("250000\n")
+    assert counter.read() == pytest.approx(0.75)
+    with pytest.raises(FileNotFoundError):
+        RaplCounter(tmp_path / "nothing").read()
+
+
+def test_a_run_without_a_result_has_no_recipe_it_cannot_read(tmp_path: Path) -> None:
+    folder = UPath(tmp_path / "runs/train/20260101-000000-x-aaaa")
+    run = RunFolder(folder)
+    assert run.recipe == {}
+    assert run.usage == []
+    assert run.status == "interrupted"
+    assert isinstance(begin_usage(1, "cpu", 1.0), Usage)
