@@ -8,7 +8,7 @@ from typing import Any
 
 from upath import UPath
 
-from app.conditional import map_at_once
+from app.conditional import map_concurrently
 from app.errors import StorageError
 from app.reports.run_folder import RunFolder, Status, headline
 from app.repository.manifest import Manifest
@@ -74,7 +74,7 @@ def list_runs(
         is_run = run.result is not None or (path / CONFIG_FILE).exists()  # else a start that failed
         return summarize(run) if is_run else None
 
-    return list(filter(None, map_at_once(storage, summary, newest)))
+    return list(filter(None, map_concurrently(storage, summary, newest)))
 
 
 def summarize(run: RunFolder) -> RunSummary:
