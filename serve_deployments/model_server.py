@@ -13,7 +13,7 @@ from app.serving.transport.hot import HotRoute, listen_hot
 from app.serving.transport.http import DirectInference, HttpApi
 from app.serving.transport.middleware import answer_directly
 from serve_deployments.autoscaling import DIRECT, LATENCY
-from serve_deployments.metrics import BatchingMetrics
+from serve_deployments.metrics import ReplicaMetrics
 from serve_deployments.tensor_parallel import open_version
 
 _GC_THRESHOLDS = 10_000, 20, 50
@@ -46,7 +46,7 @@ class ModelServer(GrpcMethods):
         self._direct = DirectInference(self._endpoint, self._api)
         self._hot = HotRoute(self._direct, self)
         self._freezing: asyncio.Task[None] | None = None
-        self._metrics = BatchingMetrics(self._endpoint)
+        self._metrics: ReplicaMetrics | None = None
 
     def __serve_build_asgi_app__(self) -> HttpApi:
         """Return the application for HTTP requests. Serve calls this before it listens."""
@@ -70,6 +70,8 @@ class ModelServer(GrpcMethods):
 
         Serve calls this every second, so metrics are reported here.
         """
+        if self._metrics is None:
+            self._metrics = ReplicaMetrics(self._endpoint, serve.get_replica_context().app_name)
         self._metrics.report()
         await self._endpoint.check()
 

@@ -68,3 +68,18 @@ def commands() -> Iterator[Command]:
             for line in block.replace("\\\n", " ").splitlines():
                 if _COMMAND.match(line):
                     yield Command(page, tuple(shlex.split(line, comments=True)), mark_of(block))
+
+
+def tables(page: Path) -> Iterator[list[list[str]]]:
+    """Yield the tables of a page as rows of texts, without the marks of code."""
+    rows: list[list[str]] = []
+    for token in MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8")):
+        if token.type == "table_open":
+            rows = []
+        elif token.type == "tr_open":
+            rows.append([])
+        elif token.type == "inline" and rows and token.level > 2:
+            rows[-1].append(token.content.replace("`", ""))
+        elif token.type == "table_close":
+            yield rows
+            rows = []

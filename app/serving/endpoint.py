@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import version as version_of
@@ -11,6 +13,7 @@ from app.engines.base import Engine
 from app.errors import EngineError, NotServedError, RequestError, short_repr
 from app.repository.manifest import Manifest
 from app.serving.access import Access
+from app.serving.batching.statistics import Durations
 from app.serving.cascade.served import ServedCascade
 from app.serving.config import CandidateConfig, DeployedModel, EndpointConfig, VersionConfig
 from app.serving.model.engine import open_published
@@ -19,6 +22,7 @@ from app.serving.model.loaded import load_model
 from app.serving.model.served import ServedModel
 from app.serving.protocol.management import ModelIndex, ModelMetadata, ModelStatistics, ServerMetadata
 from app.serving.rollout import InferenceTarget, Rollout, TrafficShare
+from app.serving.traffic import Traffic
 from app.storage import open_storage
 
 _METADATA = ServerMetadata(version=version_of("rayloom"))
@@ -54,6 +58,10 @@ class Endpoint:
         self._models: dict[str, Rollout] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._updating = asyncio.Lock()
+        self.traffic = Traffic()
+        """Every request for inference, however it came."""
+        self.loads: defaultdict[tuple[str, str], Durations] = defaultdict(Durations)
+        """Cold starts, by name and version of the model."""
 
     @property
     def config(self) -> EndpointConfig:
@@ -190,6 +198,7 @@ class Endpoint:
         await asyncio.gather(*(self._check(served, health in probed) for health, served in answering.items()))
 
     async def _load(self, config: VersionConfig) -> ServedModel:
+        began_s = time.monotonic()
         model = await asyncio.to_thread(
             load_model,
             open_storage(config.storage),
@@ -200,7 +209,13 @@ class Endpoint:
             partial(self._open_version, config),
             exclude=config.shard_files,
         )
+        self.loads[config.name, model.version].add(time.monotonic() - began_s)
         return ServedModel(model, config.policy)
+
+    @property
+    def rollouts(self) -> dict[str, Rollout]:
+        """What is served under each name."""
+        return self._models
 
     @property
     def _rollouts(self) -> list[Rollout]:

@@ -5,7 +5,10 @@ import logging
 import random
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from app.errors import DeadlineError, NotServedError, OverloadError, short_repr
 from app.serving.batching.statistics import FailureReason, RecentLatencies
@@ -14,7 +17,9 @@ from app.serving.model.served import ServedModel
 from app.serving.protocol.infer import InferRequest, InferResponse
 from app.serving.protocol.management import ModelIndex, ModelMetadata, ModelStatistics
 from app.serving.protocol.natural import PredictRequest, PredictResponse
-from app.tensors import TensorSpec
+from app.tensors import OUTPUT, TensorSpec
+
+Response = TypeVar("Response", InferResponse, PredictResponse)
 
 LOG = logging.getLogger(__name__)
 
@@ -27,6 +32,10 @@ class InferenceTarget(Protocol):
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """The inputs that a request may have."""
+
+    @property
+    def version(self) -> str:
+        """The version that answers, as the client is told."""
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Answer an inference request."""
@@ -48,17 +57,27 @@ class Shadow:
         self._bytes = 0  # of the copies that wait or run
         self._copies: dict[asyncio.Task[object], int] = {}  # with their bytes
         self._logged: set[type[BaseException]] = set()
+        self.rows = {True: 0, False: 0}
+        """Answered rows of copies, by whether the client got the same first choice."""
 
-    def send(self, copy: Coroutine[Any, Any, object], num_bytes: int) -> None:
-        """Run a copy in the background. Its errors only count in the version's statistics."""
+    def send(self, copy: Coroutine[Any, Any, Response], answer: Response, num_bytes: int) -> None:
+        """Run a copy in the background, and compare it with the client's answer.
+
+        Its errors only count in the version's statistics.
+        """
         if self._bytes + num_bytes > self._max_bytes:
             copy.close()
             self.served.batching.count_failure(FailureReason.REJECTED, 0.0)
             return
-        task: asyncio.Task[object] = asyncio.create_task(copy)
+        task: asyncio.Task[object] = asyncio.create_task(self._compare(copy, answer))
         self._copies[task] = num_bytes  # the event loop itself holds tasks only weakly
         self._bytes += num_bytes
         task.add_done_callback(self._done)
+
+    async def _compare(self, copy: Coroutine[Any, Any, Response], answer: Response) -> None:
+        agreed, rows = agreeing_rows(await copy, answer)
+        self.rows[True] += agreed
+        self.rows[False] += rows - agreed
 
     def _done(self, copy: asyncio.Task[object]) -> None:
         self._bytes -= self._copies.pop(copy)
@@ -85,17 +104,43 @@ class MirroredTarget:
         """The inputs that a request may have."""
         return self._target.inputs
 
+    @property
+    def version(self) -> str:
+        """The version that answers the client."""
+        return self._target.version
+
     async def infer(self, request: InferRequest) -> InferResponse:
         """Answer an inference request."""
         response = await self._target.infer(request)
-        self._shadow.send(self._shadow.served.infer(request), request.num_bytes)
+        self._shadow.send(self._shadow.served.infer(request), response, request.num_bytes)
         return response
 
     async def predict(self, request: PredictRequest) -> PredictResponse:
         """Answer natural input with labels."""
         response = await self._target.predict(request)
-        self._shadow.send(self._shadow.served.predict(request), request.num_bytes)
+        self._shadow.send(self._shadow.served.predict(request), response, request.num_bytes)
         return response
+
+
+def agreeing_rows(copy: Response, answer: Response) -> tuple[int, int]:
+    """Return how many rows of two answers have the same first choice, and how many rows there are."""
+    ours, theirs = _choices(copy), _choices(answer)
+    if ours.shape != theirs.shape:
+        return 0, len(theirs)
+    return int((ours == theirs).all(axis=1).sum()), len(theirs)
+
+
+def _choices(response: InferResponse | PredictResponse) -> NDArray[Any]:
+    """Return the first choices of an answer, of shape (rows, choices): of a row one, or one for each of its tokens."""
+    if isinstance(response, PredictResponse):
+        return np.array([[prediction.label] for prediction in response.predictions])
+    scores = response.outputs.get(OUTPUT)
+    if scores is None:  # the client asked for other outputs
+        return np.empty((0, 1))
+    if scores.dtype.hasobject:  # classes as "score:number:label", the best first
+        return np.array([[bytes(row.flat[0]).partition(b":")[2]] for row in scores])
+    first: NDArray[Any] = scores.argmax(axis=-1)
+    return first.reshape(len(scores), -1)
 
 
 @dataclass(frozen=True)
@@ -170,6 +215,23 @@ class Rollout:
         """The versions that clients depend on, including the earlier stages of a cascade."""
         canary = [self._canary.served] if self._canary else []
         return [self._production, *canary, *(self._cascade.earlier if self._cascade else [])]
+
+    @property
+    def shares(self) -> list[tuple[str, ServedModel, float]]:
+        """The role of each version, and the share of the requests without a version that it gets, or copies of them."""
+        beside = [(role, beside.served, beside.percent / 100) for role, beside in self._beside]
+        rest = 1.0 - sum(share for role, _, share in beside if role == "canary")
+        return [("production", self._production, rest), *beside]
+
+    @property
+    def cascade(self) -> ServedCascade | None:
+        """The cascade that answers in place of production, if there is one."""
+        return self._cascade
+
+    @property
+    def shadow(self) -> Shadow | None:
+        """The version that gets copies, if there is one."""
+        return self._copies
 
     @property
     def latencies(self) -> list[RecentLatencies]:

@@ -11,8 +11,8 @@ from torch import profiler
 from upath import UPath
 
 from app.config import ProfileConfig
-from app.storage import write_atomically
-from app.telemetry.step_time import read_step_time
+from app.storage import no_op, write_atomically
+from app.telemetry.step_time import StepTime, read_step_time
 from app.warnings import best_effort, warn
 
 PROFILE = "profile"
@@ -36,16 +36,19 @@ class StepProfiler(Protocol):
 
 
 @contextmanager
-def profile_steps(config: ProfileConfig | None, folder: UPath, rank: int) -> Iterator[StepProfiler]:
+def profile_steps(
+    config: ProfileConfig | None, folder: UPath, rank: int, summarized: Callable[[StepTime], None] = no_op
+) -> Iterator[StepProfiler]:
     """Profile the steps in the block as ``config`` says. None profiles nothing, and costs nothing.
 
     After the active steps, or at the end of the block, the worker writes its trace to ``profile/`` in the run's folder.
-    Rank 0 also writes ``summary.json``, and prints it. Errors are printed as warnings and never stop training.
+    Rank 0 also writes ``summary.json``, prints it, and calls ``summarized``. Errors are printed as
+    warnings and never stop training.
     """
     if config is None:
         yield _NoProfiler()
         return
-    recorder = _TraceProfiler(config, folder / PROFILE, rank)
+    recorder = _TraceProfiler(config, folder / PROFILE, rank, summarized)
     try:
         yield recorder
     finally:
@@ -58,8 +61,8 @@ class _NoProfiler:
 
 
 class _TraceProfiler:
-    def __init__(self, config: ProfileConfig, folder: UPath, rank: int) -> None:
-        self._folder, self._rank = folder, rank
+    def __init__(self, config: ProfileConfig, folder: UPath, rank: int, summarized: Callable[[StepTime], None]) -> None:
+        self._folder, self._rank, self._summarized = folder, rank, summarized
         self._skipped, self._total = config.wait + config.warmup, config.wait + config.warmup + config.active
         self._steps = 0
         self._profile: profiler.profile | None = profiler.profile(
@@ -103,6 +106,7 @@ class _TraceProfiler:
         if self._rank == 0:
             summary = read_step_time(trace, self._rank, steps)
             print(f"profiled {summary}; in {self._folder}", flush=True)
+            self._summarized(summary)
             self._write(SUMMARY_FILE, summary.model_dump_json(indent=1).encode())
 
     def _write(self, name: str, content: bytes) -> None:

@@ -19,6 +19,7 @@ from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy, FixedScalingPolicy
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.util.metrics import Counter
 
 _PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 _LEAVE_TIMEOUT_S = 30.0
@@ -48,6 +49,17 @@ class LightTrainer(DataParallelTrainer):  # type: ignore[misc] # Ray has no type
         elif self._stays_on_nodes:
             arguments["scaling_policy"] = SilentPolicy(self.scaling_config)
         return super()._initialize_and_run_controller(**arguments)
+
+
+class FailureCounter(ray.train.UserCallback):  # type: ignore[misc]
+    """Counts how often the run's workers failed. Ray's controller, which lives on, exports the count."""
+
+    def __init__(self, name: str, description: str, labels: dict[str, str]) -> None:
+        self._name, self._description, self._labels = name, description, labels
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:  # noqa: ARG002
+        """Called by Ray Train's controller, before it starts the workers again or gives up."""
+        Counter(self._name, self._description, tuple(self._labels)).inc(1, self._labels)
 
 
 class DividingPolicy(ElasticScalingPolicy):  # type: ignore[misc]

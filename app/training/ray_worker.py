@@ -12,24 +12,29 @@ import ray
 import ray.train
 from ray.train import UserCallback
 from ray.train.v2._internal.execution import context as ray_context
+from ray.util import metrics as ray_metrics
 from upath import UPath
 
 from app.artifacts import DATA, FAILURE_FILE
 from app.cluster.state import MARK
 from app.config import Recipe, TrainConfig
 from app.errors import NonFiniteLossError, RayloomError, TopologyError, TrainingError, UnsharedStorageError
-from app.storage import to_path
+from app.storage import no_op, to_path
 from app.tasks import load_prepared
+from app.telemetry import catalog
+from app.telemetry.metrics import Publisher
 from app.training.coordination.heartbeat import keep_heartbeat
 from app.training.coordination.shared_folder import marked, require_shared
 from app.training.coordination.topology import require_groups_within_nodes
-from app.training.ray_trainer import LightTrainer
+from app.training.ray_trainer import FailureCounter, LightTrainer
 from app.training.records import Ending, EpochRecord
 from app.training.session import train
 from app.training.stop_request import StopRequest
 from app.training.worker import keep_freed_memory, start_worker
 
 _RESIZE_INTERVAL_S = 10.0
+_STATE_TRACKING = "RAY_TRAIN_ENABLE_STATE_TRACKING"
+"""Ray's setting that fills the dashboard's page of training runs."""
 
 
 class WorkerArguments(TypedDict):
@@ -42,6 +47,8 @@ class WorkerArguments(TypedDict):
     watches_nodes: bool
     """Whether nodes may leave the cluster during the run."""
     last_reported_epoch: int | None
+    is_trial: bool
+    """Whether the run is a trial of a search, whose job publishes the metrics."""
 
 
 def fit(
@@ -62,6 +69,7 @@ def fit(
         UnsharedStorageError: a worker's node cannot see the run's folder.
         TopologyError: workers that split the same matrices are on several nodes.
     """
+    os.environ.setdefault(_STATE_TRACKING, "1")
     with marked(run_folder) as mark:
         arguments = WorkerArguments(
             recipe=recipe.model_dump_json(),
@@ -70,6 +78,7 @@ def fit(
             mark=mark,
             watches_nodes=isinstance(recipe.train.workers, tuple) or not _is_single_node(),
             last_reported_epoch=last_reported_epoch,
+            is_trial=data_folder is not None,
         )
         try:
             result = _trainer(recipe.train, run_folder, arguments, callbacks).fit()
@@ -104,9 +113,14 @@ def _trainer(
             storage_path=str(run_folder / "ray"),
             logging_config=ray.train.LoggingConfig(log_level="WARNING"),
             failure_config=ray.train.FailureConfig(max_failures=config.max_failures),
-            callbacks=list(callbacks),
+            callbacks=[*callbacks, *([] if arguments["is_trial"] else [_failures(run_folder)])],
         ),
     )
+
+
+def _failures(run_folder: UPath) -> FailureCounter:
+    metric = catalog.TRAIN_FAILURES
+    return FailureCounter(metric.name, metric.description, dict(zip(metric.labels, [run_folder.name], strict=True)))
 
 
 def _is_single_node() -> bool:
@@ -157,7 +171,8 @@ def _train(arguments: WorkerArguments) -> Ending | RayloomError:
         try:
             poll_stop_request = _poll_stop_request if arguments["watches_nodes"] else None
             last_epoch = arguments["last_reported_epoch"]
-            return train(recipe, data, worker, run_folder, _report, poll_stop_request, last_epoch)
+            publish = no_op if arguments["is_trial"] else Publisher(ray_metrics).publish
+            return train(recipe, data, worker, run_folder, _report, poll_stop_request, last_epoch, publish)
         except NonFiniteLossError as error:
             return error
 

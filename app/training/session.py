@@ -35,6 +35,7 @@ from app.training.loop import Loop
 from app.training.records import Ending, EpochRecord
 from app.training.reporting.meter import Meter
 from app.training.reporting.recorder import Recorder, Report, Sink
+from app.training.reporting.run_metrics import Publish, RunMetrics
 from app.training.reporting.sinks import MetricsLog, Progress
 from app.training.stop_request import StopRequest, StopSignals
 from app.training.worker import Worker, seed_random
@@ -61,12 +62,14 @@ def train(
     report: Report = no_op,
     poll_stop_request: Callable[[], StopRequest] | None = None,
     last_reported_epoch: int | None = None,
+    publish: Publish = no_op,
 ) -> Ending:
     """Train the recipe's model as one worker of the run, from its newest intact checkpoint if it has any.
 
     ``report`` is called with the record of each epoch. ``poll_stop_request`` asks the platform for a stop request
     (preemption). It is collective: every worker calls it, about once a second. Epochs of the checkpoint after
-    ``last_reported_epoch`` are reported now. If it is None, all of them were reported before.
+    ``last_reported_epoch`` are reported now. If it is None, all of them were reported before. The first worker calls
+    ``publish`` with the run's metrics.
 
     Raises:
         RecipeError: the model cannot be built from the recipe.
@@ -74,7 +77,7 @@ def train(
         StorageError: every checkpoint is damaged.
     """
     with ExitStack() as stack:
-        loop = _begin(recipe, data, worker, run_folder, report, poll_stop_request, stack)
+        loop = _begin(recipe, data, worker, run_folder, report, poll_stop_request, publish, stack)
         stack.enter_context(_noted_failure(loop))
         for record in loop.records:
             if last_reported_epoch is not None and record.epoch > last_reported_epoch:
@@ -120,6 +123,7 @@ def _begin(
     run_folder: UPath,
     report: Report,
     poll_stop_request: Callable[[], StopRequest] | None,
+    publish: Publish,
     stack: ExitStack,
 ) -> Loop:
     """Build the model and everything that trains it. ``stack`` closes what is opened."""
@@ -141,12 +145,13 @@ def _begin(
     stop_signals = _listen_for_stops(run_folder, worker, alerts, stack)
     checkpoints = CheckpointManager(run_folder / CHECKPOINTS, engine, config, layout, worker, activity, mirror.flush)
     stack.callback(checkpoints.close)
+    metrics = RunMetrics(publish, run_folder.name, recipe, total_steps, lambda: checkpoints.last_commit)
 
     def open_sinks(position: Position, records: list[EpochRecord]) -> Sequence[Sink]:
         if not worker.is_first:
             return ()
         progress = Progress(config, total_steps, position.step, records)
-        return (*_open_logs(mirror, position.step, records, stack), alerts, progress)
+        return (*_open_logs(mirror, position.step, records, stack), alerts, progress, metrics)
 
     feed = Feed(data, config, layout, worker, activity)
     stack.callback(feed.close)
@@ -159,9 +164,11 @@ def _begin(
         feed=feed,
         checkpoints=checkpoints,
         sync=StepSync(worker, stop_signals, checkpoints.has_lost, poll_stop_request),
-        recorder=Recorder(config, worker.device, data.tokens_per_sample, patient_report, open_sinks, started),
+        recorder=Recorder(
+            config, worker.device, data.tokens_per_sample, patient_report, open_sinks, started, metrics.ranks
+        ),
         meter=meter,
-        profiler=stack.enter_context(profile_steps(config.profile, run_folder, worker.rank)),
+        profiler=stack.enter_context(profile_steps(config.profile, run_folder, worker.rank, metrics.profiled)),
         activity=activity,
         events=events,
     )

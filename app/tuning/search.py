@@ -8,14 +8,17 @@ from dataclasses import dataclass
 import ray
 from ray import tune
 from ray.tune.error import TuneError
+from ray.util import metrics as ray_metrics
 from upath import UPath
 
 from app.config import Recipe, TrainConfig, TuneConfig
 from app.errors import RayloomError, TuningError
+from app.telemetry.metrics import Publisher
 from app.training.coordination.shared_folder import marked
 from app.training.ray_worker import resources_of
 from app.tuning.budget import SearchBudget
 from app.tuning.schedulers import create_promotion, create_scheduler, replay
+from app.tuning.search_metrics import SearchMetrics
 from app.tuning.searcher import StudySearcher
 from app.tuning.study import SearchStudy
 from app.tuning.study_callback import StudyCallback
@@ -124,6 +127,7 @@ class Search:
         replay(scheduler, study.ended)
         table = self._table()
         callback = StudyCallback(study, config, self.folder / TRIALS, self.budget, table, promotion, back_up)
+        metrics = SearchMetrics(Publisher(ray_metrics).publish, study, self.recipe.name, config.objectives)
         ray_files = self.folder / "ray"
         parameters = {"recipe": self.recipe.model_dump_json(), "run_folder": str(self.folder), "mark": mark}
         trainable = tune.with_parameters(TrialActor, **parameters)
@@ -139,7 +143,7 @@ class Search:
             run_config=tune.RunConfig(
                 name="tune",
                 storage_path=str(ray_files),
-                callbacks=[callback],
+                callbacks=[callback, metrics],
                 stop=self.budget,
                 failure_config=tune.FailureConfig(max_failures=config.retries),  # each trial's own limit: StudyCallback
                 checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False, num_to_keep=_CHECKPOINTS_TO_KEEP),
@@ -157,6 +161,7 @@ class Search:
         if not self.budget.stop_requested:
             for number in study.end_running(self.budget.reason or "not promoted"):
                 table.ended(study, number)
+        metrics.update(at_once=True)
         for trial in study.ended:
             remove_checkpoints(self.folder / TRIALS / f"{trial.number:04d}")
 

@@ -47,6 +47,10 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         self._data = DataCache(self._folder / DATA)
         self._begin(config)
 
+    def __repr__(self) -> str:
+        """Return the name in Ray's dashboard and logs."""
+        return f"trials of {self._folder.name}"
+
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Leave this actor's last trial and begin another.
 

@@ -17,6 +17,7 @@ from upath import UPath
 
 from app.errors import EngineError
 from app.serving.config import CandidateConfig, DeployedModel, Scaling
+from app.serving.protocol.infer import InferResponse
 from app.serving.rollout import Shadow
 from app.tensors import OUTPUT
 from tests.engine_contract import PROCESSOR, TEXTS, exported, rows
@@ -140,19 +141,21 @@ def test_a_shadow_that_cannot_keep_up_loses_copies_and_delays_nobody(server: Ser
 def test_copies_that_are_too_large_together_are_lost(server: Server, storage: UPath) -> None:
     deploy(server, storage, shadow=2)
     ran: list[int] = []
+    answer = InferResponse("toy", "1", None, {OUTPUT: np.zeros((1, 2), np.float32)})
 
     async def send() -> None:
         shadow, rest = Shadow(server.endpoint.find("toy", "2"), max_bytes=10), asyncio.Event()
 
-        async def copy(number: int) -> None:
+        async def copy(number: int) -> InferResponse:
             ran.append(number)
             await rest.wait()
+            return answer
 
         for number, num_bytes in enumerate((6, 6, 4)):
-            shadow.send(copy(number), num_bytes)
+            shadow.send(copy(number), answer, num_bytes)
         rest.set()
         await asyncio.sleep(0.01)
-        shadow.send(copy(3), 10)
+        shadow.send(copy(3), answer, 10)
         await asyncio.sleep(0.01)
 
     server.run(send())

@@ -79,6 +79,11 @@ class Batcher:
         return self._scheduler.queue.requests
 
     @property
+    def in_flight(self) -> int:
+        """Requests that were admitted and are not answered yet."""
+        return self._unanswered
+
+    @property
     def running_s(self) -> float:
         """The time for which the oldest running call has run; 0 if the engine is free."""
         with self._lock:
@@ -269,7 +274,7 @@ class Batcher:
                     given.append((part.request, part.request.collect(part.start, part.rows, rows)))
             start = stop
         outcome.time.output_s += self._clock() - began_s
-        self._statistics.batches[batch.rows].add(outcome.time)
+        self._statistics.called(batch.rows, outcome.time)
         self._count([request for request, _ in given], outcome.time)
         for request, answer in given:
             if answer is not None and not request.answer.done():
@@ -283,8 +288,7 @@ class Batcher:
         complete = [request for request in given if not request.collected or request.collected.is_complete]
         several = [request.collected for request in complete if request.collected]
         now_s, counted = self._clock(), self._statistics
-        counted.success.add(sum([now_s - request.arrived_s for request in complete]), len(complete))
-        counted.queue.add(sum([request.queue_s for request in complete]), len(complete))
+        counted.answered([now_s - request.arrived_s for request in complete], [request.queue_s for request in complete])
         counted.compute.add(time, len(complete) - len(several))
         for collected in several:
             counted.compute.add(collected.compute)

@@ -2,12 +2,13 @@
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from app.errors import DeadlineError
+from app.telemetry.metrics import ROWS_BOUNDS, Buckets
 
 
 class ReleaseReason(StrEnum):
@@ -114,6 +115,34 @@ class BatchingStatistics:
     """All calls, by their reason."""
     failures: Counter[FailureReason] = field(default_factory=Counter)
     """Failed requests, by their reason."""
+
+    request_s: Buckets = field(default_factory=Buckets)
+    """The time of each request of ``success``."""
+    queue_s: Buckets = field(default_factory=Buckets)
+    """The part of it in the queue."""
+    engine_s: Buckets = field(default_factory=Buckets)
+    """The time of each call of the engine."""
+    batch_rows: Buckets = field(default_factory=lambda: Buckets(ROWS_BOUNDS))
+    """The rows of each call of the engine."""
+    first_answer_s: float | None = None
+    """The time of the first request; None before it."""
+
+    def answered(self, seconds: Sequence[float], queue_s: Sequence[float]) -> None:
+        """Requests were answered together. Each took so long, and waited so long of it."""
+        self.success.add(sum(seconds), len(seconds))
+        self.queue.add(sum(queue_s), len(queue_s))
+        for request_s in seconds:
+            self.request_s.add(request_s)
+        for waited_s in queue_s:
+            self.queue_s.add(waited_s)
+        if self.first_answer_s is None and seconds:
+            self.first_answer_s = seconds[0]
+
+    def called(self, rows: int, time: ComputeTime) -> None:
+        """The engine has answered a call of so many rows."""
+        self.batches[rows].add(time)
+        self.engine_s.add(time.infer_s)
+        self.batch_rows.add(rows)
 
     def count_failure(self, reason: FailureReason, seconds: float) -> None:
         """Count a request that got no answer."""

@@ -61,11 +61,18 @@ class ServedCascade:
         self._read_alike = read_alike([stage.model for stage in stages])
         self.latencies = RecentLatencies()
         """The latencies of requests to the whole cascade."""
+        self.rows = np.zeros(len(stages), np.int64)
+        """Answered rows, by stage."""
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """The inputs that a request may have."""
         return self._large.inputs
+
+    @property
+    def version(self) -> str:
+        """The version of the last stage."""
+        return self._large.version
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Answer an inference request.
@@ -126,4 +133,6 @@ class ServedCascade:
         with ExitStack() as leases, self.latencies.timed():
             for stage in self._stages:
                 leases.enter_context(stage.lease())
-            return await route(self._rule, num_rows, ask)
+            outputs, stages = await route(self._rule, num_rows, ask)
+        self.rows += np.bincount(stages, minlength=len(self.rows))
+        return outputs, stages

@@ -193,6 +193,11 @@ class ServedModel:
         return self.batcher.statistics
 
     @property
+    def in_flight(self) -> int:
+        """Requests that the batcher has taken and not answered yet."""
+        return self.batcher.in_flight
+
+    @property
     def waiting(self) -> int:
         """The number of requests that wait for the engine."""
         return self.batcher.waiting

@@ -36,6 +36,10 @@ class ModelShard:
         self._device: Device = "gpu" if version.tensor_parallel.gpus_per_process else "cpu"
         self._store: TCPStore | None = None
 
+    def __repr__(self) -> str:
+        """Return the name in Ray's dashboard and logs."""
+        return f"shard {self._rank} of {self._size}, {self._version.name} version {self._version.version}"
+
     def listen(self, host: str) -> str:
         """Open the store where all ranks meet, on this machine's address. Only for rank 0. Return HOST:PORT."""
         self._store = TCPStore(host, 0, self._size, is_master=True, wait_for_workers=False)

@@ -224,8 +224,13 @@ class GrpcMethods:
             self._answering -= 1
 
     async def _infer(self, message: pb.ModelInferRequest) -> InferResponse:
-        target = self._endpoint.route(message.model_name, message.model_version or None)
-        return await target.infer(read_infer(message, target.inputs))
+        with self._endpoint.traffic.counted("grpc") as asked:
+            asked.received = message.ByteSize()
+            target = self._endpoint.route(message.model_name, message.model_version or None)
+            asked.model, asked.version = message.model_name, target.version
+            response = await target.infer(read_infer(message, target.inputs))
+            asked.sent = sum(tensor.nbytes for tensor in response.outputs.values())
+            return response
 
 
 def _unsupported(name: str, answer: type[Message]) -> Callable[[Any, Any, Context], Awaitable[Message]]:

@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from app.errors import OverloadError, UnauthorizedError
+from app.serving.traffic import Outcome, outcome_of
 from app.serving.transport.calls import START as CALL_START
 from app.serving.transport.calls import CallConnection
 from app.serving.transport.errors import error_response
@@ -81,6 +82,12 @@ class HotRoute:
         except Exception:  # any error occurs again on uvicorn's way, and is reported there
             return None
 
+    def count(self, exchange: "HotExchange", outcome: Outcome, sent: int = 0) -> None:
+        """Count a request that has ended, with an answer of so many bytes."""
+        prepared = exchange.prepared
+        model, version = prepared.request.model, prepared.served.version
+        self._endpoint.traffic.add(model, version, "http", outcome, exchange.num_bytes, sent)
+
     def default_lines(self, headers: list[tuple[bytes, bytes]]) -> bytes:
         """Return the header lines of every response. uvicorn makes a new list of them each second."""
         if headers is not self._defaults[0]:
@@ -91,31 +98,31 @@ class HotRoute:
 class HotExchange(Exchange):
     """A plain request, whose connection waits for the answer."""
 
-    __slots__ = ("_accepted", "_connection", "_direct", "_num_bytes", "_prepared")
+    __slots__ = ("_accepted", "_connection", "_direct", "num_bytes", "prepared")
 
     def __init__(self, connection: "HotProtocol", prepared: PreparedRequest, head: RequestHead) -> None:
         super().__init__()
         self._connection = connection
-        self._prepared = prepared
+        self.prepared = prepared
         self._accepted = head.accept_encoding
-        self._num_bytes = head.num_bytes
+        self.num_bytes = head.num_bytes
         self._direct: DirectInference | None = None
 
     def begin(self, direct: DirectInference, tensors: Tensors) -> None:
         """Submit the request, within the limits of ``direct``. Raises OverloadError."""
-        direct.enter(self._num_bytes)
+        direct.enter(self.num_bytes)
         self._direct = direct
-        prepared = self._prepared
+        prepared = self.prepared
         self.submit(prepared.served, tensors, prepared.rows, prepared.shape, prepared.request.parameters)
 
     def end(self) -> None:
         """Release the request's room. Give it up if it is not answered yet."""
         if self._direct:
-            self._direct.leave(self._num_bytes)
+            self._direct.leave(self.num_bytes)
         self.give_up()
 
     def answer(self, outputs: Tensors) -> None:
-        lines, body = self._prepared.write(outputs, self._accepted)
+        lines, body = self.prepared.write(outputs, self._accepted)
         self._connection.answer(self, 200, lines, body)
 
     def refuse(self, error: Exception) -> None:
@@ -181,6 +188,7 @@ class HotProtocol(HttpToolsProtocol):
         self._stop_gathering()
         self._kept = b""
         if self._exchange:
+            self._route.count(self._exchange, "cancelled")
             self._exchange.end()
             self._exchange = None
         super().connection_lost(exc)
@@ -193,10 +201,11 @@ class HotProtocol(HttpToolsProtocol):
             self._leave_kept_to_uvicorn()
         super().shutdown()
 
-    def answer(self, exchange: HotExchange, status: int, lines: bytes, body: bytes) -> None:
+    def answer(self, exchange: HotExchange, status: int, lines: bytes, body: bytes, outcome: Outcome = "ok") -> None:
         """Respond to the waiting request, unless the client has gone."""
         if exchange is not self._exchange:
             return
+        self._route.count(exchange, outcome, len(body))
         exchange.end()
         self._exchange = None
         self._route.answered += 1
@@ -215,7 +224,8 @@ class HotProtocol(HttpToolsProtocol):
     def refuse(self, exchange: HotExchange, error: Exception) -> None:
         """Send an error to the waiting client."""
         response = error_response(error)
-        self.answer(exchange, response.status_code, _lines(response.raw_headers), bytes(response.body))
+        lines, body = _lines(response.raw_headers), bytes(response.body)
+        self.answer(exchange, response.status_code, lines, body, outcome_of(error))
 
     def _take(self, data: bytes) -> None:
         """Decide about bytes that uvicorn has not seen: requests, or a part of one."""

@@ -12,6 +12,7 @@ from app.errors import OverloadError, UnauthorizedError
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.compression import is_compressed
 from app.serving.protocol.rest import max_body_bytes, read_infer, write_infer
+from app.serving.traffic import Asked, outcome_of
 from app.serving.transport.asgi import close_if_unread, headers_of, read_body, unless_gone
 from app.serving.transport.errors import error_response
 from app.serving.transport.routes import DOCS_ASSETS, routes
@@ -59,22 +60,36 @@ class HttpApi:
             path: the match of ``match_infer``.
             headers: of the request, by their names in lower case.
         """
-        name, version = path[1], path[2]
         try:
-            body = await read_body(headers, receive, max_body_bytes(headers))
-            target = self._endpoint.route(name, version)
-            request = read_infer(body, headers, name, version, target.inputs)
-            response = await unless_gone(receive, target.infer(request))
-            if response is None:
-                return
-            content, response_headers = write_infer(response, request, headers.get("accept-encoding", ""))
+            with self._endpoint.traffic.counted("http") as asked:
+                answered = await self._infer(path[1], path[2], headers, receive, asked)
         except Exception as error:
             await error_response(error)(scope, receive, send)
             return
+        if answered is None:
+            return
+        content, response_headers = answered
         raw = [(key.encode("latin-1"), value.encode("latin-1")) for key, value in response_headers.items()]
         raw.append((b"content-length", b"%d" % len(content)))
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         await send({"type": "http.response.body", "body": content})
+
+    async def _infer(
+        self, name: str, version: str | None, headers: Mapping[str, str], receive: Receive, asked: Asked
+    ) -> tuple[bytes, dict[str, str]] | None:
+        """Return the body and the headers of an answer; None if the client has gone. Raises as the endpoint does."""
+        body = await read_body(headers, receive, max_body_bytes(headers))
+        asked.received = len(body)
+        target = self._endpoint.route(name, version)
+        asked.model, asked.version = name, target.version
+        request = read_infer(body, headers, name, version, target.inputs)
+        response = await unless_gone(receive, target.infer(request))
+        if response is None:
+            asked.outcome = "cancelled"
+            return None
+        content, response_headers = write_infer(response, request, headers.get("accept-encoding", ""))
+        asked.sent = len(content)
+        return content, response_headers
 
 
 class DirectInference:
@@ -120,6 +135,7 @@ class DirectInference:
         """
         receive, send = close_if_unread(scope, receive, send)
         if refusal := self._api.refusal(scope):
+            self._count_refused(refusal)
             await error_response(refusal)(scope, receive, send)
             return
         headers = headers_of(scope)
@@ -139,6 +155,7 @@ class DirectInference:
         try:
             self.enter()
         except OverloadError as error:
+            self._count_refused(error)
             await error_response(error)(scope, receive, send)
             return
         try:
@@ -167,6 +184,9 @@ class DirectInference:
     def release(self, num_bytes: int) -> None:
         """Stop counting bytes."""
         self._bytes -= num_bytes
+
+    def _count_refused(self, error: Exception) -> None:
+        self.endpoint.traffic.add("", "", "http", outcome_of(error))
 
     def _overload(self) -> OverloadError:
         return OverloadError(f"{self.ongoing} requests of up to {self._bytes} bytes are here already: try again later")

@@ -82,12 +82,20 @@ def _natural(endpoint: Endpoint) -> APIRouter:
     @router.post("/{name}/predict", response_model_exclude_none=True, openapi_extra=PREDICT)
     async def predict(name: str, request: Request) -> PredictResponse:
         """Classify a text, an image, or a list of texts or base64 images."""
-        return await endpoint.route(name).predict(await _read_predict(request))
+        return await answer(name, None, request)
 
     @router.post("/{name}/versions/{version}/predict", response_model_exclude_none=True, openapi_extra=PREDICT)
     async def predict_by_version(name: str, version: str, request: Request) -> PredictResponse:
         """Classify with one version of a model."""
-        return await endpoint.route(name, version).predict(await _read_predict(request))
+        return await answer(name, version, request)
+
+    async def answer(name: str, version: str | None, request: Request) -> PredictResponse:
+        with endpoint.traffic.counted("natural") as asked:
+            target = endpoint.route(name, version)
+            asked.model, asked.version = name, target.version
+            given = await _read_predict(request)
+            asked.received = given.num_bytes
+            return await target.predict(given)
 
     return router
 

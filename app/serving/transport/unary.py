@@ -18,6 +18,7 @@ from tritonclient.grpc import service_pb2 as pb
 from app.errors import DeadlineError, OverloadError, RequestError, RequestTooLargeError, UnauthorizedError, short_repr
 from app.serving.protocol.compression import decompress, is_compressed
 from app.serving.protocol.infer import LIMITS
+from app.serving.traffic import Outcome, outcome_of
 from app.serving.transport.call_head import CallHead
 from app.serving.transport.errors import refusal
 from app.serving.transport.exchange import Exchange
@@ -73,6 +74,7 @@ class UnaryService:
     def __init__(self, methods: GrpcMethods, direct: DirectInference) -> None:
         """Answer with ``methods``, within the limits of ``direct`` on concurrent requests and bytes."""
         self.direct = direct
+        self.traffic = direct.endpoint.traffic
         self.answered = 0
         """The number of calls, including refused ones."""
         self.inferred = 0
@@ -156,7 +158,7 @@ class UnaryCall(Exchange):
             if self.head.wrong_timeout is not None:
                 raise RequestError(f"grpc-timeout is {short_repr(self.head.wrong_timeout)}: expected, for example, 10S")
         except (UnauthorizedError, RequestError) as error:
-            self.refuse(error)
+            self._refuse_early(error)
             return
         if self.head.timeout_s is not None:
             self._deadline = asyncio.get_running_loop().call_later(self.head.timeout_s, self._expire_deadline)
@@ -193,7 +195,7 @@ class UnaryCall(Exchange):
                 if self._submit(content):
                     return
         except (OverloadError, RequestError) as error:
-            self.refuse(error)
+            self._refuse_early(error)
             return
         self._task = asyncio.get_running_loop().create_task(self._run(self._method, content))
 
@@ -212,9 +214,12 @@ class UnaryCall(Exchange):
 
     def answer(self, outputs: Tensors) -> None:
         assert self._prepared is not None
-        self._respond(self._prepared.write(outputs, self._id))
+        content = self._prepared.write(outputs, self._id)
+        self._count("ok", len(content))
+        self._respond(content)
 
     def refuse(self, error: Exception) -> None:
+        self._count(outcome_of(error))
         reply = refusal(error)
         after = [] if reply.retry_after_s is None else [("retry-after", str(reply.retry_after_s))]
         self._end(reply.grpc, reply.message, after)
@@ -308,12 +313,26 @@ class UnaryCall(Exchange):
         message = quote(details.encode()[:_MAX_DETAILS], _PRINTABLE)
         self._answers.refuse(self, [("grpc-status", str(code.value[0])), ("grpc-message", message), *trailing])
 
+    def _refuse_early(self, error: Exception) -> None:
+        """Refuse a call before it is known which model it is for."""
+        if self._prepared is None and self._method and self._method.is_inference:
+            self._service.traffic.add("", "", "grpc", outcome_of(error))
+        self.refuse(error)
+
+    def _count(self, outcome: Outcome, sent: int = 0) -> None:
+        """Count a call that went to a batcher, once. The other calls are counted by their method."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            model, version = prepared.prepared.request.model, prepared.prepared.served.version
+            self._service.traffic.add(model, version, "grpc", outcome, self._held, sent)
+
     def _stop(self) -> None:
         """Stop waiting, and drop the request."""
+        self._count("cancelled")
         self.give_up()
         if self._deadline:
             self._deadline.cancel()
         if self._task and self._task is not asyncio.current_task():
             self._task.cancel()
-        self._task = self._prepared = self._deadline = None
+        self._task = self._deadline = None
         self._data = b""

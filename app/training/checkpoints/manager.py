@@ -13,7 +13,7 @@ from app.training.checkpoints.reader import load_checkpoint
 from app.training.checkpoints.snapshot import take_snapshot
 from app.training.checkpoints.state import Position, TrainState
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
-from app.training.checkpoints.writer import CheckpointWriter
+from app.training.checkpoints.writer import CheckpointWriter, Commit
 from app.training.engine import TrainingEngine
 from app.training.records import EpochRecord, best_of
 from app.training.worker import Worker, on_first
@@ -85,6 +85,11 @@ class CheckpointManager:
     def has_lost(self) -> bool:
         """Return whether this process knows that the last save failed."""
         return self._writer.has_failed
+
+    @property
+    def last_commit(self) -> Commit | None:
+        """The newest checkpoint that was stored since this process began."""
+        return self._writer.last_commit
 
     def wait(self) -> None:
         """Wait until everything that was saved is stored. Raises TrainingError if it cannot be."""

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -48,6 +49,8 @@ class CheckpointWriter:
         self._group = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[str | None] | None = None
+        self.last_commit: Commit | None = None
+        """The newest checkpoint that this writer has stored."""
 
     @property
     def has_failed(self) -> bool:
@@ -107,7 +110,7 @@ class CheckpointWriter:
         return None
 
     def _write(self, snapshot: Snapshot, best: int | None) -> None:
-        first = dist.get_rank() == 0
+        first, began_s = dist.get_rank() == 0, time.monotonic()
         checkpoint = on_first(partial(self._next, snapshot.state.position.step), self._group)
         folder = self._store.folder_of(checkpoint)
         write_part = partial(self._write_part, snapshot, folder, first)
@@ -118,6 +121,7 @@ class CheckpointWriter:
                 own_sums = run_on_all(partial(write_part, local), self._group)
             sums = {name: sha256 for part in gather(own_sums, self._group) for name, sha256 in part.items()}
             on_first(partial(self._commit, folder, sums, snapshot), self._group)
+            self.last_commit = Commit(time.time(), time.monotonic() - began_s)
         except TrainingError:
             if first and is_local(folder):
                 shutil.rmtree(folder.path, ignore_errors=True)
@@ -164,6 +168,16 @@ class CheckpointWriter:
             write_checksums(folder, sums)
         except Exception as error:
             raise TrainingError(_cannot_write(folder, snapshot, error)) from error
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A checkpoint that was stored."""
+
+    time_s: float
+    """When, in seconds since 1970."""
+    seconds: float
+    """How long it took."""
 
 
 @dataclass(frozen=True)

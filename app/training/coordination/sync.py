@@ -48,6 +48,8 @@ class SyncedSteps:
     """The strongest request that any worker received."""
     has_lost_state: bool
     """Whether any worker knows that a checkpoint could not be written."""
+    busy_s: list[float]
+    """The seconds of its own work that each rank had in a step, before it first waited for the others."""
 
     @property
     def applied_losses(self) -> list[float]:
@@ -122,7 +124,7 @@ class StepSync:
         self._interval, self._polls = int(interval), bool(polls)
         strongest = max(request for request in StopRequest if requests[request])
         self._warn_of_stragglers(busy.tolist())
-        return SyncedSteps(steps, losses.tolist(), strongest, bool(lost))
+        return SyncedSteps(steps, losses.tolist(), strongest, bool(lost), busy.tolist())
 
     def _local_request(self) -> StopRequest:
         request = max(signal() for signal in self.stop_signals)

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from app.config import TrainConfig
+from app.storage import no_op
 from app.telemetry.record import memory_record
 from app.training.checkpoints.state import Position
 from app.training.coordination.sync import SyncedSteps
@@ -40,6 +41,8 @@ class Recorder:
     """Open the sinks of a run at a position, with its epochs so far. They drop later records."""
     started: float
     """Clock time at which this process began."""
+    ranks: Callable[[Sequence[float]], None] = no_op
+    """Told after each sync how busy each rank was, as ``SyncedSteps.busy_s``."""
     _sinks: Sequence[Sink] = ()
     first_step_s: float | None = None
     """Seconds from ``started`` to the end of the first step. None before it."""
@@ -70,6 +73,7 @@ class Recorder:
             return
         seconds = sum(step.seconds for step in synced.steps)
         samples_per_s = len(synced.steps) * self.config.global_batch_size / seconds
+        self.ranks(synced.busy_s)
         first = position.step - len(synced.steps) + 1
         memory = memory_record(self.device)
         self._append(

@@ -1,0 +1,54 @@
+"""What an endpoint has counted, as metrics: the lines of ``docs/reference/metrics.md`` about models."""
+
+from collections.abc import Iterator
+
+from app.serving.endpoint import Endpoint
+from app.serving.model.served import ServedModel
+from app.serving.rollout import Rollout
+from app.telemetry import catalog
+from app.telemetry.metrics import Distribution, Sample
+
+Values = Iterator[Sample | Distribution]
+
+
+def endpoint_values(endpoint: Endpoint) -> Values:
+    """Yield every value of an endpoint. It takes no lock and waits for nothing: all of it is plain numbers."""
+    yield from endpoint.traffic.samples()
+    for (name, version), loads in endpoint.loads.items():
+        yield catalog.LOADS.of(loads.count, name, version)
+        yield catalog.LOAD_SECONDS.of(loads.ns / 1e9, name, version)
+    for name, served in endpoint.counted:
+        yield from _model_values(name, served)
+    for name, rollout in endpoint.rollouts.items():
+        yield from _rollout_values(name, rollout)
+    for name, model in endpoint.config.models.items():
+        if (target_s := model.scaling.latency_target_s) is not None:
+            yield catalog.LATENCY_TARGET_SECONDS.of(target_s, name)
+
+
+def _model_values(name: str, served: ServedModel) -> Values:
+    counted, version = served.batching, served.version
+    yield counted.request_s.of(catalog.REQUEST_SECONDS, name, version)
+    yield counted.queue_s.of(catalog.QUEUE_SECONDS, name, version)
+    yield counted.engine_s.of(catalog.ENGINE_SECONDS, name, version)
+    yield counted.batch_rows.of(catalog.BATCH_ROWS, name, version)
+    yield catalog.ROWS.of(counted.inferences, name, version)
+    yield catalog.WAITING.of(served.waiting, name, version)
+    yield catalog.IN_FLIGHT.of(served.in_flight, name, version)
+    if counted.first_answer_s is not None:
+        yield catalog.FIRST_ANSWER_SECONDS.of(counted.first_answer_s, name, version)
+    for release, calls in counted.releases.items():
+        yield catalog.BATCHES.of(calls, name, version, release.value)
+    for failure, requests in counted.failures.items():
+        yield catalog.FAILURES.of(requests, name, version, failure.value)
+
+
+def _rollout_values(name: str, rollout: Rollout) -> Values:
+    for role, served, share in rollout.shares:
+        yield catalog.TRAFFIC_RATIO.of(share, name, served.version, role)
+    if cascade := rollout.cascade:
+        for stage, rows in enumerate(cascade.rows.tolist()):
+            yield catalog.CASCADE_ROWS.of(rows, name, cascade.version, str(stage))
+    if shadow := rollout.shadow:
+        for agrees, rows in shadow.rows.items():
+            yield catalog.SHADOW_ROWS.of(rows, name, shadow.served.version, str(agrees).lower())

@@ -1,0 +1,79 @@
+"""How far a search has come, as metrics of its job."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from optuna.trial import TrialState
+from ray import tune
+from ray.tune.experiment import Trial
+
+from app.config import Objective
+from app.telemetry import catalog
+from app.telemetry.metrics import Sample
+from app.tuning.study import SearchStudy
+from app.tuning.trials import objective_values
+from app.warnings import BestEffort
+
+_INTERVAL_S = 2.0
+_STATES = {
+    TrialState.RUNNING: "running",
+    TrialState.WAITING: "waiting",
+    TrialState.COMPLETE: "complete",
+    TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "failed",
+}
+
+
+class SearchMetrics(tune.Callback):  # type: ignore[misc] # Ray has no types
+    """Publishes what the study knows, at most every two seconds: reading it takes time for each of its trials."""
+
+    def __init__(
+        self,
+        publish: Callable[[Iterable[Sample]], None],
+        study: SearchStudy,
+        recipe_name: str,
+        objectives: Sequence[Objective],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._publish, self._study, self._objectives, self._clock = publish, study, objectives, clock
+        self._labels = study.study.study_name, recipe_name
+        self._published_s = -_INTERVAL_S
+        self._publishing = BestEffort("metrics cannot be published", "the search")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for Ray Tune, which only stores it."""
+        return {}
+
+    def on_trial_start(self, trial: Trial, **_: Any) -> None:  # noqa: ARG002
+        """Called after the ledger's hook, so the study knows of the event. So are the others."""
+        self.update()
+
+    def on_trial_result(self, trial: Trial, result: dict[str, Any], **_: Any) -> None:  # noqa: ARG002
+        """An epoch."""
+        self.update()
+
+    def on_trial_complete(self, trial: Trial, **_: Any) -> None:  # noqa: ARG002
+        """The end of a trial."""
+        self.update()
+
+    def on_trial_error(self, trial: Trial, **_: Any) -> None:  # noqa: ARG002
+        """The last failure of a trial."""
+        self.update()
+
+    def update(self, at_once: bool = False) -> None:
+        """Publish, unless that was done just now. ``at_once`` does it anyway."""
+        if at_once or self._clock() - self._published_s >= _INTERVAL_S:
+            self._published_s = self._clock()
+            self._publishing(lambda: self._publish(list(self._samples())))
+
+    def _samples(self) -> Iterator[Sample]:
+        study = self._study
+        states = Counter(trial.state for trial in study.trials)
+        for state, name in _STATES.items():
+            yield catalog.TUNE_TRIALS.of(states[state], *self._labels, name)
+        yield catalog.TUNE_EPOCHS.of(study.epochs_trained, *self._labels)
+        for best in study.best[:1]:
+            for objective, value in zip(self._objectives, objective_values(best), strict=False):
+                yield catalog.TUNE_BEST_VALUE.of(value, *self._labels, objective.metric)

@@ -1,0 +1,241 @@
+"""Metrics: what is counted of requests and runs, how Ray is told, and that the table in the docs is right."""
+
+import math
+import time
+import timeit
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc
+from app.telemetry.memory import MemoryRecord
+from upath import UPath
+
+from app.config import load_recipe
+from app.serving.batching.statistics import BatchingStatistics
+from app.serving.config import DeployedModel, Share
+from app.serving.metrics import endpoint_values
+from app.serving.protocol.infer import InferResponse
+from app.serving.rollout import agreeing_rows
+from app.serving.traffic import Traffic
+from app.telemetry import catalog
+from app.telemetry.metrics import Buckets, Distribution, Kind, Metric, Publisher, Sample
+from app.tensors import OUTPUT
+from app.training.checkpoints.writer import Commit
+from app.training.records import EpochRecord, StepRecord
+from app.training.reporting.run_metrics import RunMetrics
+from tests.engine_contract import exported, rows
+from tests.helpers import ROOT, wait_until
+from tests.pages import tables
+from tests.serving import Server, serving
+from tests.toy import answering, body, endpoint_config, publish, version_config
+
+INFER = "/v2/models/toy/infer"
+COUNTER = Metric("rayloom_spoons", Kind.COUNTER, "", ("color",))
+GAUGE = Metric("rayloom_heat", Kind.GAUGE, "", ("color",))
+HISTOGRAM = Metric("rayloom_wait_seconds", Kind.HISTOGRAM, "", ("color",))
+
+
+@dataclass
+class FakeRay:
+    """Has metrics as ``ray.util.metrics`` has, and keeps what they are told."""
+
+    told: dict[tuple[str, ...], float] = field(default_factory=dict)
+    calls: int = 0
+
+    def Counter(self, name: str, description: str, tag_keys: tuple[str, ...]) -> "Instrument":
+        return Instrument(self, name, tag_keys)
+
+    Gauge = Counter
+
+
+@dataclass
+class Instrument:
+    ray: FakeRay
+    name: str
+    tag_keys: tuple[str, ...]
+
+    def inc(self, value: float, tags: Mapping[str, str]) -> None:
+        assert value > 0
+        self.set(self.ray.told.get(self.key(tags), 0.0) + value, tags)
+
+    def set(self, value: float, tags: Mapping[str, str]) -> None:
+        self.ray.calls += 1
+        self.ray.told[self.key(tags)] = value
+
+    def key(self, tags: Mapping[str, str]) -> tuple[str, ...]:
+        return (self.name, *(tags[key] for key in self.tag_keys))
+
+
+def test_ray_is_told_what_has_changed() -> None:
+    ray, buckets = FakeRay(), Buckets([0.1, 1.0])
+    publisher = Publisher(ray)
+    for value in (0.05, 0.1, 0.5, 7.0):
+        buckets.add(value)
+    values = [COUNTER.of(3, "red"), GAUGE.of(4.5, "red"), buckets.of(HISTOGRAM, "red")]
+    publisher.publish(values)
+    assert ray.told == {
+        ("rayloom_spoons", "red"): 3,
+        ("rayloom_heat", "red"): 4.5,
+        ("rayloom_wait_seconds_bucket", "red", "0.1"): 2,
+        ("rayloom_wait_seconds_bucket", "red", "1"): 3,
+        ("rayloom_wait_seconds_bucket", "red", "+Inf"): 4,
+        ("rayloom_wait_seconds_count", "red"): 4,
+        ("rayloom_wait_seconds_sum", "red"): pytest.approx(7.65),
+    }
+    before = ray.calls
+    publisher.publish(values)
+    assert ray.calls == before
+    publisher.publish([COUNTER.of(5, "red")])
+    assert (ray.told["rayloom_spoons", "red"], ray.told["rayloom_heat", "red"]) == (5, 0.0)
+
+
+def test_a_count_that_begins_anew_is_added() -> None:
+    ray = FakeRay()
+    publisher = Publisher(ray)
+    for value in (5, 2, 3):
+        publisher.publish([COUNTER.of(value, "red")])
+    assert ray.told["rayloom_spoons", "red"] == 8
+
+
+def test_the_page_lists_every_metric() -> None:
+    page = ROOT / "docs/reference/metrics.md"
+    listed = [row for table in tables(page) if table[0][0] == "metric" for row in table[1:]]
+    declared = [
+        [metric.exported, metric.kind.value, ", ".join(metric.labels)]
+        for metric in (*catalog.SERVING, *catalog.TRAINING, *catalog.TUNING)
+    ]
+    assert [row[:3] for row in listed] == declared
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> UPath:
+    folder = UPath(tmp_path_factory.mktemp("metrics"))
+    publish(folder, exported(), answering(1))
+    return folder
+
+
+def samples(server: Server, metric: Metric) -> dict[tuple[str, ...], float]:
+    found = (value for value in endpoint_values(server.endpoint) if value.metric is metric)
+    return {value.labels: value.value for value in found if isinstance(value, Sample)}
+
+
+def distribution(server: Server, metric: Metric) -> Distribution:
+    (found,) = (value for value in endpoint_values(server.endpoint) if value.metric is metric)
+    assert isinstance(found, Distribution)
+    return found
+
+
+@pytest.mark.parametrize("hot", [True, False])
+def test_requests_are_counted_once_however_they_come(storage: UPath, hot: bool) -> None:
+    with serving(hot=hot) as server:
+        server.run(server.endpoint.update(endpoint_config(DeployedModel(production=version_config(storage, 1)))))
+        url = f"http://{server.http}"
+        sent = body(rows(2))
+        answers = [httpx.post(url + INFER, json=sent) for _ in range(3)]
+        httpx.post(url + INFER, json={"inputs": []})
+        httpx.post(url + "/v2/models/other/infer", json=sent)
+        httpx.post(url + "/v1/models/toy/predict", json={"inputs": "fine"})
+        tensors = rows(1)
+        inputs = [tritonclient.grpc.InferInput(name, list(each.shape), "INT64") for name, each in tensors.items()]
+        for each in inputs:
+            each.set_data_from_numpy(tensors[each.name()])
+        with tritonclient.grpc.InferenceServerClient(server.grpc) as client:
+            client.infer("toy", inputs)
+            with pytest.raises(tritonclient.grpc.InferenceServerException):
+                client.infer("toy", inputs[:0])
+        assert samples(server, catalog.REQUESTS) == {
+            ("toy", "1", "http", "ok"): 3,
+            ("toy", "1", "http", "invalid"): 1,
+            ("", "", "http", "not_served"): 1,
+            ("toy", "1", "natural", "ok"): 1,
+            ("toy", "1", "grpc", "ok"): 1,
+            ("toy", "1", "grpc", "invalid"): 1,
+        }
+        sent_bytes = sum(len(answer.content) for answer in answers)
+        assert samples(server, catalog.SENT_BYTES)["toy", "1", "http"] >= sent_bytes
+        assert samples(server, catalog.ROWS) == {("toy", "1"): 8}
+        assert samples(server, catalog.LOADS) == {("toy", "1"): 1}
+        assert samples(server, catalog.IN_FLIGHT) == samples(server, catalog.WAITING) == {("toy", "1"): 0}
+        assert 0 < samples(server, catalog.FIRST_ANSWER_SECONDS)["toy", "1"] < 5
+        for metric in (catalog.REQUEST_SECONDS, catalog.QUEUE_SECONDS, catalog.ENGINE_SECONDS):
+            assert sum(distribution(server, metric).counts) == 5
+        assert distribution(server, catalog.BATCH_ROWS).total == 8
+
+
+def test_a_shadow_is_compared_with_what_clients_get(storage: UPath) -> None:
+    """Version 2 adds the same to each logit, so it chooses the same."""
+    with serving() as server:
+        shadow = Share(version=version_config(storage, 2), percent=100)
+        model = DeployedModel(production=version_config(storage, 1), shadow=shadow)
+        server.run(server.endpoint.update(endpoint_config(model)))
+        for path, sent in ((INFER, body(rows(3))), ("/v1/models/toy/predict", {"inputs": ["fine", "bad"]})):
+            assert httpx.post(f"http://{server.http}{path}", json=sent).status_code == 200
+        wait_until(lambda: sum(samples(server, catalog.SHADOW_ROWS).values()) == 5)
+        assert samples(server, catalog.SHADOW_ROWS)["toy", "2", "true"] == 5
+        assert samples(server, catalog.TRAFFIC_RATIO) == {
+            ("toy", "1", "production"): 1.0,
+            ("toy", "2", "shadow"): 1.0,
+        }
+
+
+def test_rows_agree_if_their_first_choices_do() -> None:
+    ours, theirs = (
+        InferResponse("toy", version, None, {OUTPUT: np.array(scores, np.float32)})
+        for version, scores in (
+            ("1", [[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]]),
+            ("2", [[0.4, 0.6], [0.1, 0.9], [0.0, 1.0]]),
+        )
+    )
+    assert agreeing_rows(ours, theirs) == (2, 3)
+    assert agreeing_rows(ours, replace(theirs, outputs={OUTPUT: np.zeros((2, 2), np.float32)})) == (0, 2)
+
+
+def test_counting_a_request_takes_less_than_a_microsecond() -> None:
+    """All that is done for a request, in CPU time: the best of many short rounds, for others share the core."""
+    traffic, counted = Traffic(), BatchingStatistics()
+
+    def count_request() -> None:
+        counted.request_s.add(0.0123)
+        counted.queue_s.add(0.0017)
+        traffic.add("reviews", "3", "http", "ok", 300, 200)
+
+    rounds = timeit.repeat(count_request, number=500, repeat=400, timer=time.thread_time)
+    assert min(rounds) / 500 < 1e-6
+
+
+def test_a_run_publishes_its_newest_figures() -> None:
+    published: dict[str, Sample] = {}
+    recipe = load_recipe(str(ROOT / "recipes/digits.yaml"), ["train.global_batch_size=64"])
+    metrics = RunMetrics(
+        lambda samples: published.update({sample.metric.name: sample for sample in samples}),
+        "run-1",
+        recipe,
+        total_steps=90,
+        last_commit=lambda: Commit(1000.0, 0.25),
+        clock=lambda: 1010.0,
+    )
+    metrics.ranks([0.1, 0.3])
+    steps = [
+        StepRecord(
+            step=step, epoch=1, loss=2.0 / step, lr=0.1, grad_norm=3.0, samples_per_s=128.0, data_stall=0.01,
+            memory=MemoryRecord(peak_bytes=4096),
+        )
+        for step in (1, 2)
+    ]  # fmt: skip
+    metrics.append(*steps)
+    metrics.append(
+        EpochRecord(epoch=1, step=2, train_loss=1.5, val_loss=math.pi, val_accuracy=0.5, samples_per_s=128.0)
+    )
+    expected = {
+        "step": 2, "steps_planned": 90, "epoch": 1, "loss": 1.0, "learning_rate": 0.1, "gradient_norm": 3.0,
+        "samples_per_second": 128.0, "data_stall_ratio": 0.01, "step_seconds": 0.5, "memory_peak_bytes": 4096,
+        "val_loss": math.pi, "val_accuracy_ratio": 0.5, "report_timestamp_seconds": 1010.0,
+        "checkpoint_timestamp_seconds": 1000.0, "checkpoint_seconds": 0.25, "rank_busy_seconds": 0.3,
+    }  # fmt: skip
+    assert {name: sample.value for name, sample in published.items()} == {
+        f"rayloom_train_{name}": value for name, value in expected.items()
+    }
+    assert published["rayloom_train_rank_busy_seconds"].labels == ("run-1", "digits", "1")
