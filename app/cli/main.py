@@ -10,8 +10,10 @@ from typing import Annotated, NoReturn
 import typer
 from upath import UPath
 
+from app.cli.check import check
 from app.cli.endpoint import TOKEN_FILE_VARIABLE, EndpointClient, local_endpoint
 from app.cli.models import models
+from app.cli.monitoring import Notify, receivers_of, write_files
 from app.cli.options import Overrides, Storage, chosen_storage
 from app.cli.plan import plan
 from app.cli.runs import runs
@@ -22,6 +24,7 @@ from app.cluster.submit import send_job
 from app.cluster.submit import submit as submit_job
 from app.config import Recipe, dump_recipe, load_recipe
 from app.errors import ClusterError, RayloomError, RequestError, StorageError
+from app.monitoring import processes
 from app.project.scaffold import create_project
 from app.runs import CONFIG_FILE, runs_folder
 from app.serving.protocol.natural import PredictRequest
@@ -34,6 +37,8 @@ app.add_typer(recipes, name="recipe")
 app.add_typer(models, name="models")
 app.add_typer(runs, name="runs")
 app.command()(plan)
+app.command(name="monitoring")(write_files)
+app.command()(check)
 
 
 @app.command()
@@ -52,9 +57,25 @@ def up(
     serve_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 8000, or a free one.")] = None,
     grpc_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 8001, or a free one.")] = None,
     num_cpus: Annotated[int | None, typer.Option(min=0, help="Default: the cores of this machine.")] = None,
+    monitoring: Annotated[
+        bool, typer.Option("--monitoring", help="Start Prometheus and Alertmanager, which must be installed, too.")
+    ] = False,
+    notify: Notify = None,
+    retention: Annotated[str, typer.Option(help="How long Prometheus keeps figures.")] = "15d",
 ) -> None:
     """Start a Ray cluster on this machine, with token authentication and on loopback."""
-    _describe(local.start(dashboard_port, serve_port, grpc_port, num_cpus))
+    if not monitoring:
+        _describe(local.start(dashboard_port, serve_port, grpc_port, num_cpus))
+        return
+    receivers = receivers_of(notify)
+    watched_by = processes.programs()
+    cluster = local.start(dashboard_port, serve_port, grpc_port, num_cpus, watched_by)
+    try:
+        processes.start(cluster, receivers, retention)
+    except BaseException:
+        local.stop(cluster)
+        raise
+    _describe(cluster)
 
 
 @app.command()
@@ -75,6 +96,7 @@ def status(
     cluster = running_cluster()
     _describe(cluster)
     _describe_supervisor(cluster)
+    _describe_monitoring(cluster)
     _describe_ports(cluster, ports)
     _describe_models(cluster)
 
@@ -197,6 +219,8 @@ def _describe(cluster: ClusterState) -> None:
     print(f"endpoint   {cluster.endpoint}  (answers once a model is deployed; its API is at /docs)")
     print(f"gRPC       {cluster.grpc_endpoint}")
     print(f"storage    {cluster.storage}")
+    if cluster.monitoring:
+        print(f"monitoring {cluster.monitoring.page}  (Prometheus is at {cluster.monitoring.prometheus_url})")
 
 
 def _describe_supervisor(cluster: ClusterState) -> None:
@@ -206,6 +230,13 @@ def _describe_supervisor(cluster: ClusterState) -> None:
     lines = SUPERVISOR_LOG.read_text(encoding="utf-8").splitlines() if SUPERVISOR_LOG.exists() else []
     for line in lines[-3:]:
         print(f"supervisor {line}")
+
+
+def _describe_monitoring(cluster: ClusterState) -> None:
+    """How many of the processes that watch the cluster run. Nobody restarts them."""
+    if cluster.monitoring:
+        wanted, running = len(cluster.monitoring.model_dump(exclude_none=True)), len(cluster.watchers())
+        print(f"monitoring {running} of {wanted} processes run; their logs are in {processes.CONFIGURATION}")
 
 
 def _describe_models(cluster: ClusterState) -> None:

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
+from urllib.parse import urlencode
 
 import httpx
 from pydantic import BaseModel
@@ -11,6 +12,8 @@ from pydantic import BaseModel
 from app.errors import ClusterError
 
 _ENDED = ("SUCCEEDED", "STOPPED", "FAILED")
+_MAX_LISTED = 10_000
+"""Entries that Ray's state API returns at most."""
 
 
 class Job(BaseModel):
@@ -21,6 +24,8 @@ class Job(BaseModel):
     entrypoint: str
     start_time: int
     """Milliseconds since 1970."""
+    end_time: int | None = None
+    """The same; None before the end."""
     metadata: dict[str, str]
     message: str | None = None
     """The reason of a failure."""
@@ -73,6 +78,13 @@ class JobsApi:
     def find(self, submission_id: str) -> Job | None:
         """Return the job with this id; None if there is none. Raises httpx.HTTPError."""
         return next((job for job in self.jobs() if job.submission_id == submission_id), None)
+
+    def listed(self, resource: str, **options: str) -> list[dict[str, Any]]:
+        """Return what the state API lists: ``actors`` or ``nodes``. Raises httpx.HTTPError without an answer."""
+        query = urlencode({"detail": "1", "limit": str(_MAX_LISTED), **options})
+        answer = self._request("GET", f"v0/{resource}?{query}").raise_for_status()
+        entries: list[dict[str, Any]] = answer.json()["data"]["result"]["result"]
+        return entries
 
     def stop(self, submission_id: str) -> None:
         """Stop a job, if it runs. Raises httpx.HTTPError."""

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import psutil
@@ -16,7 +16,7 @@ import psutil
 from app.cluster import haproxy, ports, state
 from app.cluster.packages import LIBRARY
 from app.cluster.ports import LOOPBACK
-from app.cluster.state import MARK, ClusterState
+from app.cluster.state import MARK, ClusterState, Monitoring
 from app.errors import ClusterError
 from app.storage import HOME, absolute_location
 
@@ -25,9 +25,15 @@ _PERIOD_S = 0.05
 
 
 def start(
-    dashboard_port: int | None, serve_port: int | None, grpc_port: int | None, num_cpus: int | None
+    dashboard_port: int | None,
+    serve_port: int | None,
+    grpc_port: int | None,
+    num_cpus: int | None,
+    watched_by: Collection[str] = (),
 ) -> ClusterState:
     """Start a head with token authentication and the dashboard on loopback. Choose the ports that are not given.
+
+    ``watched_by`` are the fields of ``Monitoring`` for which ports are chosen. The caller starts these processes.
 
     Raises:
         ClusterError: a cluster is up already, a port is taken, no token can be made, or Ray does not start.
@@ -43,15 +49,19 @@ def start(
     serve = ports.choose(serve_port, 8000, "--serve-port", besides=(dashboard,))
     grpc = ports.choose(grpc_port, 8001, "--grpc-port", besides=(dashboard, serve))
     state.claim()
+    gcs, autoscaler, metrics, *others = ports.unused(3 + len(watched_by), besides=(dashboard, serve, grpc))
     cluster = ClusterState(
         id=secrets.token_hex(8),
-        gcs_port=ports.unused(1, besides=(dashboard, serve, grpc))[0],
+        gcs_port=gcs,
         dashboard_port=dashboard,
         serve_port=serve,
         grpc_port=grpc,
         storage=_storage(),
         num_cpus=num_cpus,
         runtime=Path(tempfile.mkdtemp(prefix="rl-", dir="/tmp")),
+        autoscaler_metrics_port=autoscaler,
+        dashboard_metrics_port=metrics,
+        monitoring=Monitoring(**dict(zip(watched_by, others, strict=True))) if watched_by else None,
     )
     try:
         cluster.save()
@@ -65,7 +75,8 @@ def start(
 
 def stop(cluster: ClusterState) -> int:
     """End every process of ``cluster``, first with SIGTERM and then with SIGKILL. Return how many there were."""
-    ended = _end(cluster.supervisors)  # first: it would restart the others
+    ended = _end(cluster.watchers)  # first: what ends next is nothing to be told of
+    ended |= _end(cluster.supervisors)  # it would restart the others
     ended |= _end(cluster.clients)  # before the GCS: Ray's monitor reports its end there, and would wait
     ended |= _end(cluster.processes)
     cluster.forget()
@@ -107,7 +118,7 @@ def _signal(send: Callable[[], None]) -> None:
 
 
 def _start_head(cluster: ClusterState) -> None:
-    taken = (cluster.gcs_port, cluster.dashboard_port, cluster.serve_port, cluster.grpc_port)
+    taken = cluster.ports
     client, *ingress = ports.unused(5, besides=taken)
     command = [
         *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--disable-usage-stats"),
@@ -169,6 +180,9 @@ def _environment(cluster: ClusterState) -> dict[str, str]:
         "RAYLOOM_STORAGE": cluster.storage,
         "RAYLOOM_SERVE_PORT": str(cluster.serve_port),
         "RAYLOOM_GRPC_PORT": str(cluster.grpc_port),
+        "AUTOSCALER_METRIC_PORT": str(cluster.autoscaler_metrics_port),
+        "DASHBOARD_METRIC_PORT": str(cluster.dashboard_metrics_port),
+        **({"RAY_PROMETHEUS_HOST": cluster.monitoring.prometheus_url} if cluster.monitoring else {}),
         "RAY_worker_niceness": "0",  # Ray would give training and serving a lower priority than all other processes
         "RAY_JOB_STOP_WAIT_TIME_S": "120",  # a stopped training job writes a checkpoint first; Ray would wait 3 s
     }

@@ -20,10 +20,33 @@ _STATE_FILE = FOLDER / "cluster.json"
 MARK = "RAYLOOM_CLUSTER"
 """The environment variable with the cluster's id, which every process of the cluster inherits."""
 
+WATCHER_MARK = "RAYLOOM_WATCHER"
+"""The same of the processes that watch the cluster, which stay when it is started anew."""
+
 GCS = "gcs_server"
 """The process name of Ray's control store."""
 SUPERVISOR = "app.cluster.supervisor"
 """The module that the cluster's supervisor runs."""
+
+
+class Monitoring(BaseModel):
+    """The ports of the processes that watch a cluster, on loopback."""
+
+    prometheus: int
+    alertmanager: int
+    server: int
+    """Of ``app.monitoring.server``."""
+    node_exporter: int | None = None
+
+    @property
+    def page(self) -> str:
+        """The address of the page with the dashboards."""
+        return f"http://{LOOPBACK}:{self.server}/monitoring"
+
+    @property
+    def prometheus_url(self) -> str:
+        """The address of Prometheus."""
+        return f"http://{LOOPBACK}:{self.prometheus}"
 
 
 class ClusterState(BaseModel):
@@ -38,6 +61,18 @@ class ClusterState(BaseModel):
     num_cpus: int | None
     runtime: Path
     """The folder of Ray's own files. Its name is short, because the system limits the paths of sockets."""
+    autoscaler_metrics_port: int = 0
+    dashboard_metrics_port: int = 0
+    """Both are Ray's, for Prometheus. Ray's own defaults are the same for every cluster of a machine."""
+    monitoring: Monitoring | None = None
+    """None: nothing watches the cluster."""
+
+    @property
+    def ports(self) -> list[int]:
+        """Every port that was chosen for the cluster."""
+        watchers = self.monitoring.model_dump(exclude_none=True).values() if self.monitoring else ()
+        metrics = self.autoscaler_metrics_port, self.dashboard_metrics_port
+        return [self.gcs_port, self.dashboard_port, self.serve_port, self.grpc_port, *metrics, *watchers]
 
     @property
     def dashboard(self) -> str:
@@ -67,12 +102,11 @@ class ClusterState(BaseModel):
 
         Children are included because a long process title overwrites the environment, and with it the mark.
         """
-        found: set[psutil.Process] = set()
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):  # another user's, or ended meanwhile
-                if process.environ().get(MARK) == self.id:
-                    found |= {process, *process.children(recursive=True)}
-        return [process for process in found if process.pid != os.getpid()]
+        return self._marked(MARK)
+
+    def watchers(self) -> list[psutil.Process]:
+        """Every process that watches this cluster from outside: Prometheus, Alertmanager and what they read."""
+        return self._marked(WATCHER_MARK)
 
     def supervisors(self) -> list[psutil.Process]:
         """Return the supervisor: one process, or none if it has ended."""
@@ -86,6 +120,14 @@ class ClusterState(BaseModel):
         """Remove everything that this cluster left on disk."""
         shutil.rmtree(self.runtime, ignore_errors=True)
         shutil.rmtree(FOLDER, ignore_errors=True)
+
+    def _marked(self, mark: str) -> list[psutil.Process]:
+        found: set[psutil.Process] = set()
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # another user's, or ended while we looked
+                if process.environ().get(mark) == self.id:
+                    found |= {process, *process.children(recursive=True)}
+        return [process for process in found if process.pid != os.getpid()]
 
     def save(self) -> None:
         """Write the state to disk."""

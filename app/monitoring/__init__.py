@@ -1,0 +1,1 @@
+"""Watching a cluster: Prometheus and Alertmanager with their configuration, what they read of it, and a page."""

@@ -1,0 +1,177 @@
+"""Targets of runs, searches and models, with the figure that was reached."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import httpx
+from pydantic import BaseModel, ValidationError
+from upath import UPath
+
+from app.config import load_stored_recipe
+from app.errors import StorageError
+from app.runs import CONFIG_FILE, RESULT_FILE, Result, newest_first, runs_folder
+from app.storage import list_names
+
+_SUMMARY = "profile/summary.json"
+_METRICS = "metrics.jsonl"
+_RECENT = "15m"
+"""Of a model's requests."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bound on a figure."""
+
+    name: str
+    bound: float
+    unit: str
+    """``%`` shows shares, which lie from 0 to 1, as percent."""
+    is_minimum: bool = False
+
+    def shown(self, value: float) -> str:
+        """Return a figure as a person reads it."""
+        return f"{100 * value:.1f} %" if self.unit == "%" else f"{value:.3g} {self.unit}"
+
+    def __str__(self) -> str:
+        return f"{'>' if self.is_minimum else '<'} {self.shown(self.bound)}"
+
+
+DEVICE = Target("device use", 0.8, "%", is_minimum=True)
+COMMUNICATION = Target("communication", 0.1, "%")
+FRAGMENTATION = Target("memory fragmentation", 0.05, "%")
+DATA_STALL = Target("data stall", 0.02, "%")
+SEARCH_TIME = Target("device time of the search", 5.0, "trainings")
+FIRST_ANSWER = Target("first answer", 0.1, "s")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A target, and what was reached of it."""
+
+    subject: str
+    target: Target
+    value: float | None
+    """None: it was not measured."""
+    source: str
+    """Where the figure is from, or what would measure it."""
+
+    @property
+    def passes(self) -> bool | None:
+        """Whether the target is reached; None if it was not measured."""
+        if self.value is None:
+            return None
+        return self.value > self.target.bound if self.target.is_minimum else self.value <= self.target.bound
+
+    def __str__(self) -> str:
+        verdict = {True: "pass", False: "FAIL", None: "-"}[self.passes]
+        reached = "not measured" if self.value is None else self.target.shown(self.value)
+        return f"{verdict:5}{self.subject:34} {self.target.name:26} {reached:>14}  {self.target!s:12} {self.source}"
+
+
+class _Profile(BaseModel):
+    """The shares of a run's steps that are looked at, of what ``app.telemetry.step_time.StepTime`` has."""
+
+    compute: float
+    communication: float
+    optimizer: float
+
+
+Ask = Callable[[str], float | None]
+"""Returns what Prometheus answers to an expression with one value; None if it has none."""
+
+
+def findings(storage: UPath, subject: str | None, ask: Ask | None) -> list[Finding]:
+    """Check a run or a model, or without a subject the newest run and search of the storage and all of its models.
+
+    Args:
+        ask: None if there is no Prometheus.
+
+    Raises:
+        StorageError: the storage has neither a run nor a model of that name.
+    """
+    last = None if subject else 1
+    runs = [folder for job in ("train", "tune") for folder in newest_first(runs_folder(storage, job))[:last]]
+    models = list_names(storage / "models") if (storage / "models").exists() else []
+    found = [
+        *(finding for run in runs if subject in (None, run.name) for finding in _of_run(run)),
+        *(finding for model in sorted(models) if subject in (None, model) for finding in _of_model(model, ask)),
+    ]
+    if subject and not found:
+        raise StorageError(
+            f"storage {str(storage)!r} has no run of training or tuning and no model {subject!r}: see "
+            "'rayloom models list'"
+        )
+    return found
+
+
+def prometheus(url: str) -> Ask:
+    """Return a function that asks the Prometheus at a URL. It returns None where that has no answer."""
+
+    def ask(expression: str) -> float | None:
+        try:
+            answer = httpx.get(f"{url}/api/v1/query", params={"query": expression}, timeout=10.0).raise_for_status()
+        except httpx.HTTPError:
+            return None
+        found = answer.json()["data"]["result"]
+        return float(found[0]["value"][1]) if found else None
+
+    return ask
+
+
+def _of_run(folder: UPath) -> Iterator[Finding]:
+    yield from _of_search(folder) if folder.parent.name == "tune" else _of_training(folder)
+
+
+def _of_training(folder: UPath) -> Iterator[Finding]:
+    profile = _profile(folder)
+    steps = list(_steps(folder))
+    stalls = [step["data_stall"] for step in steps]
+    fragmented = [step["memory"]["fragmentation"] for step in steps if "fragmentation" in step["memory"]]
+    measured = "from the profile" if profile else "set train.profile={}"
+    used = profile.compute + profile.optimizer if profile else None
+    yield Finding(folder.name, DEVICE, used, measured)
+    yield Finding(folder.name, COMMUNICATION, profile.communication if profile else None, measured)
+    yield Finding(folder.name, FRAGMENTATION, max(fragmented, default=None), "of GPUs alone")
+    yield Finding(folder.name, DATA_STALL, fmean(stalls) if stalls else None, f"mean of {len(stalls)} steps")
+
+
+def _of_search(folder: UPath) -> Iterator[Finding]:
+    """Yield how many full trainings the search cost. Both are counted in epochs, which take as long in a trial."""
+    try:
+        trained = Result.model_validate_json((folder / RESULT_FILE).read_bytes()).metrics.get("epochs_trained")
+    except (OSError, ValidationError):
+        trained = None
+    epochs = load_stored_recipe(str(folder / CONFIG_FILE)).train.epochs
+    source = f"{trained} epochs, of {epochs} a training" if trained is not None else "once the search has ended"
+    yield Finding(folder.name, SEARCH_TIME, trained / epochs if trained is not None else None, source)
+
+
+def _of_model(name: str, ask: Ask | None) -> Iterator[Finding]:
+    if ask is None:
+        yield Finding(name, FIRST_ANSWER, None, "needs 'rayloom up --monitoring'")
+        return
+    first_s = ask(f'max(ray_rayloom_first_answer_seconds{{model="{name}"}} > 0)')
+    yield Finding(name, FIRST_ANSWER, first_s, "after the last cold start")
+    target_s = ask(f'max(ray_rayloom_latency_target_seconds{{model="{name}"}} > 0)')
+    buckets = f'sum by (le) (rate(ray_rayloom_request_seconds_bucket{{model="{name}"}}[{_RECENT}]))'
+    p99_s = ask(f"histogram_quantile(0.99, {buckets}) >= 0")
+    if target_s is None:
+        yield Finding(name, Target("p99", float("inf"), "s"), None, "set serve.scaling.latency_target_ms")
+    else:
+        yield Finding(name, Target("p99", target_s, "s"), p99_s, f"of the last {_RECENT}")
+
+
+def _profile(folder: UPath) -> _Profile | None:
+    file = folder / _SUMMARY
+    return _Profile.model_validate_json(file.read_bytes()) if file.exists() else None
+
+
+def _steps(folder: UPath) -> Iterator[dict[str, Any]]:
+    file = folder / _METRICS
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        entry = json.loads(line)
+        if "data_stall" in entry:
+            yield entry

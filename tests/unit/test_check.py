@@ -1,0 +1,79 @@
+"""Targets with the figures of runs, searches and models."""
+
+import json
+from pathlib import Path
+
+import pytest
+from upath import UPath
+
+from app.config import dump_recipe, load_recipe
+from app.errors import StorageError
+from app.monitoring.check import Finding, findings
+from app.runs import Result
+from tests.helpers import ROOT, run
+
+RUN, SEARCH = "20260101-000000-digits-aaaa", "20260101-000001-digits-bbbb"
+PROFILE = {
+    "worker": 0, "steps": 3, "step_ms": 10.0, "compute": 0.7, "communication": 0.02, "data": 0.05, "optimizer": 0.2,
+    "other": 0.03, "hidden_communication": 0.0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> UPath:
+    """With a run, which has a profile, a search of 70 epochs, and a model."""
+    recipe = dump_recipe(load_recipe(str(ROOT / "recipes/digits.yaml"), ["train.epochs=10"]))
+    for job, name in (("train", RUN), ("tune", SEARCH)):
+        (tmp_path / "runs" / job / name).mkdir(parents=True)
+        (tmp_path / "runs" / job / name / "config.yaml").write_text(recipe, encoding="utf-8")
+    steps = [{"step": step, "data_stall": stall, "memory": {"peak_bytes": 1}} for step, stall in ((1, 0.01), (2, 0.05))]
+    epoch = {"step": 2, "epoch": 1, "val_loss": 0.5}
+    training = tmp_path / "runs/train" / RUN
+    (training / "metrics.jsonl").write_text("\n".join(map(json.dumps, [*steps, epoch])), encoding="utf-8")
+    (training / "profile").mkdir()
+    (training / "profile/summary.json").write_text(json.dumps(PROFILE), encoding="utf-8")
+    ended = Result(
+        job="tune", run_id=SEARCH, recipe="digits", status="succeeded", metrics={"epochs_trained": 70}, duration_s=1.0
+    )
+    (tmp_path / "runs/tune" / SEARCH / "result.json").write_text(ended.model_dump_json(), encoding="utf-8")
+    (tmp_path / "models/digits").mkdir(parents=True)
+    return UPath(tmp_path)
+
+
+def ask(expression: str) -> float | None:
+    """Answer as Prometheus would: a first answer in 40 ms, a target of 20 ms, a p99 of 30 ms."""
+    known = {"first_answer": 0.04, "latency_target": 0.02, "histogram_quantile(0.99": 0.03}
+    return next(value for name, value in known.items() if name in expression)
+
+
+def table(found: list[Finding]) -> dict[tuple[str, str], tuple[float | None, bool | None]]:
+    return {(each.subject, each.target.name): (each.value, each.passes) for each in found}
+
+
+def test_every_target_has_its_figure(storage: UPath) -> None:
+    assert table(findings(storage, None, ask)) == {
+        (RUN, "device use"): (pytest.approx(0.9), True),
+        (RUN, "communication"): (0.02, True),
+        (RUN, "memory fragmentation"): (None, None),
+        (RUN, "data stall"): (pytest.approx(0.03), False),
+        (SEARCH, "device time of the search"): (7.0, False),
+        ("digits", "first answer"): (0.04, True),
+        ("digits", "p99"): (0.03, False),
+    }
+
+
+def test_one_subject_is_checked_alone(storage: UPath) -> None:
+    assert {each.subject for each in findings(storage, SEARCH, ask)} == {SEARCH}
+    (storage / "runs/train" / RUN / "profile/summary.json").unlink()
+    assert table(findings(storage, RUN, ask))[RUN, "device use"] == (None, None)
+    with pytest.raises(StorageError, match="no run of training or tuning and no model 'other'"):
+        findings(storage, "other", ask)
+
+
+def test_the_command_tells_what_fails_and_what_nobody_measured(storage: UPath) -> None:
+    done = run("rayloom", "check", f"--storage={storage}", environment={"RAYLOOM_HOME": str(storage / "home")})
+    assert done.returncode == 1, done.stderr
+    lines = {line.split("  ")[0]: line for line in done.stdout.splitlines()}
+    assert f"FAIL {SEARCH}" in done.stdout
+    assert "3.0 %  < 2.0 %" in done.stdout
+    assert any("first answer" in line and "not measured" in line for line in done.stdout.splitlines()), lines
