@@ -11,7 +11,7 @@ import yaml
 from app.cluster.packages import LIBRARY
 from app.config import EmailConfig, NotifyConfig, WebhookConfig
 from app.config.notify import is_reference
-from app.telemetry.alerts.secret import read_secret
+from app.telemetry.alerts.receivers import read_secret
 
 FILES = LIBRARY / "monitoring"
 """The rules, the dashboards and the page, which are the same for every cluster."""

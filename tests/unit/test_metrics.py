@@ -10,7 +10,6 @@ import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc
-from app.telemetry.memory import MemoryRecord
 from upath import UPath
 
 from app.config import load_recipe
@@ -22,6 +21,7 @@ from app.serving.rollout import agreeing_rows
 from app.serving.traffic import Traffic
 from app.telemetry import catalog
 from app.telemetry.metrics import Buckets, Distribution, Kind, Metric, Publisher, Sample
+from app.telemetry.record import MemoryRecord
 from app.tensors import OUTPUT
 from app.training.checkpoints.writer import Commit
 from app.training.records import EpochRecord, StepRecord
