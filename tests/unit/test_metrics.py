@@ -14,7 +14,7 @@ from upath import UPath
 
 from app.config import load_recipe
 from app.serving.batching.statistics import BatchingStatistics
-from app.serving.config import DeployedModel, Share
+from app.serving.config import CandidateConfig, DeployedModel
 from app.serving.metrics import endpoint_values
 from app.serving.protocol.infer import InferResponse
 from app.serving.rollout import agreeing_rows
@@ -168,7 +168,7 @@ def test_requests_are_counted_once_however_they_come(storage: UPath, hot: bool) 
 def test_a_shadow_is_compared_with_what_clients_get(storage: UPath) -> None:
     """Version 2 adds the same to each logit, so it chooses the same."""
     with serving() as server:
-        shadow = Share(version=version_config(storage, 2), percent=100)
+        shadow = CandidateConfig(version=version_config(storage, 2), percent=100)
         model = DeployedModel(production=version_config(storage, 1), shadow=shadow)
         server.run(server.endpoint.update(endpoint_config(model)))
         for path, sent in ((INFER, body(rows(3))), ("/v1/models/toy/predict", {"inputs": ["fine", "bad"]})):

@@ -48,7 +48,7 @@ def synced(step_s: float) -> SyncedSteps:
     """Steps of ``step_s`` seconds."""
     result = StepResult(torch.tensor(1.0), Factors(lr=0.1, loss_scale=None), grad_norm=1.0, is_applied=True)
     steps = [LocalStep(0, result, busy_s=0.0, data_s=0.0, seconds=step_s, mfu=None) for _ in range(STEPS)]
-    return SyncedSteps(steps, [1.0] * STEPS, StopRequest.NONE, has_lost_state=False)
+    return SyncedSteps(steps, [1.0] * STEPS, StopRequest.NONE, has_lost_state=False, busy_s=[0.0])
 
 
 def test_a_run_that_becomes_slow_is_noticed_with_its_first_slow_steps() -> None:
