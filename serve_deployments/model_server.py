@@ -12,6 +12,7 @@ from app.serving.transport.grpc import GrpcMethods
 from app.serving.transport.hot import HotRoute, listen_hot
 from app.serving.transport.http import DirectInference, HttpApi
 from app.serving.transport.middleware import answer_directly
+from app.warnings import BestEffort
 from serve_deployments.autoscaling import DIRECT, LATENCY
 from serve_deployments.metrics import ReplicaMetrics
 from serve_deployments.tensor_parallel import open_version
@@ -47,6 +48,7 @@ class ModelServer(GrpcMethods):
         self._hot = HotRoute(self._direct, self)
         self._freezing: asyncio.Task[None] | None = None
         self._metrics: ReplicaMetrics | None = None
+        self._reporting = BestEffort("metrics cannot be reported", "the replica")
 
     def __serve_build_asgi_app__(self) -> HttpApi:
         """Return the application for HTTP requests. Serve calls this before it listens."""
@@ -72,7 +74,7 @@ class ModelServer(GrpcMethods):
         """
         if self._metrics is None:
             self._metrics = ReplicaMetrics(self._endpoint, serve.get_replica_context().app_name)
-        self._metrics.report()
+        self._reporting(self._metrics.report)
         await self._endpoint.check()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
