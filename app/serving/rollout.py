@@ -219,9 +219,9 @@ class Rollout:
     @property
     def shares(self) -> list[tuple[str, ServedModel, float]]:
         """The role of each version, and the share of the requests without a version that it gets, or copies of them."""
-        beside = [(role, beside.served, beside.percent / 100) for role, beside in self._beside]
-        rest = 1.0 - sum(share for role, _, share in beside if role == "canary")
-        return [("production", self._production, rest), *beside]
+        candidates = [(role, share.served, share.percent / 100) for role, share in self._candidates]
+        rest = 1.0 - sum(ratio for role, _, ratio in candidates if role == "canary")
+        return [("production", self._production, rest), *candidates]
 
     @property
     def cascade(self) -> ServedCascade | None:
