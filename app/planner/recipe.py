@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from app.config import AutoPlan, PlanConfig, Recipe, TrainConfig
+from app.config.layout import lay_out
 from app.data.prepared import PreparedData
 from app.errors import PlanError
 from app.models.factory import blueprint_of
@@ -15,9 +16,10 @@ from app.planner.cluster import Cluster
 from app.planner.machine import measure_machine, measure_plan
 from app.planner.measure import measure
 from app.planner.memory import CONTEXT_BYTES, OPTIMIZER_NUMBERS
+from app.planner.plan import parallel_plan
 from app.planner.profile import ModelProfile
 from app.planner.report import PlanReport, plan_keys, report
-from app.planner.search import Findings, Problem, search
+from app.planner.search import Candidate, Findings, Problem, price_plan, search
 from app.tasks import prepare
 from app.training.data.batches import count_steps
 
@@ -95,7 +97,7 @@ def _optimizer_numbers(config: TrainConfig) -> int:
 
 
 def calibrate(subject: Subject, cluster: Cluster, data: PreparedData) -> Calibration:
-    """Measure this machine, then a few steps of the plans that are best by these rates. Keep both in a file.
+    """Measure this machine, then a few steps of the plans that are best by these rates, and of ZeRO 1. Keep both.
 
     Raises:
         PlanError: the cluster is not this machine's processors, or a worker failed.
@@ -110,11 +112,22 @@ def calibrate(subject: Subject, cluster: Cluster, data: PreparedData) -> Calibra
     found = measure_machine(cluster.devices, config.precision, max(1, int(config.cpus_per_worker)))
     calibration = found.with_plans(known.plans if known else [])
     calibration.save()
-    candidates = search(problem_of(subject, cluster, calibration)).candidates[:_MEASURED_PLANS]
+    candidates = _candidates_to_run(problem_of(subject, cluster, calibration))
     runs = [measure_plan(subject.recipe, data, candidate, subject.name) for candidate in candidates]
     calibration = calibration.with_plans(runs)
     calibration.save()
     return calibration
+
+
+def _candidates_to_run(problem: Problem) -> list[Candidate]:
+    """Return the best plans, and ZeRO 1, which ``auto`` takes otherwise."""
+    default = PlanConfig()
+    layout = lay_out(default, problem.global_batch, problem.cluster.devices)
+    explicit = default.model_copy(update={"micro_batch": layout.micro_batch})
+    usual = price_plan(problem, explicit, parallel_plan(explicit, layout))
+    best = list(search(problem).candidates[:_MEASURED_PLANS])
+    known = [candidate.config for candidate in best]
+    return [*best, usual] if usual and explicit not in known and layout.share % layout.micro_batch == 0 else best
 
 
 def find_plans(subject: Subject, cluster: Cluster) -> tuple[Problem, Findings]:

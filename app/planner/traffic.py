@@ -156,6 +156,7 @@ def _data_traffic(profile: ModelProfile, plan: ParallelPlan, stack: Stack, stage
     elif stack.family == "megatron":
         yield from _megatron_traffic(plan, stack, gradients, parameters)
     else:
+        tensors = sum(len(layer.tensor_sizes) or 1 for layer in stage)
         yield from _deepspeed_traffic(profile, plan, elements, parameters, tensors)
 
 
@@ -199,7 +200,8 @@ def _deepspeed_traffic(
         yield Collective("reduce_scatter", "data", plan.data, gradients * micro_batches, tensors * micro_batches)
         return
     reductions = plan.accumulation if plan.zero_stage == 2 else 1
-    buckets = 64  # app/training/engine/deepspeed_config.py: a bucket holds a 64th of the model
+    # A bucket holds a 64th of the model, and a Mi of elements at least (app/training/engine/deepspeed_engine.py).
+    buckets = max(1, min(64, round(elements / 2**20)))
     yield Collective("all_reduce", "data", plan.data, gradients * reductions, buckets * reductions)
     if plan.zero_stage:
         yield Collective("all_gather", "data", plan.data, parameters, buckets)
