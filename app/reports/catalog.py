@@ -51,7 +51,7 @@ def list_runs(
     limit: int | None = None,
     known: Mapping[str, RunSummary] = MappingProxyType({}),
 ) -> list[RunSummary]:
-    """List runs, the newest first: one request for each job, and one or two for each run that is listed.
+    """List runs, the newest first. Takes one request for each job, and one or two for each run that is listed.
 
     Args:
         job: only runs of this job.
@@ -61,7 +61,7 @@ def list_runs(
     """
     paths = [
         runs_folder(storage, name) / run_id
-        for name in ([job] if job else JOBS)
+        for name in ([job] if job else _jobs_in(storage))
         for run_id in list_names(runs_folder(storage, name))
         if recipe is None or recipe_named_in(run_id) == recipe
     ]
@@ -75,6 +75,11 @@ def list_runs(
         return summarize(run) if is_run else None
 
     return list(filter(None, map_concurrently(storage, summary, newest)))
+
+
+def _jobs_in(storage: UPath) -> list[str]:
+    """Return the jobs that have runs. On an object store, a request for one that has none would be two."""
+    return sorted(set(list_names(storage / "runs")) & set(JOBS), key=JOBS.index)
 
 
 def summarize(run: RunFolder) -> RunSummary:
@@ -98,7 +103,7 @@ def find_run(storage: UPath, named: str) -> RunFolder:
         StorageError: there is no such run, or several.
     """
     job, _, run_id = named.rpartition("/")
-    names = {name: list_names(runs_folder(storage, name)) for name in ([job] if job else JOBS)}
+    names = {name: list_names(runs_folder(storage, name)) for name in ([job] if job else _jobs_in(storage))}
     every = [runs_folder(storage, name) / found for name, ids in names.items() for found in ids]
     for is_match in (str.__eq__, str.startswith):
         paths = [path for path in every if is_match(path.name, run_id)]

@@ -68,6 +68,24 @@ def test_the_result_says_what_was_reached(deployed: dict[str, Any], cluster: dic
         assert json.loads(kept.read_text(encoding="utf-8"))["status"] == "succeeded"
 
 
+def test_every_run_has_a_page_and_a_log_and_the_lifecycle_links_its_parts(
+    deployed: dict[str, Any], cluster: dict[str, str]
+) -> None:
+    runs = Path(cluster["RAYLOOM_STORAGE"]) / "runs"
+    report = Path(deployed["artifacts"]["report"])
+    assert report.parent.parent.name == "lifecycle"
+    page = report.read_text(encoding="utf-8")
+    assert "trial " in page
+    for job in ("tune", "train", "compile", "deploy"):
+        folder = max(runs.glob(f"{job}/*-digits-*/result.json")).parent
+        assert f'<a href="../../{job}/{folder.name}/report.html">{folder.name}</a>' in page
+        assert folder.name in page
+        assert (folder / "report.html").stat().st_size > 10_000
+        assert (folder / "log.txt").stat().st_size > 0
+        assert not (folder / "heartbeat").exists()
+    assert "── deploy ──" in (report.parent / "log.txt").read_text(encoding="utf-8")
+
+
 def test_nothing_temporary_is_left(deployed: dict[str, Any], cluster: dict[str, str]) -> None:
     assert not list(Path(cluster["RAYLOOM_STORAGE"]).rglob("*.tmp"))
 

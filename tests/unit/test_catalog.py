@@ -6,8 +6,10 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
+from s3fs import S3FileSystem
 from typer.testing import CliRunner
 from upath import UPath
 
@@ -158,3 +160,28 @@ def test_the_last_words_of_a_killed_job_are_printed(tmp_path: UPath) -> None:
     killed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert killed.returncode == -9
     assert killed.stdout == "last words\n"
+
+
+def test_a_list_takes_a_request_for_each_job_and_each_listed_run(
+    root: UPath, storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if root.protocol != "s3":
+        pytest.skip("counts requests to S3")
+    for day in range(10, 30):
+        write_run(root, f"202602{day}-000000-digits-aaaa", metrics={"val_loss": 1.0})
+    called: list[str] = []
+    original = S3FileSystem._call_s3
+
+    async def call(self: Any, method: str, *arguments: Any, **fields: Any) -> Any:
+        called.append(method)
+        return await original(self, method, *arguments, **fields)
+
+    monkeypatch.setattr(S3FileSystem, "_call_s3", call)
+    fresh = to_path(storage)
+    assert len(list_runs(fresh, limit=5)) == 5
+    assert len(called) == 2 + 5, called  # the jobs, the runs of one job, and the results
+    called.clear()
+    known = {run.key: run for run in list_runs(fresh, limit=5)}
+    called.clear()
+    assert len(list_runs(fresh, limit=5, known=known)) == 5
+    assert len(called) == 2, called
