@@ -21,6 +21,13 @@ Written by `python -m benchmarks.planning`. 422 published runs are in `published
 were fitted on the tuning split alone (`python -m benchmarks.planning.fit`). The held-out errors were looked at several
 times while formulas were completed from what the sources document, so they are not blind.
 """
+_CAUSES = """Why goals were missed:
+
+- Worst source: the table of step times has the causes, by source.
+- Scaled by one run: the first run of a source is not typical of it, and it scales all others.
+- Memory too low: a doubtful row, see below.
+- Memory on this machine: the code of DeepSpeed's engines, gloo's buffers and the gradients of logits are not predicted.
+  They are small beside a GPU's memory, and large beside this model."""
 
 
 def main() -> None:
@@ -47,7 +54,7 @@ def _kept() -> dict[str, str]:
 def _goals() -> str:
     goals = [*accuracy_goals(), _search_goal()]
     rows = [[goal.what, goal.goal, goal.reached, goal.verdict] for goal in goals]
-    return table(["what", "goal", "reached", ""], rows)
+    return f"{table(['what', 'goal', 'reached', ''], rows)}\n\n{_CAUSES}"
 
 
 def _search_goal() -> Goal:
