@@ -1,5 +1,6 @@
 """Runs: a job's folder in storage, and the RESULT line with which it ends."""
 
+import json
 import secrets
 import sys
 import time
@@ -10,20 +11,21 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from upath import UPath
 
 from app.config import Recipe, dump_recipe
 from app.errors import RayloomError, StorageError
+from app.figures import figures_of
 from app.run_log import keep_log
-from app.storage import list_names, open_storage, write_atomically
+from app.storage import list_names, open_storage, to_path, write_atomically
 
 RESULT_FILE, CONFIG_FILE = "result.json", "config.yaml"
 _RESULT_PREFIX = "RESULT "
 
 
 class Result(BaseModel):
-    """The result of a job. It is printed as the last line and stored as ``result.json``."""
+    """The result of a job. It is stored as ``result.json``, and the last line that the job prints tells it."""
 
     job: str
     run_id: str
@@ -34,19 +36,42 @@ class Result(BaseModel):
     duration_s: float
     error: str | None = None
 
-    def to_line(self) -> str:
-        """Return the line that other programs parse."""
-        return f"{_RESULT_PREFIX}{self.model_dump_json(exclude_none=True)}"
+    file: str | None = Field(default=None, exclude=True)
+    """The URI of the ``result.json`` that has it; None if none was written, because the job was refused."""
+
+    def to_line(self, is_whole: bool = False) -> str:
+        """Return the line that a job ends with.
+
+        It is short and names the file, unless the whole is asked for or no file has it.
+        """
+        whole = self.model_dump(mode="json", exclude_none=True)
+        if is_whole or self.file is None:
+            return _RESULT_PREFIX + json.dumps(whole, ensure_ascii=False)
+        facts = {key: whole[key] for key in ("job", "run_id", "status", "error") if key in whole}
+        return _RESULT_PREFIX + json.dumps(
+            {**facts, **figures_of(self.job, whole), "result": self.file}, ensure_ascii=False
+        )
 
     @classmethod
     def of_output(cls, output: str) -> Self:
-        """Parse the result in a job's output. Raise ValueError if there is none."""
+        """Return the whole result of a job, from what it has printed and the file that this names.
+
+        Raises:
+            ValueError: nothing printed is a result.
+            OSError: the file cannot be read.
+        """
         lines = [line for line in output.splitlines() if line.startswith(_RESULT_PREFIX)]
         if not lines:
             raise ValueError(
-                f"no line begins with {_RESULT_PREFIX!r}: the job has not ended, or this is not its output"
+                f"no line begins with {_RESULT_PREFIX!r}: the job did not end, or this is not what it printed"
             )
-        return cls.model_validate_json(lines[-1].removeprefix(_RESULT_PREFIX))
+        line = json.loads(lines[-1].removeprefix(_RESULT_PREFIX))
+        return cls.read(to_path(line["result"])) if "result" in line else cls.model_validate(line)
+
+    @classmethod
+    def read(cls, file: UPath) -> Self:
+        """Read a ``result.json``. Raises FileNotFoundError, or ValidationError if it is broken."""
+        return cls.model_validate_json(file.read_bytes()).model_copy(update={"file": str(file)})
 
 
 @dataclass(frozen=True)
@@ -138,10 +163,15 @@ class Run:
             duration_s=round(time.monotonic() - self.started, 3),
             error=error,
         )
-        if self.is_ours and self.folder.exists():
-            write_atomically(self.folder / RESULT_FILE, result.model_dump_json(exclude_none=True, indent=1).encode())
-        return result
+        if not (self.is_ours and self.folder.exists()):
+            return result
+        file = self.folder / RESULT_FILE
+        write_atomically(file, result.model_dump_json(exclude_none=True, indent=1).encode())
+        return result.model_copy(update={"file": str(file)})
 
+
+JSON_HELP = "end with the whole result in the RESULT line, and not only its figures"
+"""Help of ``--json``, which every job takes."""
 
 Step = Callable[[Run], Outcome]
 """The work of a run. It opens the run once it has checked its inputs."""
@@ -190,13 +220,13 @@ def latest_result(storage: UPath, job: str, recipe_name: str) -> Result:
 def has_succeeded(run: UPath) -> bool:
     """Return True if the run in this folder succeeded."""
     file = run / RESULT_FILE
-    return file.exists() and Result.model_validate_json(file.read_bytes()).status == "succeeded"
+    return file.exists() and Result.read(file).status == "succeeded"
 
 
 def _results(runs: Iterable[UPath]) -> Iterator[Result]:
     """Yield the results of the runs that have finished."""
     for run in runs:
         try:
-            yield Result.model_validate_json((run / RESULT_FILE).read_bytes())
+            yield Result.read(run / RESULT_FILE)
         except (FileNotFoundError, ValidationError):
             continue  # in progress, or broken

@@ -9,7 +9,7 @@ from types import FrameType
 
 from app.config import Recipe, load_recipe, title_of
 from app.errors import RayloomError
-from app.runs import Result, Run, Step, execute
+from app.runs import JSON_HELP, Result, Run, Step, execute
 
 
 def main(
@@ -22,7 +22,8 @@ def main(
     parser = argparse.ArgumentParser(prog=f"python -m jobs.{job}")
     parser.add_argument("recipe", help="path or URI of a recipe, such as recipes/reviews.yaml; - reads it here")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as train.epochs=3; beats the recipe")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
+    arguments = parser.parse_intermixed_args(argv)
     try:
         recipe = load_recipe(arguments.recipe, arguments.overrides)
         run = start(job, recipe)
@@ -30,10 +31,10 @@ def main(
         print(f"error: {error}", file=sys.stderr)
         title = title_of(arguments.recipe)
         refused = Result(job=job, run_id="", recipe=title, status="failed", duration_s=0.0, error=str(error))
-        print(refused.to_line())
+        print(refused.to_line(), flush=True)
         return 2
     result = execute(run, step)
-    print(result.to_line(), flush=True)
+    print(result.to_line(arguments.json), flush=True)
     return int(result.status == "failed")
 
 

@@ -79,7 +79,7 @@ def _search(run: Run, previous: str | None) -> Result:
     if has_succeeded(search.folder):
         print(f"search {search.run_id} has already finished", flush=True)
         note_part(run.folder, search.job, search.run_id)
-        return Result.model_validate_json((search.folder / RESULT_FILE).read_bytes())
+        return Result.read(search.folder / RESULT_FILE)
     if search.was_opened:
         require_not_running(search.folder)
         print(f"resuming search {search.run_id}", flush=True)

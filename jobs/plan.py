@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--calibrate", action="store_true")
     given, rest = parser.parse_known_args(argv)
-    return run_job("plan", partial(plan, given), rest)
+    return run_job("plan", partial(plan, given), [*rest, *(["--json"] if given.json else [])])
 
 
 if __name__ == "__main__":

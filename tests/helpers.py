@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from upath import UPath
+
 from app.cluster.ports import unused
 from tests.forks import TRAINING, Command, Forks
 
@@ -90,10 +92,21 @@ def documented(page: str, **names: Any) -> dict[str, Any]:
     return names
 
 
-def result_of(output: str) -> dict[str, Any]:
+def result_line(output: str) -> dict[str, Any]:
+    """The RESULT that a job has printed."""
     lines = {line for line in output.splitlines() if line.startswith("RESULT ")}  # Ray shows that of a failed job twice
     assert len(lines) == 1, output
-    return json.loads(lines.pop().removeprefix("RESULT "))
+    line: dict[str, Any] = json.loads(lines.pop().removeprefix("RESULT "))
+    return line
+
+
+def result_of(output: str) -> dict[str, Any]:
+    """The whole result of a job, from the file that its RESULT names."""
+    line = result_line(output)
+    if "result" not in line:
+        return line
+    whole: dict[str, Any] = json.loads(UPath(line["result"]).read_text(encoding="utf-8"))
+    return whole
 
 
 def submit(cluster: dict[str, str], job: str, *arguments: str, succeeds: bool = True) -> dict[str, Any]:

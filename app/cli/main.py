@@ -116,6 +116,9 @@ def submit(
     recipe_option: Annotated[
         str | None, typer.Option("--recipe", help="The recipe, instead of the second argument.")
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="End with the whole result, and not only its figures.")
+    ] = False,
 ) -> None:
     """Send a job (plan, train, tune, compile, deploy, undeploy, lifecycle) to the cluster and follow it to its end."""
     given = [*([recipe] if recipe else []), *(overrides or [])]
@@ -123,7 +126,7 @@ def submit(
         given.insert(0, recipe_option)
     if not given:
         raise RequestError("no recipe given: pass its path or URI after the job, or - for standard input")
-    raise typer.Exit(submit_job(job, given[0], given[1:]))
+    raise typer.Exit(submit_job(job, given[0], given[1:], ["--json"] if as_json else []))
 
 
 @app.command()

@@ -8,7 +8,7 @@ import secrets
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,12 @@ _RESTART_TIMEOUT_S = 300.0
 """Maximum time in which a running supervisor restarts the cluster."""
 
 
-def submit(job: str, recipe: str, overrides: list[str]) -> int:
+def submit(job: str, recipe: str, overrides: list[str], options: Sequence[str] = ()) -> int:
     """Submit ``python -m jobs.JOB RECIPE …`` from the current folder, show its log, return its exit code.
 
-    The recipe is a path, a URI, or ``-`` for standard input. Ray uploads the current folder with the job, which may be
-    a checkout or a person's own project. A recipe that is not part of this upload is embedded in the job's command, so
-    a resubmitted job has it, too.
+    The recipe is a path, a URI, or ``-`` for standard input. ``options`` are the job's own, such as ``--json``. Ray
+    uploads the current folder with the job, which may be a checkout or a person's own project. A recipe that is not
+    part of this upload is embedded in the job's command, so a resubmitted job has it, too.
 
     The local cluster is used, unless ``RAY_API_SERVER_ADDRESS`` names another one. If the cluster is lost while the job
     runs, follow the job that its supervisor submits in its place.
@@ -53,7 +53,8 @@ def submit(job: str, recipe: str, overrides: list[str]) -> int:
         raise ClusterError(f"no job {job!r}: known are {', '.join(known)}")
     location = recipe if _is_uploaded(recipe) else embedded(read_text(recipe), title_of(recipe))
     storage = load_recipe(location, overrides).storage
-    return send_job(job, location, [*overrides, *([f"storage={absolute_location(storage)}"] if storage else [])])
+    arguments = [*overrides, *([f"storage={absolute_location(storage)}"] if storage else []), *options]
+    return send_job(job, location, arguments)
 
 
 def _is_uploaded(recipe: str) -> bool:
@@ -69,7 +70,7 @@ def _is_uploaded(recipe: str) -> bool:
     return ignored.returncode == 1
 
 
-def send_job(job: str, recipe: str, overrides: list[str]) -> int:
+def send_job(job: str, recipe: str, arguments: list[str]) -> int:
     """Submit a job on a recipe that every node can read, show its log, return its exit code.
 
     Raises:
@@ -83,7 +84,7 @@ def send_job(job: str, recipe: str, overrides: list[str]) -> int:
     _send(
         environment,
         failure=f"job {submission_id} cannot be submitted",
-        entrypoint=shlex.join(["python", "-m", f"jobs.{job}", recipe, *overrides]),
+        entrypoint=shlex.join(["python", "-m", f"jobs.{job}", recipe, *arguments]),
         submission_id=submission_id,
         runtime_env=runtime_env(".", has_rayloom=is_local),
         metadata={_FOLDER: str(Path.cwd())},

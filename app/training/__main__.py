@@ -8,7 +8,7 @@ from functools import partial
 from app.artifacts import DATA
 from app.config import PlanConfig, Recipe, load_recipe
 from app.errors import RayloomError, UnsharedStorageError
-from app.runs import Outcome, Run, execute
+from app.runs import JSON_HELP, Outcome, Run, execute
 from app.storage import absolute_location, to_path
 from app.tasks import load_prepared
 from app.training.coordination.shared_folder import marked, require_shared
@@ -24,14 +24,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m app.training", description=__doc__)
     parser.add_argument("recipe", help="path of a recipe, such as recipes/digits.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as train.epochs=3; beats the recipe")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
+    arguments = parser.parse_intermixed_args(argv)
     try:
         recipe = _load(arguments.recipe, arguments.overrides)
         keep_freed_memory()
         worker = start_worker(recipe.train)
         if worker.is_first:
             result = execute(_start(worker, recipe), partial(_lead, worker))
-            print(result.to_line(), flush=True)
+            print(result.to_line(arguments.json), flush=True)
             return int(result.status == "failed")
         _follow(worker, recipe)
     except RayloomError as error:

@@ -72,7 +72,7 @@ def test_a_failure_is_recorded_in_a_run_that_another_process_opened_for_its_job(
 
     run = Run.start("compile", load_recipe(DIGITS))
     result = execute(run, compile_elsewhere)
-    assert Result.model_validate_json((run.folder / RESULT_FILE).read_bytes()) == result
+    assert Result.read(run.folder / RESULT_FILE) == result
 
 
 @pytest.fixture
