@@ -2,21 +2,22 @@
 
 import asyncio
 import contextlib
-import logging
 import os
 import secrets
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import httpx
 from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 
+from app.cluster.job_log import JobLog
 from app.cluster.jobs import Job, JobsApi
 from app.cluster.packages import known_jobs, runtime_env
+from app.cluster.ray_internals import is_uploaded, silence_client
 from app.cluster.state import read_state, running_cluster
 from app.config import embedded, load_recipe, read_text, title_of
 from app.errors import ClusterError
@@ -30,6 +31,8 @@ _RESUME = {
     "jobs.tune": "tune.resume=true",
 }
 """The override by which each job resumes."""
+_EXIT_TIMEOUT_S, _EXIT_PERIOD_S = 60.0, 0.1
+"""Maximum time from a job's last line to its end, and the time between two questions for it."""
 _RESTART_TIMEOUT_S = 300.0
 """Maximum time in which a running supervisor restarts the cluster."""
 
@@ -51,23 +54,16 @@ def submit(job: str, recipe: str, overrides: list[str], options: Sequence[str] =
     """
     if job not in (known := known_jobs(Path.cwd())):
         raise ClusterError(f"no job {job!r}: known are {', '.join(known)}")
-    location = recipe if _is_uploaded(recipe) else embedded(read_text(recipe), title_of(recipe))
+    location = recipe if _is_sent_along(recipe) else embedded(read_text(recipe), title_of(recipe))
     storage = load_recipe(location, overrides).storage
     arguments = [*overrides, *([f"storage={absolute_location(storage)}"] if storage else []), *options]
     return send_job(job, location, arguments)
 
 
-def _is_uploaded(recipe: str) -> bool:
-    """Return True if Ray uploads the recipe with the working directory. Ray leaves out files that git ignores."""
+def _is_sent_along(recipe: str) -> bool:
+    """Return True if Ray uploads the recipe with the current folder, so that its path is also the job's."""
     path = Path(recipe)
-    if path.is_absolute() or ".." in path.parts or not path.is_file():
-        return False
-    try:
-        command = ["git", "check-ignore", "--no-index", "-q", recipe]
-        ignored = subprocess.run(command, capture_output=True, check=False)
-    except OSError:  # git is not installed
-        return False
-    return ignored.returncode == 1
+    return not path.is_absolute() and is_uploaded(path, Path.cwd())
 
 
 def send_job(job: str, recipe: str, arguments: list[str]) -> int:
@@ -140,8 +136,7 @@ def _connect(environment: Mapping[str, str]) -> Any:
     os.environ.update(environment)
     from ray.job_submission import JobSubmissionClient
 
-    for name in ("ray.dashboard.modules", "ray._private.runtime_env"):  # they log every excluded file
-        logging.getLogger(name).setLevel(logging.ERROR)
+    silence_client()
     return JobSubmissionClient(environment["RAY_API_SERVER_ADDRESS"])
 
 
@@ -163,27 +158,51 @@ def _follow_to_end(submission_id: str, environment: Mapping[str, str]) -> int:
     If the cluster is lost meanwhile, go on with the job that its supervisor submits in place of this one.
     """
     api = JobsApi.of(environment)
-    _print_log(submission_id, environment)
-    job = _find_job(api, submission_id)
+    job = _print_and_await(api, submission_id, environment)
     if not (job and job.has_ended):
         print("the cluster was lost while the job ran", file=sys.stderr)
         submission_id = _await_resubmission(api, submission_id)
-        _print_log(submission_id, environment)
-        job = _find_job(api, submission_id)
+        job = _print_and_await(api, submission_id, environment)
     return _exit_code(submission_id, job)
 
 
-def _print_log(submission_id: str, environment: Mapping[str, str]) -> None:
-    """Print the job's log until the job ends or its cluster no longer answers."""
+def _print_and_await(api: JobsApi, submission_id: str, environment: Mapping[str, str]) -> Job | None:
+    """Print the job's log and return the job, which has ended unless its cluster was lost. None: nobody answers.
+
+    Ray closes the log up to two seconds after the end of the job. So one that has told its RESULT is asked for its end.
+    """
+    has_result = _print_log(submission_id, environment)
+    attempts = Retrying(
+        retry=retry_if_result(lambda job: has_result and job is not None and not job.has_ended),
+        stop=stop_after_delay(_EXIT_TIMEOUT_S),
+        wait=wait_fixed(_EXIT_PERIOD_S),
+        retry_error_callback=lambda attempt: attempt.outcome and attempt.outcome.result(),
+    )
+    return attempts(_find_job, api, submission_id)
+
+
+def _print_log(submission_id: str, environment: Mapping[str, str]) -> bool:
+    """Print the job's log until its RESULT, or else until the job ends or its cluster no longer answers.
+
+    Returns:
+        Whether the RESULT was printed.
+    """
+    log = JobLog()
 
     async def print_log(client: Any) -> None:
-        async for lines in client.tail_job_logs(submission_id):
-            print(lines, end="", flush=True)
+        async with aclosing(client.tail_job_logs(submission_id)) as pieces:
+            async for piece in pieces:
+                print("".join(f"{line}\n" for line in log.lines(piece)), end="", flush=True)
+                if log.has_result:
+                    return
 
     try:
         asyncio.run(print_log(_connect(environment)))
     except _client_errors() as error:
         print(f"the log of job {submission_id} ended: {_first_line(error)}", file=sys.stderr)
+    for line in log.end():
+        print(line, flush=True)
+    return log.has_result
 
 
 def _exit_code(submission_id: str, job: Job | None) -> int:

@@ -1,5 +1,6 @@
 """Sources of a job's recipe, and the recipe that is sent with the job."""
 
+import asyncio
 import io
 import shlex
 import subprocess
@@ -38,6 +39,14 @@ class AcceptingClient:
 
     async def tail_job_logs(self, submission_id: str) -> AsyncIterator[str]:
         yield f"the log of {submission_id.partition('-')[0]}\n"
+
+
+class TalkativeClient(AcceptingClient):
+    """One whose job has told its result, and whose log Ray does not close."""
+
+    async def tail_job_logs(self, submission_id: str) -> AsyncIterator[str]:
+        yield 'epoch 1/1\nRESULT {"job":"train"}\n'
+        await asyncio.sleep(3600)
 
 
 def job(submission_id: str, status: str, **fields: Any) -> Job:
@@ -106,12 +115,43 @@ def test_an_error_of_rays_client_is_one_sentence(
         resubmit(lost, {"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9"})
 
 
+def test_submit_ends_when_the_job_does_and_not_when_ray_closes_its_log(
+    sent: Sent, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    statuses = iter(["RUNNING", "RUNNING", "FAILED"])
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", TalkativeClient)
+    monkeypatch.setattr(JobsApi, "find", lambda self, submission_id: job(submission_id, next(statuses)))
+    assert submit("train", "recipes/digits.yaml", []) == 1
+    assert list(statuses) == []
+    assert capsys.readouterr().out.splitlines()[1:] == ["epoch 1/1", 'RESULT {"job":"train"}']
+
+
+def test_the_job_is_told_to_print_its_whole_result(sent: Sent) -> None:
+    assert submit("train", "recipes/digits.yaml", ["train.epochs=3"], ["--json"]) == 0
+    assert sent()[-2:] == ["train.epochs=3", "--json"]
+
+
 def test_a_recipe_of_the_working_directory_is_sent_by_its_name(sent: Sent) -> None:
     assert submit("train", "recipes/digits.yaml", ["train.epochs=3"]) == 0
     assert sent() == ["python", "-m", "jobs.train", "recipes/digits.yaml", "train.epochs=3"]
 
 
-@pytest.mark.parametrize("place", ["elsewhere", "ignored", "standard input"])
+@pytest.mark.parametrize("is_repository", [False, True])
+@pytest.mark.parametrize("place", ["recipes/best.yaml", "storage.yaml"])
+def test_a_recipe_that_ray_uploads_is_sent_by_its_name_in_any_folder(
+    place: str, is_repository: bool, sent: Sent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_repository:
+        subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    (tmp_path / ".gitignore").write_text("storage/\nbest.yaml\n!recipes/best.yaml\n", encoding="utf-8")
+    (tmp_path / "recipes").mkdir()
+    monkeypatch.chdir(tmp_path)
+    Path(place).write_text(TEXT, encoding="utf-8")
+    assert submit("train", place, []) == 0
+    assert sent() == ["python", "-m", "jobs.train", place]
+
+
+@pytest.mark.parametrize("place", ["elsewhere", "ignored", "ignored by Ray", "standard input"])
 def test_any_other_recipe_is_checked_and_sent_along(
     place: str, sent: Sent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +160,14 @@ def test_any_other_recipe_is_checked_and_sent_along(
     (folder / ".gitignore").write_text("storage/\n", encoding="utf-8")
     subprocess.run(["git", "init", "-q", str(folder)], check=True)
     monkeypatch.chdir(folder)
-    recipe = {"elsewhere": str(tmp_path / "best.yaml"), "ignored": "storage/best.yaml", "standard input": "-"}[place]
+    (folder / "runs").mkdir()
+    (folder / "runs/.rayignore").write_text("best.yaml\n", encoding="utf-8")
+    recipe = {
+        "elsewhere": str(tmp_path / "best.yaml"),
+        "ignored": "storage/best.yaml",
+        "ignored by Ray": "runs/best.yaml",
+        "standard input": "-",
+    }[place]
     if recipe == "-":
         monkeypatch.setattr("sys.stdin", io.StringIO(TEXT + "storage: kept\n"))
     else:
