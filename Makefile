@@ -40,14 +40,13 @@ $(INSTALLED) $(INSTALLED_DEV) $(INSTALLED_BENCH) $(INSTALLED_MUTATION): pyprojec
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.$(EXTRAS)'
 	@touch $(INSTALLED) $@
 
-# The demo tries two sets of rates for an epoch and trains the better one for two; the recipe as it stands searches and
-# trains for longer, and does better.
+# The demo tries two sets of rates for a third of an epoch and trains the better one for two epochs; the recipe as it
+# stands searches and trains for longer, and does better.
 demo: $(INSTALLED)
-	@$(BIN)/rayloom status >/dev/null 2>&1 || $(BIN)/rayloom up
-	@$(BIN)/rayloom submit lifecycle recipes/reviews.yaml train.epochs=2 tune.space=tune_spaces.text:rates tune.trials=2 tune.epochs=1
-	@$(BIN)/rayloom status
+	@$(BIN)/rayloom status 2>/dev/null || $(BIN)/rayloom up
+	@$(BIN)/rayloom submit lifecycle recipes/reviews.yaml train.epochs=2 tune.space=tune_spaces.text:rates tune.trials=2 tune.epochs=1 tune.max_steps=72
 	@echo
-	@echo "Next: ask it yourself, paste the curl line with a text of your own; look at the runs in the dashboard;"
+	@echo "Next: open the endpoint in a browser and ask it; '$(BIN)/rayloom status' has a curl line to paste;"
 	@echo "train it in full with '$(BIN)/rayloom submit lifecycle recipes/reviews.yaml tune=null'; stop with '$(BIN)/rayloom down'."
 	@echo
 	@$(BIN)/rayloom predict reviews "这本书很好，内容生动，值得一读" "质量太差，用了一天就坏了"

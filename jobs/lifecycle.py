@@ -1,27 +1,36 @@
 """Run tune, train, compile and deploy in one job: python -m jobs.lifecycle RECIPE [key=value …]"""
 
+import os
 import sys
+import time
+from functools import partial
 
+import psutil
 from pydantic import BaseModel
 
+from app.cluster.state import MARK, read_state
 from app.compile.variants import requested_variants
 from app.config import Recipe, load_recipe
 from app.errors import RayloomError
 from app.pages.page import REPORT_FILE
 from app.reports.lifecycle import lifecycle_page, note_part
 from app.reports.run_folder import write_page
-from app.runs import RESULT_FILE, Outcome, Result, Run, Step, execute, has_succeeded
+from app.runs import RESULT_FILE, Outcome, Result, Run, Step, execute, has_succeeded, runs_folder
 from app.storage import write_atomically
 from app.tasks import find_processor
 from app.training.coordination.heartbeat import require_not_running, run_lock
 from app.training.resume import newest_unfinished, start_or_resume
 from app.training.stop_request import read_stop_request
+from app.tuning.trial_actor import DATA
+from app.tuning.trial_data import find_data
 from jobs._runner import main
 from jobs.compile import compile_on_node
 from jobs.deploy import deploy
 from jobs.train import train
 from jobs.tune import tune
 
+_STAGES = {"tune": "search"}
+"""Steps that have another name as a stage."""
 SEARCH_FILE = "search"
 """A file in the lifecycle's folder with the id of its tune run. It is written before the search begins."""
 
@@ -34,6 +43,8 @@ class LifecycleMetrics(BaseModel):
     train: dict[str, object]
     compile: dict[str, object]
     deploy: dict[str, object]
+    stage_s: dict[str, float]
+    """Seconds by stage. ``up`` is the start of the local cluster, before this job, and ``start`` that of this job."""
 
 
 def lifecycle(run: Run) -> Outcome:
@@ -50,26 +61,35 @@ def lifecycle(run: Run) -> Outcome:
     best = load_recipe(tuned.artifacts["best_recipe"]) if tuned else run.recipe
     recipe = _with(best, "train", resume=run.recipe.train.resume)
     training = start_or_resume("train", recipe)
-    trained = _step(run, training, train)
+    prepared = find_data(recipe, runs_folder(run.storage, "tune") / tuned.run_id / DATA) if tuned else None
+    trained = _step(run, training, partial(train, prepared=prepared))
     require_no_request(training)
     compiled = _step(
         run, Run.start("compile", _with(recipe, "compile", weights=trained.artifacts["weights"])), compile_on_node
     )
     version = int(compiled.artifacts["model"].rpartition("/")[2])
     deployed = _step(run, Run.start("deploy", _with(recipe, "serve", version=version)), deploy)
-    return Outcome(
-        LifecycleMetrics(
-            tune=tuned.metrics if tuned else None,
-            train=trained.metrics,
-            compile=compiled.metrics,
-            deploy=deployed.metrics,
-        ),
-        (tuned.artifacts if tuned else {})
-        | trained.artifacts
-        | compiled.artifacts
-        | deployed.artifacts
-        | {"report": str(run.folder / REPORT_FILE)},
+    steps = [*([tuned] if tuned else []), trained, compiled, deployed]
+    metrics = LifecycleMetrics(
+        tune=tuned.metrics if tuned else None,
+        train=trained.metrics,
+        compile=compiled.metrics,
+        deploy=deployed.metrics,
+        stage_s=_stage_times(run, steps),
     )
+    print("time  " + ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in metrics.stage_s.items()), flush=True)
+    artifacts = {name: location for step in steps for name, location in step.artifacts.items()}
+    return Outcome(metrics, artifacts | {"report": str(run.folder / REPORT_FILE)})
+
+
+def _stage_times(run: Run, steps: list[Result]) -> dict[str, float]:
+    """Return the seconds of each stage: the local cluster's start, this job's own, and each step."""
+    cluster = read_state()
+    is_ours = cluster is not None and cluster.id == os.environ.get(MARK)
+    up = {"up": cluster.start_s} if cluster and is_ours and cluster.start_s is not None else {}
+    process_s = time.time() - psutil.Process().create_time()
+    start = {"start": round(process_s - (time.monotonic() - run.started), 3)}
+    return up | start | {_STAGES.get(step.job, step.job): step.duration_s for step in steps}
 
 
 def _search(run: Run, previous: str | None) -> Result:

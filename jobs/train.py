@@ -4,6 +4,7 @@ import os
 import sys
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError
+from upath import UPath
 
 from app.config import TrainConfig
 from app.runs import Outcome, Run
@@ -20,9 +21,12 @@ from jobs._runner import main, on_sigterm
 _RESOURCES_TIMEOUT_S = 15.0
 
 
-def train(run: Run) -> Outcome:
-    """Check everything, train on the cluster, and publish the best weights."""
-    data = prepare_run(run, training_cluster)
+def train(run: Run, prepared: UPath | None = None) -> Outcome:
+    """Check everything, train on the cluster, and publish the best weights.
+
+    ``prepared`` is the folder of data that another job has prepared for this recipe.
+    """
+    data = prepare_run(run, training_cluster, prepared)
     config = run.recipe.train
     _set_timeouts(config)
     connect()

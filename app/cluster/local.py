@@ -38,6 +38,7 @@ def start(
     Raises:
         ClusterError: a cluster is up already, a port is taken, no token can be made, or Ray does not start.
     """
+    started = time.monotonic()
     known = state.read_state()
     if known and known.processes():
         raise ClusterError(
@@ -67,6 +68,8 @@ def start(
         cluster.save()
         _start_head(cluster)
         _start_supervisor(cluster)
+        cluster = cluster.model_copy(update={"start_s": round(time.monotonic() - started, 3)})
+        cluster.save()
     except BaseException:
         stop(cluster)
         raise

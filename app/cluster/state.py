@@ -59,6 +59,8 @@ class ClusterState(BaseModel):
     grpc_port: int
     storage: str
     num_cpus: int | None
+    start_s: float | None = None
+    """How long the start took, in seconds; None while it starts."""
     runtime: Path
     """The folder of Ray's own files. Its name is short, because the system limits the paths of sockets."""
     autoscaler_metrics_port: int = 0

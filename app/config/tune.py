@@ -80,6 +80,10 @@ class TuneConfig(Section):
     mode: Modes = Field(default=[], description="max or min, one for each metric; default: by the metric")
     trials: PositiveInt = Field(default=32, description="maximum number of trials")
     epochs: PositiveInt | None = Field(default=None, description="maximum epochs of a trial; default: train.epochs")
+    max_steps: PositiveInt | None = Field(
+        default=None,
+        description="maximum optimizer steps of a trial, which may be less than an epoch; default: train.max_steps",
+    )
     sampler: Sampler = Field(default="tpe", description="algorithm that proposes values, learning from earlier trials")
     random_trials: Annotated[int, Field(ge=0)] | None = Field(
         default=None,

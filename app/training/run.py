@@ -38,11 +38,17 @@ from app.training.weights import publish_weights
 from app.warnings import best_effort, warn
 
 
-def prepare_run(run: Run, find_cluster: Callable[[TrainConfig], Cluster] = local_cluster) -> PreparedData:
+def prepare_run(
+    run: Run, find_cluster: Callable[[TrainConfig], Cluster] = local_cluster, prepared: UPath | None = None
+) -> PreparedData:
     """Prepare the data, and check everything that can be checked before a worker starts. Write nothing.
 
-    A plan of ``auto`` is replaced in the run's recipe, so that a resumed run keeps it. ``find_cluster`` describes the
-    machines that the run trains on.
+    A plan of ``auto`` is replaced in the run's recipe, so that a resumed run keeps it.
+
+    Args:
+        run: the run, whose folder may not exist yet.
+        find_cluster: describes the machines that the run trains on.
+        prepared: folder of data that another job has prepared for this recipe. None: prepare it.
 
     Raises:
         PlanError: the plan is ``auto``, and none fits.
@@ -51,8 +57,8 @@ def prepare_run(run: Run, find_cluster: Callable[[TrainConfig], Cluster] = local
         TrainingError: there are fewer samples than one batch takes.
     """
     recipe = run.recipe
-    data = _data_of(run)
-    print(f"data {recipe.data.source}: {data.summary}", flush=True)
+    data = _data_of(run, prepared)
+    print(f"data {recipe.data.source}: {f'as prepared in {prepared}' if prepared else data.summary}", flush=True)
     blueprint = blueprint_of(recipe.model, data.facts)
     print(f"model {recipe.model.factory}: {blueprint.num_parameters:,} parameters", flush=True)
     count_steps(recipe.train, len(data.train))
@@ -151,12 +157,13 @@ def _best_intact(store: CheckpointStore, records: list[EpochRecord], config: Tra
     )
 
 
-def _data_of(run: Run) -> PreparedData:
-    """Return the data that the run has saved, or prepare it from the source."""
-    if not _is_saved(run):
+def _data_of(run: Run, prepared: UPath | None) -> PreparedData:
+    """Return the data that the run has saved, else what is in ``prepared``, else prepare it from the source."""
+    folder = run.folder / DATA if _is_saved(run) else prepared
+    if folder is None:
         return prepare(run.recipe)
-    verify_checksums(run.folder / DATA)
-    return load_prepared(run.recipe, run.folder / DATA)
+    verify_checksums(folder)
+    return load_prepared(run.recipe, folder)
 
 
 def _is_saved(run: Run) -> bool:

@@ -13,7 +13,7 @@ from app.tuning.space import Space, Value
 _SPACE, _RECIPE, _TRIALS = "space", "recipe", "trials"
 _TRAINING_SECTIONS = ("task", "data", "model", "train")
 """The sections of a recipe on which a trial depends."""
-_COMPARABLE = ("epochs", "workers", "scheduler", "grace_epochs", "reduction_factor")
+_COMPARABLE = ("epochs", "max_steps", "workers", "scheduler", "grace_epochs", "reduction_factor")
 """The keys of ``tune`` that must be equal for trials to be comparable."""
 
 

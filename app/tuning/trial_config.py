@@ -61,6 +61,7 @@ def trial_recipe(recipe: Recipe, values: Mapping[str, Value], config: TuneConfig
         recipe,
         {
             "train.epochs": config.epochs or recipe.train.epochs,
+            "train.max_steps": config.max_steps or recipe.train.max_steps,
             **values,
             "train.workers": config.workers or recipe.train.plan.model_parallel,
             "train.checkpoint.num_to_keep": 1,

@@ -31,6 +31,12 @@ def keep_data(data: PreparedData, recipe: Recipe, folder: UPath) -> None:
         _publish(data, location)
 
 
+def find_data(recipe: Recipe, folder: UPath) -> UPath | None:
+    """Return the folder of data that trials of this recipe have prepared; None if they prepared other data."""
+    location = _location(recipe, folder)
+    return location if _is_complete(location) else None
+
+
 def _is_complete(location: UPath) -> bool:
     return (location / CHECKSUMS_FILE).exists()
 

@@ -59,6 +59,8 @@ def test_the_result_says_what_was_reached(deployed: dict[str, Any], cluster: dic
     assert asked >= {(engine, precision) for engine in ("openvino", "onnxruntime") for precision in ("bf16", "int8")}
     assert metrics["compile"]["chosen"]["accuracy"] == pytest.approx(metrics["train"]["val_accuracy"], abs=0.011)
     assert metrics["deploy"]["ready_s"] > 0
+    assert list(metrics["stage_s"]) == ["up", "start", "search", "train", "compile", "deploy"]
+    assert all(0 < seconds < deployed["duration_s"] for seconds in list(metrics["stage_s"].values())[2:])
     manifest = Path(cluster["RAYLOOM_STORAGE"]) / "models" / deployed["artifacts"]["model"] / "manifest.json"
     search = Path(deployed["artifacts"]["best_recipe"]).parent.name
     trial = json.loads(manifest.read_text(encoding="utf-8"))["lineage"]["trial"]

@@ -191,6 +191,9 @@ def test_a_trial_has_as_few_workers_as_its_plan_needs() -> None:
     cut = load_recipe(RECIPE, ["train.plan.tensor=2"])
     assert trial_recipe(cut, {}, recipe.tune).train.workers == 2
     assert trial_recipe(recipe, {}, recipe.tune.model_copy(update={"workers": 4, "epochs": 2})).train.workers == 4
+    shortened = recipe.tune.model_copy(update={"max_steps": 7})
+    assert trial_recipe(recipe, {}, shortened).train.max_steps == 7
+    assert trial_recipe(recipe, {"train.max_steps": 5}, shortened).train.max_steps == 5, "what is searched counts"
 
 
 @pytest.mark.parametrize(
