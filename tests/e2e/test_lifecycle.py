@@ -336,7 +336,7 @@ def test_a_recipe_from_elsewhere_goes_with_its_job(cluster: dict[str, str], tmp_
 def test_submit_refuses_before_it_sends_anything(cluster: dict[str, str]) -> None:
     for arguments, words in (
         (["train", "recipes/digits.yaml", "train.epoch=1"], "'epochs'"),
-        (["trian", "recipes/digits.yaml"], "known are compile, deploy, lifecycle, train, tune"),
+        (["trian", "recipes/digits.yaml"], "known are compile, deploy, lifecycle, plan, train, tune"),
         (["train", "/etc/hostname"], "recipe '/etc/hostname' holds "),
     ):
         refused = run("rayloom", "submit", *arguments, environment=cluster)
