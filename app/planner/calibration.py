@@ -30,7 +30,7 @@ class MeasuredPlan(BaseModel):
     memory_bytes: int
     """Peak resident memory of the fullest worker."""
     context_bytes: int
-    """The same, before it had a model."""
+    """What of it no predicted tensor accounts for: its code, and buffers of libraries."""
     predicted_step_s: float
     predicted_memory_bytes: int
 

@@ -72,12 +72,13 @@ def measure_plan(recipe: Recipe, data: PreparedData, candidate: Candidate, subje
         data.save(to_path(folder) / "data")
         threads = max(1, int(recipe.train.cpus_per_worker))
         found = _run_workers(_measure_steps, candidate.plan.workers, threads, planned, str(Path(folder) / "data"))
+    tensors = int(candidate.memory.total - candidate.memory.context)
     return MeasuredPlan(
         subject=subject,
         plan=plan_keys(candidate.config),
         step_s=max(steps.step_s for steps in found),
         memory_bytes=max(steps.memory_bytes for steps in found),
-        context_bytes=max(steps.context_bytes for steps in found),
+        context_bytes=max(steps.memory_bytes - tensors for steps in found),
         predicted_step_s=candidate.time.step_s,
         predicted_memory_bytes=int(candidate.memory.total),
     )
@@ -96,7 +97,6 @@ class _Rates:
 class _Steps:
     step_s: float
     memory_bytes: int
-    context_bytes: int
 
 
 def _run_workers(work: Callable[..., T], workers: int, threads: int, *arguments: Any) -> list[T]:
@@ -201,7 +201,6 @@ def _measure_steps(recipe: Recipe, folder: str) -> _Steps:
     worker = start_worker(config)
     data = load_prepared(recipe, to_path(folder))
     layout = config.layout(worker.size)
-    context_bytes = _memory("VmRSS")
     seed_random(config.seed)
     blueprint = blueprint_of(recipe.model, data.facts)
     steps = min(_WARM_UP_STEPS + _STEPS, len(data.train) // config.global_batch_size)
@@ -216,7 +215,7 @@ def _measure_steps(recipe: Recipe, folder: str) -> _Steps:
         times.append(time.perf_counter() - started)
     feed.close()
     engine.deepspeed.destroy()
-    return _Steps(_slowest(worker, statistics.median(times[_WARM_UP_STEPS:] or times)), _memory("VmHWM"), context_bytes)
+    return _Steps(_slowest(worker, statistics.median(times[_WARM_UP_STEPS:] or times)), _peak_memory())
 
 
 def _slowest(worker: Worker, seconds: float) -> float:
@@ -226,8 +225,7 @@ def _slowest(worker: Worker, seconds: float) -> float:
     return max(gathered)
 
 
-def _memory(key: str) -> int:
-    """Return bytes of this process from Linux: VmRSS, or VmHWM for its peak."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    match = re.search(rf"{key}:\s+(\d+) kB", status)
+def _peak_memory() -> int:
+    """Return the peak resident bytes of this process. ``getrusage`` would begin with those of its parent."""
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
     return int(match.group(1)) * 1024 if match else 0
