@@ -41,7 +41,6 @@ _KINDS = {
     "reduce_scatter_tensor_coalesced_": "reduce_scatter",
     "alltoall_base_": "all_to_all",
     "send": "send",
-    "recv_": "receive",
 }
 """torch's operations on process groups, by what the planner calls them."""
 _GPT = ModelConfig(factory="app.models.gpt:gpt", args={"layers": 4, "width": 64, "heads": 8})
@@ -95,11 +94,11 @@ class FakeRank:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind between the same ranks, in one optimizer step."""
+    """Collectives of one kind in one group, in one optimizer step."""
 
     kind: str
-    axis: str
-    """The degrees along which the ranks of the group differ, such as ``data`` or ``tensor x pipeline``."""
+    group: str
+    """The degrees along which its ranks differ, such as ``data`` or ``tensor x pipeline``. tied: stages that share."""
     calls: int
     nbytes: int
     """Bytes of the whole tensors: what is reduced or sent, and the result of a gather."""
@@ -111,11 +110,10 @@ class Counted:
 
     case: FakeRank
     traffic: tuple[Traffic, ...]
+    """Without messages that steer the step: norms, overflow, losses, and shapes of tensors."""
+    steering_bytes: int
+    """Bytes of these messages."""
     states: States
-
-    def nbytes(self, kind: str, axis: str) -> int:
-        """Return the bytes of one kind of collective along ``axis``."""
-        return sum(found.nbytes for found in self.traffic if (found.kind, found.axis) == (kind, axis))
 
 
 def count_all(cases: Iterable[FakeRank]) -> Iterator[Counted]:
@@ -142,7 +140,7 @@ def count(case: FakeRank) -> Counted:
         world.forget()
         result = engine.train_step(_micro_batches(case), Activity())
     assert result.is_applied, f"{case}: the step was skipped, so its traffic is not a step's"
-    return Counted(case, world.traffic(), states[0])
+    return Counted(case, world.traffic(), world.steering_bytes, states[0])
 
 
 class _World(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -154,37 +152,43 @@ class _World(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The tensors that are received instead of zeros, by dtype."""
         self.sent: list[Tensor] = []
         self._rank, self._layout = rank, layout
+        self.steering_bytes = 0
         self._calls: Counter[tuple[str, str]] = Counter()
         self._bytes: Counter[tuple[str, str]] = Counter()
 
     def forget(self) -> None:
         """Begin to count anew."""
+        self.steering_bytes = 0
         self._calls.clear()
         self._bytes.clear()
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """Return the counts, in the order of kind and axis."""
+        """Return the counts, in the order of kind and group."""
         return tuple(Traffic(*key, self._calls[key], self._bytes[key]) for key in sorted(self._calls))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d" and (kind := _KINDS.get(func.overloadpacket.__name__)):
+        name = func.overloadpacket.__name__
+        if func.namespace == "c10d" and name == "recv_":
+            self._fill(args[0])
+        elif func.namespace == "c10d" and (kind := _KINDS.get(name)):
             self._count(kind, args)
-            if kind == "receive":
-                self._fill(args[0])
             if kind == "send":
                 self.sent.extend(args[0])
         return func(*args, **(kwargs or {}))
 
     def _count(self, kind: str, args: tuple[Any, ...]) -> None:
-        if kind in ("send", "receive"):
+        if kind == "send":
             ranks = [self._rank, args[2]]
         else:
             group = next(argument for argument in args if isinstance(argument, torch.ScriptObject))
             ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
-        if len(ranks) > 1:
-            key = kind, _axis(ranks, self._layout)
+        nbytes = max(map(_nbytes, args))
+        if len(ranks) > 1 and _steers(args):
+            self.steering_bytes += nbytes
+        elif len(ranks) > 1:
+            key = kind, _group(kind, ranks, self._layout)
             self._calls[key] += 1
-            self._bytes[key] += max(map(_nbytes, args))
+            self._bytes[key] += nbytes
 
     def _fill(self, buffers: list[Tensor]) -> None:
         for buffer in buffers:
@@ -199,13 +203,20 @@ def _nbytes(argument: Any) -> int:
     return sum(leaf.nbytes for leaf in tree_iter(argument) if isinstance(leaf, Tensor))
 
 
-def _axis(ranks: list[int], layout: Layout) -> str:
+def _steers(arguments: tuple[Any, ...]) -> bool:
+    """Return whether a message steers the step: it is not of floating point, or has at most two numbers."""
+    tensors = [leaf for leaf in tree_iter(arguments) if isinstance(leaf, Tensor)]
+    return all(not tensor.is_floating_point() or tensor.numel() <= 2 for tensor in tensors)
+
+
+def _group(kind: str, ranks: list[int], layout: Layout) -> str:
     coordinates = {
         "tensor": {layout.tensor_rank(rank) for rank in ranks},
         "data": {layout.data_rank(rank) for rank in ranks},
         "pipeline": {rank // (layout.tensor * layout.data) for rank in ranks},
     }
-    return " x ".join(name for name, found in coordinates.items() if len(found) > 1)
+    group = " x ".join(name for name, found in coordinates.items() if len(found) > 1)
+    return "tied" if (kind, group) == ("all_reduce", "pipeline") else group
 
 
 def _introduce_neighbours(engine: TrainingEngine, case: FakeRank, world: _World) -> None:
