@@ -147,6 +147,16 @@ def _nvme_takes_a_path(plan: PlanConfig, setting: Setting) -> str | None:
     return None
 
 
+def _staged_tensor_takes_zero_1_in_low_precision(plan: PlanConfig, setting: Setting) -> str | None:
+    is_staged = setting.model is not None and setting.model.layers is not None
+    if is_staged and plan.tensor > 1 and plan.zero_stage == 0 and setting.precision != "fp32":
+        return (
+            f"with zero_stage 0, tensor {plan.tensor} would add up the gradients of micro-batches in "
+            f"{setting.precision}: zero_stage 1, whose gradients are added up in float32, got 0"
+        )
+    return None
+
+
 def _offload_takes_zero(plan: PlanConfig, _: Setting) -> str | None:
     if plan.offload != "none" and plan.zero_stage == 0:
         return "offload moves a split optimizer: zero_stage 1, 2 or 3, got 0"
@@ -252,6 +262,7 @@ _RULES: tuple[Rule, ...] = (
     _degrees_divide_workers,
     _pipeline_takes_zero_1,
     _tensor_takes_zero_1,
+    _staged_tensor_takes_zero_1_in_low_precision,
     _offload_takes_zero,
     _nvme_takes_a_path,
     _offload_takes_adamw,

@@ -78,7 +78,8 @@ def state_bytes(
     """Return the bytes of parameters, of gradients and of the optimizer with its 32-bit parameters.
 
     ZeRO (Rajbhandari 2020, arXiv:1910.02054, section 3.1): mixed precision takes 2 + 2 + 12 bytes a parameter with
-    Adam, of which stage 1 splits the 12, stage 2 also the gradients' 2, stage 3 all.
+    Adam, of which stage 1 splits the 12, stage 2 also the gradients' 2, stage 3 all. DeepSpeed copies the parameters
+    that an optimizer splits also where they have 32 bits already.
     """
     number, data = profile.element_bytes, plan.data
     is_mixed = number < 4
@@ -86,7 +87,7 @@ def state_bytes(
         part = elements / data
         return part * 4, part * 4, part * 4 * optimizer_numbers
     parameters, gradients = elements * number, elements * _gradient_bytes(profile, plan, stack)
-    optimizer = elements * 4 * (optimizer_numbers + is_mixed)
+    optimizer = elements * 4 * (optimizer_numbers + (is_mixed or plan.zero_stage > 0))
     return (
         parameters / (data if plan.zero_stage == 3 else 1),
         gradients / (data if plan.zero_stage >= 2 else 1),

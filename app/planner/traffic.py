@@ -139,8 +139,10 @@ def _pipeline_traffic(
             size = profile.layers[0].boundary_bytes * plan.micro_batch * number
             yield Collective("all_gather", "tensor", parts, size, number)
         if stack.splits_gradients and position < plan.pipeline - 1:
-            size = stage[-1].boundary_bytes * plan.micro_batch * number
-            yield Collective("all_gather", "tensor", parts, size, number)
+            # DeepSpeed frees its own output once it is sent, and gathers it again for the backward pass
+            times = 2 if stack.family == "rayloom" else 1
+            size = stage[-1].boundary_bytes * plan.micro_batch * number * times
+            yield Collective("all_gather", "tensor", parts, size, number * times)
 
 
 def _data_traffic(profile: ModelProfile, plan: ParallelPlan, stack: Stack, stage: Stage) -> Iterator[Collective]:
@@ -189,11 +191,11 @@ def _deepspeed_traffic(
     """Yield DeepSpeed 0.19.8's, as Rayloom configures it.
 
     ZeRO 1 and 2 all-reduce gradients whatever ``reduce_scatter`` says (DeepSpeed #5758, #7059), ZeRO 1 once a step,
-    ZeRO 2 and 3 in every micro-batch. Without ZeRO gradients are float32, and so are those of pipelines in bf16.
-    ZeRO 3 gathers parameters forward and backward (arXiv:1910.02054, section 7.2.2).
+    ZeRO 2 and 3 in every micro-batch. Gradients travel as the model computes, also where they are added up in 32 bits.
+    ZeRO 3 gathers parameters forward and backward (arXiv:1910.02054, section 7.2.2). Counted by
+    ``benchmarks/planning/fake_world.py``.
     """
-    size = 4 if plan.zero_stage == 0 or plan.pipeline > 1 else profile.element_bytes
-    gradients = elements * size
+    gradients = elements * profile.element_bytes
     if plan.zero_stage == 3:
         micro_batches = plan.accumulation
         yield Collective("all_gather", "data", plan.data, 2 * parameters * micro_batches, 2 * tensors * micro_batches)

@@ -1,43 +1,55 @@
 """The planner's traffic and states beside those of a fake world of ranks."""
 
-from collections.abc import Iterable
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
-from torch import nn
+import torch
 
 from app.config import PlanConfig
 from app.models.factory import build_model
-from app.models.staged import Layer, Tied, cuts_of, layers_of
-from app.models.traits import traits_of
+from app.planner.measure import measure
 from app.planner.memory import memory
 from app.planner.plan import ParallelPlan, parallel_plan
-from app.planner.profile import PRECISION_BYTES, LayerProfile, ModelProfile, SavedActivations, Work
-from app.planner.stages import stages_of
+from app.planner.profile import ModelProfile
+from app.planner.stages import Stage, stages_of
 from app.planner.traffic import RAYLOOM, traffic
+from benchmarks.markdown import table
 from benchmarks.planning.fake_world import Counted, FakeRank, count_all
 
+Key = tuple[str, str]
+"""Kind and group of collectives."""
+_PARAMETER_GROUPS = 2
+"""Groups of a small model's optimizer: matrices and vectors (``app/training/engine/optimizer.py``)."""
+
+_ACCUMULATION = 4
 _PLANS: tuple[tuple[PlanConfig, tuple[int, ...]], ...] = (
     *((PlanConfig(zero_stage=stage), (8, 64, 1024)) for stage in (0, 1, 2, 3)),
-    (PlanConfig(zero_stage=1, activation_checkpointing=True), (8,)),
     (PlanConfig(tensor=2), (8, 1024)),
-    (PlanConfig(tensor=8, zero_stage=0), (64,)),
+    (PlanConfig(tensor=8), (64,)),
     (PlanConfig(tensor=4, activation_checkpointing=True), (64,)),
     (PlanConfig(pipeline=4), (8, 1024)),
     (PlanConfig(pipeline=2, activation_checkpointing=True), (64,)),
     (PlanConfig(tensor=8, pipeline=4), (64, 1024)),
 )
 """Plans of every kind, and the worlds that each is counted in."""
+_QUICK = (
+    FakeRank(PlanConfig(zero_stage=2), 8, _ACCUMULATION),
+    FakeRank(PlanConfig(zero_stage=3), 8, _ACCUMULATION),
+    FakeRank(PlanConfig(tensor=2, activation_checkpointing=True), 8, _ACCUMULATION),
+    FakeRank(PlanConfig(tensor=4, pipeline=4), 1024, _ACCUMULATION, rank=512),
+)
 
 
-def cases() -> Iterable[FakeRank]:
+def all_ranks() -> Iterator[FakeRank]:
     """Yield the ranks to count: of a pipeline the first, one in the middle and the last; else the first."""
     for plan, worlds in _PLANS:
         for workers in worlds:
-            per_stage = workers // plan.pipeline
             for stage in sorted({0, plan.pipeline // 2, plan.pipeline - 1}):
-                for precision in ("bf16", "fp32"):
-                    yield FakeRank(plan, workers, accumulation=4, rank=stage * per_stage, precision=precision)
+                rank = stage * (workers // plan.pipeline)
+                yield from (FakeRank(plan, workers, _ACCUMULATION, rank, precision=name) for name in ("bf16", "fp32"))
 
 
 @dataclass(frozen=True)
@@ -47,73 +59,86 @@ class Check:
     counted: Counted
 
     @property
-    def counted_bytes(self) -> dict[tuple[str, str], int]:
-        """Bytes of collectives by kind and group."""
+    def counted_bytes(self) -> dict[Key, float]:
+        """Bytes of collectives, by kind and group."""
         return {(found.kind, found.group): found.nbytes for found in self.counted.traffic}
 
     @property
-    def predicted_bytes(self) -> dict[tuple[str, str], float]:
+    def predicted_bytes(self) -> dict[Key, float]:
         """The planner's."""
-        profile, plan, position = self._planned
-        stage = stages_of(profile, plan.pipeline, is_balanced_by_parameters=True)[position]
-        found: dict[tuple[str, str], float] = {}
-        for collective in traffic(profile, plan, RAYLOOM, stage, position):
-            if collective.bytes:
-                key = collective.kind, collective.group
-                found[key] = found.get(key, 0.0) + collective.bytes
-        return found
+        profile, plan, stages, position = self._planned
+        found: dict[Key, float] = {}
+        for collective in traffic(profile, plan, RAYLOOM, stages[position], position):
+            key = collective.kind, collective.group
+            found[key] = found.get(key, 0.0) + collective.bytes
+        return {key: nbytes for key, nbytes in found.items() if nbytes}
 
     @property
-    def predicted_states(self) -> float:
-        """Bytes of parameters, gradients and optimizer."""
-        profile, plan, position = self._planned
-        stages = stages_of(profile, plan.pipeline, is_balanced_by_parameters=True)
-        return memory(profile, plan, RAYLOOM, stages, position).states
+    def has_equal_bytes(self) -> bool:
+        """Whether the bytes are equal, apart from the padding that DeepSpeed adds for data-parallel ranks."""
+        counted, predicted = self.counted_bytes, self.predicted_bytes
+        return counted.keys() == predicted.keys() and all(
+            0 <= counted[key] - predicted[key] <= (self._most_padding(key) if key[1] == "data" else 0)
+            for key in counted
+        )
+
+    def _most_padding(self, key: Key) -> float:
+        """Return the bytes of padding that a step can have.
+
+        A group of parameters is padded to a multiple of twice the ranks (``nccl_start_alignment_factor``), and under
+        ZeRO 3 each parameter to a multiple of the ranks.
+        """
+        profile, plan, stages, position = self._planned
+        if plan.zero_stage == 0:
+            return 0
+        repeats = plan.accumulation * (2 if key[0] == "all_gather" else 1) if plan.zero_stage == 3 else 1
+        tensors = sum(len(layer.tensor_sizes) for layer in stages[position])
+        units = tensors if plan.zero_stage == 3 else 2 * _PARAMETER_GROUPS
+        return units * plan.data * profile.element_bytes * repeats
 
     @property
     def states_error(self) -> float:
-        """(predicted - counted) / counted."""
-        return self.predicted_states / self.counted.states.total - 1
+        """(predicted - counted) / counted, of the bytes of parameters, gradients and optimizer."""
+        profile, plan, stages, position = self._planned
+        return memory(profile, plan, RAYLOOM, stages, position).states / self.counted.states.total - 1
 
-    @property
-    def _planned(self) -> tuple[ModelProfile, ParallelPlan, int]:
+    @cached_property
+    def _planned(self) -> tuple[ModelProfile, ParallelPlan, tuple[Stage, ...], int]:
         case = self.counted.case
+        tokens = torch.zeros(1, case.length, dtype=torch.int64)
+        profile = measure(build_model(case.model, case.facts), {"input_ids": tokens}, case.precision)
         plan = parallel_plan(case.plan, case.layout)
-        return declared_profile(case), plan, case.rank // (plan.tensor * plan.data)
+        stages = stages_of(profile, plan.pipeline, is_balanced_by_parameters=True)
+        return profile, plan, stages, case.rank // (plan.tensor * plan.data)
 
 
-def check_all(ranks: Iterable[FakeRank]) -> list[Check]:
-    """Count every rank in a world of its own."""
-    return [Check(counted) for counted in count_all(ranks)]
+def fake_world_table(checks: Iterable[Check]) -> str:
+    """Return the checks as a table in Markdown."""
+    rows = [(str(check.counted.case), _bytes(check), f"{check.states_error:+.2%}") for check in checks]
+    return table(("rank", "bytes of collectives in a step", "states, predicted / counted - 1"), rows)
 
 
-def declared_profile(case: FakeRank) -> ModelProfile:
-    """Return the profile of the case's model as far as traffic and states need it, from what the model declares."""
-    model = build_model(case.model, case.facts)
-    cuts, names = cuts_of(model), {id(module): name for name, module in model.named_modules()}
-    boundary = case.length * case.model.args["width"] * PRECISION_BYTES[case.precision]
-    layers = [_layer(layer, cuts, names, boundary) for layer in layers_of(model)]
-    return ModelProfile(str(case), case.precision, tuple(layers), traits_of(model))
-
-
-def _layer(layer: Layer, cuts: Any, names: dict[int, str], boundary: float) -> LayerProfile:
-    module = layer.module if isinstance(layer, Tied) else layer
-    by_parent = [
-        [cuts[names[id(child)]] for child in parent.children() if names.get(id(child)) in cuts]
-        for parent in module.modules()
-    ]
-    split = [child for child in module.modules() if isinstance(child, nn.Linear) and names[id(child)] in cuts]
-    return LayerProfile(
-        name=type(module).__name__,
-        parameters=sum(parameter.numel() for parameter in module.parameters()),
-        split_parameters=sum(linear.weight.numel() for linear in split),
-        whole_work=Work(),
-        split_work=Work(),
-        saved=SavedActivations(),
-        boundary_bytes=boundary,
-        column_cuts=sum(found.count("colwise") for found in by_parent),
-        column_inputs=sum("colwise" in found for found in by_parent),
-        row_cuts=sum(found.count("rowwise") for found in by_parent),
-        tied="embedding" if isinstance(layer, Tied) else None,
-        tensor_sizes=tuple(parameter.numel() for parameter in module.parameters()),
+def _bytes(check: Check) -> str:
+    if check.has_equal_bytes:
+        return f"equal: {sum(check.counted_bytes.values()):,.0f}"
+    counted, predicted = check.counted_bytes, check.predicted_bytes
+    return "; ".join(
+        f"{' '.join(key)} **{predicted.get(key, 0):,.0f} for {counted.get(key, 0):,.0f}**"
+        for key in sorted(counted.keys() | predicted.keys())
+        if counted.get(key) != predicted.get(key)
     )
+
+
+def main() -> None:
+    """Count the ranks and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning.fake_check", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one rank of each kind of plan")
+    arguments = parser.parse_args()
+    checks = [Check(counted) for counted in count_all(_QUICK if arguments.quick else all_ranks())]
+    print(fake_world_table(checks))
+    if not all(check.has_equal_bytes for check in checks):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

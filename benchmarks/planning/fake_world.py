@@ -7,6 +7,7 @@ counted on its way there, so the counts are those of the real stack and not of a
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_iter
 from app.config import Layout, ModelConfig, PlanConfig, Precision, TrainConfig
 from app.models.blueprint import Blueprint
 from app.models.factory import build_model
+from app.telemetry.phases import Phase
 from app.training.activity import Activity
 from app.training.data.feed import MicroBatch
 from app.training.engine import TrainingEngine, create_engine
@@ -44,6 +46,13 @@ _KINDS = {
 }
 """torch's operations on process groups, by what the planner calls them."""
 _GPT = ModelConfig(factory="app.models.gpt:gpt", args={"layers": 4, "width": 64, "heads": 8})
+_NOTHING_KEPT = {
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_param_persistence_threshold": 0,
+}
+"""ZeRO 3 keeps gathered parameters in a buffer of a 64th of the model. A layer of a large model does not fit there, but
+the whole of a small one fits in the smallest buffer."""
 _WARM_UP_STEPS = 2
 """ZeRO 3 records the order of layers in its first step, and a pipeline sends the shape of its tensors."""
 
@@ -71,6 +80,7 @@ class FakeRank:
             workers=self.workers,
             precision=self.precision,
             device="cpu",
+            deepspeed={"zero_optimization": _NOTHING_KEPT} if self.plan.zero_stage == 3 else {},
             plan=self.plan.model_copy(update={"micro_batch": self.micro_batch}),
         )
 
@@ -117,11 +127,15 @@ class Counted:
 
 
 def count_all(cases: Iterable[FakeRank]) -> Iterator[Counted]:
-    """Run every case in a process of its own, because DeepSpeed remembers its groups."""
+    """Run every case in a process of its own, because DeepSpeed remembers its groups.
+
+    A process is forked while this one does nothing else: a lock that another thread holds would stay closed in it.
+    """
     os.environ["DS_ACCELERATOR"] = "cpu"
     import_deepspeed()
-    with get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        yield from pool.imap(count, cases)
+    for case in cases:
+        with get_context("fork").Pool(1) as pool:
+            yield pool.apply(count, (case,))
 
 
 def count(case: FakeRank) -> Counted:
@@ -136,11 +150,11 @@ def count(case: FakeRank) -> Counted:
         _introduce_neighbours(engine, case, world)
         for _ in range(_WARM_UP_STEPS):
             engine.train_step(_micro_batches(case), Activity())
-        states = _watch_states(engine)
+        probe = _Probe(engine.deepspeed)
         world.forget()
-        result = engine.train_step(_micro_batches(case), Activity())
+        result = engine.train_step(_micro_batches(case), probe)
     assert result.is_applied, f"{case}: the step was skipped, so its traffic is not a step's"
-    return Counted(case, world.traffic(), world.steering_bytes, states[0])
+    return Counted(case, world.traffic(), world.steering_bytes, probe.largest)
 
 
 class _World(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -242,14 +256,24 @@ def _micro_batches(case: FakeRank) -> Iterator[MicroBatch]:
     return iter([MicroBatch({"input_ids": tokens}, tokens)] * case.accumulation)
 
 
-def _watch_states(engine: TrainingEngine) -> list[States]:
-    """Return a list that the next step appends to, between its last backward pass and the optimizer."""
-    deepspeed, found = engine.deepspeed, list[States]()
-    update = deepspeed._take_model_step
+class _Probe(Activity):
+    """Measures the states of a rank before each phase of a step, and keeps the largest."""
 
-    def measure_and_update(*arguments: Any, **options: Any) -> Any:
-        found.append(states_of(deepspeed))
-        return update(*arguments, **options)
+    def __init__(self, deepspeed: Any) -> None:
+        super().__init__()
+        self.largest = States(0, 0, 0)
+        self._deepspeed = deepspeed
+        self._update = deepspeed._take_model_step
+        deepspeed._take_model_step = self._measure_and_update  # a pipeline has no phases here
 
-    deepspeed._take_model_step = measure_and_update
-    return found
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:  # noqa: ARG002
+        self._measure()
+        yield
+
+    def _measure_and_update(self, *arguments: Any, **options: Any) -> Any:
+        self._measure()
+        return self._update(*arguments, **options)
+
+    def _measure(self) -> None:
+        self.largest = max(self.largest, states_of(self._deepspeed), key=lambda states: states.total)

@@ -53,6 +53,9 @@ TWO = Setting((2, 2), "fp32", "cpu", "adamw")
          "| zero_stage: 1"),
         ({"tensor": 2, "zero_stage": 2}, TWO,
          "tensor 2 splits the matrices already: zero_stage 0 or 1 with it, got 2 | tensor: 1"),
+        ({"tensor": 2, "zero_stage": 0}, replace(TWO, precision="bf16", model=GPT_TRAITS),
+         "with zero_stage 0, tensor 2 would add up the gradients of micro-batches in bf16: zero_stage 1, whose "
+         "gradients are added up in float32, got 0 | tensor: 1"),
         ({"offload": "cpu", "zero_stage": 0}, TWO,
          "offload moves a split optimizer: zero_stage 1, 2 or 3, got 0 | offload: none"),
         ({"offload": "cpu", "tensor": 2}, TWO, "offload takes tensor 1 and pipeline 1 | offload: none"),

@@ -71,7 +71,7 @@ def deepspeed_config(config: TrainConfig, layout: Layout, kind: ModelKind) -> di
         },
         "data_types": {"grad_accum_dtype": _accumulation_dtype(config, layout)},
         "pipeline": {
-            "activation_checkpoint_interval": int(config.plan.activation_checkpointing and layout.pipeline > 1),
+            "activation_checkpoint_interval": int(config.plan.activation_checkpointing and layout.model_parallel > 1),
             "use_reentrant": False,
         },
         "tensor_parallel": {"autotp_size": autotp_size},
