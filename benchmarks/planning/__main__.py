@@ -11,6 +11,7 @@ from app.planner.transformer import TransformerShape, transformer_profile
 from benchmarks.machine import load_average, machine, today, versions
 from benchmarks.markdown import Goal, table, verdict
 from benchmarks.planning.accuracy import accuracy_goals, choice_section, memory_section, time_section
+from benchmarks.planning.fake_check import fake_world_section
 from benchmarks.planning.scaling import scaling_figures
 from benchmarks.planning.this_machine import machine_section
 
@@ -85,6 +86,7 @@ _SECTIONS: dict[str, Callable[[], str]] = {
     "Memory": memory_section,
     "Choice of a plan": choice_section,
     "Scaling figures": _scaling,
+    "A fake world of ranks": fake_world_section,
     "This machine": _this_machine,
 }
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from app.telemetry.phases import Phase
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_iter
 from app.config import Layout, ModelConfig, PlanConfig, Precision, TrainConfig
 from app.models.blueprint import Blueprint
 from app.models.factory import build_model
+from app.telemetry.step_time import Phase
 from app.training.activity import Activity
 from app.training.data.feed import MicroBatch
 from app.training.engine import TrainingEngine, create_engine
