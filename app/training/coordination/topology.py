@@ -24,7 +24,7 @@ def require_room_for_groups(plan: PlanConfig, workers: int, slots: Mapping[str, 
     Raises:
         TopologyError: they cannot. The message has the largest degree that would fit.
     """
-    if _room(plan.tensor, slots) >= workers:
+    if plan.tensor == 1 or _room(plan.tensor, slots) >= workers:
         return
     smaller = [degree for degree in range(1, plan.tensor) if plan.tensor % degree == 0]
     fitting = max((degree for degree in smaller if _room(degree, slots) >= workers), default=None)
