@@ -6,7 +6,7 @@ counted on its way there, so the counts are those of the real stack and not of a
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -257,23 +257,26 @@ def _micro_batches(case: FakeRank) -> Iterator[MicroBatch]:
 
 
 class _Probe(Activity):
-    """Measures the states of a rank before each phase of a step, and keeps the largest."""
+    """Measures the states of a rank before each phase or pipeline instruction of a step, and keeps the largest."""
 
     def __init__(self, deepspeed: Any) -> None:
         super().__init__()
         self.largest = States(0, 0, 0)
         self._deepspeed = deepspeed
-        self._update = deepspeed._take_model_step
-        deepspeed._take_model_step = self._measure_and_update  # a pipeline has no phases here
+        if instructions := getattr(deepspeed, "_INSTRUCTION_MAP", None):
+            deepspeed._INSTRUCTION_MAP = {key: self._measured(run) for key, run in instructions.items()}
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:  # noqa: ARG002
         self._measure()
         yield
 
-    def _measure_and_update(self, *arguments: Any, **options: Any) -> Any:
-        self._measure()
-        return self._update(*arguments, **options)
+    def _measured(self, run: Callable[..., None]) -> Callable[..., None]:
+        def measure_and_run(engine: Any, **arguments: Any) -> None:
+            self._measure()
+            run(engine, **arguments)
+
+        return measure_and_run
 
     def _measure(self) -> None:
         self.largest = max(self.largest, states_of(self._deepspeed), key=lambda states: states.total)
