@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,11 @@ def submit(job: str, recipe: str, overrides: list[str], options: Sequence[str] =
     """
     if job not in (known := known_jobs(Path.cwd())):
         raise ClusterError(f"no job {job!r}: known are {', '.join(known)}")
+    target = _find_target()
     location = recipe if _is_sent_along(recipe) else embedded(read_text(recipe), title_of(recipe))
     storage = load_recipe(location, overrides).storage
     arguments = [*overrides, *([f"storage={absolute_location(storage)}"] if storage else []), *options]
-    return send_job(job, location, arguments)
+    return send_job(job, location, arguments, target)
 
 
 def _is_sent_along(recipe: str) -> bool:
@@ -66,27 +68,44 @@ def _is_sent_along(recipe: str) -> bool:
     return not path.is_absolute() and is_uploaded(path, Path.cwd())
 
 
-def send_job(job: str, recipe: str, arguments: list[str]) -> int:
+@dataclass(frozen=True)
+class _Target:
+    """The cluster that a job is sent to."""
+
+    environment: dict[str, str]
+    is_local: bool
+
+
+def _find_target() -> _Target:
+    """Return the cluster that ``RAY_API_SERVER_ADDRESS`` names, else the local one. Raises ClusterError if none is up.
+
+    Ray reads its settings from this process's environment when it is imported, so extend that first.
+    """
+    is_local = "RAY_API_SERVER_ADDRESS" not in os.environ
+    if is_local:
+        os.environ.update(running_cluster().client_environment())
+    return _Target(dict(os.environ), is_local)
+
+
+def send_job(job: str, recipe: str, arguments: list[str], target: _Target | None = None) -> int:
     """Submit a job on a recipe that every node can read, show its log, return its exit code.
 
     Raises:
         ClusterError: no cluster answers, it rejects the token or the job, or the job was lost with the cluster.
     """
-    environment = dict(os.environ)
-    if is_local := "RAY_API_SERVER_ADDRESS" not in environment:
-        environment |= running_cluster().client_environment()
-    JobsApi.of(environment).require_access()
+    target = target or _find_target()
+    JobsApi.of(target.environment).require_access()
     submission_id = f"{job}-{secrets.token_hex(4)}"
     _send(
-        environment,
+        target.environment,
         failure=f"job {submission_id} cannot be submitted",
         entrypoint=shlex.join(["python", "-m", f"jobs.{job}", recipe, *arguments]),
         submission_id=submission_id,
-        runtime_env=runtime_env(".", has_rayloom=is_local),
+        runtime_env=runtime_env(".", has_rayloom=target.is_local),
         metadata={_FOLDER: str(Path.cwd())},
     )
     print(f"Job '{submission_id}' submitted. To stop it: ray job stop {submission_id}", flush=True)
-    return _follow_to_end(submission_id, environment)
+    return _follow_to_end(submission_id, target.environment)
 
 
 def resubmit(job: Job, environment: Mapping[str, str]) -> str | None:

@@ -2,8 +2,10 @@
 
 import asyncio
 import io
+import os
 import shlex
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -124,6 +126,30 @@ def test_submit_ends_when_the_job_does_and_not_when_ray_closes_its_log(
     assert submit("train", "recipes/digits.yaml", []) == 1
     assert list(statuses) == []
     assert capsys.readouterr().out.splitlines()[1:] == ["epoch 1/1", 'RESULT {"job":"train"}']
+
+
+def test_ray_is_imported_with_the_token_of_the_local_cluster(sent: Sent, tmp_path: Path) -> None:
+    """Ray reads its settings when it is imported. Only a process of its own has not imported it yet."""
+    token = tmp_path / "token"
+    code = f"""
+import os, sys
+import app.cluster.submit as module
+
+class Up:
+    def client_environment(self):
+        return {{"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9", "RAY_AUTH_MODE": "token",
+                "RAY_AUTH_TOKEN_PATH": {str(token)!r}}}
+
+def is_uploaded(file, folder):
+    assert "ray" not in sys.modules and os.environ["RAY_AUTH_MODE"] == "token"
+    sys.exit(7)
+
+module.running_cluster, module.is_uploaded = Up, is_uploaded
+module.submit("train", "recipes/digits.yaml", [])
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=False)
+    assert done.returncode == 7, done.stderr.decode()
 
 
 def test_the_job_is_told_to_print_its_whole_result(sent: Sent) -> None:
