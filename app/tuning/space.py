@@ -17,7 +17,7 @@ from optuna.samplers import RandomSampler
 from optuna.trial import Trial
 from ray.tune.search.sample import Categorical, Domain, Float, Integer, LogUniform, Quantized, Uniform
 
-from app.config import Recipe, with_values
+from app.config import PlanConfig, Recipe, with_values
 from app.errors import RecipeError
 from app.import_string import did_you_mean, import_attribute
 from app.tuning import optuna_internals
@@ -233,7 +233,7 @@ def _plain(name: str, key: str, value: Any) -> Value:
 
 
 def _check_keys(name: str, keys: Iterable[str], recipe: Recipe) -> None:
-    known = dict(_leaves(recipe.model_dump(mode="json")))
+    known = dict(_leaves(recipe.with_plan(PlanConfig()).model_dump(mode="json")))  # auto has no keys of its own
     for key in keys:
         if key in _FIXED:
             where = "tune.workers" if key == "train.workers" else key

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from app.engines import cgroups
+from app.engines import architecture
 from app.engines.architecture import usable_cores
 
 QUOTA, PERIOD = "cpu.cfs_quota_us", "cpu.cfs_period_us"
@@ -41,7 +41,7 @@ def test_no_more_cores_are_used_than_the_cgroups_of_this_process_grant(
         if file.name == QUOTA:
             file.with_name(PERIOD).write_text("100000\n", encoding="utf-8")
     list_of_own.write_text(f"{own}\n", encoding="utf-8")
-    monkeypatch.setattr(cgroups, "_MOUNT", mount)
-    monkeypatch.setattr(cgroups, "_OWN", list_of_own)
+    monkeypatch.setattr(architecture, "_MOUNT", mount)
+    monkeypatch.setattr(architecture, "_OWN", list_of_own)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     assert usable_cores() == cores
