@@ -18,7 +18,7 @@ from app.data.processor import Processor
 from app.engines.architecture import architecture_of
 from app.engines.base import Signature
 from app.repository.repository import Repository
-from app.serving.batching.policy import BatchingPolicy
+from app.serving.batching.groups import BatchingPolicy
 from app.serving.config import DeployedModel, EndpointConfig, VersionConfig
 from app.tensors import OUTPUT, Tensor, Tensors
 from tests.engine_contract import PROCESSOR, SIGNATURE, encoder, exported

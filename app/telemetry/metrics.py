@@ -5,7 +5,6 @@ value that is observed, in the process and again in the node's agent. So nothing
 count, and ``Publisher`` tells Ray the sums on a timer.
 """
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -101,26 +100,6 @@ class Point:
     label_names: tuple[str, ...]
     labels: tuple[str, ...]
     value: float
-
-
-class Buckets:
-    """A histogram that is counted in. Adding a value takes about 0.2 µs."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: Sequence[float] = LATENCY_BOUNDS_S) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def add(self, value: float) -> None:
-        """Count a value, in the bucket of the first bound that is not below it."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-    def of(self, metric: Metric, *labels: str) -> Distribution:
-        """Return what was counted, as a value of a metric."""
-        return Distribution(metric, labels, self.bounds, self.counts, self.total)
 
 
 class Api(Protocol):

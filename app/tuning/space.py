@@ -17,7 +17,7 @@ from optuna.samplers import RandomSampler
 from optuna.trial import Trial
 from ray.tune.search.sample import Categorical, Domain, Float, Integer, LogUniform, Quantized, Uniform
 
-from app.config import PlanConfig, Recipe, with_values
+from app.config import AutoPlan, PlanConfig, Recipe, with_values
 from app.errors import RecipeError
 from app.import_string import did_you_mean, import_attribute
 from app.tuning import optuna_internals
@@ -87,7 +87,7 @@ class Space:
 
     def own_values(self) -> dict[str, Value]:
         """Return the recipe's own values of the keys, without those that the space cannot draw."""
-        tree = self.recipe.model_dump(mode="json")
+        tree = _tree(self.recipe)
         values = {key: _value(tree, key) for key in self.distributions}
         return {key: value for key, value in values.items() if _contains(self.distributions[key], value)}
 
@@ -97,7 +97,7 @@ class Space:
         Raises:
             RecipeError: the space fails.
         """
-        own, tree = self.own_values(), self.recipe.model_dump(mode="json")
+        own, tree = self.own_values(), _tree(self.recipe)
         study = optuna.create_study(sampler=RandomSampler(seed=0))
         study.enqueue_trial(own)
         self.suggest(trial := study.ask())
@@ -233,7 +233,7 @@ def _plain(name: str, key: str, value: Any) -> Value:
 
 
 def _check_keys(name: str, keys: Iterable[str], recipe: Recipe) -> None:
-    known = dict(_leaves(recipe.with_plan(PlanConfig()).model_dump(mode="json")))  # auto has no keys of its own
+    known = dict(_leaves(_tree(recipe)))
     for key in keys:
         if key in _FIXED:
             where = "tune.workers" if key == "train.workers" else key
@@ -267,6 +267,12 @@ def _check_values(name: str, key: str, values: Iterable[Value], recipe: Recipe) 
             if f": {key} is " in str(error):
                 reason = str(error).partition(f": {key} is ")[2].partition("\n")[0]
                 raise RecipeError(f"tune.space {name!r}: {key} may become {reason}") from None
+
+
+def _tree(recipe: Recipe) -> dict[str, Any]:
+    """Return the recipe with all its keys. A plan of ``auto`` has the keys of the default plan."""
+    is_auto = isinstance(recipe.train.plan, AutoPlan)
+    return (recipe.with_plan(PlanConfig()) if is_auto else recipe).model_dump(mode="json")
 
 
 def _leaves(tree: object, prefix: str = "") -> Iterator[tuple[str, Value]]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from app.errors import RequestError
-from app.serving.batching.policy import BatchingPolicy, RowsByLength
+from app.serving.batching.groups import BatchingPolicy, RowsByLength
 from app.tensors import Tensors
 from tests.virtual_engine import Answered, VirtualEngine, ask, row, run
 

@@ -13,7 +13,7 @@ import pytest
 
 from app.errors import DeadlineError, EngineError, OverloadError
 from app.serving.batching.batcher import Batcher
-from app.serving.batching.policy import BatchingPolicy, RowsByLength
+from app.serving.batching.groups import BatchingPolicy, RowsByLength
 from app.serving.batching.release import Hold, RequestBatch
 from app.serving.batching.statistics import BatchingStatistics, ComputeDurations
 from app.serving.batching.threads import CallResult, EngineThreads

@@ -23,7 +23,7 @@ from app.data.text import TextProcessor
 from app.engines.base import PooledEngine, Signature
 from app.errors import DeadlineError, RecipeError, StorageError
 from app.repository.manifest import Manifest
-from app.serving.batching.policy import BatchingPolicy
+from app.serving.batching.groups import BatchingPolicy
 from app.serving.cascade.build import calibrate_versions
 from app.serving.cascade.rule import CascadeRule, max_probability
 from app.serving.cascade.served import ServedCascade

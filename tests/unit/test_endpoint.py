@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 from upath import UPath
 
 from app.errors import EngineError
-from app.serving.batching.policy import RowsByLength
+from app.serving.batching.groups import RowsByLength
 from app.serving.transport import asgi
 from app.tensors import OUTPUT, Tensors
 from tests.engine_contract import TEXTS, exported, rows

@@ -25,7 +25,7 @@ from app.errors import EngineError, RecipeError, StorageError
 from app.repository.known_answers import KnownAnswers
 from app.repository.manifest import Manifest, ModelCard, Quantization, ServingDefaults
 from app.repository.repository import Repository
-from app.serving.batching.policy import BatchingPolicy, RowsByLength
+from app.serving.batching.groups import BatchingPolicy, RowsByLength
 from app.serving.config import VersionConfig
 from app.serving.model.engine import open_published
 from app.serving.model.loaded import LoadedModel, load_model

@@ -13,14 +13,14 @@ import tritonclient.grpc
 from upath import UPath
 
 from app.config import load_recipe
-from app.serving.batching.statistics import BatchingStatistics
+from app.serving.batching.statistics import BatchingStatistics, Buckets
 from app.serving.config import CandidateConfig, DeployedModel
 from app.serving.metrics import endpoint_values
 from app.serving.protocol.infer import InferResponse
 from app.serving.rollout import agreeing_rows
 from app.serving.traffic import Traffic
 from app.telemetry import catalog
-from app.telemetry.metrics import Buckets, Distribution, Kind, Metric, Publisher, Sample
+from app.telemetry.metrics import Distribution, Kind, Metric, Publisher, Sample
 from app.telemetry.record import MemoryRecord
 from app.tensors import OUTPUT
 from app.training.checkpoints.writer import Commit

@@ -12,7 +12,7 @@ from upath import UPath
 
 from app.errors import RequestError
 from app.repository.repository import Repository
-from app.serving.batching.policy import BatchingPolicy
+from app.serving.batching.groups import BatchingPolicy
 from app.serving.protocol import grpc_management as grpc
 from app.serving.protocol import management
 from app.serving.protocol.management import parse_body

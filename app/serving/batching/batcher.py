@@ -9,8 +9,7 @@ from itertools import count
 from threading import Lock
 
 from app.errors import OverloadError
-from app.serving.batching.groups import Answer, Group, QueuedRequest
-from app.serving.batching.policy import BatchingPolicy
+from app.serving.batching.groups import Answer, BatchingPolicy, Group, QueuedRequest
 from app.serving.batching.release import Hold, RequestBatch
 from app.serving.batching.scheduler import Scheduler
 from app.serving.batching.statistics import BatchingStatistics, ComputeTime, FailureReason

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from app.serving.batching.groups import Group, QueuedRequest
-from app.serving.batching.policy import BatchingPolicy
+from app.serving.batching.groups import BatchingPolicy, Group, QueuedRequest
 from app.serving.batching.statistics import ReleaseReason
 from app.tensors import Tensors, slice_rows
 

@@ -4,8 +4,7 @@ import math
 from collections import deque
 from collections.abc import Hashable, Iterator
 
-from app.serving.batching.groups import Group, LatencyModel, QueuedRequest
-from app.serving.batching.policy import BatchingPolicy
+from app.serving.batching.groups import BatchingPolicy, Group, LatencyModel, QueuedRequest
 from app.serving.batching.release import GiveUp, Hold, RequestBatch, release
 from app.serving.batching.statistics import ReleaseReason
 from app.tensors import Tensors

@@ -18,7 +18,7 @@ from app.engines.base import infer_many
 from app.errors import RecipeError
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
-from app.serving.batching.policy import BatchingPolicy
+from app.serving.batching.groups import BatchingPolicy
 from app.serving.cascade.calibration import calibrate
 from app.serving.cascade.rule import CascadeRule
 from app.serving.cascade.stages import require_alike

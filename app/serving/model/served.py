@@ -11,7 +11,7 @@ import numpy as np
 from app.data.examples import Input
 from app.errors import DeadlineError, EngineError, OverloadError, RequestError
 from app.serving.batching.batcher import Batcher
-from app.serving.batching.policy import BatchingPolicy
+from app.serving.batching.groups import BatchingPolicy
 from app.serving.batching.statistics import (
     BatchingStatistics,
     ComputeDurations,
