@@ -4,11 +4,13 @@ A classification task has a processor. Its model returns one logit per label, an
 modelling has no processor. Its model returns one logit per token of the vocabulary.
 """
 
+from dataclasses import replace
+
 from upath import UPath
 
 from app.config import LANGUAGE_MODELING, Recipe
 from app.data import classification, language
-from app.data.classification import ClassificationData
+from app.data.classification import ClassificationData, load_test
 from app.data.images import ImageProcessor
 from app.data.language import LanguageData
 from app.data.prepared import PreparedData
@@ -35,6 +37,14 @@ def load_prepared(recipe: Recipe, folder: UPath) -> PreparedData:
     if recipe.is_language_model:
         return LanguageData.load(folder)
     return ClassificationData.load(folder, find_processor(recipe.task))
+
+
+def load_with_test(recipe: Recipe, folder: UPath) -> PreparedData:
+    """Load the data of a recipe with its test split, so that a run can save all of it again."""
+    data = load_prepared(recipe, folder)
+    if isinstance(data, ClassificationData):
+        return replace(data, test=load_test(folder, data.processor))
+    return data
 
 
 def find_processor(task: str) -> type[Processor]:

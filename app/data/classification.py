@@ -173,7 +173,7 @@ def split(examples: Examples, config: DataConfig) -> tuple[Split, Split, list[st
 
 
 def load_test(folder: UPath, processor: Processor) -> LabelledDataset | None:
-    """Return the test split that ``save`` wrote, or None. Only the job that publishes calls it."""
+    """Return the test split that ``save`` wrote, or None. Only jobs that publish or save it again call it."""
     return LabelledDataset(_load_split(folder, _TEST), processor) if (folder / f"{_TEST}.parquet").exists() else None
 
 

@@ -23,7 +23,7 @@ from app.planner.prediction import Prediction
 from app.reports.run_folder import write_page
 from app.reports.training import training_page
 from app.runs import CONFIG_FILE, Outcome, Run
-from app.tasks import load_prepared, prepare
+from app.tasks import load_prepared, load_with_test, prepare
 from app.telemetry.profiler import PROFILE
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.coordination.heartbeat import run_lock
@@ -159,11 +159,13 @@ def _best_intact(store: CheckpointStore, records: list[EpochRecord], config: Tra
 
 def _data_of(run: Run, prepared: UPath | None) -> PreparedData:
     """Return the data that the run has saved, else what is in ``prepared``, else prepare it from the source."""
-    folder = run.folder / DATA if _is_saved(run) else prepared
-    if folder is None:
+    if _is_saved(run):
+        verify_checksums(run.folder / DATA)
+        return load_prepared(run.recipe, run.folder / DATA)
+    if prepared is None:
         return prepare(run.recipe)
-    verify_checksums(folder)
-    return load_prepared(run.recipe, folder)
+    verify_checksums(prepared)
+    return load_with_test(run.recipe, prepared)
 
 
 def _is_saved(run: Run) -> bool:
