@@ -97,8 +97,6 @@ class Run:
     """Contexts of the step that stay open until the result is written."""
     is_ours: bool = True
     """True if this job may write to the folder. Another job may be training an earlier run until this job locks it."""
-    is_open: bool = False
-    """Whether this job has opened the run, so that its output belongs into the folder."""
 
     @classmethod
     def start(cls, job: str, recipe: Recipe, run_id: str | None = None) -> Self:
@@ -116,6 +114,11 @@ class Run:
     def was_opened(self) -> bool:
         """Whether this job or an earlier one has opened the run. A folder alone may be of a failed start."""
         return (self.folder / CONFIG_FILE).exists()
+
+    @property
+    def may_write(self) -> bool:
+        """Whether the folder exists and belongs to this job. A task of the job may have opened the run."""
+        return self.is_ours and self.was_opened
 
     def hold(self, lock: AbstractContextManager[object]) -> None:
         """Hold ``lock`` until the result is written. Raise what ``lock`` raises if another job holds it."""
@@ -136,7 +139,6 @@ class Run:
             raise StorageError(
                 f"storage {str(self.storage)!r} cannot be written ({error}): check its rights"
             ) from error
-        self.is_open = True
 
     def end(self, outcome: Outcome) -> Result:
         """Write and return the result of a run that succeeded or was stopped."""
@@ -179,7 +181,7 @@ Step = Callable[[Run], Outcome]
 
 def execute(run: Run, step: Step) -> Result:
     """Do the work and write its result. Print errors, with a traceback unless they are Rayloom's own."""
-    with keep_log(run.folder, lambda: run.is_open), run.until_result:
+    with keep_log(run.folder, lambda: run.may_write), run.until_result:
         try:
             return run.end(step(run))
         except RayloomError as error:

@@ -57,14 +57,14 @@ def compile_model(run: Run, log: Log = print_line) -> Outcome:
     source_model = load_source_model(find_weights(run), run.recipe, usable_cores())
     if requested.calibrated:
         source_model.require_samples(config.calibration.samples)
-    run.hold(run_lock(run.folder))
     run.open()
     rows = len(source_model.reference.classes)
     log(
         f"weights {source_model.weights}: checksums match; PyTorch on {rows:,} validation samples: accuracy "
         f"{source_model.accuracy_to_keep:.4f}"
     )
-    with tempfile.TemporaryDirectory(prefix="rayloom-compile-") as temporary:
+    # Not until the result is written: in a Ray task, the run is a copy of the job's.
+    with run_lock(run.folder), tempfile.TemporaryDirectory(prefix="rayloom-compile-") as temporary:
         return _compile(run, Compilation(source_model, config, requested, Path(temporary), log), log)
 
 

@@ -117,10 +117,8 @@ class Page:
         self._add("charts", charts)
 
     def add_figure(self, figure: Any) -> None:
-        """Add a figure of plotly. The first one brings plotly's script along, which takes 5 MB."""
-        figure.update_layout(
-            margin={"t": 40, "r": 20}, title={"font": {"size": 14}}, autosize=True, height=_FIGURE_HEIGHT
-        )
+        """Add a figure of plotly, without its title. The first one brings plotly's script along, which takes 5 MB."""
+        figure.update_layout(margin={"t": 40, "r": 20}, title_text="", autosize=True, height=_FIGURE_HEIGHT)
         script = not self._has_figures
         self._has_figures = True
         html = figure.to_html(full_html=False, include_plotlyjs=script, config={"responsive": True})
