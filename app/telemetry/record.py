@@ -2,10 +2,12 @@
 
 import resource
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict
+
+if TYPE_CHECKING:  # who only reads records, such as the command line, may lack torch
+    import torch
 
 
 class Record(BaseModel):
@@ -44,13 +46,15 @@ class MemoryRecord(BaseModel):
     """1 - peak / reserved: the share of the reserved memory that no tensor used at the peak."""
 
 
-def memory_record(device: torch.device) -> MemoryRecord:
+def memory_record(device: "torch.device") -> MemoryRecord:
     """Return the peak of this process on ``device``. Nothing is reset, so it never falls.
 
     Fragmentation assumes that both peaks came together. The allocator returns memory only when it must.
     """
     if device.type == "cpu":
         return MemoryRecord(peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)  # Linux counts KiB
+    import torch
+
     allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     fragmentation = 1 - allocated / reserved if reserved else 0.0
     return MemoryRecord(peak_bytes=allocated, reserved_bytes=reserved, fragmentation=fragmentation)

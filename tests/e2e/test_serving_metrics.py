@@ -17,7 +17,7 @@ from tests.toy import body, deploy, publish
 @pytest.mark.usefixtures("emptied")
 def test_why_batches_were_made_and_requests_failed_is_exported(cluster: dict[str, str], ray: Cluster) -> None:
     def told() -> dict[tuple[str, str], float]:
-        """Of the version, by the metric's name and its reason, in all replicas."""
+        """Return the series of ``names`` for the version, by the metric's name and its reason, over all replicas."""
         values: dict[tuple[str, str], float] = defaultdict(float)
         found = json.loads((ray.state.runtime / "ray/prom_metrics_service_discovery.json").read_bytes())
         for target in (target for each in found for target in each["targets"]):
@@ -25,7 +25,8 @@ def test_why_batches_were_made_and_requests_failed_is_exported(cluster: dict[str
             ours = "\n".join(line for line in page.splitlines() if "ray_rayloom_" in line)
             for family in text_string_to_metric_families(ours):
                 for sample in family.samples:
-                    if (sample.labels.get("model"), sample.labels.get("version")) == ("toy", str(version)):
+                    version_of = sample.labels.get("model"), sample.labels.get("version")
+                    if sample.name in names and version_of == ("toy", str(version)):
                         values[sample.name, sample.labels.get("reason", "")] += sample.value
         return values
 
@@ -38,4 +39,5 @@ def test_why_batches_were_made_and_requests_failed_is_exported(cluster: dict[str
         ("ray_rayloom_failures_total", "unread"): 1,
         ("ray_rayloom_waiting", ""): 0,
     }
+    names = {name for name, _ in expected}
     wait_until(lambda: told() == expected)

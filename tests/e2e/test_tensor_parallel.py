@@ -69,16 +69,16 @@ def test_it_answers_as_the_whole_model_does_and_comes_back_when_a_part_dies(
     np.testing.assert_allclose(scores(asked(endpoint)), expected, atol=2e-5)
 
     there = Cluster(cluster)
-    shards = there.processes("ray::Shard")
+    shards = there.processes("ray::ModelShard")
     assert len(shards) == 2
     shards[1].kill()
     assert asked(endpoint).status_code in (200, 503)  # another replica may have been asked
     wait_until(lambda: not shards[0].is_running() and asked(endpoint).status_code == 200)
     np.testing.assert_allclose(scores(asked(endpoint)), expected, atol=2e-5)
-    assert len(there.processes("ray::Shard")) == 2
+    assert len(there.processes("ray::ModelShard")) == 2
 
     run_job(cluster, "undeploy", *RECIPE)
-    wait_until(lambda: not there.processes("ray::Shard") and not there.cpus()[0])
+    wait_until(lambda: not there.processes("ray::ModelShard") and not there.cpus()[0])
 
 
 @pytest.mark.parametrize(
@@ -93,4 +93,4 @@ def test_what_cannot_be_sharded_so_is_refused_before_anything_is_started(
 ) -> None:
     refused = run_job(cluster, "deploy", *RECIPE, f"serve.tensor_parallel={split}", succeeds=False)
     assert words in refused["error"]
-    assert not Cluster(cluster).processes("ray::Shard")
+    assert not Cluster(cluster).processes("ray::ModelShard")

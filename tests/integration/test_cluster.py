@@ -70,7 +70,7 @@ require_dashboard("a trial's workers")
 """
     refused = run("python", "-c", script)
     assert refused.returncode
-    assert "ClusterError: the cluster's dashboard does not answer, without which a trial's workers" in refused.stderr
+    assert "ClusterError: the cluster's dashboard does not answer, and without it a trial's workers" in refused.stderr
 
 
 def test_work_that_waits_for_a_node_says_so_and_leaves_no_process() -> None:

@@ -41,7 +41,7 @@ def test_the_wheel_has_all_that_the_packages_need_and_nothing_else(wheel: Path) 
     template = {"gitignore", "data/examples.csv", "my_project/models.py", "recipes/my_project.yaml"}
     assert needed | {f"app/project/template/{name}" for name in template} <= names
     tops = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
-    assert tops == {"app", "jobs", "serve_deployments", "tune_spaces"}
+    assert tops == {"app", "jobs", "monitoring", "serve_deployments", "tune_spaces"}
     assert {f"{path.relative_to(ROOT)}" for path in (ROOT / "app").rglob("*") if _belongs(path)} <= names
     assert "License-Expression: Apache-2.0" in text
 
