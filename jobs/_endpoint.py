@@ -3,12 +3,15 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from http import HTTPStatus
 
+import httpx
 import ray
 from ray import serve
 from ray.exceptions import ActorAlreadyExistsError
 from ray.serve.config import BackpressureConfig
 from ray.serve.schema import ApplicationStatus, DeploymentStatusTrigger, ReplicaState
+from tenacity import RetryError, retry, retry_if_result, stop_after_delay, wait_fixed
 
 from app.cluster.haproxy_script import APPLICATION
 from app.errors import ClusterError
@@ -22,6 +25,7 @@ DEPLOYMENT: str = ModelServer.name  # type: ignore[attr-defined] # from the deco
 _LOCK, _NAMESPACE = "changes-the-endpoint", "rayloom"
 _ROLLBACK_TIMEOUT_S = 600.0
 """Time to return to the previous configuration, whose models have been loaded before."""
+_ROUTES_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _QUEUED_REQUESTS = 256
 """Queue in front of a replica. Even requests with a free place pass it, if they arrive in one turn of its loop."""
@@ -89,16 +93,28 @@ def roll_out(before: EndpointConfig, after: EndpointConfig, timeout_s: float) ->
         raise ClusterError(f"the endpoint goes on with what it served before: {cause}") from error
 
 
-def await_routes() -> None:
-    """Wait until requests reach the replicas.
+def await_routes(url: str | None = None) -> None:
+    """Wait until requests reach the replicas. With ``url``, the endpoint's, wait until it has answered one.
 
     Raises:
         ClusterError: they do not within a minute.
     """
     try:
         await_proxies()
-    except TimeoutError as error:
+        if url:
+            _await_answer(url)
+    except (TimeoutError, RetryError) as error:
         raise ClusterError(f"every replica is ready, but requests do not reach them: {error}") from error
+
+
+@retry(retry=retry_if_result(bool), stop=stop_after_delay(_ROUTES_TIMEOUT_S), wait=wait_fixed(_POLL_S))
+def _await_answer(url: str) -> bool:
+    """Return whether HAProxy has no replica for a request: it learns of new ones after Serve calls them ready."""
+    try:
+        status = httpx.get(f"{url}/v2/health/live", verify=False).status_code  # noqa: S501 # nothing secret is sent
+    except httpx.TransportError:  # this node may have no proxy
+        return False
+    return status == HTTPStatus.SERVICE_UNAVAILABLE
 
 
 def running_replicas() -> int:

@@ -65,7 +65,7 @@ def deploy(run: Run) -> Outcome:
         roll_out(before, after, recipe.serve.ready_timeout_s)
         laps.end("loading the models in every replica")
         promote_named(recipe, Repository(run.storage))
-        await_routes()
+        await_routes(address.http)
         laps.end("opening the routes")
     ready_s = round(time.monotonic() - began, 3)
     DeploymentRecord(model=model, phases_s=laps.seconds).save(run.folder)
