@@ -15,6 +15,8 @@ from app.cluster.ports import LOOPBACK
 APPLICATION = "rayloom"
 """The Ray Serve application that HAProxy sends requests to."""
 _HEADERS_TIMEOUT_S = 30
+_KEEP_ALIVE_S = 1
+"""HAProxy finds a replaced replica down after two checks, 2 to 4 s after it begins to drain."""
 _SERVICE = "/inference.GRPCInferenceService/"
 _IS_UNARY = f"{{ path_beg {_SERVICE} }} !{{ path {_SERVICE}ModelStreamInfer }} {{ nbsrv(unary-{APPLICATION}) ge 1 }}"
 """HAProxy's condition for unary calls: the call is unary, and at least one replica is up."""
@@ -68,6 +70,10 @@ def edits(no_answer: Path, tls: Path) -> dict[When, tuple[Edit, ...]]:
                 "browsers connect ahead of time: a connection without a request gets no error",
             ),
             Edit(r"s|^defaults.*|&\n    option dontlog-normal|", "only failures are logged"),
+            Edit(
+                rf"s|^defaults.*|&\n    timeout http-keep-alive {_KEEP_ALIVE_S}s|",
+                "a connection that idles during a deployment would stay with a HAProxy that knows only old replicas",
+            ),
         ),
         When.GRPC: (
             Edit(
