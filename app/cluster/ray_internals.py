@@ -8,14 +8,15 @@ _TALKATIVE = (
     "ray.dashboard.modules.dashboard_sdk",  # a line for each upload
     "ray.dashboard.modules.job.sdk",  # that a WebSocket was closed
     "ray._private.runtime_env.packaging",  # which ignore files it has read
+    "ray._private.runtime_env.working_dir",  # that it leaves out .git
 )
-"""Loggers of Ray's client. Importing them sets their level, so a level of a logger above them has no effect."""
+"""Loggers of Ray's client. Importing some of them sets their level, so that a level above them has no effect."""
 
 
 def silence_client() -> None:
-    """Let Ray's client report warnings and errors only. Call this once it is imported."""
+    """Let Ray's client report errors only. Call this once it is imported."""
     for name in _TALKATIVE:
-        logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def is_uploaded(file: Path, folder: Path) -> bool:

@@ -15,7 +15,12 @@ Running entrypoint for job lifecycle-839da287: python -m jobs.lifecycle recipes/
 \x1b[36m(ServeController pid=23472)\x1b[0m WARNING 2026-11-25 04:01:28,457 serve 23472 -- a replica is ill
 INFO 2026-11-25 04:01:30,916 serve 18073 -- Started Serve in namespace "serve".
 \x1b[36m(ServeReplica:rayloom:ModelServer pid=23612)\x1b[0m I1125 04:01:33.696779   23672 fork_posix.cc:71] Other
+\x1b[36m(TrainController pid=11804)\x1b[0m /x/site-packages/ray/data/options.py:436: RayDeprecationWarning: `it` is old
+\x1b[36m(TrainController pid=11804)\x1b[0m   self.it = it
+\x1b[36m(trials of a-b-c pid=11219)\x1b[0m Exception ignored in: <function WeakSet.__init__.<locals>._remove at 0x7f>
+\x1b[36m(trials of a-b-c pid=11219)\x1b[0m Traceback (most recent call last):
 RESULT {"job":"train","status":"succeeded"}
+\x1b[36m(trials of a-b-c pid=11219)\x1b[0m SystemExit: 1
 """
 SHOWN = """\
 ── train ──
@@ -39,6 +44,15 @@ def test_it_does_not_matter_where_the_log_is_cut() -> None:
         for first in range(0, len(WRITTEN), size):
             shown += log.lines(WRITTEN[first : first + size])
         assert "\n".join([*shown, *log.end(), ""]) == SHOWN
+
+
+def test_a_traceback_that_is_not_of_ray_s_end_of_a_process_is_shown() -> None:
+    process = "(trials of a-b-c pid=7) "
+    text = "".join(f"{process}{line}\n" for line in ("Exception ignored in: <function f>", "ValueError: broken"))
+    log = JobLog()
+    assert "\n".join([*log.lines(text), *log.end(), ""]) == text
+    many = text + "".join(f"{process}{number}\n" for number in range(30))
+    assert "\n".join([*JobLog().lines(many), ""]) == many
 
 
 def test_a_last_line_without_its_end_is_shown() -> None:
