@@ -102,7 +102,7 @@ def texts(models: Models, field: Field) -> Case:
         [Rayloom(CHOSEN, models.chosen)],
         [field.eager(models.encoder)],
         workload(models.encoder.onnx, models.texts),
-        {},
+        {CHOSEN_LOOP: partial(best_rate, models.chosen, models.texts)},
     )
 
 

@@ -99,14 +99,14 @@ class Models:
     @cached_property
     def texts(self) -> list[Tensors]:
         """Rows of every length, as often as they occur; mixed, so that lengths alternate."""
-        rows = sorted(_rows(self._weights("minilm")), key=_length)
+        rows = sorted(_rows(self._weights("minilm")), key=lambda row: row["input_ids"].shape[1])
         places = np.linspace(0, len(rows) - 1, _NUM_ROWS, dtype=int)
         return [rows[place] for place in np.random.default_rng(0).permutation(places)]
 
     @cached_property
     def short_texts(self) -> list[Tensors]:
         """Rows of 32 tokens."""
-        return [row for row in _rows(self._weights("minilm")) if _length(row) == LENGTH][:_NUM_ROWS]
+        return [row for row in _rows(self._weights("minilm")) if length_of(row) == LENGTH][:_NUM_ROWS]
 
     def _weights(self, source: str) -> UPath:
         note, own = self._folder / f"{source}-weights.json", self._folder / source
@@ -147,5 +147,6 @@ def _rows(weights: UPath) -> list[Tensors]:
     return [validation.batch([number]).inputs for number in range(len(validation))]
 
 
-def _length(row: Tensors) -> int:
-    return int(row["input_ids"].shape[1])
+def length_of(row: Tensors) -> int | None:
+    """Return the number of tokens of a row; None for a picture."""
+    return int(row["input_ids"].shape[1]) if "input_ids" in row else None
