@@ -130,6 +130,8 @@ def stages_of(model: nn.Module) -> Staged | None:
     """Return the model, or a view of a known decoder of ``transformers``. None if it cannot be split."""
     if isinstance(model, Staged):
         return model
+    if not hasattr(model, "config"):  # models of transformers have one
+        return None
     from app.models.decoder_stages import DecoderStages  # it builds on this module
 
     return DecoderStages.of(model)
