@@ -57,7 +57,7 @@ class JobLog:
         self._rest, self._blocks = "", {}
 
     def _shown(self, line: str) -> Iterator[str]:
-        self.has_result |= line.startswith("RESULT ")
+        self.has_result |= line.startswith("RESULT {")
         named = _PROCESS.match(line)
         process, text = (named["process"], line[named.end() :]) if named else ("", line)
         if _OF_RAY.match(text) or (process.startswith("(ServeController ") and _OF_SERVE_CONTROLLER.match(text)):

@@ -32,8 +32,8 @@ _RESUME = {
     "jobs.tune": "tune.resume=true",
 }
 """The override by which each job resumes."""
-_EXIT_TIMEOUT_S, _EXIT_PERIOD_S = 60.0, 0.1
-"""Maximum time from a job's last line to its end, and the time between two questions for it."""
+_EXIT_PERIOD_S = 0.1
+"""Time between two questions whether a job has ended."""
 _RESTART_TIMEOUT_S = 300.0
 """Maximum time in which a running supervisor restarts the cluster."""
 
@@ -188,14 +188,12 @@ def _follow_to_end(submission_id: str, environment: Mapping[str, str]) -> int:
 def _print_and_await(api: JobsApi, submission_id: str, environment: Mapping[str, str]) -> Job | None:
     """Print the job's log and return the job, which has ended unless its cluster was lost. None: nobody answers.
 
-    Ray closes the log up to two seconds after the end of the job. So one that has told its RESULT is asked for its end.
+    Ray closes the log up to two seconds after the end of the job. So after the RESULT, ask Ray for the end.
     """
     has_result = _print_log(submission_id, environment)
     attempts = Retrying(
         retry=retry_if_result(lambda job: has_result and job is not None and not job.has_ended),
-        stop=stop_after_delay(_EXIT_TIMEOUT_S),
         wait=wait_fixed(_EXIT_PERIOD_S),
-        retry_error_callback=lambda attempt: attempt.outcome and attempt.outcome.result(),
     )
     return attempts(_find_job, api, submission_id)
 

@@ -24,7 +24,7 @@ SEEN = """
 import os
 from jobs import _node
 from jobs._cluster import connect
-_node._START_S = 60.0  # a slow start would print a line
+_node._USUAL_START_S = 60.0  # a slow start would print a line
 connect()
 for gpus in (0, 1):
     print(_node.run_on_node("look", lambda tell: repr(os.environ.get("CUDA_VISIBLE_DEVICES")), {"CPU": 1, "GPU": gpus}))

@@ -81,7 +81,7 @@ from contextlib import redirect_stdout
 from jobs import _node
 from tests.helpers import wait_until
 
-_node._START_S = 0.1
+_node._USUAL_START_S = 0.1
 ray.init(num_cpus=1, include_dashboard=False)
 holder = ray.remote(num_cpus=1)(type("Holder", (), {})).remote()
 with redirect_stdout(io.StringIO()) as printed, ThreadPoolExecutor() as pool:

@@ -60,3 +60,9 @@ def test_a_last_line_without_its_end_is_shown() -> None:
     assert list(log.lines("one\ntwo")) == ["one"]
     assert list(log.end()) == ["two"]
     assert not log.has_result
+
+
+def test_only_a_result_of_a_job_counts_as_one() -> None:
+    log = JobLog()
+    assert list(log.lines("RESULT of my own: 3\n")) == ["RESULT of my own: 3"]
+    assert not log.has_result
