@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from app.config import Recipe, TuneConfig
@@ -12,7 +11,6 @@ from app.storage import open_storage, write_atomically
 from app.training.coordination.heartbeat import run_lock
 from app.training.ray_worker import resources_of
 from app.training.resume import newest_unfinished
-from app.training.run import prepare_run
 from app.tuning.budget import SearchBudget
 from app.tuning.outcome import BEST_FILE, ParetoTrial, StoppedSearchMetrics, TuneMetrics, tuned_recipe
 from app.tuning.report import write_report, write_trials
@@ -24,8 +22,8 @@ from app.tuning.storage import StudyLocation, locate_study
 from app.tuning.study import SearchStudy
 from app.tuning.trial_actor import DATA
 from app.tuning.trial_config import trial_recipe
-from app.tuning.trial_data import keep_data
-from jobs._cluster import connect, may_grow, require, require_dashboard
+from app.tuning.trial_data import keep_data, prepare_trials
+from jobs._cluster import connect, may_grow, require, require_dashboard, training_cluster
 from jobs._runner import main, on_sigterm
 
 
@@ -38,9 +36,9 @@ def tune(run: Run) -> Outcome:
     scratch = run.until_result.enter_context(scratch_folder())
     locate = partial(locate_study, run.storage, config.storage, scratch.path)
     location = locate(run.run_id)
+    check_scheduler(config, trial_recipe(recipe, {}, config).train, space)
+    data, recipe = prepare_trials(run, config, space, training_cluster)
     own_trial = trial_recipe(recipe, {}, config)
-    check_scheduler(config, own_trial.train, space)
-    data = prepare_run(replace(run, recipe=own_trial))
     connect()
     workers = own_trial.train.workers_range[1]
     require(resources_of(own_trial.train, workers), "a trial's workers")

@@ -146,6 +146,6 @@ def _buffers(profile: ModelProfile, plan: ParallelPlan, stack: Stack, stage: Sta
         return largest * (2 * number + stack.gradient_size(profile.precision))
     if stack.family == "megatron":
         return 4 * elements / 16 if plan.zero_stage else 0.0
-    bucket = elements / 64 * number  # app/training/engine/deepspeed_config.py
+    bucket = elements / 64 * number  # app/training/engine/deepspeed_engine.py
     gathered = 2 * max(layer.parameters_of(plan.tensor) for layer in stage) * number if plan.zero_stage == 3 else 0.0
     return 3 * bucket + gathered

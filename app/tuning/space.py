@@ -33,6 +33,10 @@ _FIXED = ("train.workers", "train.device", "train.cpus_per_worker")
 """Keys that set what Ray reserves for a trial, which is the same for all trials."""
 _DEGREES = ("train.plan.tensor", "train.plan.pipeline")
 """Keys that change how many workers a trial needs."""
+_PLAN_DEPENDS_ON = (
+    "train.plan", "train.global_batch_size", "train.precision", "train.optimizer.name", "model.", "data.",
+)  # fmt: skip
+"""Beginnings of the keys that decide which plan fits and which is fastest."""
 
 _GRID = "grid_search"
 """The key of the dictionary that ``ray.tune.grid_search`` returns."""
@@ -63,6 +67,11 @@ class Space:
         """Whether no key is drawn from a continuous range."""
         floats = (item for item in self.distributions.values() if isinstance(item, FloatDistribution))
         return all(distribution.step for distribution in floats)
+
+    @property
+    def key_that_plans_depend_on(self) -> str | None:
+        """A key of the space by which a parallel plan is chosen, or that is part of it; None if there is none."""
+        return next((key for key in [*self.distributions, *self.derived] if key.startswith(_PLAN_DEPENDS_ON)), None)
 
     def contains(self, values: Mapping[str, Value]) -> bool:
         """Return True if the space can draw all of ``values``."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from optuna.study import Study, StudyDirection
 
-from app.config import Recipe, TuneConfig, parse_stored_recipe
+from app.config import AutoPlan, PlanConfig, Recipe, TuneConfig, parse_stored_recipe
 from app.errors import RecipeError, TuningError
 from app.tuning.space import Space, Value
 
@@ -80,7 +80,12 @@ def _stored_training_keys(study: Study, name: str) -> dict[str, Any] | None:
 
 
 def _training_keys(recipe: Recipe) -> dict[str, Any]:
-    """Return the sections on which every trial depends, as JSON values."""
+    """Return the sections on which every trial depends, as JSON values.
+
+    A plan of ``auto`` counts as the default plan, as which studies recorded it before it was chosen late.
+    """
+    if isinstance(recipe.train.plan, AutoPlan):
+        recipe = recipe.with_plan(PlanConfig())
     sections = {name: recipe.model_dump(mode="json")[name] for name in _TRAINING_SECTIONS}
     sections["train"].pop("resume")
     return sections

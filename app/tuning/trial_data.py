@@ -2,15 +2,41 @@
 
 import shutil
 import uuid
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from upath import UPath
 
 from app.checksums import CHECKSUMS_FILE, sha256_of
-from app.config import Recipe
+from app.config import AutoPlan, PlanConfig, Recipe, TrainConfig, TuneConfig
 from app.data.prepared import PreparedData
+from app.planner.cluster import Cluster
+from app.runs import Run
 from app.storage import is_local
 from app.tasks import load_prepared, prepare
+from app.training.run import prepare_run
+from app.tuning.space import Space
+from app.tuning.trial_config import trial_recipe
+
+
+def prepare_trials(
+    run: Run, config: TuneConfig, space: Space, find_cluster: Callable[[TrainConfig], Cluster]
+) -> tuple[PreparedData, Recipe]:
+    """Check a trial with the recipe's own values, and return its data and the recipe that all trials vary.
+
+    A plan of ``auto`` is chosen once for all trials, since they would hardly be comparable otherwise. It is ZeRO 1
+    where the space draws what a plan is chosen by.
+
+    Raises:
+        RayloomError: what ``prepare_run`` raises.
+    """
+    trial = trial_recipe(run.recipe, {}, config)
+    if isinstance(trial.train.plan, AutoPlan) and (key := space.key_that_plans_depend_on):
+        print(f"train.plan auto: ZeRO 1 unless the space says otherwise, since it gives {key}", flush=True)
+        trial = trial.with_plan(PlanConfig())
+    prepared = replace(run, recipe=trial)
+    data = prepare_run(prepared, find_cluster)
+    return data, run.recipe.with_plan(prepared.recipe.train.plan)
 
 
 def prepare_data(recipe: Recipe, folder: UPath) -> UPath:

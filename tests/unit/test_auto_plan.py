@@ -10,7 +10,7 @@ from app.errors import PlanError
 from app.models.factory import blueprint_of
 from app.planner.auto import choose_plan
 from app.planner.calibration import Calibration, MeasuredPlan, machine_name
-from app.planner.cluster import Cluster, cluster_of, this_machine
+from app.planner.cluster import Cluster, cluster_of, local_cluster, this_machine
 from app.planner.outcome import measured_run
 from app.planner.prediction import Prediction
 from app.planner.recipe import subject_name
@@ -19,6 +19,9 @@ from app.storage import to_path
 from app.tasks import prepare
 from app.training.resume import start_or_resume
 from app.training.run import open_run, prepare_run
+from app.tuning.space import load_space
+from app.tuning.trial_config import trial_recipe
+from app.tuning.trial_data import prepare_trials
 from tests.helpers import ROOT
 
 DIGITS = ROOT / "recipes/digits.yaml"
@@ -57,16 +60,27 @@ def test_the_plan_is_written_into_the_run_and_a_resumed_run_keeps_it() -> None:
 
 
 def test_the_fastest_measured_plan_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.planner.calibration._FOLDER", to_path(tmp_path))
     recipe = load_recipe(DIGITS, ["train.workers=2"])
-    data = prepare(recipe)
-    subject = subject_name(recipe, blueprint_of(recipe.model, data.facts).num_parameters, data)
-    runs = [_run(subject, stage, step_s) for stage, step_s in ((1, 0.02), (0, 0.01), (3, 0.05))]
-    rates = {"matmul_flops": 1e11, "memory_bandwidth": 1e10, "launch_s": 1e-6, "link_latency_s": 1e-5}
-    Calibration(machine=machine_name(), workers=2, precision="fp32", link_bandwidth=1e9, plans=runs, **rates).save()
+    _calibrate(recipe, tmp_path, monkeypatch)
     chosen = _choose(recipe, this_machine(2))
     assert chosen.plan.zero_stage == 0
     assert "the fastest that calibration has run on this machine, 0.01 s a step" in chosen.reason
+
+
+def test_trials_share_one_plan_that_is_chosen_unless_the_space_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load_recipe(DIGITS, ["train.workers=2", "tune.workers=2"])
+    assert recipe.tune is not None
+    _calibrate(recipe, tmp_path, monkeypatch)
+    run = Run.start("tune", recipe)
+    shared = prepare_trials(run, recipe.tune, load_space("tune_spaces.image:rates", recipe), local_cluster)[1]
+    assert trial_recipe(shared, {"train.optimizer.lr": 0.1}, recipe.tune).train.plan.zero_stage == 0
+    assert "the fastest that calibration has run" in capsys.readouterr().out
+    assert isinstance(run.recipe.train.plan, AutoPlan), "the best recipe may train on other machines"
+    own = prepare_trials(run, recipe.tune, load_space("tune_spaces.image:space", recipe), local_cluster)[1]
+    assert own.train.plan == PlanConfig()
+    assert "train.plan auto: ZeRO 1 unless the space says otherwise, since it gives" in capsys.readouterr().out
 
 
 def test_a_model_that_zero_1_cannot_hold_gets_a_plan_that_can(tmp_path: Path) -> None:
@@ -80,6 +94,16 @@ def test_a_model_that_zero_1_cannot_hold_gets_a_plan_that_can(tmp_path: Path) ->
 def test_a_model_that_fits_nowhere_is_told_how_many_devices_would_do(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"no plan fits 1 x t4.*\d+ of these devices would do"):
         _choose(_large(tmp_path, layers=48, width=4096, workers=1), cluster_of("1xt4"))
+
+
+def _calibrate(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record that ZeRO 0 was the fastest of three plans on this machine."""
+    monkeypatch.setattr("app.planner.calibration._FOLDER", to_path(folder))
+    data = prepare(recipe)
+    subject = subject_name(recipe, blueprint_of(recipe.model, data.facts).num_parameters, data)
+    runs = [_run(subject, stage, step_s) for stage, step_s in ((1, 0.02), (0, 0.01), (3, 0.05))]
+    rates = {"matmul_flops": 1e11, "memory_bandwidth": 1e10, "launch_s": 1e-6, "link_latency_s": 1e-5}
+    Calibration(machine=machine_name(), workers=2, precision="fp32", link_bandwidth=1e9, plans=runs, **rates).save()
 
 
 def _choose(recipe: Recipe, cluster: Cluster):

@@ -11,7 +11,7 @@ from sqlalchemy import event, make_url
 from sqlalchemy.engine import URL
 from upath import UPath
 
-from app.config import Objective, load_recipe
+from app.config import Objective, PlanConfig, load_recipe
 from app.errors import TuningError
 from app.tuning import samplers, trials
 from app.tuning.outcome import ParetoTrial, TuneMetrics, tuned_recipe
@@ -350,6 +350,17 @@ def test_a_study_from_before_a_key_was_added_goes_on_while_the_key_has_its_defau
     assert resume(url).study.study_name == "one"
     with pytest.raises(TuningError, match="differ from those that study 'one' was started with"):
         resume(url, "train.sync_batch_norm=true")
+
+
+def test_a_study_goes_on_whether_it_recorded_auto_or_the_default_plan(url: URL) -> None:
+    study = create(url).study
+    started_with = study.user_attrs["recipe"]
+    for recorded in ("auto", PlanConfig().model_dump(mode="json")):
+        started_with["train"]["plan"] = recorded
+        study.set_user_attr("recipe", started_with)
+        assert resume(url).study.study_name == "one"
+    with pytest.raises(TuningError, match="differ from those that study 'one' was started with"):
+        resume(url, "train.plan={zero_stage: 3}")
 
 
 def test_a_study_of_another_space_is_refused(url: URL, monkeypatch: pytest.MonkeyPatch) -> None:
