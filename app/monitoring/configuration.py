@@ -93,7 +93,7 @@ def alertmanager_configuration(notify: NotifyConfig) -> dict[str, Any]:
     # What a lost node takes with it is told by the alert of the node.
     lost_node = {
         "source_matchers": ['alertname="RayloomNodeLost"'],
-        "target_matchers": ['alertname=~"RayloomReplicaLost|RayloomTargetDown"'],
+        "target_matchers": ['alertname=~"Rayloom(Replica|Proxy|Worker)Lost|RayloomTargetDown"'],
     }
     return {"route": route, "receivers": [receiver], "inhibit_rules": [lost_node]}
 

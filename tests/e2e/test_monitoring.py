@@ -1,15 +1,20 @@
 """A watched cluster: every panel has data, and what breaks reaches the receivers through a real Alertmanager."""
 
 import json
+import os
 import shutil
+import subprocess
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import yaml
 from aiosmtpd.controller import Controller
@@ -23,6 +28,7 @@ from app.telemetry import catalog
 from app.telemetry.metrics import Kind, Metric
 from tests.cascades import publish_stages
 from tests.engine_contract import exported, rows
+from tests.faults.test_nodes import Node
 from tests.helpers import ROOT, local_cluster, run, wait_until
 from tests.jobs import run_job
 from tests.launch import Cluster
@@ -37,7 +43,7 @@ pytestmark = [
 ]
 MAX_S = 60.0
 """From a cause to the received webhook, for alerts without a window."""
-ABSENT = ("gpu", "gram", "fragmentation", "tokens")
+ABSENT = ("node_gpu", "node_gram", "fragmentation", "tokens_per_second")
 """In what has no data here: it is of GPUs, or of language models."""
 TRAINING = [
     "recipes/digits.yaml", "train.workers=2", "train.epochs=8", "train.early_stopping=null", "train.max_failures=1",
@@ -45,6 +51,12 @@ TRAINING = [
     "model.factory=tests.faults.models:DropoutCnn", "model.args.pause_s=0.2",
     "alerts=[{metric: loss, not_finite: true, do: [notify]}]",
 ]  # fmt: skip
+
+
+SILENCE = "nothing reported for 5 s"
+NOT_FINITE = ["train.workers=1", "train.optimizer.lr=1e20"]
+REPEAT_S = 5.0
+"""How often Prometheus looks."""
 
 
 class Mails(Message):
@@ -112,15 +124,56 @@ def selector(metric: Metric) -> str:
     return f"{metric.exported}{'_bucket' if metric.kind is Kind.HISTOGRAM else ''}{{{labels}}}"
 
 
-def sent(hook: HttpReceiver, name: str, status: str = "firing") -> list[dict[str, Any]]:
-    """Return the alerts of a name that the webhook was sent."""
-    posts = [json.loads(content) for _, content in hook.requests]
-    return [
-        alert
-        for post in posts
-        for alert in post["alerts"]
-        if alert["labels"]["alertname"] == name and alert["status"] == status
-    ]
+@dataclass(frozen=True)
+class Site:
+    """Where faults are injected, and what the webhook is told of them."""
+
+    environment: dict[str, str]
+    hook: HttpReceiver
+    folder: Path
+    """An empty folder."""
+
+    @property
+    def there(self) -> Cluster:
+        return Cluster(self.environment)
+
+    def told(self) -> Counter[str]:
+        """How often the webhook was told that each alert fires: by Alertmanager, and by runs themselves."""
+        posts = [json.loads(content) for _, content in self.hook.requests]
+        alerts = [alert for post in posts for alert in post.get("alerts", []) if alert["status"] == "firing"]
+        own = [post["rule"] for post in posts if "rule" in post]
+        return Counter([*(alert["labels"]["alertname"] for alert in alerts), *own])
+
+    def await_alert(self, name: str, timeout_s: float = MAX_S) -> float:
+        """Wait until the webhook is told of an alert once more. Return how long that took."""
+        before, began_s = self.told()[name], time.monotonic()
+        wait_until(lambda: self.told()[name] > before, timeout_s)
+        return time.monotonic() - began_s
+
+
+@contextmanager
+def training(site: Site) -> Iterator[Callable[[int], psutil.Process]]:
+    """Train with an alert of the run's own. Yield what returns the process of a rank. Killing one ends the run."""
+    alert = {"nothing_reported_for": "5 s", "do": ["notify"]}
+    own = [f"alerts={json.dumps([alert])}", f"notify.webhook={json.dumps({'url': site.hook.url})}"]
+    long = ["train.epochs=200", "train.max_failures=0", f"model.args.ranks={site.folder}"]
+    with ThreadPoolExecutor() as pool:
+        ended = pool.submit(run_job, site.environment, "train", *TRAINING, *own, *long, succeeds=False)
+        wait_until(lambda: (site.folder / "1").exists(), timeout_s=90.0)
+        yield lambda rank: psutil.Process(int((site.folder / str(rank)).read_text(encoding="utf-8")))
+        assert ended.result()["status"] == "failed"
+
+
+@contextmanager
+def full_disk(folder: Path) -> Iterator[None]:
+    """Mount a small disk, which only root may, and fill it."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)], check=True)
+    try:
+        (folder / "file").write_bytes(bytes(2_000_000))
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_every_metric_and_panel_has_data(watched: dict[str, str], state: ClusterState) -> None:
@@ -142,7 +195,9 @@ def test_every_metric_and_panel_has_data(watched: dict[str, str], state: Cluster
         wait_until(lambda: bool(ask(state, "ray_rayloom_train_checkpoint_seconds")), timeout_s=90.0)
         Cluster(watched).processes("RayTrainWorker")[0].kill()
         assert training.result()["status"] == "succeeded"
-    run_job(watched, "tune", "recipes/digits.yaml", "train.workers=1", "tune.trials=3", "tune.epochs=2")
+    short = ["train.workers=1", "tune.trials=3", "tune.epochs=2"]
+    tuned = run("rayloom", "submit", "tune", "recipes/digits.yaml", *short, environment=watched)
+    assert tuned.returncode == 0, tuned.stdout
     series = {selector(metric) for metric in (*catalog.SERVING, *catalog.TRAINING, *catalog.TUNING)}
     missing = {query for query in (*series, *expressions()) if not any(word in query for word in ABSENT)}
     assert len(missing) > 100
@@ -156,29 +211,45 @@ def test_every_metric_and_panel_has_data(watched: dict[str, str], state: Cluster
     assert not missing
 
 
-def test_what_breaks_is_told_once_within_a_minute(
-    watched: dict[str, str], state: ClusterState, hook: HttpReceiver, mails: Controller, faults: Faults
+def test_each_fault_is_told_once_within_a_minute(
+    watched: dict[str, str], state: ClusterState, hook: HttpReceiver, mails: Controller, tmp_path: Path, faults: Faults
 ) -> None:
-    there = Cluster(watched)
-    wait_until(lambda: len(there.replicas()) == 2)
-    before_s = time.monotonic()
-    there.replicas()[0].kill()
-    wait_until(lambda: bool(sent(hook, "RayloomReplicaLost")), timeout_s=MAX_S)
-    replica_s = time.monotonic() - before_s
-    before_s = time.monotonic()
-    failed = run("rayloom", "submit", "train", "recipes/digits.yaml", "data.source=builtin:none", environment=watched)
-    assert failed.returncode == 1, failed.stdout
-    failed_s = time.monotonic()
-    wait_until(lambda: bool(sent(hook, "RayloomRunFailed")), timeout_s=MAX_S)
-    run_s = time.monotonic() - failed_s
-    with faults("monitoring", "SIGKILL of a replica, then a run that fails", f"webhook in {MAX_S:g} s") as seen:
-        seen(f"replica lost after {replica_s:.0f} s, run failed after {run_s:.0f} s")
-    headers = dict(hook.requests[0][0])
-    assert headers["Authorization"] == "Bearer a-secret"
-    (alert,) = sent(hook, "RayloomRunFailed")
-    assert alert["labels"]["job"] == "train"
-    assert alert["annotations"]["summary"].startswith("job train-")
-    assert len(sent(hook, "RayloomReplicaLost")) == 1
+    site, seconds = Site(watched, hook, tmp_path), dict[str, float]()
+    wait_until(lambda: not ask(state, "ALERTS{alertstate='firing'}"), timeout_s=150.0)  # of the tests before
+    before = site.told()
+
+    def saw(fault: str, alert: str) -> None:
+        with faults("monitoring", fault, f"{alert} in {MAX_S:g} s, once") as row:
+            seconds[alert] = site.await_alert(alert)
+            row.saw(f"after {seconds[alert]:.0f} s")
+
+    site.there.replicas()[0].kill()
+    saw("SIGKILL of a replica", "RayloomReplicaLost")
+    site.there.processes("ProxyActor")[0].kill()
+    saw("SIGKILL of a proxy", "RayloomProxyLost")
+    with training(site) as process_of:
+        process_of(1).suspend()
+        saw("SIGSTOP of a worker", SILENCE)
+        process_of(1).kill()
+        saw("SIGKILL of a worker", "RayloomWorkerLost")
+    node = Node(site.there, 1)
+    wait_until(lambda: bool(ask(state, "rayloom_nodes{state='alive'} == 2")))
+    node.raylet.kill()
+    saw("SIGKILL of a node's raylet", "RayloomNodeLost")
+    failed = run("rayloom", "submit", "train", "recipes/digits.yaml", *NOT_FINITE, environment=watched)
+    assert "is not finite" in failed.stdout
+    saw("a loss that is not finite", "RayloomRunFailed")
+    if os.geteuid() == 0:
+        with full_disk(tmp_path / "disk"), faults("monitoring", "a full disk", "RayloomDiskFills after 60 s") as row:
+            seconds["RayloomDiskFills"] = site.await_alert("RayloomDiskFills", 60.0 + MAX_S)
+            row.saw(f"after {seconds['RayloomDiskFills']:.0f} s")
+    time.sleep(2 * REPEAT_S)
+    assert site.told() - before == Counter([*seconds])
+    assert dict(hook.requests[0][0])["Authorization"] == "Bearer a-secret"
+    told = [alert for _, content in hook.requests for alert in json.loads(content).get("alerts", [])]
+    (run_failed,) = [alert for alert in told if alert["labels"]["alertname"] == "RayloomRunFailed"]
+    assert run_failed["labels"]["job"] == "train"
+    assert run_failed["annotations"]["summary"].startswith("job train-")
     wait_until(lambda: any("RayloomReplicaLost" in subject for subject in mails.handler.subjects))
 
 
