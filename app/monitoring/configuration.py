@@ -65,7 +65,10 @@ def prometheus_configuration(targets: Targets) -> dict[str, Any]:
         "alerting": {"alertmanagers": [{"static_configs": [{"targets": [targets.alertmanager]}]}]},
         "scrape_configs": [
             {"job_name": "ray", "http_sd_configs": [discovery]},
-            *({"job_name": name, "static_configs": [{"targets": [target]}]} for name, target in static.items()),
+            *(  # our label ``job`` of a failed job must not become ``exported_job``
+                {"job_name": name, "honor_labels": True, "static_configs": [{"targets": [target]}]}
+                for name, target in static.items()
+            ),
         ],
     }
 
