@@ -55,7 +55,7 @@ def edits(no_answer: Path, tls: Path) -> dict[When, tuple[Edit, ...]]:
         ),
         When.ALWAYS: (
             Edit(rf"s/^  bind \*:/  bind {LOOPBACK}:/", "the page of statistics is for this machine alone"),
-            Edit(rf"s/^    bind :/    bind {LOOPBACK}:/", "and so is that of metrics"),
+            Edit(rf"s/^    bind :/    bind {LOOPBACK}:/", "the page of metrics is for this machine alone"),
             Edit("s/ mode 666 / mode 600 /", "HAProxy's socket takes commands: of this user alone"),
             Edit(
                 rf"s|^\(  *errorfile [0-9]*\) .*|\1 {no_answer}|",

@@ -21,7 +21,7 @@ MARK = "RAYLOOM_CLUSTER"
 """The environment variable with the cluster's id, which every process of the cluster inherits."""
 
 WATCHER_MARK = "RAYLOOM_WATCHER"
-"""The same of the processes that watch the cluster, which stay when it is started anew."""
+"""The environment variable of the processes that watch the cluster. They outlive a restart of the cluster."""
 
 GCS = "gcs_server"
 """The process name of Ray's control store."""

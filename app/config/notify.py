@@ -1,4 +1,4 @@
-"""Who is told of an alert, and where their secrets lie."""
+"""The receivers of alerts, and references to their secrets."""
 
 import re
 from typing import Annotated, Literal

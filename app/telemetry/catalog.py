@@ -27,7 +27,7 @@ QUEUE_SECONDS = _histogram("queue_seconds", _VERSION, "From a request's place in
 ENGINE_SECONDS = _histogram("engine_seconds", _VERSION, "A call of the engine.")
 BATCH_ROWS = _histogram("batch_rows", _VERSION, "Rows of a call of the engine.")
 ROWS = _counter("rows", _VERSION, "Rows of the requests that were answered.")
-BATCHES = _counter("batches", (*_VERSION, "reason"), "Calls of an engine, by why they were made when they were.")
+BATCHES = _counter("batches", (*_VERSION, "reason"), "Calls of an engine, by the reason for their start.")
 FAILURES = _counter("failures", (*_VERSION, "reason"), "Requests that a model did not answer, by why.")
 WAITING = _gauge("waiting", _VERSION, "Requests that an engine has not begun with.")
 IN_FLIGHT = _gauge("in_flight", _VERSION, "Requests that a model has taken and not answered yet.")
@@ -35,7 +35,7 @@ LOADS = _counter("loads", _VERSION, "Cold starts: how often the model was loaded
 LOAD_SECONDS = _counter("load_seconds", _VERSION, "The time that these loads took together.")
 FIRST_ANSWER_SECONDS = _gauge("first_answer_seconds", _VERSION, "The first request's time after the last cold start.")
 TRAFFIC_RATIO = _gauge("traffic_ratio", (*_VERSION, "role"), "Share of the requests that name no version.")
-LATENCY_TARGET_SECONDS = _gauge("latency_target_seconds", ("model",), "What 95 of 100 requests are to take at most.")
+LATENCY_TARGET_SECONDS = _gauge("latency_target_seconds", ("model",), "The target for the 95th percentile of latency.")
 CASCADE_ROWS = _counter("cascade_rows", (*_VERSION, "stage"), "Rows of a cascade, by the stage that answered them.")
 SHADOW_ROWS = _counter("shadow_rows", (*_VERSION, "agrees"), "Rows of a shadow, by whether its answer is the client's.")
 

@@ -1,8 +1,8 @@
 """Metrics for Prometheus: counts that the parts keep as plain numbers, handed to Ray now and then.
 
-Ray exports what its processes tell it. Telling it takes about 2 µs a number, and Ray's histograms take as long for each
-value that is observed, in the process and again in the node's agent. So nothing is told for each request: the parts
-count, and ``Publisher`` tells Ray the sums on a timer.
+Ray exports the values that its processes report. A report takes about 2 µs a number. Ray's histograms take as long for
+each observed value, in the process and again in the node's agent. So no request is reported alone: the parts count, and
+``Publisher`` reports the sums on a timer.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ ROWS_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0
 
 
 class Kind(StrEnum):
-    """What Prometheus may do with a metric."""
+    """The Prometheus type of a metric."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -110,7 +110,7 @@ class Api(Protocol):
 
 
 class Publisher:
-    """Tells Ray what has changed. A metric is made when it has its first value.
+    """Gives Ray the values that have changed. A metric is made when it has its first value.
 
     Ray has no histogram that takes counts. So the series of one are gauges there, with the names that histograms have:
     Prometheus computes rates and quantiles of them all the same.
@@ -120,30 +120,30 @@ class Publisher:
         """``api`` is the module that has Ray's metrics: that of Serve in a replica, which adds the replica's name."""
         self._api = api
         self._instruments: dict[str, Any] = {}
-        self._told: dict[tuple[str, tuple[str, ...]], tuple[object, list[Point]]] = {}
-        """The signature of each value, and the points of it that Ray was told."""
+        self._published: dict[tuple[str, tuple[str, ...]], tuple[object, list[Point]]] = {}
+        """The signature of each value, and its points as Ray has them."""
 
     def publish(self, values: Iterable[Sample | Distribution]) -> None:
-        """Tell Ray all values that this process has now. A gauge that has none any more becomes 0."""
-        gone = set(self._told)
+        """Give Ray all current values of this process. A gauge without a value becomes 0."""
+        missing = set(self._published)
         for value in values:
             key, signature = (value.metric.name, value.labels), value.signature
-            gone.discard(key)
-            before, told = self._told.get(key, (None, []))
+            missing.discard(key)
+            before, published = self._published.get(key, (None, []))
             if signature != before:
                 points = list(value.points())
-                for point, old in zip_longest(points, told):
+                for point, old in zip_longest(points, published):
                     if old is None or point.value != old.value:
-                        self._tell(point, old.value if old else 0.0)
-                self._told[key] = signature, points
-        for key in gone:
-            signature, points = self._told[key]
+                        self._set_or_increment(point, old.value if old else 0.0)
+                self._published[key] = signature, points
+        for key in missing:
+            signature, points = self._published[key]
             if signature and points[0].metric.kind is Kind.GAUGE:
                 cleared = replace(points[0], value=0.0)
-                self._tell(cleared, points[0].value)
-                self._told[key] = 0.0, [cleared]
+                self._set_or_increment(cleared, points[0].value)
+                self._published[key] = 0.0, [cleared]
 
-    def _tell(self, point: Point, before: float) -> None:
+    def _set_or_increment(self, point: Point, before: float) -> None:
         is_counter = point.metric.kind is Kind.COUNTER
         if point.name not in self._instruments:
             kind = self._api.Counter if is_counter else self._api.Gauge
@@ -151,5 +151,5 @@ class Publisher:
         instrument, labels = self._instruments[point.name], dict(zip(point.label_names, point.labels, strict=True))
         if not is_counter:
             instrument.set(point.value, labels)
-        elif more := point.value - before if point.value > before else point.value:  # less: counting began anew
-            instrument.inc(more, labels)
+        elif increment := point.value - before if point.value > before else point.value:  # less: counting began anew
+            instrument.inc(increment, labels)

@@ -1,4 +1,4 @@
-"""What a run takes of the machines: device-hours, and energy where the hardware counts it."""
+"""The device-hours of a run, and its energy where the hardware counts it."""
 
 import json
 import time

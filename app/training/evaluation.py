@@ -1,6 +1,6 @@
-"""What a trained model predicts of the validation split: a confusion matrix, and the samples that it gets most wrong.
+"""Predictions of a trained model for the validation split: a confusion matrix, and the samples with the largest loss.
 
-It is for a person who reads the run's page, so it is bounded: by samples, by time and by the size of the model.
+The page of a run shows them, so samples, time and the size of the model are bounded.
 """
 
 import base64

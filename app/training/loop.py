@@ -55,6 +55,7 @@ class Loop:
             StorageError: every checkpoint is damaged.
             TrainingError: the checkpoint is of another model.
         """
+        self.activity.take_totals()  # the steps that they count are trained again
         state = self.checkpoints.restore()
         if state:
             self.worker.print(f"going on from step {state.position.step:,} of {self.total_steps:,}")

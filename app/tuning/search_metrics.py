@@ -47,7 +47,7 @@ class SearchMetrics(tune.Callback):  # type: ignore[misc] # Ray has no types
         return {}
 
     def on_trial_start(self, trial: Trial, **_: Any) -> None:  # noqa: ARG002
-        """Called after the ledger's hook, so the study knows of the event. So are the others."""
+        """Update after the study's callback has recorded the event. The other hooks do the same."""
         self.update()
 
     def on_trial_result(self, trial: Trial, result: dict[str, Any], **_: Any) -> None:  # noqa: ARG002

@@ -98,23 +98,21 @@ def keep_snapshots(location: StudyLocation, scratch: Scratch | None = None) -> I
         return
     scratch = scratch or Scratch(location.file.parent)
     copy = str(location.remote or location.backup)
-    best_effort = BestEffort(
-        f"the study cannot be copied to {copy!r}; it is only in {str(location.file)!r}", "the search"
-    )
+    try_copy = BestEffort(f"the study cannot be copied to {copy!r}; it is only in {str(location.file)!r}", "the search")
     with closing(Snapshots(location.file, location.publish)) as snapshots:
         with explained(location):
             snapshots.take()
         scratch.keep = location.remote is not None
         try:
             with repeat_in_background(
-                lambda: best_effort(snapshots.take), _INTERVAL_S, name="snapshots", max_share=_MAX_SHARE
+                lambda: try_copy(snapshots.take), _INTERVAL_S, name="snapshots", max_share=_MAX_SHARE
             ):
-                yield _do_nothing if location.remote is None else lambda: best_effort(snapshots.take)
+                yield _do_nothing if location.remote is None else lambda: try_copy(snapshots.take)
         except BaseException:
-            scratch.keep &= not best_effort(snapshots.take)
+            scratch.keep &= not try_copy(snapshots.take)
             raise
         if location.remote is None:
-            best_effort(snapshots.take)
+            try_copy(snapshots.take)
             return
         try:
             with explained(location):
