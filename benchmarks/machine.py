@@ -56,7 +56,7 @@ def today() -> str:
 
 def load_average() -> str:
     """Processes that ran or waited in the last 1, 5 and 15 minutes."""
-    return ", ".join(f"{each:.1f}" for each in os.getloadavg())
+    return ", ".join(f"{load:.1f}" for load in os.getloadavg())
 
 
 def busy_s() -> float:

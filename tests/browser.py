@@ -52,6 +52,6 @@ def seen(page: WebDriver, css: str, words: str = "") -> WebElement:
 
     def look(_: WebDriver) -> WebElement | None:
         found = page.find_elements(By.CSS_SELECTOR, css)
-        return next((each for each in found if each.is_displayed() and words in each.text), None)
+        return next((item for item in found if item.is_displayed() and words in item.text), None)
 
     return WebDriverWait(page, 20, 0.05, [Exception]).until(look, f"{css!r} never said {words!r}")

@@ -29,6 +29,6 @@ def publish_stages(storage: UPath) -> UPath:
 
 def _leaning(content: bytes) -> bytes:
     model = onnx.load_from_string(content)
-    bias = next(each for each in model.graph.initializer if each.name.endswith("classifier.bias"))
+    bias = next(tensor for tensor in model.graph.initializer if tensor.name.endswith("classifier.bias"))
     bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias) + LEANING, bias.name))
     return bytes(model.SerializeToString())

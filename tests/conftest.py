@@ -35,7 +35,12 @@ def faults(record_property: Record) -> Faults:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the tables."""
     reports = [report for group in terminalreporter.stats.values() for report in group]
-    found = [each for report in reports if getattr(report, "when", None) == "call" for each in report.user_properties]
+    found = [
+        property_
+        for report in reports
+        if getattr(report, "when", None) == "call"
+        for property_ in report.user_properties
+    ]
     for table in rendered(found):
         terminalreporter.write_line("")
         terminalreporter.write_line(table)
@@ -50,10 +55,10 @@ def http() -> Iterator[Callable[..., HttpReceiver]]:
         return receivers[-1]
 
     yield start
-    for each in receivers:
-        each.open.set()
-        each.server.shutdown()
-        each.server.server_close()
+    for receiver in receivers:
+        receiver.open.set()
+        receiver.server.shutdown()
+        receiver.server.server_close()
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook

@@ -52,27 +52,29 @@ class Load:
     @property
     def statuses(self) -> Counter[int | str]:
         """How often each was answered."""
-        return Counter(each.status for each in self.answers)
+        return Counter(answer.status for answer in self.answers)
 
     @property
     def failed(self) -> list[Answered]:
         """Those that were answered otherwise than is right."""
-        return [each for each in self.answers if each.status != each.expected or not each.is_right]
+        return [answer for answer in self.answers if answer.status != answer.expected or not answer.is_right]
 
     @property
     def summary(self) -> str:
         """What became of these."""
-        told = ", ".join(f"{count} {status}" for status, count in Counter(each.status for each in self.failed).items())
+        told = ", ".join(
+            f"{count} {status}" for status, count in Counter(failure.status for failure in self.failed).items()
+        )
         return f"{len(self.failed)} of {len(self.answers)} failed{f' ({told})' if told else ''}"
 
     def percentile_s(self, share: float) -> float:
         """Of the time that requests took that were answered with 200."""
-        return percentile_s([each for each in self.answers if each.status == httpx.codes.OK], share)
+        return percentile_s([answer for answer in self.answers if answer.status == httpx.codes.OK], share)
 
 
 def percentile_s(answers: Sequence[Answered], share: float) -> float:
     """Of the time that requests took."""
-    return sorted(each.seconds for each in answers)[int(share * (len(answers) - 1))]
+    return sorted(answer.seconds for answer in answers)[int(share * (len(answers) - 1))]
 
 
 def load(url: str, body: dict[str, Any], per_second: float) -> AbstractContextManager[Load]:

@@ -52,7 +52,7 @@ def in_serve(cluster: dict[str, str]) -> Iterator[Target]:
     logs = there.state.runtime / "ray/session_latest/logs"
 
     def replicas() -> set[int]:
-        return {each.pid for each in there.replicas()}
+        return {replica.pid for replica in there.replicas()}
 
     def log() -> str:
         files = {*logs.glob("serve/replica_rayloom_*")}.union(*(logs.glob(f"*{pid}.*") for pid in replicas()))

@@ -113,8 +113,8 @@ def body(tensors: Tensors, **parameters: object) -> dict[str, Any]:
 def asked(library: ModuleType, tensors: Tensors, **options: bool) -> list[Any]:
     """The inputs of one of Triton's clients."""
     inputs = [library.InferInput(name, list(tensor.shape), "INT64") for name, tensor in tensors.items()]
-    for each in inputs:
-        each.set_data_from_numpy(tensors[each.name()], **options)
+    for input_ in inputs:
+        input_.set_data_from_numpy(tensors[input_.name()], **options)
     return inputs
 
 

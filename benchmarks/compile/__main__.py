@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--output", type=Path, default=RESULTS, help="file that is written")
     arguments = parser.parse_args(argv)
-    weights = dict(each.split("=", 1) for each in arguments.weights)
+    weights = dict(weight.split("=", 1) for weight in arguments.weights)
     text = report(measure([MODELS[name] for name in arguments.models], weights, arguments.threads, arguments.rounds))
     arguments.output.write_text(text, encoding="utf-8")
     print(text)

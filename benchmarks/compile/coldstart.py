@@ -38,17 +38,17 @@ class Starts:
 
     def phase(self, name: str) -> Spread:
         """Seconds of one phase."""
-        return Spread(tuple(getattr(each, name) for each in self.all))
+        return Spread(tuple(getattr(item, name) for item in self.all))
 
     @property
     def load_to_answer(self) -> Spread:
         """Seconds from the begin of loading to the first answer."""
-        return Spread(tuple(each.load + each.answer for each in self.all))
+        return Spread(tuple(item.load + item.answer for item in self.all))
 
     @property
     def whole(self) -> Spread:
         """Seconds from the first line of Python to the first answer, imports included."""
-        return Spread(tuple(each.imports + each.load + each.answer for each in self.all))
+        return Spread(tuple(item.imports + item.load + item.answer for item in self.all))
 
 
 def measure_starts(storage: Path, model: str, threads: int, text: str, num_rounds: int) -> list[Starts]:

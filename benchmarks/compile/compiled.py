@@ -46,7 +46,7 @@ class ModelUnderTest:
         return Compiled(
             model=self._model,
             records=records,
-            refused={each.precision: each.reason for each in compilation.skipped if each.engine == _ENGINE},
+            refused={reason.precision: reason.reason for reason in compilation.skipped if reason.engine == _ENGINE},
             chosen=self._choice.record.variant,
             race=race(contenders(files, self._weights, subject.signature), rows, self._threads, num_rounds),
         )

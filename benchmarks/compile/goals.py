@@ -83,7 +83,7 @@ def _eager(found: Findings) -> Goal:
     what = f"{ENCODER}: chosen variant, {one.chosen}, / {EAGER}, times as fast"
     if (name := name_of(one.chosen)) is None:
         return Goal(what, goal, "not timed", "open")
-    of_one_row = [each for each in one.settings if each.batch_size == 1]
+    of_one_row = [setting for setting in one.settings if setting.batch_size == 1]
     return _faster(one, of_one_row, what, goal, name, EAGER, FASTER_THAN_EAGER)
 
 
@@ -102,7 +102,7 @@ def _faster(
 
 def _load(found: Findings) -> Goal:
     what, goal = f"{ENCODER}: seconds from the first line of Python to the first answer, warm cache", f"≤ {LOAD_S}"
-    warm = next((each for each in found.starts if each.cache == "warm"), None)
+    warm = next((start for start in found.starts if start.cache == "warm"), None)
     if warm is None:
         return Goal(what, goal, found.left_out.get(ENCODER, "not measured"), "open")
     reached = f"{warm.whole.median:.2f}; without imports {warm.load_to_answer.median:.2f}"

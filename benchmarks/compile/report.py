@@ -44,7 +44,7 @@ that follow each other are worth more."""
 
 
 def _goals(found: Findings) -> str:
-    rows = [(each.what, each.goal, each.reached, each.verdict) for each in goals(found)]
+    rows = [(goal.what, goal.goal, goal.reached, goal.verdict) for goal in goals(found)]
     return (
         table(("what", "goal", "reached", ""), rows)
         + (
@@ -136,8 +136,8 @@ are real, those of texts of that length in tokens, padding included.{absent}"""
 def _starts(found: Findings) -> str:
     header = ("OpenVINO's cache", *(f"{phase}, s" for phase in PHASES), "load and answer, s", "with imports, s")
     rows = [
-        (each.cache, *(str(each.phase(phase)) for phase in PHASES), str(each.load_to_answer), str(each.whole))
-        for each in found.starts
+        (start.cache, *(str(start.phase(phase)) for phase in PHASES), str(start.load_to_answer), str(start.whole))
+        for start in found.starts
     ]
     return f"""
 ## From a new process to the first answer

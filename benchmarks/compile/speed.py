@@ -49,6 +49,7 @@ def race(contenders: Mapping[str, Open], rows: Mapping[Setting, Tensors], thread
             for order in turns(list(running), num_rounds)
         ]
     latencies = {
-        setting: {name: Spread(tuple(each[setting, name] for each in rounds)) for name in running} for setting in rows
+        setting: {name: Spread(tuple(round_[setting, name] for round_ in rounds)) for name in running}
+        for setting in rows
     }
     return Race(latencies, absent)

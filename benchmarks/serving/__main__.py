@@ -49,7 +49,9 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> Findings:
     """Every case that is asked for, with the peers that are asked for."""
     began, load_before = time.monotonic(), load_average()
     field = Field([SERVERS[name] for name in arguments.peers], arguments.environments)
-    versions = sorted({version_of(each, field.environments) for each in field.servers})  # installs what is not there
+    versions = sorted(
+        {version_of(server, field.environments) for server in field.servers}
+    )  # installs what is not there
     models = Models(folder)
     races = {
         name: _race(CASES[name](models, field), arguments.rounds, arguments.seconds)
@@ -69,8 +71,8 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> Findings:
 
 
 def _race(case: Case, num_rounds: int, seconds: int) -> Raced:
-    names = [each.name for each in case.peers]
-    alone = [each.name for each in case.peers if not each.joins]
+    names = [peer.name for peer in case.peers]
+    alone = [peer.name for peer in case.peers if not peer.joins]
     ran = race([*case.own, *case.peers], case.workload, case.loops, num_rounds, seconds)
     return Raced(case.title, names, alone, ran)
 

@@ -11,11 +11,11 @@ _GAP = 36
 
 def heat_map(found: Mapping[Setting, Outcome]) -> str:
     """An SVG file: rows a second with many connections as colour and number, milliseconds of one alone below it."""
-    panels = sorted({each.preferred for each in found}, key=lambda size: size or 0)
-    sizes, delays = sorted({each.max_size for each in found}), sorted({each.delay_us for each in found})
+    panels = sorted({item.preferred for item in found}, key=lambda size: size or 0)
+    sizes, delays = sorted({item.max_size for item in found}), sorted({item.delay_us for item in found})
     panel = _LEFT + _WIDTH * len(delays) + _GAP
     width, height = panel * len(panels), _TOP + _HEIGHT * len(sizes) + 48
-    most = max(each.rate for each in found.values())
+    most = max(item.rate for item in found.values())
     body = [
         part
         for number, preferred in enumerate(panels)

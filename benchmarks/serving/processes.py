@@ -70,16 +70,16 @@ def _end(mark: str, process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         children = psutil.Process(process.pid).children(recursive=True)  # before their parents are gone
         _stop([psutil.Process(process.pid)])
-        _stop([each for each in children if each.is_running()])
+        _stop([child for child in children if child.is_running()])
     process.wait()
     while left := _marked(mark):
         _stop(left)
 
 
 def _stop(processes: Sequence[psutil.Process]) -> None:
-    for each in processes:
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            each.terminate()
+            process.terminate()
     _, alive = psutil.wait_procs(processes, timeout=_STOP_TIMEOUT_S)
     for each in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -89,8 +89,8 @@ def _stop(processes: Sequence[psutil.Process]) -> None:
 
 def _marked(mark: str) -> list[psutil.Process]:
     found = []
-    for each in psutil.process_iter():
+    for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # another user's, or ended while we looked
-            if each.environ().get(_MARK) == mark and each.status() != psutil.STATUS_ZOMBIE:
-                found.append(each)
+            if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
     return found

@@ -36,15 +36,15 @@ class Result:
 
     def rate(self, connections: int) -> Spread:
         """Good answers a second."""
-        return Spread(tuple(each[connections].rate for each in self.rounds))
+        return Spread(tuple(round_[connections].rate for round_ in self.rounds))
 
     def p50_ms(self, connections: int) -> Spread:
         """Return the median of a request's latency, for each round."""
-        return Spread(tuple(each[connections].p50_ms for each in self.rounds))
+        return Spread(tuple(round_[connections].p50_ms for round_ in self.rounds))
 
     def p99_ms(self, connections: int) -> Spread:
         """Return the 99th percentile of a request's latency, for each round."""
-        return Spread(tuple(each[connections].p99_ms for each in self.rounds))
+        return Spread(tuple(round_[connections].p99_ms for round_ in self.rounds))
 
     def cpu_us(self, connections: int) -> Spread:
         """CPU time of the whole machine for each answer, including the load generator's."""
@@ -52,15 +52,15 @@ class Result:
 
     def errors(self, connections: int) -> int:
         """Return the number of errors in all rounds."""
-        return sum(each[connections].errors for each in self.rounds)
+        return sum(round_[connections].errors for round_ in self.rounds)
 
     def generator_busy(self, connections: int) -> float:
         """The share of its core that the load generator took, in the worst round."""
-        return max(each[connections].generator_busy for each in self.rounds)
+        return max(round_[connections].generator_busy for round_ in self.rounds)
 
     def stolen(self, connections: int) -> float:
         """Return the share of a core that other machines took, in the worst round."""
-        return max(each[connections].stolen for each in self.rounds)
+        return max(round_[connections].stolen for round_ in self.rounds)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def race(
     Args:
         seconds: of load at each number of connections, twice as many at the largest.
     """
-    by_name = {each.name: each for each in contenders}
+    by_name = {contender.name: contender for contender in contenders}
     done: dict[str, list[Loads]] = {name: [] for name in by_name}
     rates: dict[str, list[float]] = {name: [] for name in loops}
     absent: dict[str, str] = {}

@@ -79,7 +79,7 @@ Load average over 1, 5 and 15 minutes: {found.load_before} before, {found.load_a
 
 
 def _goals(found: Findings) -> str:
-    rows = [(each.what, each.goal, each.reached, each.verdict) for each in goals(found)]
+    rows = [(goal.what, goal.goal, goal.reached, goal.verdict) for goal in goals(found)]
     return f"""
 {table(("what", "goal", "reached, beside", ""), rows)}
 
@@ -162,4 +162,4 @@ def _sweep(swept: Swept, picture: Path) -> str:
 
 The encoder's variant that compile chose, with 64 connections; below each rate the median of one connection alone.
 The highest rate: {best.max_size} rows at most, {best.preferred or "no size"} preferred, a delay of {best.delay_us} µs.
-{sum(each.errors for each in swept.outcomes.values())} errors in all settings together.{absent}"""
+{sum(outcome.errors for outcome in swept.outcomes.values())} errors in all settings together.{absent}"""

@@ -61,15 +61,15 @@ class Steady:
 
     def p50_ms(self, name: str) -> Spread:
         """Return the median of a request's latency, for each round."""
-        return Spread(tuple(each.p50_ms for each in self.times[name]))
+        return Spread(tuple(time_.p50_ms for time_ in self.times[name]))
 
     def p99_ms(self, name: str) -> Spread:
         """Return the 99th percentile of a request's latency, for each round."""
-        return Spread(tuple(each.p99_ms for each in self.times[name]))
+        return Spread(tuple(time_.p99_ms for time_ in self.times[name]))
 
     def errors(self, name: str) -> int:
         """Return the number of errors in all rounds."""
-        return sum(each.errors for each in self.times[name])
+        return sum(time_.errors for time_ in self.times[name])
 
 
 def steady(case: SteadyCase, num_rounds: int, seconds: int) -> Steady:

@@ -61,9 +61,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps that are timed")
     parser.add_argument("--warm-up", type=int, default=5, help="optimizer steps before these; the first one compiles")
     arguments = parser.parse_args()
-    overrides = [each for each in arguments.recipes if "=" in each]
+    overrides = [word for word in arguments.recipes if "=" in word]
     overrides.append(f"train.workers={os.environ.get('WORLD_SIZE', '1')}")
-    recipes = [load_recipe(each, overrides) for each in arguments.recipes if "=" not in each]
+    recipes = [load_recipe(word, overrides) for word in arguments.recipes if "=" not in word]
     worker = start_worker(recipes[0].train)
     if worker.is_first:
         _print_row(_HEADER)

@@ -70,4 +70,4 @@ def _measure(workers: int) -> list[Holding]:
 
 def _read(workers: int, stage: int, accumulation: int, num_parameters: int, *sizes: int) -> Holding:
     *held, other = sizes
-    return Holding(stage, workers, accumulation, Bytes(*(each / num_parameters for each in held)), other)
+    return Holding(stage, workers, accumulation, Bytes(*(item / num_parameters for item in held)), other)

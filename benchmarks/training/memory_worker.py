@@ -90,9 +90,9 @@ def _bytes_held(engine: Any, there_before: list[Tensor]) -> list[int]:
 
 
 def _all_tensors() -> Iterator[Tensor]:
-    for each in gc.get_objects():
-        if isinstance(each, Tensor) and each.device.type != "meta":
-            yield each
+    for object_ in gc.get_objects():
+        if isinstance(object_, Tensor) and object_.device.type != "meta":
+            yield object_
 
 
 if __name__ == "__main__":

@@ -107,12 +107,12 @@ def _described(holding: Holding) -> str:
 
 
 def _speed(found: Findings) -> str:
-    rows = [row for each in found.comparisons for row in _speed_rows(each)]
+    rows = [row for comparison in found.comparisons for row in _speed_rows(comparison)]
     header = (
         *("case", "contender", "steps/s", "Rayloom / it", "CPU, ms a step", "Rayloom / it"),
         *("first step, s", "Rayloom / it", "loss"),
     )
-    seconds = ", ".join(f"{each.preparation_s:.1f} s" for each in found.comparisons)
+    seconds = ", ".join(f"{comparison.preparation_s:.1f} s" for comparison in found.comparisons)
     return f"""
 ## Beside torchrun with DeepSpeed, and accelerate with DeepSpeed
 
@@ -159,15 +159,15 @@ def _memory(found: Findings) -> str:
     header = ("ZeRO", "workers", "micro-batches", "paper", "held", "difference", "other tensors")
     rows = [
         (
-            str(each.stage),
-            str(each.workers),
-            str(each.accumulation),
-            str(each.expected),
-            str(each.held),
-            f"{each.difference:+.1%}",
-            f"{each.other_bytes / 2**20:,.0f} MiB" if each.other_bytes > _MANY_OTHER_BYTES else "",
+            str(holding.stage),
+            str(holding.workers),
+            str(holding.accumulation),
+            str(holding.expected),
+            str(holding.held),
+            f"{holding.difference:+.1%}",
+            f"{holding.other_bytes / 2**20:,.0f} MiB" if holding.other_bytes > _MANY_OTHER_BYTES else "",
         )
-        for each in found.holdings
+        for holding in found.holdings
     ]
     return f"""
 ## What a rank holds

@@ -27,11 +27,11 @@ class Comparison:
 
     def steps_per_s(self, name: str) -> Spread:
         """Return the steps per second of one contender, after its start."""
-        return Spread(tuple(each[name].steps_per_s for each in self.rounds))
+        return Spread(tuple(round_[name].steps_per_s for round_ in self.rounds))
 
     def first_step_s(self, name: str) -> Spread:
         """Seconds from the command to the end of the first step."""
-        return Spread(tuple(each[name].first_step_s for each in self.rounds))
+        return Spread(tuple(round_[name].first_step_s for round_ in self.rounds))
 
     def cpu_s_per_step(self, name: str) -> Spread:
         """CPU seconds a step of one contender, of all processes of the machine."""
@@ -39,7 +39,7 @@ class Comparison:
 
     def loss(self, name: str) -> float:
         """Mean loss over the steps after start-up."""
-        return median(each[name].mean_loss for each in self.rounds)
+        return median(round_[name].mean_loss for round_ in self.rounds)
 
     def speed_ratio(self, peer: str, ours: str = OURS) -> Spread:
         """Our steps per second / the peer's, round by round."""

@@ -51,8 +51,11 @@ class Workload:
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """AdamW; matrices are decayed, vectors are not."""
         groups = [
-            {"params": [each for each in model.parameters() if each.ndim > 1], "weight_decay": self.weight_decay},
-            {"params": [each for each in model.parameters() if each.ndim < 2], "weight_decay": 0.0},
+            {
+                "params": [parameter for parameter in model.parameters() if parameter.ndim > 1],
+                "weight_decay": self.weight_decay,
+            },
+            {"params": [parameter for parameter in model.parameters() if parameter.ndim < 2], "weight_decay": 0.0},
         ]
         return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, fused=True)
 

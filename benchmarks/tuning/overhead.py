@@ -106,10 +106,10 @@ def fit(windows: Sequence[Window]) -> Overhead:
     Raises:
         TuningError: fewer than three windows, or all with as many epochs a turn, of which nothing can be told apart.
     """
-    sizes = np.array([[each.turns, each.epochs] for each in windows], dtype=float).reshape(-1, 2)
+    sizes = np.array([[window.turns, window.epochs] for window in windows], dtype=float).reshape(-1, 2)
     if len(windows) < 3 or np.linalg.matrix_rank(sizes) < 2:
         raise TuningError(f"turns and epochs of {len(windows)} trials cannot be told apart: time more of them")
-    seconds = np.array([each.seconds for each in windows])
+    seconds = np.array([window.seconds for window in windows])
     inverse = np.linalg.inv(sizes.T @ sizes)
     solution = inverse @ sizes.T @ seconds
     freedom = len(windows) - 2

@@ -72,10 +72,10 @@ validation accuracy of any epoch so far, of whichever trial: what best.yaml name
 
 def _goals(found: Findings) -> str:
     rows = []
-    for each in found.comparisons:
-        case, share = each.case.name, statistics.median(each.shares(RAYLOOM))
-        own = statistics.median(each.finals(RAYLOOM))
-        peer = max(statistics.median(each.finals(name)) for name in CONTENDERS if name != RAYLOOM)
+    for comparison in found.comparisons:
+        case, share = comparison.case.name, statistics.median(comparison.shares(RAYLOOM))
+        own = statistics.median(comparison.finals(RAYLOOM))
+        peer = max(statistics.median(comparison.finals(name)) for name in CONTENDERS if name != RAYLOOM)
         is_near = share <= GOAL_SHARE
         rows += [_row(case, "epochs to random search's value", f"≤ {GOAL_SHARE:.0%}", _share(share), is_near)]
         rows += [_row(case, "final value, beside the best peer's", f"≥ {peer:.4f}", f"{own:.4f}", own >= peer)]
@@ -87,7 +87,7 @@ def _goals(found: Findings) -> str:
 
 
 def _overhead(found: Overhead, load: str) -> str:
-    turns, epochs = (sum(getattr(each, name) for each in found.windows) for name in ("turns", "epochs"))
+    turns, epochs = (sum(getattr(window, name) for window in found.windows) for name in ("turns", "epochs"))
     rows = [["a turn, beside its training", str(found.per_turn)], ["an epoch", str(found.per_epoch)]]
     return f"""## Overhead of a trial
 
@@ -107,9 +107,9 @@ def _details(comparison: Comparison) -> str:
         [
             name,
             _share(statistics.median(comparison.shares(name))),
-            ", ".join(_share(each) for each in comparison.shares(name)),
+            ", ".join(_share(share) for share in comparison.shares(name)),
             f"{statistics.median(comparison.finals(name)):.4f}",
-            ", ".join(f"{each:.4f}" for each in comparison.finals(name)),
+            ", ".join(f"{final:.4f}" for final in comparison.finals(name)),
             f"{statistics.median(race.trials for race in comparison.races(name)):g}",
         ]
         for name in CONTENDERS

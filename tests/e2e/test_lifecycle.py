@@ -52,10 +52,10 @@ def test_the_result_says_what_was_reached(deployed: dict[str, Any], cluster: dic
     assert deployed["status"] == "succeeded"
     assert metrics["tune"]["trials"] == 2
     assert metrics["train"]["val_accuracy"] >= 0.97
-    variants = {(each["engine"], each["precision"]): each for each in metrics["compile"]["variants"]}
+    variants = {(metric["engine"], metric["precision"]): metric for metric in metrics["compile"]["variants"]}
     assert set(variants) >= {(engine, "fp32") for engine in ("openvino", "onnxruntime", "torch")}
     assert all(each["max_difference"] <= 1e-4 for (_, precision), each in variants.items() if precision == "fp32")
-    asked = {(each["engine"], each["precision"]) for each in metrics["compile"]["skipped"]} | set(variants)
+    asked = {(metric["engine"], metric["precision"]) for metric in metrics["compile"]["skipped"]} | set(variants)
     assert asked >= {(engine, precision) for engine in ("openvino", "onnxruntime") for precision in ("bf16", "int8")}
     assert metrics["compile"]["chosen"]["accuracy"] == pytest.approx(metrics["train"]["val_accuracy"], abs=0.011)
     assert metrics["deploy"]["ready_s"] > 0
@@ -217,7 +217,7 @@ def test_a_second_model_and_the_words_of_the_command_line(
     result = run_job(cluster, "lifecycle", *recipe)
     assert result["metrics"]["train"]["val_accuracy"] == 1.0
     served = endpoint.post("/v2/repository/index").json()
-    assert [(each["name"], each["state"]) for each in served] == [("digits", "READY"), ("words", "READY")]
+    assert [(item["name"], item["state"]) for item in served] == [("digits", "READY"), ("words", "READY")]
     assert run("rayloom", "status", environment=cluster).stdout.count("version") == 2
     predicted = run("rayloom", "predict", "words", "good 99", "awful 7", environment=cluster)
     assert [line.split()[0] for line in predicted.stdout.splitlines()] == ["yes", "no"]
@@ -290,7 +290,7 @@ def test_an_endpoint_asks_for_a_token_that_ray_never_sees(
     state = json.loads((Path(cluster["RAYLOOM_HOME"]) / "cluster/cluster.json").read_text(encoding="utf-8"))
     files = [each for each in Path(state["runtime"]).rglob("*") if each.suffix in (".log", ".out", ".err")]
     assert files
-    logs = [each.read_text(encoding="utf-8", errors="replace") for each in files]
+    logs = [file.read_text(encoding="utf-8", errors="replace") for file in files]
     assert not any(token in each for each in [serve, json.dumps(result), status, *logs])
     run_job(cluster, "deploy", *DIGITS)
     assert endpoint.get("/v2").status_code == 401  # what asked for a token goes on to

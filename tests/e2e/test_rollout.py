@@ -58,10 +58,10 @@ def test_deploys_at_one_time_add_up_one_that_is_late_changes_nothing_and_undeplo
     for name in ("one", "two", "late"):
         publish_version(UPath(cluster["RAYLOOM_STORAGE"]), name, exported(), SIGNATURE, PROCESSOR, LABELS)
     with ThreadPoolExecutor() as pool:
-        endpoint, _ = (each["artifacts"]["http"] for each in pool.map(job, ("one", "two")))
+        endpoint, _ = (item["artifacts"]["http"] for item in pool.map(job, ("one", "two")))
 
     def served() -> set[str]:
-        return {each["name"] for each in httpx.get(f"{endpoint}/v1/models").json()}
+        return {item["name"] for item in httpx.get(f"{endpoint}/v1/models").json()}
 
     both = served()
     assert both >= {"one", "two"}

@@ -20,7 +20,7 @@ def test_why_batches_were_made_and_requests_failed_is_exported(cluster: dict[str
         """Return the series of ``names`` for the version, by the metric's name and its reason, over all replicas."""
         values: dict[tuple[str, str], float] = defaultdict(float)
         found = json.loads((ray.state.runtime / "ray/prom_metrics_service_discovery.json").read_bytes())
-        for target in (target for each in found for target in each["targets"]):
+        for target in (target for item in found for target in item["targets"]):
             page = httpx.get(f"http://{target}/metrics").text
             ours = "\n".join(line for line in page.splitlines() if "ray_rayloom_" in line)
             for family in text_string_to_metric_families(ours):

@@ -57,7 +57,7 @@ def asked(endpoint: str) -> httpx.Response:
 
 
 def scores(response: httpx.Response) -> list[list[float]]:
-    return [list(each["scores"].values()) for each in response.raise_for_status().json()["predictions"]]
+    return [list(item["scores"].values()) for item in response.raise_for_status().json()["predictions"]]
 
 
 def test_it_answers_as_the_whole_model_does_and_comes_back_when_a_part_dies(

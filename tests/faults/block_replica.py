@@ -13,7 +13,7 @@ import ray
 def main(seconds: float) -> None:
     ray.init()
     named = ray.util.list_named_actors(all_namespaces=True)
-    name = next(each["name"] for each in named if each["name"].startswith("SERVE_REPLICA::rayloom#ModelServer#"))
+    name = next(item["name"] for item in named if item["name"].startswith("SERVE_REPLICA::rayloom#ModelServer#"))
     replica = ray.get_actor(name, "serve")
     pid = ray.get(replica.__ray_call__.remote(lambda _: os.getpid()))
     print("BLOCKED", pid, time.time(), flush=True)

@@ -30,4 +30,4 @@ def test_a_study_is_waited_for_up_to_a_minute(seconds: int, tmp_path: Path, faul
         if not waits:
             assert ask(after) == number  # the trial is tried again
             after.complete(number, [0.5], stopped_early=False)
-        assert [each.value for each in resume(url).ended] == [0.5]
+        assert [trial.value for trial in resume(url).ended] == [0.5]

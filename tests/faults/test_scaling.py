@@ -34,7 +34,9 @@ _HTTP_PORTS = range(30000, 31000)
 def connections(replica: psutil.Process) -> set[str]:
     """What they are: listening, or those of requests."""
     with contextlib.suppress(psutil.Error):  # it ended while we looked
-        return {each.status for each in replica.net_connections("tcp") if each.laddr.port in _HTTP_PORTS}
+        return {
+            connection.status for connection in replica.net_connections("tcp") if connection.laddr.port in _HTTP_PORTS
+        }
     return set()
 
 
@@ -42,10 +44,10 @@ def test_replicas_that_are_added_and_stopped_lose_nothing(
     cluster: dict[str, str], ray: Cluster, faults: Faults
 ) -> None:
     def replicas() -> list[set[str]]:
-        return [connections(each) for each in ray.replicas()]
+        return [connections(replica) for replica in ray.replicas()]
 
     def ready() -> int:
-        return sum(psutil.CONN_LISTEN in each for each in replicas())
+        return sum(psutil.CONN_LISTEN in replica for replica in replicas())
 
     def one_only_answers() -> bool:
         return {psutil.CONN_ESTABLISHED} in replicas()
@@ -84,4 +86,4 @@ def test_replicas_that_are_added_and_stopped_lose_nothing(
         failed = [*sent.failed, *held.failed]
         fault.saw(f"{len(failed)} of {len(sent.answers) + len(held.answers) + SLOW} failed")
         assert not failed
-        assert {each.result() for each in slow} == {200}
+        assert {reply.result() for reply in slow} == {200}

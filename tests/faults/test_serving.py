@@ -95,7 +95,7 @@ def test_requests_are_answered_while_what_steers_them_is_started_again(
                 process.kill()
             killed_s = time.monotonic()
             time.sleep(10 + bound_s)
-        away_s = max((each.sent_s - killed_s for each in sent.failed), default=0.0)
+        away_s = max((failure.sent_s - killed_s for failure in sent.failed), default=0.0)
         fault.saw(f"{sent.summary}, up to {away_s:.1f} s after")
         assert found
         assert not sent.failed if bound_s == 0 else away_s <= bound_s
@@ -114,7 +114,7 @@ def test_a_version_that_is_damaged_never_answers_and_the_old_one_does(
             assert submit(cluster, "deploy", *DIGITS, f"serve.version={second}", succeeds=False)["status"] == "failed"
         fault.saw(sent.summary)
         assert not sent.failed
-        assert {each.version for each in sent.answers} == {first}
+        assert {answer.version for answer in sent.answers} == {first}
     model.write_bytes(whole)
     with faults("S5", "deploy of another version, and back, at 40 requests/s", "0 errors") as fault:
         with load(url, BODY, 40) as sent:
@@ -122,7 +122,7 @@ def test_a_version_that_is_damaged_never_answers_and_the_old_one_does(
                 submit(cluster, "deploy", *DIGITS, f"serve.version={version}")
         fault.saw(sent.summary)
         assert not sent.failed
-        assert {each.version for each in sent.answers} == {first, second}
+        assert {answer.version for answer in sent.answers} == {first, second}
 
 
 def test_a_version_that_no_replica_can_load_never_answers_and_the_old_one_does(
@@ -144,7 +144,7 @@ def test_a_version_that_no_replica_can_load_never_answers_and_the_old_one_does(
         assert "not ready after 0.5 s" in told[2]
         assert not sent.failed
         assert len(sent.answers) >= 150
-        assert {each.version for each in sent.answers} == {str(good)}
+        assert {answer.version for answer in sent.answers} == {str(good)}
     submit(cluster, "undeploy", *TOY)
 
 
@@ -162,7 +162,7 @@ def test_a_deploy_goes_through_though_a_replica_dies_meanwhile(
             killed_s = time.monotonic()
             assert deploying.result()["status"] == "succeeded"
         fault.saw(sent.summary)
-        assert all(each.in_flight(killed_s) for each in sent.failed)
+        assert all(failure.in_flight(killed_s) for failure in sent.failed)
     submit(cluster, "deploy", *DIGITS)
 
 
@@ -199,7 +199,7 @@ def test_a_replica_that_is_slow_gets_fewer_requests(replicas: Cluster, url: str,
                 time.sleep(2)
                 slow.resume()
                 time.sleep(0.1)
-        waited = sum(each.seconds > 1 for each in sent.answers) / len(sent.answers)
+        waited = sum(answer.seconds > 1 for answer in sent.answers) / len(sent.answers)
         fault.saw(f"{waited:.0%} wait for more than 1 s; {sent.summary}")
         assert waited < 0.1
         assert not sent.failed
@@ -216,8 +216,8 @@ def test_requests_that_never_end_are_given_up(replicas: Cluster, url: str, fault
             replies = list(pool.map(lambda _: exchange(address, b"POST / HTTP/1.1\r\n", patience_s=60), range(SLOW)))
             assert {said.result()[:13] for said in dripping} == {b"HTTP/1.1 408 "}
             given_up_s = time.monotonic() - began_s
-        fault.saw(f"{Counter(each.status for each in replies)} after {given_up_s:.1f} s; {sent.summary}")
-        assert {each.status for each in replies} == {408}
+        fault.saw(f"{Counter(reply.status for reply in replies)} after {given_up_s:.1f} s; {sent.summary}")
+        assert {reply.status for reply in replies} == {408}
         assert given_up_s <= 35
         assert not sent.failed
 
@@ -239,7 +239,7 @@ def test_more_than_can_be_answered_is_refused_at_once(
         fault.saw(f"{sent.summary}; 99 in 100 refused in {refused_s * 1e3:.0f} ms; memory {grown / 2**20:+.0f} MiB")
         fault.saw(f"5 s later {after.summary}, 99 in 100 in {after.percentile_s(0.99) * 1e3:.0f} ms")
         assert set(sent.statuses) == {200, 503}
-        assert all(each.retry_after for each in sent.failed)
+        assert all(failure.retry_after for failure in sent.failed)
         assert grown <= 64 * 2**20
         assert not after.failed
     submit(cluster, "deploy", *DIGITS)

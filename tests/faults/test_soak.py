@@ -139,18 +139,18 @@ def test_soak(cluster: dict[str, str], versions: dict[str, int], url: str, fault
                     deploys.append(pool.submit(deploy, cluster, int(next(turns)), *TWO))
                     promote_s += PROMOTE_EVERY_S
                 time.sleep(SAMPLE_EVERY_S)
-        for each in deploys:
-            each.result()
+        for deploy_ in deploys:
+            deploy_.result()
         wait_until(lambda: len(there.replicas()) == 2)
         (of_replica, _), (of_any, name) = grown.most("ServeReplica"), grown.most("")
         fault.saw(f"{sent.summary}; p99 {sent.percentile_s(0.99):.2f} s; {len(deploys)} deploys")
         fault.saw(f"a replica +{of_replica / 2**20:.0f} MiB at most, {name} +{of_any / 2**20:.0f} MiB")
-        assert all(each.is_right for each in sent.answers)
-        refused = [each for each in sent.failed if each.status == 503]
-        lost = [each for each in sent.failed if each.status != 503]
+        assert all(answer.is_right for answer in sent.answers)
+        refused = [failure for failure in sent.failed if failure.status == 503]
+        lost = [failure for failure in sent.failed if failure.status != 503]
         assert len(refused) <= MOST_REFUSED * len(sent.answers)
-        assert all(any(each.in_flight(kill_s) for kill_s in kills_s) for each in lost)
+        assert all(any(item.in_flight(kill_s) for kill_s in kills_s) for item in lost)
         assert len(lost) <= MOST_LOST * len(kills_s)
-        assert len({each.version for each in sent.answers} - {None}) == min(1 + len(deploys), len(versions))
+        assert len({answer.version for answer in sent.answers} - {None}) == min(1 + len(deploys), len(versions))
         assert of_replica <= MOST_GROWTH
         assert of_any <= MOST_GROWTH_OF_RAY

@@ -97,7 +97,7 @@ def wait_for_more(before: int, client: Launched, cluster: dict[str, str], storag
 
 def kill(client: Launched, ray: Cluster) -> None:
     """SIGKILL of the search's own process."""
-    (driver,) = [each for each in ray.processes("jobs.tune", "name=killed") if "python" in each.name()]
+    (driver,) = [process for process in ray.processes("jobs.tune", "name=killed") if "python" in process.name()]
     driver.kill()
 
 
@@ -121,7 +121,7 @@ def test_a_search_that_is_stopped_and_killed_repeats_no_trial(
             client.ends()
             (folder,) = storage.glob("runs/tune/*-killed-*")
             now = trials_of(cluster, folder.name)
-            assert any(each.state == TrialState.RUNNING for each in now)
+            assert any(item.state == TrialState.RUNNING for item in now)
             fault.saw(f"{len(rest(cluster, storage))} of 8 trials had ended or waited, none was run again")
             assert_none_was_repeated(known, now)
             known = now
@@ -134,30 +134,30 @@ def test_a_search_that_is_stopped_and_killed_repeats_no_trial(
         actor.kill()
         result = client.result()
         after = trials_of(cluster, folder.name)
-        retried = [each for each in after if each.user_attrs.get("failures")]
-        fault.saw(f"{len(retried)} retried, {sum(each.state == TrialState.FAIL for each in after)} failed")
-        assert [each.number for each in retried] == [int(log.parent.name)]
+        retried = [item for item in after if item.user_attrs.get("failures")]
+        fault.saw(f"{len(retried)} retried, {sum(item.state == TrialState.FAIL for item in after)} failed")
+        assert [item.number for item in retried] == [int(log.parent.name)]
         assert log.read_text(encoding="utf-8").count(GOES_ON) > attempts
     assert result["run_id"] == folder.name, client.output
     assert_none_was_repeated(known, after)
     assert len(after) == 8
-    assert {each.state for each in after} == {TrialState.COMPLETE, TrialState.PRUNED}
-    assert all(sorted(each.intermediate_values) == list(range(1, 1 + max(each.intermediate_values))) for each in after)
-    assert all(max(each.intermediate_values) == 3 for each in after if each.state == TrialState.COMPLETE)
-    assert result["metrics"]["epochs_trained"] == sum(len(each.intermediate_values) for each in after)
-    assert len({str(each.params) for each in after}) == 8
-    for each in known:
-        text = (folder / f"trials/{each.number:04d}/log.txt").read_text(encoding="utf-8")
-        assert not is_paused(each) or text.count("epoch 1/3  loss") == 1, "its checkpoint was not taken up"
+    assert {item.state for item in after} == {TrialState.COMPLETE, TrialState.PRUNED}
+    assert all(sorted(item.intermediate_values) == list(range(1, 1 + max(item.intermediate_values))) for item in after)
+    assert all(max(item.intermediate_values) == 3 for item in after if item.state == TrialState.COMPLETE)
+    assert result["metrics"]["epochs_trained"] == sum(len(item.intermediate_values) for item in after)
+    assert len({str(item.params) for item in after}) == 8
+    for item in known:
+        text = (folder / f"trials/{item.number:04d}/log.txt").read_text(encoding="utf-8")
+        assert not is_paused(item) or text.count("epoch 1/3  loss") == 1, "its checkpoint was not taken up"
 
 
 def promoted(client: Launched, cluster: dict[str, str], folder: Path) -> int:
     """Wait until a trial trains on from its checkpoint; its number."""
-    logs = {each: each.read_text(encoding="utf-8").count(GOES_ON) for each in folder.glob("trials/*/log.txt")}
+    logs = {path: path.read_text(encoding="utf-8").count(GOES_ON) for path in folder.glob("trials/*/log.txt")}
     goes_on: list[int] = []
 
     def look() -> bool:
-        running = [each.number for each in trials_of(cluster, folder.name) if each.state == TrialState.RUNNING]
+        running = [trial.number for trial in trials_of(cluster, folder.name) if trial.state == TrialState.RUNNING]
         for log, before in logs.items():
             if int(log.parent.name) in running and log.read_text(encoding="utf-8").count(GOES_ON) > before:
                 goes_on.append(int(log.parent.name))
@@ -255,17 +255,17 @@ def epochs_in(storage: Path, name: str) -> int:
 def assert_all_complete(trials: list[FrozenTrial], number: int) -> None:
     """None failed on the way, and none was begun twice."""
     assert len(trials) == number
-    for each in trials:
-        assert (each.state, list(each.intermediate_values)) == (TrialState.COMPLETE, [1, 2, 3])
-        assert not each.user_attrs.get("failures")
+    for trial in trials:
+        assert (trial.state, list(trial.intermediate_values)) == (TrialState.COMPLETE, [1, 2, 3])
+        assert not trial.user_attrs.get("failures")
 
 
 def assert_none_was_repeated(before: list[FrozenTrial], after: list[FrozenTrial]) -> None:
     """A trial that had ended is as it was; one that ran has the same values."""
-    for each in before:
-        if each.state.is_finished():
-            assert after[each.number].datetime_complete == each.datetime_complete
-        assert after[each.number].params == each.params
+    for item in before:
+        if item.state.is_finished():
+            assert after[item.number].datetime_complete == item.datetime_complete
+        assert after[item.number].params == item.params
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ class TestTensorRt(EngineContract):
         assert 0.0 < np.abs(engine.infer(rows(7))[OUTPUT] - exact).max() < 0.05
 
     @pytest.mark.parametrize("precision", ["int8", "fp8"])
-    def test_quantised_plans_are_near(self, precision: ComputePrecision, tmp_path: Path) -> None:
+    def test_quantized_plans_are_near(self, precision: ComputePrecision, tmp_path: Path) -> None:
         skip_unless_it_runs(self.flavour)
         if precision == "fp8" and torch.cuda.get_device_capability() < (8, 9):
             pytest.skip(f"{compute_capability()} does not compute in fp8: SM89 and later do")

@@ -100,11 +100,11 @@ def test_status_lists_the_ports_that_others_could_reach(cluster: dict[str, str])
     state = json.loads((Path(cluster["RAYLOOM_HOME"]) / "cluster/cluster.json").read_text(encoding="utf-8"))
     listed = {int(line.split()[0]) for line in shown.splitlines() if line.startswith("  ")}
     opened = {
-        each.laddr.port
+        connection.laddr.port
         for process in psutil.process_iter()
         if belongs_to(process, state)
-        for each in process.net_connections(kind="tcp")
-        if each.status == psutil.CONN_LISTEN and not each.laddr.ip.endswith("127.0.0.1")
+        for connection in process.net_connections(kind="tcp")
+        if connection.status == psutil.CONN_LISTEN and not connection.laddr.ip.endswith("127.0.0.1")
     }
     assert state["gcs_port"] in listed
     assert opened <= listed

@@ -41,16 +41,16 @@ def waiting(storage: str, *act: str) -> subprocess.Popen[str]:
 
 
 def at_once(processes: list[subprocess.Popen[str]]) -> None:
-    for each in processes:
-        assert each.stdin is not None
-        each.stdin.close()
-    assert [each.wait(120) for each in processes] == [0] * len(processes)
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.close()
+    assert [process.wait(120) for process in processes] == [0] * len(processes)
 
 
 def test_processes_that_publish_and_promote_at_once_lose_nothing(
     repository: Repository, storage: str, tmp_path: Path
 ) -> None:
-    contents = [b"a model of process %d" % each for each in range(4)]
+    contents = [b"a model of process %d" % index for index in range(4)]
     folders = [files_in(tmp_path / f"files{each}", content) for each, content in enumerate(contents)]
     at_once([waiting(storage, "publish_and_promote", str(files), "3") for files in folders])
     assert repository.versions("toy") == list(range(1, 13))
@@ -67,8 +67,8 @@ def test_processes_that_publish_and_promote_at_once_lose_nothing(
 
 
 def test_what_processes_write_down_at_once_is_all_there(repository: Repository, storage: str, tmp_path: Path) -> None:
-    for each in range(8):
-        repository.publish("toy", files_in(tmp_path / f"files{each}"), CARD)
+    for index in range(8):
+        repository.publish("toy", files_in(tmp_path / f"files{index}"), CARD)
     at_once([waiting(storage, "delete", *(str(version) for version in range(first, 9, 4))) for first in range(1, 5)])
     assert repository.names() == []
     assert repository.aliases("toy").deleted == tuple(range(1, 9))
@@ -127,8 +127,8 @@ def test_the_words_of_the_command_line(repository: Repository, storage: str, tmp
 
 @pytest.mark.parametrize("storage", ["local"], indirect=True)
 def test_what_the_command_line_refuses(repository: Repository, storage: str, tmp_path: Path, rayloom: Rayloom) -> None:
-    for each in range(2):
-        repository.publish("toy", files_in(tmp_path / f"files{each}"), CARD)
+    for index in range(2):
+        repository.publish("toy", files_in(tmp_path / f"files{index}"), CARD)
     repository.promote("toy", 1)
     for name in ("model.onnx", "labels.json"):
         file = repository.folder("toy", 2) / name

@@ -28,7 +28,7 @@ def test_a_kill_while_checkpoints_are_written_leaves_none_that_is_bad(
 ) -> None:
     with faults("T6", "ranks are killed at each moment of a commit", "0 bad checkpoints are read") as fault:
         kills = require_survival(launch, tmp_path, kills=5)
-        fault.saw(f"{len(kills)} kills, {sum(bool(each.torn) for each in kills)} while writing, 0 bad")
+        fault.saw(f"{len(kills)} kills, {sum(bool(kill.torn) for kill in kills)} while writing, 0 bad")
 
 
 def assert_holds(weights: Path, checkpoint: Path) -> None:
@@ -78,6 +78,6 @@ def test_a_full_disk_ends_the_run_with_what_is_missing_and_it_goes_on_once_there
         result = train_alone(*TRAIN[3:])
         assert result["status"] == "succeeded"
         assert result["metrics"]["resumed_from_step"] == kept
-        assert [each["step"] for each in steps_of(folder)] == list(range(1, 45))
+        assert [step["step"] for step in steps_of(folder)] == list(range(1, 45))
         assert json.loads((folder / "result.json").read_text(encoding="utf-8"))["run_id"] == folder.name
         fault.saw(f"went on from step {kept}")

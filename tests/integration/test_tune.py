@@ -30,19 +30,19 @@ def test_a_search_gives_back_a_recipe_that_trains(
     result, shown = searched
     metrics, artifacts = result["metrics"], result["artifacts"]
     trials = trials_of(cluster, result["run_id"])
-    complete = [each for each in trials if each.state == TrialState.COMPLETE]
-    pruned = [each for each in trials if each.state == TrialState.PRUNED]
+    complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
+    pruned = [trial for trial in trials if trial.state == TrialState.PRUNED]
     assert (metrics["trials"], metrics["trials_pruned"], metrics["trials_failed"]) == (4, len(pruned), 0)
     assert pruned
-    assert metrics["best_value"] == max(max(each.intermediate_values.values()) for each in trials)
-    assert metrics["epochs_trained"] == sum(len(each.intermediate_values) for each in trials)
+    assert metrics["best_value"] == max(max(trial.intermediate_values.values()) for trial in trials)
+    assert metrics["epochs_trained"] == sum(len(trial.intermediate_values) for trial in trials)
     assert all(max(each.intermediate_values) == 3 for each in complete)
     assert all(each.value == each.intermediate_values[max(each.intermediate_values)] for each in pruned)
     assert trials[0].params["train.optimizer.lr"] == load_recipe(ROOT / DIGITS).train.optimizer.lr
     rows = [line.split() for line in shown.splitlines() if " complete " in line or " pruned " in line]
     assert sorted(int(row[0]) for row in rows) == list(range(4))
     table = pd.read_parquet(artifacts["trials"])
-    assert table["state"].tolist() == [each.state.name.lower() for each in trials]
+    assert table["state"].tolist() == [trial.state.name.lower() for trial in trials]
     page = Path(artifacts["report"]).read_text(encoding="utf-8")
     of_val_accuracy = ("History", "Importance for val_accuracy", "Parallel coordinates", "Slices")
     for title in (*of_val_accuracy, "Timeline", "Trials by epoch"):
@@ -75,7 +75,7 @@ def test_optunas_dashboard_shows_the_study_as_it_is(
     dashboard.ends()
     trials = trials_of(cluster, result["run_id"])
     assert (shown["name"], shown["directions"]) == (result["run_id"], ["maximize"])
-    assert [each["number"] for each in shown["best_trials"]] == [result["metrics"]["best_trial"]]
+    assert [item["number"] for item in shown["best_trials"]] == [result["metrics"]["best_trial"]]
     for each, trial in zip(shown["trials"], trials, strict=True):
         assert each["state"].upper() == trial.state.name
         assert each["values"] == trial.values
@@ -105,7 +105,7 @@ def test_the_median_ends_trials_and_a_limit_the_search(cluster: dict[str, str]) 
         *("name=median", *SLOWER, "train.epochs=3", "tune.scheduler=median", "tune.trials=9", "tune.stop.epochs=12"),
     )
     trials = trials_of(cluster, result["run_id"])
-    ended = [(each.state, max(each.intermediate_values), each.user_attrs.get("cause")) for each in trials]
+    ended = [(trial.state, max(trial.intermediate_values), trial.user_attrs.get("cause")) for trial in trials]
     behind = (TrialState.PRUNED, 1, "stopped by median after epoch 1")
     assert ended == [(TrialState.COMPLETE, 3, None)] * 3 + [behind] * 2 + [(TrialState.PRUNED, 1, limit)]
     metrics = result["metrics"]
@@ -121,14 +121,14 @@ def test_hyperband_ends_trials_in_each_of_its_brackets(cluster: dict[str, str]) 
         "tune.trials=5",
     )
     trials = trials_of(cluster, result["run_id"])
-    ended = [each for each in trials if each.state == TrialState.PRUNED]
+    ended = [trial for trial in trials if trial.state == TrialState.PRUNED]
     assert ended, "of five that are worse and worse, two share one of three brackets"
     for each in ended:
         epoch = max(each.intermediate_values)
         assert epoch in (1, 2, 4)
         assert each.user_attrs["cause"] == f"stopped by hyperband after epoch {epoch}"
-    whole = [each for each in trials if each not in ended]
-    assert all((each.state, max(each.intermediate_values)) == (TrialState.COMPLETE, 5) for each in whole)
+    whole = [trial for trial in trials if trial not in ended]
+    assert all((item.state, max(item.intermediate_values)) == (TrialState.COMPLETE, 5) for item in whole)
     assert result["metrics"]["best_trial"] == 0
 
 
@@ -153,7 +153,7 @@ def test_trials_of_two_workers_wait_for_the_scheduler_and_free_them(cluster: dic
     assert sorted(ends) == [("COMPLETE", 3), ("PRUNED", 1), ("PRUNED", 1)]
     assert result["metrics"]["epochs_trained"] == 5
     assert result["metrics"]["best_value"] == max(each.value or 0.0 for each in trials) > 0.5
-    profiles = sorted(str(each.relative_to(folder / "trials")) for each in folder.glob("trials/*/profile/rank*"))
+    profiles = sorted(str(path.relative_to(folder / "trials")) for path in folder.glob("trials/*/profile/rank*"))
     assert profiles == [f"{trial:04d}/profile/rank{rank}.pt.trace.json" for trial in (0, 1, 2) for rank in (0, 1)]
     wait_until(ray.is_idle)
 
@@ -175,13 +175,13 @@ def test_a_search_of_two_objectives_learns_from_another_and_runs_as_many_trials_
 
     after, shown = search(cluster, *settings, f"tune.warm_start=[{result['run_id']}]", "tune.concurrent=1")
     trials = trials_of(cluster, after["run_id"])
-    learned = [each for each in trials if "learned_from" in each.user_attrs]
-    own = [each for each in trials if each not in learned and "duplicate_of" not in each.user_attrs]
-    assert [each.values for each in learned] == [first.values, second.values]
+    learned = [trial for trial in trials if "learned_from" in trial.user_attrs]
+    own = [trial for trial in trials if trial not in learned and "duplicate_of" not in trial.user_attrs]
+    assert [item.values for item in learned] == [first.values, second.values]
     assert "1 trials at once" in shown
     assert own[0].datetime_complete <= own[1].datetime_start
     assert own[0].params == first.params
-    assert all(each["params"] in [again.user_attrs["values"] for again in own] for each in front)
+    assert all(item["params"] in [again.user_attrs["values"] for again in own] for item in front)
     assert after["metrics"]["trials"] == 2
 
 
@@ -195,12 +195,12 @@ def test_of_a_population_the_one_behind_goes_on_from_the_best(cluster: dict[str,
         "tune.mode=min",
     )
     trials = trials_of(cluster, result["run_id"])
-    assert [each.state for each in trials] == [TrialState.COMPLETE] * 2
-    assert all(max(each.intermediate_values) == 8 for each in trials)
-    assert not any(each.user_attrs.get("failures") for each in trials)
-    changed = [each for each in trials if each.user_attrs["values"] != each.params]
+    assert [trial.state for trial in trials] == [TrialState.COMPLETE] * 2
+    assert all(max(trial.intermediate_values) == 8 for trial in trials)
+    assert not any(trial.user_attrs.get("failures") for trial in trials)
+    changed = [trial for trial in trials if trial.user_attrs["values"] != trial.params]
     assert changed, "nobody was given another's values"
     folder = Path(cluster["RAYLOOM_STORAGE"]) / "runs/tune" / result["run_id"]
-    logs = [(folder / f"trials/{each.number:04d}/log.txt").read_text(encoding="utf-8") for each in trials]
-    assert all("going on from step" in logs[each.number] for each in changed)
+    logs = [(folder / f"trials/{trial.number:04d}/log.txt").read_text(encoding="utf-8") for trial in trials]
+    assert all("going on from step" in logs[item.number] for item in changed)
     assert result["metrics"]["epochs_trained"] == sum(len(re.findall(r"^epoch \d/8  loss", log, re.M)) for log in logs)

@@ -122,10 +122,10 @@ def changed(rng: random.Random) -> tuple[bytes, dict[str, str]]:
     tensors = rows(rng.randint(1, 3), rng.choice([1, 8, 32]))
     given, data = body(tensors), b""
     if rng.random() < 0.5:
-        for each in given["inputs"]:
-            del each["data"]
-            each["parameters"] = {"binary_data_size": tensors[each["name"]].nbytes}
-            data += tensors[each["name"]].tobytes()
+        for item in given["inputs"]:
+            del item["data"]
+            item["parameters"] = {"binary_data_size": tensors[item["name"]].nbytes}
+            data += tensors[item["name"]].tobytes()
     if rng.random() < 0.3:
         given["outputs"] = [{"name": OUTPUT, "parameters": {"classification": rng.choice([1, 2**40])}}]
     head = put_something(given, rng)
@@ -180,7 +180,7 @@ def begin_over_grpc(target: Target) -> Callable[[], None]:
 def test_haproxy_is_on_loopback_only(target: Target, cluster: dict[str, str]) -> None:
     found = open_ports(Cluster(cluster).processes("/haproxy"))
     assert len(found) == 4, "HTTP, gRPC, metrics, statistics"
-    assert all(each.is_loopback for each in found)
+    assert all(item.is_loopback for item in found)
 
 
 @pytest.mark.parametrize("target", [IN_SERVE], indirect=True)
@@ -272,7 +272,7 @@ def test_changed_requests_are_answered_or_refused_over_grpc(target: Target) -> N
     with grpc.insecure_channel(target.streams) as channel:
         stream = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
         good = infer_message().SerializeToString()
-        told = [pb.ModelStreamInferResponse.FromString(each) for each in stream(iter([good, b"\xff", good]))]
-    assert [bool(each.error_message) for each in told] == [False, True, False]
+        told = [pb.ModelStreamInferResponse.FromString(item) for item in stream(iter([good, b"\xff", good]))]
+    assert [bool(item.error_message) for item in told] == [False, True, False]
     logits = np.frombuffer(told[2].infer_response.raw_output_contents[0], np.float32)
     assert np.allclose(logits, expected(rows(2)).ravel(), atol=1e-4)

@@ -63,8 +63,8 @@ def test_int8_may_miss_the_cosine_if_bf16_is_served() -> None:
 
 def test_what_is_left_out_is_said_with_its_reason() -> None:
     found = dataclasses.replace(_found(), left_out={"fashion": "its data is not here"})
-    rows = [each for each in goals.goals(found) if each.what.startswith("fashion")]
-    assert {(each.reached, each.verdict) for each in rows} == {("its data is not here", "open")}
+    rows = [goal for goal in goals.goals(found) if goal.what.startswith("fashion")]
+    assert {(row.reached, row.verdict) for row in rows} == {("its data is not here", "open")}
     assert len(rows) == 3
     assert "- **fashion** was left out: its data is not here" in report(found)
 
@@ -89,7 +89,7 @@ def test_a_small_encoder_runs_through_all_of_it(monkeypatch: pytest.MonkeyPatch)
     assert len(phases) == 2 * len(PHASES)  # of a start with a cold cache and one with a warm cache
     assert min(phases) > 0.0
     text = report(found)
-    assert all(f"| {each.what} | {each.goal} | {each.reached} |" in text for each in goals.goals(found))
+    assert all(f"| {goal.what} | {goal.goal} | {goal.reached} |" in text for goal in goals.goals(found))
 
 
 def _small_encoder(model: Model, folder: Path) -> UPath:

@@ -101,7 +101,7 @@ def test_a_load_generator_that_is_missing_is_named(case: str, package: str, monk
     ("stolen", "loads", "least"), [([0.05, 0.0], 1, 0.05), ([0.2, 0.04], 2, 0.04), ([0.3, 0.2, 0.1, 0.4, 0.5], 5, 0.1)]
 )
 def test_the_least_disturbed_load_counts_with_the_errors_of_all(stolen: list[float], loads: int, least: float) -> None:
-    seen = (dataclasses.replace(LOAD, stolen=each) for each in stolen)
+    seen = (dataclasses.replace(LOAD, stolen=item) for item in stolen)
     assert least_disturbed(lambda: next(seen)) == dataclasses.replace(LOAD, stolen=least, errors=13 * loads)
 
 
@@ -140,10 +140,10 @@ def test_what_is_sent_holds_the_row() -> None:
     assert ids == {"name": "ids", "shape": [1, 2], "datatype": "INT64", "data": [1, 2]}
     binary = BinaryTensors("m").request(ROW)
     length = int(binary.headers["Inference-Header-Content-Length"])
-    assert [each["parameters"] for each in json.loads(binary.body[:length])["inputs"]] == [{"binary_data_size": 16}] * 2
+    assert [load["parameters"] for load in json.loads(binary.body[:length])["inputs"]] == [{"binary_data_size": 16}] * 2
     assert np.frombuffer(binary.body[length:], np.int64).tolist() == [1, 2, 1, 0]
     message = pb.ModelInferRequest.FromString(GrpcTensors("m").request(ROW).body)
-    assert [(each.name, each.datatype, list(each.shape)) for each in message.inputs] == [
+    assert [(input_.name, input_.datatype, list(input_.shape)) for input_ in message.inputs] == [
         ("ids", "INT64", [1, 2]),
         ("mask", "INT64", [1, 2]),
     ]
@@ -320,10 +320,10 @@ def test_nothing_of_a_server_is_left_not_even_what_it_sent_away(tmp_path: Path) 
 
 def _processes_of(folder: Path) -> list[int]:
     found = []
-    for each in psutil.process_iter():
+    for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if each.environ().get("BENCH_TEST") == str(folder) and each.pid != os.getpid():
-                found.append(each.pid)
+            if process.environ().get("BENCH_TEST") == str(folder) and process.pid != os.getpid():
+                found.append(process.pid)
     return found
 
 
@@ -384,7 +384,7 @@ def test_the_encoder_is_judged_by_its_loop_and_by_servers_without_batching() -> 
 
 def test_the_whole_stack_is_judged_where_requests_wait() -> None:
     found = _found({CHOSEN: (400, 600, 800), EAGER.name: (50, 100, 100)}, case="texts")
-    assert [each.verdict for each in goals.goals(found) if each.verdict] == ["**missed**", *["reached"] * 3]
+    assert [goal.verdict for goal in goals.goals(found) if goal.verdict] == ["**missed**", *["reached"] * 3]
     assert _goal(found, f"texts: {CHOSEN} / the bare engine loop").reached.startswith("0.800 (0.800 to 0.800)")
     assert _goal(found, "texts: bare loop, compile's choice / PyTorch eager").reached.startswith("10.000")
     assert _goal(found, "Texts of every length at 40 requests a second").reached.startswith("0.150 (0.150 to 0.150)")
@@ -395,15 +395,15 @@ def test_the_whole_stack_is_judged_where_requests_wait() -> None:
 
 def test_what_did_not_run_is_open_and_its_reason_is_told() -> None:
     found = _found({"a": (10, 10, 10)}, absent={RAYLOOM: "no such job"})
-    assert {each.reached for each in goals.goals(found)} == {"no such job", "did not take part"}
-    assert {each.verdict for each in goals.goals(found)} == {"open"}
+    assert {goal.reached for goal in goals.goals(found)} == {"no such job", "did not take part"}
+    assert {goal.verdict for goal in goals.goals(found)} == {"open"}
     assert "- **Rayloom** was left out: no such job" in report(found, Path("sweep.svg"))
 
 
 def test_the_report_has_every_goal_and_every_server() -> None:
     found = _found({RAYLOOM: (10, 300, 300), "a": (10, 100, 250)})
     text = report(found, Path("sweep.svg"))
-    assert all(f"| {each.what} | {each.goal} | {each.reached} |" in text for each in goals.goals(found))
+    assert all(f"| {goal.what} | {goal.goal} | {goal.reached} |" in text for goal in goals.goals(found))
     latency = "256.000 (256.000 to 256.000)"
     row = f"| a | 64 | 250 (250 to 250) | {latency} | {latency} | 90 (90 to 90) | 0 | 50% |"
     assert row in text
@@ -422,7 +422,7 @@ def test_peers_run_the_engine_that_rayloom_runs() -> None:
 def test_the_sweep_is_drawn_with_a_field_for_each_setting() -> None:
     swept = {setting: Outcome(100.0 + setting.max_size, 1.5, 0) for setting in SETTINGS}
     drawn = ET.fromstring(heat_map(swept))
-    texts = [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    texts = [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert texts.count("1.5 ms alone") == len(SETTINGS)
     assert {"no preferred size", "preferred size 8", "preferred size 16", "132/s"} <= set(texts)
 

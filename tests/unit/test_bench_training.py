@@ -45,7 +45,7 @@ def test_contenders_are_compared_round_by_round() -> None:
         for seconds in (19.0, 38.0)
     ]
     on_ray = replace(peer, second_start_s=22.0)
-    rounds = tuple({"torchrun": peer, "accelerate": peer, "Rayloom": each, "Rayloom on Ray": on_ray} for each in ours)
+    rounds = tuple({"torchrun": peer, "accelerate": peer, "Rayloom": our, "Rayloom on Ray": on_ray} for our in ours)
     found = Comparison(CASES[0], preparation_s=9.0, rounds=rounds)
     assert found.speed_ratio("torchrun").values == pytest.approx((1.0, 0.5))
     assert found.speed_ratio("torchrun").median == pytest.approx(0.75)

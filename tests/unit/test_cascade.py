@@ -31,8 +31,8 @@ def first_label(num_rows: int) -> NDArray[np.int64]:
 
 def right_but(num_rows: int, *wrong: slice) -> NDArray[np.bool_]:
     right = np.ones(num_rows, np.bool_)
-    for each in wrong:
-        right[each] = False
+    for item in wrong:
+        right[item] = False
     return right
 
 
@@ -40,7 +40,7 @@ def noisy(rng: np.random.Generator, num_rows: int, *noises: float) -> list[Logit
     """Stages that see the same evidence for the first of two labels through noise of their own."""
     evidence = rng.normal(1.9, 1.55, num_rows)
     seen = [evidence + noise * rng.normal(size=num_rows) for noise in noises]
-    return [np.stack([each, -each], axis=1) for each in seen]
+    return [np.stack([item, -item], axis=1) for item in seen]
 
 
 def test_the_small_stage_answers_as_far_as_nothing_is_lost() -> None:

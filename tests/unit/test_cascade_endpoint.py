@@ -203,14 +203,14 @@ def stage(server: Server, place: int, tensors: Tensors) -> NDArray[np.float32]:
 
 def test_each_row_is_answered_by_the_stage_that_the_response_names(server: Server) -> None:
     tensors, client = rows(8), tritonclient.http.InferenceServerClient(server.http)
-    before = [each["inference_count"] for each in client.get_inference_statistics("toy")["model_stats"]]
+    before = [statistic["inference_count"] for statistic in client.get_inference_statistics("toy")["model_stats"]]
     answer = client.infer("toy", asked(tritonclient.http, tensors))
     stages = list(map(int, answer.get_response()["parameters"]["stage"].split(",")))
     assert sorted(stages) == [0] * 4 + [1] * 4
     expected = np.stack([stage(server, place, tensors) for place in (0, 1)])[stages, range(8)]
     assert np.allclose(answer.as_numpy(OUTPUT), expected, atol=1e-4)
     after = client.get_inference_statistics()["model_stats"]
-    assert [each["name"] for each in after] == ["toy", "toy/tiny"]
+    assert [item["name"] for item in after] == ["toy", "toy/tiny"]
     assert [each["inference_count"] - count for each, count in zip(after, before, strict=True)] == [4, 8]
 
     over_grpc = tritonclient.grpc.InferenceServerClient(server.grpc).infer("toy", asked(tritonclient.grpc, tensors))
@@ -228,12 +228,12 @@ def test_natural_input_gets_labels_and_their_stage(server: Server) -> None:
         return list(answer.json()["predictions"])
 
     together = predicted(TEXTS[:4])
-    assert {each["stage"] for each in together} <= {0, 1}
+    assert {item["stage"] for item in together} <= {0, 1}
     for text, answer in zip(TEXTS[:4], together, strict=True):
         place = answer["stage"]
         logits = stage(server, place, PROCESSOR.encode([text]))
         assert answer["label"] == LABELS[int(logits.argmax())]
-        assert [each["stage"] for each in predicted(text)] == [place]
+        assert [item["stage"] for item in predicted(text)] == [place]
 
 
 def test_a_single_model_says_nothing_of_stages(storage: UPath) -> None:
@@ -254,7 +254,7 @@ def test_stages_that_read_texts_differently_answer_texts_but_no_tensors(storage:
         refused = httpx.post(f"http://{server.http}/v2/models/toy/infer", json=body(rows(1)))
         assert (refused.status_code, "ask /v1/models/toy/predict" in refused.json()["error"]) == (400, True)
         answer = httpx.post(f"http://{server.http}/v1/models/toy/predict", json={"inputs": TEXTS[:2]})
-        assert [each["stage"] for each in answer.json()["predictions"]] == [1, 1]
+        assert [item["stage"] for item in answer.json()["predictions"]] == [1, 1]
 
 
 def test_a_large_stage_over_its_queue_limit_refuses_the_request(storage: UPath) -> None:
@@ -271,9 +271,9 @@ def test_a_large_stage_over_its_queue_limit_refuses_the_request(storage: UPath) 
             thread.start()
         for thread in threads:
             thread.join()
-    assert {each.status_code for each in answers} == {200, 503}
-    refused = [each for each in answers if each.status_code == 503]
-    assert all("wait already" in each.json()["error"] and int(each.headers["retry-after"]) >= 1 for each in refused)
+    assert {answer.status_code for answer in answers} == {200, 503}
+    refused = [answer for answer in answers if answer.status_code == 503]
+    assert all("wait already" in item.json()["error"] and int(item.headers["retry-after"]) >= 1 for item in refused)
 
 
 def test_a_cascade_is_planned_from_a_recipe_and_what_is_published(storage: UPath) -> None:
@@ -283,8 +283,8 @@ def test_a_cascade_is_planned_from_a_recipe_and_what_is_published(storage: UPath
 
     model = planned("tiny")
     assert model.cascade is not None
-    assert [each.title for each in model.versions] == ["toy/1", "tiny/1"]
-    assert {each.policy.queue_limit for each in model.versions} == {7}
+    assert [version.title for version in model.versions] == ["toy/1", "tiny/1"]
+    assert {version.policy.queue_limit for version in model.versions} == {7}
     assert planned("tiny/1").versions == model.versions
     assert (model.cascade.rule.rows, model.cascade.rule.accuracy_floor) == (32, 0.8)
     with pytest.raises(RecipeError, match="makes the stages toy/1, toy/1, of which toy/1 is one version"):

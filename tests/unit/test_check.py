@@ -47,7 +47,7 @@ def ask(expression: str) -> float | None:
 
 
 def table(found: list[Finding]) -> dict[tuple[str, str], tuple[float | None, bool | None]]:
-    return {(each.subject, each.target.name): (each.value, each.passes) for each in found}
+    return {(item.subject, item.target.name): (item.value, item.passes) for item in found}
 
 
 def test_every_target_has_its_figure(storage: UPath) -> None:
@@ -63,7 +63,7 @@ def test_every_target_has_its_figure(storage: UPath) -> None:
 
 
 def test_one_subject_is_checked_alone(storage: UPath) -> None:
-    assert {each.subject for each in findings(storage, SEARCH, ask)} == {SEARCH}
+    assert {finding.subject for finding in findings(storage, SEARCH, ask)} == {SEARCH}
     (storage / "runs/train" / RUN / "profile/summary.json").unlink()
     assert table(findings(storage, RUN, ask))[RUN, "device use"] == (None, None)
     with pytest.raises(StorageError, match="no run of training or tuning and no model 'other'"):

@@ -200,7 +200,7 @@ def test_a_module_is_published_as_it_was_trained_where_pytorch_alone_is_named(
 ) -> None:
     _, result = compiled(storage, "compile.engines=[torch]", f"compile.weights={weights}", "name=module")
     assert result.status == "succeeded", result.error
-    assert [(each["engine"], each["precision"]) for each in result.metrics["variants"]] == [("torch", "fp32")]
+    assert [(metric["engine"], metric["precision"]) for metric in result.metrics["variants"]] == [("torch", "fp32")]
     manifest = Repository(storage).manifest("module", 1)
     assert {"model.safetensors", "recipe.yaml", "image.json", "labels.json"} <= set(manifest.files)
     assert manifest.engine_key.onnx_sha256 == manifest.files["model.safetensors"]
@@ -222,9 +222,9 @@ def test_it_compiles_on_this_machine_without_ray(
 
 def test_every_variant_that_could_be_published_was_timed_with_one_row(published: tuple[Run, Result]) -> None:
     report = report_in(published[0])
-    publishable = [each.variant for each in report.variants if each.publishable]
-    rivals = [each for each in report.points if each.variant in publishable and each.batch_size == 1]
-    assert {each.variant for each in rivals} == set(publishable)
+    publishable = [variant.variant for variant in report.variants if variant.publishable]
+    rivals = [point for point in report.points if point.variant in publishable and point.batch_size == 1]
+    assert {rival.variant for rival in rivals} == set(publishable)
     assert report.point in rivals
     assert report.chosen is not None
     assert report.chosen.variant == report.point.variant
@@ -233,13 +233,13 @@ def test_every_variant_that_could_be_published_was_timed_with_one_row(published:
 def test_the_result_and_the_report_hold_every_variant(published: tuple[Run, Result]) -> None:
     run, result = published
     variants = result.metrics["variants"]
-    found = {(each["engine"], each["precision"]) for each in variants}
+    found = {(variant["engine"], variant["precision"]) for variant in variants}
     assert found >= {("openvino", "fp32"), ("onnxruntime", "fp32"), ("torch", "fp32"), ("onnxruntime", "int8")}
-    for each in variants:
-        assert set(each["latency_ms"]) == set(each["throughput"]) == {"1", "8"}
-        assert each["max_difference"] <= 1e-4 or each["precision"] != "fp32"
-        assert each["passed"], each["reasons"]
-    sizes = {(each["engine"], each["precision"]): each["size_bytes"] for each in variants}
+    for variant in variants:
+        assert set(variant["latency_ms"]) == set(variant["throughput"]) == {"1", "8"}
+        assert variant["max_difference"] <= 1e-4 or variant["precision"] != "fp32"
+        assert variant["passed"], variant["reasons"]
+    sizes = {(variant["engine"], variant["precision"]): variant["size_bytes"] for variant in variants}
     assert sizes["onnxruntime", "int8"] <= 0.3 * sizes["onnxruntime", "fp32"]
     page = (run.folder / "report.html").read_text(encoding="utf-8")
     for engine, precision in found:
@@ -250,8 +250,8 @@ def test_the_result_and_the_report_hold_every_variant(published: tuple[Run, Resu
     assert "<script src" not in page
     report = report_in(run)
     assert report.point in report.points
-    assert {each.variant.engine for each in report.front} <= {"openvino", "onnxruntime"}
-    assert {each.precision for each in report.files} == {"fp32", "int8"}
+    assert {item.variant.engine for item in report.front} <= {"openvino", "onnxruntime"}
+    assert {file.precision for file in report.files} == {"fp32", "int8"}
     assert result.artifacts["report"] == str(run.folder / "report.html")
 
 
@@ -418,7 +418,7 @@ def test_the_faster_variant_is_chosen_though_the_machine_was_slow_when_it_was_fi
     now_ms[fast] = 10.0
     choice = compilation.choose()
     assert (choice.point.variant, choice.point.latency_ms) == (fast, 10.0)
-    assert {each.variant: each.latency_ms for each in compilation.points} == {fast: 10.0, slow: 20.0}
+    assert {point.variant: point.latency_ms for point in compilation.points} == {fast: 10.0, slow: 20.0}
     assert choice.point in compilation.points
 
 
@@ -465,8 +465,8 @@ def test_an_int8_that_nobody_can_make_is_a_row_of_the_report(
     monkeypatch.setattr("app.compile.files.find_quantization", refuse)
     compilation = compilation_of(source_model, tmp_path, on_cpu("openvino", "fp32"), on_cpu("openvino", "int8"))
     compilation.evaluate()
-    assert [each.precision for each in compilation.records] == ["fp32"]
-    assert [str(each) for each in compilation.skipped] == ["openvino int8: not run: the best try loses 0.5"]
+    assert [record.precision for record in compilation.records] == ["fp32"]
+    assert [str(reason) for reason in compilation.skipped] == ["openvino int8: not run: the best try loses 0.5"]
 
 
 def test_an_int8_that_no_search_saves_is_kept_out_with_the_numbers_of_the_closest_try(
@@ -478,15 +478,15 @@ def test_an_int8_that_no_search_saves_is_kept_out_with_the_numbers_of_the_closes
     compilation.evaluate()
     write_report(report_of(compilation, "digits", compilation.choose()), UPath(tmp_path))
     report = CompileReport.model_validate_json((tmp_path / "report.json").read_bytes())
-    refused = [each for each in report.variants if each.precision == "int8"]
-    assert [each.engine for each in refused] == ["onnxruntime", "openvino"]
-    for each in refused:
-        assert each.reasons[:2] == ("in its file too far", "in its file as openvino runs it, too far")
-        assert (each.accuracy > 0.5, each.cosine > 0.9) == (True, True)
-        assert each.size_bytes < min(other.size_bytes for other in report.variants if other.precision == "fp32")
+    refused = [variant for variant in report.variants if variant.precision == "int8"]
+    assert [item.engine for item in refused] == ["onnxruntime", "openvino"]
+    for item in refused:
+        assert item.reasons[:2] == ("in its file too far", "in its file as openvino runs it, too far")
+        assert (item.accuracy > 0.5, item.cosine > 0.9) == (True, True)
+        assert item.size_bytes < min(other.size_bytes for other in report.variants if other.precision == "fp32")
     assert report.chosen is not None
     assert report.chosen.precision == "fp32"
-    assert [(each.precision, each.passes) for each in report.files] == [("fp32", True), ("int8", False)]
+    assert [(file.precision, file.passes) for file in report.files] == [("fp32", True), ("int8", False)]
 
 
 def test_why_an_engine_cannot_run_an_int8_file_is_kept(
@@ -655,8 +655,8 @@ def test_a_pruned_variant_below_the_gate_is_kept_out_and_the_others_are_of_the_w
     compilation.evaluate()
     sparse, whole = compilation.records
     assert sparse.accuracy < whole.accuracy == source_model.accuracy_to_keep
-    assert any("compile.gates.max_accuracy_drop is 0.0" in each for each in sparse.reasons)
-    assert [(each.name, each.failures == ()) for each in compilation.files] == [("fp32", True), ("fp32 2:4", False)]
+    assert any("compile.gates.max_accuracy_drop is 0.0" in reason for reason in sparse.reasons)
+    assert [(file.name, file.failures == ()) for file in compilation.files] == [("fp32", True), ("fp32 2:4", False)]
     assert compilation.choose().record == whole
     assert list(compilation.build_ahead()) == []
     (skipped,) = compilation.skipped

@@ -116,8 +116,8 @@ def test_settings_are_timed_in_turns_and_a_slow_round_decides_nothing() -> None:
         return time_once
 
     raced = race([timer("a", 2.0, 9.0, 2.1, 9.0, 2.2), timer("b", 3.0, 3.0, 3.0, 3.0, 3.0)])
-    assert [each.latency_ms for each in raced] == [2.2, 3.0]
-    assert [round(each.throughput) for each in raced] == [455, 333]
+    assert [item.latency_ms for item in raced] == [2.2, 3.0]
+    assert [round(item.throughput) for item in raced] == [455, 333]
     assert "".join(order) == "abbaabbaab"
 
 
@@ -227,20 +227,22 @@ def test_cores_are_shared_in_every_even_way() -> None:
 def test_each_engine_takes_the_file_that_it_computes_from() -> None:
     config = CompileConfig(precisions=["fp32", "bf16", "fp16", "int8"], engines=["openvino", "onnxruntime"])
     wanted = requested_variants(config)
-    files = {str(each): each.file for each in wanted.variants if each.device == "cpu"}
+    files = {str(variant): variant.file for variant in wanted.variants if variant.device == "cpu"}
     assert files == {
         "openvino fp32": "fp32", "openvino bf16": "fp32", "openvino fp16": "fp32", "openvino int8": "int8",
         "onnxruntime fp32": "fp32", "onnxruntime fp16": "fp16", "onnxruntime int8": "int8",
     }  # fmt: skip
-    assert ("onnxruntime", "bf16") in [(each.engine, each.precision) for each in wanted.skipped]
+    assert ("onnxruntime", "bf16") in [(reason.engine, reason.precision) for reason in wanted.skipped]
 
 
 def test_pytorch_is_what_others_are_compared_with_unless_it_is_named() -> None:
     beside = requested_variants(CompileConfig(precisions=["fp32"]))
-    assert {each.engine: each.baseline for each in beside.variants if each.runs_module} == {"torch": True}
+    assert {variant.engine: variant.baseline for variant in beside.variants if variant.runs_module} == {"torch": True}
     assert beside.exported
     named = requested_variants(CompileConfig(engines=["torch"]))
-    assert {(each.engine, each.precision, each.baseline) for each in named.variants} == {("torch", "fp32", False)}
+    assert {(variant.engine, variant.precision, variant.baseline) for variant in named.variants} == {
+        ("torch", "fp32", False)
+    }
     assert not named.exported
     with pytest.raises(CompileError, match="no variant that runs here"):
         requested_variants(CompileConfig(engines=["torch"], precisions=["int8"]))

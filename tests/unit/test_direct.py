@@ -123,7 +123,7 @@ def test_requests_are_counted_from_their_first_byte_and_refused_beyond_what_a_re
             unread = await replica.post(INFER, content=slowly())
             assert (unread.status_code, unread.headers["connection"]) == (503, "close")
             rest.set()
-            assert {(await each).status_code for each in slow} == {404}
+            assert {(await reply).status_code for reply in slow} == {404}
             assert not direct.ongoing
 
     asyncio.run(run())
@@ -158,8 +158,8 @@ def test_bodies_take_the_room_that_they_may_come_to_once_they_are_here_not_as_th
             slow += await begin(16, b"{" * 65_100, {"content-encoding": "gzip"})
             assert await status() == 503
             rest.set()
-            for each in slow:
-                await each
+            for reply in slow:
+                await reply
             assert await status() == 404, "there is room again"
 
     asyncio.run(run())

@@ -30,8 +30,8 @@ def undescribed(path: str, section: dict[str, Any], definitions: dict[str, Any])
         inner = [definitions[option["$ref"].rpartition("/")[2]] for option in options if "$ref" in option]
         if not any(each.get("description") for each in (field, *inner)):
             yield path + name
-        for each in inner:
-            yield from undescribed(f"{path}{name}.", each, definitions)
+        for item in inner:
+            yield from undescribed(f"{path}{name}.", item, definitions)
 
 
 def test_every_key_of_a_recipe_has_a_description() -> None:
@@ -55,7 +55,10 @@ def require_recipe(recipe: str, overrides: list[str]) -> None:
     if recipe in ("recipes/my_project.yaml", "recipes/tickets.yaml"):  # as 'rayloom init' writes them
         recipe = "app/project/template/recipes/my_project.yaml"
     if recipe.startswith(("recipes/", "app/")):
-        load_recipe(str(ROOT / recipe), [each for each in overrides if not _PLACEHOLDER.search(each.partition("=")[2])])
+        load_recipe(
+            str(ROOT / recipe),
+            [override for override in overrides if not _PLACEHOLDER.search(override.partition("=")[2])],
+        )
 
 
 def module_of(words: tuple[str, ...]) -> tuple[str, list[str]] | None:

@@ -68,7 +68,7 @@ def test_tritons_http_client_works_unchanged(server: Server, binary: bool) -> No
     assert client.get_inference_statistics("toy")["model_stats"][0]["inference_count"] == before + 3
     classes = client.infer("toy", inputs, outputs=[tritonclient.http.InferRequestedOutput(OUTPUT, class_count=1)])
     best = [LABELS[index] for index in expected(tensors, server).argmax(1)]
-    assert [each.decode().rpartition(":")[2] for each in classes.as_numpy(OUTPUT).ravel()] == best
+    assert [item.decode().rpartition(":")[2] for item in classes.as_numpy(OUTPUT).ravel()] == best
     with pytest.raises(InferenceServerException, match="is not deployed"):
         client.get_model_metadata("other")
 
@@ -109,7 +109,7 @@ def test_tritons_grpc_client_works_unchanged(server: Server) -> None:
     assert not client.is_model_ready("other")
     assert client.get_model_metadata("toy").platform == "onnxruntime_onnx"
     assert client.get_model_config("toy").config.max_batch_size == 8
-    assert [each.name for each in client.get_model_repository_index().models] == ["toy"]
+    assert [model.name for model in client.get_model_repository_index().models] == ["toy"]
     inputs = asked(tritonclient.grpc, tensors)
     for compression in (None, "gzip", "deflate"):
         answer = client.infer("toy", inputs, compression_algorithm=compression)
@@ -153,7 +153,7 @@ def test_texts_of_a_list_are_run_with_those_of_their_length(storage: UPath) -> N
         before = server.endpoint.find("toy").statistics
         together = _predictions(server, texts)
         after = server.endpoint.find("toy").statistics
-    assert [each["scores"] for each in together] == [pytest.approx(each["scores"], abs=1e-5) for each in alone]
+    assert [item["scores"] for item in together] == [pytest.approx(item["scores"], abs=1e-5) for item in alone]
     assert after.inference_count - before.inference_count == len(texts)
     assert after.execution_count - before.execution_count == 3, "as many as there are lengths"
 
@@ -221,10 +221,10 @@ def test_overload_is_refused_at_once_and_says_when_to_come_back(storage: UPath) 
             thread.start()
         for thread in threads:
             thread.join()
-    assert {each.status_code for each in answers} == {200, 503}
-    refused = [each for each in answers if each.status_code == 503]
-    assert all(int(each.headers["retry-after"]) >= 1 for each in refused)
-    assert all("wait already" in each.json()["error"] for each in refused)
+    assert {answer.status_code for answer in answers} == {200, 503}
+    refused = [answer for answer in answers if answer.status_code == 503]
+    assert all(int(item.headers["retry-after"]) >= 1 for item in refused)
+    assert all("wait already" in item.json()["error"] for item in refused)
 
 
 def test_a_request_that_cannot_be_answered_in_time_is_told_so(server: Server) -> None:

@@ -202,11 +202,11 @@ def test_one_bad_item_in_a_batch_of_eight_is_refused_alone(
             sent = [pool.submit(ask, server, text) for text in texts]
             wait_until(lambda: server.endpoint.find("toy").waiting == 8)
             troubled.go.set()
-            got = [each.result() for each in sent]
+            got = [reply.result() for reply in sent]
             assert first.result().status_code == 200
-        fault.saw(", ".join(str(each.status_code) for each in got))
+        fault.saw(", ".join(str(reply.status_code) for reply in got))
         assert troubled.calls[1] == 8, "they shared a call"
-        assert [each.status_code for each in got] == [400 if index == 3 else 200 for index in range(8)]
+        assert [reply.status_code for reply in got] == [400 if index == 3 else 200 for index in range(8)]
         assert "error" in got[3].json()
         assert all(is_right(got[index].json(), expected(texts[index])) for index in range(8) if index != 3)
         assert succeeded_and_failed(server) == (8, 1)
@@ -224,7 +224,7 @@ def test_many_bad_items_cost_one_look_at_the_engine_which_is_not_closed_before(
         wait_until(lambda: toy.statistics.inference_stats.fail.count == 8)
         server.run(server.endpoint.update(EndpointConfig()))
         troubled.well.set()
-        assert {each.result().status_code for each in sent} == {400}
+        assert {reply.result().status_code for reply in sent} == {400}
     assert troubled.blanks == 1
 
 
@@ -334,15 +334,15 @@ def test_streams_leave_room_for_others(server: Server, storage: UPath) -> None:
         infer = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
         idle: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         streams = [infer(iter(idle.get, b"")) for _ in range(most + 1)]
-        wait_until(lambda: any(each.done() for each in streams))
-        (refused,) = [each for each in streams if each.done()]
+        wait_until(lambda: any(stream.done() for stream in streams))
+        (refused,) = [stream for stream in streams if stream.done()]
         assert (refused.code().name, refused.details()) == (
             "UNAVAILABLE",
             f"{most} streams are open already: end one, or send requests by themselves",
         )
         assert answers(server)
-        for each in streams:
-            each.cancel()
+        for stream in streams:
+            stream.cancel()
             idle.put(b"")
 
 

@@ -105,12 +105,12 @@ def test_compiled_pytorch_answers_for_every_size() -> None:
 def test_openvino_leaves_its_threads_on_every_core(onnx: Path) -> None:
     """Pinned, the threads of two replicas would be on the same core."""
     tasks = Path("/proc/self/task")
-    before = {each.name for each in tasks.iterdir()}
+    before = {path.name for path in tasks.iterdir()}
     engine = open_engine("openvino", onnx, EngineSettings(threads=2))
     engine.infer(rows(3))
-    made = {each.name for each in tasks.iterdir()} - before
+    made = {path.name for path in tasks.iterdir()} - before
     assert made
-    assert all(os.sched_getaffinity(int(each)) == os.sched_getaffinity(0) for each in made)
+    assert all(os.sched_getaffinity(int(item)) == os.sched_getaffinity(0) for item in made)
     engine.close()
 
 
@@ -262,7 +262,7 @@ def test_what_openvino_compiled_is_kept_unless_it_was_damaged(damage: str, onnx:
     assert (kept.stat().st_mtime_ns == before) is (damage == "none")
 
 
-def quantised(dtype: int, path: Path) -> Path:
+def quantized(dtype: int, path: Path) -> Path:
     """Write a file that rounds two numbers to ``dtype`` in steps of 0.5, and adds the first to ten times the second."""
     constants = {
         "scale": np.array(0.5, np.float32),
@@ -270,24 +270,24 @@ def quantised(dtype: int, path: Path) -> Path:
         "weight": np.array([[1.0], [10.0]], np.float32),
     }
     nodes = [
-        helper.make_node("QuantizeLinear", ["given", "scale", "zero"], ["quantised"]),
-        helper.make_node("DequantizeLinear", ["quantised", "scale", "zero"], ["rounded"]),
+        helper.make_node("QuantizeLinear", ["given", "scale", "zero"], ["quantized"]),
+        helper.make_node("DequantizeLinear", ["quantized", "scale", "zero"], ["rounded"]),
         helper.make_node("MatMul", ["rounded", "weight"], ["answer"]),
     ]
     return save_onnx(path, nodes, constants, answered=("rows", 1))
 
 
-def test_the_oracle_computes_quantised_files_as_they_are_written(tmp_path: Path) -> None:
+def test_the_oracle_computes_quantized_files_as_they_are_written(tmp_path: Path) -> None:
     given = {"given": np.array([[1.05, 1.6]], np.float32)}
-    in_int8 = open_oracle(quantised(TensorProto.INT8, tmp_path / "int8.onnx")).infer(given)
+    in_int8 = open_oracle(quantized(TensorProto.INT8, tmp_path / "int8.onnx")).infer(given)
     assert in_int8["answer"].tolist() == [[1.0 + 15.0]]
     # In steps of 0.5 these are 2.1 and 3.2; float8 has 3 bits of mantissa, and so 2, 2.25, … 3.25.
-    in_fp8 = open_oracle(quantised(TensorProto.FLOAT8E4M3FN, tmp_path / "fp8.onnx")).infer(given)
+    in_fp8 = open_oracle(quantized(TensorProto.FLOAT8E4M3FN, tmp_path / "fp8.onnx")).infer(given)
     assert in_fp8["answer"].tolist() == [[1.0 + 16.25]]
 
 
-def test_openvino_computes_a_quantised_file(tmp_path: Path) -> None:
-    path = quantised(TensorProto.INT8, tmp_path / "int8.onnx")
+def test_openvino_computes_a_quantized_file(tmp_path: Path) -> None:
+    path = quantized(TensorProto.INT8, tmp_path / "int8.onnx")
     answer = open_engine("openvino", path, EngineSettings(precision="int8")).infer(
         {"given": np.array([[1.05, 1.6]], np.float32)}
     )

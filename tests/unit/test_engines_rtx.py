@@ -120,7 +120,7 @@ def build(
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    # Small models in int8 and fp8 are built where they are quantised, in test_quantization.
+    # Small models in int8 and fp8 are built where they are quantized, in test_quantization.
     [
         *itertools.product(("digits", "reviews"), ("fp32", "fp16", "bf16")),
         *(
@@ -177,7 +177,7 @@ def test_the_library_is_told_of_every_setting() -> None:
     settings = BuildSettings(precision="fp32", profile=profile, sparse_weights=True, workspace_mb=64)
     config = builder_config(library, builder, settings, ())
     flags = (trt.BuilderFlag.SPARSE_WEIGHTS, trt.BuilderFlag.TF32)
-    assert [config.get_flag(each) for each in flags] == [True, False]
+    assert [config.get_flag(flag) for flag in flags] == [True, False]
     assert config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE) == 64 * 2**20
 
 

@@ -37,7 +37,8 @@ def manifest(machine: Machine) -> PlanManifest:
         inputs=inputs,
         outputs=(Tensor(name="logits", dtype="float32", shape=(-1, 1)),),
         profiles=tuple(
-            {each.name: profile.bounds(each.shape) for each in inputs} for profile in optimization_profiles(PROFILE)
+            {input_.name: profile.bounds(input_.shape) for input_ in inputs}
+            for profile in optimization_profiles(PROFILE)
         ),
     )
 

@@ -42,7 +42,7 @@ def test_its_layers_are_the_model_bit_for_bit(arguments: dict[str, Any]) -> None
 
 def test_tied_weights_are_one_parameter() -> None:
     tied, untied = small(), small(tied=False)
-    count = [sum(each.numel() for each in model.parameters()) for model in (tied, untied)]
+    count = [sum(parameter.numel() for parameter in model.parameters()) for model in (tied, untied)]
     assert count[1] - count[0] == 50 * 32
     first, *_, last = layers_of(tied)
     assert isinstance(first, Tied)

@@ -417,7 +417,7 @@ def test_a_listener_of_serves_takes_the_route_and_closes_what_is_idle(
         task, listener = await start_asgi_http_server(HttpApi(endpoint), options, event_loop=asyncio.get_running_loop())
         while not listener.started:
             await asyncio.sleep(0.01)
-        (address,) = (each.getsockname() for each in listener.servers[0].sockets)
+        (address,) = (socket_.getsockname() for socket_ in listener.servers[0].sockets)
         reader, writer = await asyncio.open_connection(*address)
         (connection,) = await _connections(listener)
         assert isinstance(connection, HotProtocol)

@@ -310,7 +310,7 @@ def test_what_was_compiled_is_found_by_the_next_replica(repository: Repository, 
     (kept,) = (tmp_path / "cache/engines").iterdir()
     written = kept.stat().st_mtime_ns
     assert right(loaded(tmp_path), tmp_path)
-    assert [(each, each.stat().st_mtime_ns) for each in (tmp_path / "cache/engines").iterdir()] == [(kept, written)]
+    assert [(path, path.stat().st_mtime_ns) for path in (tmp_path / "cache/engines").iterdir()] == [(kept, written)]
 
 
 def test_what_no_replica_has_asked_for_in_a_month_is_forgotten(repository: Repository, tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_what_no_replica_has_asked_for_in_a_month_is_forgotten(repository: Repos
         os.utime(tmp_path / "cache/engines" / name, (age, age))
     publish(repository, tmp_path, card(engine="openvino"))
     loaded(tmp_path)
-    left = {each.name for each in (tmp_path / "cache/engines").iterdir()}
+    left = {path.name for path in (tmp_path / "cache/engines").iterdir()}
     assert (len(left), "young" in left, "old" in left) == (2, True, False)
 
 

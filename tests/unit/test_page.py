@@ -105,7 +105,7 @@ def test_a_version_that_is_tried_is_shown_and_not_asked_by_name(
         card = seen(page, "#models article:nth-child(2)", "canary")
         assert "version 2 ready: canary, 10 %" in " ".join(card.text.split())
         assert not card.find_elements(By.TAG_NAME, "button")
-        assert [each.text for each in Select(seen(page, "#model")).options] == ["reviews", "shades"]
+        assert [option.text for option in Select(seen(page, "#model")).options] == ["reviews", "shades"]
     finally:
         server.run(server.endpoint.update(config))
 
@@ -167,7 +167,7 @@ def test_it_is_used_by_keyboard_alone(page: WebDriver) -> None:
         assert len(visited) < 20, visited
         outline = page.execute_script("return getComputedStyle(document.activeElement).outlineStyle")
         assert outline != "none", visited
-    assert [each for each in visited if each in ("API", "model", "text", "ask")] == ["API", "model", "text", "ask"]
+    assert [item for item in visited if item in ("API", "model", "text", "ask")] == ["API", "model", "text", "ask"]
     seen(page, "#text").send_keys("bad", Keys.CONTROL, Keys.ENTER)
     seen(page, "#answer h3")
 
@@ -176,9 +176,9 @@ def test_a_screen_reader_hears_what_everything_is(page: WebDriver) -> None:
     seen(page, "#models article")
     Select(page.find_element(By.ID, "model")).select_by_value("shades")
     controls = page.find_elements(By.CSS_SELECTOR, "a, button, input, select, textarea, section, article")
-    named = [each for each in controls if each.is_displayed() and each.tag_name != "article"]
-    assert {each.tag_name for each in named} >= {"a", "button", "input", "select", "section"}
-    assert all(each.accessible_name for each in named), [each.get_attribute("outerHTML") for each in named]
+    named = [control for control in controls if control.is_displayed() and control.tag_name != "article"]
+    assert {item.tag_name for item in named} >= {"a", "button", "input", "select", "section"}
+    assert all(item.accessible_name for item in named), [item.get_attribute("outerHTML") for item in named]
     assert seen(page, "#models article:nth-child(2) button").accessible_name == "Try it shades"
     assert page.find_element(By.ID, "answer").get_attribute("aria-live") == "polite"
 
@@ -189,7 +189,7 @@ def test_nothing_is_fetched_from_elsewhere_and_nothing_runs_but_the_pages_script
     seen(page, "#models article", "<img src=x")
     fetched = page.execute_script("return performance.getEntriesByType('resource').map(each => each.name)")
     assert fetched
-    assert all(each.startswith(f"http://{server.http}/") for each in fetched)
+    assert all(item.startswith(f"http://{server.http}/") for item in fetched)
     page.get_log("browser")
     page.execute_script("document.body.append(Object.assign(document.createElement('script'), {text: 'ran = 1'}))")
     assert page.execute_script("return self.ran") is None
@@ -210,7 +210,7 @@ def test_the_page_is_narrow_where_the_screen_is(page: WebDriver) -> None:
 def test_the_page_is_one_file_with_a_strict_policy(server: Server) -> None:
     answer = httpx.get(f"http://{server.http}/")
     assert answer.text == PAGE
-    policy = dict(each.split(" ", 1) for each in answer.headers["content-security-policy"].split("; "))
+    policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
     assert policy["default-src"] == "'none'"
     assert policy["connect-src"] == "'self'"
     assert all(re.fullmatch(r"'sha256-.{44}'", policy[kind]) for kind in ("script-src", "style-src"))
@@ -222,7 +222,7 @@ def test_an_image_is_sent_as_it_is_too(server: Server, level: int, label: str) -
     content, kind = encode_png(np.full((8, 8), level, np.uint8)), {"content-type": "image/png"}
     url = f"http://{server.http}/v1/models"
     answer = httpx.post(f"{url}/shades/predict", content=content, headers=kind)
-    assert [each["label"] for each in answer.json()["predictions"]] == [label]
+    assert [item["label"] for item in answer.json()["predictions"]] == [label]
     for model, refused, words in [("shades", content[:-30], "cannot be read"), ("reviews", content, "expected a text")]:
         answer = httpx.post(f"{url}/{model}/predict", content=refused, headers=kind)
         assert answer.status_code == 400
@@ -236,7 +236,7 @@ def test_the_api_is_described_and_tried_with_nothing_from_other_servers(
     seen(page, "#operations-models-infer_name", "/v2/models/{name}/infer")
     asked = page.execute_script("return performance.getEntriesByType('resource').map(each => each.name)")
     assert asked
-    assert all(each.startswith((f"http://{server.http}/", "data:")) for each in asked), asked
+    assert all(item.startswith((f"http://{server.http}/", "data:")) for item in asked), asked
     seen(page, ".authorize").click()
     seen(page, "#auth-bearer-value").send_keys(TOKEN, Keys.ENTER)
     seen(page, ".close-modal, .btn-done").click()

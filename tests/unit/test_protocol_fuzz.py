@@ -34,7 +34,7 @@ def bodies() -> Iterator[tuple[dict[str, Any], list[bytes]]]:
         data = to_buffer(tensor).tobytes()
         yield request({**head, "parameters": {"binary_data_size": len(data)}}), [data]
         if datatype not in BINARY_ONLY:
-            elements = [each.decode() if datatype == "BYTES" else each for each in tensor.ravel().tolist()]
+            elements = [item.decode() if datatype == "BYTES" else item for item in tensor.ravel().tolist()]
             yield request({**head, "data": elements}), []
     several = {name: to_buffer(EXAMPLES[name]).tobytes() for name in ("FP32", "BYTES", "BOOL")}
     entries = (
@@ -97,7 +97,7 @@ def test_over_http(seed: int) -> None:
         if rng.random() < 0.1:
             headers.pop(JSON_LENGTH)
         read.append(outcome(partial(rest.read_infer, whole, headers, "m", inputs=rng.choice([(), (SPEC,)]))))
-    requests = [each for each in read if each]
+    requests = [item for item in read if item]
     assert some_of(len(requests))
     for request in requests:
         answered(request)
@@ -111,7 +111,7 @@ def test_over_grpc(seed: int) -> None:
         with suppress(DecodeError):
             message = service_pb2.ModelInferRequest.FromString(damage(some_message(rng).SerializeToString(), rng))
             read.append(outcome(partial(grpc.read_infer, message)))
-    requests = [each for each in read if each]
+    requests = [item for item in read if item]
     assert some_of(len(requests))
     for request in requests:
         answered(request)

@@ -66,7 +66,7 @@ def test_every_datatype_goes_there_and_back(datatype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "datatype"), [(field, each) for field, several in FIELDS.items() for each in several]
+    ("field", "datatype"), [(field, item) for field, several in FIELDS.items() for item in several]
 )
 def test_every_datatype_but_halves_may_be_listed(field: str, datatype: str) -> None:
     tensor = EXAMPLES[datatype]
@@ -96,7 +96,7 @@ def test_all_that_a_request_says_is_read_and_answered() -> None:
     outputs = {name: np.array([[1, 5, 2]], np.float32) for name in "xyz"}
     said = write_stream_infer(build_response(request, "7", outputs, {"z": ["p", "q", "r"]}, custom)).infer_response
     assert (said.model_name, said.model_version, said.id) == ("m", "7", "r1")
-    assert [each.name for each in said.outputs] == ["z", "y"]
+    assert [output.name for output in said.outputs] == ["z", "y"]
     assert InferResult(said).as_numpy("z").tolist() == [[b"5.0:1:q"]]
     assert {
         name: getattr(each, each.WhichOneof("parameter_choice")) for name, each in said.parameters.items()

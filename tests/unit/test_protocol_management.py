@@ -66,7 +66,7 @@ def test_json_and_messages_say_the_same(said: BaseModel, message: object) -> Non
 
 def test_the_index_is_a_list_in_json_and_models_in_a_message() -> None:
     read = MessageToDict(grpc.write_index(INDEX), preserving_proto_field_name=True)["models"]
-    assert [management.ModelIndex.model_validate(each) for each in read] == INDEX
+    assert [management.ModelIndex.model_validate(item) for item in read] == INDEX
 
 
 def test_tensors_are_described_in_the_protocols_words() -> None:

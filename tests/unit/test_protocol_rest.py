@@ -78,7 +78,7 @@ def test_every_datatype_but_halves_goes_there_and_back_as_json(datatype: str) ->
     assert same(request.inputs, {"x": tensor})
     body, headers = write_infer(build_response(request, "3", {"y": tensor}), request)
     assert JSON_LENGTH not in headers
-    expected = np.array([[each.decode() for each in tensor[0]]], np.object_) if datatype == "BYTES" else tensor
+    expected = np.array([[item.decode() for item in tensor[0]]], np.object_) if datatype == "BYTES" else tensor
     assert np.array_equal(received(body, headers).as_numpy("y"), expected)
 
 
@@ -169,7 +169,7 @@ def test_classes_come_in_the_place_of_scores() -> None:
 
 def outputs_of(*datatypes: str) -> list[TensorSpec]:
     """Specs that are called as their datatypes, in lower case."""
-    return [TensorSpec(each.lower(), DTYPES[each], (-1, 3)) for each in datatypes]
+    return [TensorSpec(datatype.lower(), DTYPES[datatype], (-1, 3)) for datatype in datatypes]
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_an_output_too_large_is_not_classified() -> None:
 def test_whatever_has_an_order_is_classified(datatype: str) -> None:
     request = asked(x(), outputs=[{"name": "y", "parameters": {"classification": 99}}])
     (classes,) = build_response(request, "1", {"y": EXAMPLES[datatype]}).outputs["y"]
-    assert [each.split(b":")[1] for each in classes] == [b"2", b"1", b"0"]
+    assert [class_.split(b":")[1] for class_ in classes] == [b"2", b"1", b"0"]
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])

@@ -151,7 +151,7 @@ def test_openvino_runs_every_layer_in_int8(quantized: tuple[Subject, Path]) -> N
 def test_the_file_has_the_shape_that_tensorrt_takes(quantized: tuple[Subject, Path]) -> None:
     subject, file = quantized
     graph = onnx.load(file).graph
-    constants = {each.name: numpy_helper.to_array(each) for each in graph.initializer}
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     makers = {output: node for node in graph.node for output in node.output}
     assert {node.op_type for node in graph.node} >= {"QuantizeLinear", "DequantizeLinear"}
     for node in graph.node:
@@ -198,7 +198,9 @@ def test_a_scale_for_each_channel_is_worked_out_from_its_weights(tmp_path: Path)
     model = load_model(tmp_path / "model.onnx")
     (layer,) = find_layers(model)
     write_quantized(tmp_path / "model.onnx", [layer], {"given": 2.54}, INT8, tmp_path / "int8.onnx")
-    constants = {each.name: numpy_helper.to_array(each) for each in onnx.load(tmp_path / "int8.onnx").graph.initializer}
+    constants = {
+        tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(tmp_path / "int8.onnx").graph.initializer
+    }
     np.testing.assert_array_equal(constants["weight_by_1_quantized"], [[127, 0, -127], [64, 0, 64]])
     np.testing.assert_allclose(constants["weight_by_1_scale"], [1 / 127, 1.0, 0.1], rtol=1e-6)
     np.testing.assert_allclose(constants["given_scale"], 0.02, rtol=1e-6)

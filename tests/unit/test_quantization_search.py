@@ -41,7 +41,9 @@ def test_the_weights_of_layers_in_float_stay_there_too_if_they_hurt(tmp_path: Pa
 
     def evaluate(path: Path) -> Verdict:
         constants = onnx.load(path).graph.initializer
-        in_int8 = [each for each in constants if each.data_type == TensorProto.INT8 and len(each.dims) == 2]
+        in_int8 = [
+            constant for constant in constants if constant.data_type == TensorProto.INT8 and len(constant.dims) == 2
+        ]
         return Verdict((), 0.0) if len(in_int8) < 6 else Verdict(("too far",), 1.0)
 
     target = tmp_path / "int8.onnx"
@@ -56,7 +58,7 @@ def test_smoothing_keeps_outliers_from_taking_the_bits_of_other_channels(tmp_pat
         model[0].weight[:2], model[3].weight[:2] = 100.0, 100.0
         model[1].weight[:, :2] /= 100
         model[4].weight[:, :2] /= 100
-    samples = [{"input": each["pixel_values"].reshape(8, 64)} for each in pictures(1, 8)]
+    samples = [{"input": picture["pixel_values"].reshape(8, 64)} for picture in pictures(1, 8)]
     subject = Subject(model, (TensorSpec("input", FLOATS, (-1, 64)),), samples, tmp_path)
     file, found = subject.quantized(at_least=0.0)
     layers = find_layers(load_model(subject.file))

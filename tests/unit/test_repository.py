@@ -119,7 +119,7 @@ def test_what_a_killed_publisher_left_is_not_a_version(repository: Repository, f
 
 def test_threads_that_publish_at_once_get_a_number_each(repository: Repository, files: UPath) -> None:
     with ThreadPoolExecutor(5) as pool:
-        versions = [each.version for each in pool.map(lambda _: repository.publish("toy", files, CARD), range(5))]
+        versions = [item.version for item in pool.map(lambda _: repository.publish("toy", files, CARD), range(5))]
     assert sorted(versions) == repository.versions("toy") == list(range(1, 6))
     for version in versions:
         repository.verify("toy", version)

@@ -77,8 +77,8 @@ def test_a_canary_answers_its_share_of_the_requests_that_name_no_version(server:
     deploy(server, storage, canary=2)
     client, tensors = tritonclient.grpc.InferenceServerClient(server.grpc), rows(20)  # three calls of the engine
     inputs = [tritonclient.grpc.InferInput(name, list(each.shape), "INT64") for name, each in tensors.items()]
-    for each in inputs:
-        each.set_data_from_numpy(tensors[each.name()])
+    for input_ in inputs:
+        input_.set_data_from_numpy(tensors[input_.name()])
     expected = {version: server.endpoint.find("toy", version).model.engine.infer(tensors)[OUTPUT] for version in "12"}
     assert np.abs(expected["1"] - expected["2"]).max() > 0.1
     answered: Counter[str] = Counter()
@@ -99,14 +99,16 @@ def test_every_version_is_told_of(server: Server, storage: UPath) -> None:
     client = tritonclient.http.InferenceServerClient(server.http)
     assert client.get_model_metadata("toy")["versions"] == ["1", "2", "3"]
     assert client.get_model_metadata("toy", "2")["versions"] == ["1", "2", "3"]
-    assert [(each["version"], each["reason"]) for each in client.get_model_repository_index()] == [
+    assert [(item["version"], item["reason"]) for item in client.get_model_repository_index()] == [
         ("1", ""),
         ("2", "canary, 25 %"),
         ("3", "shadow, 100 %"),
     ]
     assert client.is_model_ready("toy", "3")
     for name, version, told in (("toy", "", ["1", "2", "3"]), ("", "", ["1", "2", "3"]), ("toy", "2", ["2"])):
-        assert [each["version"] for each in client.get_inference_statistics(name, version)["model_stats"]] == told
+        assert [
+            statistic["version"] for statistic in client.get_inference_statistics(name, version)["model_stats"]
+        ] == told
     refused = ask(server, "/v2/models/toy/versions/9/infer")
     assert refused.status_code == 404
     assert refused.json()["error"] == "model 'toy' has no version '9' here: served are 1, 2, 3"

@@ -47,8 +47,10 @@ def test_the_configuration_says_what_the_manifest_does(repository: Repository, t
     publish(repository, tmp_path, CARD)
     config = config_in(repository.folder("toy", 1).parent)
     assert (config.name, config.backend, config.default_model_filename) == ("toy", "openvino", "model.onnx")
-    assert [(each.name, each.data_type, each.dims) for each in config.input] == [("input_ids", TYPE_INT64, [-1])]
-    assert [(each.name, each.data_type, each.dims) for each in config.output] == [("logits", TYPE_FP32, [2])]
+    assert [(tensor.name, tensor.data_type, tensor.dims) for tensor in config.input] == [
+        ("input_ids", TYPE_INT64, [-1])
+    ]
+    assert [(output.name, output.data_type, output.dims) for output in config.output] == [("logits", TYPE_FP32, [2])]
     assert config.max_batch_size == 32
     assert config.dynamic_batching.preferred_batch_size == [8, 16]
     assert config.dynamic_batching.max_queue_delay_microseconds == 2000
@@ -105,12 +107,12 @@ def test_every_kind_of_tensor_can_be_said(repository: Repository, tmp_path: Path
     )
     publish(repository, tmp_path, card(inputs=inputs))
     said = config_in(repository.folder("toy", 1).parent).input
-    assert [(each.name, each.data_type, list(each.dims)) for each in said] == [
+    assert [(item.name, item.data_type, list(item.dims)) for item in said] == [
         ("mask", TYPE_BOOL, [1]),
         ('a "name" \\ 名', TYPE_BF16, [3, 8]),
         ("half", TYPE_FP16, [1]),
     ]
-    assert [each.HasField("reshape") for each in said] == [True, False, False]
+    assert [item.HasField("reshape") for item in said] == [True, False, False]
 
 
 def test_a_model_with_a_fixed_batch_is_not_batched(repository: Repository, tmp_path: Path) -> None:

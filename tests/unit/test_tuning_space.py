@@ -177,10 +177,10 @@ def test_ray_tunes_spaces_are_taken(define: Callable[[object], Space]) -> None:
         }
     )
     seen = [draw(space, seed) for seed in range(30)]
-    assert {each["model.args.width"] for each in seen} == {1, 2, 3}  # Ray Tune leaves the upper end out
-    assert {each["train.optimizer.name"] for each in seen} == {"adamw", "sgd"}
-    assert all(1e-4 <= float(str(each["train.optimizer.lr"])) <= 1e-1 for each in seen)
-    assert all(each["train.label_smoothing"] == 0.1 for each in seen)
+    assert {item["model.args.width"] for item in seen} == {1, 2, 3}  # Ray Tune leaves the upper end out
+    assert {item["train.optimizer.name"] for item in seen} == {"adamw", "sgd"}
+    assert all(1e-4 <= float(str(item["train.optimizer.lr"])) <= 1e-1 for item in seen)
+    assert all(item["train.label_smoothing"] == 0.1 for item in seen)
 
 
 def test_a_trial_has_as_few_workers_as_its_plan_needs() -> None:

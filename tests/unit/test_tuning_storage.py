@@ -47,7 +47,7 @@ def test_a_damaged_study_is_refused_and_its_backup_named(url: URL, tmp_path: Pat
             assert "new search" in str(refused.value)
             fault.saw("refused, with its backup")
     shutil.copy(tmp_path / "study.db.backup", file)
-    assert [each.value for each in resume(url).ended] == [0.5]
+    assert [trial.value for trial in resume(url).ended] == [0.5]
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_a_locked_study_is_waited_for(url: URL, faults: Faults) -> None:
         number = ask(study)
         with locked(url, 3):
             study.complete(number, [0.5], stopped_early=False)
-        assert [each.value for each in resume(url).ended] == [0.5]
+        assert [trial.value for trial in resume(url).ended] == [0.5]
         fault.saw("the value is in the study")
 
 
@@ -118,7 +118,7 @@ def test_a_database_server_keeps_several_studies(postgres: PostgresServer) -> No
         study.complete(number, [value], stopped_early=False)
     left = ask(first)
     after = resume(postgres.url, name="first")
-    assert [each.value for each in after.ended] == [0.25]
+    assert [trial.value for trial in after.ended] == [0.25]
     assert ask(after) == left
     with pytest.raises(TuningError, match="cannot share"):
         create(postgres.url, name="second")
@@ -136,7 +136,7 @@ def test_a_database_server_that_restarts_is_waited_for(postgres: PostgresServer,
                 completing.result(timeout=1.0)  # it waits
             postgres.start()
             completing.result()
-        assert [each.value for each in resume(postgres.url, name="restarted").ended] == [0.5]
+        assert [trial.value for trial in resume(postgres.url, name="restarted").ended] == [0.5]
         fault.saw("the value is in the study")
 
 

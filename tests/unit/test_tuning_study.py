@@ -63,7 +63,7 @@ def test_a_trial_that_was_cut_short_is_the_best_by_the_epoch_that_training_would
         study.report(number, 1, first, cost=1.0)
         study.report(number, 2, second, cost=2.0)  # kept by val_loss, say
     study.complete(0, [0.7], stopped_early=False)
-    assert [each.number for each in study.best] == [1]
+    assert [trial.number for trial in study.best] == [1]
     study.prune(1, "tune.stop.epochs 4 are trained")
     metrics = TuneMetrics.of(study, ["val_accuracy"], "tune.stop.epochs 4 are trained")
     assert (metrics.best_trial, metrics.best_value, metrics.best_trial_epochs) == (1, 0.75, 2)
@@ -116,12 +116,12 @@ def test_samplers_and_later_searches_learn_of_the_values_that_a_trial_of_a_popul
     config = recipe_with(*POPULATION).tune
     assert config is not None
     ask(SearchStudy(study.study, url, study.space, config))
-    assert [each.params["train.optimizer.lr"] for each in sampler.shown] == [0.0123]
+    assert [item.params["train.optimizer.lr"] for item in sampler.shown] == [0.0123]
     later = create(make_url(f"sqlite:///{tmp_path / 'later.db'}"), name="two", earlier=[("one", url)])
     proposals = [later.ask(MAX_TRIALS) for _ in range(2)]
     assert [each.values["train.optimizer.lr"] for each in proposals if each] == [0.003, 0.0123]
-    learned = [each.params for each in later.study.trials if "learned_from" in each.user_attrs]
-    assert [each["train.optimizer.lr"] for each in learned] == [0.0123]
+    learned = [trial.params for trial in later.study.trials if "learned_from" in trial.user_attrs]
+    assert [item["train.optimizer.lr"] for item in learned] == [0.0123]
 
 
 def test_a_trial_that_failed_is_never_the_best(url: URL) -> None:
@@ -130,7 +130,7 @@ def test_a_trial_that_failed_is_never_the_best(url: URL) -> None:
         study.report(ask(study), 1, value, cost=-value)
     study.fail(0, "NonFiniteLossError: step 3")
     study.complete(1, [0.4], stopped_early=False)
-    assert [each.number for each in study.best] == [1]
+    assert [trial.number for trial in study.best] == [1]
 
 
 def test_a_search_in_which_everything_failed_says_why(url: URL) -> None:
@@ -153,10 +153,10 @@ def test_a_search_that_was_cut_off_repeats_nothing_and_retries_what_ran(url: URL
     assert (after.last_reported_epoch(again.number), before.last_reported_epoch(running.number)) == (1, 1)
     after.report(again.number, 2, 0.6, cost=-0.6)
     after.complete(again.number, [0.6], stopped_early=True)
-    assert [each.intermediate_values for each in after.trials] == [{1: 0.8}, {1: 0.4, 2: 0.6}]
+    assert [trial.intermediate_values for trial in after.trials] == [{1: 0.8}, {1: 0.4, 2: 0.6}]
     fresh = [ask(after) for _ in range(3)]
     assert fresh == [2, 3, 4]
-    assert len({str(each.user_attrs["values"]) for each in after.trials}) == 5
+    assert len({str(trial.user_attrs["values"]) for trial in after.trials}) == 5
     metrics = TuneMetrics.of(after, ["val_accuracy"], None)
     assert (metrics.best_trial, metrics.epochs_trained, metrics.trials_stopped_early) == (0, 3, 1)
 
@@ -277,7 +277,7 @@ def test_a_repeated_trial_is_filed_with_the_outcome_of_the_first(url: URL, monke
     assert len(study.trials) == 2
     repeated = study.study.trials[2:]
     assert repeated
-    assert {each.value for each in repeated} <= {0.7, 0.8}
+    assert {item.value for item in repeated} <= {0.7, 0.8}
 
 
 def test_of_several_objectives_the_front_is_kept(url: URL, tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_of_several_objectives_the_front_is_kept(url: URL, tmp_path: Path) -> No
         study.report(number, 1, values[0], cost=-values[0])
         study.complete(number, values, stopped_early=False)
     metrics = TuneMetrics.of(study, ["val_accuracy", "parameters"], None)
-    assert [each.trial for each in metrics.pareto_front] == [0, 1]
+    assert [item.trial for item in metrics.pareto_front] == [0, 1]
     assert metrics.best_values == {"val_accuracy": 0.9, "parameters": 100.0}
     assert metrics.epochs_trained == 3
     objectives = [Objective("val_accuracy", "max"), Objective("parameters", "min")]
@@ -395,7 +395,7 @@ def test_a_trial_that_waits_is_known_to_the_sampler_and_goes_on_after_a_restart(
     after.complete(first.number, [0.7], stopped_early=False)
     after.pause(second.number)
     after.end_running("not promoted")
-    states = [each.state for each in resume(url).ended]
+    states = [trial.state for trial in resume(url).ended]
     assert states == [TrialState.COMPLETE, TrialState.PRUNED]
 
 
@@ -417,7 +417,7 @@ def test_trials_that_wait_are_not_read_anew_and_all_that_is_written_is_known(url
     study.complete(3, [0.5], stopped_early=False)
     known = study.study.get_trials(deepcopy=False)
     assert known == optuna.load_study(study_name="one", storage=str(url)).trials
-    assert [each.state for each in known].count(TrialState.RUNNING) == 11
+    assert [item.state for item in known].count(TrialState.RUNNING) == 11
 
 
 def test_a_proposal_makes_ready_only_the_trials_that_are_new(url: URL, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ def test_no_script_but_its_own_runs_and_no_other_server_is_asked(page: WebDriver
     seen(page, "#runs tbody", HOSTILE)
     fetched = page.execute_script("return performance.getEntriesByType('resource').map(each => each.name)")
     assert fetched
-    assert all(each.startswith(url) for each in fetched)
+    assert all(item.startswith(url) for item in fetched)
     page.execute_script("document.body.append(Object.assign(document.createElement('script'), {text: 'ran = 1'}))")
     assert page.execute_script("return self.ran") is None
     report = httpx.get(f"{url}/runs/train/{GOOD}/report.html")

@@ -89,7 +89,7 @@ def logits(message: bytes) -> np.ndarray[Any, np.dtype[np.float32]]:
 def busy(server: Server) -> list[CallConnection]:
     """Return the connections that have a call."""
     connections = list(server.listener.server_state.connections)
-    return [each for each in connections if isinstance(each, CallConnection) and each._call]
+    return [connection for connection in connections if isinstance(connection, CallConnection) and connection._call]
 
 
 GOOD = infer(2)
@@ -512,7 +512,11 @@ def test_a_closing_connection_answers_its_call(server: Server) -> None:
         idle.read(1)
         line.send(HALF)
         wait_until(lambda: bool(busy(server)))
-        for each in [each for each in server.listener.server_state.connections if isinstance(each, CallConnection)]:
+        for each in [
+            connection
+            for connection in server.listener.server_state.connections
+            if isinstance(connection, CallConnection)
+        ]:
             server.loop.call_soon_threadsafe(each.shutdown)
         idle.read()
         line.send(chunks(prefixed(GOOD)[-1:]))
@@ -544,7 +548,7 @@ def test_haproxy_sends_a_call_again_if_its_replica_has_gone(server: Server) -> N
         model_infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         for _ in range(20):
             assert model_infer(GOOD)
-            for each in [each for each in open_ones if isinstance(each, CallConnection)]:
+            for each in [one for one in open_ones if isinstance(one, CallConnection)]:
                 server.loop.call_soon_threadsafe(each.shutdown)
 
 

@@ -17,7 +17,7 @@ class Onnx:
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         self.session = ort.InferenceSession(os.environ["MODEL_FILE"], options, ["CPUExecutionProvider"])
         kinds = {"tensor(float)": np.float32, "tensor(int64)": np.int64}
-        self.dtypes = {each.name: kinds[each.type] for each in self.session.get_inputs()}
+        self.dtypes = {input_.name: kinds[input_.type] for input_ in self.session.get_inputs()}
 
     @bentoml.api(**BATCHING)
     def predict(self, inputs: np.ndarray) -> np.ndarray:

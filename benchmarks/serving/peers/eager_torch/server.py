@@ -22,7 +22,7 @@ class Eager:
         torch.set_num_threads(1)
         trained = load_weights(to_path(os.environ["WEIGHTS"]))
         self.model = trained.model
-        self.dtypes = {each.name: each.dtype for each in trained.processor.inputs}
+        self.dtypes = {input_.name: input_.dtype for input_ in trained.processor.inputs}
 
     async def __call__(self, request: Request) -> dict:
         row = await request.json()

@@ -13,13 +13,13 @@ class OnnxApi(ls.LitAPI):
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         self.session = ort.InferenceSession(os.environ["MODEL_FILE"], options, ["CPUExecutionProvider"])
         kinds = {"tensor(float)": np.float32, "tensor(int64)": np.int64}
-        self.dtypes = {each.name: kinds[each.type] for each in self.session.get_inputs()}
+        self.dtypes = {input_.name: kinds[input_.type] for input_ in self.session.get_inputs()}
 
     def decode_request(self, request):
         return {name: np.asarray([request[name]], dtype) for name, dtype in self.dtypes.items()}
 
     def batch(self, inputs):
-        return {name: np.concatenate([each[name] for each in inputs]) for name in self.dtypes}
+        return {name: np.concatenate([input_[name] for input_ in inputs]) for name in self.dtypes}
 
     def predict(self, inputs):
         return self.session.run(None, inputs)[0]

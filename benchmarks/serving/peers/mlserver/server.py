@@ -17,7 +17,7 @@ class OnnxRuntime(MLModel):
         return True
 
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:
-        given = {each.name: NumpyCodec.decode_input(each) for each in payload.inputs}
+        given = {input_.name: NumpyCodec.decode_input(input_) for input_ in payload.inputs}
         answer = self._session.run(None, given)[0]
         return InferenceResponse(
             model_name=self.name, model_version=self.version, outputs=[NumpyCodec.encode_output(self._output, answer)]

@@ -13,7 +13,7 @@ class TritonPythonModel:
         options = ort.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         self.session = ort.InferenceSession(os.environ["MODEL_FILE"], options, ["CPUExecutionProvider"])
-        self.inputs = [each["name"] for each in json.loads(args["model_config"])["input"]]
+        self.inputs = [load["name"] for load in json.loads(args["model_config"])["input"]]
         self.output = self.session.get_outputs()[0].name
 
     def execute(self, requests):

@@ -25,9 +25,9 @@ TYPES = {"tensor(float)": "TYPE_FP32", "tensor(int64)": "TYPE_INT64"}
 
 def tensors(specs):
     """Triton leaves the first axis out; a size that varies is -1."""
-    sizes = {each.name: [size if isinstance(size, int) else -1 for size in each.shape[1:]] for each in specs}
+    sizes = {spec.name: [size if isinstance(size, int) else -1 for size in spec.shape[1:]] for spec in specs}
     return ", ".join(
-        f'{{ name: "{each.name}" data_type: {TYPES[each.type]} dims: {sizes[each.name]} }}' for each in specs
+        f'{{ name: "{spec.name}" data_type: {TYPES[spec.type]} dims: {sizes[spec.name]} }}' for spec in specs
     )
 
 
