@@ -141,7 +141,7 @@ def plan_keys(plan: PlanConfig) -> dict[str, Any]:
 def _table(rows: list[PlanRow]) -> list[str]:
     """Return the lines of the table."""
     has_price = any(row.price is not None for row in rows)
-    titles = ["plan", "step", "memory", "comm.", "bubble", "samples/s", "tokens/s", "hours", "device-hours"]
+    titles = ["plan", "step", "memory", "comm.", "bubble", "samples/s", "tokens/s", "recipe", "device time"]
     cells = [[*titles, *(["price"] if has_price else [])]]
     for row in rows:
         error = f"± {row.error:.0%}" if row.error is not None else "not validated"
@@ -155,8 +155,8 @@ def _table(rows: list[PlanRow]) -> list[str]:
                 f"{row.bubble:.0%}",
                 f"{row.samples_per_s:,.1f}",
                 f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else "",
-                _number(row.hours),
-                _number(row.device_hours),
+                _duration(row.hours),
+                _duration(row.device_hours),
                 *([f"{row.price:,.2f}"] if row.price is not None else []),
             ]
         )
@@ -179,5 +179,11 @@ def _seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 0.1 else f"{value * 1000:.3g} ms"
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def _duration(hours: float) -> str:
+    """Return hours in the unit that shows them best."""
+    if hours >= 100:
+        return f"{hours:,.0f} h"
+    if hours >= 2:
+        return f"{hours:.3g} h"
+    minutes = 60 * hours
+    return f"{minutes:.3g} min" if minutes >= 2 else f"{60 * minutes:.3g} s"

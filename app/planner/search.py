@@ -144,7 +144,8 @@ def _require_divisible(problem: Problem) -> None:
     most = min(divisor or 1, problem.cluster.devices_per_node) * (layers or 1)
     possible = [data for data in divisors(devices) if devices // data <= most]
     if not any(batch % data == 0 for data in possible):
-        nearest = min((-(-batch // data) * data for data in possible), key=lambda size: size - batch)
+        multiples = (factor * data for data in possible for factor in (batch // data, batch // data + 1) if factor)
+        nearest = min(multiples, key=lambda size: abs(size - batch))
         raise PlanError(
             f"train.global_batch_size is {batch}, which no plan divides over {devices} devices: expected a multiple "
             f"of {possible[0]}; the nearest is {nearest}"

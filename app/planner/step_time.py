@@ -139,9 +139,9 @@ def _stage_time(
 
 
 _HOOK_S = {0: 0.0, 1: 10e-6, 2: 20e-6, 3: 150e-6}
-"""Seconds of DeepSpeed's Python for a parameter and micro-batch, by ZeRO stage. Not validated on GPUs."""
+"""Seconds of DeepSpeed's Python for a parameter and micro-batch, by ZeRO stage. Guesses: no measurement is recorded."""
 _PIPELINE_S = 1e-3
-"""The same for a stage's instructions of a micro-batch."""
+"""The same for a stage's instructions of a micro-batch. A guess, too."""
 _TENSORS = 8
 """Parameters of a layer, where they are not known."""
 

@@ -1,6 +1,7 @@
 """The planner: profiles, plans, clusters and what it refuses."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from app.planner.cluster import Cluster, cluster_of
 from app.planner.measure import measure
 from app.planner.plan import ParallelPlan
 from app.planner.profile import ModelProfile
-from app.planner.report import PlanReport
+from app.planner.report import PlanReport, report
 from app.planner.search import Findings, Problem, fewest_devices, search
 from app.planner.stages import balanced_cuts
 from app.planner.traffic import STACKS, traffic
@@ -91,9 +92,18 @@ def test_a_model_that_does_not_fit_asks_for_more_devices() -> None:
     assert best.plan.workers == devices
 
 
+@pytest.mark.parametrize(("steps", "shown"), [(1, r"\d s"), (5000, r"\d min"), (10**6, r"\d h")])
+def test_the_table_gives_times_in_a_unit_that_can_be_read(steps: int, shown: str) -> None:
+    problem = _problem(_gpt(layers=4, hidden=512), cluster_of("8xa100-80"), 64)
+    text = report("gpt", problem, search(problem), steps, top=1, price=None).to_text()
+    assert re.search(rf"{shown} +[\d,.]+ (s|min|h)$", text.splitlines()[2]), text
+
+
 def test_a_batch_that_no_plan_divides_is_told_the_nearest() -> None:
     with pytest.raises(PlanError, match=r"is 7, which no plan divides over 1024 devices.*the nearest is 32"):
         _search(_gpt(layers=4, hidden=512), cluster_of("1024xa100-80"), batch=7)
+    with pytest.raises(PlanError, match="expected a multiple of 32; the nearest is 64"):
+        _search(_gpt(layers=4, hidden=512), cluster_of("1024xa100-80"), batch=70)
 
 
 @pytest.mark.parametrize(
