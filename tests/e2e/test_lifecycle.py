@@ -333,6 +333,18 @@ def test_a_recipe_from_elsewhere_goes_with_its_job(cluster: dict[str, str], tmp_
     assert "no finished train run of recipe 'from-elsewhere'" in result["error"]
 
 
+def test_plans_are_for_the_cluster_that_runs_the_job_or_for_a_named_one(cluster: dict[str, str]) -> None:
+    here = run("rayloom", "submit", "plan", "recipes/digits.yaml", environment=cluster)
+    assert here.returncode == 0, here.stdout + here.stderr
+    assert " parameters on 2 x cpu, global batch " in here.stdout
+    found = json.loads(Path(result_of(here.stdout)["artifacts"]["plans"]).read_text(encoding="utf-8"))
+    assert (found["devices"], len(found["plans"])) == (2, 5)
+    named = submit(cluster, "plan", "recipes/digits.yaml", "--cluster", "4xa100-80", "--top", "1")
+    assert named["metrics"]["plan"]["data"] == 4
+    refused = submit(cluster, "plan", "recipes/digits.yaml", "--cluster", "4xa10", succeeds=False)
+    assert "did you mean a100-40 or a100-80?" in refused["error"]
+
+
 def test_submit_refuses_before_it_sends_anything(cluster: dict[str, str]) -> None:
     for arguments, words in (
         (["train", "recipes/digits.yaml", "train.epoch=1"], "'epochs'"),
