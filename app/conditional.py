@@ -20,6 +20,8 @@ _ONE_REQUEST = {"max_concurrency": 1}
 """Without this, s3fs first requests the size, to read large files in pieces."""
 _MAX_REQUESTS = 32
 """Maximum number of concurrent requests to an object store."""
+_COMPARED_BYTES = 256
+"""Bytes before new lines that are compared with what was there: longer than what a line says of time."""
 _REFUSALS = ("PreconditionFailed", "ConditionalRequestConflict")
 """S3 error codes for a conditional write whose condition fails, or that conflicts with a concurrent write."""
 
@@ -53,6 +55,41 @@ def read(path: UPath) -> bytes | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     return content
+
+
+class GrowingFile:
+    """A file of lines that another process appends to, read again and again. Each time only new lines are read."""
+
+    def __init__(self, path: UPath) -> None:
+        self._path = path
+        self._read = 0
+        """Bytes that were returned: whole lines."""
+        self._last = b""
+        """The last of these bytes. Others in their place mean that the file was written anew."""
+
+    def new_lines(self) -> tuple[bytes, bool]:
+        """Return the lines since the last call, and whether the file was written anew: then they are all its lines."""
+        new, is_new_file = self._read_from(self._read - len(self._last)), False
+        if not new.startswith(self._last):
+            self._read, self._last, is_new_file = 0, b"", True
+            new = self._read_from(0)
+        whole = new[len(self._last) : new.rfind(b"\n") + 1]
+        if whole:
+            self._read += len(whole)
+            self._last = whole[-_COMPARED_BYTES:]
+        return whole, is_new_file
+
+    def _read_from(self, start: int) -> bytes:
+        """Return the file's content from a position on; nothing if the file is shorter, or missing."""
+        try:
+            if start == 0:
+                return read(self._path) or b""
+            content: bytes = self._path.fs.cat_file(self._path.path, start=start)
+        except (FileNotFoundError, NotADirectoryError):
+            return b""
+        except (OSError, ValueError):  # S3 refuses a range that lies behind the end
+            return b""
+        return content
 
 
 def claim(path: UPath) -> bool:

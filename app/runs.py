@@ -19,6 +19,7 @@ from app.errors import RayloomError, StorageError
 from app.figures import figures_of
 from app.run_log import keep_log
 from app.storage import list_names, open_storage, to_path, write_atomically
+from app.tracking.process import keep_tracked, require_clients
 
 RESULT_FILE, CONFIG_FILE = "result.json", "config.yaml"
 _RESULT_PREFIX = "RESULT "
@@ -179,10 +180,19 @@ Step = Callable[[Run], Outcome]
 """The work of a run. It opens the run once it has checked its inputs."""
 
 
-def execute(run: Run, step: Step) -> Result:
-    """Do the work and write its result. Print errors, with a traceback unless they are Rayloom's own."""
-    with keep_log(run.folder, lambda: run.may_write), run.until_result:
+def execute(run: Run, step: Step, parent: UPath | None = None) -> Result:
+    """Do the work and write its result. Print errors, with a traceback unless they are Rayloom's own.
+
+    ``parent`` is the folder of the lifecycle that the run is a part of.
+    """
+
+    def may_write() -> bool:
+        return run.may_write
+
+    tracked = keep_tracked(run.folder, run.recipe.tracking, may_write, parent)
+    with keep_log(run.folder, may_write), tracked, run.until_result:
         try:
+            require_clients(run.recipe)
             return run.end(step(run))
         except RayloomError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)

@@ -117,7 +117,7 @@ def _search_of(run: Run, previous: str | None) -> Run | None:
 def _step(lifecycle: Run, part: Run, step: Step) -> Result:
     print(f"── {part.job} ──", flush=True)
     note_part(lifecycle.folder, part.job, part.run_id)
-    result = execute(part, step)
+    result = execute(part, step, lifecycle.folder)
     if result.status == "stopped":
         override = "tune.resume=true" if part.job == "tune" else f"train.resume={part.run_id}"
         raise RayloomError(f"{part.job} was stopped: resume with {override}")

@@ -1,5 +1,6 @@
 """The command ``rayloom runs``: what lies in storage, also while no cluster is up."""
 
+import threading
 import time
 from typing import Annotated
 
@@ -9,6 +10,7 @@ from upath import UPath
 from app.cli.options import Storage, chosen_storage
 from app.cli.tables import aligned
 from app.conditional import read
+from app.config import load_stored_recipe
 from app.errors import RequestError, StorageError
 from app.pages.page import REPORT_FILE
 from app.pages.words import duration, number
@@ -24,7 +26,9 @@ from app.reports.catalog import (
 )
 from app.reports.run_folder import RunFolder, cost_of
 from app.run_log import LOG_FILE
+from app.runs import CONFIG_FILE
 from app.telemetry.events import read_events
+from app.tracking.process import require_clients
 
 runs = typer.Typer(no_args_is_help=True, help="Look at runs, compare them, and delete them.")
 
@@ -110,6 +114,26 @@ def logs(
             return
         time.sleep(_POLL_S)
         run = RunFolder(run.path)
+
+
+@runs.command()
+def track(run_id: RunId, storage: Storage = None) -> None:
+    """Copy to the recipe's trackers what they lack of a run that has ended, as after an outage."""
+    from app.tracking.__main__ import copy_run, create_trackers  # the clients take a while to import
+
+    run = find_run(chosen_storage(storage), run_id)
+    if run.status == "running":
+        raise RequestError(f"run {run.run_id} is under way, and its job copies it: wait for its end")
+    recipe = load_stored_recipe(str(run.path / CONFIG_FILE))
+    require_clients(recipe)
+    trackers = create_trackers(recipe, run.path)
+    if not trackers:
+        raise RequestError(f"the recipe of run {run.run_id} has no tracker: add one under tracking, for later runs")
+    has_ended = threading.Event()
+    has_ended.set()
+    if not copy_run(run.path, trackers, None, has_ended):
+        raise typer.Exit(1)
+    print(f"copied to {', '.join(tracker.name for tracker in trackers)}")
 
 
 @runs.command()

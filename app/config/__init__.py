@@ -22,6 +22,7 @@ from app.config.reading import embedded, read_text, title_of
 from app.config.recipe import LANGUAGE_MODELING, ModelConfig, Recipe
 from app.config.rollout import Percent, Role
 from app.config.serve import BatchingConfig, ServeConfig, TensorParallelConfig, TlsConfig
+from app.config.tracking import TrackingConfig, WandbConfig
 from app.config.train import (
     CheckpointConfig,
     EarlyStoppingConfig,
@@ -75,8 +76,10 @@ __all__ = [
     "TensorParallelConfig",
     "TlsConfig",
     "TokenizerConfig",
+    "TrackingConfig",
     "TrainConfig",
     "TuneConfig",
+    "WandbConfig",
     "WebhookConfig",
     "dump_recipe",
     "embedded",

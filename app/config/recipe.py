@@ -11,6 +11,7 @@ from app.config.notify import NotifyConfig
 from app.config.plan import PlanConfig
 from app.config.section import IMPORT_STRING, NAME, Section
 from app.config.serve import ServeConfig
+from app.config.tracking import TrackingConfig
 from app.config.train import TrainConfig
 from app.config.tune import TuneConfig
 
@@ -64,6 +65,7 @@ class Recipe(Section):
     serve: ServeConfig = ServeConfig()
     alerts: list[AlertConfig] = Field(default=[], description="rules over the metrics that training reports")
     notify: NotifyConfig = NotifyConfig()
+    tracking: TrackingConfig = TrackingConfig()
     tuned_from: TunedFrom | None = Field(
         default=None, description="trial of the search that found the values; written into best.yaml"
     )

@@ -1,6 +1,6 @@
 """All runs in storage: listed, found, compared and deleted. Files and S3 alike, with few requests."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import MappingProxyType
@@ -10,6 +10,7 @@ from upath import UPath
 
 from app.conditional import map_concurrently
 from app.errors import StorageError
+from app.figures import flatten
 from app.reports.run_folder import RunFolder, Status, headline
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
@@ -161,7 +162,7 @@ MISSING = "–"
 
 def recipe_differences(recipes: Sequence[Mapping[str, Any]]) -> list[Difference]:
     """Return the keys whose values are not the same in all recipes, in the recipes' order."""
-    flat = [dict(_flatten("", recipe)) for recipe in recipes]
+    flat = [dict(flatten(recipe)) for recipe in recipes]
     keys = dict.fromkeys(key for recipe in flat for key in recipe)
     compared = [Difference(key, tuple(recipe.get(key, MISSING) for recipe in flat)) for key in keys]
     return [found for found in compared if any(value != found.values[0] for value in found.values)]
@@ -169,7 +170,7 @@ def recipe_differences(recipes: Sequence[Mapping[str, Any]]) -> list[Difference]
 
 def flat_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
     """Return the figures of a result by dotted keys, without lists."""
-    return {key: value for key, value in _flatten("", metrics) if isinstance(value, int | float | str)}
+    return {key: value for key, value in flatten(metrics) if isinstance(value, int | float | str)}
 
 
 def _time_in(run_id: str) -> datetime | None:
@@ -177,11 +178,3 @@ def _time_in(run_id: str) -> datetime | None:
         return datetime.strptime(run_id[:_ID_TIME_LENGTH], _ID_TIME).replace(tzinfo=UTC)
     except ValueError:
         return None
-
-
-def _flatten(prefix: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in fields.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flatten(f"{prefix}{name}.", value)
-        else:
-            yield f"{prefix}{name}", value

@@ -1,10 +1,13 @@
 """The records that training reports: one per step, one per epoch."""
 
+import json
 import resource
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import orjson
 from pydantic import BaseModel, ConfigDict
+
+from app.figures import numbers
 
 if TYPE_CHECKING:  # who only reads records, such as the command line, may lack torch
     import torch
@@ -22,15 +25,19 @@ class Record(BaseModel):
 
     def scalars(self) -> dict[str, float]:
         """Return its numbers by their keys, such as ``loss`` and ``memory.peak_bytes``."""
-        return dict(_scalars("", self.model_dump()))
+        return numbers(self.model_dump())
 
 
-def _scalars(prefix: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            yield from _scalars(f"{prefix}{name}.", value)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield f"{prefix}{name}", value
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Return a line of ``metrics.jsonl``; None if it is torn."""
+    try:
+        entry = orjson.loads(line)
+    except orjson.JSONDecodeError:  # NaN and Infinity, which only Python's own parser reads; or torn
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            return None
+    return entry if isinstance(entry, dict) and "step" in entry else None
 
 
 class MemoryRecord(BaseModel):

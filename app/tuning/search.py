@@ -17,6 +17,7 @@ from app.telemetry.metrics import Publisher
 from app.training.coordination.shared_folder import marked
 from app.training.ray_worker import resources_of
 from app.tuning.budget import SearchBudget
+from app.tuning.promotion import Promotion
 from app.tuning.schedulers import create_promotion, create_scheduler, replay
 from app.tuning.search_metrics import SearchMetrics
 from app.tuning.searcher import StudySearcher
@@ -25,6 +26,7 @@ from app.tuning.study_callback import StudyCallback
 from app.tuning.table import Table
 from app.tuning.trial_actor import TRIALS, TrialActor, remove_checkpoints
 from app.tuning.trial_config import trial_recipe
+from app.tuning.trial_notes import TrialNotes
 from app.tuning.trials import VALUES
 
 _MIN_RESOURCES = {"memory": 1.0}
@@ -143,7 +145,7 @@ class Search:
             run_config=tune.RunConfig(
                 name="tune",
                 storage_path=str(ray_files),
-                callbacks=[callback, metrics],
+                callbacks=[callback, metrics, *self._notes(promotion)],
                 stop=self.budget,
                 failure_config=tune.FailureConfig(max_failures=config.retries),  # each trial's own limit: StudyCallback
                 checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False, num_to_keep=_CHECKPOINTS_TO_KEEP),
@@ -164,6 +166,12 @@ class Search:
         metrics.update(at_once=True)
         for trial in study.ended:
             remove_checkpoints(self.folder / TRIALS / f"{trial.number:04d}")
+
+    def _notes(self, promotion: Promotion | None) -> list[TrialNotes]:
+        """Return what tells trackers of trials, if there are any."""
+        if not self.recipe.tracking.trackers:
+            return []
+        return [TrialNotes(self.folder / TRIALS, self.config.objectives, pauses=promotion is not None)]
 
     def _table(self) -> Table:
         table = Table(self.config.objectives, self._train.epochs)

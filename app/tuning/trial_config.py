@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from app.config import NotifyConfig, Recipe, TuneConfig, with_values
+from app.config import NotifyConfig, Recipe, TrackingConfig, TuneConfig, with_values
 from app.tuning.space import Value
 
 NUMBER, VALUES, LAST_REPORTED_EPOCH = "number", "values", "last_reported_epoch"
@@ -49,7 +49,7 @@ class FinalResult(EpochResult):
 
 
 def trial_recipe(recipe: Recipe, values: Mapping[str, Value], config: TuneConfig) -> Recipe:
-    """Return the recipe of one trial: a run without alerts that keeps one checkpoint.
+    """Return the recipe of one trial: a run without alerts and trackers of its own, that keeps one checkpoint.
 
     Unless ``tune.workers`` is set, the trial has as few processes as the recipe's plan needs. The global batch size
     stays the same, and so does training.
@@ -68,4 +68,6 @@ def trial_recipe(recipe: Recipe, values: Mapping[str, Value], config: TuneConfig
             "train.resume": None,
         },
     )
-    return changed.model_copy(update={"alerts": [], "notify": NotifyConfig(), "tune": None})
+    return changed.model_copy(
+        update={"alerts": [], "notify": NotifyConfig(), "tracking": TrackingConfig(), "tune": None}
+    )

@@ -1,0 +1,52 @@
+"""The tracking servers that runs are copied to."""
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from app.config.notify import is_reference
+from app.config.section import Section
+
+_SCHEMES = ("http", "https", "databricks")
+
+
+def _check_uri(given: str) -> str:
+    scheme, _, rest = given.partition(":")
+    if is_reference(given):
+        return given
+    if scheme not in _SCHEMES:
+        raise ValueError("expected a URI such as https://mlflow.example.org, or env:NAME or file:/PATH that holds it")
+    if "@" in rest:
+        raise ValueError("the URI carries a password: put the whole URI where env:NAME or file:/PATH points to")
+    return given
+
+
+class WandbConfig(Section):
+    """A project in Weights & Biases. It reads its key from ``WANDB_API_KEY`` where the job runs."""
+
+    project: Annotated[str, Field(min_length=1)] = Field(description="name of the project")
+    entity: str | None = Field(default=None, description="user or team; null: the key's own")
+    mode: Literal["online", "offline"] = Field(
+        default="online", description="offline: write into the folder wandb of the run, for 'wandb sync'"
+    )
+
+
+class TrackingConfig(Section):
+    """Where runs are copied to, beside their folder in storage and TensorBoard."""
+
+    mlflow: Annotated[str, AfterValidator(_check_uri)] | None = Field(
+        default=None,
+        description="URI of an MLflow server, or env:NAME or file:/PATH that holds it. Needs the extra mlflow. "
+        "MLflow reads its own variables, such as MLFLOW_TRACKING_TOKEN, where the job runs",
+        examples=["https://mlflow.example.org"],
+    )
+    wandb: WandbConfig | None = Field(default=None, description="Weights & Biases; needs the extra wandb")
+    experiment: str | None = Field(default=None, description="MLflow's experiment; null: the recipe's name")
+    register_versions: bool = Field(
+        default=False, description="whether a version that jobs.compile publishes enters MLflow's model registry, too"
+    )
+
+    @property
+    def trackers(self) -> list[str]:
+        """The trackers that are set, by the names of their keys, of their clients and of Rayloom's extras."""
+        return [name for name in ("mlflow", "wandb") if getattr(self, name)]

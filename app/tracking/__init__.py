@@ -1,0 +1,1 @@
+"""Copies of runs in tracking servers: MLflow, and Weights & Biases."""

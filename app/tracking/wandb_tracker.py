@@ -1,0 +1,69 @@
+"""Runs in Weights & Biases, by its client."""
+
+import secrets
+import shutil
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from app.config import WandbConfig
+from app.tracking.tracker import Point, RunEnd, RunFacts
+
+if TYPE_CHECKING:
+    import wandb
+
+_INIT_TIMEOUT_S = 10.0
+_FINISH_TIMEOUT_S = 10.0
+
+
+class WandbTracker:
+    """Copies runs into a project. Trials and parts of a lifecycle are grouped under the id of what they belong to."""
+
+    name = "wandb"
+
+    def __init__(self, config: WandbConfig, folder: str) -> None:
+        """``folder`` is a local one, in which the client makes a folder ``wandb``. It uploads from there."""
+        self._config, self._folder = config, folder
+        self._runs: dict[str, wandb.Run] = {}
+
+    def open(self, facts: RunFacts, run_id: str | None) -> str:
+        """Create a run and return its id, or go on with ``run_id``."""
+        import wandb
+
+        settings = wandb.Settings(
+            console="off", silent=True, init_timeout=_INIT_TIMEOUT_S, finish_timeout=_FINISH_TIMEOUT_S,
+            finish_timeout_raises=True, x_disable_stats=True,
+        )  # fmt: skip
+        new_id = run_id or secrets.token_hex(4)
+        run = wandb.init(
+            project=self._config.project,
+            entity=self._config.entity,
+            dir=self._folder,
+            id=new_id,
+            name=facts.name,
+            config={**facts.parameters, **{f"lineage.{key}": value for key, value in facts.lineage.items()}},
+            allow_val_change=True,
+            group=facts.parent or new_id,
+            job_type=facts.job,
+            mode=self._config.mode,
+            resume="allow",
+            reinit="create_new",
+            save_code=False,
+            settings=settings,
+        )
+        self._runs[new_id] = run
+        return new_id
+
+    def log(self, run_id: str, points: Sequence[Point]) -> None:
+        """Add points. The client writes them to its own file, and uploads them itself."""
+        for point in points:
+            self._runs[run_id].log(dict(point.values), step=point.step)
+
+    def close(self, run_id: str, end: RunEnd) -> None:
+        """End the run, and add its files."""
+        run = self._runs[run_id]
+        for file in end.files:
+            copied = shutil.copy(file, run.dir)  # else the client links to it, and it is gone soon
+            run.save(copied, base_path=run.dir, policy="now")
+        run.summary.update({**end.metrics, "status": end.status, **end.lineage})
+        run.finish(exit_code=int(end.status == "failed"))
+        del self._runs[run_id]

@@ -1,0 +1,209 @@
+"""Copies of runs: in MLflow's own server, and in the files of Weights & Biases."""
+
+import json
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from upath import UPath
+from wandb.proto.wandb_internal_pb2 import Record
+
+from app.cluster.ports import unused
+from app.config import WandbConfig, load_recipe
+from app.errors import RecipeError
+from app.tracking import __main__ as tracking
+from app.tracking.mlflow_tracker import MlflowTracker
+from app.tracking.process import require_clients
+from app.tracking.tracked_run import TrackedRun, TrialNote
+from app.tracking.wandb_tracker import WandbTracker
+from tests.helpers import ROOT, run
+from tests.mlflow_server import MlflowServer, mlflow_server
+from tests.stored_runs import add_steps, write_run
+
+_BLOCK, _ENDS = 32768, (1, 4)
+"""Of LevelDB's log: bytes of a block, and the kinds of a part that ends a record."""
+RUN_ID = "20260101-000000-digits-aaaa"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
+    with mlflow_server(tmp_path_factory.mktemp("mlflow")) as running:
+        yield running
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> UPath:
+    return UPath(tmp_path)
+
+
+@pytest.fixture
+def tracker(server: MlflowServer, request: pytest.FixtureRequest) -> MlflowTracker:
+    """Of an experiment of the test's own."""
+    return MlflowTracker(server.url, request.node.name, register_versions=True)
+
+
+def end(folder: UPath, status: str = "succeeded", **more: Any) -> None:
+    result = {"job": folder.parent.name, "run_id": folder.name, "recipe": "digits", "status": status, "duration_s": 1.0}
+    (folder / "result.json").write_text(json.dumps(result | more), encoding="utf-8")
+
+
+def test_a_run_has_its_recipe_its_numbers_and_its_files(
+    storage: UPath, server: MlflowServer, tracker: MlflowTracker, request: pytest.FixtureRequest
+) -> None:
+    folder = write_run(storage, RUN_ID, "train.epochs=3", losses=[3.0, 2.0, float("nan")], status=None)
+    copied = TrackedRun(folder, tracker)
+    copied.advance()
+    (under_way,) = server.runs(request.node.name)
+    assert under_way["status"] == "RUNNING"
+    add_steps(folder, [1.0, 0.5], first=4)
+    end(folder, metrics={"val_loss": 0.5}, artifacts={"weights": "/somewhere/weights"})
+    copied.advance()
+    copied.finish()
+    (ended,) = server.runs(request.node.name)
+    assert (ended["name"], ended["status"]) == (RUN_ID, "FINISHED")
+    assert ended["params"]["train.epochs"] == "3"
+    assert ended["tags"]["folder"] == str(folder)
+    assert ended["tags"]["weights"] == "/somewhere/weights"
+    assert ended["metrics"]["result/val_loss"] == 0.5
+    assert server.steps(ended["id"], "step/loss") == [1, 2, 3, 4, 5]
+    assert server.steps(ended["id"], "epoch/val_loss") == [3]  # the second record is of the same epoch
+    files = {file.path for file in server.client.list_artifacts(ended["id"])}
+    assert {"config.yaml", "result.json", "events.jsonl"} <= files
+
+
+def test_a_resumed_run_goes_on_with_the_same_copy(
+    storage: UPath, server: MlflowServer, tracker: MlflowTracker, request: pytest.FixtureRequest
+) -> None:
+    folder = write_run(storage, RUN_ID, losses=[3.0, 2.0, 1.0], status="stopped")
+    TrackedRun(folder, tracker).finish()
+    (stopped,) = server.runs(request.node.name)
+    assert stopped["status"] == "KILLED"
+    (folder / "metrics.jsonl").unlink()  # it went back to step 2, and then trained on with another recipe
+    add_steps(folder, [3.0, 2.0, 1.0, 0.5])
+    write = load_recipe(str(folder / "config.yaml"), ["train.epochs=99"])
+    (folder / "config.yaml").write_text(write.model_dump_json(), encoding="utf-8")
+    end(folder)
+    TrackedRun(folder, tracker).finish()
+    (resumed,) = server.runs(request.node.name)
+    assert (resumed["id"], resumed["status"]) == (stopped["id"], "FINISHED")
+    assert server.steps(resumed["id"], "step/loss") == [1, 2, 3, 4]
+    assert resumed["tags"]["resumed with train.epochs"] == "99"
+
+
+def test_trials_and_parts_are_child_runs(
+    storage: UPath, server: MlflowServer, tracker: MlflowTracker, request: pytest.FixtureRequest
+) -> None:
+    lifecycle = write_run(storage, "20260101-000000-digits-cccc", job="lifecycle", status=None)
+    search = write_run(storage, RUN_ID, job="tune", status=None)
+    for number, state in enumerate(["complete", "failed", "running"]):
+        trial = search / "trials" / f"{number:04d}"
+        trial.mkdir(parents=True)
+        note = TrialNote(values={"train.optimizer.lr": 0.1 * number}, state=state, objectives={"val_loss": 0.5})
+        (trial / "trial.json").write_text(note.model_dump_json(), encoding="utf-8")
+        add_steps(trial, [2.0, 1.0])
+    tracked = TrackedRun(search, tracker, parent=lifecycle)
+    assert tracked.must_wait
+    TrackedRun(lifecycle, tracker).advance()
+    assert not tracked.must_wait
+    tracked.advance()
+    end(search)
+    tracked.finish()
+    runs = {run["name"]: run for run in server.runs(request.node.name)}
+    assert runs[RUN_ID]["tags"]["mlflow.parentRunId"] == runs[lifecycle.name]["id"]
+    trials = [runs[f"{RUN_ID}/{number:04d}"] for number in range(3)]
+    assert {trial["tags"]["mlflow.parentRunId"] for trial in trials} == {runs[RUN_ID]["id"]}
+    assert [trial["status"] for trial in trials] == ["FINISHED", "FAILED", "FINISHED"]
+    assert [trial["tags"]["status"] for trial in trials] == ["succeeded", "failed", "pruned"]
+    assert [trial["params"]["train.optimizer.lr"] for trial in trials] == ["0.0", "0.1", "0.2"]
+    assert server.steps(trials[2]["id"], "step/loss") == [1, 2]
+
+
+def test_steps_that_come_too_fast_are_thinned(
+    storage: UPath, server: MlflowServer, tracker: MlflowTracker, request: pytest.FixtureRequest
+) -> None:
+    folder = write_run(storage, RUN_ID, losses=[1.0] * 1000)
+    tracked = TrackedRun(folder, tracker)
+    tracked.finish()
+    (copied,) = server.runs(request.node.name)
+    steps = server.steps(copied["id"], "step/loss")
+    assert steps[-1] == 1000
+    assert len(steps) <= 80
+    assert tracked.count_left_out() == 1000 - len(steps)
+
+
+def test_a_published_version_enters_the_registry_once(
+    storage: UPath, server: MlflowServer, tracker: MlflowTracker
+) -> None:
+    folder = write_run(storage, RUN_ID, job="compile", status=None)
+    end(folder, artifacts={"model": "digits/3"})
+    TrackedRun(folder, tracker).finish()
+    TrackedRun(folder, tracker).finish()
+    (version,) = server.client.search_model_versions("name='digits'")
+    assert version.tags == {"rayloom.version": "3", "rayloom.location": str(storage / "models/digits/3")}
+
+
+def test_what_an_outage_kept_back_is_said_and_copied_later(
+    storage: UPath, server: MlflowServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(storage, RUN_ID, "tracking.mlflow=env:TRACKER", "tracking.experiment=outage", losses=[2.0, 1.0])
+    (port,) = unused(1)
+    monkeypatch.setenv("TRACKER", f"http://127.0.0.1:{port}")
+    monkeypatch.setattr(tracking, "FINISH_TIMEOUT_S", 1.0)
+    recipe, ended = load_recipe(str(folder / "config.yaml"), []), threading.Event()
+    ended.set()
+    began_s = time.monotonic()
+    assert not tracking.copy_run(folder, tracking.create_trackers(recipe, folder), None, ended)
+    assert time.monotonic() - began_s < 5.0
+    said = capfd.readouterr().err
+    assert "mlflow lacks 3 records and the end of this run" in said
+    assert f"rayloom runs track {RUN_ID}" in said
+    later = run("rayloom", "runs", "track", RUN_ID, f"--storage={storage}", environment={"TRACKER": server.url})
+    assert later.stdout == "copied to mlflow\n", later.stderr
+    (copied,) = server.runs("outage")
+    assert server.steps(copied["id"], "step/loss") == [1, 2]
+
+
+def wandb_records(file: Path) -> Iterator[Record]:
+    """Yield the records of a file of W&B: those of LevelDB's log, behind a header of 7 bytes."""
+    content, position, parts = file.read_bytes(), 7, b""
+    while position + 7 <= len(content):
+        room = _BLOCK - position % _BLOCK
+        if room < 7:
+            position += room
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, position)
+        parts += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in _ENDS:
+            yield Record.FromString(parts)
+            parts = b""
+
+
+def test_files_of_weights_and_biases_have_the_run(storage: UPath) -> None:
+    folder = write_run(storage, RUN_ID, losses=[2.0, 1.0], metrics={"val_loss": 1.0})
+    TrackedRun(folder, WandbTracker(WandbConfig(project="digits", mode="offline"), folder.path)).finish()
+    (file,) = Path(folder.path).glob("wandb/offline-run-*/*.wandb")
+    records = list(wandb_records(file))
+    (opened,) = [record.run for record in records if record.HasField("run")]
+    assert (opened.project, opened.display_name, opened.job_type) == ("digits", RUN_ID, "train")
+    values = [
+        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.HasField("history")
+    ]
+    assert [value["step/loss"] for value in values if "step/loss" in value] == [2.0, 1.0]
+    assert (file.parent / "files/config.yaml").is_file()
+
+
+def test_a_client_that_is_not_installed_is_named_before_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe(str(ROOT / "recipes/digits.yaml"), ["tracking.mlflow=https://mlflow.example.org"])
+    monkeypatch.setattr("app.tracking.process.find_spec", lambda name: None)
+    with pytest.raises(RecipeError, match=r"tracking\.mlflow needs its client: install rayloom\[mlflow\]"):
+        require_clients(recipe)
+    for given in ("mlflow.example.org", "https://me:secret@example.org", "sqlite:///x"):
+        with pytest.raises(RecipeError, match="mlflow"):
+            load_recipe(str(ROOT / "recipes/digits.yaml"), [f"tracking.mlflow={given}"])
