@@ -19,6 +19,7 @@ from app.errors import RayloomError, StorageError
 from app.figures import figures_of
 from app.run_log import keep_log
 from app.storage import list_names, open_storage, to_path, write_atomically
+from app.telemetry.tracing import stage
 from app.tracking.process import keep_tracked, require_clients
 
 RESULT_FILE, CONFIG_FILE = "result.json", "config.yaml"
@@ -193,7 +194,9 @@ def execute(run: Run, step: Step, parent: UPath | None = None) -> Result:
     with keep_log(run.folder, may_write), tracked, run.until_result:
         try:
             require_clients(run.recipe)
-            return run.end(step(run))
+            with stage(run.job, run_id=run.run_id, recipe=run.recipe.name):
+                outcome = step(run)
+            return run.end(outcome)
         except RayloomError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             return run.fail(str(error))

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Generic, TypeVar, cast
 
@@ -11,6 +12,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from app.errors import ClusterError
+from app.telemetry.tracing import call_within, current_traceparent
 
 Result = TypeVar("Result")
 Work = Callable[[Callable[[str], None]], Result]
@@ -47,7 +49,7 @@ def run_on_node(name: str, work: Work[Result], resources: Mapping[str, float]) -
         num_gpus=resources.get("GPU", 0.0),
         resources=custom,
     )
-    stream = task.remote(work)
+    stream = task.remote(partial(call_within, current_traceparent(), name, work))
     if not ray.wait([stream], timeout=_USUAL_START_S)[0]:
         required = ", ".join(f"{kind}: {amount:g}" for kind, amount in resources.items() if amount)
         print(f"{name} has not started yet: waiting for a node with {required or 'room'} free", flush=True)

@@ -14,6 +14,7 @@ from app.serving.access import access_of, token_file_of
 from app.serving.cascade.rule import CascadeRule
 from app.serving.config import DeployedModel, EndpointConfig
 from app.serving.deployment import deployed_model, promote_named
+from app.telemetry.tracing import stage
 from app.training.coordination.heartbeat import run_lock
 from jobs._cluster import connect
 from jobs._endpoint import (
@@ -43,7 +44,8 @@ def deploy(run: Run) -> Outcome:
     """Deploy the production version, or the one that the recipe promotes, and its candidates."""
     recipe, laps = run.recipe, Laps()
     run.until_result.callback(write_page, deployment_page, run.folder)
-    model = _planned(run)
+    with stage("verify"):
+        model = _planned(run)
     laps.end("reading and verifying the versions")
     connect()
     with endpoint_lock() as has_waited:
@@ -62,7 +64,8 @@ def deploy(run: Run) -> Outcome:
         run.hold(run_lock(run.folder))
         run.open()
         began = time.monotonic()
-        roll_out(before, after, recipe.serve.ready_timeout_s)
+        with stage("load the models"):
+            roll_out(before, after, recipe.serve.ready_timeout_s)
         laps.end("loading the models in every replica")
         promote_named(recipe, Repository(run.storage))
         await_routes(address.http)

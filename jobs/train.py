@@ -8,6 +8,7 @@ from upath import UPath
 
 from app.config import TrainConfig
 from app.runs import Outcome, Run
+from app.telemetry.tracing import stage
 from app.training.coordination.topology import require_room_for_groups
 from app.training.ray_worker import fit, resources_of, worker_slots
 from app.training.records import Ending
@@ -26,7 +27,8 @@ def train(run: Run, prepared: UPath | None = None) -> Outcome:
 
     ``prepared`` is the folder of data that another job has prepared for this recipe.
     """
-    data = prepare_run(run, training_cluster, prepared)
+    with stage("prepare"):
+        data = prepare_run(run, training_cluster, prepared)
     config = run.recipe.train
     _set_timeouts(config)
     connect()
@@ -35,9 +37,10 @@ def train(run: Run, prepared: UPath | None = None) -> Outcome:
     if not may_grow():
         require_room_for_groups(config.plan, min_workers, worker_slots(config))
     open_run(run, data)
-    with on_sigterm(lambda: request_stop(run.folder, StopRequest.STOP), "keeping the state"):
+    with stage("steps"), on_sigterm(lambda: request_stop(run.folder, StopRequest.STOP), "keeping the state"):
         ending = _fit(run)
-    return finish_run(run, data, ending, training_cluster)
+    with stage("publish"):
+        return finish_run(run, data, ending, training_cluster)
 
 
 def _set_timeouts(config: TrainConfig) -> None:

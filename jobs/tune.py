@@ -8,6 +8,7 @@ from app.config import Recipe, TuneConfig
 from app.errors import RecipeError
 from app.runs import Outcome, Run
 from app.storage import open_storage, write_atomically
+from app.telemetry.tracing import stage
 from app.training.coordination.heartbeat import run_lock
 from app.training.ray_worker import resources_of
 from app.training.resume import newest_unfinished
@@ -37,7 +38,8 @@ def tune(run: Run) -> Outcome:
     locate = partial(locate_study, run.storage, config.storage, scratch.path)
     location = locate(run.run_id)
     check_scheduler(config, trial_recipe(recipe, {}, config).train, space)
-    data, recipe = prepare_trials(run, config, space, training_cluster)
+    with stage("prepare"):
+        data, recipe = prepare_trials(run, config, space, training_cluster)
     own_trial = trial_recipe(recipe, {}, config)
     connect()
     workers = own_trial.train.workers_range[1]
@@ -56,7 +58,7 @@ def tune(run: Run) -> Outcome:
         capacity = search.capacity()
         growth = f", up to {search.max_concurrency} as the cluster grows" if capacity < search.concurrency() else ""
         print(f"study {run.run_id} in {location}, {max(1, capacity)} trials at once{growth}", flush=True)
-        with on_sigterm(budget.request_stop, "resume the search with tune.resume=true"):
+        with stage("trials"), on_sigterm(budget.request_stop, "resume the search with tune.resume=true"):
             search.run(back_up)
     return _outcome(run, search)
 

@@ -21,6 +21,7 @@ from app.repository.repository import Repository
 from app.runs import Outcome, Run, latest_result
 from app.storage import to_path
 from app.tasks import find_processor
+from app.telemetry.tracing import stage
 from app.training.coordination.heartbeat import run_lock
 
 
@@ -71,9 +72,11 @@ def compile_model(run: Run, log: Log = print_line) -> Outcome:
 def _compile(run: Run, compilation: Compilation, log: Log) -> Outcome:
     recipe = run.recipe
     try:
-        compilation.evaluate()
+        with stage("variants"):
+            compilation.evaluate()
         plans = _keep_plans(run, compilation)
-        choice = compilation.choose()
+        with stage("measure"):
+            choice = compilation.choose()
     except RayloomError as error:
         write_report(report_of(compilation, recipe.name, None, str(error)), run.folder)
         raise

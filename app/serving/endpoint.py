@@ -24,6 +24,7 @@ from app.serving.protocol.management import ModelIndex, ModelMetadata, ModelStat
 from app.serving.rollout import InferenceTarget, Rollout, TrafficShare
 from app.serving.traffic import Traffic
 from app.storage import open_storage
+from app.telemetry.tracing import find_request_tracer
 
 _METADATA = ServerMetadata(version=version_of("rayloom"))
 _TARGETED_SHARE = 0.95
@@ -58,7 +59,7 @@ class Endpoint:
         self._models: dict[str, Rollout] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._updating = asyncio.Lock()
-        self.traffic = Traffic()
+        self.traffic = Traffic(find_request_tracer())
         """Every request for inference, however it came."""
         self.loads: defaultdict[tuple[str, str], Durations] = defaultdict(Durations)
         """Cold starts, by name and version of the model."""

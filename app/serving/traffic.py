@@ -18,6 +18,7 @@ from app.errors import (
 )
 from app.telemetry.catalog import RECEIVED_BYTES, REQUESTS, SENT_BYTES
 from app.telemetry.metrics import Sample
+from app.telemetry.tracing import RequestTracer
 
 Protocol = Literal["http", "grpc", "natural"]
 """How a request came: by the Open Inference Protocol over HTTP or gRPC, or as natural input over HTTP."""
@@ -60,12 +61,16 @@ class Asked:
     outcome: Outcome = "ok"
     received: int = 0
     sent: int = 0
+    traceparent: str | None = None
+    """The span of the request, for its client; None if it is not traced."""
 
 
 class Traffic:
     """Counts every request once. Requests for what is not served have no model: their names are the clients'."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracer: RequestTracer | None = None) -> None:
+        self.tracer = tracer
+        """None: no request is traced."""
         self._tallies: dict[tuple[str, str, Protocol], _Tally] = {}
 
     def add(
@@ -80,8 +85,25 @@ class Traffic:
         tally.sent += sent
 
     @contextmanager
-    def counted(self, protocol: Protocol) -> Iterator[Asked]:
-        """Count the request that is answered in the block, which notes on the value what it learns of it."""
+    def counted(self, protocol: Protocol, traceparent: str | None = None) -> Iterator[Asked]:
+        """Count the request that is answered in the block, which notes on the value what it learns of it.
+
+        ``traceparent`` is the client's span. The request may be traced.
+        """
+        if self.tracer is None:
+            with self._counted(protocol) as asked:
+                yield asked
+            return
+        with self.tracer.request(protocol, traceparent) as trace, self._counted(protocol) as asked:
+            asked.traceparent = trace.traceparent if trace else None
+            try:
+                yield asked
+            finally:
+                if trace:
+                    trace.note(model=asked.model, version=asked.version)
+
+    @contextmanager
+    def _counted(self, protocol: Protocol) -> Iterator[Asked]:
         asked = Asked()
         try:
             yield asked

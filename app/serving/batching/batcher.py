@@ -1,7 +1,6 @@
 """Batches requests into calls of an engine."""
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -13,7 +12,8 @@ from app.serving.batching.groups import Answer, BatchingPolicy, Group, QueuedReq
 from app.serving.batching.release import Hold, RequestBatch
 from app.serving.batching.scheduler import Scheduler
 from app.serving.batching.statistics import BatchingStatistics, ComputeTime, FailureReason
-from app.serving.batching.threads import CallResult, CallSource, Check, EngineThreads, Infer, Slots, call
+from app.serving.batching.threads import Alarm, CallResult, CallSource, Check, EngineThreads, Infer, Slots, call
+from app.telemetry.tracing import current_request
 from app.tensors import Tensors, count_rows, shape_key, slice_rows
 
 _UNMEASURED_RETRY_S = 1.0
@@ -62,8 +62,10 @@ class Batcher:
         self._statistics = BatchingStatistics()
         self._numbers = count()
         self._unanswered = 0
+        self._traced = 0
+        """Requests among them that are traced."""
         self._waking = False
-        self._alarm = _Alarm(self._expire)
+        self._alarm = Alarm(self._expire)
         self._drained = asyncio.Event()
         self._slots = threads(self, infer, check, slots)
 
@@ -106,6 +108,8 @@ class Batcher:
         """
         answer: asyncio.Future[Tensors] = asyncio.get_running_loop().create_future()
         request = self.submit(tensors, count_rows(tensors), shape_key(tensors), answer, priority, timeout_s)
+        if trace := current_request():
+            request.trace, self._traced = trace, self._traced + 1
         try:
             return await answer
         except asyncio.CancelledError:
@@ -113,6 +117,7 @@ class Batcher:
                 self.cancel(request)
             raise
         finally:
+            self._traced -= request.trace is not None
             del answer, request  # they refer to an error, whose traceback refers to this frame
 
     def submit(
@@ -255,6 +260,8 @@ class Batcher:
     def _answer(self, batch: RequestBatch, outcome: CallResult) -> None:
         """Deliver the outcome of a call. If it failed for several requests, the scheduler retries its halves."""
         self._statistics.releases[batch.reason] += 1
+        if self._traced:
+            outcome.trace(batch, self._clock())
         if not isinstance(outcome.answer, Exception):
             self._give_out(batch, outcome.answer, outcome)
         elif len(batch.parts) == 1:
@@ -320,31 +327,3 @@ class Batcher:
         """Wake ``close`` once no request waits and no call runs."""
         if self._scheduler.closing and not self._unanswered and not self._scheduler.is_running:
             self._drained.set()
-
-
-class _Alarm:
-    """A timer on the event loop that fires once, at the earliest of the times that were set."""
-
-    def __init__(self, ring: Callable[[float], None]) -> None:
-        """Call ``ring`` with the time that was set."""
-        self._ring = ring
-        self._timer: asyncio.TimerHandle | None = None
-        self._due_s = math.inf
-
-    def set(self, due_s: float, now_s: float) -> None:
-        """Ring at ``due_s``, unless the alarm rings before."""
-        if due_s >= self._due_s:
-            return
-        self.cancel()
-        self._due_s = due_s
-        self._timer = asyncio.get_running_loop().call_later(due_s - now_s, self._on_timer)
-
-    def cancel(self) -> None:
-        """Forget the time that was set."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer, self._due_s = None, math.inf
-
-    def _on_timer(self) -> None:
-        due_s, self._timer, self._due_s = self._due_s, None, math.inf
-        self._ring(due_s)

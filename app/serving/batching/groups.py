@@ -8,6 +8,7 @@ from typing import Protocol
 
 from app.errors import DeadlineError
 from app.serving.batching.statistics import ComputeTime
+from app.telemetry.tracing import RequestTrace
 from app.tensors import Tensors, concat_rows
 
 _RECENT_CALLS = 16
@@ -247,6 +248,8 @@ class QueuedRequest:
     queue_s: float = 0.0
     collected: Collected | None = None
     """The partial answer, if the request takes several calls and one has ended."""
+    trace: RequestTrace | None = None
+    """None, unless the request is traced."""
 
     @property
     def is_waiting(self) -> bool:

@@ -1,6 +1,7 @@
-"""Threads that run the engine's calls off the event loop."""
+"""Threads that run the engine's calls off the event loop, and a timer on it."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,6 +13,7 @@ from typing import Protocol
 from app.errors import EngineError
 from app.serving.batching.release import Hold, RequestBatch
 from app.serving.batching.statistics import ComputeTime
+from app.telemetry.tracing import TracedCall, TracedRequest
 from app.tensors import Tensors, concat_rows
 
 Infer = Callable[[Tensors], Tensors]
@@ -26,6 +28,16 @@ class CallResult:
     time: ComputeTime
     is_checked: bool = False
     """Whether the answer passed the check as a whole. If not, some of its rows may pass."""
+
+    def trace(self, batch: RequestBatch, now_s: float) -> None:
+        """Make the spans of the call, if a traced request is in it. It has ended at ``now_s``."""
+        requests = [part.request for part in batch.parts]
+        traced = [
+            TracedRequest(request.trace, request.arrived_s, request.queue_s) for request in requests if request.trace
+        ]
+        if traced:
+            error = self.answer if isinstance(self.answer, Exception) else None
+            TracedCall(traced, batch.rows, batch.reason, self.time, error).record(now_s)
 
 
 class CallSource(Protocol):
@@ -136,3 +148,31 @@ class EngineThreads:
         with suppress(Empty):
             return self._wakes.get(timeout=max(0.0, hold.until_s - time.monotonic()) if hold else None)
         return None
+
+
+class Alarm:
+    """A timer on the event loop that fires once, at the earliest of the times that were set."""
+
+    def __init__(self, ring: Callable[[float], None]) -> None:
+        """Call ``ring`` with the time that was set."""
+        self._ring = ring
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s = math.inf
+
+    def set(self, due_s: float, now_s: float) -> None:
+        """Ring at ``due_s``, unless the alarm rings before."""
+        if due_s >= self._due_s:
+            return
+        self.cancel()
+        self._due_s = due_s
+        self._timer = asyncio.get_running_loop().call_later(due_s - now_s, self._on_timer)
+
+    def cancel(self) -> None:
+        """Forget the time that was set."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._due_s = None, math.inf
+
+    def _on_timer(self) -> None:
+        due_s, self._timer, self._due_s = self._due_s, None, math.inf
+        self._ring(due_s)

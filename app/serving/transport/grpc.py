@@ -6,6 +6,7 @@ https://github.com/kserve/open-inference-protocol/blob/main/specification/protoc
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import aclosing
+from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -59,6 +60,9 @@ class Context(Protocol):
         """Return the caller's address."""
 
 
+_traceparent: ContextVar[str | None] = ContextVar("traceparent", default=None)
+"""The client's span of the call that the running task answers."""
+
 Given = TypeVar("Given", bound=Message)
 Answer = TypeVar("Answer", bound=Message)
 Item = TypeVar("Item")
@@ -77,6 +81,8 @@ def _answers(
             try:
                 if method.__name__ not in OPEN_CALLS:
                     service.check_caller(grpc_context)
+                if service.traces:
+                    _traceparent.set(traceparent_of(grpc_context))  # each call has a task of its own
                 return await method(service, _require_parsed(request))
             except Exception as error:
                 _end(grpc_context, error)
@@ -89,6 +95,11 @@ def _answers(
         return call
 
     return decorate
+
+
+def traceparent_of(grpc_context: Context) -> str | None:
+    """Return the client's span, if it sent one."""
+    return dict(grpc_context.invocation_metadata()).get("traceparent")
 
 
 def _end(grpc_context: Context, error: Exception) -> None:
@@ -112,6 +123,7 @@ class GrpcMethods:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._streams, self._answering = 0, 0
+        self.traces = endpoint.traffic.tracer is not None
 
     def check_caller(self, grpc_context: Context) -> None:
         """Raise UnauthorizedError if the endpoint does not answer this caller."""
@@ -224,7 +236,7 @@ class GrpcMethods:
             self._answering -= 1
 
     async def _infer(self, message: pb.ModelInferRequest) -> InferResponse:
-        with self._endpoint.traffic.counted("grpc") as asked:
+        with self._endpoint.traffic.counted("grpc", _traceparent.get()) as asked:
             asked.received = message.ByteSize()
             target = self._endpoint.route(message.model_name, message.model_version or None)
             asked.model, asked.version = message.model_name, target.version

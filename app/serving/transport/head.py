@@ -29,6 +29,7 @@ class RequestHead:
     authorization: str | None
     lengths: Mapping[str, str]
     """The headers with lengths, which are needed to read the body."""
+    traceparent: str | None
 
     @classmethod
     def read(cls, head: bytes) -> "RequestHead | None":
@@ -56,6 +57,7 @@ class RequestHead:
             accept_encoding=headers.get("accept-encoding", ""),
             authorization=headers.get("authorization"),
             lengths=lengths,
+            traceparent=headers.get("traceparent"),
         )
 
 

@@ -75,12 +75,17 @@ class HotRoute:
             self.unary.forget_replaced()
 
     def read(self, head: RequestHead, body: bytes) -> tuple[PreparedRequest, Tensors] | None:
-        """Read a body. Return None if something is wrong with the request, or more than one version answers it."""
+        """Read a body. Return None if something is wrong with the request, or more than one version answers it.
+
+        Return None, too, for a request that is to be traced: uvicorn's way makes its spans.
+        """
         try:
             served = self._endpoint.route_single(head.model, head.version)
-            return self._prepared.read(served, head.model, body, head.lengths) if served else None
+            read = self._prepared.read(served, head.model, body, head.lengths) if served else None
         except Exception:  # any error occurs again on uvicorn's way, and is reported there
             return None
+        tracer = self._endpoint.traffic.tracer
+        return None if tracer and read and tracer.chooses(head.traceparent) else read
 
     def count(self, exchange: "HotExchange", outcome: Outcome, sent: int = 0) -> None:
         """Count a request that has ended, with an answer of so many bytes."""

@@ -61,7 +61,7 @@ class HttpApi:
             headers: of the request, by their names in lower case.
         """
         try:
-            with self._endpoint.traffic.counted("http") as asked:
+            with self._endpoint.traffic.counted("http", headers.get("traceparent")) as asked:
                 answered = await self._infer(path[1], path[2], headers, receive, asked)
         except Exception as error:
             await error_response(error)(scope, receive, send)
@@ -89,6 +89,8 @@ class HttpApi:
             return None
         content, response_headers = write_infer(response, request, headers.get("accept-encoding", ""))
         asked.sent = len(content)
+        if asked.traceparent:
+            response_headers["traceparent"] = asked.traceparent
         return content, response_headers
 
 

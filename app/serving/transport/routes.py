@@ -90,7 +90,7 @@ def _natural(endpoint: Endpoint) -> APIRouter:
         return await answer(name, version, request)
 
     async def answer(name: str, version: str | None, request: Request) -> PredictResponse:
-        with endpoint.traffic.counted("natural") as asked:
+        with endpoint.traffic.counted("natural", request.headers.get("traceparent")) as asked:
             target = endpoint.route(name, version)
             asked.model, asked.version = name, target.version
             given = await _read_predict(request)

@@ -22,7 +22,7 @@ from app.serving.traffic import Outcome, outcome_of
 from app.serving.transport.call_head import CallHead
 from app.serving.transport.errors import refusal
 from app.serving.transport.exchange import Exchange
-from app.serving.transport.grpc import OPEN_CALLS, SERVICE, GrpcMethods
+from app.serving.transport.grpc import OPEN_CALLS, SERVICE, GrpcMethods, traceparent_of
 from app.serving.transport.http import DirectInference
 from app.serving.transport.prepared_calls import PreparedCall, PreparedCalls
 from app.tensors import Tensors
@@ -273,7 +273,8 @@ class UnaryCall(Exchange):
             service.forget_replaced()
             message = pb.ModelInferRequest.FromString(content)
             served = service.direct.endpoint.route_single(message.model_name, message.model_version or None)
-            if served is None:
+            tracer = service.traffic.tracer
+            if served is None or (tracer and tracer.chooses(traceparent_of(self))):
                 return False
             self._id = message.id or None
             self._prepared, tensors = service.prepared.read(served, message, len(content))
