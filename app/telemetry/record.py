@@ -28,6 +28,15 @@ class Record(BaseModel):
         return numbers(self.model_dump())
 
 
+def tag_of(kind: str, key: str) -> str:
+    """Return the name of a record's number in TensorBoard and trackers, such as ``step/memory/peak_bytes``.
+
+    Seconds of phases are a group of their own, apart from the losses of the epoch: ``phase_s/forward``.
+    """
+    tag = key.replace(".", "/")
+    return tag if tag.startswith("phase_s/") else f"{kind}/{tag}"
+
+
 def parse_line(line: bytes) -> dict[str, Any] | None:
     """Return a line of ``metrics.jsonl``; None if it is torn."""
     try:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from app.telemetry.mirror import Mirror
-from app.telemetry.record import Record
+from app.telemetry.record import Record, tag_of
 from app.warnings import best_effort
 
 
@@ -36,9 +36,8 @@ TENSORBOARD = "tensorboard"
 class TensorBoardLog:
     """Writes records to an event file in ``tensorboard/`` of the run's folder.
 
-    Each number of a record becomes a scalar of its step, named by the record's kind and the number's key:
-    ``step/loss``, ``step/memory/peak_bytes``, ``epoch/val_loss``. Among records that are written together, only the
-    last of equal numbers in a row becomes a scalar.
+    Each number of a record becomes a scalar of its step, named by ``tag_of``. Among records that are written together,
+    only the last of equal numbers in a row becomes a scalar.
 
     Errors never stop training. They are printed as warnings, and ``metrics.jsonl`` has the same records.
     """
@@ -95,4 +94,4 @@ def _by_tag(record: Record) -> dict[str, float]:
     """Return the numbers of a record by their names in TensorBoard."""
     numbers = record.scalars()
     del numbers["step"]
-    return {f"{record.kind}/{key.replace('.', '/')}": value for key, value in numbers.items()}
+    return {tag_of(record.kind, key): value for key, value in numbers.items()}

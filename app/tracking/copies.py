@@ -15,7 +15,7 @@ from app.artifacts import METRICS_FILE
 from app.conditional import GrowingFile, read
 from app.figures import numbers
 from app.storage import write_atomically
-from app.telemetry.record import parse_line
+from app.telemetry.record import parse_line, tag_of
 from app.tracking.tracker import Point, RunEnd, RunFacts, Tracker
 
 FILES = (
@@ -25,7 +25,7 @@ FILES = (
 """What is copied of a run's folder, if it is there. Weights and checkpoints stay in storage."""
 _MAX_FILE_BYTES = 16 << 20
 _MAX_STEPS = 80
-"""Steps in one call, evenly spaced if more have come. MLflow takes 1,000 numbers in a call, a step has about ten."""
+"""Steps in one call, evenly spaced if more have come. MLflow takes 1,000 numbers at once, and a step has about ten."""
 
 
 class Progress(BaseModel):
@@ -109,7 +109,7 @@ class RunCopy:
             kind = "epoch" if "val_loss" in entry else "step"
             done = getattr(self._progress, kind) if self._progress else 0
             if entry[kind] > done:
-                values = {f"{kind}/{name.replace('.', '/')}": value for name, value in numbers(entry).items()}
+                values = {tag_of(kind, name): value for name, value in numbers(entry).items()}
                 del values[f"{kind}/step"]
                 (self._epochs if kind == "epoch" else self._steps).append(Point(entry["step"], values))
 

@@ -65,13 +65,9 @@ class Tracker(Protocol):
         ...
 
     def log(self, run_id: str, points: Sequence[Point]) -> None:
-        """Add at most ``MAX_POINTS`` points, in the order of their steps."""
+        """Add points, in the order of their steps."""
         ...
 
     def close(self, run_id: str, end: RunEnd) -> None:
         """End the run, and add its files."""
         ...
-
-
-MAX_POINTS = 100
-"""Points in one call. MLflow takes 1,000 numbers at once, and a step has ten at most."""

@@ -107,7 +107,8 @@ def test_the_page_lists_every_metric() -> None:
         [metric.exported, metric.kind.value, ", ".join(metric.labels)]
         for metric in (*catalog.SERVING, *catalog.TRAINING, *catalog.TUNING)
     ]
-    assert [row[:3] for row in listed] == declared
+    own = [row[:3] for row in listed if row[0].startswith("ray_")]  # tests of monitoring know the cluster's
+    assert own == declared
 
 
 @pytest.fixture(scope="module")

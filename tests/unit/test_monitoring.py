@@ -29,7 +29,8 @@ from app.monitoring.exporter import ClusterWatch
 from app.monitoring.server import create_app, dashboards
 from app.telemetry import catalog
 from app.telemetry.metrics import Kind
-from tests.helpers import wait_until
+from tests.helpers import ROOT, wait_until
+from tests.pages import tables
 
 needs_prometheus = pytest.mark.skipif(not shutil.which("promtool"), reason="Prometheus is not installed")
 needs_alertmanager = pytest.mark.skipif(not shutil.which("amtool"), reason="Alertmanager is not installed")
@@ -213,6 +214,11 @@ def test_what_is_lost_is_counted_from_the_first_look_on(dashboard: FakeDashboard
     assert (found["rayloom_jobs", "train", "failed"], found["rayloom_jobs", "train", "running"]) == (1, 1)
     assert found["rayloom_job_failed_timestamp_seconds", "train", "job-1"] == 90
     assert not any("job-3" in name for name in found)  # it failed long ago
+    listed = [row[:3] for table in tables(ROOT / "docs/reference/metrics.md") for row in table[1:]]
+    families = [(family.samples[0], family.type) for family in watch.collect()]
+    assert [row for row in listed if row[0].startswith("rayloom_")] == [
+        [sample.name, kind, ", ".join(sample.labels)] for sample, kind in families
+    ]
     dashboard.server.shutdown()
     dashboard.server.server_close()
     watch.look()
