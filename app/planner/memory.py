@@ -3,17 +3,32 @@
 from dataclasses import dataclass
 
 from app.planner.plan import ParallelPlan
-from app.planner.profile import ModelProfile
+from app.planner.profile import ModelProfile, SavedActivations
 from app.planner.stages import Stage
 from app.planner.traffic import Stack, held_parameters
 
 _GIB = 2**30
-CONTEXT_BYTES = 1.5 * _GIB
-"""CUDA's context, its libraries' workspaces and NCCL's buffers, which no tensor shows."""
-FRAGMENTATION = 0.06
-"""Share of the activations that the allocator holds beside them."""
+FRAGMENTATION = 0.05
+"""Share of the activations that the allocator holds beside them. Fitted (``benchmarks/planning/fit.py``)."""
+_BUCKET = 5e8
+"""Elements that DeepSpeed reduces at once by default (https://www.deepspeed.ai/docs/config-json)."""
 OPTIMIZER_NUMBERS = {"adamw": 2, "sgd": 1}
 """Numbers of 4 bytes that an optimizer keeps for each parameter. SGD without momentum keeps none."""
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """Bytes of a rank that no tensor of the model accounts for."""
+
+    context: float = 1573 * 2**20
+    """CUDA's context and kernels, as measured on an A100 (bigscience, tr11-176B-ml/chronicles-prequel.md)."""
+    group: float = 1.56e9
+    """NCCL's channels and buffers of a process group. Fitted (``benchmarks/planning/fit.py``)."""
+    checkpointing: float = 0.0
+    """Code that activation checkpointing imports. On a GPU it is not in the device's memory."""
+
+
+GPU_PROCESS = ProcessMemory()
 
 
 @dataclass(frozen=True)
@@ -49,7 +64,7 @@ def memory(
     stages: tuple[Stage, ...],
     position: int = 0,
     optimizer_numbers: int = 2,
-    context: float = CONTEXT_BYTES,
+    process: ProcessMemory = GPU_PROCESS,
 ) -> MemoryEstimate:
     """Return the memory of a rank of stage ``position``."""
     stage = stages[position]
@@ -67,7 +82,7 @@ def memory(
         optimizer=optimizer,
         activations=activations,
         buffers=_buffers(profile, plan, stack, stage, elements),
-        context=context,
+        context=_process_bytes(process, plan),
         host=host if plan.offload == "cpu" or plan.offload_param == "cpu" else 0.0,
     )
 
@@ -97,6 +112,8 @@ def state_bytes(
 
 def _gradient_bytes(profile: ModelProfile, plan: ParallelPlan, stack: Stack) -> int:
     """Return the bytes in which a gradient is kept: 4 where micro-batches are added up in 32 bits."""
+    if stack.keeps_gradient_sums:
+        return profile.element_bytes + (4 if profile.precision == "bf16" else 0)
     if stack.family == "megatron":
         return 4 if profile.precision == "bf16" else profile.element_bytes
     adds_up = plan.accumulation > 1 or plan.pipeline > 1 or plan.zero_stage == 0
@@ -115,37 +132,57 @@ def _activations(profile: ModelProfile, plan: ParallelPlan, stack: Stack, stage:
         in_flight = int(plan.pipeline * (1 + (plan.pipeline - 1) / (plan.pipeline * plan.interleave)) - position)
     kept = largest = last = 0.0
     for layer in stage:
-        saved = _saved_bytes(layer.saved.whole, layer.saved.split, layer.saved.attention, plan)
-        if plan.recompute == "full" and layer.boundary_bytes:
+        saved = _saved_bytes(layer.saved, plan)
+        if plan.recompute in ("full", "selective_op") and layer.boundary_bytes:
             shared = plan.tensor if plan.sequence_parallel else 1
-            kept += layer.boundary_bytes / shared
+            kept += layer.boundary_bytes / shared + (layer.saved.selected if plan.recompute == "selective_op" else 0.0)
             largest = max(largest, saved)
         elif layer.boundary_bytes:
             kept += saved
         else:
-            last = saved  # logits live while their own backward pass runs, once
-    working = largest + last
-    if stack.family == "fsdp" and plan.recompute == "none":
-        working = last
-    return plan.micro_batch * (kept * in_flight + working) + plan.micro_batch * profile.sample_bytes
+            last = saved + _loss_bytes(profile, plan, stack)
+    # The loss goes back before any block, so only the larger of both is there at once.
+    working = max(largest, last)
+    return plan.micro_batch * (kept * in_flight + working + profile.sample_bytes)
 
 
-def _saved_bytes(whole: float, split: float, attention: float, plan: ParallelPlan) -> float:
-    whole = whole / plan.tensor if plan.sequence_parallel else whole
-    split = split / plan.tensor
-    if plan.recompute == "selective_op":
-        return 0.6 * (whole + split)
-    return whole + split + (attention / plan.tensor if plan.recompute != "selective" else 0.0)
+def _loss_bytes(profile: ModelProfile, plan: ParallelPlan, stack: Stack) -> float:
+    """Return the bytes of one sample's logits that are alive while the loss goes back, beside what autograd saves.
+
+    torch's cross-entropy makes the gradient of the log-probabilities, and from it that of the logits, both in 32 bits.
+    Megatron-LM overwrites its softmax instead (``core/tensor_parallel/cross_entropy.py``). DeepSpeed's pipeline, which
+    runs Rayloom's tensor plans too, keeps the logits of its last two micro-batches (``num_pipe_buffers``).
+    """
+    if stack.family == "megatron":
+        return 0.0
+    kept = min(2, plan.accumulation) if stack.family == "rayloom" and plan.tensor * plan.pipeline > 1 else 0
+    return profile.output_bytes * (2 * 4 / profile.element_bytes + kept)
+
+
+def _saved_bytes(saved: SavedActivations, plan: ParallelPlan) -> float:
+    """Return what autograd keeps of a layer and one sample on a rank of a tensor group."""
+    whole = saved.whole / plan.tensor if plan.sequence_parallel else saved.whole
+    attention = 0.0 if plan.recompute == "selective" else saved.attention
+    return whole + (saved.split + attention) / plan.tensor
+
+
+def _process_bytes(process: ProcessMemory, plan: ParallelPlan) -> float:
+    """Return the bytes of a rank beside its tensors. Its groups are all ranks, and one along each degree."""
+    groups = (plan.workers > 1) + sum(degree > 1 for degree in (plan.tensor, plan.data, plan.pipeline))
+    code = process.checkpointing if plan.recompute == "full" and plan.tensor * plan.pipeline == 1 else 0.0
+    return process.context + groups * process.group + code
 
 
 def _buffers(profile: ModelProfile, plan: ParallelPlan, stack: Stack, stage: Stage, elements: float) -> float:
-    """Return the bytes of buckets and of gathered parameters."""
+    """Return the bytes of buckets, of gathered parameters, and of a gradient that is about to be added to others."""
     number = profile.element_bytes
     if stack.family == "fsdp":  # two layers gathered, and the gradients of one
         largest = max(layer.parameters_of(plan.tensor) for layer in stage)
         return largest * (2 * number + stack.gradient_size(profile.precision))
+    added = max(layer.largest_parameter(plan.tensor) for layer in stage) * number if plan.accumulation > 1 else 0.0
     if stack.family == "megatron":
-        return 4 * elements / 16 if plan.zero_stage else 0.0
+        bucket = min(elements, _BUCKET) * number if stack.name == "megatron-deepspeed" and plan.zero_stage else 0.0
+        return bucket + added
     bucket = elements / 64 * number  # app/training/engine/deepspeed_engine.py
     gathered = 2 * max(layer.parameters_of(plan.tensor) for layer in stage) * number if plan.zero_stage == 3 else 0.0
-    return 3 * bucket + gathered
+    return 3 * bucket + gathered + added

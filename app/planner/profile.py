@@ -54,7 +54,10 @@ class Work:
 
 @dataclass(frozen=True)
 class SavedActivations:
-    """Bytes that autograd keeps of one sample for the backward pass of a layer, by what can reduce them."""
+    """Bytes that autograd keeps of one sample for the backward pass of a layer, by what can reduce them.
+
+    ``selected`` is no part of the others.
+    """
 
     whole: float = 0.0
     """Kept whole by each rank of a tensor group. Sequence parallelism splits them."""
@@ -62,6 +65,8 @@ class SavedActivations:
     """Split over a tensor group."""
     attention: float = 0.0
     """Split over a tensor group, and computed again by selective recomputation."""
+    selected: float = 0.0
+    """Kept by selective recomputation of operations, beside the layer's input: every other product, and attention."""
 
     @property
     def total(self) -> float:
@@ -104,6 +109,11 @@ class LayerProfile:
     def parameters_of(self, tensor: int) -> float:
         """Return the elements that a rank of a tensor group holds."""
         return self.parameters - self.split_parameters * (1 - 1 / tensor)
+
+    def largest_parameter(self, tensor: int) -> float:
+        """Return the elements of the largest parameter that a rank of a tensor group holds; of all, if unknown."""
+        share = self.parameters_of(tensor) / self.parameters if self.parameters else 0.0
+        return max(self.tensor_sizes, default=self.parameters) * share
 
 
 @dataclass(frozen=True)

@@ -13,25 +13,25 @@ class Rates:
     physics sets, which stand beside it there.
     """
 
-    matmul: float = 0.84
+    matmul: float = 0.83
     """Of the peak, by large products of well aligned matrices."""
     attention: float = 0.54
     """Of the peak, by fused attention, masked or not, counted whole."""
-    scores: float = 0.60
+    scores: float = 0.45
     """Of the peak, by the products of unfused attention."""
-    memory: float = 0.87
+    memory: float = 0.90
     """Of the memory's bandwidth."""
     node_link: float = 0.85
     """Of the links in a node, by collectives: NCCL's tests show 230 to 250 of an A100's 300 GB/s."""
-    network: float = 0.66
+    network: float = 0.83
     """Of the network, by collectives of large messages."""
     overlap: float = 0.6
     """Of a collective that runs beside computation, hidden by it."""
-    launches: float = 4.4
+    launches: float = 5.0
     """Times the device's launch time that an operation of Python takes on average, with its framework's hooks."""
 
 
-HOPPER = Rates(matmul=0.66, attention=0.28)
+HOPPER = Rates(matmul=0.65, attention=0.28)
 """H100 draws its power limit before its peak, and published runs used FlashAttention 2, which fits Ampere."""
 PROCESSOR = Rates(matmul=0.8, attention=0.5, scores=0.5, memory=0.6, node_link=0.8, network=0.8, launches=1.0)
 """Of typical figures, before calibration measures. Not fitted."""

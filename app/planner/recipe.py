@@ -15,7 +15,7 @@ from app.planner.calibration import Calibration, read_calibration
 from app.planner.cluster import Cluster
 from app.planner.machine import measure_machine, measure_plan
 from app.planner.measure import measure
-from app.planner.memory import CONTEXT_BYTES, OPTIMIZER_NUMBERS
+from app.planner.memory import GPU_PROCESS, OPTIMIZER_NUMBERS, ProcessMemory
 from app.planner.plan import parallel_plan
 from app.planner.profile import ModelProfile
 from app.planner.report import PlanReport, plan_keys, report
@@ -23,8 +23,10 @@ from app.planner.search import Candidate, Findings, Problem, price_plan, search
 from app.tasks import prepare
 from app.training.data.batches import count_steps
 
-CPU_CONTEXT_BYTES = 420e6
-"""Resident memory of a Python process that has imported torch and DeepSpeed, before it has a model."""
+CPU_CONTEXT_BYTES = 370e6
+"""Resident memory of a process that trains, beside its tensors: Python, torch and DeepSpeed. Measured."""
+_CHECKPOINTING_BYTES = 75e6
+"""Resident memory of sympy and of torch's compiler, which ``torch.utils.checkpoint`` imports. Measured."""
 _MEASURED_PLANS = 3
 """Plans that a calibration runs."""
 
@@ -85,8 +87,14 @@ def problem_of(subject: Subject, cluster: Cluster, calibration: Calibration | No
         base=PlanConfig() if isinstance(config.plan, AutoPlan) else config.plan,
         rates=calibration.rates if calibration else None,
         optimizer_numbers=_optimizer_numbers(config),
-        context=CONTEXT_BYTES if is_gpu else (calibration and calibration.context_bytes) or CPU_CONTEXT_BYTES,
+        process=GPU_PROCESS if is_gpu else _cpu_process(calibration),
     )
+
+
+def _cpu_process(calibration: Calibration | None) -> ProcessMemory:
+    """Return the memory of a process on CPUs, measured where plans have run. Gloo's groups take next to nothing."""
+    context = (calibration and calibration.context_bytes) or CPU_CONTEXT_BYTES
+    return ProcessMemory(context, group=0.0, checkpointing=_CHECKPOINTING_BYTES)
 
 
 def _optimizer_numbers(config: TrainConfig) -> int:

@@ -1,6 +1,7 @@
 """The fastest plans of a model on a cluster, and why others were refused."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from app.config.plan import PlanConfig
@@ -8,7 +9,7 @@ from app.config.plan_rules import Setting
 from app.errors import PlanError
 from app.planner.cluster import Cluster
 from app.planner.enumeration import Refusals, divisors, enumerate_plans
-from app.planner.memory import CONTEXT_BYTES, MemoryEstimate, memory
+from app.planner.memory import GPU_PROCESS, MemoryEstimate, ProcessMemory, memory
 from app.planner.plan import ParallelPlan
 from app.planner.profile import ModelProfile
 from app.planner.rates import Rates, rates_of
@@ -33,8 +34,7 @@ class Problem:
     """None: those of the published runs."""
     stack: Stack = RAYLOOM
     optimizer_numbers: int = 2
-    context: float = CONTEXT_BYTES
-    """Bytes of a rank beside its tensors."""
+    process: ProcessMemory = GPU_PROCESS
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,21 @@ def search(problem: Problem) -> Findings:
         )
         if (candidate := _priced(problem, config, plan, refusals)) is not None
     ]
-    candidates.sort(key=_rank)
+    candidates.sort(key=lambda candidate: candidate.time.step_s)
+    if candidates:
+        chosen = best_of([(candidate.time.step_s, candidate.memory.total) for candidate in candidates])
+        candidates.insert(0, candidates.pop(chosen))
     return Findings(tuple(candidates), refusals, time.perf_counter() - started)
 
 
-def _rank(candidate: Candidate) -> tuple[float, float]:
-    """Return what orders candidates: time to within a thousandth, then memory."""
-    return float(f"{candidate.time.step_s:.3g}"), candidate.memory.total
+def best_of(plans: Sequence[tuple[float, float]]) -> int:
+    """Return the index of the plan to take, from each one's seconds and bytes.
+
+    Plans within 1 % of the fastest count as equally fast, because predictions are no better. The one with the least
+    memory is taken.
+    """
+    limit = min(seconds for seconds, _ in plans) * 1.01
+    return min((number for number, plan in enumerate(plans) if plan[0] <= limit), key=lambda number: plans[number][1])
 
 
 def price_plan(problem: Problem, config: PlanConfig, plan: ParallelPlan) -> Candidate | None:
@@ -116,7 +124,7 @@ def _priced(problem: Problem, config: PlanConfig, plan: ParallelPlan, refusals: 
     stages = stages_of(problem.profile, plan.pipeline, problem.stack.cuts_by_parameters)
     positions = sorted({0, min(1, len(stages) - 1), len(stages) - 1})
     estimates = [
-        memory(problem.profile, plan, problem.stack, stages, position, problem.optimizer_numbers, problem.context)
+        memory(problem.profile, plan, problem.stack, stages, position, problem.optimizer_numbers, problem.process)
         for position in positions
     ]
     fullest = max(estimates, key=lambda estimate: estimate.total)

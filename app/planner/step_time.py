@@ -116,6 +116,7 @@ def _stage_time(
     rates: Rates,
 ) -> _StageTime:
     """Return the time of a micro-batch: the backward pass takes twice the work, and what is computed again."""
+    rates = replace(rates, attention=rates.attention * stack.attention_factor)
     work = _fused(sum((_rank_work(layer.whole_work, layer.split_work, plan) for layer in stage), Work()), stack)
     elements = held_parameters(stage, plan.tensor)
     weights = elements * profile.element_bytes
@@ -134,7 +135,8 @@ def _stage_time(
     host_s = host_forward_s + host_backward_s + _framework_s(plan, stack, stage)
     device_s = forward + backward + tensor_s
     # Python launches kernels ahead of a GPU: the slower of both sets the pace. A processor does one after the other.
-    slack_s = host_s if cluster.device.kind == "cpu" else max(0.0, host_s - device_s)
+    alternates = cluster.device.kind == "cpu" or stack.waits_for_kernels
+    slack_s = host_s if alternates else max(0.0, host_s - device_s)
     return _StageTime(forward + slack_s / 3, backward + 2 * slack_s / 3, tensor_s, send_s)
 
 

@@ -46,9 +46,16 @@ class Stack:
     """Bytes of a gradient on its way. None: as the model computes."""
     hides_model_parallel: bool = False
     """Sums of split matrices and sends run beside computation (Megatron-LM's README: ``--tp-comm-overlap``)."""
+    waits_for_kernels: bool = False
+    """Python waits for each kernel before it launches the next (``CUDA_LAUNCH_BLOCKING=1``)."""
+    keeps_gradient_sums: bool = False
+    """In bf16 the sum of micro-batches' gradients in 32 bits lies beside the 16-bit gradients, as in DeepSpeed's first
+    BF16_Optimizer: 4 bytes a parameter more (bigscience, tr11-176B-ml/chronicles-prequel.md, "Rebalancing layers")."""
     cuts_by_parameters: bool = False
     kernel_factor: float = 1.0
     """Launches beside those of the model's own operations, or fewer where a compiler fuses them."""
+    attention_factor: float = 1.0
+    """Rate of fused attention against that of FlashAttention 2."""
     moved_factor: float = 1.0
     """Bytes of memory-bound operations that are left where a compiler fuses norms, activations and additions."""
 
@@ -67,9 +74,14 @@ RAYLOOM = Stack(
 STACKS = {
     "rayloom": RAYLOOM,
     "megatron": Stack("megatron", "megatron", splits_activations=True, splits_gradients=True),
-    "megatron-deepspeed": Stack("megatron-deepspeed", "megatron", splits_activations=True),
+    "megatron-deepspeed": Stack("megatron-deepspeed", "megatron", splits_activations=True, keeps_gradient_sums=True),
     "megatron-core": Stack(
-        "megatron-core", "megatron", splits_activations=True, splits_gradients=True, hides_model_parallel=True
+        "megatron-core",
+        "megatron",
+        splits_activations=True,
+        splits_gradients=True,
+        hides_model_parallel=True,
+        attention_factor=609 / 368,  # cuDNN's, which it calls, on H100 (arXiv:2407.08608, figure 5: heads of 128, 4k)
     ),
     "fsdp": Stack("fsdp", "fsdp", gradient_bytes=2),
     "fsdp-eager": Stack("fsdp-eager", "fsdp", gradient_bytes=4),

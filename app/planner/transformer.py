@@ -120,10 +120,13 @@ def _block_activations(shape: TransformerShape) -> SavedActivations:
     inner = shape.feed_forward * (4 if shape.gated else 2)
     scores = 0.0 if shape.fused_attention else shape.heads * tokens * (2 * number + (1 if shape.dropout else 0))
     statistics = 4.0 * shape.heads if shape.fused_attention else 0.0
+    ends = [hidden, shape.key_value_width, shape.key_value_width, hidden]
+    ends += [shape.feed_forward] * (2 if shape.gated else 1) + [hidden]
     return SavedActivations(
         whole=tokens * hidden * (4 * number + masks),
         split=tokens * (number * (2 * hidden + 2 * shape.key_value_width + inner) + statistics),
         attention=tokens * scores,
+        selected=tokens * number * (sum(ends[::2]) + hidden),  # torchtitan keeps the first, third, … product
     )
 
 

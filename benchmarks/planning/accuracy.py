@@ -8,6 +8,7 @@ from statistics import mean, median
 
 import numpy as np
 
+from app.planner.search import best_of
 from benchmarks.markdown import Goal, table, verdict
 from benchmarks.planning.published import Errors, PublishedRun, published_runs
 
@@ -71,7 +72,7 @@ def choices(runs: Sequence[PublishedRun]) -> list[Choice]:
         if len(members) < 3:
             continue
         best = min(run.step_s for run in members)
-        chosen = min(members, key=lambda run: predicted_s(run.row["id"]))
+        chosen = members[best_of([(predicted_s(run.row["id"]), run.memory_estimate()) for run in members])]
         slowest = max(run.step_s for run in members)
         found.append(Choice(group, len(members), chosen.step_s / best - 1, slowest / best - 1))
     return found

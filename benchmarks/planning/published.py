@@ -56,13 +56,14 @@ class PublishedRun:
 
     @property
     def group(self) -> str:
-        """Runs that differ by their plan alone share it."""
-        return self.row["group"]
+        """Runs that differ by their plan alone share it. bigscience gives several shapes the same name."""
+        row = self.row
+        return f"{row['group']} {row['layers']} x {row['hidden']}, {row['heads']} heads"
 
     @cached_property
     def stack(self) -> Stack:
-        """The framework."""
-        return STACKS[self.row["framework"]]
+        """The framework. bigscience set ``CUDA_LAUNCH_BLOCKING=1``, since its large runs hung without."""
+        return replace(STACKS[self.row["framework"]], waits_for_kernels=self.source == "bigscience")
 
     @cached_property
     def device(self) -> Device:
@@ -155,10 +156,14 @@ class PublishedRun:
         return min(estimates, key=lambda estimate: estimate.step_s)
 
     def memory_estimate(self) -> float:
-        """Return the planner's bytes of the fullest rank."""
+        """Return the planner's bytes of the fullest rank, as the source measures them.
+
+        bigscience reads nvidia-smi. torchtitan prints what PyTorch's allocator has reserved, without CUDA's context.
+        """
         plan = self.plans[0]
         stages = stages_of(self.profile, plan.pipeline, False)
-        return max(memory(self.profile, plan, self.stack, stages, position).total for position in (0, len(stages) - 1))
+        estimates = [memory(self.profile, plan, self.stack, stages, position) for position in (0, len(stages) - 1)]
+        return max(found.total - (found.context if self.source == "torchtitan" else 0.0) for found in estimates)
 
 
 def published_runs() -> list[PublishedRun]:
