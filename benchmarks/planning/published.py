@@ -4,6 +4,7 @@ import csv
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 
@@ -15,12 +16,14 @@ from app.planner.memory import memory
 from app.planner.plan import ParallelPlan, Recompute
 from app.planner.profile import ModelProfile
 from app.planner.rates import Rates, rates_of
-from app.planner.stages import stages_of
+from app.planner.stages import Stage, stages_of
 from app.planner.step_time import StepEstimate, step_time
 from app.planner.traffic import STACKS, Stack
 from app.planner.transformer import TransformerShape, transformer_profile
 
 TABLE = Path(__file__).parent / "published.csv"
+LATER_TABLE = Path(__file__).parent / "published_later.csv"
+"""Runs that were collected when the planner was done, and looked at once."""
 _DEVICES = {"a100_40": "a100-40", "a100_80": "a100-80", "h100_sxm": "h100", "h100_500w": "h100-500w"}
 _OMNI_PATH = 0.6
 """Its adapters leave the work to the processor, and data pass through the node's memory, without GPUDirect."""
@@ -148,10 +151,7 @@ class PublishedRun:
         """Return the planner's step time, of the fastest plan that the source may have meant."""
         rates = rates or rates_of(self.device)
         estimates = [
-            step_time(
-                self.profile, plan, self.cluster, self.stack, stages_of(self.profile, plan.pipeline, False), rates
-            )
-            for plan in self.plans
+            step_time(self.profile, plan, self.cluster, self.stack, self._stages(plan), rates) for plan in self.plans
         ]
         return min(estimates, key=lambda estimate: estimate.step_s)
 
@@ -161,14 +161,23 @@ class PublishedRun:
         bigscience reads nvidia-smi. torchtitan prints what PyTorch's allocator has reserved, without CUDA's context.
         """
         plan = self.plans[0]
-        stages = stages_of(self.profile, plan.pipeline, False)
+        stages = self._stages(plan)
         estimates = [memory(self.profile, plan, self.stack, stages, position) for position in (0, len(stages) - 1)]
         return max(found.total - (found.context if self.source == "torchtitan" else 0.0) for found in estimates)
 
 
-def published_runs() -> list[PublishedRun]:
-    """Return all rows of the table."""
-    with TABLE.open(encoding="utf-8") as file:
+    def _stages(self, plan: ParallelPlan) -> tuple[Stage, ...]:
+        """Return the layers of each stage. Later runs of bigscience count the embedding and the output as layers."""
+        if "embeddings cut as layers" not in self.row["assumed"]:
+            return stages_of(self.profile, plan.pipeline, False)
+        layers = self.profile.layers
+        bounds = np.linspace(0, len(layers), plan.pipeline + 1).astype(int)
+        return tuple(layers[start:end] for start, end in pairwise(bounds))
+
+
+def published_runs(table: Path = TABLE) -> list[PublishedRun]:
+    """Return all rows of a table."""
+    with table.open(encoding="utf-8") as file:
         return [PublishedRun(row) for row in csv.DictReader(file)]
 
 
