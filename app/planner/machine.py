@@ -38,7 +38,8 @@ from app.training.worker import Worker, keep_freed_memory, leave_process_group, 
 
 T = TypeVar("T")
 _TIMEOUT_S = 300.0
-_WARM_UP_STEPS, _STEPS = 2, 8
+_MEASURED_S, _MIN_STEPS, _MAX_STEPS = 3.0, 10, 100
+"""Seconds that the steps of a plan should take in all, and bounds of their number."""
 _SIZES = (2**10, 2**14, 2**18, 2**22)
 """Elements of the all-reduces."""
 
@@ -71,7 +72,10 @@ def measure_plan(recipe: Recipe, data: PreparedData, candidate: Candidate, subje
     with tempfile.TemporaryDirectory() as folder:
         data.save(to_path(folder) / "data")
         threads = max(1, int(recipe.train.cpus_per_worker))
-        found = _run_workers(_measure_steps, candidate.plan.workers, threads, planned, str(Path(folder) / "data"))
+        # Processors take a second or two to reach their pace: caches fill, and allocations become regular.
+        count = min(max(round(_MEASURED_S / candidate.time.step_s), _MIN_STEPS), _MAX_STEPS)
+        arguments = planned, str(Path(folder) / "data"), count
+        found = _run_workers(_measure_steps, candidate.plan.workers, threads, *arguments)
     tensors = int(candidate.memory.total - candidate.memory.context)
     return MeasuredPlan(
         subject=subject,
@@ -194,8 +198,8 @@ def _fit_line(points: list[tuple[int, float]]) -> tuple[float, float]:
     return latency_s, max((at[sizes[-1]] - latency_s) / (sizes[-1] - sizes[0]), 1e-15)
 
 
-def _measure_steps(recipe: Recipe, folder: str) -> _Steps:
-    """Train a few steps on the recipe's data."""
+def _measure_steps(recipe: Recipe, folder: str, count: int) -> _Steps:
+    """Train ``count`` steps on the recipe's data, and return the median of the last half."""
     config = recipe.train
     keep_freed_memory()
     worker = start_worker(config)
@@ -203,7 +207,7 @@ def _measure_steps(recipe: Recipe, folder: str) -> _Steps:
     layout = config.layout(worker.size)
     seed_random(config.seed)
     blueprint = blueprint_of(recipe.model, data.facts)
-    steps = min(_WARM_UP_STEPS + _STEPS, len(data.train) // config.global_batch_size)
+    steps = min(count, len(data.train) // config.global_batch_size)
     engine = create_engine(blueprint, config, layout, steps)
     activity = Activity()
     feed = Feed(data, config, layout, worker, activity)
@@ -215,7 +219,7 @@ def _measure_steps(recipe: Recipe, folder: str) -> _Steps:
         times.append(time.perf_counter() - started)
     feed.close()
     engine.deepspeed.destroy()
-    return _Steps(_slowest(worker, statistics.median(times[_WARM_UP_STEPS:] or times)), _peak_memory())
+    return _Steps(_slowest(worker, statistics.median(times[len(times) // 2 :])), _peak_memory())
 
 
 def _slowest(worker: Worker, seconds: float) -> float:

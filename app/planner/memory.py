@@ -167,8 +167,9 @@ def _saved_bytes(saved: SavedActivations, plan: ParallelPlan) -> float:
 
 
 def _process_bytes(process: ProcessMemory, plan: ParallelPlan) -> float:
-    """Return the bytes of a rank beside its tensors. Its groups are all ranks, and one along each degree."""
-    groups = (plan.workers > 1) + sum(degree > 1 for degree in (plan.tensor, plan.data, plan.pipeline))
+    """Return the bytes of a rank beside its tensors. It is in a group along each degree, and in that of all ranks."""
+    degrees = sum(degree > 1 for degree in (plan.tensor, plan.data, plan.pipeline))
+    groups = degrees + (degrees > 1)
     code = process.checkpointing if plan.recompute == "full" and plan.tensor * plan.pipeline == 1 else 0.0
     return process.context + groups * process.group + code
 

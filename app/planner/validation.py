@@ -19,7 +19,7 @@ class Validation:
     """Nine of ten runs lie within this share of the prediction."""
 
 
-_KINDS = {"a100": Validation(162, 0.045, 0.109), "h100": Validation(56, 0.050, 0.162)}
+_KINDS = {"a100": Validation(162, 0.043, 0.102), "h100": Validation(56, 0.049, 0.161)}
 
 
 def validation_of(device: Device, plan: PlanConfig | None = None) -> Validation | None:
