@@ -23,7 +23,7 @@ from app.tuning.storage import StudyLocation, locate_study
 from app.tuning.study import SearchStudy
 from app.tuning.trial_actor import DATA
 from app.tuning.trial_config import trial_recipe
-from app.tuning.trial_data import keep_data, prepare_trials
+from app.tuning.trial_data import add_plans, keep_data, prepare_trials
 from jobs._cluster import connect, may_grow, require, require_dashboard, training_cluster
 from jobs._runner import main, on_sigterm
 
@@ -41,6 +41,7 @@ def tune(run: Run) -> Outcome:
     with stage("prepare"):
         data, recipe = prepare_trials(run, config, space, training_cluster)
     own_trial = trial_recipe(recipe, {}, config)
+    space = add_plans(space, own_trial, data, config, training_cluster(own_trial.train))
     connect()
     workers = own_trial.train.workers_range[1]
     require(resources_of(own_trial.train, workers), "a trial's workers")

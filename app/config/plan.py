@@ -2,6 +2,7 @@
 
 from typing import Annotated, Literal
 
+import yaml
 from pydantic import BeforeValidator, Field, PositiveInt, SerializerFunctionWrapHandler, WrapSerializer
 
 from app.config.section import Section
@@ -74,11 +75,14 @@ class AutoPlan(PlanConfig):
 
 
 def _read_plan(given: object) -> object:
-    if isinstance(given, str):
-        if given != "auto":
-            raise ValueError(f"expected auto, or keys such as zero_stage, got {given!r}")
+    if given == "auto":
         return AutoPlan()
-    return given
+    if not isinstance(given, str):
+        return given
+    keys = yaml.safe_load(given) if given.startswith("{") else None  # as ``tune.plans`` draws it
+    if not isinstance(keys, dict):
+        raise ValueError(f"expected auto, or keys such as zero_stage, got {given!r}")
+    return keys
 
 
 def _write_plan(plan: PlanConfig, write: SerializerFunctionWrapHandler) -> object:

@@ -84,6 +84,9 @@ class TuneConfig(Section):
         default=None,
         description="maximum optimizer steps of a trial, which may be less than an epoch; default: train.max_steps",
     )
+    plans: PositiveInt | None = Field(
+        default=None, description="also draw train.plan, from this many of the planner's fastest plans"
+    )
     sampler: Sampler = Field(default="tpe", description="algorithm that proposes values, learning from earlier trials")
     random_trials: Annotated[int, Field(ge=0)] | None = Field(
         default=None,

@@ -84,7 +84,9 @@ def _by_prediction(subject: Subject, cluster: Cluster, default: PlanConfig) -> C
         fewest = fewest_devices(problem)
         advice = f"{fewest[0]} of these devices would do" if fewest else "no number of these devices would do"
         raise PlanError(f"train.plan auto: no plan fits {cluster} ({reasons}): {advice}")
-    best = findings.best
+    # Only plans that compute the same, and rather those whose like has been measured.
+    exact = findings.exact
+    best = next((found for found in exact if validation_of(cluster.device, found.config)), exact[0])
     try:
         layout = lay_out(default, problem.global_batch, cluster.devices)
     except ValueError as error:

@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from app.config.layout import lay_out
-from app.config.plan import PlanConfig
+from app.config.plan import PlanConfig, ZeroPlusPlusConfig
 from app.config.plan_rules import Setting, broken_rule
 from app.planner.cluster import Cluster
 from app.planner.plan import ParallelPlan, parallel_plan
 
+OPTIONS = ("offload", "offload_param", "zero_plus_plus")
+"""Keys of a plan that trade time for memory, or computation for traffic. No published run shows them."""
 _MAX_MICRO_BATCH = 64
 _MAX_SIZES = 7
 """Micro-batches that are tried for one layout."""
@@ -43,9 +45,6 @@ def enumerate_plans(
         base: keys that are not searched, such as ``communication_data_type``, are taken from it.
     """
     devices = cluster.devices
-    offloads = ["none"]
-    offloads += ["cpu"] if cluster.device.kind == "gpu" else []  # a processor's memory is there already
-    offloads += ["nvme"] if base.nvme_path else []
     for tensor, pipeline in product(divisors(devices), divisors(devices)):
         if tensor * pipeline > devices or devices % (tensor * pipeline):
             continue
@@ -54,17 +53,47 @@ def enumerate_plans(
             refusals.add("the batch divides", f"global batch {global_batch} does not divide over {data} ranks")
             continue
         sizes = _micro_batches(global_batch // data, pipeline)
+        plans: list[PlanConfig] = []
         if tensor > cluster.devices_per_node:
             reason = f"tensor {tensor} would straddle nodes of {cluster.devices_per_node} devices"
             refusals.add("tensor groups stay in a node", reason, len(sizes))
             continue
-        for stage, offload, recomputes in product((0, 1, 2, 3), offloads, (False, True)):
-            keys = {"tensor": tensor, "pipeline": pipeline, "zero_stage": stage, "offload": offload}
-            plan = base.model_copy(update={**keys, "activation_checkpointing": recomputes})
+        for stage, recomputes in product((0, 1, 2, 3), (False, True)):
+            keys = {"tensor": tensor, "pipeline": pipeline, "zero_stage": stage, "activation_checkpointing": recomputes}
+            plain = base.model_copy(update=keys)
+            plans.extend(plain.model_copy(update=option) for option in _options(plain, cluster))
+        for plan in plans:
             if broken := broken_rule(plan, setting):
                 refusals.add(broken.name, broken.reason, len(sizes))
                 continue
             yield from _sized(plan, sizes, global_batch, devices)
+
+
+def _options(plain: PlanConfig, cluster: Cluster) -> Iterator[dict[str, object]]:
+    """Yield the keys of each option to try with a plan: none, offload to memory and to NVMe, and ZeRO++.
+
+    A processor's memory is there already. ZeRO++ is for links between nodes. None takes a split model.
+    """
+    none: dict[str, object] = dict.fromkeys(OPTIONS[:2], "none") | {"zero_plus_plus": ZeroPlusPlusConfig()}
+    yield none
+    if cluster.device.kind == "cpu" or plain.model_parallel > 1 or not plain.zero_stage:
+        return
+    moves = ["cpu", *(["nvme"] if plain.nvme_path and plain.zero_stage == 3 else [])]
+    for offload, parameters in product(moves, ("none", "cpu") if plain.zero_stage == 3 else ("none",)):
+        yield none | {"offload": offload, "offload_param": parameters}
+    if plain.zero_stage == 3 and cluster.nodes > 1:
+        for is_quantized in (False, True):
+            plus = ZeroPlusPlusConfig(
+                hpz_partition_size=cluster.devices_per_node,
+                quantized_weights=is_quantized,
+                quantized_gradients=is_quantized,
+            )
+            yield none | {"zero_plus_plus": plus}
+
+
+def without_options(plan: PlanConfig) -> PlanConfig:
+    """Return the same plan without offload and ZeRO++."""
+    return plan.model_copy(update={key: PlanConfig.model_fields[key].default for key in OPTIONS})
 
 
 def _sized(

@@ -74,6 +74,8 @@ def memory(
     host = 0.0
     if plan.offload != "none":
         host, optimizer = optimizer, 0.0
+    if plan.offload != "none" and plan.zero_stage >= 2:  # they leave as they are made (arXiv:2101.06840, section 4)
+        host, gradients = host + gradients, 0.0
     if plan.offload_param != "none":
         host, parameters = host + parameters, 0.0
     return MemoryEstimate(
@@ -103,8 +105,9 @@ def state_bytes(
         return part * 4, part * 4, part * 4 * optimizer_numbers
     parameters, gradients = elements * number, elements * _gradient_bytes(profile, plan, stack)
     optimizer = elements * 4 * (optimizer_numbers + (is_mixed or plan.zero_stage > 0))
+    copy = parameters / plan.hpz if plan.hpz > 1 else 0.0  # ZeRO++ (arXiv:2306.10209, section 4.2)
     return (
-        parameters / (data if plan.zero_stage == 3 else 1),
+        parameters / (data if plan.zero_stage == 3 else 1) + copy,
         gradients / (data if plan.zero_stage >= 2 else 1),
         optimizer / (data if plan.zero_stage >= 1 else 1),
     )
@@ -168,7 +171,7 @@ def _saved_bytes(saved: SavedActivations, plan: ParallelPlan) -> float:
 
 def _process_bytes(process: ProcessMemory, plan: ParallelPlan) -> float:
     """Return the bytes of a rank beside its tensors. It is in a group along each degree, and in that of all ranks."""
-    degrees = sum(degree > 1 for degree in (plan.tensor, plan.data, plan.pipeline))
+    degrees = sum(degree > 1 for degree in (plan.tensor, plan.data, plan.pipeline, plan.hpz))
     groups = degrees + (degrees > 1)
     code = process.checkpointing if plan.recompute == "full" and plan.tensor * plan.pipeline == 1 else 0.0
     return process.context + groups * process.group + code

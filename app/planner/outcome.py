@@ -20,7 +20,6 @@ from app.planner.validation import validation_of
 from app.telemetry.profiler import SUMMARY_FILE
 from app.warnings import warn
 
-
 _RAY_BYTES = 110e6
 """Resident memory of Ray's own code in a worker on CPUs, which calibration runs without. Measured."""
 

@@ -28,6 +28,12 @@ class ParallelPlan:
     zero_stage: int = 1
     offload: Literal["none", "cpu", "nvme"] = "none"
     offload_param: Literal["none", "cpu"] = "none"
+    hpz: int = 1
+    """Ranks that hold a second copy of ZeRO 3's parameters, to gather it from for the backward pass (ZeRO++)."""
+    quantized_weights: bool = False
+    """Parameters are gathered in 8 bits (ZeRO++)."""
+    quantized_gradients: bool = False
+    """Gradients are scattered in 4 bits (ZeRO++)."""
     recompute: Recompute = "none"
     overlap: bool = True
     """Gradients are reduced, and parameters gathered, while others are computed."""
@@ -63,6 +69,9 @@ def parallel_plan(config: PlanConfig, layout: Layout) -> ParallelPlan:
         zero_stage=config.zero_stage,
         offload=config.offload,
         offload_param=config.offload_param,
+        hpz=config.zero_plus_plus.hpz_partition_size,
+        quantized_weights=config.zero_plus_plus.quantized_weights,
+        quantized_gradients=config.zero_plus_plus.quantized_gradients,
         recompute="full" if config.activation_checkpointing else "none",
         overlap=config.overlap_comm and layout.pipeline == 1,
     )

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
+import yaml
 from torch import Tensor, nn
 
 from app.config import AutoPlan, PlanConfig, Recipe, TrainConfig
@@ -144,6 +145,20 @@ def find_plans(subject: Subject, cluster: Cluster) -> tuple[Problem, Findings]:
     problem = problem_of(subject, cluster, calibration)
     findings = search(problem)
     return problem, with_measurements(findings, calibration, subject.name) if calibration else findings
+
+
+def fastest_plans(recipe: Recipe, data: PreparedData, cluster: Cluster, count: int) -> list[str]:
+    """Return the fastest plans that compute the same as the default, each as a recipe writes ``train.plan``.
+
+    Raises:
+        PlanError: the model cannot be measured, or no plan fits.
+    """
+    subject = subject_of(recipe, blueprint_of(recipe.model, data.facts).model, data)
+    _, findings = find_plans(subject, cluster)
+    if not findings.exact:
+        raise PlanError(f"no plan fits {cluster}: 'rayloom plan' says why")
+    plans = [candidate.config.model_dump(mode="json", exclude_defaults=True) for candidate in findings.exact[:count]]
+    return [yaml.safe_dump(plan, default_flow_style=True, width=1000).strip() for plan in plans]
 
 
 def with_measurements(findings: Findings, calibration: Calibration, subject: str) -> Findings:

@@ -5,6 +5,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from app.config.plan import PlanConfig
+from app.planner.advice import what_would_help
 from app.planner.search import Candidate, Findings, Problem, fewest_devices
 from app.planner.validation import validation_of
 
@@ -46,6 +47,15 @@ class RefusedPlans(BaseModel):
     example: str
 
 
+class HelpRow(BaseModel):
+    """An option beyond the plans that can run as the recipe stands. Not validated."""
+
+    option: str
+    needs: str
+    step_s: float
+    memory_bytes: int
+
+
 class PlanReport(BaseModel):
     """The best plans of a recipe on a cluster."""
 
@@ -59,6 +69,7 @@ class PlanReport(BaseModel):
     plans: list[PlanRow]
     num_fitting: int
     refused: list[RefusedPlans]
+    would_help: list[HelpRow] = []
     fewest_devices: int | None = None
     """Devices that would do, if no plan fits."""
     search_s: float
@@ -74,7 +85,15 @@ class PlanReport(BaseModel):
         total = sum(row.count for row in self.refused)
         why = [f"refused {total:,} plans, by rule and with the first reason:", *refused] if refused else []
         found = f"{self.num_fitting:,} plans fit; searched in {self.search_s:.2f} s"
-        return "\n".join([head, *body, found, *why])
+        return "\n".join([head, *body, *self._help(), found, *why])
+
+    def _help(self) -> list[str]:
+        """Return the lines about options that are faster, or that fit where no plan does."""
+        return [
+            f"would help: {row.option}, {_seconds(row.step_s)} not validated, {row.memory_bytes / _GIB:.1f} GiB "
+            f"({row.needs})"
+            for row in self.would_help
+        ]
 
     def _advice(self) -> str:
         if self.fewest_devices is None:
@@ -104,6 +123,10 @@ def report(recipe: str, problem: Problem, findings: Findings, steps: int, top: i
         num_fitting=len(findings.candidates),
         refused=[
             RefusedPlans(rule=rule, count=count, example=findings.refusals.examples[rule]) for rule, count in refused
+        ],
+        would_help=[
+            HelpRow(option=row.option, needs=row.needs, step_s=row.step_s, memory_bytes=int(row.memory_bytes))
+            for row in what_would_help(problem, findings)
         ],
         fewest_devices=fewest[0] if fewest else None,
         search_s=round(findings.search_s, 3),
@@ -135,7 +158,10 @@ def _row(candidate: Candidate, problem: Problem, steps: int, price: float | None
 
 def plan_keys(plan: PlanConfig) -> dict[str, Any]:
     """Return the keys of a plan that the planner chooses, as a recipe writes them."""
-    return {key: getattr(plan, key) for key in _SHOWN_KEYS}
+    keys: dict[str, Any] = {key: getattr(plan, key) for key in _SHOWN_KEYS}
+    if plan.offload_param != "none":
+        keys["offload_param"] = plan.offload_param
+    return keys | plan.model_dump(include={"zero_plus_plus"}, exclude_defaults=True)
 
 
 def _table(rows: list[PlanRow]) -> list[str]:
@@ -170,6 +196,10 @@ def _plan_text(row: PlanRow) -> str:
     parts += [f"{key} {plan[key]}" for key in ("tensor", "pipeline") if plan[key] > 1]
     parts.append(f"zero {plan['zero_stage']}")
     parts += [f"offload {plan['offload']}"] if plan["offload"] != "none" else []
+    parts += ["with parameters"] if "offload_param" in plan else []
+    plus = plan.get("zero_plus_plus", {})
+    parts += [f"hpz {plus['hpz_partition_size']}"] if plus else []
+    parts += ["quantized"] if plus.get("quantized_weights") else []
     parts.append(f"micro {plan['micro_batch']} x {row.gradient_accumulation}")
     parts += ["recompute"] if plan["activation_checkpointing"] else []
     return ", ".join(parts)

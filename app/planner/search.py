@@ -1,5 +1,6 @@
 """The fastest plans of a model on a cluster, and why others were refused."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -8,7 +9,7 @@ from app.config.plan import PlanConfig
 from app.config.plan_rules import Setting
 from app.errors import PlanError
 from app.planner.cluster import Cluster
-from app.planner.enumeration import Refusals, divisors, enumerate_plans
+from app.planner.enumeration import Refusals, divisors, enumerate_plans, without_options
 from app.planner.memory import GPU_PROCESS, MemoryEstimate, ProcessMemory, memory
 from app.planner.plan import ParallelPlan
 from app.planner.profile import ModelProfile
@@ -79,6 +80,11 @@ class Findings:
         """The fastest."""
         return self.candidates[0]
 
+    @property
+    def exact(self) -> tuple[Candidate, ...]:
+        """Those that compute the same as the default plan: nothing is sent in fewer bits."""
+        return tuple(candidate for candidate in self.candidates if not candidate.plan.quantized_weights)
+
 
 def search(problem: Problem) -> Findings:
     """Return all plans that fit, fastest first. None may fit.
@@ -96,11 +102,23 @@ def search(problem: Problem) -> Findings:
         )
         if (candidate := _priced(problem, config, plan, refusals)) is not None
     ]
+    candidates = _helpful(candidates)
     candidates.sort(key=lambda candidate: candidate.time.step_s)
     if candidates:
         chosen = best_of([(candidate.time.step_s, candidate.memory.total) for candidate in candidates])
         candidates.insert(0, candidates.pop(chosen))
     return Findings(tuple(candidates), refusals, time.perf_counter() - started)
+
+
+def _helpful(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates whose options help: the same plan without them is slower, or does not fit."""
+    plain = {candidate.config: candidate.time.step_s for candidate in candidates}
+
+    def helps(candidate: Candidate) -> bool:
+        without = without_options(candidate.config)
+        return without == candidate.config or candidate.time.step_s < plain.get(without, math.inf)
+
+    return [candidate for candidate in candidates if helps(candidate)]
 
 
 def best_of(plans: Sequence[tuple[float, float]]) -> int:

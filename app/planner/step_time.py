@@ -85,7 +85,8 @@ def step_time(
         if key not in times:
             sent = traffic(profile, plan, stack, stage, number)
             time = _stage_time(profile, plan, cluster, stack, stage, sent, rates)
-            times[key] = time, _data_s(plan, cluster, stack, sent, time, rates)
+            copied_s = _parameters_s(profile, plan, cluster, stage)
+            times[key] = time, _data_s(plan, cluster, stack, sent, time, rates, copied_s)
     busiest = max(range(len(stages)), key=lambda number: times[keys[number]][0].total_s)
     worst, micro_batches = times[keys[busiest]][0], plan.accumulation
     through = sum(times[key][0].total_s for key in keys) - worst.total_s
@@ -121,6 +122,7 @@ def _stage_time(
     elements = held_parameters(stage, plan.tensor)
     weights = elements * profile.element_bytes
     added = elements * (profile.element_bytes + 2 * stack.accumulated_bytes(profile.precision))
+    added += elements * (_QUANTIZED_WEIGHTS * plan.quantized_weights + _QUANTIZED_GRADIENTS * plan.quantized_gradients)
     forward = compute_s(work * plan.micro_batch, weights, profile, plan, cluster, rates)
     again = _fused(_recomputed(_recomputable(stage, plan), plan), stack)
     backward = compute_s((work * 2 + again) * plan.micro_batch, 3 * weights + added, profile, plan, cluster, rates)
@@ -140,6 +142,9 @@ def _stage_time(
     return _StageTime(forward + slack_s / 3, backward + 2 * slack_s / 3, tensor_s, send_s)
 
 
+_QUANTIZED_WEIGHTS, _QUANTIZED_GRADIENTS = 2 * (1 + 2), 2 + 3 * 0.5 + 2
+"""Bytes of memory that quantization reads and writes for each parameter and micro-batch, in 16 bits. Both gathers of
+weights are unpacked. Gradients are packed, added up within a node, packed again and unpacked."""
 _HOOK_S = {0: 0.0, 1: 10e-6, 2: 20e-6, 3: 150e-6}
 """Seconds of DeepSpeed's Python for a parameter and micro-batch, by ZeRO stage. Guesses: no measurement is recorded."""
 _PIPELINE_S = 1e-3
@@ -281,6 +286,7 @@ def placement(group: Group, plan: ParallelPlan, cluster: Cluster) -> tuple[int, 
     stride, ranks = {
         "tensor": (1, plan.tensor),
         "data": (plan.tensor, plan.data),
+        "copy": (1, plan.hpz),
         "pipeline": (plan.tensor * plan.data, plan.pipeline),
         "tied": (plan.tensor * plan.data * (plan.pipeline - 1), 2),
     }[group]
@@ -295,16 +301,17 @@ def _data_s(
     collectives: Iterable[Collective],
     time: _StageTime,
     rates: Rates,
+    copied_s: float,
 ) -> float:
-    """Return what reductions and gathers add to a step.
+    """Return what reductions, gathers and copies of offloaded parameters, ``copied_s``, add to a step.
 
     What overlaps runs beside the passes of its micro-batches. The longer of both remains, and of the shorter what
     does not hide: copies and collectives use the same memory and cores.
     """
-    spent_s = sum(
+    spent_s = copied_s + sum(
         collective_s(collective, plan, cluster, rates)
         for collective in collectives
-        if collective.group in ("data", "tied")
+        if collective.group in ("data", "copy", "tied")
     )
     if not plan.overlap:
         return spent_s
@@ -316,17 +323,28 @@ def _data_s(
     return spent_s - hidden_s
 
 
+def _parameters_s(profile: ModelProfile, plan: ParallelPlan, cluster: Cluster, stage: Stage) -> float:
+    """Return the seconds in which a rank copies its part of offloaded parameters to the device, twice a micro-batch.
+
+    Rajbhandari 2021, arXiv:2104.07857, section 5: each rank copies its own part, and the parts are gathered then.
+    """
+    if plan.offload_param == "none":
+        return 0.0
+    part = held_parameters(stage, plan.tensor) * profile.element_bytes / plan.data
+    return 2 * plan.accumulation * part / cluster.host_link.bandwidth
+
+
 def _optimizer_s(plan: ParallelPlan, cluster: Cluster, stack: Stack, elements: float, rates: Rates) -> float:
     """Return the seconds of the update: memory bounds it, about 34 bytes of reads and writes for each parameter.
 
-    With offload the gradients go to the node's memory and the parameters back, and the processor updates 16 bytes and
-    more a parameter at its memory's bandwidth (Ren 2021, arXiv:2101.06840). NVMe reads and writes all states of
-    12 bytes (Rajbhandari 2021, arXiv:2104.07857). Not validated.
+    With offload the gradients of each micro-batch go to the node's memory and the parameters back, in 16 bits. The
+    processor updates 34 bytes a parameter, too, at its memory's bandwidth (Ren 2021, arXiv:2101.06840). NVMe reads and
+    writes all states of 12 bytes meanwhile (Rajbhandari 2021, arXiv:2104.07857). Not validated.
     """
     part = elements / (plan.data if plan.zero_stage or stack.family == "fsdp" else 1)
     if plan.offload == "none":
         return 34 * part / (cluster.device.memory_bandwidth * rates.memory)
-    moved_s = 4 * part / cluster.host_link.bandwidth
+    moved_s = 2 * (plan.accumulation + 1) * part / cluster.host_link.bandwidth
     host_bandwidth = (
         200e9 / cluster.devices_per_node if cluster.device.kind == "gpu" else cluster.device.memory_bandwidth
     )

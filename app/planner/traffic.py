@@ -10,8 +10,8 @@ from app.planner.profile import PRECISION_BYTES, ModelProfile, count_parameters
 from app.planner.stages import Stage
 
 CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather", "send"]
-Group = Literal["tensor", "data", "pipeline", "tied"]
-"""tied: the first and the last stage, which share an embedding."""
+Group = Literal["tensor", "data", "pipeline", "tied", "copy"]
+"""tied: the first and the last stage, which share an embedding. copy: the ranks of ZeRO++'s second copy."""
 
 
 @dataclass(frozen=True)
@@ -204,21 +204,33 @@ def _deepspeed_traffic(
 
     ZeRO 1 and 2 all-reduce gradients whatever ``reduce_scatter`` says (DeepSpeed #5758, #7059), ZeRO 1 once a step,
     ZeRO 2 and 3 in every micro-batch. Gradients travel as the model computes, also where they are added up in 32 bits.
-    ZeRO 3 gathers parameters forward and backward (arXiv:1910.02054, section 7.2.2). Counted by
-    ``benchmarks/planning/fake_world.py``.
+    Counted by ``benchmarks/planning/fake_world.py``.
     """
-    gradients = elements * profile.element_bytes
     if plan.zero_stage == 3:
-        micro_batches = plan.accumulation
-        yield Collective("all_gather", "data", plan.data, 2 * parameters * micro_batches, 2 * tensors * micro_batches)
-        yield Collective("reduce_scatter", "data", plan.data, gradients * micro_batches, tensors * micro_batches)
+        yield from _zero_3_traffic(plan, elements, profile.element_bytes, tensors)
         return
+    gradients = elements * profile.element_bytes
     reductions = plan.accumulation if plan.zero_stage == 2 else 1
     # A bucket holds a 64th of the model, and a Mi of elements at least (app/training/engine/deepspeed_engine.py).
     buckets = max(1, min(64, round(elements / 2**20)))
     yield Collective("all_reduce", "data", plan.data, gradients * reductions, buckets * reductions)
     if plan.zero_stage:
         yield Collective("all_gather", "data", plan.data, parameters, buckets)
+
+
+def _zero_3_traffic(plan: ParallelPlan, elements: float, number: int, tensors: int) -> Iterator[Collective]:
+    """Yield ZeRO 3's: parameters gathered forward and backward, gradients scattered (arXiv:1910.02054, section 7.2.2).
+
+    ZeRO++ (Wang 2023, arXiv:2306.10209, section 4) gathers parameters of 8 bits, the second time from the copy that
+    ``hpz`` ranks hold. It scatters gradients of 4 bits. The scales of the quantized blocks are left out.
+    """
+    micro_batches, gathers = plan.accumulation, tensors * plan.accumulation
+    weights = elements * micro_batches * (1 if plan.quantized_weights else number)
+    gradients = elements * micro_batches * (0.5 if plan.quantized_gradients else number)
+    group, ranks = ("copy", plan.hpz) if plan.hpz > 1 else ("data", plan.data)
+    yield Collective("all_gather", "data", plan.data, weights, gathers)
+    yield Collective("all_gather", group, ranks, weights, gathers)
+    yield Collective("reduce_scatter", "data", plan.data, gradients, gathers)
 
 
 def _tied_traffic(

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from app.config.plan import PlanConfig, ZeroPlusPlusConfig
+from app.config.plan import PlanConfig
 from app.planner.cluster import Device
+from app.planner.enumeration import without_options
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,6 @@ def validation_of(device: Device, plan: PlanConfig | None = None) -> Validation 
 
     No published row offloads or uses ZeRO++.
     """
-    if plan and (plan.offload != "none" or plan.zero_plus_plus != ZeroPlusPlusConfig()):
+    if plan and plan != without_options(plan):
         return None
     return next((found for kind, found in _KINDS.items() if device.name.startswith(kind)), None)

@@ -21,6 +21,7 @@ from app.tuning.promotion import Promotion
 from app.tuning.schedulers import create_promotion, create_scheduler, replay
 from app.tuning.search_metrics import SearchMetrics
 from app.tuning.searcher import StudySearcher
+from app.tuning.space import PLAN
 from app.tuning.study import SearchStudy
 from app.tuning.study_callback import StudyCallback
 from app.tuning.table import Table
@@ -82,8 +83,9 @@ class Search:
     @property
     def reuses_actors(self) -> bool:
         """Whether an actor runs several trials in turn. Not with workers of its own, or ZeRO 3, which leaks memory."""
-        stage = self._train.plan.zero_stage
-        return self._workers == 1 and stage != 3 and not self.study.space.may_give("train.plan.zero_stage", 3)
+        space, stage = self.study.space, self._train.plan.zero_stage
+        may_split = PLAN in space.distributions or space.may_give("train.plan.zero_stage", 3)
+        return self._workers == 1 and stage != 3 and not may_split
 
     @property
     def max_concurrency(self) -> int:

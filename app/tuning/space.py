@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optuna
@@ -33,6 +33,8 @@ _FIXED = ("train.workers", "train.device", "train.cpus_per_worker")
 """Keys that set what Ray reserves for a trial, which is the same for all trials."""
 _DEGREES = ("train.plan.tensor", "train.plan.pipeline")
 """Keys that change how many workers a trial needs."""
+PLAN = "train.plan"
+"""The key of a whole plan, whose choices are written as in a recipe: ``{zero_stage: 3}``."""
 _PLAN_DEPENDS_ON = (
     "train.plan", "train.global_batch_size", "train.precision", "train.optimizer.name", "model.", "data.",
 )  # fmt: skip
@@ -73,6 +75,16 @@ class Space:
         """A key of the space by which a parallel plan is chosen, or that is part of it; None if there is none."""
         return next((key for key in [*self.distributions, *self.derived] if key.startswith(_PLAN_DEPENDS_ON)), None)
 
+    def with_plans(self, plans: Sequence[str]) -> "Space":
+        """Return a space that also draws ``train.plan`` from ``plans``."""
+        distribution = CategoricalDistribution(plans)
+
+        def suggest(trial: Suggester) -> Mapping[str, Value]:
+            _draw(trial, PLAN, distribution)
+            return self.suggest(trial)
+
+        return replace(self, suggest=suggest, distributions={PLAN: distribution} | self.distributions)
+
     def contains(self, values: Mapping[str, Value]) -> bool:
         """Return True if the space can draw all of ``values``."""
         return all(key in self.distributions and _contains(self.distributions[key], values[key]) for key in values)
@@ -95,9 +107,11 @@ class Space:
         return values
 
     def own_values(self) -> dict[str, Value]:
-        """Return the recipe's own values of the keys, without those that the space cannot draw."""
+        """Return the recipe's own values of the keys, without those that the space cannot draw, and the first plan."""
         tree = _tree(self.recipe)
-        values = {key: _value(tree, key) for key in self.distributions}
+        values = {key: _value(tree, key) for key in self.distributions if key != PLAN}
+        if isinstance(plans := self.distributions.get(PLAN), CategoricalDistribution):
+            values[PLAN] = plans.choices[0]
         return {key: value for key, value in values.items() if _contains(self.distributions[key], value)}
 
     def values_outside(self) -> dict[str, Value]:
@@ -242,7 +256,7 @@ def _plain(name: str, key: str, value: Any) -> Value:
 
 
 def _check_keys(name: str, keys: Iterable[str], recipe: Recipe) -> None:
-    known = dict(_leaves(_tree(recipe)))
+    known = dict(_leaves(_tree(recipe))) | {PLAN: None}
     for key in keys:
         if key in _FIXED:
             where = "tune.workers" if key == "train.workers" else key

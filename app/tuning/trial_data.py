@@ -10,7 +10,9 @@ from upath import UPath
 from app.checksums import CHECKSUMS_FILE, sha256_of
 from app.config import AutoPlan, PlanConfig, Recipe, TrainConfig, TuneConfig
 from app.data.prepared import PreparedData
+from app.errors import RecipeError
 from app.planner.cluster import Cluster
+from app.planner.recipe import fastest_plans
 from app.runs import Run
 from app.storage import is_local
 from app.tasks import load_prepared, prepare
@@ -37,6 +39,22 @@ def prepare_trials(
     prepared = replace(run, recipe=trial)
     data = prepare_run(prepared, find_cluster)
     return data, run.recipe.with_plan(prepared.recipe.train.plan)
+
+
+def add_plans(space: Space, recipe: Recipe, data: PreparedData, config: TuneConfig, cluster: Cluster) -> Space:
+    """Return the space with the planner's fastest plans for a trial, if ``tune.plans`` asks for some.
+
+    Raises:
+        RecipeError: the space gives a key by which plans are chosen.
+        PlanError: the model cannot be measured, or no plan fits.
+    """
+    if config.plans is None:
+        return space
+    if key := space.key_that_plans_depend_on:
+        raise RecipeError(f"tune.plans is for one model, data and batch, and tune.space gives {key}: drop one of both")
+    plans = fastest_plans(recipe, data, cluster, config.plans)
+    print(f"tune.plans: {'; '.join(plans)}", flush=True)
+    return space.with_plans(plans)
 
 
 def prepare_data(recipe: Recipe, folder: UPath) -> UPath:

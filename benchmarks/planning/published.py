@@ -165,7 +165,6 @@ class PublishedRun:
         estimates = [memory(self.profile, plan, self.stack, stages, position) for position in (0, len(stages) - 1)]
         return max(found.total - (found.context if self.source == "torchtitan" else 0.0) for found in estimates)
 
-
     def _stages(self, plan: ParallelPlan) -> tuple[Stage, ...]:
         """Return the layers of each stage. Later runs of bigscience count the embedding and the output as layers."""
         if "embeddings cut as layers" not in self.row["assumed"]:

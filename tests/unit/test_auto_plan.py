@@ -3,10 +3,12 @@
 import json
 from pathlib import Path
 
+import optuna
 import pytest
+from optuna.distributions import CategoricalDistribution
 
 from app.config import AutoPlan, PlanConfig, Recipe, dump_recipe, load_recipe, load_stored_recipe
-from app.errors import PlanError
+from app.errors import PlanError, RecipeError
 from app.models.factory import blueprint_of
 from app.planner.auto import choose_plan
 from app.planner.calibration import Calibration, MeasuredPlan, machine_name
@@ -21,7 +23,7 @@ from app.training.resume import start_or_resume
 from app.training.run import open_run, prepare_run
 from app.tuning.space import load_space
 from app.tuning.trial_config import trial_recipe
-from app.tuning.trial_data import prepare_trials
+from app.tuning.trial_data import add_plans, prepare_trials
 from tests.helpers import ROOT
 
 DIGITS = ROOT / "recipes/digits.yaml"
@@ -83,6 +85,23 @@ def test_trials_share_one_plan_that_is_chosen_unless_the_space_decides(
     assert "train.plan auto: ZeRO 1 unless the space says otherwise, since it gives" in capsys.readouterr().out
 
 
+def test_a_search_draws_one_of_the_planners_plans() -> None:
+    recipe = load_recipe(DIGITS, ["train.workers=2", "tune.workers=2", "tune.plans=3"])
+    assert recipe.tune is not None
+    data, cluster = prepare(recipe), this_machine(2)
+    space = add_plans(load_space("tune_spaces.image:rates", recipe), recipe, data, recipe.tune, cluster)
+    plans = space.distributions["train.plan"]
+    assert isinstance(plans, CategoricalDistribution)
+    assert len(set(plans.choices)) == 3
+    assert space.own_values()["train.plan"] == plans.choices[0]
+    values = space.draw(optuna.create_study().ask())
+    assert {*values} > {"train.plan", "train.optimizer.lr"}
+    expected = load_recipe(DIGITS, [f"train.plan={values['train.plan']}"]).train.plan
+    assert trial_recipe(recipe, values, recipe.tune).train.plan == expected
+    with pytest.raises(RecipeError, match=r"one model, data and batch, and tune.space gives train.optimizer.name"):
+        add_plans(load_space("tune_spaces.image:space", recipe), recipe, data, recipe.tune, cluster)
+
+
 def test_a_model_that_zero_1_cannot_hold_gets_a_plan_that_can(tmp_path: Path) -> None:
     chosen = _choose(_large(tmp_path, layers=36, width=3072), cluster_of("8xt4"))
     assert "ZeRO 1 does not fit" in chosen.reason
@@ -93,7 +112,7 @@ def test_a_model_that_zero_1_cannot_hold_gets_a_plan_that_can(tmp_path: Path) ->
 
 def test_a_model_that_fits_nowhere_is_told_how_many_devices_would_do(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"no plan fits 1 x t4.*\d+ of these devices would do"):
-        _choose(_large(tmp_path, layers=48, width=4096, workers=1), cluster_of("1xt4"))
+        _choose(_large(tmp_path, layers=48, width=8192, workers=1), cluster_of("1xt4"))
 
 
 def _calibrate(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

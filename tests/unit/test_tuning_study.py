@@ -43,6 +43,15 @@ def test_a_value_of_the_recipe_that_the_space_cannot_draw_is_drawn_and_named(
     assert study.study.trials[again.number].system_attrs["fixed_params"], "the sampler still draws beside the study"
 
 
+def test_a_study_of_auto_is_resumed_as_that_of_the_default_plan(url: URL) -> None:
+    study = create(url, "train.plan=auto")
+    study.report(ask(study), 1, 0.5, cost=-0.5)
+    for plan in ("auto", "{zero_stage: 1}"):
+        assert [trial.intermediate_values for trial in resume(url, f"train.plan={plan}").trials] == [{1: 0.5}]
+    with pytest.raises(TuningError, match="differ from those that study 'one' was started with"):
+        resume(url, "train.plan={zero_stage: 3}")
+
+
 def test_a_stopped_trial_is_pruned_and_keeps_what_it_reported(url: URL) -> None:
     study = create(url)
     for epoch, value in ((1, 0.9), (2, 0.5)):
