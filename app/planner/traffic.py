@@ -1,7 +1,7 @@
 """Bytes that a rank's collectives carry in one optimizer step, by kind and group, in several training stacks."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from app.config.plan import Precision
@@ -227,9 +227,9 @@ def _zero_3_traffic(plan: ParallelPlan, elements: float, number: int, tensors: i
     micro_batches, gathers = plan.accumulation, tensors * plan.accumulation
     weights = elements * micro_batches * (1 if plan.quantized_weights else number)
     gradients = elements * micro_batches * (0.5 if plan.quantized_gradients else number)
-    group, ranks = ("copy", plan.hpz) if plan.hpz > 1 else ("data", plan.data)
-    yield Collective("all_gather", "data", plan.data, weights, gathers)
-    yield Collective("all_gather", group, ranks, weights, gathers)
+    forward = Collective("all_gather", "data", plan.data, weights, gathers)
+    yield forward
+    yield replace(forward, group="copy", ranks=plan.hpz) if plan.hpz > 1 else forward
     yield Collective("reduce_scatter", "data", plan.data, gradients, gathers)
 
 
