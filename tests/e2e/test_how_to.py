@@ -1,0 +1,227 @@
+"""The commands of the how-to pages work, block by block, on a cluster of their own."""
+
+import os
+import shlex
+import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+import yaml
+
+from tests.helpers import BIN, ROOT, local_cluster, wait_until
+from tests.pages import blocks, commands, mark_of
+
+pytestmark = pytest.mark.slow
+
+HOW_TO = ROOT / "docs/how-to"
+SHORT: dict[str, dict[str, Any]] = {
+    "reviews": {
+        "data": {"source": "reviews.csv", "columns": {"input": "text", "label": "label"}},
+        "model": {"args": {"layers": 1, "width": 16, "heads": 2}},
+        "train": {"epochs": 1, "max_steps": 4, "linear_baseline": False},
+        "compile": {"engines": ["onnxruntime"]},
+    },
+    "digits": {"train": {"epochs": 2}, "tune": {"trials": 2}, "compile": {"engines": ["onnxruntime"]}},
+    "stdlib_gpt": {"train": {"epochs": 1, "max_steps": 2}},
+}
+"""Keys with which the recipes of the pages are over sooner. The commands stay as they are."""
+
+
+@dataclass
+class Reader:
+    """A person with a cluster who pastes the blocks of a page, and puts their own values into them."""
+
+    folder: Path
+    environment: dict[str, str]
+    values: dict[str, str] = field(default_factory=dict)
+    """What a block gets in place of a word."""
+
+    def paste(self, script: str, **values: str) -> str:
+        """Run a block in a shell that stops at the first error. Return its standard output."""
+        for word, value in sorted((self.values | values).items(), key=lambda item: -len(item[0])):
+            script = script.replace(word, value)
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script],
+            cwd=self.folder,
+            env=os.environ | self.environment | {"PATH": f"{BIN}:{os.environ['PATH']}", "HOME": str(self.folder)},
+            capture_output=True,
+            text=True,
+            timeout=500,
+            check=False,
+        )
+        assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def paste_all(self, page: str, **values: str) -> str:
+        """Paste every block of a how-to page in order. Return what they print."""
+        return "".join(self.paste(block, **values) for block in blocks_of(page))
+
+    def newest(self, job: str, count: int = 1) -> list[str]:
+        """Return the ids of the last runs of a job, the newest first."""
+        listed = self.paste(f"rayloom runs list --job {job} --limit {count}")
+        return [line.split()[1] for line in listed.splitlines()[1:]]
+
+    def publish(self, name: str, version: int) -> None:
+        """Train and compile until a model has this version."""
+        folder = Path(self.environment["RAYLOOM_STORAGE"]) / "models" / name
+        if not folder.exists():
+            self.paste(f"rayloom submit train recipes/{name}.yaml")
+        while not (folder / str(version)).exists():
+            self.paste(f"rayloom submit compile recipes/{name}.yaml")
+
+
+def blocks_of(page: str) -> list[str]:
+    """Return the shell blocks of a how-to page that no mark excludes."""
+    return [block for block in blocks(HOW_TO / page, "bash") if not mark_of(block)]
+
+
+def shortened(recipe: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe with other values of some keys."""
+    return recipe | {
+        name: shortened(recipe.get(name, {}), value) if isinstance(value, dict) else value
+        for name, value in keys.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    """A reader with short recipes and a cluster of their own, which is up."""
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "recipes").mkdir()
+    for name, keys in SHORT.items():
+        recipe = yaml.safe_load((ROOT / f"recipes/{name}.yaml").read_text(encoding="utf-8"))
+        (folder / f"recipes/{name}.yaml").write_text(yaml.safe_dump(shortened(recipe, keys)), encoding="utf-8")
+    rows = [f"第{number}本书{'很好' if number % 2 else '很差'},{number % 2}" for number in range(200)]
+    (folder / "reviews.csv").write_text("\n".join(["text,label", *rows]), encoding="utf-8")
+    with local_cluster(folder / ".rayloom") as environment:
+        reader = Reader(folder, environment)
+        status = reader.paste("rayloom status")
+        (endpoint,) = {line.split()[1] for line in status.splitlines() if line.startswith("endpoint ")}
+        # The cluster is up, on ports that no other cluster has.
+        reader.values = {"http://127.0.0.1:8000": endpoint, "rayloom up\n": "", "rayloom down\n": ""}
+        yield reader
+
+
+def test_submit_jobs(reader: Reader) -> None:
+    shown = reader.paste_all("submit_jobs.md")
+    assert shown.count("RESULT ") == 4
+    assert '"lr": 0.001' in shown or "lr: 0.001" in shown
+
+
+def test_manage_versions(reader: Reader) -> None:
+    reader.publish("digits", 2)
+    reader.paste("rayloom models promote digits 2")
+    shown = reader.paste_all("manage_versions.md")
+    assert "digits, version 2" in shown
+    assert not (Path(reader.environment["RAYLOOM_STORAGE"]) / "models/digits/1").exists()
+
+
+def test_monitor_training(reader: Reader) -> None:
+    assert "RESULT " in reader.paste_all("monitor_training.md")
+
+
+def test_resume_a_run(reader: Reader) -> None:
+    """``rayloom pause`` needs a run that is under way: one that takes long begins beside it."""
+    latest, pause, resume, export = blocks_of("resume_a_run.md")[0].splitlines()
+    assert "RESULT " in reader.paste(latest)
+    (finished,) = reader.newest("train")
+    long = threading.Thread(target=reader.paste, args=("rayloom submit train recipes/digits.yaml train.epochs=400",))
+    long.start()
+    wait_until(lambda: reader.newest("train") != [finished])
+    (run_id,) = reader.newest("train")
+    metrics = Path(reader.environment["RAYLOOM_STORAGE"]) / f"runs/train/{run_id}/metrics.jsonl"
+    wait_until(metrics.exists)
+    reader.paste(pause, RUN_ID=run_id)
+    long.join()
+    steps = len(metrics.read_text(encoding="utf-8").splitlines())
+    resumed = threading.Thread(target=reader.paste, args=(resume,), kwargs={"RUN_ID": run_id})
+    resumed.start()
+    wait_until(lambda: len(metrics.read_text(encoding="utf-8").splitlines()) > steps)
+    reader.paste(pause, RUN_ID=run_id)
+    resumed.join()
+    assert "model.safetensors" in reader.paste(export, RUN_ID=run_id)
+
+
+def test_look_at_runs(reader: Reader) -> None:
+    for _ in range(2):
+        reader.paste("rayloom submit train recipes/digits.yaml")
+    newest, older = reader.newest("train", 2)
+    shown = reader.paste_all("look_at_runs.md", RUN_A=newest, RUN_B=older, RUN=newest)
+    assert newest in shown
+    assert reader.newest("train") == [older]
+
+
+def test_tune_a_recipe(reader: Reader) -> None:
+    search, best = blocks_of("tune_a_recipe.md")
+    assert reader.paste(search).count("RESULT ") == 2
+    (run_id,) = reader.newest("tune")
+    storage = reader.environment["RAYLOOM_STORAGE"]
+    assert "RESULT " in reader.paste(best, RUN_ID=run_id, **{"s3://bucket/rayloom": storage})
+
+
+def test_plan_a_training(reader: Reader) -> None:
+    for command in commands():
+        if command.page == HOW_TO / "plan_a_training.md":
+            assert " parameters on " in reader.paste(shlex.join(command.words))
+
+
+def test_distribute_training(reader: Reader) -> None:
+    assert reader.paste_all("distribute_training.md").count("RESULT ") == 4
+
+
+def test_train_a_language_model(reader: Reader) -> None:
+    assert "RESULT " in reader.paste_all("train_a_language_model.md")
+
+
+def test_compile_a_model(reader: Reader) -> None:
+    reader.publish("reviews", 1)
+    assert reader.paste_all("compile_a_model.md").count("RESULT ") == 2
+
+
+def test_deploy_a_model(reader: Reader) -> None:
+    reader.publish("reviews", 4)
+    deploy, ask, promote = blocks_of("deploy_a_model.md")
+    reader.paste(deploy)
+    reader.paste("rayloom submit deploy recipes/reviews.yaml")
+    assert '"predictions"' in reader.paste(ask)
+    reader.paste(promote)
+    assert "reviews, version 4" in reader.paste("rayloom models show reviews")
+
+
+def test_try_a_version(reader: Reader) -> None:
+    reader.publish("reviews", 4)
+    reader.paste("rayloom submit deploy recipes/reviews.yaml serve.version=3")
+    assert reader.paste_all("try_a_version.md").count("RESULT ") == 3
+
+
+def test_scale_replicas(reader: Reader) -> None:
+    reader.publish("reviews", 1)
+    assert "RESULT " in reader.paste_all("scale_replicas.md")
+
+
+def test_secure_the_endpoint(reader: Reader) -> None:
+    reader.publish("reviews", 1)
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(reader.folder / "ca.pem")
+    issued = authority.issue_cert("127.0.0.1")
+    issued.cert_chain_pems[0].write_to_path(reader.folder / "c.pem")
+    issued.private_key_pem.write_to_path(reader.folder / "k.pem")
+    token = Path(reader.environment["RAYLOOM_HOME"]) / "endpoint_token"
+    port = reader.values["http://127.0.0.1:8000"].rpartition(":")[2]
+    values = {"HOST:8000": f"127.0.0.1:{port}", "FILE": str(token), "/etc/rayloom": str(reader.folder)}
+    reader.environment["SSL_CERT_FILE"] = str(reader.folder / "ca.pem")
+    asked = reader.paste_all("secure_the_endpoint.md", **values)
+    assert asked.count("这本书很好") == 2
+
+
+def test_start_a_project(reader: Reader) -> None:
+    """The wheel is built and installed by ``tests/integration/test_wheel.py``."""
+    _, init, run = blocks_of("start_a_project.md")
+    reader.paste(init)
+    asked = reader.paste(f"cd my_project\n{run}")
+    assert asked.splitlines()[-1].startswith("delivery ")
