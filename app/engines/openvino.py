@@ -1,13 +1,10 @@
 """OpenVINO: the engine for CPUs."""
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-# OpenVINO also runs without its converter, whose import, with telemetry, takes 0.08 s of every replica's start.
-sys.modules.setdefault("openvino.tools.ovc", None)  # type: ignore[arg-type] # an import of it fails
-import openvino  # noqa: E402
+import openvino
 
 from app.checksums import sha256_of_file
 from app.config import ComputePrecision

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -77,7 +78,7 @@ def train(
         StorageError: every checkpoint is damaged.
     """
     with ExitStack() as stack:
-        loop = _begin(recipe, data, worker, run_folder, report, poll_stop_request, publish, stack)
+        loop = _begin(_Attempt(recipe, data, worker, run_folder, report, poll_stop_request, publish, stack))
         stack.enter_context(_noted_failure(loop))
         for record in loop.records:
             if last_reported_epoch is not None and record.epoch > last_reported_epoch:
@@ -116,36 +117,52 @@ def _run(loop: Loop) -> StopRequest:
         loop.restore([*left_out, broken])
 
 
-def _begin(
-    recipe: Recipe,
-    data: PreparedData,
-    worker: Worker,
-    run_folder: UPath,
-    report: Report,
-    poll_stop_request: Callable[[], StopRequest] | None,
-    publish: Publish,
-    stack: ExitStack,
-) -> Loop:
-    """Build the model and everything that trains it. ``stack`` closes what is opened."""
-    started, config = time.monotonic(), recipe.train
-    layout = config.layout(worker.size)
+@dataclass(frozen=True)
+class _Attempt:
+    """The arguments of ``train``, and the stack that closes what is opened."""
+
+    recipe: Recipe
+    data: PreparedData
+    worker: Worker
+    run_folder: UPath
+    report: Report
+    poll_stop_request: Callable[[], StopRequest] | None
+    publish: Publish
+    stack: ExitStack
+    started: float = field(default_factory=time.monotonic)
+
+
+def _begin(attempt: _Attempt) -> Loop:
+    """Start what watches the run, build what trains it, and go to the newest checkpoint."""
+    worker, config, run_folder, stack = attempt.worker, attempt.recipe.train, attempt.run_folder, attempt.stack
     earlier_failure = _read_failure(run_folder) if worker.is_first else None
     watchdog = _start_watchdog(worker, config, run_folder)
     stack.callback(watchdog.close)
-    activity = Activity(watchdog.beat, watchdog.report_progress)
     mirror = stack.enter_context(Mirror(run_folder))
     events = EventLog(mirror if worker.is_first else None)
     if worker.is_first:
         stack.enter_context(_measure_usage(mirror, config, worker))
-    alerts = _make_alerts(recipe, run_folder.name, worker, events)
+    alerts = _make_alerts(attempt.recipe, run_folder.name, worker, events)
     stack.callback(alerts.close)
+    loop = _make_loop(attempt, watchdog, mirror, events, alerts)
+    loop.restore()
+    _note_start(loop, earlier_failure)
+    alerts.recall(loop.records)
+    return loop
+
+
+def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: EventLog, alerts: Alerts) -> Loop:
+    """Build the model and everything that trains it."""
+    recipe, data, worker, stack = attempt.recipe, attempt.data, attempt.worker, attempt.stack
+    run_folder, config, layout = attempt.run_folder, recipe.train, recipe.train.layout(worker.size)
+    activity = Activity(watchdog.beat, watchdog.report_progress)
     total_steps = count_steps(config, len(data.train))
     engine, meter = _make_engine(recipe, data, layout, total_steps, worker, activity)
     stack.callback(engine.deepspeed.destroy)  # otherwise its gradient hooks keep the model alive until the process ends
     stop_signals = _listen_for_stops(run_folder, worker, alerts, stack)
     checkpoints = CheckpointManager(run_folder / CHECKPOINTS, engine, config, layout, worker, activity, mirror.flush)
     stack.callback(checkpoints.close)
-    metrics = RunMetrics(publish, run_folder.name, recipe, total_steps, lambda: checkpoints.last_commit)
+    metrics = RunMetrics(attempt.publish, run_folder.name, recipe, total_steps, lambda: checkpoints.last_commit)
 
     def open_sinks(position: Position, records: list[EpochRecord]) -> Sequence[Sink]:
         if not worker.is_first:
@@ -155,27 +172,23 @@ def _begin(
 
     feed = Feed(data, config, layout, worker, activity)
     stack.callback(feed.close)
-    patient_report = watchdog.rest()(report)  # a search may answer only when its other trials have
-    loop = Loop(
+    report = watchdog.rest()(attempt.report)  # a search may answer only when its other trials have
+    return Loop(
         config=config,
         total_steps=total_steps,
         worker=worker,
         engine=engine,
         feed=feed,
         checkpoints=checkpoints,
-        sync=StepSync(worker, stop_signals, checkpoints.has_lost, poll_stop_request),
+        sync=StepSync(worker, stop_signals, checkpoints.has_lost, attempt.poll_stop_request),
         recorder=Recorder(
-            config, worker.device, data.tokens_per_sample, patient_report, open_sinks, started, metrics.ranks
+            config, worker.device, data.tokens_per_sample, report, open_sinks, attempt.started, metrics.ranks
         ),
         meter=meter,
         profiler=stack.enter_context(profile_steps(config.profile, run_folder, worker.rank, metrics.profiled)),
         activity=activity,
         events=events,
     )
-    loop.restore()
-    _note_start(loop, earlier_failure)
-    alerts.recall(loop.records)
-    return loop
 
 
 def _listen_for_stops(

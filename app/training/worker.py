@@ -18,9 +18,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from app.config import TrainConfig
 from app.errors import RayloomError, TrainingError
-from app.lazy_compiler import defer_compiler, define_muon_uncompiled
 from app.models.precision import allow_tf32
-from app.torch_internals import set_default_group_timeout
+from app.torch_internals import defer_compiler, define_muon_uncompiled, set_default_group_timeout
 
 os.environ.setdefault("DS_LOG_LEVEL", "warning")
 

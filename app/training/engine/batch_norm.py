@@ -5,8 +5,7 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 from torch.nn import functional
 
-from app.lazy_compiler import keep_uncompiled
-from app.torch_internals import BatchNorm
+from app.torch_internals import BatchNorm, keep_uncompiled
 
 
 def has_batch_norm(model: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.utils import flop_counter
 
-from app.lazy_compiler import defer_compiler, keep_uncompiled
+from app.torch_internals import defer_compiler, keep_uncompiled
 
 DECORATED = [
     *((Optimizer, name) for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad")),
