@@ -40,7 +40,7 @@ def machine() -> str:
 def cpu_features() -> tuple[str, ...]:
     """Return those instruction sets of this CPU that matter to compiled models, by Linux's names."""
     flags = cpu_flags()
-    return tuple(each for each in _FEATURES if each in flags)
+    return tuple(feature for feature in _FEATURES if feature in flags)
 
 
 def versions(packages: Sequence[str]) -> str:

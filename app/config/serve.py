@@ -154,7 +154,10 @@ class ServeConfig(Section):
 
     @model_validator(mode="after")
     def _versions_differ(self) -> Self:
-        named = {"version": self.version, **{f"{role}.version": each.version for role, each in self.candidates.items()}}
+        named = {
+            "version": self.version,
+            **{f"{role}.version": candidate.version for role, candidate in self.candidates.items()},
+        }
         for one, other in combinations(named, 2):
             if named[one] is not None and named[one] == named[other]:
                 raise ValueError(f"{one} and {other} are both {named[one]}: name different versions")

@@ -37,7 +37,7 @@ class ModelUnderTest:
     def run(self, num_rounds: int) -> Compiled:
         """Time the variants beside PyTorch, and gather what is known of them."""
         compilation, subject = self._compilation, self._compilation.source_model
-        records = {each.precision: each for each in compilation.records if each.engine == _ENGINE}
+        records = {record.precision: record for record in compilation.records if record.engine == _ENGINE}
         files = {precision: compilation.path_of(record) for precision, record in records.items()}
         rows = {
             setting: resized(subject.rows_by_length[setting.length], setting.batch_size)

@@ -95,7 +95,7 @@ def _faster(
         return Goal(what, goal, one.race.absent[name], "open")
     ratios = {setting: one.race.speed_up(setting, name, over) for setting in settings}
     reached = "; ".join(f"{setting}: {ratio.median:.2f}" for setting, ratio in ratios.items())
-    if lacking := [each for each in _SPEED_NEEDS if each not in cpu_features()]:
+    if lacking := [feature for feature in _SPEED_NEEDS if feature not in cpu_features()]:
         return Goal(what, goal, reached, f"open: a CPU without {' and '.join(lacking)}")
     return Goal(what, goal, reached, verdict(min(ratio.median for ratio in ratios.values()) >= least))
 

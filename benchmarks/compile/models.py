@@ -123,8 +123,8 @@ def write_weights(recipe: Recipe, answers: int, fill: Callable[[nn.Module], None
 _SHORT = ("train.workers=1", "train.early_stopping=null")
 
 MODELS = {
-    each.name: each
-    for each in (
+    model.name: model
+    for model in (
         Model("digits", "recipes/digits.yaml", train, overrides=(*_SHORT, "train.epochs=12")),
         Model(
             "reviews",

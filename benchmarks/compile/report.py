@@ -57,7 +57,7 @@ def _goals(found: Findings) -> str:
 
 def _variants(found: Findings) -> str:
     header = ("model", "OpenVINO", "MB", "/ fp32", "accuracy", "/ fp32", "cosine", "worst row", "difference", "")
-    rows = [row for each in found.compiled.values() for row in _variant_rows(each)]
+    rows = [row for compiled in found.compiled.values() for row in _variant_rows(compiled)]
     others = "".join(
         f"\n- **{name}** is served by {one.chosen}"
         for name, one in found.compiled.items()

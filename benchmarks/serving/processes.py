@@ -81,9 +81,9 @@ def _stop(processes: Sequence[psutil.Process]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
     _, alive = psutil.wait_procs(processes, timeout=_STOP_TIMEOUT_S)
-    for each in alive:
+    for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
-            each.kill()
+            process.kill()
     psutil.wait_procs(alive, timeout=_STOP_TIMEOUT_S)
 
 

@@ -118,8 +118,8 @@ def race(
                 print(f"round {number}: {name}: left out: {error}", flush=True)
     return Race(
         {
-            name: Result(each.setting, str(each.wire), done[name])
-            for name, each in by_name.items()
+            name: Result(contender.setting, str(contender.wire), done[name])
+            for name, contender in by_name.items()
             if name not in absent
         },
         {name: Spread(tuple(values)) for name, values in rates.items()},

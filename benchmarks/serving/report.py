@@ -151,7 +151,7 @@ def _busy(share: float) -> str:
 
 def _sweep(swept: Swept, picture: Path) -> str:
     heading = "## Preferred size, largest size, delay"
-    absent = "".join(f"\n- `{each.override}` was left out: {why}" for each, why in swept.absent.items())
+    absent = "".join(f"\n- `{setting.override}` was left out: {why}" for setting, why in swept.absent.items())
     if not swept.outcomes:
         return f"{heading}\n{absent}"
     best = swept.best

@@ -138,18 +138,18 @@ Rayloom is run as a person runs it, with its log, metrics, TensorBoard files and
   accelerate has to be told of `gloo`: by default its DeepSpeed takes each process on a CPU for the only one."""
 
 
-def _speed_rows(each: Comparison) -> list[tuple[str, ...]]:
+def _speed_rows(measured: Comparison) -> list[tuple[str, ...]]:
     return [
         (
-            each.case.name,
+            measured.case.name,
             name,
-            str(each.steps_per_s(name)),
-            "" if name == OURS else str(each.speed_ratio(name)),
-            f"{1000 * each.cpu_s_per_step(name).median:.1f}",
-            "" if name == OURS else str(each.cpu_ratio(name)),
-            str(each.first_step_s(name)),
-            "" if name == OURS else str(each.start_ratio(name)),
-            f"{each.loss(name):.3f}",
+            str(measured.steps_per_s(name)),
+            "" if name == OURS else str(measured.speed_ratio(name)),
+            f"{1000 * measured.cpu_s_per_step(name).median:.1f}",
+            "" if name == OURS else str(measured.cpu_ratio(name)),
+            str(measured.first_step_s(name)),
+            "" if name == OURS else str(measured.start_ratio(name)),
+            f"{measured.loss(name):.3f}",
         )
         for name in CONTENDERS
     ]

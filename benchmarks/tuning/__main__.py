@@ -17,7 +17,7 @@ from benchmarks.tuning.repeat import Repeat
 from benchmarks.tuning.report import Comparison, Findings, report
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
-_NAMES = [each.name for each in CASES]
+_NAMES = [case.name for case in CASES]
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     began, load = time.monotonic(), load_average()
     overhead = None if arguments.no_overhead else measure_overhead()
     with tempfile.TemporaryDirectory(prefix="bench-tuning-") as temporary:
-        cases = [each for each in CASES if each.name in arguments.cases]
+        cases = [case for case in CASES if case.name in arguments.cases]
         comparisons = _compare(cases, arguments.repeats, arguments.curves or Path(temporary))
     text = report(Findings(comparisons, overhead, load, (time.monotonic() - began) / 60))
     arguments.results.write_text(text, encoding="utf-8")
@@ -47,7 +47,7 @@ def _compare(cases: Sequence[Case], repeats: int, folder: Path) -> list[Comparis
     """Every repeat of every case, each in a process with one thread, as many at once as there are cores."""
     began = time.monotonic()
     os.environ["OMP_NUM_THREADS"] = "1"
-    races: dict[str, dict[int, dict[str, Race]]] = {each.name: {} for each in cases}
+    races: dict[str, dict[int, dict[str, Race]]] = {case.name: {} for case in cases}
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), spawn) as pool:
         waiting = {}

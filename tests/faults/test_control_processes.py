@@ -86,8 +86,8 @@ class CountingCluster(Cluster):
 
     def process(self, name: str) -> psutil.Process:
         """The oldest of that name: the raylet's forks bear its name for a moment."""
-        found = [each for each in psutil.process_iter() if self.owns(each, name)]
-        return min(found, key=lambda each: each.create_time())
+        found = [process for process in psutil.process_iter() if self.owns(process, name)]
+        return min(found, key=lambda process: process.create_time())
 
     def owns(self, process: psutil.Process, name: str) -> bool:
         try:

@@ -28,15 +28,15 @@ SOAK_S = float(os.environ.get("RAYLOOM_SOAK_S", "300"))
 """How long; less than a minute is no soak."""
 KILL_EVERY_S, PROMOTE_EVERY_S, SAMPLE_EVERY_S = 20.0, 30.0, 1.0
 SHARE_BAD, SHARE_OF_CAPACITY = 0.2, 0.8
-WARM_S, MOST_GROWTH, MOST_GROWTH_OF_RAY = 10.0, 16 * 2**20, 64 * 2**20
+WARM_S, MAX_GROWTH, MAX_GROWTH_OF_RAY = 10.0, 16 * 2**20, 64 * 2**20
 """By so many bytes a replica may grow once it is so old, and a process of Ray's.
 
 Serve's spare proxy keeps room for the bodies that it held while no replica answered: 34 MiB were seen.
 """
 TWO = ("serve.replicas=2", "serve.threads=1")
-MOST_LOST = 4
+MAX_LOST = 4
 """Requests that were in flight on a killed replica, and too large for HAProxy to ask another one."""
-MOST_REFUSED = 0.01
+MAX_REFUSED = 0.01
 """Of the requests, while one replica does the work of two."""
 COUNTS = (1, 2, 4, 8)
 """Rows of the good requests."""
@@ -148,9 +148,9 @@ def test_soak(cluster: dict[str, str], versions: dict[str, int], url: str, fault
         assert all(answer.is_right for answer in sent.answers)
         refused = [failure for failure in sent.failed if failure.status == 503]
         lost = [failure for failure in sent.failed if failure.status != 503]
-        assert len(refused) <= MOST_REFUSED * len(sent.answers)
+        assert len(refused) <= MAX_REFUSED * len(sent.answers)
         assert all(any(item.in_flight(kill_s) for kill_s in kills_s) for item in lost)
-        assert len(lost) <= MOST_LOST * len(kills_s)
+        assert len(lost) <= MAX_LOST * len(kills_s)
         assert len({answer.version for answer in sent.answers} - {None}) == min(1 + len(deploys), len(versions))
-        assert of_replica <= MOST_GROWTH
-        assert of_any <= MOST_GROWTH_OF_RAY
+        assert of_replica <= MAX_GROWTH
+        assert of_any <= MAX_GROWTH_OF_RAY

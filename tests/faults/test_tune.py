@@ -47,7 +47,7 @@ def test_trials_fail_alone_are_retried_and_say_why(cluster: dict[str, str], tmp_
             *("train.epochs=3", f"train.hang_timeout_s={HANG_TIMEOUT_S}", "train.early_stopping=null"),
             *("tune.space=tests.faults.troubled:troubles", "tune.sampler=grid", "tune.scheduler=none"),
         )
-        by_trouble = {each.params["model.args.trouble"]: each for each in trials_of(cluster, result["run_id"])[:7]}
+        by_trouble = {trial.params["model.args.trouble"]: trial for trial in trials_of(cluster, result["run_id"])[:7]}
         assert len(by_trouble) == 7
         for trouble in ("none", "killed once"):
             assert by_trouble[trouble].state == TrialState.COMPLETE
@@ -130,7 +130,9 @@ def test_a_search_that_is_stopped_and_killed_repeats_no_trial(
         log = folder / "trials" / f"{promoted(client, cluster, folder):04d}/log.txt"
         attempts = log.read_text(encoding="utf-8").count(GOES_ON)
         actors = Cluster(cluster).processes(*TRAINS)
-        (actor,) = [each for each in actors if str(log) in [file.path for file in each.open_files()]]
+        (actor,) = [
+            actor_process for actor_process in actors if str(log) in [file.path for file in actor_process.open_files()]
+        ]
         actor.kill()
         result = client.result()
         after = trials_of(cluster, folder.name)

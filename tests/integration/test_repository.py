@@ -51,7 +51,7 @@ def test_processes_that_publish_and_promote_at_once_lose_nothing(
     repository: Repository, storage: str, tmp_path: Path
 ) -> None:
     contents = [b"a model of process %d" % index for index in range(4)]
-    folders = [files_in(tmp_path / f"files{each}", content) for each, content in enumerate(contents)]
+    folders = [files_in(tmp_path / f"files{number}", content) for number, content in enumerate(contents)]
     at_once([waiting(storage, "publish_and_promote", str(files), "3") for files in folders])
     assert repository.versions("toy") == list(range(1, 13))
     published = []

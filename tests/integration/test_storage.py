@@ -34,8 +34,8 @@ def test_a_kill_while_checkpoints_are_written_leaves_none_that_is_bad(
 def assert_holds(weights: Path, checkpoint: Path) -> None:
     """The exported weights are those of the checkpoint."""
     saved = tensors_of(checkpoint)
-    for name, each in load_weights(UPath(weights)).model.named_parameters():
-        assert torch.equal(each.flatten(), saved[parameter(name, WEIGHT)].flatten())
+    for name, part in load_weights(UPath(weights)).model.named_parameters():
+        assert torch.equal(part.flatten(), saved[parameter(name, WEIGHT)].flatten())
 
 
 def test_a_full_disk_ends_the_run_with_what_is_missing_and_it_goes_on_once_there_is_room(

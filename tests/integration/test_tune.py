@@ -36,8 +36,8 @@ def test_a_search_gives_back_a_recipe_that_trains(
     assert pruned
     assert metrics["best_value"] == max(max(trial.intermediate_values.values()) for trial in trials)
     assert metrics["epochs_trained"] == sum(len(trial.intermediate_values) for trial in trials)
-    assert all(max(each.intermediate_values) == 3 for each in complete)
-    assert all(each.value == each.intermediate_values[max(each.intermediate_values)] for each in pruned)
+    assert all(max(trial.intermediate_values) == 3 for trial in complete)
+    assert all(trial.value == trial.intermediate_values[max(trial.intermediate_values)] for trial in pruned)
     assert trials[0].params["train.optimizer.lr"] == load_recipe(ROOT / DIGITS).train.optimizer.lr
     rows = [line.split() for line in shown.splitlines() if " complete " in line or " pruned " in line]
     assert sorted(int(row[0]) for row in rows) == list(range(4))
@@ -76,11 +76,11 @@ def test_optunas_dashboard_shows_the_study_as_it_is(
     trials = trials_of(cluster, result["run_id"])
     assert (shown["name"], shown["directions"]) == (result["run_id"], ["maximize"])
     assert [item["number"] for item in shown["best_trials"]] == [result["metrics"]["best_trial"]]
-    for each, trial in zip(shown["trials"], trials, strict=True):
-        assert each["state"].upper() == trial.state.name
-        assert each["values"] == trial.values
-        assert {value["step"]: value["value"] for value in each["intermediate_values"]} == trial.intermediate_values
-        params = {param["name"]: param["param_external_value"] for param in each["params"]}
+    for row, trial in zip(shown["trials"], trials, strict=True):
+        assert row["state"].upper() == trial.state.name
+        assert row["values"] == trial.values
+        assert {value["step"]: value["value"] for value in row["intermediate_values"]} == trial.intermediate_values
+        params = {param["name"]: param["param_external_value"] for param in row["params"]}
         assert params == {name: str(value) for name, value in trial.params.items()}
 
 
@@ -123,10 +123,10 @@ def test_hyperband_ends_trials_in_each_of_its_brackets(cluster: dict[str, str]) 
     trials = trials_of(cluster, result["run_id"])
     ended = [trial for trial in trials if trial.state == TrialState.PRUNED]
     assert ended, "of five that are worse and worse, two share one of three brackets"
-    for each in ended:
-        epoch = max(each.intermediate_values)
+    for trial in ended:
+        epoch = max(trial.intermediate_values)
         assert epoch in (1, 2, 4)
-        assert each.user_attrs["cause"] == f"stopped by hyperband after epoch {epoch}"
+        assert trial.user_attrs["cause"] == f"stopped by hyperband after epoch {epoch}"
     whole = [trial for trial in trials if trial not in ended]
     assert all((item.state, max(item.intermediate_values)) == (TrialState.COMPLETE, 5) for item in whole)
     assert result["metrics"]["best_trial"] == 0
@@ -142,17 +142,17 @@ def test_trials_of_two_workers_wait_for_the_scheduler_and_free_them(cluster: dic
         *("tune.space=tests.faults.troubled:rates", "tune.trials=3", "tune.workers=2", "tune.reduction_factor=2"),
     )
     trials = trials_of(cluster, result["run_id"])
-    assert not any(each.user_attrs.get("failures") for each in trials)
+    assert not any(trial.user_attrs.get("failures") for trial in trials)
     folder = Path(cluster["RAYLOOM_STORAGE"]) / "runs/tune" / result["run_id"]
     ends = []
-    for each in trials:
-        records = records_of(folder / f"trials/{each.number:04d}")
+    for trial in trials:
+        records = records_of(folder / f"trials/{trial.number:04d}")
         epochs = [record["epoch"] for record in records if "val_loss" in record]
-        assert epochs == list(each.intermediate_values), "an epoch was trained that the scheduler had not asked for"
-        ends.append((each.state.name, len(epochs)))
+        assert epochs == list(trial.intermediate_values), "an epoch was trained that the scheduler had not asked for"
+        ends.append((trial.state.name, len(epochs)))
     assert sorted(ends) == [("COMPLETE", 3), ("PRUNED", 1), ("PRUNED", 1)]
     assert result["metrics"]["epochs_trained"] == 5
-    assert result["metrics"]["best_value"] == max(each.value or 0.0 for each in trials) > 0.5
+    assert result["metrics"]["best_value"] == max(trial.value or 0.0 for trial in trials) > 0.5
     profiles = sorted(str(path.relative_to(folder / "trials")) for path in folder.glob("trials/*/profile/rank*"))
     assert profiles == [f"{trial:04d}/profile/rank{rank}.pt.trace.json" for trial in (0, 1, 2) for rank in (0, 1)]
     wait_until(ray.is_idle)

@@ -132,7 +132,9 @@ def changed(rng: random.Random) -> tuple[bytes, dict[str, str]]:
     content = damage(head + data, rng) if rng.random() < 0.3 else head + data
     headers = {JSON_LENGTH: str(len(head))} if data or rng.random() < 0.1 else {}
     if rng.random() < 0.1:
-        headers[JSON_LENGTH] = rng.choice([each for each in LENGTHS if each.isascii() and each == each.strip()])
+        headers[JSON_LENGTH] = rng.choice(
+            [length for length in LENGTHS if length.isascii() and length == length.strip()]
+        )
     if rng.random() < 0.1:
         headers["content-encoding"] = rng.choice(["gzip", "deflate", "br", ",", ""])
     return content, headers

@@ -169,7 +169,7 @@ def test_rows_that_a_stage_is_not_sure_of_go_on_together_and_come_back_in_order(
 
 
 def test_a_stage_without_a_threshold_and_those_behind_the_last_answer_are_not_asked() -> None:
-    ask = Asked(*[np.array([each] * 3) for each in (UNSURE, SURE, SURE, UNSURE)])
+    ask = Asked(*[np.array([row] * 3) for row in (UNSURE, SURE, SURE, UNSURE)])
     _, stages = asyncio.run(route(rule_of(0.9, None, 0.9), 3, ask))
     assert stages.tolist() == [2, 2, 2]
     assert [stage for stage, _ in ask.rows] == [0, 2]

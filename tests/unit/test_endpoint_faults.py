@@ -423,7 +423,9 @@ def foreign(content: bytes) -> bytes:
     return b"ftrt" + content[4:]
 
 
-@pytest.mark.parametrize("damage", [truncated, emptied, random_bytes, foreign, flipped], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "damage", [truncated, emptied, random_bytes, foreign, flipped], ids=lambda damage: damage.__name__
+)
 def test_a_file_that_was_changed_is_refused_before_an_engine_sees_it(
     server: Server,
     damage: Callable[[bytes], bytes],
@@ -444,7 +446,7 @@ def test_a_file_that_was_changed_is_refused_before_an_engine_sees_it(
         assert answers(server)
 
 
-@pytest.mark.parametrize("damage", [truncated, emptied, random_bytes, foreign], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("damage", [truncated, emptied, random_bytes, foreign], ids=lambda damage: damage.__name__)
 def test_a_file_that_was_published_as_it_is_and_is_no_model_is_refused(
     server: Server, damage: Callable[[bytes], bytes], tmp_path: Path, faults: Faults
 ) -> None:

@@ -154,7 +154,7 @@ def test_a_plan_is_built_and_says_what_it_takes(
             "workspace_mb": None,
         },
     }
-    assert [(each["name"], each["dtype"], each["shape"]) for each in written["inputs"]] == [
+    assert [(tensor["name"], tensor["dtype"], tensor["shape"]) for tensor in written["inputs"]] == [
         (spec.name, spec.dtype.name, list(spec.shape)) for spec in subject.inputs
     ]
     assert written["outputs"] == [{"name": "logits", "dtype": "float32", "shape": [-1, subject.labels]}]

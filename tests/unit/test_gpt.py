@@ -96,7 +96,7 @@ def _shard(model: nn.Module, name: str, rank: int) -> nn.Module:
 def test_every_matrix_of_the_blocks_is_cut() -> None:
     assert set(cuts_of(small(layers=1))) == {
         f"blocks.0.{name}"
-        for name in [*(f"attention.{each}" for each in ("q", "k", "v", "out")), "feed_forward.up", "feed_forward.down"]
+        for name in [*(f"attention.{part}" for part in ("q", "k", "v", "out")), "feed_forward.up", "feed_forward.down"]
     }
 
 

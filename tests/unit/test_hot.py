@@ -230,7 +230,7 @@ def test_what_is_hostile_is_told_the_same(server: Server, reference: Server) -> 
 
 def test_a_request_that_is_refused_after_it_has_waited_is_told_the_same(server: Server, reference: Server) -> None:
     request, before = REFUSED_LATE["no time"], server.route.answered
-    (here,), (there,) = (converse(each, [request], 1) for each in (server, reference))
+    (here,), (there,) = (converse(listener, [request], 1) for listener in (server, reference))
     here, there = (re.sub(rb"[0-9.e-]+ s\b|(?<=content-length: )[0-9]+", b"N", said) for said in (here, there))
     assert here == there
     assert here.startswith(b"HTTP/1.1 504 ")
@@ -323,7 +323,7 @@ def test_the_token_is_asked_for_and_a_new_one_at_once(storage: UPath) -> None:
         for token, other in (("open sesame", "shut"), ("shut", "open sesame")):
             toy = config(storage).model_copy(update={"access": Access.by_token(token)})
             server.run(server.endpoint.update(toy))
-            shown = [binary(rows(1), f"Authorization: Bearer {each}") for each in (token, other)]
+            shown = [binary(rows(1), f"Authorization: Bearer {secret}") for secret in (token, other)]
             right, wrong, none = converse(server, [*shown, PLAIN["bytes"]], 3)
             assert right.startswith(b"HTTP/1.1 200 ")
             assert wrong.startswith(b"HTTP/1.1 401 ")

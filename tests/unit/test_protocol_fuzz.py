@@ -73,7 +73,7 @@ def answered(request: InferRequest) -> None:
 
 
 def checked_answer(request: InferRequest, outputs: Tensors) -> InferResponse:
-    check_outputs(request, [TensorSpec(name, each.dtype, each.shape) for name, each in outputs.items()])
+    check_outputs(request, [TensorSpec(name, array.dtype, array.shape) for name, array in outputs.items()])
     return build_response(request, "1", outputs)
 
 
@@ -141,7 +141,7 @@ def test_other_bodies(model: type[BaseModel]) -> None:
         outcome(partial(parse_body, model, damage(put_something(body, rng), rng)))
 
 
-@pytest.mark.parametrize("given", NASTY, ids=lambda each: repr(each)[:20])
+@pytest.mark.parametrize("given", NASTY, ids=lambda text: repr(text)[:20])
 def test_every_parameter_is_read_or_refused(given: Any) -> None:
     for name in ("priority", "timeout", "binary_data_output", "sequence_id", "sequence_end", "mine"):
         outcome(partial(RequestParameters.of, {name: given}))

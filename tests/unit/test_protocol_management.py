@@ -55,7 +55,7 @@ INDEX = [
         (METADATA, grpc.write_model_metadata),
         (STATISTICS, grpc.write_statistics),
     ],
-    ids=lambda each: type(each).__name__ if isinstance(each, BaseModel) else "",
+    ids=lambda model: type(model).__name__ if isinstance(model, BaseModel) else "",
 )
 def test_json_and_messages_say_the_same(said: BaseModel, message: object) -> None:
     written = message(said)

@@ -76,7 +76,7 @@ def fails(server: Server, version: str) -> int:
 def test_a_canary_answers_its_share_of_the_requests_that_name_no_version(server: Server, storage: UPath) -> None:
     deploy(server, storage, canary=2)
     client, tensors = tritonclient.grpc.InferenceServerClient(server.grpc), rows(20)  # three calls of the engine
-    inputs = [tritonclient.grpc.InferInput(name, list(each.shape), "INT64") for name, each in tensors.items()]
+    inputs = [tritonclient.grpc.InferInput(name, list(array.shape), "INT64") for name, array in tensors.items()]
     for input_ in inputs:
         input_.set_data_from_numpy(tensors[input_.name()])
     expected = {version: server.endpoint.find("toy", version).model.engine.infer(tensors)[OUTPUT] for version in "12"}
@@ -128,7 +128,7 @@ def test_a_shadow_is_sent_every_request_and_its_errors_reach_nobody(server: Serv
 
 def test_a_shadow_that_cannot_keep_up_loses_copies_and_delays_nobody(server: Server, storage: UPath) -> None:
     deploy(server, storage, shadow=2, max_batch_size=1, queue_limit=1)
-    tensors = {name: each.tolist() for name, each in rows(64, 32).items()}
+    tensors = {name: array.tolist() for name, array in rows(64, 32).items()}
     inputs = [{"name": name, "shape": [64, 32], "datatype": "INT64", "data": data} for name, data in tensors.items()]
 
     def infer(_: int) -> int:

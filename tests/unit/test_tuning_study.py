@@ -109,7 +109,7 @@ class Onlooker(optuna.samplers.RandomSampler):
     shown: list[FrozenTrial]
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, Any]:
-        self.shown = [each for each in study.get_trials() if each.number != trial.number]
+        self.shown = [finished for finished in study.get_trials() if finished.number != trial.number]
         return super().infer_relative_search_space(study, trial)
 
 
@@ -128,7 +128,7 @@ def test_samplers_and_later_searches_learn_of_the_values_that_a_trial_of_a_popul
     assert [item.params["train.optimizer.lr"] for item in sampler.shown] == [0.0123]
     later = create(make_url(f"sqlite:///{tmp_path / 'later.db'}"), name="two", earlier=[("one", url)])
     proposals = [later.ask(MAX_TRIALS) for _ in range(2)]
-    assert [each.values["train.optimizer.lr"] for each in proposals if each] == [0.003, 0.0123]
+    assert [proposal.values["train.optimizer.lr"] for proposal in proposals if proposal] == [0.003, 0.0123]
     learned = [trial.params for trial in later.study.trials if "learned_from" in trial.user_attrs]
     assert [item["train.optimizer.lr"] for item in learned] == [0.0123]
 
@@ -197,7 +197,7 @@ def test_a_trial_at_which_the_space_fails_is_filed_and_the_search_goes_on(
     problem[:] = [RuntimeError("no table of rates")]
     assert after.ask(2) is None
     cause = "tune.space 'tune_spaces.image:space' fails: RuntimeError: no table of rates"
-    assert [(each.state, each.user_attrs["cause"]) for each in after.ended] == [(TrialState.FAIL, cause)] * 2
+    assert [(trial.state, trial.user_attrs["cause"]) for trial in after.ended] == [(TrialState.FAIL, cause)] * 2
     assert f"trial 1 cannot be drawn: {cause}" in caplog.text
     problem.clear()
     assert ask(after) == 2
@@ -324,7 +324,7 @@ def test_a_search_learns_from_an_earlier_one(url: URL, tmp_path: Path) -> None:
     assert later.trials == []
     assert len(later.study.trials) == 4 + 2  # and two that wait: its own values, and the best of before
     proposals = [later.ask(MAX_TRIALS) for _ in range(2)]
-    assert [each and each.values for each in proposals] == [values[0], values[3]]
+    assert [proposal and proposal.values for proposal in proposals] == [values[0], values[3]]
     with pytest.raises(TuningError, match="no study 'three'"):
         create(make_url(f"sqlite:///{tmp_path / 'x.db'}"), name="x", earlier=[("three", url)])
     nowhere = make_url(f"sqlite:///{tmp_path / 'four.db'}")
