@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from upath import UPath
 
-from app.config import LANGUAGE_MODELING, Recipe
+from app.config import LANGUAGE_MODELING, TENSORS, Recipe
 from app.data import classification, language
 from app.data.classification import ClassificationData, load_test
 from app.data.images import ImageProcessor
@@ -53,6 +53,11 @@ def find_processor(task: str) -> type[Processor]:
     Raises:
         RecipeError: the import string names no processor, or the task has none and cannot be compiled or served.
     """
+    if task == TENSORS:
+        raise RecipeError(
+            f"task {task} is that of imported models, which take tensors as they are: only 'rayloom models import' "
+            f"publishes one; expected {', '.join(PROCESSORS)}, or the import string of a processor"
+        )
     if task == LANGUAGE_MODELING:
         raise RecipeError(
             f"task {task} cannot be compiled or served: expected {', '.join(PROCESSORS)}, or the import string of a "

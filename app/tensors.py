@@ -18,15 +18,18 @@ OUTPUT = "logits"
 
 Dtype = Literal[
     "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
-    "float16", "bfloat16", "float32", "float64",
+    "float16", "bfloat16", "float32", "float64", "string",
 ]  # fmt: skip
+_STRINGS = np.dtype(np.object_)
+"""The dtype of strings: arrays of ``str`` or ``bytes`` objects."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
     """The expected type and shape of a tensor. A size of -1 varies; the first is the batch.
 
-    ``max_length`` limits the varying sizes other than the batch. Values are from 0 to below ``values_below``.
+    ``max_length`` limits the varying sizes other than the batch. Values are from 0 to below ``values_below``. ``sizes``
+    names the varying sizes in order. Sizes with one name are equal; without names, those at the same place are.
     """
 
     name: str
@@ -34,6 +37,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     max_length: int | None = None
     values_below: int | None = None
+    sizes: tuple[str, ...] = ()
 
     def check(self, tensor: NDArray[Any]) -> None:
         """Raise RequestError, which names the tensor, if it does not fit."""
@@ -53,13 +57,18 @@ class TensorSpec:
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         """Raise RequestError, which names the tensor, if ``dtype`` is another."""
         if dtype != self.dtype:
-            raise RequestError(f"input {self.name!r} is {dtype}: expected {self.dtype}")
+            raise RequestError(f"input {self.name!r} is {dtype_name(dtype)}: expected {dtype_name(self.dtype)}")
 
     def _takes(self, axis: int, size: int) -> bool:
         expected = self.shape[axis]
         if expected != -1:
             return size == expected
         return size > 0 and (axis == 0 or self.max_length is None or size <= self.max_length)
+
+
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """Return numpy's name of a dtype; ``string`` for arrays of strings."""
+    return "string" if dtype == _STRINGS else dtype.name
 
 
 class Tensor(BaseModel):
@@ -70,15 +79,20 @@ class Tensor(BaseModel):
     name: str
     dtype: Dtype
     shape: tuple[int, ...]
+    sizes: tuple[str, ...] = ()
+    """Names of the varying sizes, in order; empty if the model's file has none."""
 
     @classmethod
     def of(cls, spec: TensorSpec) -> Self:
         """Convert an engine's description."""
-        return cls.model_validate({"name": spec.name, "dtype": spec.dtype.name, "shape": spec.shape})
+        return cls.model_validate(
+            {"name": spec.name, "dtype": dtype_name(spec.dtype), "shape": spec.shape, "sizes": spec.sizes}
+        )
 
     def spec(self, max_length: int | None = None) -> TensorSpec:
         """Convert to an engine's description. ``max_length`` limits the varying sizes other than the batch."""
-        return TensorSpec(self.name, np.dtype(self.dtype), self.shape, max_length)
+        dtype = _STRINGS if self.dtype == "string" else np.dtype(self.dtype)
+        return TensorSpec(self.name, dtype, self.shape, max_length, sizes=self.sizes)
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype} {list(self.shape)}"
@@ -94,18 +108,21 @@ def check_tensors(tensors: Tensors, specs: Sequence[TensorSpec]) -> None:
     names = [spec.name for spec in specs]
     if unknown := [name for name in tensors if name not in names]:
         raise RequestError(f"input {unknown[0]!r} is not known: expected {', '.join(names)}")
-    sizes: list[tuple[int, ...]] = []
+    found: dict[str | int, tuple[int, str]] = {}
     for spec in specs:
         if spec.name not in tensors:
             raise RequestError(f"input {spec.name!r} is missing: expected {', '.join(names)}")
         tensor = tensors[spec.name]
         spec.check(tensor)
-        sizes.append(tuple(given for given, size in zip(tensor.shape, spec.shape, strict=True) if size == -1))
-        if sizes[-1] != sizes[0]:
-            raise RequestError(
-                f"input {spec.name!r} has shape {list(tensor.shape)}, {names[0]!r} has "
-                f"{list(tensors[names[0]].shape)}: expected the same rows and length"
-            )
+        varying = [given for given, size in zip(tensor.shape, spec.shape, strict=True) if size == -1]
+        keys: Sequence[str | int] = spec.sizes or range(len(varying))
+        for key, given in zip(keys, varying, strict=True):
+            size, other = found.setdefault(key, (given, spec.name))
+            if size != given:
+                raise RequestError(
+                    f"input {spec.name!r} has shape {list(tensor.shape)}, {other!r} has "
+                    f"{list(tensors[other].shape)}: expected the same {key if spec.sizes else 'rows and length'}"
+                )
 
 
 def count_rows(tensors: Tensors) -> int:
@@ -120,6 +137,11 @@ def count_rows(tensors: Tensors) -> int:
         given = ", ".join(f"{name!r} {list(shape)}" for name, shape in shapes.items()) or "no tensors"
         raise RequestError(f"a request of {given}: expected the same rows in each tensor, one or more")
     return rows.pop()
+
+
+def is_finite(tensor: NDArray[Any]) -> bool:
+    """Return whether a tensor has neither NaN nor infinity. Strings have not."""
+    return tensor.dtype.hasobject or bool(np.isfinite(tensor).all())
 
 
 def shape_key(tensors: Tensors) -> Hashable:

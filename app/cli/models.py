@@ -1,7 +1,8 @@
-"""The commands ``rayloom models``: list versions, promote, roll back, verify, export and delete them."""
+"""The commands ``rayloom models``: list versions, import, promote, roll back, verify, export and delete them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,9 +12,11 @@ from app.cli.endpoint import local_endpoint
 from app.cli.options import Storage, chosen_storage
 from app.cli.versions import description_of, table_of
 from app.cluster.state import read_state
+from app.config import recipe_of_model
 from app.errors import ClusterError, RequestError, StorageError
 from app.repository.aliases import Alias
 from app.repository.repository import Repository
+from app.runs import JSON_HELP, Run, execute
 from app.storage import to_path
 
 models = typer.Typer(no_args_is_help=True, help="Look at the versions of models, and choose the one in production.")
@@ -116,6 +119,47 @@ def export(
         version = int(numbers[0]) if numbers else repository.current(name)
         model = repository.export_to_triton(name, version, to_path(Path(folder).absolute()))
     print(f"{name}, version {version}, is in {model}; serve it with: tritonserver --model-repository {model.parent}")
+
+
+@models.command("import")
+def import_command(
+    name: str,
+    source: Annotated[Path, typer.Argument(help="A .onnx or .pt2 file, or a model's folder in a Triton repository.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Such as compile.engines=[onnxruntime].")
+    ] = None,
+    samples: Annotated[
+        Path | None, typer.Option(help="Rows to compare on: npz, parquet, csv or jsonl. Default: random ones.")
+    ] = None,
+    labels: Annotated[Path | None, typer.Option(help="The labels by column: JSON, or one a line.")] = None,
+    scores: Annotated[str | None, typer.Option(help="The output whose columns are the labels.")] = None,
+    size: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=N[,N]", help="For random rows: the values of a size that varies.")
+    ] = None,
+    storage: Storage = None,
+    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+) -> None:
+    """Publish a model that was trained elsewhere, by the gates and measurements of jobs.compile."""
+    from app.compile.imported.run import Given, import_model  # imports ONNX and the engines
+
+    root = chosen_storage(storage)
+    recipe = recipe_of_model(name, "compile", [*(overrides or []), f"storage={root}"])
+    given = Given(source, samples, labels, scores, dict(map(_parse_size, size or [])))
+    result = execute(Run.start("compile", recipe), partial(import_model, given=given))
+    print(result.to_line(as_json))
+    if result.status == "failed":
+        raise typer.Exit(1)
+    version = int(result.artifacts["model"].rpartition("/")[2])
+    _print_what_is_served(name, version, "production")
+
+
+def _parse_size(given: str) -> tuple[str, list[int]]:
+    """Return a name and its values. Raises RequestError."""
+    name, _, values = given.rpartition("=")
+    parts = values.split(",")
+    if not name or not all(part.isdecimal() and int(part) for part in parts):
+        raise RequestError(f"--size is {given!r}: expected NAME=N or NAME=N,N, such as length=128")
+    return name, [int(part) for part in parts]
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from app.cli.tables import aligned
-from app.repository.manifest import Manifest, Quantization, ServingDefaults
+from app.repository.manifest import ImportedFrom, Manifest, Quantization, ServingDefaults
 from app.repository.repository import ListedVersion, Repository
 
 _HEADER = ("model", "version", "aliases", "precision", "engine", "accuracy", "size", "created")
@@ -24,8 +24,8 @@ def description_of(manifest: Manifest, aliases: Sequence[str], folder: str) -> I
             ("created", f"{manifest.created:%Y-%m-%d %H:%M:%S} UTC"),
             ("task", manifest.task),
             ("engine", str(key)),
-            ("accuracy", f"{manifest.accuracy:.4f} on the {manifest.accuracy_split} split"),
-            ("to PyTorch", f"cosine {manifest.cosine:.4f}, largest difference {manifest.max_difference:.1e}"),
+            ("accuracy", manifest.accuracy_in_words),
+            (f"to {lineage.baseline}", f"cosine {manifest.cosine:.4f}, difference {manifest.max_difference:.1e}"),
             *(("quantized", line) for line in _quantization(manifest.quantization)),
             *(("input", str(tensor)) for tensor in manifest.inputs),
             *(("output", str(tensor)) for tensor in manifest.outputs),
@@ -34,7 +34,8 @@ def description_of(manifest: Manifest, aliases: Sequence[str], folder: str) -> I
             ("recipe", f"sha256:{lineage.recipe}"),
             ("code", lineage.code),
             *([("trial", lineage.trial)] if lineage.trial else []),
-            ("train run", lineage.train_run),
+            *([("train run", lineage.train_run)] if lineage.train_run else []),
+            *(("imported", line) for line in _imported(lineage.imported)),
             ("compile run", lineage.compile_run),
             ("source file", f"sha256:{key.onnx_sha256}"),
             ("folder", f"{folder}, {_size(manifest.size_bytes)}"),
@@ -52,10 +53,18 @@ def _row(listed: ListedVersion) -> tuple[str, ...]:
         *identity,
         manifest.engine_key.precision,
         manifest.engine_key.engine,
-        f"{manifest.accuracy:.4f}",
+        "" if manifest.accuracy is None else f"{manifest.accuracy:.4f}",
         _size(manifest.size_bytes),
         f"{manifest.created:%Y-%m-%d %H:%M} UTC",
     )
+
+
+def _imported(imported: ImportedFrom | None) -> Iterator[str]:
+    """Yield the source of an imported model, and the sha256 of each of its files. Nothing for a trained one."""
+    if imported is not None:
+        yield str(imported)
+        yield f"rows: {imported.samples or 'random'}"
+        yield from (f"{sha256}  {file}" for file, sha256 in imported.files.items())
 
 
 def _quantization(quantization: Quantization | None) -> Iterator[str]:

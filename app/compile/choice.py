@@ -28,7 +28,7 @@ class Choice:
     """The best setting of the variant."""
 
     serving: ServingDefaults
-    accuracy: PublishedAccuracy
+    accuracy: PublishedAccuracy | None
 
 
 def ranked(points: Sequence[OperatingPoint], objective: ObjectiveConfig) -> list[OperatingPoint]:

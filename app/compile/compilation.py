@@ -10,7 +10,7 @@ from app.compile.files import Log, ModelFile, ModelFiles
 from app.compile.parity import check_signature, compare
 from app.compile.records import BuiltPlan, PublishedAccuracy, VariantRecord
 from app.compile.reference import accuracy_on
-from app.compile.source_model import SourceModel, pruned
+from app.compile.source import Source
 from app.compile.timing import (
     Concurrency,
     OperatingPoint,
@@ -37,7 +37,7 @@ class Compilation:
     """Makes the files of a source model and measures its variants. Results so far can be reported at any time."""
 
     def __init__(
-        self, source_model: SourceModel, config: CompileConfig, requested: RequestedVariants, folder: Path, log: Log
+        self, source_model: Source, config: CompileConfig, requested: RequestedVariants, folder: Path, log: Log
     ) -> None:
         self.source_model = source_model
         self.config = config
@@ -124,7 +124,7 @@ class Compilation:
     def _files_of(self, sparse: bool) -> ModelFiles:
         """Return the files of the whole model, or of the pruned one, which is made when it is first needed."""
         if sparse not in self._files_by_sparsity:
-            model = pruned(self.source_model)
+            model = self.source_model.pruned()
             self._log(f"pruned, two of four weights: accuracy {model.reference.accuracy:.4f}")
             self._files_by_sparsity[sparse] = ModelFiles(model, self.config, (), self._folder / "sparse", self._log)
         return self._files_by_sparsity[sparse]
@@ -181,7 +181,7 @@ class Compilation:
         return self._operating_points(record.variant, record.accuracy, record.size_bytes, measured)
 
     def _operating_points(
-        self, variant: Variant, accuracy: float, size_bytes: int, measured: Iterable[Point]
+        self, variant: Variant, accuracy: float | None, size_bytes: int, measured: Iterable[Point]
     ) -> list[OperatingPoint]:
         choose = partial(best_at_length, objective=self.config.objective)
         return list(operating_points(variant, accuracy, size_bytes, measured, self.source_model.shares, choose))
@@ -223,11 +223,13 @@ class Compilation:
         calls = _MIN_CALLS_FOR_PERCENTILE if self.config.objective.latency_ms is not None else _MIN_CALLS
         return measure(engine, concurrency, sorted(self.config.batch_sizes), self.source_model.rows_by_length, calls)
 
-    def _published_accuracy(self, record: VariantRecord, point: OperatingPoint) -> PublishedAccuracy:
-        """Measure the accuracy on the test split, or return the validation accuracy if there is none."""
+    def _published_accuracy(self, record: VariantRecord, point: OperatingPoint) -> PublishedAccuracy | None:
+        """Measure the accuracy on the test split, or return that on the compared rows. None: they have no classes."""
+        if record.accuracy is None:
+            return None
         if (test := self.source_model.load_test()) is None:
-            rows = len(self.source_model.reference.classes)
-            return PublishedAccuracy(split="validation", rows=rows, accuracy=record.accuracy)
+            rows = len(self.source_model.reference.rows)
+            return PublishedAccuracy(split=self.source_model.split, rows=rows, accuracy=record.accuracy)
         with closing(self._open(record.variant, point.concurrency)) as engine:
             accuracy = accuracy_on(engine, test, max(self.config.batch_sizes))
         return PublishedAccuracy(split="test", rows=len(test), accuracy=accuracy)

@@ -11,7 +11,7 @@ from pathlib import Path
 from app.checksums import sha256_of_file
 from app.compile.parity import Parity, check_signature, compare, failures
 from app.compile.quantization.search import Verdict
-from app.compile.source_model import SourceModel
+from app.compile.source import Source
 from app.config import ComputePrecision, EngineName, GatesConfig
 from app.engines.base import Engine, EngineSettings
 from app.engines.onnxruntime import open_oracle
@@ -22,7 +22,7 @@ from app.errors import EngineError
 class Evaluator:
     """Compares files with PyTorch on the whole validation split. Results are cached by the file's sha256."""
 
-    def __init__(self, source_model: SourceModel, gates: GatesConfig, engines: Sequence[EngineName]) -> None:
+    def __init__(self, source_model: Source, gates: GatesConfig, engines: Sequence[EngineName]) -> None:
         """Evaluate nothing yet.
 
         Args:
@@ -89,6 +89,8 @@ class Evaluator:
             return compare(engine, self._source_model.reference)
 
     def _loss(self, parity: Parity) -> float:
-        """Return lost accuracy plus lost cosine; infinite if that is NaN."""
-        loss = max(0.0, self._source_model.accuracy_to_keep - parity.accuracy) + 1.0 - parity.cosine
+        """Return lost accuracy, differing rows and lost cosine, added up; infinite if that is NaN."""
+        to_keep, kept = self._source_model.accuracy_to_keep, parity.accuracy
+        drop = 0.0 if to_keep is None or kept is None else max(0.0, to_keep - kept)
+        loss = drop + parity.differing_rows + 1.0 - parity.cosine
         return loss if math.isfinite(loss) else math.inf

@@ -5,7 +5,7 @@ import copy
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ OPSET = 20
 _WEIGHTED = ("Conv", "ConvTranspose", "Gemm")
 """Operators with weights into which the exporter folds batch norms."""
 
-_MAX_GIB = 1.5
+MAX_GIB = 1.5
 """Size of the weights above which PyTorch writes them to a second file. Protobuf limits one file to 2 GiB."""
 
 
@@ -58,6 +58,17 @@ def export_onnx(
     _require_one_file(path)
 
 
+def program_to_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], path: Path) -> None:
+    """Write a traced program as one ONNX file with these names, in its own types.
+
+    Raises:
+        CompileError: an operator has no counterpart in ONNX, or the weights are too large for one file.
+    """
+    with _quiet():
+        _to_onnx(program, outputs, inputs).save(path, external_data=False)
+    _require_one_file(path)
+
+
 def _dimension(spec: TensorSpec, axis: int) -> Any:
     """Return a dynamic dimension. Models with a table of positions cannot be traced without a maximum length."""
     return torch.export.Dim("batch") if axis == 0 else torch.export.Dim("length", max=spec.max_length)
@@ -77,10 +88,18 @@ def _traced(model: nn.Module, inputs: dict[str, torch.Tensor], dynamic: dict[str
         ) from error
 
 
-def _to_onnx(traced: ExportedProgram) -> torch.onnx.ONNXProgram:
+def _to_onnx(
+    traced: ExportedProgram, outputs: Sequence[str] = (OUTPUT,), inputs: Sequence[str] | None = None
+) -> torch.onnx.ONNXProgram:
     try:
         program = torch.onnx.export(
-            traced, dynamo=True, output_names=[OUTPUT], opset_version=OPSET, optimize=True, verbose=False
+            traced,
+            dynamo=True,
+            input_names=inputs,
+            output_names=outputs,
+            opset_version=OPSET,
+            optimize=True,
+            verbose=False,
         )
     except Exception as error:
         causes: list[BaseException] = [error]
@@ -120,7 +139,7 @@ def _require_one_file(path: Path) -> None:
     weights.unlink()
     path.unlink()
     raise CompileError(
-        f"the model has {size_gib:.2f} GiB of weights, and one ONNX file takes {_MAX_GIB} GiB: give a smaller model "
+        f"the model has {size_gib:.2f} GiB of weights, and one ONNX file takes {MAX_GIB} GiB: give a smaller model "
         "(model.args)"
     )
 

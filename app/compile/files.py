@@ -1,6 +1,5 @@
 """The files that are made of one source model: ONNX files, each checked against PyTorch, and TensorRT plans."""
 
-import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
@@ -9,10 +8,9 @@ from pydantic import BaseModel
 
 from app.checksums import sha256_of_file
 from app.compile.evaluator import Evaluator
-from app.compile.export import export_onnx
 from app.compile.parity import Parity
 from app.compile.quantization.search import find_quantization, quantize_fp8
-from app.compile.source_model import SourceModel
+from app.compile.source import Source
 from app.compile.timing import Concurrency
 from app.compile.variants import BUILT_AHEAD, Variant
 from app.config import CompileConfig, ComputePrecision, EngineName, Precision
@@ -21,7 +19,6 @@ from app.engines.registry import open_engine, runs_plans
 from app.engines.tensorrt.build import build_plan
 from app.engines.tensorrt.library import Flavour
 from app.engines.tensorrt.manifest import BuildSettings
-from app.engines.torch import TorchEngine
 from app.errors import CompileError, EngineError
 from app.repository.manifest import PLAN_FILE, Quantization
 
@@ -74,7 +71,7 @@ class ModelFiles:
 
     def __init__(
         self,
-        source_model: SourceModel,
+        source_model: Source,
         config: CompileConfig,
         int8_engines: Sequence[EngineName],
         folder: Path,
@@ -136,8 +133,7 @@ class ModelFiles:
         """
         settings = EngineSettings(variant.precision, concurrency.threads, concurrency.streams, variant.device)
         if variant.runs_module:
-            model = copy.deepcopy(self.source_model.trained.model)  # the engine moves it to its device
-            return TorchEngine(model, self.source_model.signature, settings)
+            return self.source_model.open_module(settings)
         return open_engine(variant.engine, self.engine_path(variant), settings)
 
     def build_ahead(self, precision: ComputePrecision) -> Path:
@@ -164,7 +160,7 @@ class ModelFiles:
     def _make(self, precision: ComputePrecision) -> ModelFile:
         path, source = self._onnx_path(precision), self.source_model
         if precision in _FLOATS:
-            export_onnx(source.trained.model, source.signature.inputs, source.sample, path, _FLOATS[precision])
+            source.export(path, _FLOATS[precision])
             quantization = None
         else:
             quantization = self._quantize(precision, path)

@@ -1,63 +1,104 @@
-"""Compare an engine's answers with PyTorch's, and apply the recipe's gates."""
+"""Compare an engine's answers with the right ones, and apply the recipe's gates."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-from app.compile.reference import BATCH, Reference
+from app.compile.reference import BATCH, Reference, count_right
 from app.config import ComputePrecision, GatesConfig
 from app.engines.base import Engine, Signature
 from app.errors import CompileError
-from app.tensors import OUTPUT
+from app.tensors import Tensors
 
 _ROUNDING = 1e-9
 """Tolerance for rounding: 0.90 - 0.89 is slightly above 0.01 in floating point."""
 
 
 class Parity(BaseModel):
-    """The comparison of an engine's answers with PyTorch's, over every row of the validation split."""
+    """The comparison of an engine's answers with the right ones, over every row of the split."""
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")  # JSON null could not be read back as a number
 
-    accuracy: float
+    accuracy: float | None
+    """None if the rows have no classes."""
     max_difference: float
-    """The largest absolute difference of a logit."""
+    """The largest absolute difference of a number in a float output, such as a logit."""
     cosine: float
-    """The mean cosine similarity of a row's logits."""
+    """The mean cosine similarity of a row's outputs. With several float outputs, that of the least similar counts."""
     worst_cosine: float
-    """The lowest cosine similarity of a row's logits."""
+    """The lowest cosine similarity of a row's outputs."""
+    differing_rows: float = 0.0
+    """The share of rows in which an output of whole numbers, BOOL or strings differs."""
 
     def __str__(self) -> str:
-        return f"accuracy {self.accuracy:.4f}, cosine {self.cosine:.5f}, largest difference {self.max_difference:.1e}"
+        known = f"accuracy {self.accuracy:.4f}, " if self.accuracy is not None else ""
+        differing = f", {self.differing_rows:.2%} of the rows differ in an exact output" if self.differing_rows else ""
+        return f"{known}cosine {self.cosine:.5f}, largest difference {self.max_difference:.1e}{differing}"
 
 
 def compare(engine: Engine, reference: Reference, max_rows: int = BATCH) -> Parity:
     """Run every row of the reference in batches of at most ``max_rows``, with one batch in memory at a time."""
-    done, right, cosine, worst_cosine, max_difference = 0, 0, 0.0, np.inf, 0.0
-    for batch in reference.rows.batches(max_rows):
-        given = engine.infer(batch.inputs)[OUTPUT].astype(np.float64)
-        expected = reference.logits[done : done + len(given)].astype(np.float64)
-        cosines = torch.cosine_similarity(torch.from_numpy(given), torch.from_numpy(expected)).numpy()
-        right += int((given.argmax(-1) == batch.targets).sum())
+    done, right, differing, cosine, worst_cosine, max_difference = 0, 0, 0, 0.0, np.inf, 0.0
+    for batch, expected in reference.batches(max_rows):
+        given = engine.run(batch.inputs)
+        right += count_right(given, batch, reference.scores)
+        rows = len(next(iter(expected.values())))
+        cosines = np.ones(rows)
+        for ours, theirs in _float_outputs(given, expected):
+            cosines = np.minimum(cosines, _cosines(ours, theirs))  # unlike min, it propagates NaN
+            max_difference = np.maximum(max_difference, np.abs(ours - theirs).max(initial=0.0))
+        differing += int(_differing(given, expected, rows).sum())
         cosine += float(cosines.sum())
-        worst_cosine = np.minimum(worst_cosine, cosines.min())  # unlike min, it propagates NaN
-        max_difference = np.maximum(max_difference, np.abs(given - expected).max())
-        done += len(given)
+        worst_cosine = np.minimum(worst_cosine, cosines.min())
+        done += rows
     return Parity(
-        accuracy=right / done,
+        accuracy=right / done if reference.scores else None,
         max_difference=float(max_difference),
         cosine=cosine / done,
         worst_cosine=float(worst_cosine),
+        differing_rows=differing / done,
     )
 
 
-def failures(parity: Parity, precision: ComputePrecision, accuracy: float, gates: GatesConfig) -> tuple[str, ...]:
+def _float_outputs(given: Tensors, expected: Tensors) -> Iterator[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    """Yield both answers for each float output, of shape (rows, numbers)."""
+    for name, output in expected.items():
+        if _is_float(output):
+            shape = len(output), -1 if output.size else 0
+            yield given[name].astype(np.float64).reshape(shape), output.astype(np.float64).reshape(shape)
+
+
+def _cosines(given: NDArray[np.float64], expected: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the cosine similarity of each row; 1 for equal rows, even of zeros."""
+    cosines: NDArray[np.float64] = torch.cosine_similarity(torch.from_numpy(given), torch.from_numpy(expected)).numpy()
+    return np.where((given == expected).all(axis=1), 1.0, cosines)
+
+
+def _differing(given: Tensors, expected: Tensors, rows: int) -> NDArray[np.bool_]:
+    """Return for each row whether an output differs that has to be equal."""
+    differs = np.zeros(rows, np.bool_)
+    for name, output in expected.items():
+        if not _is_float(output):
+            differs |= (given[name] != output).reshape(rows, -1).any(axis=1)
+    return differs
+
+
+def _is_float(output: NDArray[Any]) -> bool:
+    return output.dtype.kind == "f"
+
+
+def failures(
+    parity: Parity, precision: ComputePrecision, accuracy: float | None, gates: GatesConfig
+) -> tuple[str, ...]:
     """Return a sentence for each failed gate. A NaN fails every gate.
 
     Args:
-        accuracy: the accuracy of the trained model, from which the drop is counted.
+        accuracy: the accuracy of the source model, from which the drop is counted. None if it is unknown.
     """
     found = []
     if precision == "fp32" and not parity.max_difference <= gates.max_difference:
@@ -65,10 +106,19 @@ def failures(parity: Parity, precision: ComputePrecision, accuracy: float, gates
             f"the largest difference is {parity.max_difference:.1e}: compile.gates.max_difference is "
             f"{gates.max_difference}"
         )
-    if not accuracy - parity.accuracy <= gates.max_accuracy_drop + _ROUNDING:
+    if (
+        accuracy is not None
+        and parity.accuracy is not None
+        and not accuracy - parity.accuracy <= gates.max_accuracy_drop + _ROUNDING
+    ):
         found.append(
             f"the accuracy falls from {accuracy:.4f} to {parity.accuracy:.4f}: compile.gates.max_accuracy_drop is "
             f"{gates.max_accuracy_drop}"
+        )
+    if not parity.differing_rows <= gates.max_accuracy_drop + _ROUNDING:
+        found.append(
+            f"an output of whole numbers, BOOL or strings differs in {parity.differing_rows:.2%} of the rows: "
+            f"compile.gates.max_accuracy_drop is {gates.max_accuracy_drop}"
         )
     if not parity.cosine >= gates.min_cosine:
         found.append(f"the mean cosine is {parity.cosine:.4f}: compile.gates.min_cosine is {gates.min_cosine}")

@@ -5,13 +5,12 @@ from pathlib import Path
 
 from upath import UPath
 
-from app.artifacts import ARCHITECTURE_FILE, RECIPE_FILE, WEIGHTS_FILE
-from app.checksums import code_revision, sha256_of, sha256_of_file
+from app.artifacts import WEIGHTS_FILE
+from app.checksums import sha256_of_file
 from app.compile.choice import Choice
 from app.compile.compilation import Compilation
 from app.compile.records import VariantRecord
 from app.compile.reference import Reference
-from app.data.classification import save_labels
 from app.engines.architecture import architecture_of
 from app.engines.tensorrt.manifest import manifest_path
 from app.repository.known_answers import KnownAnswers
@@ -19,7 +18,6 @@ from app.repository.manifest import (
     MODEL_FILE,
     PLAN_FILE,
     EngineKey,
-    Lineage,
     Manifest,
     ModelCard,
 )
@@ -38,13 +36,11 @@ def publish(
     compile_run: UPath,
 ) -> Manifest:
     """Publish the files of the chosen variant, which passes its gates, and promote the version to production."""
-    trained = compilation.source_model.trained
     with tempfile.TemporaryDirectory(prefix="rayloom-version-") as temporary:
         files = to_path(temporary)
         for target, source in _model_files(compilation, choice.record).items():
             source.copy(files / target)
-        trained.processor.save(files)
-        save_labels(trained.labels, files)
+        compilation.source_model.save_codec(files)
         _known_answers(compilation.source_model.reference).save(Path(temporary))
         manifest = repository.publish(name, files, _card(compilation, choice, compile_run, Path(temporary)))
     repository.promote(name, manifest.version)
@@ -52,14 +48,9 @@ def publish(
 
 
 def _model_files(compilation: Compilation, record: VariantRecord) -> dict[str, UPath]:
-    """Return the files of the version by name: the ONNX file, and for TensorRT the plan that was built from it.
-
-    A version for PyTorch has the weights, and the recipe from which the model is built again.
-    """
+    """Return the files of the version by name: the ONNX file, and for TensorRT the plan that was built from it."""
     if record.runs_module:
-        weights = compilation.source_model.weights
-        files = {name: weights / name for name in (WEIGHTS_FILE, RECIPE_FILE, ARCHITECTURE_FILE)}
-        return {name: file for name, file in files.items() if file.exists()}
+        return compilation.source_model.module_files()
     onnx, opened = compilation.onnx_of(record), compilation.path_of(record)
     compiled = {MODEL_FILE: onnx}
     if opened != onnx:
@@ -68,16 +59,15 @@ def _model_files(compilation: Compilation, record: VariantRecord) -> dict[str, U
 
 
 def _known_answers(reference: Reference) -> KnownAnswers:
-    """Return the first rows of the reference and their logits."""
-    inputs = next(reference.rows.batches(_KNOWN_ROWS)).inputs
-    return KnownAnswers(inputs, reference.logits[: len(next(iter(inputs.values())))])
+    """Return the first rows of the reference and their outputs."""
+    batch, outputs = next(reference.batches(_KNOWN_ROWS))
+    return KnownAnswers(batch.inputs, outputs)
 
 
 def _card(compilation: Compilation, choice: Choice, compile_run: UPath, files: Path) -> ModelCard:
     source_model, record = compilation.source_model, choice.record
-    tuned_from = source_model.trained.recipe.tuned_from
     return ModelCard(
-        task=source_model.trained.recipe.task,
+        task=source_model.task,
         engine_key=EngineKey(
             onnx_sha256=sha256_of_file(files / (WEIGHTS_FILE if record.runs_module else MODEL_FILE)),
             precision=record.precision,
@@ -87,21 +77,15 @@ def _card(compilation: Compilation, choice: Choice, compile_run: UPath, files: P
             architecture=architecture_of(record.device, record.precision),
             profile=source_model.profile(compilation.config.batch_sizes),
         ),
-        lineage=Lineage(
-            train_run=str(source_model.weights.parent),
-            trial=str(tuned_from) if tuned_from else None,
-            compile_run=str(compile_run),
-            recipe=sha256_of(source_model.trained.recipe.model_dump_json().encode()),
-            data_fingerprint=source_model.data.fingerprint,
-            code=code_revision(),
-        ),
+        lineage=source_model.lineage(str(compile_run)),
         inputs=tuple(map(Tensor.of, source_model.signature.inputs)),
         outputs=tuple(map(Tensor.of, source_model.signature.outputs)),
         serving=choice.serving,
         quantization=record.quantization,
-        accuracy=choice.accuracy.accuracy,
-        accuracy_split=choice.accuracy.split,
-        accuracy_rows=choice.accuracy.rows,
+        accuracy=choice.accuracy.accuracy if choice.accuracy else None,
+        accuracy_split=choice.accuracy.split if choice.accuracy else source_model.split,
+        accuracy_rows=choice.accuracy.rows if choice.accuracy else None,
+        scores=source_model.scores,
         max_difference=record.max_difference,
         cosine=record.cosine,
     )

@@ -1,19 +1,17 @@
 """The records of variants and TensorRT plans, in the result and the report of a compile run."""
 
-from typing import Literal
-
 from pydantic import BaseModel, computed_field
 
 from app.compile.parity import Parity
 from app.compile.variants import BUILT_AHEAD, Variant
 from app.config import ComputePrecision
-from app.repository.manifest import Quantization
+from app.repository.manifest import Quantization, Split
 
 
 class PublishedAccuracy(BaseModel):
-    """Accuracy of the published variant, on the test split if there is one, else on the validation split."""
+    """Accuracy of the published variant, on the test split if there is one, else on the rows it was compared on."""
 
-    split: Literal["test", "validation"]
+    split: Split
     rows: int
     accuracy: float
 
@@ -64,9 +62,7 @@ class VariantRecord(Variant, Parity):
 
     def __str__(self) -> str:
         latency = ", ".join(f"{value:.2f} ms at batch {batch}" for batch, value in self.latency_ms.items())
+        known = f"accuracy {self.accuracy:.4f}, " if self.accuracy is not None else ""
         baseline = " (baseline)" if self.baseline else ""
         refused = f" (refused: {'; '.join(self.reasons)})" if self.reasons else ""
-        return (
-            f"{self.variant}: accuracy {self.accuracy:.4f}, largest difference {self.max_difference:.1e}, "
-            f"{latency}{baseline}{refused}"
-        )
+        return f"{self.variant}: {known}largest difference {self.max_difference:.1e}, {latency}{baseline}{refused}"

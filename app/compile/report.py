@@ -26,8 +26,11 @@ class CompileReport(BaseModel):
     recipe: str
     machine: str
     threads: int
+    baseline: str = "PyTorch"
+    """What the variants were compared with."""
+
     validation_rows: int
-    accuracy_to_keep: float
+    accuracy_to_keep: float | None
     files: list[ModelFile]
     variants: list[VariantRecord]
     skipped: list[Skipped]
@@ -61,7 +64,8 @@ def report_of(
         recipe=recipe,
         machine=platform.machine(),
         threads=source_model.threads,
-        validation_rows=len(source_model.reference.classes),
+        baseline=source_model.baseline,
+        validation_rows=len(source_model.reference.rows),
         accuracy_to_keep=source_model.accuracy_to_keep,
         files=compilation.files,
         variants=compilation.records,
@@ -108,7 +112,7 @@ def _facts(report: CompileReport) -> dict[str, object]:
         "chosen": report.point or f"nothing: {report.error}",
         **serving,
         **({"published accuracy": report.accuracy} if report.accuracy else {}),
-        "accuracy of PyTorch": f"{report.accuracy_to_keep:.4f} on {report.validation_rows:,} validation samples",
+        f"accuracy of {report.baseline}": f"{_accuracy(report.accuracy_to_keep)} on {report.validation_rows:,} rows",
         "machine": f"{report.machine}, {report.threads} cores",
     }
 
@@ -121,7 +125,7 @@ def _variants(report: CompileReport) -> tuple[list[str], list[list[object]]]:
         [
             record.variant,
             f"{record.size_bytes / 1e6:.2f}",
-            f"{record.accuracy:.4f}",
+            _accuracy(record.accuracy),
             f"{record.max_difference:.1e}",
             f"{record.cosine:.5f}",
             *(f"{record.latency_ms[size]:.2f}" for size in sizes),
@@ -149,7 +153,7 @@ def _points(points: Sequence[OperatingPoint], chosen: OperatingPoint | None) -> 
             point.batches,
             point.concurrency.streams,
             point.concurrency.threads,
-            f"{point.accuracy:.4f}",
+            _accuracy(point.accuracy),
             f"{point.latency_ms:.2f}",
             f"{point.latency_p95_ms:.2f}",
             f"{point.throughput:,.0f}",
@@ -203,6 +207,10 @@ def _settings_chart(points: Sequence[OperatingPoint], front: Sequence[OperatingP
     )
 
 
+def _accuracy(accuracy: float | None) -> str:
+    return "not known" if accuracy is None else f"{accuracy:.4f}"
+
+
 def _label_of(point: OperatingPoint, is_on_front: bool) -> str:
     place = "\non the Pareto front" if is_on_front else ""
-    return f"{point}\naccuracy {point.accuracy:.4f}, {point.size_bytes / 1e6:.2f} MB{place}"
+    return f"{point}\naccuracy {_accuracy(point.accuracy)}, {point.size_bytes / 1e6:.2f} MB{place}"

@@ -34,7 +34,7 @@ class CompileMetrics(BaseModel):
     chosen: VariantRecord
     point: OperatingPoint
     serving: ServingDefaults
-    accuracy: PublishedAccuracy
+    accuracy: PublishedAccuracy | None
 
 
 def print_line(line: str) -> None:
@@ -59,17 +59,18 @@ def compile_model(run: Run, log: Log = print_line) -> Outcome:
     if requested.calibrated:
         source_model.require_samples(config.calibration.samples)
     run.open()
-    rows = len(source_model.reference.classes)
+    rows = len(source_model.reference.rows)
     log(
         f"weights {source_model.weights}: checksums match; PyTorch on {rows:,} validation samples: accuracy "
         f"{source_model.accuracy_to_keep:.4f}"
     )
     # Not until the result is written: in a Ray task, the run is a copy of the job's.
     with run_lock(run.folder), tempfile.TemporaryDirectory(prefix="rayloom-compile-") as temporary:
-        return _compile(run, Compilation(source_model, config, requested, Path(temporary), log), log)
+        return choose_and_publish(run, Compilation(source_model, config, requested, Path(temporary), log), log)
 
 
-def _compile(run: Run, compilation: Compilation, log: Log) -> Outcome:
+def choose_and_publish(run: Run, compilation: Compilation, log: Log) -> Outcome:
+    """Measure every variant, and publish the best. Write the report in any case. Raises RayloomError."""
     recipe = run.recipe
     try:
         with stage("variants"):
@@ -83,7 +84,7 @@ def _compile(run: Run, compilation: Compilation, log: Log) -> Outcome:
     baseline = compilation.baseline_of(choice.point)
     comparison = f" (PyTorch: {baseline.latency_ms:.2f} ms, {baseline.throughput:,.0f} rows/s)" if baseline else ""
     log(f"chosen, by {recipe.compile.objective}: {choice.point}{comparison}")
-    log(f"published accuracy: {choice.accuracy}")
+    log(f"published accuracy: {choice.accuracy or 'not known, because the rows have no classes'}")
     page = write_report(report_of(compilation, recipe.name, choice), run.folder)
     manifest = publish(compilation, choice, recipe.name, Repository(run.storage), run.folder)
     log(f"published {manifest.name}, version {manifest.version}, now in production: {manifest.engine_key}")

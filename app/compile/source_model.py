@@ -1,86 +1,75 @@
-"""The model to compile, its data, and PyTorch's answers, with which every file and variant is compared."""
+"""A model that Rayloom trained, as it is compiled: its weights, its data, and PyTorch's answers."""
 
+import copy
 import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 from upath import UPath
 
-from app.artifacts import DATA, WEIGHTS
-from app.checksums import verify_checksums
-from app.compile.reference import BATCH, EncodedBatches, Reference, chunks
+from app.artifacts import ARCHITECTURE_FILE, DATA, RECIPE_FILE, WEIGHTS, WEIGHTS_FILE
+from app.checksums import code_revision, sha256_of, verify_checksums
+from app.compile.export import export_onnx
+from app.compile.reference import EncodedBatches, Reference
+from app.compile.source import Source, calibration_indices
 from app.compile.sparsity import prune_2_to_4
-from app.config import Recipe
-from app.data.classification import ClassificationData, LabelledDataset, load_test
-from app.engines.base import EngineSettings, ShapeProfile, Signature
+from app.config import Precision, Recipe
+from app.data.classification import ClassificationData, LabelledDataset, load_test, save_labels
+from app.engines.base import Engine, EngineSettings, Signature
 from app.engines.torch import TorchEngine
 from app.errors import CompileError, StorageError
-from app.tensors import OUTPUT, Tensors, TensorSpec
+from app.repository.manifest import Lineage
+from app.tensors import OUTPUT, TensorSpec
 from app.training.weights import TrainedModel, load_weights
-
-_CALIBRATION_BATCH = 16
-_CALIBRATION_SAMPLES = 512
 
 
 @dataclass(frozen=True)
-class SourceModel:
-    """A trained model with its prepared data."""
+class SourceModel(Source):
+    """A model that Rayloom trained, with its data. ``reference`` has PyTorch's answers on the validation split.
+
+    ``accuracy_to_keep`` is the validation accuracy before pruning.
+    """
 
     trained: TrainedModel
     weights: UPath
     data: ClassificationData
-    threads: int
-    """Cores of this machine, which PyTorch and the engines use."""
-
-    accuracy_to_keep: float
-    """Validation accuracy of the model before pruning, from which the gates count the accuracy drop."""
-
-    reference: Reference
-    """PyTorch's answers of ``trained`` on the validation split."""
-
-    sparse: bool = False
-    """Whether ``trained`` was pruned to 2:4 sparsity."""
+    is_pruned: bool = False
 
     @property
     def signature(self) -> Signature:
-        """The model's inputs and outputs."""
         return _signature_of(self.trained)
 
     @property
     def size_bytes(self) -> int:
-        """The size of the weights in memory."""
         return sum(tensor.nbytes for tensor in self.trained.model.state_dict().values())
 
     @property
-    def sample(self) -> Tensors:
-        """A batch of at least two real rows, for the export."""
-        first = next(self.reference.rows.batches()).inputs
-        return resized(first, max(2, _num_rows(first)))
+    def task(self) -> str:
+        return self.trained.recipe.task
 
-    @cached_property
-    def shares(self) -> dict[int | None, float]:
-        """The share of validation rows by padded length. The only key is None if all inputs have one size."""
-        rows = self.reference.rows
-        counts = zip(self.rows_by_length, map(len, rows.groups), strict=True)
-        return {length: count / len(rows) for length, count in counts}
+    @property
+    def sparse(self) -> bool:
+        return self.is_pruned
 
-    @cached_property
-    def rows_by_length(self) -> dict[int | None, Tensors]:
-        """One batch of real rows for each padded length."""
-        rows = self.reference.rows
-        firsts = (rows.split.batch(group[:BATCH]).inputs for group in rows.groups)
-        return {_length_of(batch, self.signature): batch for batch in firsts}
+    def export(self, path: Path, precision: Precision) -> None:
+        export_onnx(self.trained.model, self.signature.inputs, self.sample, path, precision)
 
-    def profile(self, batch_sizes: Sequence[int]) -> ShapeProfile:
-        """Return the sizes that TensorRT plans are built for: batch sizes, measured lengths and the maximum length."""
-        lengths = {length for length in self.shares if length is not None}
-        lengths |= {spec.max_length for spec in self.signature.inputs if spec.max_length is not None}
-        return ShapeProfile(batch_sizes=tuple(sorted(batch_sizes)), lengths=tuple(sorted(lengths)))
+    def open_module(self, settings: EngineSettings) -> Engine:
+        model = copy.deepcopy(self.trained.model)  # the engine moves it to its device
+        return TorchEngine(model, self.signature, settings)
+
+    def module_files(self) -> dict[str, UPath]:
+        """Return the weights, and the recipe from which the model is built again."""
+        files = {name: self.weights / name for name in (WEIGHTS_FILE, RECIPE_FILE, ARCHITECTURE_FILE)}
+        return {name: file for name, file in files.items() if file.exists()}
+
+    def pruned(self) -> "SourceModel":
+        trained = replace(self.trained, model=prune_2_to_4(self.trained.model))
+        sparse = _evaluated(trained, self.weights, self.data, self.threads)
+        return replace(sparse, accuracy_to_keep=self.accuracy_to_keep, is_pruned=True)
 
     def load_test(self) -> LabelledDataset | None:
-        """Read the test split; None if there is none. Only for the published accuracy, never to choose a variant."""
         return load_test(self.weights.parent / DATA, self.data.processor)
 
     def require_samples(self, count: int | None) -> None:
@@ -96,22 +85,22 @@ class SourceModel:
         """Return ``count`` samples from all over the training split, sorted by length. Raises CompileError."""
         self.require_samples(count)
         train = self.data.train
-        chosen = np.linspace(0, len(train) - 1, min(count or _CALIBRATION_SAMPLES, len(train)), dtype=int)
-        lengths = train.lengths
-        ordered = sorted(chosen.tolist(), key=lambda index: lengths[index])
-        return EncodedBatches(train, list(chunks(ordered, _CALIBRATION_BATCH)))
+        return EncodedBatches(train, calibration_indices(len(train), count, train.lengths))
 
+    def save_codec(self, folder: UPath) -> None:
+        self.trained.processor.save(folder)
+        save_labels(self.trained.labels, folder)
 
-def resized(rows: Tensors, size: int) -> Tensors:
-    """Return ``size`` rows: the first of ``rows``, repeated if there are too few."""
-    return {name: np.resize(array, (size, *array.shape[1:])) for name, array in rows.items()}
-
-
-def pruned(whole: SourceModel) -> SourceModel:
-    """Return the model pruned to 2:4 sparsity. Gates compare it with the accuracy of the whole model."""
-    trained = replace(whole.trained, model=prune_2_to_4(whole.trained.model))
-    sparse = _evaluated(trained, whole.weights, whole.data, whole.threads)
-    return replace(sparse, accuracy_to_keep=whole.accuracy_to_keep, sparse=True)
+    def lineage(self, compile_run: str) -> Lineage:
+        recipe = self.trained.recipe
+        return Lineage(
+            train_run=str(self.weights.parent),
+            trial=str(recipe.tuned_from) if recipe.tuned_from else None,
+            compile_run=compile_run,
+            recipe=sha256_of(recipe.model_dump_json().encode()),
+            data_fingerprint=self.data.fingerprint,
+            code=code_revision(),
+        )
 
 
 def load_source_model(weights: UPath, recipe: Recipe, threads: int) -> SourceModel:
@@ -135,23 +124,11 @@ def load_source_model(weights: UPath, recipe: Recipe, threads: int) -> SourceMod
 def _evaluated(trained: TrainedModel, weights: UPath, data: ClassificationData, threads: int) -> SourceModel:
     engine = TorchEngine(trained.model, _signature_of(trained), EngineSettings(threads=threads))
     reference = Reference.of(engine, data.validation)
-    return SourceModel(trained, weights, data, threads, reference.accuracy, reference)
+    return SourceModel(threads, reference.accuracy, reference, trained, weights, data)
 
 
 def _signature_of(trained: TrainedModel) -> Signature:
     return Signature(trained.processor.inputs, (TensorSpec(OUTPUT, np.dtype(np.float32), (-1, len(trained.labels))),))
-
-
-def _length_of(batch: Tensors, signature: Signature) -> int | None:
-    """Return the batch's padded length; None if inputs have one size."""
-    if (place := signature.length_axis) is None:
-        return None
-    name, axis = place
-    return int(batch[name].shape[axis])
-
-
-def _num_rows(batch: Tensors) -> int:
-    return len(next(iter(batch.values())))
 
 
 def _check_inputs(trained: TrainedModel, weights: UPath) -> None:

@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 from pydantic import BaseModel
 
-from app.compile.source_model import resized
+from app.compile.source import resized
 from app.compile.variants import Variant
 from app.engines.architecture import Device
 from app.engines.base import Engine
@@ -96,14 +96,14 @@ def _busy(engine: Engine, streams: int, batch: Tensors, min_calls: int) -> list[
 
     def call_once(_: int) -> None:
         barrier.wait()  # all calls run at once, so each takes another stream
-        engine.infer(batch)
+        engine.run(batch)
 
     def call_for_a_while(_: int) -> list[float]:
         times: list[float] = []
         end = time.perf_counter() + _MIN_SECONDS
         while len(times) < min_calls or time.perf_counter() < end:
             began = time.perf_counter()
-            engine.infer(batch)
+            engine.run(batch)
             times.append(time.perf_counter() - began)
         return times
 
@@ -132,7 +132,9 @@ class OperatingPoint(BaseModel):
     throughput: float
     """Rows per second, for rows of all lengths in their shares."""
 
-    accuracy: float
+    accuracy: float | None
+    """None if the rows have no classes."""
+
     size_bytes: int
 
     @property
@@ -156,7 +158,7 @@ class OperatingPoint(BaseModel):
 
 def operating_points(
     variant: Variant,
-    accuracy: float,
+    accuracy: float | None,
     size_bytes: int,
     points: Iterable[Point],
     shares: Mapping[int | None, float],
@@ -205,7 +207,11 @@ def _chosen(settings: Sequence[Sequence[Point]], choose: Callable[[Sequence[Poin
 
 
 def combine_lengths(
-    variant: Variant, accuracy: float, size_bytes: int, points: Sequence[Point], shares: Mapping[int | None, float]
+    variant: Variant,
+    accuracy: float | None,
+    size_bytes: int,
+    points: Sequence[Point],
+    shares: Mapping[int | None, float],
 ) -> OperatingPoint:
     """Return the operating point of one setting. ``points`` has its point at each length."""
     weights = [shares[point.length] for point in points]
@@ -235,7 +241,7 @@ def _dominates(one: OperatingPoint, other: OperatingPoint) -> bool:
 
 def _qualities(point: OperatingPoint) -> tuple[float, ...]:
     """Return numbers of which larger ones are better."""
-    return point.accuracy, -point.latency_ms, point.throughput, -point.size_bytes
+    return point.accuracy or 0.0, -point.latency_ms, point.throughput, -point.size_bytes
 
 
 def race(timers: Sequence[Timer]) -> list[OperatingPoint]:

@@ -15,11 +15,12 @@ from app.config.compile import (
 from app.config.data import CleanConfig, ColumnsConfig, DataConfig, ImageConfig, TokenizerConfig
 from app.config.layout import Layout
 from app.config.loading import dump_recipe, load_recipe, load_stored_recipe, parse_stored_recipe, with_values
+from app.config.named_model import is_model_name, recipe_of_model
 from app.config.notify import EmailConfig, NotifyConfig, WebhookConfig
 from app.config.plan import AutoPlan, PlanConfig, Precision
 from app.config.plan_rules import ModelTraits, Setting, refusal
 from app.config.reading import embedded, read_text, title_of
-from app.config.recipe import LANGUAGE_MODELING, ModelConfig, Recipe
+from app.config.recipe import LANGUAGE_MODELING, TENSORS, ModelConfig, Recipe
 from app.config.rollout import Percent, Role
 from app.config.serve import BatchingConfig, ServeConfig, TensorParallelConfig, TlsConfig
 from app.config.tracking import TrackingConfig, WandbConfig
@@ -37,6 +38,7 @@ from app.config.tune import Mode, Objective, StopConfig, TuneConfig
 __all__ = [
     "LANGUAGE_MODELING",
     "PLAN_ENGINES",
+    "TENSORS",
     "AlertConfig",
     "AutoPlan",
     "BatchingConfig",
@@ -83,10 +85,12 @@ __all__ = [
     "WebhookConfig",
     "dump_recipe",
     "embedded",
+    "is_model_name",
     "load_recipe",
     "load_stored_recipe",
     "parse_stored_recipe",
     "read_text",
+    "recipe_of_model",
     "refusal",
     "title_of",
     "with_values",

@@ -17,6 +17,8 @@ from app.config.tune import TuneConfig
 
 ImportString = Annotated[str, Field(pattern=rf"^{IMPORT_STRING}$")]
 LANGUAGE_MODELING = "language-modeling"
+TENSORS = "tensors"
+"""The task of an imported model without a processor: tensors in, tensors out. It is not trained here."""
 _BYTE_TOKENS = 257  # one for each byte and one for the end of a document
 Name = Annotated[str, Field(pattern=rf"^{NAME}$")]
 
@@ -47,7 +49,8 @@ class Recipe(Section):
 
     name: Name = Field(description="name of the recipe, and of the model that it publishes")
     task: Annotated[
-        str, Field(pattern=rf"^(text-classification|image-classification|{LANGUAGE_MODELING}|{IMPORT_STRING})$")
+        str,
+        Field(pattern=rf"^(text-classification|image-classification|{LANGUAGE_MODELING}|{TENSORS}|{IMPORT_STRING})$"),
     ] = Field(
         description=f"text-classification, image-classification or {LANGUAGE_MODELING}; or the import path of a "
         "processor of your own"

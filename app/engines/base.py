@@ -35,6 +35,11 @@ class Signature:
         )
         return next(dynamic, None)
 
+    @property
+    def takes_one_row(self) -> bool:
+        """Whether the number of rows is fixed at 1, as in a file that was exported with a batch of 1."""
+        return any(spec.shape[:1] == (1,) for spec in self.inputs)
+
     def difference(self, expected: "Signature") -> str | None:
         """Return the difference from ``expected``, as the end of a sentence; None if there is none.
 

@@ -2,16 +2,20 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnxruntime
+from numpy.typing import NDArray
 
 from app.engines.architecture import usable_cores
 from app.engines.base import EngineSettings, PooledEngine, Signature, spec_of
-from app.errors import EngineError
+from app.errors import EngineError, RequestError
 from app.tensors import Tensors, TensorSpec
 
 _DTYPES = {
     "tensor(bool)": "bool",
+    "tensor(string)": "object",
     "tensor(float16)": "float16",
     "tensor(float)": "float32",
     "tensor(double)": "float64",
@@ -51,10 +55,22 @@ class OnnxRuntimeEngine(PooledEngine[onnxruntime.InferenceSession]):
         session = _open(path, options, _PROVIDERS[settings.device])
         signature = Signature(_specs(path, session.get_inputs()), _specs(path, session.get_outputs()))
         self._names = [spec.name for spec in signature.outputs]
+        self._strings = [spec.name for spec in signature.inputs if spec.dtype.hasobject]
         super().__init__(signature, [session] * settings.streams)
 
     def _run(self, member: onnxruntime.InferenceSession, inputs: Tensors) -> Tensors:
-        return dict(zip(self._names, member.run(self._names, dict(inputs)), strict=True))
+        texts = {name: _as_texts(name, inputs[name]) for name in self._strings}
+        return dict(zip(self._names, member.run(self._names, {**inputs, **texts}), strict=True))
+
+
+def _as_texts(name: str, strings: NDArray[Any]) -> NDArray[Any]:
+    """Return an array of ``str``. ONNX Runtime takes the ``repr`` of ``bytes``. Raises RequestError, not UTF-8."""
+    texts = np.empty(strings.size, np.object_)
+    try:
+        texts[:] = [item.decode() if isinstance(item, bytes) else item for item in strings.flat]
+    except UnicodeDecodeError as error:
+        raise RequestError(f"input {name!r} has a string that is not UTF-8 ({error}): encode it in UTF-8") from error
+    return texts.reshape(strings.shape)
 
 
 def open_oracle(path: Path, threads: int | None = None) -> OnnxRuntimeEngine:

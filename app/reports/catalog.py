@@ -126,8 +126,8 @@ def versions_of(storage: UPath, run: RunFolder) -> list[str]:
     ]
 
 
-def _runs_of(manifest: Manifest) -> tuple[str, str]:
-    return manifest.lineage.train_run, manifest.lineage.compile_run
+def _runs_of(manifest: Manifest) -> list[str]:
+    return list(filter(None, (manifest.lineage.train_run, manifest.lineage.compile_run)))
 
 
 def _run_id(folder: str) -> str:

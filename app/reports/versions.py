@@ -17,7 +17,10 @@ def trail_of(manifest: Manifest, storage: UPath) -> dict[str, object]:
     if lineage.trial:
         search = lineage.trial.rpartition(" ")[2]
         steps["trial"] = link_to_run("tune", search, lineage.trial)
-    steps["training and checkpoint"] = _link(lineage.train_run, storage)
+    if lineage.imported:
+        steps["imported from"] = str(lineage.imported)
+    if lineage.train_run:
+        steps["training and checkpoint"] = _link(lineage.train_run, storage)
     steps["compilation"] = _link(lineage.compile_run, storage)
     steps["model file"] = f"sha256 {manifest.engine_key.onnx_sha256[:_SHORT_SHA]}"
     steps["version"] = f"{manifest.name}/{manifest.version}"
@@ -28,8 +31,10 @@ def facts_of(manifest: Manifest) -> dict[str, object]:
     """Return what is known of a version."""
     return {
         "engine": str(manifest.engine_key),
-        "accuracy": f"{manifest.accuracy:.4f} on the {manifest.accuracy_split} split",
-        "difference from PyTorch": f"{manifest.max_difference:.1e} at most, cosine {manifest.cosine:.5f}",
+        "accuracy": manifest.accuracy_in_words,
+        f"difference from {manifest.lineage.baseline}": (
+            f"{manifest.max_difference:.1e} at most, cosine {manifest.cosine:.5f}"
+        ),
         "quantization": str(manifest.quantization or "none"),
         "size": f"{manifest.size_bytes / 1e6:.2f} MB",
         "created": f"{manifest.created:%Y-%m-%d %H:%M:%S} UTC",

@@ -1,4 +1,4 @@
-"""Rows and their logits, published with a version to test other builds of its engine before they serve."""
+"""Rows and their right answers, published with a version to test other builds of its engine before they serve."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,29 +11,53 @@ from app.engines.base import Engine
 from app.tensors import OUTPUT, Tensors
 
 ANSWERS_FILE = "answers.npz"
-_INPUT = "input:"
+_INPUT, _OUTPUT = "input:", "output:"
 
 
 @dataclass(frozen=True)
 class KnownAnswers:
-    """A few real inputs, and PyTorch's logits for them, of shape (rows, labels)."""
+    """A few real inputs, and the right outputs for them."""
 
     inputs: Tensors
-    logits: NDArray[np.float32]
+    outputs: Tensors
 
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Read them from a version's files."""
         with np.load(folder / ANSWERS_FILE) as arrays:
-            names = [name for name in arrays.files if name != OUTPUT]
-            return cls({name.removeprefix(_INPUT): arrays[name] for name in names}, arrays[OUTPUT])
+            read = {name: _strings(arrays[name]) for name in arrays.files}
+        inputs = {name.removeprefix(_INPUT): array for name, array in read.items() if name.startswith(_INPUT)}
+        outputs = {name.removeprefix(_OUTPUT): array for name, array in read.items() if name.startswith(_OUTPUT)}
+        return cls(inputs, outputs or {OUTPUT: read[OUTPUT]})  # releases before 0.2 named only the logits
 
     def save(self, folder: Path) -> None:
         """Write them into a version's folder."""
-        inputs = {f"{_INPUT}{name}": array for name, array in self.inputs.items()}
-        arrays: dict[str, Any] = {OUTPUT: self.logits, **inputs}
+        arrays: dict[str, Any] = {f"{_INPUT}{name}": _plain(array) for name, array in self.inputs.items()}
+        arrays |= {f"{_OUTPUT}{name}": _plain(array) for name, array in self.outputs.items()}
         np.savez(folder / ANSWERS_FILE, **arrays)
 
     def difference(self, engine: Engine) -> float:
-        """Return the largest absolute difference between the engine's logits and PyTorch's; NaN if any is NaN."""
-        return float(np.abs(engine.infer(self.inputs)[OUTPUT] - self.logits).max())
+        """Return the largest absolute difference of a float output from the right one; NaN if any is NaN."""
+        given = engine.run(self.inputs)
+        differences = [
+            np.abs(given[name].astype(np.float64) - right.astype(np.float64)).max(initial=0.0)
+            for name, right in self.outputs.items()
+            if right.dtype.kind == "f"
+        ]
+        return float(np.max(differences, initial=0.0))  # unlike max, it propagates NaN
+
+
+def _plain(array: NDArray[Any]) -> NDArray[Any]:
+    """Return an array that is saved without pickle: strings have a fixed width."""
+    return (
+        np.array([_text(item) for item in array.flat], np.str_).reshape(array.shape) if array.dtype.hasobject else array
+    )
+
+
+def _text(item: str | bytes) -> str:
+    return item.decode() if isinstance(item, bytes) else item
+
+
+def _strings(array: NDArray[Any]) -> NDArray[Any]:
+    """Undo ``_plain``."""
+    return array.astype(np.object_) if array.dtype.kind == "U" else array

@@ -11,9 +11,12 @@ from app.engines.architecture import Device
 from app.engines.base import ShapeProfile, Signature
 from app.engines.registry import runs_module, runs_plans
 from app.errors import RecipeError
-from app.tensors import Tensor
+from app.tensors import OUTPUT, Tensor
 
 MODEL_FILE, PLAN_FILE = "model.onnx", "model.plan"
+
+Split = Literal["test", "validation", "samples"]
+"""The rows on which an accuracy was measured. ``samples`` are those that a person gave for an imported model."""
 
 
 class Quantization(BaseModel):
@@ -60,10 +63,28 @@ class EngineKey(BaseModel):
         return f"{self.engine} {self.engine_version}, {self.precision}, on {self.device} {self.architecture}"
 
 
-class Lineage(BaseModel):
-    """The origin of a version."""
+class ImportedFrom(BaseModel):
+    """The files of a model that was trained elsewhere."""
 
-    train_run: str
+    kind: Literal["onnx", "torch.export", "triton", "hugging-face"]
+    source: str
+    """The path or URI that was given."""
+
+    files: dict[str, str]
+    """The sha256 of each file that was read, by its path in the source."""
+
+    samples: str | None = None
+    """The rows that were given; None if they were random."""
+
+    def __str__(self) -> str:
+        return f"{self.source} ({self.kind})"
+
+
+class Lineage(BaseModel):
+    """The origin of a version: a training run, or files of a model that was trained elsewhere."""
+
+    train_run: str | None = None
+    imported: ImportedFrom | None = None
     trial: str | None = None
     """The trial of a search whose values the training used, if any."""
 
@@ -71,6 +92,11 @@ class Lineage(BaseModel):
     recipe: str
     data_fingerprint: str
     code: str
+
+    @property
+    def baseline(self) -> str:
+        """What gave the right answers when the version was compiled."""
+        return "ONNX Runtime" if self.imported and self.imported.kind in ("onnx", "triton") else "PyTorch"
 
 
 class ServingDefaults(BaseModel):
@@ -140,20 +166,33 @@ class ModelCard(BaseModel):
     quantization: Quantization | None = None
     """None for a model in float."""
 
-    accuracy: float
-    """Accuracy of the published model on the test split; without one, on the validation split that chose it."""
+    accuracy: float | None = None
+    """Accuracy of the published model on the test split; without one, on the split that chose it.
 
-    accuracy_split: Literal["test", "validation"] = "validation"
+    None for an imported model whose samples have no labels.
+    """
+
+    accuracy_split: Split = "validation"
     """The split on which ``accuracy`` was measured."""
 
     accuracy_rows: PositiveInt | None = None
     """Rows of that split; None in versions that were published before it was recorded."""
+
+    scores: str | None = OUTPUT
+    """The output whose columns are the labels; None for an imported model without labels."""
 
     max_difference: float
     """Largest absolute difference of a logit from PyTorch's, on the validation split."""
 
     cosine: float
     """Mean cosine similarity of a row's logits to PyTorch's, on the validation split."""
+
+    @property
+    def accuracy_in_words(self) -> str:
+        """The accuracy, and the rows that it was measured on."""
+        if self.accuracy is None:
+            return "not known: no labelled rows were given"
+        return f"{self.accuracy:.4f} on the {self.accuracy_split} split"
 
     @property
     def signature(self) -> Signature:
@@ -175,6 +214,11 @@ class ModelCard(BaseModel):
                 "which is max_batch_size"
             )
         serving, built = self.serving.overridden(config), max(self.engine_key.profile.batch_sizes)
+        if self.signature.takes_one_row and serving.max_batch_size > 1:
+            raise RecipeError(
+                f"serve.batching.max_batch_size is {serving.max_batch_size}: the model takes one row a call; leave it "
+                "out, or export the model with a batch size that varies and import it again"
+            )
         if runs_plans(self.engine_key.engine) and serving.max_batch_size > built:
             raise RecipeError(
                 f"serve.batching.max_batch_size is {serving.max_batch_size}: the plan was built for {built} rows at "

@@ -180,7 +180,7 @@ class StorageView:
                     accuracy=manifest.accuracy,
                     size_mb=manifest.size_bytes / 1e6,
                     created=manifest.created,
-                    train_run=manifest.lineage.train_run.rpartition("/")[2],
+                    train_run=(manifest.lineage.train_run or "").rpartition("/")[2],
                     compile_run=manifest.lineage.compile_run.rpartition("/")[2],
                 )
             )

@@ -7,7 +7,8 @@ from upath import UPath
 from app.artifacts import RECIPE_FILE
 from app.compile.compilation import Compilation
 from app.compile.publication import publish
-from app.compile.source_model import load_source_model, resized
+from app.compile.source import resized
+from app.compile.source_model import load_source_model
 from app.compile.variants import requested_variants
 from app.config import load_recipe
 from app.repository.repository import Repository
@@ -29,14 +30,16 @@ class ModelUnderTest:
         self._model, self._weights, self._folder, self._threads = model, weights, folder, threads
         folder.mkdir()
         recipe = load_recipe(str(weights / RECIPE_FILE))
-        subject = load_source_model(weights, recipe, threads)
-        self._compilation = Compilation(subject, recipe.compile, requested_variants(recipe.compile), folder, self._tell)
+        self._subject = load_source_model(weights, recipe, threads)
+        self._compilation = Compilation(
+            self._subject, recipe.compile, requested_variants(recipe.compile), folder, self._tell
+        )
         self._compilation.evaluate()
         self._choice = self._compilation.choose()
 
     def run(self, num_rounds: int) -> Compiled:
         """Time the variants beside PyTorch, and gather what is known of them."""
-        compilation, subject = self._compilation, self._compilation.source_model
+        compilation, subject = self._compilation, self._subject
         records = {record.precision: record for record in compilation.records if record.engine == _ENGINE}
         files = {precision: compilation.path_of(record) for precision, record in records.items()}
         rows = {
@@ -56,7 +59,7 @@ class ModelUnderTest:
         storage, name = self._folder / "storage", self._model.name
         repository, run = Repository(to_path(storage)), to_path(self._folder)
         manifest = publish(self._compilation, self._choice, name, repository, run)
-        text = str(self._compilation.source_model.data.validation.split.inputs[0])
+        text = str(self._subject.data.validation.split.inputs[0])
         return measure_starts(storage, f"{manifest.name}/{manifest.version}", self._threads, text, num_rounds)
 
     def _tell(self, line: str) -> None:

@@ -33,7 +33,10 @@ class Compiled:
 
     def accuracy_kept(self, precision: ComputePrecision) -> float:
         """Accuracy / that of fp32."""
-        return self.records[precision].accuracy / self.records["fp32"].accuracy
+        kept, whole = self.records[precision].accuracy, self.records["fp32"].accuracy
+        assert kept is not None
+        assert whole is not None
+        return kept / whole
 
     @property
     def settings(self) -> list[Setting]:

@@ -132,9 +132,14 @@ def measure(folder: Path) -> Findings:
 
 def _load_test(model: LoadedModel) -> Split:
     """Return the images of the test files, which no training and no calibration saw."""
-    test = load_test(to_path(model.manifest.lineage.train_run) / DATA, model.processor)
+    test = load_test(_train_run(model) / DATA, model.natural_processor)
     assert test
     return test.split
+
+
+def _train_run(model: LoadedModel) -> UPath:
+    assert model.manifest.lineage.train_run is not None
+    return to_path(model.manifest.lineage.train_run)
 
 
 def _contender(name: str, overrides: Sequence[str], folder: Path) -> Contender:
@@ -146,8 +151,8 @@ def _contender(name: str, overrides: Sequence[str], folder: Path) -> Contender:
         _publish(name, train(source, folder), repository)
     manifest = repository.manifest(name, repository.production(name))
     model = load_model(storage, name, manifest.version, _THREADS)
-    module = load_weights(to_path(manifest.lineage.train_run) / WEIGHTS).model
-    row = {spec.name: torch.zeros(1, *spec.shape[1:]) for spec in model.processor.inputs}
+    module = load_weights(_train_run(model) / WEIGHTS).model
+    row = {spec.name: torch.zeros(1, *spec.shape[1:]) for spec in model.inputs}
     return Contender(model, flops_per_sample(module, row) / 3)  # a training step is three forward passes
 
 
@@ -161,7 +166,8 @@ def _publish(name: str, weights: UPath, repository: Repository) -> None:
 
 
 def _batches(model: LoadedModel, split: Split, size: int) -> list[Tensors]:
-    return [model.processor.encode(split.inputs[start : start + size]) for start in range(0, len(split), size)]
+    processor = model.natural_processor
+    return [processor.encode(split.inputs[start : start + size]) for start in range(0, len(split), size)]
 
 
 async def _cascade(rule: CascadeRule, models: Sequence[LoadedModel], batch: Tensors) -> None:

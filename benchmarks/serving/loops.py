@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
-from app.compile.source_model import resized
+from app.compile.source import resized
 from app.tensors import Tensors
 from benchmarks.compile.contenders import EngineProcess, open_file
 from benchmarks.compile.models import Setting

@@ -27,7 +27,7 @@ from app.compile.quantization.search import Verdict
 from app.compile.reference import BATCH, Reference
 from app.compile.report import CompileReport, report_of, write_report
 from app.compile.run import compile_model
-from app.compile.source_model import SourceModel, load_source_model, pruned
+from app.compile.source_model import SourceModel, load_source_model
 from app.compile.timing import Concurrency, OperatingPoint
 from app.compile.variants import RequestedVariants, Variant
 from app.config import CompileConfig, ComputePrecision, EngineName, GatesConfig, load_recipe
@@ -207,7 +207,9 @@ def test_a_module_is_published_as_it_was_trained_where_pytorch_alone_is_named(
     model = load_model(storage, "module", 1, threads=1)
     assert model.platform == "torch_safetensors"
     rows = next(source_model.reference.rows.batches()).inputs
-    np.testing.assert_allclose(model.engine.infer(rows)[OUTPUT], source_model.reference.logits[:64], atol=1e-5)
+    np.testing.assert_allclose(
+        model.engine.infer(rows)[OUTPUT], source_model.reference.outputs[0][OUTPUT][:64], atol=1e-5
+    )
 
 
 def test_it_compiles_on_this_machine_without_ray(
@@ -366,9 +368,9 @@ class Timed:
     clock: Clock
     seconds: Callable[[], float]
 
-    def infer(self, inputs: Tensors) -> Tensors:
+    def run(self, inputs: Tensors) -> Tensors:
         self.clock.now += self.seconds()
-        return self.engine.infer(inputs)
+        return self.engine.run(inputs)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.engine, name)
@@ -380,8 +382,8 @@ class Overflowing:
 
     engine: Engine
 
-    def infer(self, inputs: Tensors) -> Tensors:
-        return {name: np.full_like(answer, np.nan) for name, answer in self.engine.infer(inputs).items()}
+    def run(self, inputs: Tensors) -> Tensors:
+        return {name: np.full_like(answer, np.nan) for name, answer in self.engine.run(inputs).items()}
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.engine, name)
@@ -615,9 +617,9 @@ def test_every_length_is_measured_with_rows_that_alone_are_padded_to_it(tmp_path
 
 
 def test_a_pruned_model_is_to_keep_the_accuracy_of_the_whole_one(source_model: SourceModel) -> None:
-    sparse = pruned(source_model)
+    sparse = source_model.pruned()
     assert sparse.accuracy_to_keep == source_model.accuracy_to_keep
-    assert not np.array_equal(sparse.reference.logits, source_model.reference.logits)
+    assert not np.array_equal(sparse.reference.outputs[0][OUTPUT], source_model.reference.outputs[0][OUTPUT])
 
 
 needs_rtx = pytest.mark.skipif("tensorrt_rtx" not in installed_engines(), reason="needs TensorRT for RTX")

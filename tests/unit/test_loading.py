@@ -93,7 +93,7 @@ def test_a_version_is_opened_with_the_engine_of_its_key(engine: str, repository:
     assert (model.engine.name, model.platform) == (engine, f"{engine}_onnx")
     assert right(model, tmp_path)
     (texts,) = model.encode(TEXTS[:2])
-    prediction, _ = model.decode(model.engine.infer(texts.tensors)[OUTPUT])
+    prediction, _ = model.decode(model.engine.infer(texts.tensors))
     assert sum(prediction.scores.values()) == pytest.approx(1.0, abs=1e-5)
     assert prediction.scores[prediction.label] == max(prediction.scores.values())
 
@@ -151,7 +151,7 @@ def test_another_version_of_an_engine_serves_what_rounds_if_it_gives_the_known_a
     precision: str, is_changed: bool, repository: Repository, tmp_path: Path
 ) -> None:
     right_logits = encoder()(**{name: torch.from_numpy(array) for name, array in rows(3).items()}).detach().numpy()
-    known = KnownAnswers(rows(3), right_logits + (0.1 if is_changed else 0.0))
+    known = KnownAnswers(rows(3), {OUTPUT: right_logits + (0.1 if is_changed else 0.0)})
     publish(repository, tmp_path, card(precision=precision).model_copy(update={"max_difference": 0.01}), known=known)
     if is_changed and precision != "fp32":
         with pytest.raises(EngineError, match=r"up to 1\.0e-01 from PyTorch's, and were 1\.0e-02; run jobs\.compile"):

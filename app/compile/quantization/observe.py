@@ -70,7 +70,7 @@ def _runs(
         inputs = _with_outputs(source, names, observed)
         with closing(open_oracle(observed)) as engine:
             for batch in samples:
-                outputs = engine.infer(batch)
+                outputs = engine.run(batch)
                 yield {name: batch[name] if name in inputs else outputs[name] for name in names}
 
 

@@ -20,7 +20,7 @@ from app.config import CalibrationConfig, CalibrationMethod
 from app.engines.onnxruntime import open_oracle
 from app.errors import CompileError
 from app.repository.manifest import Quantization
-from app.tensors import OUTPUT, Tensors
+from app.tensors import Tensors
 
 _AUTO: tuple[CalibrationMethod, ...] = ("percentile", "minmax", "entropy")
 """The methods that ``auto`` tries, most promising first: clip only the rarest values, then none, then more."""
@@ -232,23 +232,25 @@ class _Search:
 def _most_sensitive_first(
     source: Path, layers: Sequence[Layer], thresholds: Mapping[str, float], samples: Tensors
 ) -> list[Layer]:
-    """Sort layers by the mean squared error of the logits when only this layer is quantized, largest first.
+    """Sort layers by the mean squared error of the outputs when only this layer is quantized, largest first.
 
     The errors of layers are small and nearly additive. So the first ones are those to leave in float. A few rows are
     enough for a ranking.
     """
     samples = {name: array[:_RANKING_ROWS] for name, array in samples.items()}
-    expected = _logits(source, samples)
+    expected = _answers(source, samples)
     with TemporaryDirectory(prefix="rayloom-") as folder:
         file = Path(folder) / "one_layer.onnx"
 
         def error(layer: Layer) -> float:
             write_quantized(source, [layer], thresholds, INT8, file)
-            return float(np.square(_logits(file, samples) - expected).mean())
+            given = _answers(file, samples)
+            return sum(float(np.square(given[name] - values).mean()) for name, values in expected.items())
 
         return sorted(layers, key=error, reverse=True)
 
 
-def _logits(path: Path, samples: Tensors) -> NDArray[np.float32]:
+def _answers(path: Path, samples: Tensors) -> dict[str, NDArray[np.floating]]:
+    """Return the float outputs by name."""
     with closing(open_oracle(path)) as engine:
-        return engine.infer(samples)[OUTPUT]
+        return {name: output for name, output in engine.run(samples).items() if output.dtype.kind == "f"}

@@ -65,8 +65,14 @@ def load_validation(manifest: Manifest) -> Split:
     """Return the validation split of the run that trained a version.
 
     Raises:
+        RecipeError: the version was imported, so there is no such run.
         StorageError: the run's data is missing or was changed.
     """
+    if manifest.lineage.train_run is None:
+        raise RecipeError(
+            f"serve.cascade: {manifest.name}/{manifest.version} was imported, and a cascade is calibrated on the rows "
+            "that its last stage was validated on: take a version that jobs.train and jobs.compile made"
+        )
     folder = to_path(manifest.lineage.train_run) / DATA
     verify_checksums(folder)
     return ClassificationData.load(folder, find_processor(manifest.task)).validation.split
@@ -86,7 +92,7 @@ def calibrate_versions(
     Raises:
         DataError: there are too few rows.
     """
-    rows = [[model.processor.encode([item]) for item in validation.inputs] for model in models]
+    rows = [[model.natural_processor.encode([item]) for item in validation.inputs] for model in models]
     stages = [partial(_logits, model, policy) for model, policy in zip(models, policies, strict=True)]
     logits = [stage(encoded) for stage, encoded in zip(stages, rows, strict=True)]
     return calibrate(logits, np.array(validation.classes), _seconds_per_row(stages, rows), accuracy_floor)

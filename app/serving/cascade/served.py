@@ -116,7 +116,7 @@ class ServedCascade:
             model_version=large.version,
             predictions=[
                 prediction.model_copy(update={STAGE: stage})
-                for prediction, stage in zip(large.decode(outputs[OUTPUT]), stages.tolist(), strict=True)
+                for prediction, stage in zip(large.decode(outputs), stages.tolist(), strict=True)
             ],
         )
 

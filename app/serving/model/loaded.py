@@ -10,19 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 from upath import UPath
 
-from app.data.classification import load_labels
+from app.config import TENSORS
+from app.data.classification import LABELS_FILE, load_labels
 from app.data.examples import Input
 from app.data.processor import Processor
 from app.engines.base import Engine
 from app.engines.registry import runs_module
 from app.errors import EngineError, RequestError, StorageError
+from app.repository.known_answers import KnownAnswers
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
 from app.serving.model.engine import open_published, require_known_answers
 from app.serving.protocol.natural import Prediction
 from app.storage import to_path
 from app.tasks import find_processor
-from app.tensors import Tensors, concat_rows, group_by_shape
+from app.tensors import Tensors, TensorSpec, concat_rows, group_by_shape, is_finite
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,16 @@ class ShapeGroup:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """An engine with its processor and labels."""
+    """An engine with its processor and labels, as far as the model has them."""
 
     manifest: Manifest
     engine: Engine
-    processor: Processor
+    processor: Processor | None
+    """None for an imported model that takes tensors only."""
+
     labels: list[str]
+    probe: Tensors | None = None
+    """Rows that such a model is probed with. A model with a processor gets rows of ones."""
 
     @property
     def version(self) -> str:
@@ -53,61 +59,93 @@ class LoadedModel:
         """The engine and the type of its file, as the protocol writes them: ``onnxruntime_onnx``, ``tensorrt_plan``."""
         return f"{self.engine.name}_{self.manifest.engine_key.file.rpartition('.')[2]}"
 
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The tensors that a request may have."""
+        return self.processor.inputs if self.processor else self.manifest.signature.inputs
+
+    @property
+    def labels_by_output(self) -> dict[str, list[str]]:
+        """The names of the classes, by output."""
+        return {self.manifest.scores: self.labels} if self.manifest.scores else {}
+
     def encode(self, inputs: Sequence[Input]) -> list[ShapeGroup]:
         """Return the tensors of natural inputs: texts, or images as bytes or in base64.
 
         Inputs are grouped by shape, so that no text is padded to the length of a longer one.
 
         Raises:
-            RequestError, DataError: there are no inputs, or one cannot be read.
+            RequestError, DataError: there are no inputs, one cannot be read, or the model takes tensors only.
         """
+        processor = self.natural_processor
         if not inputs:
             raise RequestError("inputs is an empty list: give at least one text or image")
-        rows = [self.processor.encode([self._read(item)]) for item in inputs]
+        rows = [processor.encode([_read(item, processor)]) for item in inputs]
         return [
             ShapeGroup(concat_rows([rows[index] for index in indices]), indices) for indices in group_by_shape(rows)
         ]
 
-    def _read(self, given: Input) -> Input:
-        if self.processor.modality == "text" or isinstance(given, bytes):
-            return given
-        try:
-            return base64.b64decode(given, validate=True)
-        except ValueError as error:  # not base64, or not even ASCII
-            raise RequestError(f"an image is not base64 ({error}): encode the content of a PNG or JPEG file") from error
+    @property
+    def natural_processor(self) -> Processor:
+        """The processor of natural input. Raises RequestError if the model takes tensors only."""
+        if self.processor is None or self.manifest.scores is None:
+            name = self.manifest.name
+            raise RequestError(
+                f"model {name!r} was imported without a tokenizer or image transform, or without labels: send tensors "
+                f"to /v2/models/{name}/infer, or import it with --processor and --labels"
+            )
+        return self.processor
 
-    def decode(self, logits: NDArray[np.float32]) -> list[Prediction]:
-        """Return labels and probabilities for logits of shape (batch, labels)."""
+    def decode(self, outputs: Tensors) -> list[Prediction]:
+        """Return labels and probabilities for the logits among a model's outputs, of shape (batch, labels)."""
+        assert self.manifest.scores is not None
         return [
             Prediction(
                 label=self.labels[int(row.argmax())],
                 scores={label: round(float(score), 6) for label, score in zip(self.labels, row, strict=True)},
             )
-            for row in _softmax(logits)
+            for row in _softmax(outputs[self.manifest.scores])
         ]
 
     def check(self, rows: int = 1, length: int | None = None) -> None:
-        """Run rows of ones.
+        """Run rows of ones, or of ``probe``.
 
         Args:
-            length: the dynamic size beside the batch; by default the maximum of the processor.
+            length: the dynamic size beside the batch; by default the maximum of the processor, or that of ``probe``.
 
         Raises:
             EngineError: the engine fails, or answers numbers that are not finite.
             RequestError: it does not take the processor's tensors.
         """
-        blank = {
+        outputs = self.engine.infer(self._blank(rows, length)) if self.probe is None else self._probed(rows, length)
+        for name, output in outputs.items():
+            if not is_finite(output):
+                raise EngineError(
+                    f"model {self.manifest.name!r}, version {self.version}, answers {rows} probe rows with {name!r} "
+                    "that is not finite: publish another version"
+                )
+
+    def _blank(self, rows: int, length: int | None) -> Tensors:
+        return {
             spec.name: np.ones(
                 [rows, *(length or spec.max_length or 1 if size == -1 else size for size in spec.shape[1:])], spec.dtype
             )
-            for spec in self.processor.inputs
+            for spec in self.inputs
         }
-        for name, output in self.engine.infer(blank).items():
-            if not np.isfinite(output).all():
-                raise EngineError(
-                    f"model {self.manifest.name!r}, version {self.version}, answers {rows} rows of ones with {name!r} "
-                    "that is not finite: publish another version"
-                )
+
+    def _probed(self, rows: int, length: int | None) -> Tensors:
+        """Run rows of ``probe``, repeated. Those of another length than its own are repeated along that axis, too."""
+        assert self.probe is not None
+        place = self.manifest.signature.length_axis
+        known = self.probe[place[0]].shape[place[1]] if place else None
+        tensors = dict(self.probe)
+        for spec in self.inputs:
+            tensor = np.take(tensors[spec.name], range(rows), axis=0, mode="wrap")
+            for axis, size in enumerate(spec.shape[1:], start=1):
+                if length and size == -1 and tensor.shape[axis] == known:
+                    tensor = np.take(tensor, range(length), axis=axis, mode="wrap")
+            tensors[spec.name] = tensor
+        return self.engine.run(tensors)
 
 
 def load_model(
@@ -135,14 +173,16 @@ def load_model(
         files = to_path(temporary)
         manifest = Repository(storage).fetch(name, version, files, exclude)
         try:
-            processor, labels = find_processor(manifest.task).load(files), load_labels(files)
+            processor = None if manifest.task == TENSORS else find_processor(manifest.task).load(files)
+            labels = load_labels(files) if processor or LABELS_FILE in manifest.files else []
+            probe = None if processor else KnownAnswers.load(Path(temporary)).inputs
         except FileNotFoundError as error:
             missing = Path(error.filename).name
             raise StorageError(f"model {name!r}, version {version}, has no {missing}: publish it again") from error
         engine = open_engine(manifest, Path(temporary), threads)
         if runs_module(manifest.engine_key.engine):  # its code is not part of the version, and may have changed
             require_known_answers(engine, manifest, Path(temporary))
-        model = LoadedModel(manifest, engine, processor, labels)
+        model = LoadedModel(manifest, engine, processor, labels, probe)
     try:
         for length in manifest.engine_key.profile.lengths or (None,):
             model.check(1, length)  # the first call with a shape compiles and allocates
@@ -152,6 +192,15 @@ def load_model(
         model.engine.close()
         raise
     return model
+
+
+def _read(given: Input, processor: Processor) -> Input:
+    if processor.modality == "text" or isinstance(given, bytes):
+        return given
+    try:
+        return base64.b64decode(given, validate=True)
+    except ValueError as error:  # not base64, or not even ASCII
+        raise RequestError(f"an image is not base64 ({error}): encode the content of a PNG or JPEG file") from error
 
 
 def _softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:

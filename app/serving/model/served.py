@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-import numpy as np
-
 from app.data.examples import Input
 from app.errors import DeadlineError, EngineError, OverloadError, RequestError
 from app.serving.batching.batcher import Batcher
@@ -31,7 +29,7 @@ from app.serving.protocol.management import (
     TensorMetadata,
 )
 from app.serving.protocol.natural import NaturalModel, PredictRequest, PredictResponse
-from app.tensors import OUTPUT, Tensors, check_tensors, restore_order
+from app.tensors import Tensors, check_tensors, is_finite, restore_order
 
 MAX_ROWS = 1024
 """The maximum rows of a request. It takes several calls of the engine if a call takes fewer."""
@@ -49,7 +47,7 @@ class ServedModel:
         self.model = model
         self.version = model.version
         """The version, as the protocol writes it."""
-        self.inputs = model.processor.inputs
+        self.inputs = model.inputs
         """The inputs that a request may have. Stored, because a processor builds them again at each access."""
         self.policy = policy
         self.batcher = Batcher(model.engine.run, policy, check=_check_finite)
@@ -74,7 +72,7 @@ class ServedModel:
             priority=request.parameters.priority,
             timeout_s=request.parameters.timeout_s,
         )
-        return build_response(request, self.version, outputs, {OUTPUT: self.model.labels})
+        return build_response(request, self.version, outputs, self.model.labels_by_output)
 
     async def predict(self, request: PredictRequest) -> PredictResponse:
         """Answer natural input with labels. Raises as ``run``, and DataError if an input cannot be read."""
@@ -83,7 +81,7 @@ class ServedModel:
         return PredictResponse(
             model_name=self.model.manifest.name,
             model_version=self.version,
-            predictions=self.model.decode(outputs[OUTPUT]),
+            predictions=self.model.decode(outputs),
         )
 
     async def _encode(self, inputs: Sequence[Input], deadline_s: float) -> list[ShapeGroup]:
@@ -227,8 +225,10 @@ class ServedModel:
         _check_rows(f"input {self.inputs[0].name!r}", len(tensors[self.inputs[0].name]))
 
     @property
-    def natural(self) -> NaturalModel:
-        """The description of its natural input."""
+    def natural(self) -> NaturalModel | None:
+        """The description of its natural input; None if it takes tensors only."""
+        if self.model.processor is None or not self.model.labels:
+            return None
         return NaturalModel(
             name=self.model.manifest.name,
             version=self.version,
@@ -284,7 +284,7 @@ def _check_rows(name: str, rows: int) -> None:
 
 def _check_finite(outputs: Tensors) -> None:
     for name, output in outputs.items():
-        if not np.isfinite(output).all():
+        if not is_finite(output):
             raise RequestError(f"output {name!r} is not finite for these inputs: give finite numbers, and full rows")
 
 

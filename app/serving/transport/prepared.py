@@ -12,7 +12,7 @@ from app.serving.model.served import ServedModel
 from app.serving.protocol.infer import InferRequest, InferResponse, build_response
 from app.serving.protocol.rest import JSON_LENGTH, read_array, read_infer, write_array, write_infer
 from app.serving.protocol.tensors import DATATYPES
-from app.tensors import OUTPUT, Tensors, shape_key
+from app.tensors import Tensors, shape_key
 
 _MAX_PREPARED = 1024
 _MAX_JSON_BYTES = 4096
@@ -115,8 +115,7 @@ class PreparedRequest:
             body = template.body(outputs)
             if not accept_encoding or len(body) < _MAX_UNCOMPRESSED:
                 return b"%s%d\r\n" % (template.lines, len(body)), body
-        labels = {OUTPUT: self.served.model.labels}
-        response = build_response(self.request, self.served.version, outputs, labels)
+        response = build_response(self.request, self.served.version, outputs, self.served.model.labels_by_output)
         body, headers = write_infer(response, self.request, accept_encoding)
         lines_before = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         lines = f"{lines_before}content-length: ".encode("latin-1")

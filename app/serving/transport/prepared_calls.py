@@ -9,7 +9,7 @@ from app.serving.model.served import ServedModel
 from app.serving.protocol.grpc import read_infer, write_infer
 from app.serving.protocol.infer import build_response
 from app.serving.transport.prepared import PreparedRequest
-from app.tensors import OUTPUT, Tensors
+from app.tensors import Tensors
 
 _MAX_PREPARED = 1024
 _MAX_BYTES = 4096
@@ -35,7 +35,7 @@ class PreparedCall:
             rest: bytes = pb.ModelInferResponse(raw_output_contents=raw).SerializeToString()
             return self._begin + rest  # concatenated messages of one type are a single message to protobuf
         served, request = self.prepared.served, replace(self.prepared.request, id=request_id)
-        response = build_response(request, served.version, outputs, {OUTPUT: served.model.labels})
+        response = build_response(request, served.version, outputs, served.model.labels_by_output)
         message = write_infer(response)
         whole: bytes = message.SerializeToString()
         if request_id is None and not any(sent.dtype.hasobject for sent in response.outputs.values()):

@@ -77,7 +77,7 @@ def _natural(endpoint: Endpoint) -> APIRouter:
     @router.get("")
     async def models() -> list[NaturalModel]:
         """List the models with natural input, and their labels."""
-        return [served.natural for served in endpoint.models]
+        return [natural for served in endpoint.models if (natural := served.natural)]
 
     @router.post("/{name}/predict", response_model_exclude_none=True, openapi_extra=PREDICT)
     async def predict(name: str, request: Request) -> PredictResponse:

@@ -1,0 +1,125 @@
+"""What people bring: an ONNX file or a folder with one, a torch.export program, a Triton repository."""
+
+from pathlib import Path
+
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from app.checksums import sha256_of_file
+from app.compile.imported.model import ImportedModel, import_onnx
+from app.errors import CompileError
+from app.repository.manifest import ImportedFrom
+from app.repository.triton import CONFIG_FILE
+
+_EXPECTED = "a .onnx file, a .pt2 file of torch.export, or the folder of a model in a Triton repository"
+_ONNX_BACKENDS = ("onnxruntime", "openvino", "onnxruntime_onnx")
+
+
+def open_model(given: Path, folder: Path) -> ImportedModel:
+    """Read a model of any kind, and write it into ``folder`` as one ONNX file.
+
+    Raises:
+        CompileError: there is no model, there are several, or it cannot be imported.
+        EngineError: ONNX Runtime cannot load it.
+    """
+    if not given.exists():
+        raise CompileError(f"{str(given)!r} does not exist: give {_EXPECTED}")
+    if given.is_dir():
+        return _open_folder(given, folder)
+    if given.suffix == ".pt2":
+        from app.compile.imported.program import import_program  # imports torch
+
+        return import_program(given, folder)
+    if given.suffix != ".onnx":
+        raise CompileError(f"{str(given)!r} ends in {given.suffix!r}: expected {_EXPECTED}")
+    return import_onnx(given, folder, ImportedFrom(kind="onnx", source=str(given), files={}))
+
+
+def _open_folder(given: Path, folder: Path) -> ImportedModel:
+    models = sorted(path for path in (given, *given.iterdir()) if path.is_dir() and _is_triton_model(path))
+    if given in models:
+        return _import_triton(given, folder)
+    files = sorted(given.glob("*.onnx"))
+    found = [*models, *files]
+    if len(found) > 1:
+        raise CompileError(
+            f"{str(given)!r} has {len(found)} models, {', '.join(path.name for path in found)}: give the path of one"
+        )
+    if not found:
+        raise CompileError(f"{str(given)!r} has no model: expected {_EXPECTED}")
+    return open_model(found[0], folder)
+
+
+def _is_triton_model(path: Path) -> bool:
+    return (path / CONFIG_FILE).is_file() or any(_model_files(version) for version in _versions(path))
+
+
+def _versions(model: Path) -> list[Path]:
+    """Return the folders of versions, in the order of their numbers."""
+    return sorted((path for path in model.iterdir() if path.is_dir() and path.name.isdecimal()), key=_number)
+
+
+def _number(version: Path) -> int:
+    return int(version.name)
+
+
+def _model_files(version: Path) -> list[Path]:
+    return sorted((*version.glob("*.onnx"), *version.glob("*.onnx/*.onnx")))
+
+
+def _import_triton(model: Path, folder: Path) -> ImportedModel:
+    """Import the newest version that Triton would serve, with the labels of its configuration."""
+    config = _read_config(model)
+    backend = config.backend or config.platform
+    if backend and backend not in _ONNX_BACKENDS:
+        raise CompileError(
+            f"{str(model)!r} is of Triton's backend {backend!r}: expected one with an ONNX file, {_ONNX_BACKENDS[0]} "
+            f"or {_ONNX_BACKENDS[1]}; export the model to ONNX"
+        )
+    path = _triton_file(model, config)
+    labels_of = {output.name: output.label_filename for output in config.output if output.label_filename}
+    label_files = [model / name for name in labels_of.values()]
+    if missing := [file for file in label_files if not file.is_file()]:
+        raise CompileError(f"{str(model / CONFIG_FILE)!r} names the labels {str(missing[0])!r}, which are missing")
+    read = [file for file in (model / CONFIG_FILE, *label_files, *sorted(path.parent.iterdir())) if file.is_file()]
+    sums = {str(file.relative_to(model)): sha256_of_file(file) for file in read}
+    imported = import_onnx(path, folder, ImportedFrom(kind="triton", source=str(model), files=sums))
+    _check_names(config, imported, model)
+    if not labels_of:
+        return imported
+    scores, name = next(iter(labels_of.items()))
+    return imported.labelled((model / name).read_text(encoding="utf-8").splitlines(), scores)
+
+
+def _read_config(model: Path) -> ModelConfig:
+    if not (file := model / CONFIG_FILE).is_file():
+        return ModelConfig()
+    try:
+        return text_format.Parse(file.read_text(encoding="utf-8"), ModelConfig())
+    except text_format.ParseError as error:
+        raise CompileError(f"{str(file)!r} is not a configuration that Triton reads: {error}") from error
+
+
+def _triton_file(model: Path, config: ModelConfig) -> Path:
+    """Return the ONNX file of the newest version, or of the newest that the version policy names."""
+    specific = {str(number) for number in config.version_policy.specific.versions}
+    versions = [path for path in _versions(model) if not specific or path.name in specific]
+    files = _model_files(versions[-1]) if versions else []
+    named = [file for file in files if config.default_model_filename in (file.name, file.parent.name)]
+    if len(chosen := named or files) != 1:
+        where = versions[-1] if versions else model
+        raise CompileError(f"{str(where)!r} has {len(chosen)} ONNX files: expected one, VERSION/model.onnx")
+    return chosen[0]
+
+
+def _check_names(config: ModelConfig, imported: ImportedModel, model: Path) -> None:
+    for kind, tensors, specs in (
+        ("input", config.input, imported.signature.inputs),
+        ("output", config.output, imported.signature.outputs),
+    ):
+        names = [spec.name for spec in specs]
+        if unknown := [tensor.name for tensor in tensors if tensor.name not in names]:
+            raise CompileError(
+                f"{str(model / CONFIG_FILE)!r} has the {kind} {unknown[0]!r}, and its ONNX file {', '.join(names)}: "
+                "correct one of them"
+            )

@@ -1,0 +1,93 @@
+"""A model that was trained elsewhere, as one ONNX file with what is known of it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from app.checksums import sha256_of_file
+from app.compile.imported.onnx_file import external_files, read_onnx, values_below, with_sizes, write_one_file
+from app.data.processor import Processor
+from app.engines.base import Engine, Signature
+from app.engines.onnxruntime import open_oracle
+from app.errors import CompileError
+from app.repository.manifest import ImportedFrom
+
+OpenReference = Callable[[int], Engine]
+"""Opens the engine whose answers are right, with so many threads."""
+
+
+@dataclass(frozen=True)
+class ImportedModel:
+    """An ONNX file that was checked, and the engine whose answers are right."""
+
+    source: ImportedFrom
+    onnx: Path
+    """One file, with all weights inside."""
+
+    signature: Signature
+    values_below: dict[str, int]
+    """The exclusive limit of inputs that are indices, by name."""
+
+    open_reference: OpenReference
+    labels: tuple[str, ...] = ()
+    scores: str | None = None
+    """The output whose columns are the labels."""
+
+    processor: Processor | None = None
+    """Turns texts or images into the inputs."""
+
+    def labelled(self, labels: Sequence[str], scores: str | None) -> "ImportedModel":
+        """Return the model with labels, if there are any, and with the output that has a column for each.
+
+        Raises:
+            CompileError: no output, or more than one, can have the scores; or it has another number of columns.
+        """
+        columns = {
+            spec.name: spec.shape[1]
+            for spec in self.signature.outputs
+            if spec.dtype.kind == "f" and len(spec.shape) == 2 and spec.shape[1] != 1
+        }
+        fitting = [name for name, size in columns.items() if size in (-1, len(labels)) or not labels]
+        if scores is None:
+            if len(fitting) != 1:
+                raise CompileError(
+                    f"{len(fitting)} of the outputs {', '.join(spec.name for spec in self.signature.outputs)} can have "
+                    f"a score for each of {len(labels) or 'the'} labels: name the right one with --scores"
+                )
+            (scores,) = fitting
+        if scores not in fitting:
+            columns_of = f", which has {columns[scores]} columns" if scores in columns else ""
+            raise CompileError(
+                f"--scores is {scores!r}{columns_of}: expected a float output with a column for each of "
+                f"{len(labels) or 'the'} labels"
+            )
+        return replace(self, labels=tuple(labels), scores=scores)
+
+
+def import_onnx(
+    path: Path, folder: Path, source: ImportedFrom, open_reference: OpenReference | None = None
+) -> ImportedModel:
+    """Check an ONNX file, and write it into ``folder`` as one file.
+
+    Args:
+        source: where it came from. The sums of the file are added, unless it has some.
+        open_reference: by default, ONNX Runtime on this file gives the right answers.
+
+    Raises:
+        CompileError: the file cannot be imported, and why.
+        EngineError: ONNX Runtime cannot load it.
+    """
+    model = read_onnx(path)
+    target = folder / "imported.onnx"
+    write_one_file(path, target)
+    engine = open_oracle(target, 1)
+    signature = with_sizes(engine.signature, model, path)
+    engine.close()
+    sums = {file.name: sha256_of_file(file) for file in (path, *external_files(model, path))}
+    return ImportedModel(
+        source if source.files else source.model_copy(update={"files": sums}),
+        target,
+        signature,
+        values_below(model),
+        open_reference or (lambda threads: open_oracle(target, threads)),
+    )

@@ -1,0 +1,169 @@
+"""An ONNX file that another exporter wrote: checks of what it holds, and the names of its sizes."""
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError
+from onnx.external_data_helper import ExternalDataInfo, uses_external_data
+
+from app.compile.export import MAX_GIB
+from app.engines.base import Signature
+from app.errors import CompileError
+from app.tensors import Tensor, TensorSpec
+
+_STANDARD = {"": "", "ai.onnx": "", "ai.onnx.ml": "ai.onnx.ml"}
+"""Domains whose operators the onnx package knows, and its name for them."""
+
+_RUNTIME = ("com.microsoft", "com.microsoft.nchwc", "com.ms.internal.nhwc", "ai.onnx.preview.training")
+"""Domains whose operators ONNX Runtime checks itself."""
+
+_SHAPE_ONLY = {"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
+ROWS = "rows"
+
+
+def read_onnx(path: Path) -> onnx.ModelProto:
+    """Read a file without its external data, and check that it can be run here.
+
+    Raises:
+        CompileError: it is no ONNX file, a file with weights is missing, or an operator is unknown.
+    """
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except (DecodeError, OSError) as error:
+        raise CompileError(f"{str(path)!r} is not an ONNX file ({error}): give one that an exporter wrote") from error
+    if not model.graph.output:
+        raise CompileError(f"{str(path)!r} is not an ONNX file, or has no outputs: give one that an exporter wrote")
+    _check_operators(model, path)
+    external_files(model, path)
+    return model
+
+
+def external_files(model: onnx.ModelProto, path: Path) -> list[Path]:
+    """Return the files beside ``path`` that hold weights. Raises CompileError if one is missing or not beside it."""
+    names = {ExternalDataInfo(tensor).location for tensor in _constants(model) if uses_external_data(tensor)}
+    folder, files = path.parent.resolve(), []
+    for name in sorted(names):
+        file = Path(os.path.normpath(folder / name))
+        if not file.is_relative_to(folder):
+            raise CompileError(f"{str(path)!r} has weights in {name!r}, outside its folder: put that file beside it")
+        if not file.is_file():
+            raise CompileError(
+                f"{str(path)!r} has weights in {name!r}, which is missing: put that file into {str(path.parent)!r}"
+            )
+        files.append(file)
+    return files
+
+
+def write_one_file(path: Path, target: Path) -> None:
+    """Copy an ONNX file byte by byte; if it has external data, write it anew with all weights inside.
+
+    Raises:
+        CompileError: the weights do not fit into one file.
+    """
+    files = external_files(read_onnx(path), path)
+    if not files:
+        shutil.copyfile(path, target)
+        return
+    if (size_gib := sum(file.stat().st_size for file in files) / 2**30) > MAX_GIB:
+        raise CompileError(
+            f"{str(path)!r} has {size_gib:.2f} GiB of weights, and one ONNX file takes {MAX_GIB} GiB: import a smaller "
+            "model"
+        )
+    onnx.save_model(onnx.load(path), target)
+
+
+def with_sizes(signature: Signature, model: onnx.ModelProto, path: Path) -> Signature:
+    """Return a signature with the names that the file gives to sizes that vary. The first is ``rows``.
+
+    Raises:
+        CompileError: a rank varies, or the first size of a tensor is not the number of rows.
+    """
+    infos = {info.name: info.type.tensor_type for info in (*model.graph.input, *model.graph.output)}
+    for spec in (*signature.inputs, *signature.outputs):
+        if not spec.shape:
+            kind = "a rank that varies" if not infos[spec.name].HasField("shape") else "no axes"
+            raise CompileError(
+                f"{str(path)!r}: {spec.name!r} has {kind}: export it with a fixed rank, and the rows first"
+            )
+    _check_rows(signature, path)
+
+    def named(spec: TensorSpec) -> TensorSpec:
+        dims = infos[spec.name].shape.dim
+        params = [dims[axis].dim_param if axis < len(dims) else "" for axis in range(len(spec.shape))]
+        names = [params[axis] or f"{spec.name}.{axis}" for axis, size in enumerate(spec.shape) if size == -1]
+        return replace(spec, sizes=(ROWS, *names[1:]) if spec.shape[0] == -1 else tuple(names))
+
+    return Signature(tuple(map(named, signature.inputs)), tuple(map(named, signature.outputs)))
+
+
+def _check_rows(signature: Signature, path: Path) -> None:
+    """Raise CompileError unless the first size varies everywhere, or is 1 in every input and 1 or varies in outputs."""
+    first = signature.inputs[0] if signature.inputs else None
+    if first is None:
+        raise CompileError(f"{str(path)!r} has no inputs: give a model that takes some")
+    allowed = {-1: (-1,), 1: (1, -1)}.get(first.shape[0], ())
+    odd = [spec for spec in signature.inputs if spec.shape[0] != first.shape[0] or not allowed]
+    odd += [spec for spec in signature.outputs if spec.shape[0] not in allowed]
+    if odd:
+        raise CompileError(
+            f"{str(path)!r}: {Tensor.of(odd[0])}: expected the number of rows as the first size of every input and "
+            "output, either as a size that varies or as 1; export it with a dynamic batch"
+        )
+
+
+def _check_operators(model: onnx.ModelProto, path: Path) -> None:
+    own = {(function.domain, function.name) for function in model.functions}
+    for node in nodes_of(model.graph):
+        known = (
+            (node.domain, node.op_type) in own
+            or node.domain in _RUNTIME
+            or (node.domain in _STANDARD and onnx.defs.has(node.op_type, _STANDARD[node.domain]))
+        )
+        if not known:
+            domain = f" of domain {node.domain!r}" if node.domain else ""
+            raise CompileError(
+                f"{str(path)!r} has the operator {node.op_type!r}{domain} at node {node.name!r}, which is unknown: "
+                "expected operators of ONNX or of ONNX Runtime; replace it, or export it as a function of the model"
+            )
+
+
+def values_below(model: onnx.ModelProto) -> dict[str, int]:
+    """Return the exclusive limit of the inputs that are indices into a constant table, such as token ids."""
+    tables = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):
+            tables[node.output[0]] = tuple(node.attribute[0].t.dims)
+    limits: dict[str, int] = {}
+    for info in model.graph.input:
+        names = {info.name}
+        for node in model.graph.node:  # in the order of execution
+            if node.op_type in _SHAPE_ONLY and node.input[0] in names:
+                names.add(node.output[0])
+            elif node.op_type == "Gather" and node.input[1] in names and node.input[0] in tables:
+                axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
+                rows = tables[node.input[0]][axis]
+                limits[info.name] = min(rows, limits.get(info.name, rows))
+    return limits
+
+
+def nodes_of(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Yield every node of a graph, also those inside loops and branches."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            for inner in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])):
+                yield from nodes_of(inner)
+
+
+def _constants(model: onnx.ModelProto) -> Iterable[onnx.TensorProto]:
+    yield from model.graph.initializer
+    for node in nodes_of(model.graph):
+        for attribute in node.attribute:
+            yield from (*attribute.tensors, *([attribute.t] if attribute.HasField("t") else []))
+            yield from (tensor for inner in attribute.graphs for tensor in inner.initializer)
+            if attribute.HasField("g"):
+                yield from attribute.g.initializer

@@ -1,0 +1,110 @@
+"""Import a model that was trained elsewhere: check it, compile it, compare it and publish it."""
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from app.compile.compilation import Compilation
+from app.compile.files import Log
+from app.compile.imported.formats import open_model
+from app.compile.imported.model import ImportedModel
+from app.compile.imported.source import ImportRows, imported_source, made_up_rows, own_rows
+from app.compile.run import choose_and_publish, print_line
+from app.compile.variants import RequestedVariants, requested_variants
+from app.config import CompileConfig
+from app.engines.architecture import usable_cores
+from app.engines.base import Signature
+from app.errors import CompileError
+from app.runs import Outcome, Run
+from app.training.coordination.heartbeat import run_lock
+
+_CALIBRATED = ("int8", "fp8")
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a person brings."""
+
+    model: Path
+    samples: Path | None = None
+    """A table or npz file of rows. None: rows are random."""
+
+    labels: Path | None = None
+    """The labels in the order of the output's columns: JSON, or one a line."""
+
+    scores: str | None = None
+    """The output whose columns are the labels; by default, the only one that can be."""
+
+    sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """The values of sizes that vary, for random rows."""
+
+
+def import_model(run: Run, given: Given, log: Log = print_line) -> Outcome:
+    """Publish a model under the name of the run's recipe, by the gates and the objective of its ``compile``.
+
+    Args:
+        log: called with each line of progress.
+
+    Raises:
+        RayloomError: the model or the rows are refused, before a run is opened. Or no variant passes the gates, and the
+            report says why.
+    """
+    with tempfile.TemporaryDirectory(prefix="rayloom-import-") as temporary:
+        folder = Path(temporary)
+        model = _labelled(open_model(given.model, folder), given)
+        rows = own_rows(given.samples, model) if given.samples else made_up_rows(model, given.sizes)
+        config = _config(run.recipe.compile, model.signature, rows, log)
+        requested = _without_module(requested_variants(config))
+        source = imported_source(model, rows, run.recipe, usable_cores())
+        reference = source.reference
+        run.open()
+        accuracy = "" if reference.accuracy is None else f": accuracy {reference.accuracy:.4f}"
+        log(f"{model.source}: {source.baseline} on {len(rows.compared):,} {rows.kind} rows{accuracy}")
+        with run_lock(run.folder):
+            return choose_and_publish(run, Compilation(source, config, requested, folder / "files", log), log)
+
+
+def _labelled(model: ImportedModel, given: Given) -> ImportedModel:
+    if given.labels is None:
+        return model.labelled(model.labels, given.scores) if given.scores else model
+    return model.labelled(_read_labels(given.labels), given.scores)
+
+
+def _read_labels(path: Path) -> list[str]:
+    """Return the labels of a JSON list, or of a file with one a line. Raises CompileError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        labels = json.loads(text) if path.suffix == ".json" else text.splitlines()
+    except (OSError, ValueError) as error:
+        raise CompileError(
+            f"--labels {str(path)!r} cannot be read ({error}): give one label a line, or JSON"
+        ) from error
+    if not (isinstance(labels, list) and labels and all(isinstance(label, str) for label in labels)):
+        raise CompileError(f"--labels {str(path)!r} is no list of texts: give one label a line, or a list in JSON")
+    return labels
+
+
+def _config(config: CompileConfig, signature: Signature, rows: ImportRows, log: Log) -> CompileConfig:
+    """Leave out what the model or its rows cannot do. Raises CompileError if nothing is left."""
+    changes: dict[str, object] = {}
+    if signature.takes_one_row and config.batch_sizes != [1]:
+        log("the model takes one row a call, so batches of 1 are measured: export it with a dynamic batch for others")
+        changes["batch_sizes"] = [1]
+    if rows.calibration is None and (left_out := [name for name in config.precisions if name in _CALIBRATED]):
+        kept = [name for name in config.precisions if name not in _CALIBRATED]
+        reason = f"{', '.join(left_out)} needs real rows, 64 or more: give them with --samples"
+        if not kept:
+            raise CompileError(f"compile.precisions is {config.precisions}, and {reason}")
+        log(f"not made: {reason}")
+        changes["precisions"] = kept
+    return config.model_copy(update=changes)
+
+
+def _without_module(requested: RequestedVariants) -> RequestedVariants:
+    """Leave PyTorch out, which needs the code of the model."""
+    variants = [variant for variant in requested.variants if not variant.runs_module]
+    if not variants:
+        raise CompileError("compile.engines names only torch, which needs the code of the model: name another engine")
+    return replace(requested, variants=variants)

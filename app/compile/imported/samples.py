@@ -1,0 +1,206 @@
+"""The rows on which an imported model is compared: a person's own, or random ones in the range of the model."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.data.prepared import IGNORED, Batch
+from app.engines.base import Signature
+from app.errors import DataError
+from app.tensors import Tensor, TensorSpec
+
+LABELS, LABEL = "labels", "label"
+"""The array of an npz file and the column of a table that hold the class of each row."""
+
+_MAX_LENGTHS = 8
+"""Variants are timed at each length, so there are few."""
+
+
+@dataclass(frozen=True)
+class TensorRows:
+    """Rows of tensors, in memory, with the class of each if it is known."""
+
+    rows: Mapping[str, Sequence[NDArray[Any]]]
+    """The rows of each input, without the axis of the rows."""
+
+    lengths: Sequence[int]
+    classes: NDArray[np.int64] | None = None
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Return the rows of ``indices``, which have one length."""
+        inputs = {name: np.stack([rows[index] for index in indices]) for name, rows in self.rows.items()}
+        targets = np.full(len(indices), IGNORED) if self.classes is None else self.classes[list(indices)]
+        return Batch(inputs, targets)
+
+    def select(self, indices: Sequence[int]) -> "TensorRows":
+        """Return some rows."""
+        return TensorRows(
+            {name: [rows[index] for index in indices] for name, rows in self.rows.items()},
+            [self.lengths[index] for index in indices],
+            None if self.classes is None else self.classes[list(indices)],
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 over every row and class, in order."""
+        digest = hashlib.sha256()
+        for name, rows in self.rows.items():
+            digest.update(name.encode())
+            for row in rows:
+                digest.update(repr(row.tolist()).encode() if row.dtype.hasobject else row.tobytes())
+        digest.update(b"" if self.classes is None else self.classes.tobytes())
+        return digest.hexdigest()
+
+
+def read_rows(path: Path, signature: Signature, labels: Sequence[str]) -> TensorRows:
+    """Read a person's rows from an npz, parquet, csv or jsonl file, whose arrays or columns are named as the inputs.
+
+    Raises:
+        DataError: the file cannot be read, an input is missing or has another shape or type, or a label is unknown.
+    """
+    columns = _read_npz(path) if path.suffix == ".npz" else _read_table(path)
+    found, key = dict(columns), LABELS if path.suffix == ".npz" else LABEL
+    for spec in signature.inputs:
+        if spec.name not in found:
+            raise DataError(
+                f"{str(path)!r} has no {spec.name!r}: expected {', '.join(spec.name for spec in signature.inputs)}, "
+                f"and {key!r} for an accuracy; it has {', '.join(found)}"
+            )
+    rows = {spec.name: [_row(spec, row, path) for row in found[spec.name]] for spec in signature.inputs}
+    counts = {name: len(found[name]) for name in (*rows, *([key] if key in found else []))}
+    if len(set(counts.values())) > 1 or not min(counts.values()):
+        raise DataError(f"{str(path)!r} has {counts}: expected the same number of rows in each, and some")
+    classes = _classes(found[key], labels, path) if key in found else None
+    return TensorRows(rows, _lengths(rows, signature, str(path)), classes)
+
+
+def _read_npz(path: Path) -> Mapping[str, Sequence[Any]]:
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError) as error:
+        raise DataError(f"{str(path)!r} cannot be read as npz ({error}): write it with numpy.savez") from error
+
+
+def _read_table(path: Path) -> Mapping[str, Sequence[Any]]:
+    import pandas as pd
+
+    readers = {".csv": pd.read_csv, ".parquet": pd.read_parquet, ".jsonl": lambda file: pd.read_json(file, lines=True)}
+    if path.suffix not in readers:
+        raise DataError(f"--samples {str(path)!r} ends in {path.suffix!r}: expected .npz, {', '.join(readers)}")
+    try:
+        table = readers[path.suffix](path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{str(path)!r} is not a {path.suffix[1:]} table ({error})") from error
+    return {str(name): table[name].tolist() for name in table.columns}
+
+
+def _row(spec: TensorSpec, given: Any, path: Path) -> NDArray[Any]:
+    """Return one row of an input. A list in a csv cell is JSON."""
+    if isinstance(given, str) and given.lstrip().startswith("[") and not spec.dtype.hasobject:
+        given = json.loads(given)
+    try:
+        raw = np.asarray(given.tolist() if isinstance(given, np.ndarray) and given.dtype == object else given)
+        row = raw.astype(spec.dtype, casting="unsafe" if spec.dtype.hasobject else "same_kind")
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{str(path)!r}: a row of {Tensor.of(spec)} cannot be read: {error}") from error
+    if raw.ndim == 0 and spec.shape[1:] == (1,):
+        row = row.reshape(1)
+    if row.ndim != len(spec.shape) - 1 or any(
+        size not in (-1, given) for size, given in zip(spec.shape[1:], row.shape, strict=True)
+    ):
+        raise DataError(
+            f"{str(path)!r}: a row of {spec.name!r} has shape {list(row.shape)}: expected {list(spec.shape[1:])}"
+        )
+    return row
+
+
+def _classes(given: Sequence[Any], labels: Sequence[str], path: Path) -> NDArray[np.int64]:
+    """Return the class of each row: a number as it is, a word by its place in the labels."""
+    classes = []
+    for label in given:
+        if not isinstance(label, str):
+            classes.append(int(label))
+        elif label in labels:
+            classes.append(labels.index(label))
+        else:
+            known = f"the labels are {', '.join(labels)}" if labels else "no labels are known: give them with --labels"
+            raise DataError(f"{str(path)!r} has the label {label!r}, and {known}")
+    return np.array(classes, np.int64)
+
+
+def random_rows(
+    signature: Signature, values_below: Mapping[str, int], sizes: Mapping[str, Sequence[int]], count: int
+) -> TensorRows:
+    """Return rows of random numbers: floats around 0, whole numbers below ``values_below`` of the input, else 0 and 1.
+
+    Args:
+        sizes: the values of each size that varies, by name. Where one has several, rows take them in turns.
+    """
+    generator = np.random.default_rng(0)
+    rows: dict[str, list[NDArray[Any]]] = {spec.name: [] for spec in signature.inputs}
+    for index in range(count):
+        for spec in signature.inputs:
+            shape = tuple(sizes[name][index % len(sizes[name])] for name in _shape_names(spec) if name in sizes)
+            varying = iter(shape)
+            full = [next(varying) if size == -1 else size for size in spec.shape[1:]]
+            rows[spec.name].append(_random(spec, full, values_below.get(spec.name), generator))
+    return TensorRows(rows, _lengths(rows, signature, "the random rows"))
+
+
+def varying_sizes(signature: Signature) -> list[str]:
+    """Return the names of the sizes that vary in the inputs, other than the rows."""
+    return list(dict.fromkeys(name for spec in signature.inputs for name in _shape_names(spec)))
+
+
+def _shape_names(spec: TensorSpec) -> tuple[str, ...]:
+    return spec.sizes[1:] if spec.shape[0] == -1 else spec.sizes
+
+
+def _random(
+    spec: TensorSpec, shape: Sequence[int], values_below: int | None, generator: np.random.Generator
+) -> NDArray[Any]:
+    kind = spec.dtype.kind
+    if kind == "O":
+        return np.array([f"word{number}" for number in generator.integers(0, 100, shape).flat], object).reshape(shape)
+    if kind == "f":
+        return generator.standard_normal(shape).astype(spec.dtype)
+    if kind == "b":
+        return generator.integers(0, 2, shape).astype(spec.dtype)
+    if values_below is not None or spec.dtype == np.uint8:
+        return generator.integers(0, values_below or 256, shape).astype(spec.dtype)
+    numbers = generator.integers(0, 2, shape)
+    numbers[..., :1] = 1  # a mask that hides everything gives NaN
+    return numbers.astype(spec.dtype)
+
+
+def _lengths(rows: Mapping[str, Sequence[NDArray[Any]]], signature: Signature, source: str) -> list[int]:
+    """Return the length of each row: the first size that varies. Raises DataError if rows of one length differ."""
+    first = next(iter(rows.values()))
+    if (place := signature.length_axis) is None:
+        return [0] * len(first)
+    name, axis = place
+    lengths = [row.shape[axis - 1] for row in rows[name]]
+    if len(found := set(lengths)) > _MAX_LENGTHS:
+        raise DataError(
+            f"{source!r} has rows of {len(found)} lengths (axis {axis} of {name!r}): pad them to {_MAX_LENGTHS} "
+            "lengths at most, as requests should be"
+        )
+    shapes: dict[int, tuple[tuple[int, ...], ...]] = {}
+    for index, length in enumerate(lengths):
+        shape = tuple(row[index].shape for row in rows.values())
+        if shapes.setdefault(length, shape) != shape:
+            raise DataError(
+                f"{source!r} has rows of length {length} whose other sizes differ ({shapes[length]} and {shape}): pad "
+                "them to the same"
+            )
+    return lengths

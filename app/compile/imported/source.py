@@ -1,0 +1,186 @@
+"""An imported model as it is compiled: its one ONNX file, its rows, and the right answers."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from upath import UPath
+
+from app.checksums import code_revision, sha256_of
+from app.compile.imported.model import ImportedModel
+from app.compile.imported.samples import TensorRows, random_rows, read_rows, varying_sizes
+from app.compile.reference import EncodedBatches, Reference, Rows
+from app.compile.source import Source, calibration_indices
+from app.config import TENSORS, Precision, Recipe
+from app.data.classification import LabelledDataset, save_labels
+from app.data.prepared import Dataset
+from app.engines.base import Engine, EngineSettings, Signature
+from app.errors import CompileError, EngineError, RecipeError
+from app.repository.manifest import Lineage, Split
+from app.tensors import is_finite
+
+_RANDOM_ROWS = 64
+_DEFAULT_SIZE = 64
+_MIN_ROWS_FOR_INT8 = 64
+"""A quarter of the rows is for int8's ranges, and no fewer than 16 are enough for them."""
+
+
+@dataclass(frozen=True)
+class ImportRows:
+    """The rows of an imported model: those that variants are compared on, and those that give int8 its ranges."""
+
+    compared: Dataset
+    calibration: TensorRows | LabelledDataset | None
+    """None: int8 is not made, because the rows are random or too few."""
+
+    fingerprint: str
+    has_classes: bool
+    source: str | None
+    """The file they came from; None if they are random."""
+
+    @property
+    def kind(self) -> str:
+        """Whose rows they are, in a word."""
+        return "given" if self.source else "random"
+
+
+@dataclass(frozen=True)
+class ImportedSource(Source):
+    """A model that was trained elsewhere. ``reference`` has the answers of ONNX Runtime or PyTorch in float32."""
+
+    model: ImportedModel
+    recipe: Recipe
+    rows: ImportRows
+
+    split: ClassVar[Split] = "samples"
+
+    @property
+    def signature(self) -> Signature:
+        return self.model.signature
+
+    @property
+    def size_bytes(self) -> int:
+        return self.model.onnx.stat().st_size
+
+    @property
+    def task(self) -> str:
+        return TENSORS
+
+    @property
+    def baseline(self) -> str:
+        return self.lineage("").baseline
+
+    @property
+    def scores(self) -> str | None:
+        return self.model.scores if self.model.labels else None
+
+    def export(self, path: Path, precision: Precision) -> None:
+        if precision != "fp32":
+            raise CompileError(
+                f"an imported model keeps the types of its file, so there is no {precision} file: leave it out of "
+                "compile.precisions, or import a file in it"
+            )
+        shutil.copyfile(self.model.onnx, path)
+
+    def open_module(self, settings: EngineSettings) -> Engine:  # noqa: ARG002
+        raise EngineError("an imported model has no recipe from which PyTorch could build it: name another engine")
+
+    def module_files(self) -> dict[str, UPath]:
+        return {}
+
+    def pruned(self) -> "ImportedSource":
+        raise CompileError(
+            "compile.sparsity prunes models that Rayloom has trained: leave it out, or prune before export"
+        )
+
+    def load_test(self) -> LabelledDataset | None:
+        return None
+
+    def calibration_batches(self, count: int | None) -> EncodedBatches:
+        rows = self.rows.calibration
+        assert rows is not None  # precisions that need it were left out
+        if count is not None and count > len(rows):
+            raise CompileError(
+                f"compile.calibration.samples is {count}, and a quarter of --samples are {len(rows)} rows: ask for "
+                "fewer, or give more rows"
+            )
+        return EncodedBatches(rows, calibration_indices(len(rows), count, rows.lengths))
+
+    def save_codec(self, folder: UPath) -> None:
+        if self.model.labels:
+            save_labels(list(self.model.labels), folder)
+
+    def lineage(self, compile_run: str) -> Lineage:
+        return Lineage(
+            imported=self.model.source.model_copy(update={"samples": self.rows.source}),
+            compile_run=compile_run,
+            recipe=sha256_of(self.recipe.model_dump_json().encode()),
+            data_fingerprint=self.rows.fingerprint,
+            code=code_revision(),
+        )
+
+
+def own_rows(path: Path, model: ImportedModel) -> ImportRows:
+    """Read a person's rows. If there are enough, every fourth is for int8's ranges. Raises DataError."""
+    rows = read_rows(path, model.signature, model.labels)
+    compared, calibration = _split(rows)
+    return ImportRows(compared, calibration, rows.fingerprint, rows.classes is not None, str(path))
+
+
+def _split(rows: TensorRows) -> tuple[TensorRows, TensorRows | None]:
+    if len(rows) < _MIN_ROWS_FOR_INT8:
+        return rows, None
+    held_out = range(0, len(rows), 4)
+    return rows.select([index for index in range(len(rows)) if index % 4]), rows.select(held_out)
+
+
+def made_up_rows(model: ImportedModel, sizes: Mapping[str, Sequence[int]]) -> ImportRows:
+    """Return random rows in the range of the model.
+
+    Raises:
+        RecipeError: ``sizes`` names one that does not vary.
+    """
+    names = varying_sizes(model.signature)
+    if unknown := [name for name in sizes if name not in names]:
+        raise RecipeError(
+            f"--size names {unknown[0]!r}: the sizes that vary are {', '.join(names) or 'none but the rows'}"
+        )
+    chosen = {name: sizes.get(name, [_DEFAULT_SIZE]) for name in names}
+    rows = random_rows(model.signature, model.values_below, chosen, _RANDOM_ROWS)
+    return ImportRows(rows, None, rows.fingerprint, False, None)
+
+
+def imported_source(model: ImportedModel, rows: ImportRows, recipe: Recipe, threads: int) -> ImportedSource:
+    """Run the reference over the rows.
+
+    Raises:
+        CompileError: the model cannot run them, its outputs do not have a row for each, or none can have the scores.
+    """
+    scores = (model.scores or model.labelled((), None).scores) if rows.has_classes else None
+    with closing(model.open_reference(threads)) as engine:
+        try:
+            _check_outputs(engine, rows)
+            reference = Reference.of(engine, rows.compared, scores)
+        except EngineError as error:
+            raise CompileError(
+                f"the model cannot run {rows.source or 'random rows'}: {error}; give rows of your own with --samples, "
+                "or the sizes that it takes with --size NAME=N"
+            ) from error
+    return ImportedSource(threads, reference.accuracy, reference, model, recipe, rows)
+
+
+def _check_outputs(engine: Engine, rows: ImportRows) -> None:
+    """Raise CompileError if the outputs of the first rows are not one for each row, or are not finite."""
+    count = 1 if engine.signature.takes_one_row else 2
+    indices = Rows.of(rows.compared, engine.signature).groups[0][:count]
+    for name, output in engine.run(rows.compared.batch(indices).inputs).items():
+        if output.shape[:1] != (len(indices),):
+            raise CompileError(
+                f"output {name!r} has shape {list(output.shape)} for {len(indices)} rows: expected the rows first; "
+                "export it that way"
+            )
+        if not is_finite(output):
+            raise CompileError(f"output {name!r} is not finite on the first rows: give others with --samples")

@@ -1,0 +1,153 @@
+"""What is compiled: a model with rows of its data, and the answers with which every file and variant is compared."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from upath import UPath
+
+from app.compile.reference import BATCH, Reference, chunks
+from app.config import Precision
+from app.data.classification import LabelledDataset
+from app.engines.base import Engine, EngineSettings, ShapeProfile, Signature
+from app.repository.manifest import Lineage, Split
+from app.tensors import Tensors
+
+_CALIBRATION_BATCH = 16
+_CALIBRATION_SAMPLES = 512
+
+
+@dataclass(frozen=True)
+class Source(ABC):
+    """A model to compile: trained by Rayloom (``SourceModel``), or elsewhere (``ImportedSource``)."""
+
+    threads: int
+    """Cores of this machine, which the engines use."""
+
+    accuracy_to_keep: float | None
+    """Accuracy of the model, from which the gates count the accuracy drop. None if the rows have no classes."""
+
+    reference: Reference
+    """The right answers on the rows that variants are compared on."""
+
+    split: ClassVar[Split] = "validation"
+    """The name of the rows that variants are compared on."""
+
+    @property
+    @abstractmethod
+    def signature(self) -> Signature:
+        """The model's inputs and outputs."""
+
+    @property
+    @abstractmethod
+    def size_bytes(self) -> int:
+        """The size of the weights in memory."""
+
+    @property
+    @abstractmethod
+    def task(self) -> str:
+        """The task of the published version."""
+
+    @property
+    def baseline(self) -> str:
+        """What gave the right answers, in reports."""
+        return "PyTorch"
+
+    @property
+    def scores(self) -> str | None:
+        """The output whose columns are the labels; None if the model has no labels."""
+        return self.reference.scores
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the model was pruned to 2:4 sparsity."""
+        return False
+
+    @abstractmethod
+    def export(self, path: Path, precision: Precision) -> None:
+        """Write an ONNX file in this precision. Raises CompileError."""
+
+    @abstractmethod
+    def open_module(self, settings: EngineSettings) -> Engine:
+        """Open the model itself in PyTorch. Raises EngineError."""
+
+    @abstractmethod
+    def module_files(self) -> dict[str, UPath]:
+        """Return the files that a version for PyTorch has, by name."""
+
+    @abstractmethod
+    def pruned(self) -> "Source":
+        """Return the model pruned to 2:4 sparsity, with the accuracy to keep of this one. Raises CompileError."""
+
+    @abstractmethod
+    def calibration_batches(self, count: int | None) -> Iterable[Tensors]:
+        """Return batches of ``count`` rows for int8's ranges. They can be iterated again. Raises CompileError."""
+
+    @abstractmethod
+    def load_test(self) -> LabelledDataset | None:
+        """Read the test split; None if there is none. Only for the published accuracy, never to choose a variant."""
+
+    @abstractmethod
+    def save_codec(self, folder: UPath) -> None:
+        """Write the processor's files and the labels, as far as the model has them."""
+
+    @abstractmethod
+    def lineage(self, compile_run: str) -> Lineage:
+        """Return where the model came from."""
+
+    @property
+    def sample(self) -> Tensors:
+        """A batch of at least two real rows, for the export."""
+        first = next(self.reference.rows.batches()).inputs
+        return resized(first, max(2, _num_rows(first)))
+
+    @cached_property
+    def shares(self) -> dict[int | None, float]:
+        """The share of the rows by padded length. The only key is None if all inputs have one size."""
+        rows = self.reference.rows
+        counts = zip(self.rows_by_length, map(len, rows.groups), strict=True)
+        return {length: count / len(rows) for length, count in counts}
+
+    @cached_property
+    def rows_by_length(self) -> dict[int | None, Tensors]:
+        """One batch of real rows for each padded length."""
+        rows = self.reference.rows
+        firsts = (rows.split.batch(group[:BATCH]).inputs for group in rows.groups)
+        return {_length_of(batch, self.signature): batch for batch in firsts}
+
+    def profile(self, batch_sizes: Sequence[int]) -> ShapeProfile:
+        """Return the sizes that TensorRT plans are built for: batch sizes, measured lengths and the maximum length."""
+        lengths = {length for length in self.shares if length is not None}
+        lengths |= {spec.max_length for spec in self.signature.inputs if spec.max_length is not None}
+        return ShapeProfile(batch_sizes=tuple(sorted(batch_sizes)), lengths=tuple(sorted(lengths)))
+
+
+def resized(rows: Tensors, size: int) -> Tensors:
+    """Return ``size`` rows: the first of ``rows``, repeated if there are too few."""
+    return {name: np.resize(array, (size, *array.shape[1:])) for name, array in rows.items()}
+
+
+def calibration_indices(
+    available: int, count: int | None, lengths: NDArray[np.int64] | Sequence[int]
+) -> list[Sequence[int]]:
+    """Return batches of indices from all over ``available`` rows, sorted by length. By default, 512 or all."""
+    chosen = np.linspace(0, available - 1, min(count or _CALIBRATION_SAMPLES, available), dtype=int)
+    ordered = sorted(chosen.tolist(), key=lambda index: int(lengths[index]))
+    return list(chunks(ordered, _CALIBRATION_BATCH))
+
+
+def _length_of(batch: Tensors, signature: Signature) -> int | None:
+    """Return the batch's padded length; None if inputs have one size."""
+    if (place := signature.length_axis) is None:
+        return None
+    name, axis = place
+    return int(batch[name].shape[axis])
+
+
+def _num_rows(batch: Tensors) -> int:
+    return len(next(iter(batch.values())))

@@ -1,0 +1,381 @@
+"""Importing models that another exporter wrote: what is published, and what is refused."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import onnx
+import onnxruntime
+import pandas as pd
+import pytest
+import torch
+from numpy.typing import NDArray
+from onnx import TensorProto as Type
+from onnx import helper, numpy_helper
+from tritonclient import http as client
+from tritonclient.utils import InferenceServerException
+from typer.testing import CliRunner
+from upath import UPath
+
+from app.checksums import sha256_of_file
+from app.cli.main import app
+from app.config import BatchingConfig, ServeConfig
+from app.errors import RecipeError
+from app.repository.repository import Repository
+from app.serving.batching.groups import BatchingPolicy
+from app.serving.config import DeployedModel, EndpointConfig, VersionConfig
+from app.serving.model.loaded import load_model
+from app.tensors import Tensors
+from tests.helpers import result_of
+from tests.serving import serving
+
+EXACT = ["compile.engines=[onnxruntime]", "compile.precisions=[fp32]", "compile.batch_sizes=[1,4]"]
+WIDTH, CLASSES, WORDS = 8, 3, 50
+
+
+def write(
+    path: Path,
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Mapping[str, tuple[int, Sequence[int | str | None] | None]],
+    outputs: Mapping[str, tuple[int, Sequence[int | str | None] | None]],
+    constants: Mapping[str, NDArray[Any]],
+) -> Path:
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info(name, *info) for name, info in inputs.items()],
+        [helper.make_tensor_value_info(name, *info) for name, info in outputs.items()],
+        [numpy_helper.from_array(array, name) for name, array in constants.items()],
+    )
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 3)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def two_towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of several inputs and outputs of all kinds, with two sizes that vary apart."""
+    generator = np.random.default_rng(1)
+    table = generator.standard_normal((WORDS, WIDTH)).astype(np.float32)
+    weight = generator.standard_normal((WIDTH, CLASSES)).astype(np.float32)
+    nodes = [
+        helper.make_node("Gather", ["table", "tokens"], ["embedded"]),
+        helper.make_node("ReduceMean", ["embedded"], ["pooled"], axes=[1], keepdims=0),
+        helper.make_node("ReduceMax", ["waves"], ["loudest"], axes=[1], keepdims=0),
+        helper.make_node("Mul", ["pooled", "loudest"], ["joined"]),
+        helper.make_node("MatMul", ["joined", "weight"], ["scores"]),
+        helper.make_node("ArgMax", ["scores"], ["best"], axis=1, keepdims=0),
+        helper.make_node("Not", ["is_new"], ["is_old"]),
+        helper.make_node(
+            "LabelEncoder", ["country"], ["zone"], domain="ai.onnx.ml",
+            keys_strings=["de", "cn"], values_strings=["west", "östlich"], default_string="?",
+        ),
+    ]  # fmt: skip
+    return write(
+        tmp_path_factory.mktemp("two_towers") / "model.onnx",
+        nodes,
+        {
+            "tokens": (Type.INT64, ["n", "words"]),
+            "waves": (Type.FLOAT, ["n", "time", 1]),
+            "is_new": (Type.BOOL, ["n"]),
+            "country": (Type.STRING, ["n", 1]),
+        },
+        {
+            "scores": (Type.FLOAT, ["n", CLASSES]),
+            "best": (Type.INT64, ["n"]),
+            "is_old": (Type.BOOL, ["n"]),
+            "zone": (Type.STRING, ["n", 1]),
+        },
+        {"table": table, "weight": weight},
+    )
+
+
+def rows(count: int, words: int = 5, time: int = 7) -> dict[str, NDArray[Any]]:
+    generator = np.random.default_rng(2)
+    return {
+        "tokens": generator.integers(0, WORDS, (count, words)),
+        "waves": generator.standard_normal((count, time, 1)).astype(np.float32),
+        "is_new": generator.integers(0, 2, count).astype(bool),
+        "country": np.array([["de"], ["cn"], ["fr"]] * count, object)[:count],
+    }
+
+
+def right(path: Path, tensors: Tensors) -> dict[str, NDArray[Any]]:
+    session = onnxruntime.InferenceSession(path)
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(names, dict(tensors)), strict=True))
+
+
+def imported(storage: Path, *arguments: object, succeeds: bool = True) -> str:
+    command = ["models", "import", *map(str, arguments), f"--storage={storage}"]
+    done = CliRunner().invoke(app, command, catch_exceptions=True)
+    assert (done.exit_code == 0) is succeeds, done.output
+    return str(done.exception) if done.exception and not isinstance(done.exception, SystemExit) else done.output
+
+
+def served(storage: Path, name: str) -> EndpointConfig:
+    policy = BatchingPolicy(max_batch_size=4, queue_limit=64)
+    version = VersionConfig(storage=str(storage), name=name, version=1, threads=1, policy=policy)
+    return EndpointConfig(models={name: DeployedModel(production=version)})
+
+
+DATATYPES = {"tokens": "INT64", "waves": "FP32", "is_new": "BOOL", "country": "BYTES"}
+
+
+def ask(url: str, name: str, tensors: Mapping[str, NDArray[Any]], binary: bool) -> Any:
+    inputs = [client.InferInput(key, list(tensor.shape), DATATYPES[key]) for key, tensor in tensors.items()]
+    for sent in inputs:
+        sent.set_data_from_numpy(tensors[sent.name()], binary_data=binary)
+    outputs = [client.InferRequestedOutput(key, binary_data=binary) for key in ("scores", "best", "is_old", "zone")]
+    return client.InferenceServerClient(url).infer(name, inputs, outputs=outputs)
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_an_imported_onnx_file_answers_bit_for_bit_as_onnx_runtime(
+    two_towers: Path, tmp_path: Path, binary: bool
+) -> None:
+    labels = tmp_path / "labels.txt"
+    labels.write_text("low\nmiddle\nhigh\n", encoding="utf-8")
+    imported(tmp_path, "towers", two_towers, *EXACT, "--size=words=5", "--size=time=7", f"--labels={labels}")
+    manifest = Repository(UPath(tmp_path)).manifest("towers", 1)
+    assert manifest.lineage.imported is not None
+    assert manifest.lineage.imported.files == {"model.onnx": sha256_of_file(two_towers)}
+    assert manifest.files["model.onnx"] == sha256_of_file(two_towers)
+    assert manifest.lineage.train_run is None
+    assert (manifest.accuracy, manifest.max_difference, manifest.scores) == (None, 0.0, "scores")
+    with serving() as server:
+        server.run(server.endpoint.update(served(tmp_path, "towers")))
+        for count in (1, 3):
+            tensors = rows(count)
+            answer = ask(server.http, "towers", tensors, binary)
+            for name, expected in right(two_towers, tensors).items():
+                given = answer.as_numpy(name)
+                if expected.dtype.hasobject:
+                    given = np.array([[item.decode() if isinstance(item, bytes) else item] for item in given.ravel()])
+                np.testing.assert_array_equal(given, expected)
+
+
+def test_the_rows_of_all_inputs_are_checked_and_natural_input_is_refused(two_towers: Path, tmp_path: Path) -> None:
+    imported(tmp_path, "towers", two_towers, *EXACT)
+    with serving() as server:
+        server.run(server.endpoint.update(served(tmp_path, "towers")))
+        with pytest.raises(InferenceServerException, match="expected the same rows"):
+            ask(server.http, "towers", rows(2) | {"is_new": np.array([True])}, True)
+        with pytest.raises(InferenceServerException, match="not UTF-8"):
+            ask(server.http, "towers", rows(1) | {"country": np.array([[b"\xff"]], object)}, True)
+        with pytest.raises(InferenceServerException, match="cannot run these inputs"):
+            ask(server.http, "towers", rows(1) | {"tokens": np.array([[WORDS]])}, True)
+        answer = httpx.post(f"http://{server.http}/v1/models/towers/predict", json={"inputs": "a text"})
+        assert answer.status_code == 400
+        assert "imported without a tokenizer" in answer.text
+        assert httpx.get(f"http://{server.http}/v1/models").json() == []
+        assert ask(server.http, "towers", rows(2), True).as_numpy("scores").shape == (2, CLASSES)
+
+
+def dense(path: Path, shape: Sequence[int | str | None] | None = ("n", WIDTH), operator: str = "MatMul") -> Path:
+    """A linear model that separates rows by their largest number."""
+    node = helper.make_node(operator, ["pixels", "weight"], ["logits"], name="last")
+    weight = np.eye(WIDTH, dtype=np.float32)
+    out: list[int | str | None] | None = [shape[0], WIDTH] if shape else None
+    return write(path, [node], {"pixels": (Type.FLOAT, shape)}, {"logits": (Type.FLOAT, out)}, {"weight": weight})
+
+
+def labelled_rows(count: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    pixels = np.random.default_rng(3).standard_normal((count, WIDTH)).astype(np.float32)
+    classes = pixels.argmax(1)
+    classes[0] = (classes[0] + 1) % WIDTH  # one is wrong
+    return pixels, classes
+
+
+@pytest.mark.parametrize("kind", ["npz", "jsonl", "parquet"])
+def test_rows_of_ones_own_give_an_accuracy_and_int8(tmp_path: Path, kind: str) -> None:
+    path, samples = dense(tmp_path / "model.onnx"), tmp_path / f"rows.{kind}"
+    pixels, classes = labelled_rows(128)
+    if kind == "npz":
+        np.savez(samples, pixels=pixels, labels=classes)
+    else:
+        table = pd.DataFrame({"pixels": [row.tolist() for row in pixels], "label": classes})
+        table.to_parquet(samples) if kind == "parquet" else table.to_json(samples, orient="records", lines=True)
+    output = imported(tmp_path, "dense", path, f"--samples={samples}", "compile.batch_sizes=[1]", "--json")
+    result = result_of(output)
+    precisions = {variant["precision"] for variant in result["metrics"]["variants"]}
+    assert "int8" in precisions
+    manifest = Repository(UPath(tmp_path)).manifest("dense", 1)
+    assert (manifest.accuracy_split, manifest.accuracy_rows) == ("samples", 96), "a quarter calibrated int8"
+    assert manifest.accuracy is not None
+    assert manifest.accuracy > 0.95
+    assert manifest.lineage.imported is not None
+    assert manifest.lineage.imported.samples == str(samples)
+
+
+def test_int8_is_not_made_of_random_rows(tmp_path: Path) -> None:
+    path = dense(tmp_path / "model.onnx")
+    result = result_of(imported(tmp_path, "dense", path, "compile.batch_sizes=[1]", "--json"))
+    assert {variant["precision"] for variant in result["metrics"]["variants"]} <= {"fp32", "bf16"}
+    words = imported(tmp_path, "dense", path, "compile.precisions=[int8]", succeeds=False)
+    assert "int8 needs real rows" in words
+
+
+def test_a_model_of_one_row_a_call_is_served_row_by_row(tmp_path: Path) -> None:
+    imported(tmp_path, "dense", dense(tmp_path / "model.onnx", (1, WIDTH)))
+    manifest = Repository(UPath(tmp_path)).manifest("dense", 1)
+    assert manifest.serving.max_batch_size == 1
+    with pytest.raises(RecipeError, match="takes one row a call"):
+        manifest.served(ServeConfig(batching=BatchingConfig(max_batch_size=8)))
+
+
+def test_a_program_of_torch_export_keeps_its_names_and_is_compared_with_pytorch(tmp_path: Path) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 4)
+
+        def forward(self, x: torch.Tensor, *, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"values": self.layer(x) * mask, "hidden": mask > 0}
+
+    rows = torch.export.Dim("rows")
+    shapes = {"x": {0: rows}, "mask": {0: rows}}
+    inputs = {"mask": torch.ones(2, 1)}
+    torch.export.save(
+        torch.export.export(Model(), (torch.ones(2, 3),), inputs, dynamic_shapes=shapes), tmp_path / "m.pt2"
+    )
+    imported(tmp_path, "program", tmp_path / "m.pt2", *EXACT)
+    manifest = Repository(UPath(tmp_path)).manifest("program", 1)
+    assert [tensor.name for tensor in manifest.inputs] == ["x", "mask"]
+    assert [str(tensor) for tensor in manifest.outputs] == ["values float32 [-1, 4]", "hidden bool [-1, 1]"]
+    assert manifest.lineage.baseline == "PyTorch"
+    assert manifest.max_difference < 1e-6
+
+
+def triton_model(folder: Path, config: str = "") -> Path:
+    for version in (2, 10):
+        dense(folder / str(version) / "model.onnx")
+    (folder / "config.pbtxt").write_text(config or TRITON, encoding="utf-8")
+    (folder / "names.txt").write_text("\n".join("abcdefgh"), encoding="utf-8")
+    return folder
+
+
+TRITON = """
+backend: "onnxruntime" max_batch_size: 8
+input { name: "pixels" data_type: TYPE_FP32 dims: 8 }
+output { name: "logits" data_type: TYPE_FP32 dims: 8 label_filename: "names.txt" }
+"""
+
+
+def test_the_newest_version_of_a_triton_repository_is_imported_with_its_labels(tmp_path: Path) -> None:
+    triton_model(tmp_path / "repository/dense")
+    imported(tmp_path, "dense", tmp_path / "repository", *EXACT)
+    model = load_model(UPath(tmp_path), "dense", 1, 1)
+    assert model.labels_by_output == {"logits": list("abcdefgh")}
+    assert model.manifest.lineage.imported is not None
+    assert set(model.manifest.lineage.imported.files) == {"config.pbtxt", "names.txt", "10/model.onnx"}
+    model.engine.close()
+
+
+def external(folder: Path) -> Path:
+    path = dense(folder / "model.onnx")
+    onnx.save_model(
+        onnx.load(path),
+        path,
+        save_as_external_data=True,
+        location="weights.bin",
+        size_threshold=0,
+        convert_attribute=True,
+    )
+    return path
+
+
+def test_external_data_is_published_in_one_file(tmp_path: Path) -> None:
+    path = external(tmp_path / "big")
+    imported(tmp_path, "dense", tmp_path / "big", *EXACT)
+    manifest = Repository(UPath(tmp_path)).manifest("dense", 1)
+    assert manifest.lineage.imported is not None
+    assert set(manifest.lineage.imported.files) == {"model.onnx", "weights.bin"}
+    pixels, _ = labelled_rows(4)
+    published = tmp_path / "models/dense/1/model.onnx"
+    np.testing.assert_array_equal(
+        right(published, {"pixels": pixels})["logits"], right(path, {"pixels": pixels})["logits"]
+    )
+
+
+def without_weights(folder: Path) -> Path:
+    path = external(folder)
+    (folder / "weights.bin").unlink()
+    return path
+
+
+def two_models(folder: Path) -> Path:
+    dense(folder / "one.onnx")
+    dense(folder / "two.onnx")
+    return folder
+
+
+def two_triton_models(folder: Path) -> Path:
+    triton_model(folder / "one")
+    triton_model(folder / "two")
+    return folder
+
+
+def text_file(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "model.onnx").write_text("no model", encoding="utf-8")
+    return folder / "model.onnx"
+
+
+REFUSED: list[tuple[Callable[[Path], Path], str]] = [
+    (lambda folder: dense(folder / "m.onnx", operator="Frob"), "operator 'Frob' at node 'last', which is unknown"),
+    (lambda folder: dense(folder / "m.onnx", None), "'pixels' has a rank that varies: export it with a fixed rank"),
+    (
+        lambda folder: dense(folder / "m.onnx", (4, WIDTH)),
+        r"pixels float32 \[4, 8\]: expected the number of rows as the",
+    ),
+    (without_weights, "has weights in 'weights.bin', which is missing: put that file into"),
+    (two_models, "has 2 models, one.onnx, two.onnx: give the path of one"),
+    (two_triton_models, "has 2 models, one, two: give the path of one"),
+    (lambda folder: triton_model(folder, 'backend: "python"'), "Triton's backend 'python': expected one with an ONNX"),
+    (lambda folder: triton_model(folder, 'input { name: "x" }'), "has the input 'x', and its ONNX file pixels"),
+    (text_file, "is not an ONNX file"),
+    (lambda folder: folder / "none.onnx", "does not exist: give a .onnx file"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), REFUSED)
+def test_what_cannot_be_imported_is_refused_before_anything_is_written(
+    tmp_path: Path, make: Callable[[Path], Path], words: str
+) -> None:
+    assert re.search(words, imported(tmp_path / "storage", "model", make(tmp_path / "given"), succeeds=False))
+    assert not (tmp_path / "storage").exists()
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "words"),
+    [
+        (
+            {"other": np.ones((2, WIDTH), np.float32)},
+            [],
+            "has no 'pixels': expected pixels, and 'labels' for an accuracy",
+        ),
+        ({"pixels": np.ones((2, 3), np.float32)}, [], r"a row of 'pixels' has shape \[3\]: expected \[8\]"),
+        ({"pixels": np.ones((2, WIDTH), np.float32), "labels": np.array(["x", "y"])}, [], "give them with --labels"),
+        ({"pixels": np.ones((2, WIDTH), np.float32), "labels": np.array([1])}, [], "the same number of rows in each"),
+        (
+            {"pixels": np.ones((2, WIDTH), np.float32)},
+            ["--scores=other"],
+            "--scores is 'other': expected a float output",
+        ),
+        ({"pixels": np.ones((2, WIDTH), np.float32)}, ["train.epochs=3"], "has only compile and storage"),
+        ({"pixels": np.full((2, WIDTH), np.nan, np.float32)}, [], "is not finite on the first rows"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(
+    tmp_path: Path, columns: dict[str, NDArray[Any]], options: list[str], words: str
+) -> None:
+    np.savez(tmp_path / "rows.npz", **columns)  # type: ignore[arg-type]
+    path = dense(tmp_path / "model.onnx")
+    assert re.search(
+        words, imported(tmp_path, "dense", path, f"--samples={tmp_path / 'rows.npz'}", *options, succeeds=False)
+    )
