@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from app.config import Recipe, load_recipe, title_of
+from app.config import Recipe, load_job_recipe, title_of
 from app.errors import RayloomError
 from app.runs import JSON_HELP, Result, Run, Step, execute
 
@@ -25,7 +25,7 @@ def main(
     parser.add_argument("--json", action="store_true", help=JSON_HELP)
     arguments = parser.parse_intermixed_args(argv)
     try:
-        recipe = load_recipe(arguments.recipe, arguments.overrides)
+        recipe = load_job_recipe(job, arguments.recipe, arguments.overrides)
         run = start(job, recipe)
     except RayloomError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Serve the production version of a recipe's model: python -m jobs.deploy RECIPE [key=value …]"""
+"""Serve the production version of a recipe's model, or of a named one: python -m jobs.deploy RECIPE [key=value …]"""
 
 import sys
 import time

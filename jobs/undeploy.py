@@ -1,4 +1,4 @@
-"""Serve a recipe's model no longer: python -m jobs.undeploy RECIPE [key=value …]"""
+"""Serve a recipe's model, or a named one, no longer: python -m jobs.undeploy RECIPE [key=value …]"""
 
 import sys
 

@@ -111,7 +111,12 @@ def env() -> None:
 @app.command()
 def submit(
     job: str,
-    recipe: Annotated[str | None, typer.Argument(help="Path or URI of a recipe. - is standard input.")] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Argument(
+            help="Path or URI of a recipe. - is standard input. For deploy and undeploy also a model's name."
+        ),
+    ] = None,
     overrides: Overrides = None,
     recipe_option: Annotated[
         str | None, typer.Option("--recipe", help="The recipe, instead of the second argument.")

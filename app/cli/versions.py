@@ -25,7 +25,7 @@ def description_of(manifest: Manifest, aliases: Sequence[str], folder: str) -> I
             ("task", manifest.task),
             ("engine", str(key)),
             ("accuracy", manifest.accuracy_in_words),
-            (f"to {lineage.baseline}", f"cosine {manifest.cosine:.4f}, difference {manifest.max_difference:.1e}"),
+            (f"to {lineage.baseline}", _parity(manifest)),
             *(("quantized", line) for line in _quantization(manifest.quantization)),
             *(("input", str(tensor)) for tensor in manifest.inputs),
             *(("output", str(tensor)) for tensor in manifest.outputs),
@@ -57,6 +57,10 @@ def _row(listed: ListedVersion) -> tuple[str, ...]:
         _size(manifest.size_bytes),
         f"{manifest.created:%Y-%m-%d %H:%M} UTC",
     )
+
+
+def _parity(manifest: Manifest) -> str:
+    return f"cosine {manifest.cosine:.4f}, largest difference {manifest.max_difference:.1e}"
 
 
 def _imported(imported: ImportedFrom | None) -> Iterator[str]:

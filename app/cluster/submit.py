@@ -20,7 +20,7 @@ from app.cluster.jobs import Job, JobsApi
 from app.cluster.packages import known_jobs, runtime_env
 from app.cluster.ray_internals import is_uploaded, silence_client
 from app.cluster.state import read_state, running_cluster
-from app.config import embedded, load_recipe, read_text, title_of
+from app.config import embedded, load_job_recipe, names_model, read_text, title_of
 from app.errors import ClusterError
 from app.storage import absolute_location
 
@@ -41,9 +41,9 @@ _RESTART_TIMEOUT_S = 300.0
 def submit(job: str, recipe: str, overrides: list[str], options: Sequence[str] = ()) -> int:
     """Submit ``python -m jobs.JOB RECIPE …`` from the current folder, show its log, return its exit code.
 
-    The recipe is a path, a URI, or ``-`` for standard input. ``options`` are the job's own, such as ``--json``. Ray
-    uploads the current folder with the job, which may be a checkout or a person's own project. A recipe that is not
-    part of this upload is embedded in the job's command, so a resubmitted job has it, too.
+    The recipe is a path, a URI, or ``-`` for standard input; to deploy, also a model's name. ``options`` are the job's
+    own, such as ``--json``. Ray uploads the current folder with the job, which may be a checkout or a person's own
+    project. A recipe that is not part of this upload is embedded in the job's command, so a resubmitted job has it.
 
     The local cluster is used, unless ``RAY_API_SERVER_ADDRESS`` names another one. If the cluster is lost while the job
     runs, follow the job that its supervisor submits in its place.
@@ -56,8 +56,9 @@ def submit(job: str, recipe: str, overrides: list[str], options: Sequence[str] =
     if job not in (known := known_jobs(Path.cwd())):
         raise ClusterError(f"no job {job!r}: known are {', '.join(known)}")
     target = _find_target()
-    location = recipe if _is_sent_along(recipe) else embedded(read_text(recipe), title_of(recipe))
-    storage = load_recipe(location, overrides).storage
+    is_given = names_model(job, recipe) or _is_sent_along(recipe)
+    location = recipe if is_given else embedded(read_text(recipe), title_of(recipe))
+    storage = load_job_recipe(job, location, overrides).storage
     arguments = [*overrides, *([f"storage={absolute_location(storage)}"] if storage else []), *options]
     return send_job(job, location, arguments, target)
 

@@ -15,7 +15,7 @@ from app.config.compile import (
 from app.config.data import CleanConfig, ColumnsConfig, DataConfig, ImageConfig, TokenizerConfig
 from app.config.layout import Layout
 from app.config.loading import dump_recipe, load_recipe, load_stored_recipe, parse_stored_recipe, with_values
-from app.config.named_model import is_model_name, recipe_of_model
+from app.config.named_model import load_job_recipe, names_model, recipe_of_model
 from app.config.notify import EmailConfig, NotifyConfig, WebhookConfig
 from app.config.plan import AutoPlan, PlanConfig, Precision
 from app.config.plan_rules import ModelTraits, Setting, refusal
@@ -85,9 +85,10 @@ __all__ = [
     "WebhookConfig",
     "dump_recipe",
     "embedded",
-    "is_model_name",
+    "load_job_recipe",
     "load_recipe",
     "load_stored_recipe",
+    "names_model",
     "parse_stored_recipe",
     "read_text",
     "recipe_of_model",

@@ -2,19 +2,34 @@
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
-from app.config.loading import parse_recipe
+from app.config.loading import load_recipe, parse_recipe
 from app.config.overrides import apply_overrides
 from app.config.recipe import TENSORS, Recipe
 from app.config.section import NAME
 from app.errors import RecipeError
 
+_JOBS = ("deploy", "undeploy")
+"""Jobs that need no more than a published model and settings of ``serve``."""
+
 _COMMON = ("storage",)
 
 
-def is_model_name(text: str) -> bool:
-    """Return whether a text can be a model's name. A recipe's path has a suffix or a folder."""
-    return re.fullmatch(NAME, text) is not None
+def names_model(job: str, location: str) -> bool:
+    """Return whether a job gets a published model's name in place of a recipe."""
+    return job in _JOBS and re.fullmatch(NAME, location) is not None and not Path(location).is_file()
+
+
+def load_job_recipe(job: str, location: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Read the recipe of a job. Jobs that only serve also take a model's name, and then the overrides of ``serve``.
+
+    Raises:
+        RecipeError: as ``load_recipe`` and ``recipe_of_model``.
+    """
+    if names_model(job, location):
+        return recipe_of_model(location, "serve", overrides)
+    return load_recipe(location, overrides)
 
 
 def recipe_of_model(name: str, section: str, overrides: Sequence[str] = ()) -> Recipe:

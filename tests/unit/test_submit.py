@@ -18,7 +18,7 @@ from upath import UPath
 
 from app.cluster.jobs import Job, JobsApi
 from app.cluster.submit import resubmit, submit
-from app.config import embedded, load_recipe, title_of
+from app.config import embedded, load_job_recipe, load_recipe, title_of
 from app.errors import ClusterError, RecipeError
 from jobs._runner import main
 from jobs.train import train
@@ -66,6 +66,20 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
     monkeypatch.setattr(JobsApi, "find", lambda self, submission_id: job(submission_id, "SUCCEEDED"))
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:9")
     return lambda: shlex.split(AcceptingClient.entrypoints[-1])
+
+
+def test_a_published_model_is_deployed_by_its_name(sent: Sent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert submit("deploy", "dense", ["serve.replicas=2"]) == 0
+    assert sent() == ["python", "-m", "jobs.deploy", "dense", "serve.replicas=2"]
+    with pytest.raises(RecipeError, match=r"serve\.replicas: expected a number"):
+        submit("deploy", "dense", ["serve.replicas=two"])
+    with pytest.raises(RecipeError, match="model 'dense' is named without a recipe, and has only serve"):
+        submit("deploy", "dense", ["train.epochs=3"])
+    with pytest.raises(RecipeError, match="recipe 'dense' cannot be read"):
+        submit("compile", "dense", [])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dense").write_text(TEXT, encoding="utf-8")
+    assert load_job_recipe("deploy", "dense").name == "digits", "a file of this name is a recipe"
 
 
 @pytest.mark.parametrize(("status", "code"), [("SUCCEEDED", 0), ("STOPPED", 0), ("FAILED", 1)])

@@ -22,6 +22,7 @@ def open_model(given: Path, folder: Path) -> ImportedModel:
         CompileError: there is no model, there are several, or it cannot be imported.
         EngineError: ONNX Runtime cannot load it.
     """
+    given = given.absolute()
     if not given.exists():
         raise CompileError(f"{str(given)!r} does not exist: give {_EXPECTED}")
     if given.is_dir():
