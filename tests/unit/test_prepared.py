@@ -38,7 +38,7 @@ class Model(ServedModel):
         outputs = [TensorSpec(OUTPUT, dtype, (-1, 3)), TensorSpec("last", dtype, (-1, 3))]
         signature = SimpleNamespace(outputs=outputs)
         self.version = "1"
-        self.model = SimpleNamespace(labels=["a"], engine=SimpleNamespace(signature=signature))  # type: ignore[assignment]
+        self.model = SimpleNamespace(labels_by_output={"logits": ["a"]}, engine=SimpleNamespace(signature=signature))  # type: ignore[assignment]
 
     def run(self, tensors: Tensors) -> Tensors:
         """Return the first input and the last."""

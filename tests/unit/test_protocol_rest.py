@@ -422,7 +422,7 @@ def test_who_sends_in_json_what_is_not_finite_is_told_to_send_bytes(number: byte
         ({"name": "z", "data": ["no number"]}, "input 'z' is not known: expected x, y"),
         ({"name": "z", "datatype": "INT65"}, "input 'z' is not known: expected x, y"),
         ({"datatype": "FP64", "data": ["no number"]}, "input 'x' is float64: expected float32"),
-        ({"datatype": "BYTES", "data": [1]}, "input 'x' is object: expected float32"),
+        ({"datatype": "BYTES", "data": [1]}, "input 'x' is string: expected float32"),
         ({"name": "y", "datatype": "BYTES", "shape": [11], "data": [1]}, "'y' has 11 elements of BYTES: expected 10"),
         (
             {"datatype": "FP64", "data": None, "parameters": {"binary_data_size": -1}},
