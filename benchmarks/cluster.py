@@ -33,20 +33,28 @@ class Cluster:
 
     def submit(self, job: str, recipe: str, *overrides: str) -> Submitted:
         """Run a job to its end; its lines are shown as they come. Raises RuntimeError if it fails."""
-        output = _rayloom(["submit", job, recipe, *overrides], self.environment)
+        output = _shown("rayloom", ["submit", job, recipe, *overrides], self.environment)
+        return Submitted(Result.of_output("".join(output)), tuple(output))
+
+    def run(self, module: str, *arguments: str) -> Submitted:
+        """Run a module as a job on a copy of the checkout, as ``submit`` does with Rayloom's own."""
+        exports = _shown("rayloom", ["env"], self.environment)
+        addresses = dict(line.strip().removeprefix("export ").split("=", 1) for line in exports)
+        command = ["job", "submit", "--working-dir", ".", "--", "python", "-m", module, *arguments]
+        output = _shown("ray", command, {**self.environment, **addresses})
         return Submitted(Result.of_output("".join(output)), tuple(output))
 
 
 @contextmanager
-def local_cluster() -> Iterator[Cluster]:
-    """A cluster with a home of its own, taken down however this ends."""
+def local_cluster(*options: str) -> Iterator[Cluster]:
+    """A cluster with a home of its own, taken down however this ends. ``options`` are those of ``rayloom up``."""
     with tempfile.TemporaryDirectory(prefix="bench-cluster-") as home, _ends_on_sigterm():
         environment = {**os.environ, "RAYLOOM_HOME": home, "RAYLOOM_STORAGE": f"{home}/storage", "OMP_NUM_THREADS": "1"}
         try:
-            _rayloom(["up"], environment)
+            _shown("rayloom", ["up", *options], environment)
             yield Cluster(environment)
         finally:
-            _rayloom(["down"], environment)
+            _shown("rayloom", ["down"], environment)
 
 
 @contextmanager
@@ -59,9 +67,9 @@ def _ends_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _rayloom(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """The lines that a command of Rayloom's printed, shown as they come. Raises RuntimeError if it fails."""
-    command = [str(Path(sys.executable).with_name("rayloom")), *words]
+def _shown(program: str, words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Return the lines that a program printed, shown as they come. Raises RuntimeError if it fails."""
+    command = [str(Path(sys.executable).with_name(program)), *words]
     lines = []
     with subprocess.Popen(command, cwd=_ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -73,5 +81,5 @@ def _rayloom(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
             process.terminate()  # else leaving waits until the job has ended
             raise
     if process.returncode:
-        raise RuntimeError(f"'rayloom {' '.join(words)}' ended with {process.returncode}: what it says is above")
+        raise RuntimeError(f"'{program} {' '.join(words)}' ended with {process.returncode}: what it says is above")
     return lines

@@ -1,8 +1,10 @@
 """Pages in Debian's Chromium."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from selenium import webdriver
@@ -11,6 +13,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
+SCREENSHOTS = "RAYLOOM_SCREENSHOTS"
+"""The environment variable with the folder for pictures of pages, such as ``docs/images``."""
 PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
 
 
@@ -55,3 +59,10 @@ def seen(page: WebDriver, css: str, words: str = "") -> WebElement:
         return next((item for item in found if item.is_displayed() and words in item.text), None)
 
     return WebDriverWait(page, 20, 0.05, [Exception]).until(look, f"{css!r} never said {words!r}")
+
+
+def picture(page: WebDriver, name: str, height: int = 1000) -> None:
+    """Write what the browser shows to ``NAME.png``, if pictures are wanted."""
+    if folder := os.environ.get(SCREENSHOTS):
+        page.set_window_size(1280, height)
+        page.save_screenshot(str(Path(folder) / f"{name}.png"))

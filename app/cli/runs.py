@@ -17,6 +17,7 @@ from app.pages.words import duration, number
 from app.reports.catalog import (
     MISSING,
     RunSummary,
+    compared_figures,
     delete_run,
     find_run,
     flat_metrics,
@@ -24,6 +25,7 @@ from app.reports.catalog import (
     recipe_differences,
     versions_of,
 )
+from app.reports.curves import read_curves
 from app.reports.run_folder import RunFolder, cost_of
 from app.run_log import LOG_FILE
 from app.runs import CONFIG_FILE
@@ -83,7 +85,7 @@ def compare(
     root = chosen_storage(storage)
     found = [find_run(root, run_id) for run_id in run_ids]
     differences = recipe_differences([run.recipe for run in found])
-    metrics = [flat_metrics(run.result.metrics) if run.result else {} for run in found]
+    metrics = [compared_figures(run, read_curves(run.path)) for run in found]
     names = dict.fromkeys(name for figures in metrics for name in figures)
     rows = [("", *(run.run_id for run in found)), ("status", *(run.status for run in found))]
     rows += [(difference.key, *map(number, difference.values)) for difference in differences]

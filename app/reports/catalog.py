@@ -11,6 +11,7 @@ from upath import UPath
 from app.conditional import map_concurrently
 from app.errors import StorageError
 from app.figures import flatten
+from app.reports.curves import Curves
 from app.reports.run_folder import RunFolder, Status, headline
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
@@ -166,6 +167,12 @@ def recipe_differences(recipes: Sequence[Mapping[str, Any]]) -> list[Difference]
     keys = dict.fromkeys(key for recipe in flat for key in recipe)
     compared = [Difference(key, tuple(recipe.get(key, MISSING) for recipe in flat)) for key in keys]
     return [found for found in compared if any(value != found.values[0] for value in found.values)]
+
+
+def compared_figures(run: RunFolder, curves: Curves) -> dict[str, float | str]:
+    """Return the figures of a run's result, and the seconds that each phase of its training took, by dotted keys."""
+    metrics = flat_metrics(run.result.metrics) if run.result else {}
+    return {**metrics, **{f"phase_s.{phase}": seconds for phase, seconds in curves.total("phase_s.").items()}}
 
 
 def flat_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:

@@ -10,8 +10,17 @@ from pydantic import BaseModel
 from upath import UPath
 
 from app.pages.page import REPORT_FILE
-from app.reports.catalog import MISSING, RunSummary, find_run, flat_metrics, list_runs, recipe_differences, summarize
-from app.reports.curves import Curve, CurveFile
+from app.reports.catalog import (
+    MISSING,
+    RunSummary,
+    compared_figures,
+    find_run,
+    flat_metrics,
+    list_runs,
+    recipe_differences,
+    summarize,
+)
+from app.reports.curves import Curve, CurveFile, Curves
 from app.reports.report import has_page
 from app.reports.run_folder import RunFolder
 from app.repository.repository import Repository
@@ -138,19 +147,24 @@ class StorageView:
         """Return the curves of a run. Only lines that are new since the last call are read."""
         run = self.find(named)
         with self._lock:
-            file = self._curves.setdefault(named, CurveFile(run.path))
-            while len(self._curves) > _MAX_CURVE_FILES:
-                self._curves.pop(next(iter(self._curves)))
-            curves = file.read()
+            curves = self._read_curves(run)
             return RunCurves(
                 of_steps={name: PlottedCurve.of(curve) for name, curve in curves.of_steps.items()},
                 of_epochs={name: PlottedCurve.of(curve) for name, curve in curves.of_epochs.items()},
             )
 
+    def _read_curves(self, run: RunFolder) -> Curves:
+        """Return the curves of a run. The caller holds the lock."""
+        file = self._curves.setdefault(str(run.path), CurveFile(run.path))
+        while len(self._curves) > _MAX_CURVE_FILES:
+            self._curves.pop(next(iter(self._curves)))
+        return file.read()
+
     def compare(self, named: list[str]) -> ComparedRuns:
         """Return what differs between runs. Raises StorageError if one of them is not there."""
         runs = [self.find(name) for name in named]
-        metrics = [_finite(flat_metrics(run.result.metrics)) if run.result else {} for run in runs]
+        with self._lock:
+            metrics = [_finite(compared_figures(run, self._read_curves(run))) for run in runs]
         names = dict.fromkeys(name for figures in metrics for name in figures)
         return ComparedRuns(
             runs=[ListedRun.of(summarize(run)) for run in runs],

@@ -4,7 +4,8 @@ const CURVES = [  // title, kind of record, metric, whether the axis is logarith
   ["Training loss", "step", "loss", false], ["Validation loss", "epoch", "val_loss", false],
   ["Validation accuracy", "epoch", "val_accuracy", false], ["Perplexity", "epoch", "val_perplexity", true],
   ["Learning rate", "step", "lr", false], ["Gradient norm", "step", "grad_norm", true],
-  ["Samples per second", "step", "samples_per_s", false], ["Model FLOPs utilization", "step", "mfu", false],
+  ["Samples per second", "step", "samples_per_s", false], ["Waiting for data", "step", "data_stall", false],
+  ["Model FLOPs utilization", "step", "mfu", false],
 ];
 const MOODS = {succeeded: "good", running: "busy", stopped: "busy", failed: "bad", interrupted: "bad"};
 

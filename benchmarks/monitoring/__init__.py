@@ -1,0 +1,1 @@
+"""What watching costs: CPU of a request and of a training step, with monitoring on and off in turn."""

@@ -1,0 +1,187 @@
+"""A person finds out from the pages alone why a run was slow, and why a version is worse.
+
+``RAYLOOM_SCREENSHOTS=docs/images`` writes the pictures of docs/how-to/find_a_cause.md and watch_a_cluster.md anew.
+"""
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from selenium.webdriver.chrome.webdriver import WebDriver
+from selenium.webdriver.common.by import By
+from upath import UPath
+
+from tests.browser import picture, seen, started_browser
+from tests.helpers import local_cluster, wait_until
+from tests.jobs import run_job
+from tests.launch import Cluster, Launch
+from tests.unit.test_ui import served
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not shutil.which("prometheus-alertmanager"), reason="Prometheus is not installed"),
+]
+DIGITS = ["recipes/digits.yaml", "train.early_stopping=null", "tune=null"]
+ENDLESS = [
+    "train.epochs=400",
+    "model.factory=tests.faults.models:SlowCnn",
+    "model.args={width: 32, rank: 1, extra_s: 0.4}",
+]
+
+
+@pytest.fixture(scope="module")
+def watched(home: Path) -> Iterator[dict[str, str]]:
+    with local_cluster(home / "causes", "--monitoring", "--num-cpus=6") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[WebDriver]:
+    with started_browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def ui(watched: dict[str, str]) -> Iterator[str]:
+    """The address of ``rayloom ui``."""
+    with served(UPath(watched["RAYLOOM_STORAGE"])) as url:
+        yield url
+
+
+def rows(page: WebDriver, css: str) -> dict[str, list[str]]:
+    """Return the other cells of each row of a table, by the row's first cell."""
+    found = seen(page, f"{css} tbody").find_elements(By.TAG_NAME, "tr")
+    cells = [[cell.text for cell in row.find_elements(By.TAG_NAME, "td")] for row in found]
+    return {first: rest for first, *rest in cells}
+
+
+def compare(page: WebDriver, ui: str, *runs: str) -> None:
+    """Mark runs in the list, and open their comparison."""
+    page.get(f"{ui}/#/runs")
+    for run in runs:
+        seen(page, f"[aria-label='Compare train/{run}']").click()
+    seen(page, "#compare", f"Compare {len(runs)}").click()
+    seen(page, "#metrics", "val_loss")
+
+
+def legend(page: WebDriver, title: str) -> dict[str, str]:
+    """Return the newest value of each line of a panel, by the line's name."""
+    figures = [found for found in page.find_elements(By.TAG_NAME, "figure") if title in found.text]
+    lines = [line.text.rpartition("\n") for line in figures[0].find_elements(By.TAG_NAME, "li")]
+    return {name: value for name, _, value in lines}
+
+
+def test_a_slow_loader_is_found_by_comparing_two_runs(watched: dict[str, str], ui: str, browser: WebDriver) -> None:
+    usual, slow = (
+        run_job(watched, "train", *DIGITS, "train.epochs=8", f"train.loader.num_workers={processes}")["run_id"]
+        for processes in (0, 4)
+    )
+    compare(browser, ui, usual, slow)
+    assert rows(browser, "#differences") == {"train.loader.num_workers": ["0", "4"]}
+    seconds = {
+        name: [float(value) for value in values]
+        for name, values in rows(browser, "#metrics").items()
+        if name.startswith("phase_s")
+    }
+    longer = {name: after - before for name, (before, after) in seconds.items()}
+    assert max(longer, key=lambda name: longer[name]) == "phase_s.data"
+    before, after = seconds["phase_s.data"]
+    assert after > 3 * before
+    picture(browser, "cause_data", 1500)
+
+
+def test_a_version_that_is_worse_is_traced_to_its_recipe(watched: dict[str, str], ui: str, browser: WebDriver) -> None:
+    good = run_job(watched, "lifecycle", *DIGITS, "train.epochs=8")
+    debugged = [*DIGITS, "train.epochs=8", "train.max_steps=12"]
+    run_job(watched, "train", *debugged)
+    run_job(watched, "compile", *debugged)
+    beside = ["serve.version=1", "serve.shadow={percent: 100, version: 2}"]
+    url = run_job(watched, "deploy", *DIGITS, *beside)["artifacts"]["http"]
+    ask(url, seconds=40.0)
+    browser.get(page_of(watched, "serving"))
+    seen(browser, "figure", "digits 2")
+    agreement = legend(browser, "Shadow agrees")["digits 2"]
+    assert float(agreement.removesuffix(" %")) < 90.0
+    picture(browser, "cause_shadow", 1800)
+    browser.get(f"{ui}/#/models")
+    versions = rows(browser, "#view")
+    column = [head.text for head in browser.find_elements(By.CSS_SELECTOR, "#view th")].index("accuracy") - 1
+    assert float(versions["digits/1"][column]) > 0.9 > float(versions["digits/2"][column])
+    picture(browser, "cause_models", 420)
+    trained = [link.text for link in browser.find_elements(By.CSS_SELECTOR, "#view a[href^='#/run/train']")]
+    compare(browser, ui, *sorted(trained))
+    assert rows(browser, "#differences")["train.max_steps"] == ["null", "12"]
+    picture(browser, "cause_version", 1300)
+    assert good["status"] == "succeeded"
+
+
+def test_a_slow_rank_is_named_by_the_page_and_an_alert(
+    watched: dict[str, str], browser: WebDriver, launch: Launch
+) -> None:
+    command = ("rayloom", "submit", "train", *DIGITS, *ENDLESS)
+    training = launch(*command, **watched)
+    url = page_of(watched, "training")
+    browser.get(url)
+    seen_alert = wait_for_alert(browser, "RayloomStraggler")
+    assert "rank 1 of run" in seen_alert
+    busy = legend(browser, "Own work of each rank")
+    (slow,) = (seconds_of(value) for name, value in busy.items() if name.endswith(" 1"))
+    (quick,) = (seconds_of(value) for name, value in busy.items() if name.endswith(" 0"))
+    assert slow > 0.4 > 4 * quick
+    picture(browser, "cause_rank", 1250)
+    photograph_ray(watched, browser)
+    (job,) = [word for word in training.output.split() if word.startswith("train-")][:1]
+    Cluster(watched)
+    stopped = launch("ray", "job", "stop", job.strip("'"), **watched)
+    stopped.ends(60.0)
+    training.ends(120.0)
+
+
+def photograph_ray(watched: dict[str, str], browser: WebDriver) -> None:
+    """Look at the pages of Ray's own dashboard that describe what runs here."""
+    state = Cluster(watched).state
+    token = Path(watched["RAY_AUTH_TOKEN_PATH"]).read_text(encoding="utf-8").strip()
+    browser.get(state.dashboard)
+    browser.add_cookie({"name": "ray-authentication-token", "value": token})
+    pages = {"jobs": "jobs.train", "train": "digits", "serve": "rayloom", "actors": "ModelServer"}
+    for name, words in pages.items():
+        browser.get("about:blank")
+        browser.get(f"{state.dashboard}/#/{name}")
+        seen(browser, "main, body", words)
+        time.sleep(2.0)  # its tables fill one after another
+        picture(browser, f"ray_{name}", 760)
+
+
+def page_of(watched: dict[str, str], board: str) -> str:
+    """Return the address of a dashboard on the monitoring page."""
+    monitoring = Cluster(watched).state.monitoring
+    assert monitoring
+    return f"{monitoring.page}#{board}"
+
+
+def wait_for_alert(page: WebDriver, name: str) -> str:
+    """Return the text of an alert once the page shows it."""
+    wait_until(lambda: name in page.find_element(By.ID, "alerts").text, timeout_s=240.0)
+    return str(page.find_element(By.ID, "alerts").text)
+
+
+def seconds_of(value: str) -> float:
+    """Return a duration as the page writes it, in seconds."""
+    number, _, unit = value.partition(" ")
+    return float(number) * {"s": 1.0, "ms": 1e-3}[unit]
+
+
+def ask(url: str, seconds: float) -> None:
+    """Send pictures to the endpoint for a while."""
+    pixels = np.random.default_rng(0).uniform(-1, 1, (4, 64)).astype(np.float32)
+    tensor: dict[str, Any] = {"name": "pixel_values", "shape": [4, 1, 8, 8], "datatype": "FP32"}
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        body = {"inputs": [{**tensor, "data": pixels.ravel().tolist()}]}
+        assert httpx.post(f"{url}/v2/models/digits/infer", json=body).status_code == 200
+        time.sleep(0.05)
