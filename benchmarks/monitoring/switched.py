@@ -1,7 +1,7 @@
-"""Jobs whose processes switch their metrics on and off in turn: python -m benchmarks.monitoring.switched JOB ARGUMENT…
+"""Jobs whose processes switch their metrics and traces in turns: python -m benchmarks.monitoring.switched JOB ARGUMENT…
 
-Both states of a comparison are of one process, so they share its memory, its caches and its neighbors. Each process
-writes what it has done and used by then to a file in the folder that ``RAYLOOM_SWITCHED`` names.
+All states are of one process, so they share its memory, its caches and its neighbors. Each process writes what it has
+done and used by then to a file in the folder that ``RAYLOOM_SWITCHED`` names.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,15 +29,25 @@ from serve_deployments.model_server import ModelServer
 
 FOLDER = "RAYLOOM_SWITCHED"
 TURN_S = 10.0
-"""How long metrics are on, and then off. They are published twice in that time."""
+"""How long a state lasts. Metrics are published twice in that time."""
 _PERIOD_S = 0.25
+
+
+class State(StrEnum):
+    """What is on in a turn."""
+
+    ON = "on"
+    """Metrics, as always."""
+    OFF = "off"
+    TRACED = "traced"
+    """Metrics, and traces of a share of the requests."""
 
 
 class Mark(BaseModel):
     """What a process had done by a time."""
 
     turn: int
-    """Even: metrics are on."""
+    state: State
     done: int
     """Requests, or steps."""
     cpu_s: float
@@ -46,46 +57,50 @@ class Mark(BaseModel):
 class Turns:
     """Writes a mark whenever it is asked, and says whose turn it is."""
 
-    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, name: str, *states: State, clock: Callable[[], float] = time.monotonic) -> None:
         self._file = Path(os.environ[FOLDER]) / f"{name}-{os.getpid()}.jsonl"
-        self._clock, self._began_s = clock, clock()
+        self._states, self._clock, self._began_s = states, clock, clock()
 
-    def mark(self, done: int) -> bool:
-        """Write a mark. Return whether metrics are to be on from now on."""
+    def mark(self, done: int) -> State:
+        """Write a mark. Return the state from now on."""
         turn = int((self._clock() - self._began_s) / TURN_S)
-        mark = Mark(turn=turn, done=done, cpu_s=time.process_time())
+        state = self._states[turn % len(self._states)]
+        mark = Mark(turn=turn, state=state, done=done, cpu_s=time.process_time())
         with self._file.open("a", encoding="utf-8") as file:
             file.write(f"{mark.model_dump_json()}\n")
-        return turn % 2 == 0
+        return state
 
 
 class SwitchedServer(ModelServer.func_or_class):  # type: ignore[misc, name-defined] # from the decorator
-    """A replica that counts and reports its requests in every other turn."""
+    """A replica that counts, reports and traces its requests in some turns only."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_on = True
-        self._off = contextlib.ExitStack()
+        self._state = State.ON
+        self._tracer = self._endpoint.traffic.tracer
+        self._endpoint.traffic.tracer = None
+        self._uncounted = contextlib.ExitStack()
         self._switching: asyncio.Task[None] | None = None
 
     async def check_health(self) -> None:
         """Check the engines, and report only if it is the turn for it."""
         if self._switching is None:
             self._switching = asyncio.create_task(self._switch())
-        if self._is_on:
-            await super().check_health()
-        else:
+        if self._state is State.OFF:
             await self._endpoint.check()
+        else:
+            await super().check_health()
 
     async def _switch(self) -> None:
-        turns = Turns("replica")
+        turns = Turns("replica", *State)
         while True:
-            done = sum(served.batching.inferences for _, served in self._endpoint.counted)
-            if (is_on := turns.mark(done)) != self._is_on:
-                self._is_on = is_on
-                self._off.close()
-                if not is_on:
-                    self._off.enter_context(_uncounted())
+            state = turns.mark(sum(served.batching.inferences for _, served in self._endpoint.counted))
+            if state is not self._state:
+                self._state = state
+                self._uncounted.close()
+                if state is State.OFF:
+                    self._uncounted.enter_context(_uncounted())
+                self._endpoint.traffic.tracer = self._tracer if state is State.TRACED else None
             await asyncio.sleep(_PERIOD_S)
 
 
@@ -102,11 +117,11 @@ def _uncounted() -> Iterator[None]:
 
 def train_worker(arguments: ray_worker.WorkerArguments) -> bytes:
     """Train as a worker that publishes its metrics in every other turn."""
-    turns = Turns("worker")
+    turns = Turns("worker", State.ON, State.OFF)
     publish = RunMetrics.append
 
     def append(metrics: RunMetrics, *records: StepRecord | EpochRecord) -> None:
-        if turns.mark(records[-1].step):
+        if turns.mark(records[-1].step) is State.ON:
             publish(metrics, *records)
 
     with patch.object(RunMetrics, "append", append):

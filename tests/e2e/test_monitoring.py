@@ -109,6 +109,18 @@ def state(watched: dict[str, str]) -> ClusterState:
     return Cluster(watched).state
 
 
+@pytest.fixture(scope="module")
+def endpoint(watched: dict[str, str]) -> str:
+    """The URL of an endpoint with a canary, a shadow and a cascade."""
+    storage = publish_stages(UPath(watched["RAYLOOM_STORAGE"]))
+    publish(storage, exported(), answering(1))
+    beside = ["serve.canary={percent: 30, version: 2}", "serve.shadow={percent: 100, version: 3}"]
+    cascade = "serve.cascade={before: [tiny], accuracy_floor: 0.8}"
+    scaling = ["serve.replicas=[2, 3]", "serve.scaling.latency_target_ms=500", "serve.cpus_per_replica=0.1"]
+    url: str = deploy(watched, 1, *beside, cascade, *scaling, "serve.threads=1")["http"]
+    return url
+
+
 def ask(state: ClusterState, query: str) -> list[dict[str, Any]]:
     """Return what Prometheus answers."""
     assert state.monitoring
@@ -176,22 +188,16 @@ def full_disk(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_every_metric_and_panel_has_data(watched: dict[str, str], state: ClusterState) -> None:
-    """Of an endpoint with a canary, a shadow and a cascade, a run that loses a worker, and a search."""
-    storage = publish_stages(UPath(watched["RAYLOOM_STORAGE"]))
-    publish(storage, exported(), answering(1))
-    beside = ["serve.canary={percent: 30, version: 2}", "serve.shadow={percent: 100, version: 3}"]
-    cascade = "serve.cascade={before: [tiny], accuracy_floor: 0.8}"
-    scaling = ["serve.replicas=[2, 3]", "serve.scaling.latency_target_ms=500", "serve.cpus_per_replica=0.1"]
-    url = deploy(watched, 1, *beside, cascade, *scaling, "serve.threads=1")["http"]
+def test_every_metric_and_panel_has_data(watched: dict[str, str], state: ClusterState, endpoint: str) -> None:
+    """Of the endpoint, a run that loses a worker, and a search."""
     with ThreadPoolExecutor() as pool:
         training = pool.submit(run_job, watched, "train", *TRAINING)
         for number in range(60):
             tensors = rows(1 + number % 3)
-            assert httpx.post(f"{url}/v2/models/toy/infer", json=body(tensors)).status_code == 200
-            httpx.post(f"{url}/v2/models/toy/infer", json=body({"input_ids": tensors["input_ids"]}))
+            assert httpx.post(f"{endpoint}/v2/models/toy/infer", json=body(tensors)).status_code == 200
+            httpx.post(f"{endpoint}/v2/models/toy/infer", json=body({"input_ids": tensors["input_ids"]}))
             time.sleep(0.1)
-        assert httpx.post(f"{url}/v1/models/toy/predict", json={"inputs": "fine"}).status_code == 200
+        assert httpx.post(f"{endpoint}/v1/models/toy/predict", json={"inputs": "fine"}).status_code == 200
         wait_until(lambda: bool(ask(state, "ray_rayloom_train_checkpoint_seconds")), timeout_s=90.0)
         Cluster(watched).processes("RayTrainWorker")[0].kill()
         assert training.result()["status"] == "succeeded"
@@ -211,6 +217,7 @@ def test_every_metric_and_panel_has_data(watched: dict[str, str], state: Cluster
     assert not missing
 
 
+@pytest.mark.usefixtures("endpoint")
 def test_each_fault_is_told_once_within_a_minute(
     watched: dict[str, str], state: ClusterState, hook: HttpReceiver, mails: Controller, tmp_path: Path, faults: Faults
 ) -> None:
