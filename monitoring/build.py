@@ -54,8 +54,10 @@ def rate(metric: str, *by: str) -> tuple[str, str]:
 
 
 def of_run(metric: str, *more: str) -> tuple[str, str]:
-    """Return the expression of a run's gauge."""
-    return f'ray_rayloom_train_{metric}{{run=~"$run"}}', " ".join(["{{run}}", *(f"{{{{{label}}}}}" for label in more)])
+    """Return the expression of a run's gauge. The run comes last in a line's name: it is long, and may be cut off."""
+    return f'ray_rayloom_train_{metric}{{run=~"$run"}}', ", ".join(
+        [*(f"{label} {{{{{label}}}}}" for label in more), "{{run}}"]
+    )
 
 
 _ERRORS = 'ray_rayloom_requests_total{model=~"$model", outcome=~"overload|deadline|engine|error"}'
@@ -160,7 +162,7 @@ TRAINING = Board(
                 "percentunit",
                 [('ray_rayloom_train_step{run=~"$run"} / ray_rayloom_train_steps_planned{run=~"$run"}', "{{run}}")],
             ),
-            Panel("Loss", "short", [of_run("loss"), (of_run("val_loss")[0], "{{run}} validation")]),
+            Panel("Loss", "short", [of_run("loss"), (of_run("val_loss")[0], "validation, {{run}}")]),
             Panel("Validation accuracy", "percentunit", [of_run("val_accuracy_ratio")]),
             Panel("Learning rate", "sci", [of_run("learning_rate")]),
             Panel("Gradient norm", "short", [of_run("gradient_norm")]),
@@ -198,8 +200,8 @@ TUNING = Board(
     "Rayloom tuning",
     {
         "Search": [
-            Panel("Trials", "short", [('ray_rayloom_tune_trials{run=~"$run"}', "{{run}} {{state}}")]),
-            Panel("Best value", "short", [('ray_rayloom_tune_best_value{run=~"$run"}', "{{run}} {{metric}}")]),
+            Panel("Trials", "short", [('ray_rayloom_tune_trials{run=~"$run"}', "{{state}}, {{run}}")]),
+            Panel("Best value", "short", [('ray_rayloom_tune_best_value{run=~"$run"}', "{{metric}}, {{run}}")]),
             Panel("Epochs", "short", [('ray_rayloom_tune_epochs_total{run=~"$run"}', "{{run}}")]),
             Panel(
                 "Share that was cut short",
@@ -279,7 +281,7 @@ OVERVIEW = Board(
         "Training and search": [
             Panel("Loss", "short", [("ray_rayloom_train_loss", "{{run}}")]),
             Panel("Samples", "ops", [("ray_rayloom_train_samples_per_second", "{{run}}")]),
-            Panel("Trials", "short", [("ray_rayloom_tune_trials", "{{run}} {{state}}")]),
+            Panel("Trials", "short", [("ray_rayloom_tune_trials", "{{state}}, {{run}}")]),
         ],
         "Nodes": [_CPU, _MEMORY],
     },

@@ -111,6 +111,9 @@ async function showRuns(view) {
   const runs = await ask(`api/runs?${query}`);
   return () => {
     if (!view.querySelector("#runs")) view.replaceChildren(runsPanel());
+    const answer = JSON.stringify(runs);
+    if (byId("runs").dataset.shown === answer) return RUNS_PERIOD_MS;  // what a person marks or clicks stays in place
+    byId("runs").dataset.shown = answer;
     const compare = byId("compare");
     const present = runs.map((run) => {
       const box = make("input", {type: "checkbox", checked: chosen.has(key(run)), ariaLabel: `Compare ${key(run)}`});

@@ -74,8 +74,8 @@ class Turns:
 class SwitchedServer(ModelServer.func_or_class):  # type: ignore[misc, name-defined] # from the decorator
     """A replica that counts, reports and traces its requests in some turns only."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    async def __init__(self) -> None:  # type: ignore[misc] # Serve awaits it
+        await super().__init__()
         self._state = State.ON
         self._tracer = self._endpoint.traffic.tracer
         self._endpoint.traffic.tracer = None

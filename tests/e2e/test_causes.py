@@ -130,8 +130,8 @@ def test_a_slow_rank_is_named_by_the_page_and_an_alert(
     seen_alert = wait_for_alert(browser, "RayloomStraggler")
     assert "rank 1 of run" in seen_alert
     busy = legend(browser, "Own work of each rank")
-    (slow,) = (seconds_of(value) for name, value in busy.items() if name.endswith(" 1"))
-    (quick,) = (seconds_of(value) for name, value in busy.items() if name.endswith(" 0"))
+    (slow,) = (seconds_of(value) for name, value in busy.items() if name.startswith("rank 1,"))
+    (quick,) = (seconds_of(value) for name, value in busy.items() if name.startswith("rank 0,"))
     assert slow > 0.4 > 4 * quick
     picture(browser, "cause_rank", 1250)
     photograph_ray(watched, browser)

@@ -77,6 +77,7 @@ def test_runs_are_compared_by_recipe_and_result(root: UPath) -> None:
     lines = {line.split()[0]: line.split()[1:] for line in told.splitlines()}
     assert lines["train.optimizer.lr"] == ["0.003", "0.5"]
     assert lines["val_loss"] == ["0.25", "–"]
+    assert lines["phase_s.backward"] == ["4", "4"]
     assert "train.epochs" not in lines
     assert "the recipes are the same" in rayloom(root, "runs", "compare", OLDER, LIVE)
     assert "give two or more" in rayloom(root, "runs", "compare", OLDER)

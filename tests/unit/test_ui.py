@@ -83,6 +83,7 @@ def test_runs_are_listed_and_compared(page: WebDriver) -> None:
     ]  # fmt: skip
     assert len(charts[0].find_elements(By.CSS_SELECTOR, "svg[role=img] .curve")) == 2
     assert "val_loss" in seen(page, "#metrics").text
+    assert "phase_s.backward 4 4" in seen(page, "#metrics").text
 
 
 def test_a_run_that_goes_on_is_drawn_live(page: WebDriver, storage: UPath) -> None:
