@@ -3,9 +3,11 @@
 ``RAYLOOM_SCREENSHOTS=docs/images`` writes the pictures of docs/how-to/find_a_cause.md and watch_a_cluster.md anew.
 """
 
+import re
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,13 @@ import numpy as np
 import pytest
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+from sklearn.datasets import load_digits
 from upath import UPath
 
+from app.data.images import encode_png
 from tests.browser import picture, seen, started_browser
-from tests.helpers import local_cluster, wait_until
+from tests.helpers import local_cluster, run
 from tests.jobs import run_job
 from tests.launch import Cluster, Launch
 from tests.unit.test_ui import served
@@ -60,29 +65,40 @@ def rows(page: WebDriver, css: str) -> dict[str, list[str]]:
     return {first: rest for first, *rest in cells}
 
 
-def compare(page: WebDriver, ui: str, *runs: str) -> None:
+def compare(page: WebDriver, ui: str, *run_ids: str) -> None:
     """Mark runs in the list, and open their comparison."""
     page.get(f"{ui}/#/runs")
-    for run in runs:
-        seen(page, f"[aria-label='Compare train/{run}']").click()
-    seen(page, "#compare", f"Compare {len(runs)}").click()
+    for run_id in run_ids:
+        seen(page, f"[aria-label='Compare train/{run_id}']").click()
+    seen(page, "#compare", f"Compare {len(run_ids)}").click()
     seen(page, "#metrics", "val_loss")
 
 
-def legend(page: WebDriver, title: str) -> dict[str, str]:
-    """Return the newest value of each line of a panel, by the line's name."""
-    figures = [found for found in page.find_elements(By.TAG_NAME, "figure") if title in found.text]
-    lines = [line.text.rpartition("\n") for line in figures[0].find_elements(By.TAG_NAME, "li")]
-    return {name: value for name, _, value in lines}
+def legend(page: WebDriver, title: str, line: str) -> str:
+    """Return the newest value of the line of a panel whose name begins so, once it is drawn."""
+    path = f"//figure[figcaption='{title}']//li[starts-with(span, '{line}')]/b"
+    return str(WebDriverWait(page, 60.0, 0.2, [Exception]).until(lambda page: page.find_element(By.XPATH, path).text))
 
 
-def test_a_slow_loader_is_found_by_comparing_two_runs(watched: dict[str, str], ui: str, browser: WebDriver) -> None:
+def write_pictures(folder: Path, scale: int) -> str:
+    """Write 400 digits as pictures of ``8 * scale`` pixels a side, one folder for each label."""
+    examples = load_digits()
+    for number, (image, label) in enumerate(zip(examples.images[:400], examples.target[:400], strict=True)):
+        file = folder / str(label) / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(encode_png(np.kron((image * (255 / 16)).astype(np.uint8), np.ones((scale, scale), np.uint8))))
+    return str(folder)
+
+
+def test_a_data_stall_is_found_by_comparing_two_runs(
+    watched: dict[str, str], ui: str, browser: WebDriver, tmp_path: Path
+) -> None:
+    sources = [write_pictures(tmp_path / "small", 1), write_pictures(tmp_path / "full_size", 64)]
     usual, slow = (
-        run_job(watched, "train", *DIGITS, "train.epochs=8", f"train.loader.num_workers={processes}")["run_id"]
-        for processes in (0, 4)
+        run_job(watched, "train", *DIGITS, f"data.source={source}", "train.epochs=8")["run_id"] for source in sources
     )
     compare(browser, ui, usual, slow)
-    assert rows(browser, "#differences") == {"train.loader.num_workers": ["0", "4"]}
+    assert rows(browser, "#differences") == {"data.source": sources}
     seconds = {
         name: [float(value) for value in values]
         for name, values in rows(browser, "#metrics").items()
@@ -104,9 +120,7 @@ def test_a_version_that_is_worse_is_traced_to_its_recipe(watched: dict[str, str]
     url = run_job(watched, "deploy", *DIGITS, *beside)["artifacts"]["http"]
     ask(url, seconds=40.0)
     browser.get(page_of(watched, "serving"))
-    seen(browser, "figure", "digits 2")
-    agreement = legend(browser, "Shadow agrees")["digits 2"]
-    assert float(agreement.removesuffix(" %")) < 90.0
+    assert float(legend(browser, "Shadow agrees", "digits 2").removesuffix(" %")) < 90.0
     picture(browser, "cause_shadow", 1800)
     browser.get(f"{ui}/#/models")
     versions = rows(browser, "#view")
@@ -123,23 +137,29 @@ def test_a_version_that_is_worse_is_traced_to_its_recipe(watched: dict[str, str]
 def test_a_slow_rank_is_named_by_the_page_and_an_alert(
     watched: dict[str, str], browser: WebDriver, launch: Launch
 ) -> None:
-    command = ("rayloom", "submit", "train", *DIGITS, *ENDLESS)
-    training = launch(*command, **watched)
-    url = page_of(watched, "training")
-    browser.get(url)
-    seen_alert = wait_for_alert(browser, "RayloomStraggler")
-    assert "rank 1 of run" in seen_alert
-    busy = legend(browser, "Own work of each rank")
-    (slow,) = (seconds_of(value) for name, value in busy.items() if name.startswith("rank 1,"))
-    (quick,) = (seconds_of(value) for name, value in busy.items() if name.startswith("rank 0,"))
-    assert slow > 0.4 > 4 * quick
-    picture(browser, "cause_rank", 1250)
-    photograph_ray(watched, browser)
-    (job,) = [word for word in training.output.split() if word.startswith("train-")][:1]
-    Cluster(watched)
-    stopped = launch("ray", "job", "stop", job.strip("'"), **watched)
-    stopped.ends(60.0)
-    training.ends(120.0)
+    with endless_training(watched, launch):
+        browser.get(page_of(watched, "training"))
+        alert = WebDriverWait(browser, 240.0, 1.0, [Exception]).until(
+            lambda page: seen(page, "#alerts", "Straggler").text
+        )
+        assert "rank 1 of run" in alert
+        quick, slow = (seconds_of(legend(browser, "Own work of each rank", f"rank {rank},")) for rank in (0, 1))
+        assert slow > 0.4 > 4 * quick
+        picture(browser, "cause_rank", 1250)
+        photograph_ray(watched, browser)
+
+
+@contextmanager
+def endless_training(watched: dict[str, str], launch: Launch) -> Iterator[None]:
+    """Train with a slow rank as a submitted job, and stop it at the end."""
+    training = launch("rayloom", "submit", "train", *DIGITS, *ENDLESS, **watched)
+    training.says("submitted")
+    try:
+        yield
+    finally:
+        (name,) = re.findall(r"Job '(train-\w+)'", training.output)
+        run("ray", "job", "stop", name, environment=watched)
+        training.ends(120.0)
 
 
 def photograph_ray(watched: dict[str, str], browser: WebDriver) -> None:
@@ -162,12 +182,6 @@ def page_of(watched: dict[str, str], board: str) -> str:
     monitoring = Cluster(watched).state.monitoring
     assert monitoring
     return f"{monitoring.page}#{board}"
-
-
-def wait_for_alert(page: WebDriver, name: str) -> str:
-    """Return the text of an alert once the page shows it."""
-    wait_until(lambda: name in page.find_element(By.ID, "alerts").text, timeout_s=240.0)
-    return str(page.find_element(By.ID, "alerts").text)
 
 
 def seconds_of(value: str) -> float:
