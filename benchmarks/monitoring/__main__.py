@@ -30,7 +30,7 @@ _RECIPE = "recipes/digits.yaml"
 _SHORT = ("tune=null", "train.workers=1", "train.epochs=2")
 _LONG = (*_SHORT, "train.epochs=100000", "train.early_stopping=null")
 _CONNECTIONS = 16
-_STEPS_PER_S = 60
+_STEPS_PER_S = 38
 """About as many steps of the recipe does this machine in a second."""
 _GOALS = {
     ("replica", State.ON, State.OFF): ("metrics, CPU of a request", 0.02),
@@ -80,7 +80,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.monitoring", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=6, help="turns of each state")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each state")
     parser.add_argument("--results", type=Path, default=RESULTS, help="file to write")
     return parser.parse_args()
 
