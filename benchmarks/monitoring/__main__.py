@@ -70,10 +70,10 @@ def main() -> None:
                 _load(cluster, seconds=int(len(State) * TURN_S * (arguments.rounds + 1)))
             steps = int(2 * TURN_S * (arguments.rounds + 1)) * _STEPS_PER_S
             cluster.run("benchmarks.monitoring.switched", "train", _RECIPE, *_LONG, f"train.max_steps={steps}")
-        costs = _costs(Path(folder), arguments.rounds)
+        costs = costs_of(Path(folder), arguments.rounds)
     packages = versions(["ray", "torch", "onnxruntime", "openvino", "opentelemetry-sdk"])
     about = f"{machine()}; {packages}; {today()}, load average {load}"
-    text = f"{_HEAD}\n{about}\n\n{_report(costs, shares[0])}\n"
+    text = f"{_HEAD}\n{about}\n\n{report(costs, shares[0])}\n"
     arguments.results.write_text(text, encoding="utf-8")
     print(text)
 
@@ -128,13 +128,14 @@ def _cpu_s(processes: Sequence[psutil.Process]) -> float:
     return sum(time_.user + time_.system for time_ in times)
 
 
-def _costs(folder: Path, rounds: int) -> Costs:
+def costs_of(folder: Path, rounds: int) -> Costs:
     """Return what each state cost, in at most so many turns."""
     found: dict[tuple[str, State], list[float]] = defaultdict(list)
     for file in folder.glob("*.jsonl"):
         marks = [Mark.model_validate_json(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        turns = [list(group) for _, group in groupby((mark for mark in marks if mark.done), key=lambda mark: mark.turn)]
-        for turn in turns[1:-1]:  # the load begins in the first, and ends in the last
+        turns = [list(group) for _, group in groupby(marks, key=lambda mark: mark.turn)]
+        busy = [turn for turn in turns if turn[-1].done > turn[0].done]
+        for turn in busy[1:-1]:  # the load begins in the first, and ends in the last
             cost = (turn[-1].cpu_s - turn[0].cpu_s) / (turn[-1].done - turn[0].done)
             found[file.name.partition("-")[0], turn[0].state].append(cost)
     fewest = {process: min(len(costs) for (of, _), costs in found.items() if of == process) for process, _ in found}
@@ -144,7 +145,8 @@ def _costs(folder: Path, rounds: int) -> Costs:
     }
 
 
-def _report(costs: Costs, watchers: float) -> str:
+def report(costs: Costs, watchers: float) -> str:
+    """Return the tables of the page. ``watchers`` is the share of a core that Prometheus and the others took."""
     goals, rows = [], []
     for (process, state, base), (what, bound) in _GOALS.items():
         measured, baseline = costs[process, state], costs[process, base]
