@@ -13,7 +13,7 @@ from app.tuning.budget import SearchBudget
 from app.tuning.study import Proposal, SearchStudy
 from app.tuning.study_callback import StudyCallback
 from app.tuning.table import Table
-from app.tuning.trial_config import FinalResult
+from app.tuning.trial_config import EpochResult, FinalResult
 from tests.studies import MAX_TRIALS, create, ray_trial, recipe_with, resume
 
 
@@ -119,3 +119,18 @@ def test_a_trial_that_met_a_busy_actor_is_proposed_again_and_has_not_failed(
     assert not study.ended
     assert propose(study) == proposal
     assert "trials/0000 is still being written" in caplog.text
+
+
+def test_the_table_shows_a_trial_that_lingers_after_its_last_epoch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    table = Table([], epochs=3)
+    for number in (1, 2):
+        table.started(number, {"width": 8})
+    table.epoch(1, EpochResult(epoch=3, value=0.5, cost=0.5))
+    now_s = 60.0
+    table.epoch(2, EpochResult(epoch=1, value=0.75, cost=0.75))
+    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
+    assert rows[1:] == [["1", "running", "3/3"], ["2", "running", "1/3"]]
