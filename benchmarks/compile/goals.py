@@ -19,13 +19,14 @@ FASTER_THAN_BASELINE: tuple[tuple[str, ComputePrecision, float], ...] = (
     (ENCODER, "int8", 3.3),
 )
 FASTER_THAN_EAGER = 5.0
-LOAD_S = 0.5
+LOAD_S = 0.4
+START_S = 0.5
 _SPEED_NEEDS = ("avx512_vnni", "avx512_bf16")
 
 
 def goals(found: Findings) -> list[Goal]:
     """Every goal, also those of models that were left out."""
-    return [*_sizes(found), *_accuracies(found), _cosine(found), *_speeds(found), _eager(found), _load(found)]
+    return [*_sizes(found), *_accuracies(found), _cosine(found), *_speeds(found), _eager(found), *_starts(found)]
 
 
 def _sizes(found: Findings) -> Iterator[Goal]:
@@ -100,13 +101,18 @@ def _faster(
     return Goal(what, goal, reached, verdict(min(ratio.median for ratio in ratios.values()) >= least))
 
 
-def _load(found: Findings) -> Goal:
-    what, goal = f"{ENCODER}: seconds from the first line of Python to the first answer, warm cache", f"≤ {LOAD_S}"
-    warm = next((start for start in found.starts if start.cache == "warm"), None)
+def _starts(found: Findings) -> list[Goal]:
+    load = f"{ENCODER}: seconds from its load to the first answer, warm cache"
+    start = f"{ENCODER}: seconds from the first line of Python to the first answer, warm cache"
+    warm = next((starts for starts in found.starts if starts.cache == "warm"), None)
     if warm is None:
-        return Goal(what, goal, found.left_out.get(ENCODER, "not measured"), "open")
-    reached = f"{warm.whole.median:.2f}; without imports {warm.load_to_answer.median:.2f}"
-    return Goal(what, goal, reached, verdict(warm.whole.median <= LOAD_S))
+        absent = found.left_out.get(ENCODER, "not measured")
+        return [Goal(load, f"≤ {LOAD_S}", absent, "open"), Goal(start, f"≤ {START_S}", absent, "open")]
+    load_s, start_s = warm.load_to_answer.median, warm.whole.median
+    return [
+        Goal(load, f"≤ {LOAD_S}", f"{load_s:.2f}", verdict(load_s <= LOAD_S)),
+        Goal(start, f"≤ {START_S}", f"{start_s:.2f}", verdict(start_s <= START_S)),
+    ]
 
 
 def _missing(found: Findings, name: str, precision: ComputePrecision) -> str | None:

@@ -69,10 +69,10 @@ def test_what_is_left_out_is_said_with_its_reason() -> None:
     assert "- **fashion** was left out: its data is not here" in report(found)
 
 
-def test_a_start_is_judged_with_its_imports_and_a_warm_cache() -> None:
-    found = _found()
-    assert _goal(found, "minilm: seconds").reached == "0.45; without imports 0.25"
-    assert _goal(found, "minilm: seconds").verdict == "reached"
+def test_a_start_with_a_warm_cache_is_judged_with_and_without_its_imports() -> None:
+    load, start = _goal(_found(), "minilm: seconds from its load"), _goal(_found(), "minilm: seconds from the first line")
+    assert (load.reached, load.verdict) == ("0.25", "reached")
+    assert (start.reached, start.verdict) == ("0.45", "reached")
 
 
 @pytest.mark.slow
@@ -85,7 +85,7 @@ def test_a_small_encoder_runs_through_all_of_it(monkeypatch: pytest.MonkeyPatch)
     assert one.records["fp32"].worst_cosine == pytest.approx(1.0, abs=1e-5)
     for setting in (Setting(1, 16), Setting(8, 16)):
         assert {BASELINE, EAGER, openvino("fp32")} <= set(one.race.latencies[setting])
-    phases = [phase for each in found.starts for start in each.all for phase in dataclasses.astuple(start)]
+    phases = [phase for starts in found.starts for start in starts.all for phase in dataclasses.astuple(start)]
     assert len(phases) == 2 * len(PHASES)  # of a start with a cold cache and one with a warm cache
     assert min(phases) > 0.0
     text = report(found)
