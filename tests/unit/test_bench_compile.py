@@ -70,7 +70,10 @@ def test_what_is_left_out_is_said_with_its_reason() -> None:
 
 
 def test_a_start_with_a_warm_cache_is_judged_with_and_without_its_imports() -> None:
-    load, start = _goal(_found(), "minilm: seconds from its load"), _goal(_found(), "minilm: seconds from the first line")
+    load, start = (
+        _goal(_found(), "minilm: seconds from its load"),
+        _goal(_found(), "minilm: seconds from the first line"),
+    )
     assert (load.reached, load.verdict) == ("0.25", "reached")
     assert (start.reached, start.verdict) == ("0.45", "reached")
 
