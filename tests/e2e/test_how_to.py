@@ -1,7 +1,9 @@
 """The commands of the how-to pages work, block by block, on a cluster of their own."""
 
 import os
+import re
 import shlex
+import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -222,6 +224,37 @@ def test_secure_the_endpoint(reader: Reader) -> None:
 def test_start_a_project(reader: Reader) -> None:
     """The wheel is built and installed by ``tests/integration/test_wheel.py``."""
     _, init, run = blocks_of("start_a_project.md")
-    reader.paste(init)
+    assert "passed" in reader.paste(init)
     asked = reader.paste(f"cd my_project\n{run}")
     assert asked.splitlines()[-1].startswith("delivery ")
+
+
+def test_bring_your_own_task(reader: Reader) -> None:
+    (recipe,) = blocks(HOW_TO / "bring_your_own_task.md", "yaml")
+    template = ROOT / "app/project/template"
+    (reader.folder / "my_recipe.yaml").write_text(recipe, encoding="utf-8")
+    (reader.folder / "data").mkdir()
+    shutil.copy(template / "data/examples.csv", reader.folder / "data/tickets.csv")
+    shutil.copy(template / "my_project/models.py", reader.folder / "my_models.py")
+    assert "RESULT " in reader.paste_all("bring_your_own_task.md")
+
+
+def test_watch_a_cluster(reader: Reader) -> None:
+    """The commands that start Prometheus are run by ``tests/e2e/test_monitoring.py``."""
+    *_, write, check = blocks_of("watch_a_cluster.md")
+    reader.paste(write)
+    assert (reader.folder / "build/monitoring/rules.yml").exists()
+    assert "pass" in reader.paste(f"{check.rstrip()} || [ $? = 1 ]")  # 1: a target is missed, as on a busy machine
+
+
+def test_respond_to_alerts(reader: Reader) -> None:
+    (block,) = blocks_of("respond_to_alerts.md")
+    (job,) = re.findall(r"Job '(\S+)' submitted", reader.paste("rayloom submit train recipes/digits.yaml"))
+    assert "RESULT " in reader.paste(f'eval "$(rayloom env)"\n{block}', SUBMISSION_ID=job)
+
+
+def test_export_a_step(reader: Reader) -> None:
+    reader.paste("rayloom submit train recipes/digits.yaml train.max_steps=4 train.checkpoint.every_steps=2")
+    (command,) = [command for command in commands() if command.page == ROOT / "docs/concepts/checkpoints.md"]
+    words = shlex.join(command.words).replace("100", "2")
+    assert "model.safetensors" in reader.paste(words, RUN_ID=reader.newest("train")[0], FOLDER="weights")

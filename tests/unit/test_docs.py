@@ -92,6 +92,13 @@ def test_a_module_that_a_command_runs_exists(command: Command) -> None:
         require_recipe(arguments[0], [*arguments[1:], *processes])
 
 
+def test_a_test_pastes_every_page_with_commands() -> None:
+    tests = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests/e2e").glob("test_*.py"))
+    how_to = {command.page.name for command in COMMANDS if command.page.parent.name == "how-to" and not command.mark}
+    assert how_to
+    assert [page for page in sorted(how_to) if page not in tests] == []
+
+
 def test_targets_of_make_exist() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     named = {target for command in COMMANDS if command.words[0] == "make" for target in command.words[1:]}
