@@ -11,7 +11,14 @@ from markdown_it.token import Token
 
 from tests.helpers import ROOT
 
-NOT_RUN = ("# needs a GPU", "# needs a cloud", "# needs root", "# takes minutes", "# runs until Ctrl-C")
+NOT_RUN = (
+    "# needs a GPU",
+    "# needs a cloud",
+    "# needs root",
+    "# needs a collector",
+    "# takes minutes",
+    "# runs until Ctrl-C",
+)
 """The first lines of code blocks that no test runs."""
 _COMMAND = re.compile(r"(rayloom|make|ray|torchrun|python|\.venv/bin/\w+) ")
 _COPIES = ROOT / "docs/benchmarks"  # 'make docs' copies them there

@@ -11,9 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
 import trustme
 import yaml
+from onnx import TensorProto, helper, numpy_helper
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
 
 from tests.helpers import BIN, ROOT, local_cluster, wait_until
 from tests.pages import blocks, commands, mark_of
@@ -168,7 +173,7 @@ def test_tune_a_recipe(reader: Reader) -> None:
 
 def test_plan_a_training(reader: Reader) -> None:
     for command in commands():
-        if command.page == HOW_TO / "plan_a_training.md":
+        if command.page == HOW_TO / "plan_a_training.md" and command.words[1] == "plan":
             assert " parameters on " in reader.paste(shlex.join(command.words))
 
 
@@ -258,3 +263,30 @@ def test_export_a_step(reader: Reader) -> None:
     (command,) = [command for command in commands() if command.page == ROOT / "docs/concepts/checkpoints.md"]
     words = shlex.join(command.words).replace("100", "2")
     assert "model.safetensors" in reader.paste(words, RUN_ID=reader.newest("train")[0], FOLDER="weights")
+
+
+def test_track_runs(reader: Reader) -> None:
+    reader.paste("rayloom submit train recipes/digits.yaml 'tracking.wandb={project: digits, mode: offline}'")
+    (run_id,) = reader.newest("train")
+    assert run_id in reader.paste_all("track_runs.md", RUN=run_id)
+
+
+def test_import_a_model(reader: Reader) -> None:
+    digits = load_digits()
+    linear = LogisticRegression(max_iter=50).fit(digits.data, digits.target)
+    graph = helper.make_graph(
+        [helper.make_node("Gemm", ["pixels", "weight", "bias"], ["scores"])],
+        "linear",
+        [helper.make_tensor_value_info("pixels", TensorProto.FLOAT, ["rows", 64])],
+        [helper.make_tensor_value_info("scores", TensorProto.FLOAT, ["rows", 10])],
+        [
+            numpy_helper.from_array(linear.coef_.T.astype(np.float32), "weight"),
+            numpy_helper.from_array(linear.intercept_.astype(np.float32), "bias"),
+        ],
+    )
+    onnx.save(helper.make_model(graph), reader.folder / "digits.onnx")
+    np.savez(reader.folder / "rows.npz", pixels=digits.data.astype(np.float32)[:200], labels=digits.target[:200])
+    (reader.folder / "labels.txt").write_text("\n".join(map(str, range(10))), encoding="utf-8")
+    shown = reader.paste_all("import_a_model.md")
+    assert shown.count("published digits_linear, version") == 2
+    assert shown.count("RESULT ") == 3
