@@ -45,7 +45,6 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         self._recipe = Recipe.model_validate_json(recipe)
         self._folder, self._mark = to_path(run_folder), mark
         self._data = DataCache(self._folder / DATA)
-        gc.freeze()  # imports make most objects: looking at them would take 0.2 s of every later trial
         self._begin(config)
 
     def __repr__(self) -> str:
@@ -66,6 +65,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         if self._has_ended or self._tune.scheduler != "asha":  # with asha, unfinished trials are paused
             remove_checkpoints(self._trial_folder)
         gc.collect()  # the engine and the model reference each other, so only the collector frees them
+        gc.freeze()  # what lives on is imported code: the next collection would spend 0.2 s on it
         self._begin(new_config)
         return True
 
