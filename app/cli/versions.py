@@ -34,6 +34,7 @@ def description_of(manifest: Manifest, aliases: Sequence[str], folder: str) -> I
             ("recipe", f"sha256:{lineage.recipe}"),
             ("code", lineage.code),
             *([("trial", lineage.trial)] if lineage.trial else []),
+            *([("teacher", lineage.teacher)] if lineage.teacher else []),
             *([("train run", lineage.train_run)] if lineage.train_run else []),
             *(("imported", line) for line in _imported(lineage.imported)),
             ("compile run", lineage.compile_run),

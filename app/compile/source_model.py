@@ -96,6 +96,7 @@ class SourceModel(Source):
         return Lineage(
             train_run=str(self.weights.parent),
             trial=str(recipe.tuned_from) if recipe.tuned_from else None,
+            teacher=recipe.train.teacher.model if recipe.train.teacher else None,
             compile_run=compile_run,
             recipe=sha256_of(recipe.model_dump_json().encode()),
             data_fingerprint=self.data.fingerprint,

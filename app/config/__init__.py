@@ -31,6 +31,7 @@ from app.config.train import (
     OptimizerConfig,
     ProfileConfig,
     ScheduleConfig,
+    TeacherConfig,
     TrainConfig,
 )
 from app.config.tune import Mode, Objective, StopConfig, TuneConfig
@@ -75,6 +76,7 @@ __all__ = [
     "ServeConfig",
     "Setting",
     "StopConfig",
+    "TeacherConfig",
     "TensorParallelConfig",
     "TlsConfig",
     "TokenizerConfig",

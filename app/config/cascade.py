@@ -4,9 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from app.config.section import NAME, Section
-
-VersionReference = Annotated[str, Field(pattern=rf"^{NAME}(/[1-9][0-9]*)?$")]
+from app.config.section import Section, VersionReference
 
 
 class CascadeConfig(Section):

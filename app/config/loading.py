@@ -23,7 +23,7 @@ _PATTERNS = {
     **dict.fromkeys(("alerts.no_improvement_for", "alerts.for", "alerts.nothing_reported_for"), TIMES),
     "alerts.fallen_by": "a share such as 50 %",
     "alerts.metric": "the name of a metric, such as val_loss",
-    "serve.cascade.before": "a model, NAME or NAME/VERSION",
+    **dict.fromkeys(("serve.cascade.before", "train.teacher.model"), "a model, NAME or NAME/VERSION"),
 }
 
 

@@ -82,6 +82,12 @@ class Recipe(Section):
         """Return the recipe with this plan, and with other values of ``train``. They are not checked."""
         return self.model_copy(update={"train": self.train.model_copy(update={"plan": plan, **train})})
 
+    def with_teacher(self, model: str) -> "Recipe":
+        """Return the recipe with another teacher. It is not checked."""
+        assert self.train.teacher is not None
+        teacher = self.train.teacher.model_copy(update={"model": model})
+        return self.model_copy(update={"train": self.train.model_copy(update={"teacher": teacher})})
+
     @model_validator(mode="after")
     def _task_reads_keys(self) -> Self:
         """Refuse values of keys that the task does not read. A user's own task may read any key."""
@@ -90,6 +96,7 @@ class Recipe(Section):
         if self.is_language_model:
             unread = [(data, "data.buckets"), (data, "data.image"), (data.columns, "data.columns.label")]
             unread += [(data, "data.test_fraction"), (data, "data.test_source"), (self.train, "train.linear_baseline")]
+            unread += [(self.train, "train.teacher")]
         elif ":" not in self.task:
             unread = [(data, "data.block_length"), (data.tokenizer, "data.tokenizer.kind")]
         for section, key in unread:

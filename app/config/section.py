@@ -6,6 +6,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 IMPORT_STRING = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 NAME = r"[a-z0-9][a-z0-9_-]{0,62}"
+VersionReference = Annotated[str, Field(pattern=rf"^{NAME}(/[1-9][0-9]*)?$")]
+"""A published model: NAME for its production version, or NAME/VERSION."""
+
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 

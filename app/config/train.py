@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_v
 from app.config.layout import Layout, lay_out
 from app.config.plan import AutoPlan, Device, Plan, PlanConfig, Precision
 from app.config.plan_rules import ModelTraits, Setting, refusal
-from app.config.section import Fraction, NumberOrRange, Section, is_stored
+from app.config.section import Fraction, NumberOrRange, Section, VersionReference, is_stored
 
 
 class OptimizerConfig(Section):
@@ -88,6 +88,20 @@ class LoaderConfig(Section):
     prefetch_factor: PositiveInt = Field(default=2, description="number of micro-batches that each of them reads ahead")
 
 
+class TeacherConfig(Section):
+    """Distillation: a published model whose logits the model learns beside the labels (Hinton et al. 2015)."""
+
+    model: VersionReference = Field(
+        description="classifier in storage: NAME for its production version, or NAME/VERSION"
+    )
+    temperature: Annotated[float, Field(gt=0.0)] = Field(
+        default=2.0, description="divisor of both models' logits; more shows how the teacher ranks unlikely classes"
+    )
+    weight: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        default=0.7, description="share of the loss that compares with the teacher; the labels have the rest"
+    )
+
+
 class TrainConfig(Section):
     """The training run."""
 
@@ -109,6 +123,7 @@ class TrainConfig(Section):
     label_smoothing: Fraction = Field(
         default=0.0, description="share of the target that is spread evenly over all classes"
     )
+    teacher: TeacherConfig | None = Field(default=None, description="model to distil; default: none")
     linear_baseline: bool = Field(
         default=False, description="for texts: also fit a linear model on the same split as a baseline"
     )

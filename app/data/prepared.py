@@ -27,10 +27,12 @@ class Batch:
     Attributes:
         inputs: the model's tensors by name. The first dimension is the batch.
         targets: int64. Classes of shape (batch,), or the next token at each position, of shape (batch, length).
+        taught: float32, a teacher's logits of shape (batch, classes); None without a teacher.
     """
 
     inputs: Tensors
     targets: NDArray[np.int64]
+    taught: NDArray[np.float32] | None = None
 
 
 class Dataset(Protocol):

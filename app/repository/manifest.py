@@ -88,6 +88,9 @@ class Lineage(BaseModel):
     trial: str | None = None
     """The trial of a search whose values the training used, if any."""
 
+    teacher: str | None = None
+    """The model that training distilled, as NAME/VERSION, if any."""
+
     compile_run: str
     recipe: str
     data_fingerprint: str

@@ -67,6 +67,12 @@ def prepare_run(
         print(f"train.plan auto: {chosen.reason}", flush=True)
         run.recipe = recipe = recipe.with_plan(chosen.plan)
     _check_plan(recipe.train, blueprint.model, data)
+    if recipe.train.teacher:
+        from app.training.teacher import with_resolved_teacher  # imports an engine, which other runs do not need
+
+        run.recipe = recipe = with_resolved_teacher(recipe, data, run.storage)
+        assert recipe.train.teacher
+        print(f"teacher {recipe.train.teacher.model}: gives its logits for each batch", flush=True)
     if recipe.train.linear_baseline:
         _texts_of(data)
     return data

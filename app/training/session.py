@@ -170,7 +170,7 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
         progress = Progress(config, total_steps, position.step, records)
         return (*_open_logs(mirror, position.step, records, stack), alerts, progress, metrics)
 
-    feed = Feed(data, config, layout, worker, activity)
+    feed = Feed(_with_teacher(data, recipe) if config.teacher else data, config, layout, worker, activity)
     stack.callback(feed.close)
     report = watchdog.rest()(attempt.report)  # a search may answer only when its other trials have
     return Loop(
@@ -189,6 +189,12 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
         activity=activity,
         events=events,
     )
+
+
+def _with_teacher(data: PreparedData, recipe: Recipe) -> PreparedData:
+    from app.training.teacher import taught  # imports an engine, which other runs do not need
+
+    return taught(data, recipe)
 
 
 def _listen_for_stops(

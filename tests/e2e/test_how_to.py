@@ -290,3 +290,8 @@ def test_import_a_model(reader: Reader) -> None:
     shown = reader.paste_all("import_a_model.md")
     assert shown.count("published digits_linear, version") == 2
     assert shown.count("RESULT ") == 3
+
+
+def test_distill_a_model(reader: Reader) -> None:
+    reader.publish("reviews", 1)
+    assert "teacher reviews/1: gives its logits" in reader.paste_all("distill_a_model.md")

@@ -25,10 +25,11 @@ _VALIDATION_EPOCH = 0
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The model's inputs by name, and int64 targets of shape (batch, …)."""
+    """The model's inputs by name, int64 targets of shape (batch, …), and a teacher's logits, if there is one."""
 
     inputs: dict[str, Tensor]
     targets: Tensor
+    taught: Tensor | None = None
 
     def to(self, device: torch.device, config: TrainConfig) -> "MicroBatch":
         """Return it on ``device``, with floating-point inputs in the precision of training."""
@@ -37,12 +38,13 @@ class MicroBatch:
             name: tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
             for name, tensor in self.inputs.items()
         }
-        return MicroBatch(inputs, self.targets.to(device, non_blocking=True))
+        taught = None if self.taught is None else self.taught.to(device, non_blocking=True)
+        return MicroBatch(inputs, self.targets.to(device, non_blocking=True), taught)
 
     def pin_memory(self) -> "MicroBatch":
         """Return it in page-locked memory, from which a GPU copies while it computes. torch's loader calls this."""
         inputs = {name: tensor.pin_memory() for name, tensor in self.inputs.items()}
-        return MicroBatch(inputs, self.targets.pin_memory())
+        return MicroBatch(inputs, self.targets.pin_memory(), None if self.taught is None else self.taught.pin_memory())
 
 
 @dataclass(frozen=True)
@@ -171,4 +173,5 @@ class _Reader(TorchDataset[MicroBatch]):
         batch = self._splits[request.split].batch(request.indices or [0])
         inputs = {name: torch.from_numpy(array) for name, array in batch.inputs.items()}
         targets = torch.from_numpy(batch.targets)
-        return MicroBatch(inputs, targets if request.indices else torch.full_like(targets, IGNORED))
+        taught = None if batch.taught is None else torch.from_numpy(batch.taught)
+        return MicroBatch(inputs, targets if request.indices else torch.full_like(targets, IGNORED), taught)

@@ -52,7 +52,8 @@ class DataParallelEngine:
         for number, batch in enumerate(batches, start=1):
             with self._reduction(is_last=number == self.layout.gradient_accumulation):
                 with activity.phase(Phase.FORWARD):
-                    loss = self.loss.mean(self.deepspeed(**batch.inputs), batch.targets) * self._weight(batch)
+                    output = self.deepspeed(**batch.inputs)
+                    loss = self.loss.mean(output, batch.targets, batch.taught) * self._weight(batch)
                 with activity.phase(Phase.BACKWARD):
                     self.deepspeed.backward(loss)
                     self._reduce()

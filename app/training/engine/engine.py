@@ -51,7 +51,7 @@ class TrainingEngine(Protocol):
 
 def create_engine(blueprint: Blueprint, config: TrainConfig, layout: Layout, total_steps: int) -> TrainingEngine:
     """Create the engine for the blueprint's model under the recipe's plan. Its tensors are made where they stay."""
-    loss = CrossEntropy(config.label_smoothing)
+    loss = CrossEntropy(config.label_smoothing, config.teacher)
     if kind_of(blueprint.model) is ModelKind.STAGED and layout.model_parallel > 1:
         return PipelineEngine.create(blueprint, config, layout, total_steps, loss)
     model = make_in_place(blueprint, config, layout)

@@ -1,0 +1,111 @@
+"""Distillation: a published model, the teacher, gives its logits for each batch, and training learns them, too.
+
+Hinton, Vinyals, Dean 2015, "Distilling the Knowledge in a Neural Network", arXiv:1503.02531.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from upath import UPath
+
+from app.config import Recipe
+from app.data.classification import LABELS_FILE, ClassificationData, LabelledDataset, load_labels
+from app.data.examples import Input
+from app.data.prepared import Batch, PreparedData
+from app.errors import RecipeError
+from app.repository.repository import Repository
+from app.serving.model.loaded import LoadedModel, load_model
+from app.storage import open_storage
+from app.tasks import find_processor
+
+
+def with_resolved_teacher(recipe: Recipe, data: PreparedData, storage: UPath) -> Recipe:
+    """Return the recipe with the number of its teacher's version, once it is known to suit the data.
+
+    Raises:
+        StorageError: there is no such model or version.
+        RecipeError: the teacher takes other inputs or has other labels than the data.
+    """
+    teacher = recipe.train.teacher
+    assert teacher is not None
+    assert isinstance(data, ClassificationData)  # recipes of other tasks are refused
+    repository = Repository(storage)
+    name, _, number = teacher.model.partition("/")
+    manifest = repository.manifest(name, int(number) if number else repository.production(name))
+    title = f"{name}/{manifest.version}"
+    if manifest.scores is None or LABELS_FILE not in manifest.files:
+        raise RecipeError(f"train.teacher.model {title} has no labels: import it with --labels, or name another")
+    labels = load_labels(repository.folder(name, manifest.version))
+    if sorted(labels) != sorted(data.labels):
+        raise RecipeError(
+            f"train.teacher.model {title} has the labels {', '.join(labels)}, the data {', '.join(data.labels)}: name "
+            "a model that was trained on data like these"
+        )
+    if (given := find_processor(manifest.task).modality) != data.processor.modality:
+        raise RecipeError(f"train.teacher.model {title} takes {given}s, the data holds {data.processor.modality}s")
+    if recipe.train.plan.pipeline > 1:
+        raise RecipeError("train.teacher is only for plans without a pipeline: set train.plan.pipeline to 1")
+    return recipe.with_teacher(title)
+
+
+def taught(data: PreparedData, recipe: Recipe) -> PreparedData:
+    """Return the data whose training batches have the teacher's logits."""
+    teacher = recipe.train.teacher
+    assert teacher is not None
+    assert isinstance(data, ClassificationData)
+    train: Any = TaughtDataset(data.train, data.labels, teacher.model, open_storage(recipe.storage))
+    return replace(data, train=train)
+
+
+@dataclass
+class TaughtDataset:
+    """A split with the teacher's logits. The teacher runs once on each row, when a batch first has it.
+
+    Each process that reads batches has a teacher of its own, because engines do not survive a fork.
+    """
+
+    split: LabelledDataset
+    labels: Sequence[str]
+    model: str
+    """The teacher, as NAME or NAME/VERSION."""
+
+    storage: UPath
+    _teacher: LoadedModel | None = field(default=None, repr=False)
+    _logits: NDArray[np.float32] = field(init=False, repr=False)
+    """Of each row, NaN before the teacher has run on it."""
+
+    def __post_init__(self) -> None:
+        self._logits = np.full((len(self.split), len(self.labels)), np.nan, np.float32)
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Those of the split."""
+        return self.split.lengths
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Return the samples of ``indices`` with the teacher's logits. Raises as ``LabelledDataset.batch``."""
+        unknown = [index for index in indices if np.isnan(self._logits[index, 0])]
+        if unknown:
+            self._logits[unknown] = self._ask([self.split.split.inputs[index] for index in unknown])
+        return replace(self.split.batch(indices), taught=self._logits[list(indices)])
+
+    def _ask(self, inputs: Sequence[Input]) -> NDArray[np.float32]:
+        """Return the teacher's logits, of shape (rows, labels), with the labels in the order of the data."""
+        model = self._teacher = self._teacher or self._load()
+        scores, size = model.manifest.scores, model.manifest.serving.max_batch_size
+        assert scores is not None
+        parts = [inputs[first : first + size] for first in range(0, len(inputs), size)]
+        logits = [model.engine.run(model.natural_processor.encode(part))[scores] for part in parts]
+        return np.concatenate(logits)[:, [model.labels.index(label) for label in self.labels]]
+
+    def _load(self) -> LoadedModel:
+        name, _, number = self.model.partition("/")
+        version = int(number) if number else Repository(self.storage).production(name)
+        return load_model(self.storage, name, version, torch.get_num_threads())
