@@ -118,6 +118,7 @@ def read_token(path: Path) -> str:
     """
     try:
         with path.open(encoding="utf-8") as file:
+            # Check the open file, because the path may name another one by now.
             mode = os.fstat(file.fileno()).st_mode & 0o777
             token = file.read().strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -88,6 +88,7 @@ class Endpoint:
             except BaseException:  # a cancelled update must not leak what it has loaded
                 self._close(loaded, keep=self._served)
                 raise
+            # No await from here on, so no request meets a mix of old and new models.
             removed, self._served, self._config = self._served, loaded, config
             self._models = {name: self._rollout(name, model) for name, model in config.models.items()}
             self._close(removed, keep=loaded)

@@ -66,6 +66,7 @@ class Shadow:
         Its errors only count in the version's statistics.
         """
         if self._bytes + num_bytes > self._max_bytes:
+            # Python warns of a coroutine that is dropped before it began.
             copy.close()
             self.served.batching.count_failure(FailureReason.REJECTED, 0.0)
             return

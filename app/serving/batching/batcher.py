@@ -67,6 +67,8 @@ class Batcher:
         self._waking = False
         self._alarm = Alarm(self._expire)
         self._drained = asyncio.Event()
+
+        # This is last, because the threads ask for calls at once.
         self._slots = threads(self, infer, check, slots)
 
     @property
@@ -113,6 +115,7 @@ class Batcher:
         try:
             return await answer
         except asyncio.CancelledError:
+            # If the answer came in the same turn of the loop, the request is counted already.
             if answer.cancelled():
                 self.cancel(request)
             raise
@@ -155,6 +158,7 @@ class Batcher:
             expiry_s, has_work = self._scheduler.expiry_s, self._scheduler.has_work
         self._unanswered += 1
         self._alarm.set(expiry_s, now_s)
+        # If every slot is busy, an engine's thread takes the request when its call ends.
         if has_work:
             self._start_soon()
         return request
@@ -170,6 +174,7 @@ class Batcher:
         """Refuse new requests, and return once all admitted ones have been answered."""
         self._scheduler.closing = True
         self._slots.wake()  # one may be held idle for more requests
+        # If nothing is open, no answer will set the event.
         self._check_drained()
         await self._drained.wait()
         await self._slots.close()
@@ -181,6 +186,7 @@ class Batcher:
             chosen = self._scheduler.next(self._clock())
             late, self._scheduler.late = self._scheduler.late, []
             has_work = self._scheduler.has_work
+        # An engine's thread may be the caller, and only the loop touches answers.
         if late:
             self._call_on_loop(self._refuse_late, late)
         if has_work and isinstance(chosen, RequestBatch):
@@ -218,6 +224,7 @@ class Batcher:
                 self._slots.wake()  # one of them waits until the hold ends
         elif self._runs_on_loop(chosen):
             outcome = call(self._infer, self._check, chosen)
+            # The next call starts from the event loop, which reads what has arrived before.
             if self._free_slot(chosen, outcome):
                 self._start_soon()
             self._answer(chosen, outcome)
@@ -225,6 +232,7 @@ class Batcher:
             self._slots.run(chosen)
 
     def _runs_on_loop(self, batch: RequestBatch) -> bool:
+        # 0 means that no call of this shape was measured yet, so it may be a long one.
         return 0 < batch.group.latency.seconds(batch.rows) < self._max_on_loop_s
 
     def _free_slot(self, batch: RequestBatch, outcome: CallResult) -> bool:
@@ -291,6 +299,8 @@ class Batcher:
         for request in given:
             if request.collected:
                 request.collected.compute.add(time)
+
+        # A request that was split has summed the times of its own calls.
         complete = [request for request in given if not request.collected or request.collected.is_complete]
         several = [request.collected for request in complete if request.collected]
         now_s, counted = self._clock(), self._statistics

@@ -231,6 +231,7 @@ class Collected:
         return concat_rows([self.outputs[start] for start in sorted(self.outputs)])
 
 
+# Compared by identity, because ``deque.remove`` must not compare tensors.
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
     """An admitted request. Times are in seconds of the batcher's clock."""
@@ -284,6 +285,7 @@ class Group:
         self.rows = 0
         """Rows of waiting requests that are in no call yet."""
         self.latency = LatencyModel()
+        # Above the longest hold, so that a new shape is not held back before gaps were measured.
         self.arrivals = Arrivals(max_gap_s=4 * policy.max_queue_delay_s)
         self.levels: list[deque[QueuedRequest]] = [deque() for _ in range(policy.priority_levels)]
 

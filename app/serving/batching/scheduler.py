@@ -147,6 +147,7 @@ class Scheduler:
         Without one, return a hold that tells when to ask again, or None if nothing waits or no slot is free.
         """
         self.expire(now_s)
+        # Retries first, because their requests have waited for a whole call already.
         chosen = None if self.is_busy else self._retry(now_s) or self._release(now_s)
         if isinstance(chosen, Hold):
             if self._held_s is None:
@@ -161,10 +162,12 @@ class Scheduler:
         self._free(batch, now_s)
         self._latency.observe(batch.rows, seconds)
         batch.group.latency.observe(batch.rows, seconds)
+        # A request that was split counts once, with its last rows.
         batch.group.arrivals.answered(sum(part.stop == part.request.rows for part in batch.parts))
 
     def failed(self, batch: RequestBatch, now_s: float) -> None:
         """Free the slot of a failed call, and retry its halves. Drop a single request, which has failed."""
+        # A failed call says nothing about latency.
         self._free(batch, now_s)
         if len(batch.parts) > 1:
             half = len(batch.parts) // 2
@@ -189,6 +192,7 @@ class Scheduler:
         self.expiry_s = min(map(self._start_by_s, self.queue), default=math.inf)
 
     def _free(self, batch: RequestBatch, now_s: float) -> None:
+        # Requests expire while the slot still counts as busy, so those that can only be late are dropped, too.
         self.expire(now_s)
         del self._running[batch]
 

@@ -63,12 +63,14 @@ def calibrate(
     """
     answers = _Answers.of(stage_logits, classes, costs)
     chains = _chains(len(costs))
+    # A Bonferroni correction, because each chain is a sequence of its own.
     quantile = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / len(chains))
     _require_enough(answers, accuracy_floor, quantile)
     best = answers.outcome((None,) * (len(costs) - 1))
     for chain in chains:
         for thresholds in answers.thresholds_of(chain):
             outcome = answers.outcome(thresholds)
+            # A later success does not count, or the confidence would not hold for all tests together.
             if not outcome.shows(accuracy_floor, quantile):
                 break
             best = min(best, outcome, key=lambda rule: rule.compute)

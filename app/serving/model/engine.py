@@ -76,6 +76,7 @@ def require_known_answers(engine: Engine, manifest: Manifest, folder: Path) -> N
     if ANSWERS_FILE not in manifest.files:
         return
     measured, difference = manifest.max_difference, KnownAnswers.load(folder).difference(engine)
+    # "not <=" instead of ">", because NaN must fail.
     if not difference <= max(
         _DIFFERENCE_FACTOR * measured, _REORDERED if runs_module(manifest.engine_key.engine) else 0.0
     ):
@@ -89,9 +90,11 @@ def require_known_answers(engine: Engine, manifest: Manifest, folder: Path) -> N
 
 def _device_for(key: EngineKey) -> Device:
     """Return the engine's device on this machine. Raises EngineError if it would give other numbers there."""
+    # The engine itself refuses a plan that was built for other hardware.
     if runs_plans(key.engine):
         return key.device
     device = key.device
+    # A file in float32 means the same numbers on a CPU, so a machine without a GPU may serve it.
     if device == "gpu" and key.precision == "fp32" and "cpu" in devices_of(key.engine) and compute_capability() is None:
         device = "cpu"
     architecture = architecture_of(device, key.precision)

@@ -65,11 +65,13 @@ class EngineHealth:
         if may_probe and self._probe is None and not running_s and self.is_stale:
             self._start_probe()
         if self._probe:  # wait only briefly: an engine may take longer than Serve gives a check
+            # ``wait_for`` would cancel the probe.
             await asyncio.wait([self._probe], timeout=_WAIT_S)
             if self._probe.done():
                 ended, self._probe = self._probe, None
                 ended.result()
             else:
+                # A probe that does not return counts as a running call.
                 running_s = max(running_s, self._clock() - self._probe_began_s)
         if running_s > _STUCK_S:
             raise EngineError(f"the engine has run a single call for {running_s:.0f} s: the replica is replaced")

@@ -42,6 +42,7 @@ class ModelShard:
 
     def listen(self, host: str) -> str:
         """Open the store where all ranks meet, on this machine's address. Only for rank 0. Return HOST:PORT."""
+        # The other ranks need the port that this returns, so none of them can be there yet.
         self._store = TCPStore(host, 0, self._size, is_master=True, wait_for_workers=False)
         return f"{host}:{self._store.port}"
 

@@ -68,6 +68,7 @@ def _preferred(accepted: str) -> str | None:
     for item in accepted.lower().split(","):
         encoding, *parameters = (part.strip() for part in item.split(";"))
         weight = _weight(parameters)
+        # A weight of 0 forbids an encoding, so it must not win over none.
         if weight > best_weight and (encoding in _WINDOWS or encoding == "identity"):
             best, best_weight = encoding, weight
     return best if best in _WINDOWS else None

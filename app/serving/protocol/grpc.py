@@ -161,6 +161,7 @@ def _elements(name: str, datatype: str, contents: pb.InferTensorContents) -> Seq
 
 def _set(parameter: pb.InferParameter, value: Parameter) -> None:
     match value:
+        # This case is first, because a bool is an int, too.
         case bool():
             parameter.bool_param = value
         case int():

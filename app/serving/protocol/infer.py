@@ -19,6 +19,7 @@ Parameter = bool | int | float | str
 
 _SHARED_MEMORY = "shared_memory_region"
 _SEQUENCE = frozenset({"sequence_id", "sequence_start", "sequence_end"})
+# The values that stand for no sequence.
 _NO_SEQUENCE = (0, "", False)
 _MAX_COUNT = 2**64
 """Exclusive upper bound. Neither gRPC nor orjson can carry a larger number."""
@@ -239,6 +240,7 @@ def refuse_shared_memory(parameters: Mapping[str, object], kind: str, name: str)
 
 def parse_count(parameter: str, value: object, kind: str = "request", name: str | None = None) -> int:
     """Return a parameter that is a count. Raises RequestError, which names the parameter's owner."""
+    # ``isinstance`` would accept a bool, which is an int.
     if type(value) is not int or not 0 <= value < _MAX_COUNT:
         raise RequestError(
             f"{describe(kind, name)} has the parameter {parameter!r} {short_repr(value)}: expected a whole number "

@@ -31,6 +31,7 @@ ModelState = Literal["UNKNOWN", "READY", "UNAVAILABLE", "LOADING", "UNLOADING"]
 
 
 class _Message(BaseModel):
+    # The protocol's names begin with "model_", which pydantic protects.
     model_config = ConfigDict(frozen=True, protected_namespaces=())
 
 
@@ -215,5 +216,6 @@ def check_fields(model: type[Body], fields: Mapping[str, object]) -> Body:
 
 def _refusal(model: type[Body], error: ValidationError) -> RequestError:
     problem = error.errors(include_url=False, include_input=False)[0]
+    # Parts of it are the client's keys, which may be of any length.
     location = ".".join(str(part) for part in problem["loc"]) or "the body"
     return RequestError(f"{location[:200]}: {problem['msg']}; expected JSON of the form of {model.__name__}")

@@ -93,6 +93,7 @@ def read_infer(
         raise RequestTooLargeError(
             f"the body has {length} bytes of JSON: expected {limits.json_bytes} at most, send tensors as bytes"
         )
+    # A view, because the tensors behind the JSON may be large.
     given = _parsed(body if length == len(body) else memoryview(body)[:length])
     asked = _parameters(given, "request")
     parameters = RequestParameters.of(asked) if asked else _DEFAULT
@@ -154,6 +155,7 @@ def write_array(name: str, tensor: NDArray[Any]) -> bytes:
 
 
 def _json_length(header: str, size: int) -> int:
+    # A longer number is larger than any body, and ``int`` refuses thousands of digits.
     if not (header.isascii() and header.isdigit() and len(header) <= _MAX_DIGITS and int(header) <= size):
         raise RequestError(
             f"the header {JSON_LENGTH} is {short_repr(header)}: expected 0 to {size}, the bytes of the body"
@@ -325,4 +327,5 @@ def _shape(spec: TensorSpec, size: int) -> list[int]:
             f"input {spec.name!r} has {unknown} sizes beside its batch that vary: send JSON with its shape"
         )
     known = math.prod(length for length in shape if length != -1) * spec.dtype.itemsize
+    # ``from_bytes`` refuses a size with a remainder.
     return [size // known if length == -1 else length for length in shape]

@@ -121,6 +121,7 @@ def from_bytes(
             f"{datatype} of shape {short_repr(shape)}"
         )
     tensor: NDArray[Any] = np.ndarray((count,), dtype, body, start)
+    # numpy does not check the bytes of a bool.
     if datatype == "BOOL" and count and (largest := tensor.view(np.uint8).max()) > 1:
         raise RequestError(f"input {short_repr(name)} has the byte {largest}: expected 0 or 1 for each element of BOOL")
     return _shaped(name, tensor, shape)
@@ -252,6 +253,7 @@ def _misfit(name: str, datatype: str, dtype: np.dtype[Any], elements: Sequence[o
 
 def _fit(datatype: str, elements: Sequence[object]) -> bool:
     try:
+        # Standard sizes refuse a number beyond the range of FP32, which native sizes do not.
         struct.pack(f"<{len(elements)}{_FORMATS[datatype]}", *elements)
     except (struct.error, OverflowError):
         return False

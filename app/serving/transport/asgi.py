@@ -43,9 +43,9 @@ async def read_body(headers: Mapping[str, str], receive: Receive, max_bytes: int
         TimeoutError: the body does not arrive in time.
     """
     parts: list[bytes] = []
-    size = int(
-        headers.get("content-length", 0)
-    )  # announced, or received if that is more; the server has checked that it is a number
+
+    # The announced size, or the received one if that is more. The server has checked that the header is a number.
+    size = int(headers.get("content-length", 0))
     received = 0
     try:
         async with asyncio.timeout(_RECEIVE_TIMEOUT_S):
@@ -123,6 +123,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Re
     try:
         return await work
     except asyncio.CancelledError:
+        # Somebody else has cancelled the task, and has to learn that it ended.
         if not watch.gone:
             raise
         return None

@@ -55,10 +55,8 @@ class CallConnection(asyncio.Protocol):
         self._is_whole = True  # whether no request is incomplete
         self._is_sending = self._is_leaving = False
         self._unread = 0  # bytes received since the last progress
-        self._since_s, self._send_s = (
-            time.monotonic(),
-            0.0,
-        )  # the last change of state, and the limit for sending the answer
+        # The time of the last change of state, and the limit for sending the answer.
+        self._since_s, self._send_s = time.monotonic(), 0.0
         self._timer: asyncio.TimerHandle | None = None
         self.peer = ""
         """The client's address, as gRPC writes it."""
@@ -152,6 +150,7 @@ class CallConnection(asyncio.Protocol):
     def refuse(self, call: UnaryCall, trailers: list[tuple[str, str]]) -> None:
         """Answer a call with an error, unless it has an answer."""
         lines = "".join([f"{name}: {value}\r\n" for name, value in trailers]).encode("latin-1")
+        # gRPC has its status in the trailers, so HTTP's status is 200 for errors, too.
         self._send(call, (_OK, self._farewell, b"\r\n0\r\n", lines, b"\r\n"))
 
     def refuse_http(self, call: UnaryCall) -> None:
@@ -167,6 +166,7 @@ class CallConnection(asyncio.Protocol):
             return
         answer = b"".join(parts)
         self._transport.write(answer)
+        # ``write`` has called ``pause_writing``, because the client reads slowly. The call ends once it has read.
         if self._is_sending:
             self._reading = None
             self._since_s = time.monotonic()
@@ -188,6 +188,7 @@ class CallConnection(asyncio.Protocol):
 
     def _fail(self) -> None:
         """Close the connection of a client that does not speak HTTP/1.1."""
+        # An error must not stand in the middle of an answer.
         if not self._is_sending:
             self._transport.write(_INVALID)
         self._is_leaving = True

@@ -52,6 +52,7 @@ class Refusal:
     """Time after which the client may try again, if known."""
 
 
+# The first match counts, so a subclass stands before its base class.
 _STATUS: dict[type[Exception], tuple[int, StatusCode]] = {
     RequestTooLargeError: (413, StatusCode.RESOURCE_EXHAUSTED),
     RequestError: (400, StatusCode.INVALID_ARGUMENT),

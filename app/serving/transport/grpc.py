@@ -89,9 +89,8 @@ def _answers(
                 empty: Answer = kind()
                 return empty
 
-        call.__doc__ = (
-            method.__doc__
-        )  # 'functools.wraps' would hide 'grpc_context', which Serve looks for in the signature
+        # ``functools.wraps`` would hide ``grpc_context``, which Serve looks for in the signature.
+        call.__doc__ = method.__doc__
         return call
 
     return decorate
@@ -311,12 +310,14 @@ async def answer_in_order(
                 await room.acquire()
                 answers.put_nowait(start(answer(request)))
         finally:
+            # The loop below has to end after an error, too. Then ``await reading`` raises it.
             answers.put_nowait(None)
 
     reading = start(read())
     try:
         while (task := await answers.get()) is not None:
             yield await task
+            # Room is released only now, so that a client that reads slowly holds back its own requests.
             room.release()
         await reading
     finally:

@@ -63,6 +63,7 @@ class HotRoute:
             return None
         if len(self._heads) >= _MAX_HEADS:
             self._heads.clear()
+        # Only authorized heads are kept, so a known one needs no check.
         self._heads[data] = head
         return head
 
@@ -234,6 +235,7 @@ class HotProtocol(HttpToolsProtocol):
 
     def _take(self, data: bytes) -> None:
         """Decide about bytes that uvicorn has not seen: requests, or a part of one."""
+        # Otherwise uvicorn's timer for idle connections would close it while a request waits.
         self._unset_keepalive_if_required()
         self._kept = b""
         end = data.find(b"\r\n\r\n") + 4 if data.startswith(START) and self._is_free else 0
@@ -255,6 +257,7 @@ class HotProtocol(HttpToolsProtocol):
         self.connections.discard(self)
         protocol = CallConnection(self._route.unary, self.connections, self.timeout_keep_alive)
         self.transport.set_protocol(protocol)
+        # A transport calls this only for its first protocol.
         protocol.connection_made(self.transport)
         protocol.data_received(data)
 

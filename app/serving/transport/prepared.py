@@ -83,6 +83,7 @@ class PreparedRequest:
         for name, tensor in request.inputs.items():
             spans.append(_TensorSpan(name, tensor.dtype, tensor.shape, start))
             start += tensor.nbytes
+        # Strings have no fixed size, and a bool has to be checked, so both are read one by one.
         if start != num_bytes or any(span.dtype.hasobject or span.dtype == np.bool_ for span in spans):
             spans = []
         rows = len(request.inputs[served.inputs[0].name])
@@ -103,6 +104,7 @@ class PreparedRequest:
         return self._checked({head[0]: read_array(*head, array) for head, array in heads})
 
     def _checked(self, tensors: Tensors) -> Tensors:
+        # The shapes and datatypes are those of the first request. Only values can differ.
         for spec in self.served.inputs:
             if spec.values_below is not None:
                 spec.check(tensors[spec.name])

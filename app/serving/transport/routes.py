@@ -48,6 +48,7 @@ def routes(endpoint: Endpoint) -> FastAPI:
         redoc_url=None,
     )
 
+    # Starlette raises an error again after the handler of Exception, so expected errors have their own.
     @api.exception_handler(RayloomError)
     @api.exception_handler(TimeoutError)
     @api.exception_handler(Exception)

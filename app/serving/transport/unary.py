@@ -105,6 +105,7 @@ class UnaryService:
         caller = call.peer(), call.head.authorization
         if caller not in self._callers:
             self._check_caller(call)
+            # A long header is checked each time, so that callers cannot fill the memory.
             if len(caller[1] or "") > _MAX_CALLER_BYTES:
                 return
             if len(self._callers) >= _MAX_CALLERS:
@@ -188,6 +189,7 @@ class UnaryCall(Exchange):
             return
         try:
             content = self._message(self._method.max_bytes)
+            # A decompressed message may be larger than the bytes that came.
             self._hold(max(0, len(content) - self._held))
             if self._method.is_inference:
                 self._service.direct.enter()
@@ -306,6 +308,7 @@ class UnaryCall(Exchange):
         """Send an answer. Raises OverloadError if there is no room for it until it is sent."""
         if not self._is_over:
             self._stop()
+            # The answer takes the room of the request, which was dropped.
             self._hold(len(content) - self._held)
             self._answers.respond(self, content)
 
@@ -329,10 +332,12 @@ class UnaryCall(Exchange):
 
     def _stop(self) -> None:
         """Stop waiting, and drop the request."""
+        # This counts nothing if the call was counted already.
         self._count("cancelled")
         self.give_up()
         if self._deadline:
             self._deadline.cancel()
+        # The task itself may be sending the answer.
         if self._task and self._task is not asyncio.current_task():
             self._task.cancel()
         self._task = self._deadline = None
