@@ -42,6 +42,8 @@ def decide(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
     reported = context.aggregated_metrics or {}
     latency_to_target = max(reported.get(LATENCY, {}).values(), default=0.0)
     ongoing = context.total_num_requests + sum(reported.get(DIRECT, {}).values())
+
+    # Latencies from before the last increase must not cause another one.
     grown_s = context.last_scale_up_time
     if grown_s is not None and context.current_time - grown_s < _SETTLED_S:
         latency_to_target = min(latency_to_target, 1.0)

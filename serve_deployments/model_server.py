@@ -59,6 +59,7 @@ class ModelServer(GrpcMethods):
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Switch to a new configuration. On an error nothing changes."""
         await self._endpoint.update(EndpointConfig.model_validate(user_config))
+        # Otherwise its caches would keep removed models in memory until the next request.
         self._hot.forget_replaced()
         self._freezing = asyncio.create_task(self._freeze_once_closed())
 

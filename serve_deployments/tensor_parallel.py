@@ -75,6 +75,7 @@ class TensorParallelEngine:
                 raise EngineError(self._refusal)
             given = _put(inputs)
             running = [shard.infer.remote(given) for shard in self._shards]
+        # Wait for all of them, because only all answers tell whether the shards are still in step.
         ray.wait(running, num_returns=len(running), timeout=_CALL_TIMEOUT_S)
         answers, errors = [], list[RayloomError]()
         for call in running:

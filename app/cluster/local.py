@@ -65,6 +65,7 @@ def start(
         monitoring=Monitoring(**dict(zip(watched_by, others, strict=True))) if watched_by else None,
     )
     try:
+        # The supervisor reads the state. If this process is killed, 'rayloom down' needs it.
         cluster.save()
         _start_head(cluster)
         _start_supervisor(cluster)
@@ -94,6 +95,7 @@ def restart(cluster: ClusterState) -> None:
     Raises:
         ClusterError: Ray does not start.
     """
+    # A process may have started another just before it was killed.
     while processes := cluster.processes():
         for process in processes:
             _signal(process.kill)
@@ -128,6 +130,7 @@ def _start_head(cluster: ClusterState) -> None:
         f"--port={cluster.gcs_port}",
         f"--dashboard-host={LOOPBACK}",
         f"--dashboard-port={cluster.dashboard_port}",
+        # 0 takes a free port. Ray's default is one port for all clusters of a machine.
         "--dashboard-agent-listen-port=0",
         f"--ray-client-server-port={client}",
         "--min-worker-port=0",

@@ -22,6 +22,7 @@ _BLOCKS = [range(first, first + 100) for first in range(31_000, 32_700, 100)]
 def is_free(port: int) -> bool:
     """Return True if nothing listens on ``port``, on any interface."""
     with socket.socket() as probe:
+        # Servers set this option, too. Without it, a port whose last connections have just closed is refused.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))

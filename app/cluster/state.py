@@ -173,6 +173,7 @@ def claim() -> None:
         ClusterError: the folder exists or cannot be created, or others could read the token.
     """
     try:
+        # The folder is also the lock: of two starts at the same time, one fails here.
         FOLDER.mkdir(mode=0o700, parents=True)
         with open(os.open(TOKEN_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(secrets.token_hex(32))

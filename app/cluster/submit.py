@@ -59,6 +59,7 @@ def submit(job: str, recipe: str, overrides: list[str], options: Sequence[str] =
     is_given = names_model(job, recipe) or _is_sent_along(recipe)
     location = recipe if is_given else embedded(read_text(recipe), title_of(recipe))
     storage = load_job_recipe(job, location, overrides).storage
+    # A relative path is meant from the current folder, not from the job's copy of it.
     arguments = [*overrides, *([f"storage={absolute_location(storage)}"] if storage else []), *options]
     return send_job(job, location, arguments, target)
 
@@ -123,6 +124,7 @@ def resubmit(job: Job, environment: Mapping[str, str]) -> str | None:
     entrypoint = shlex.split(job.entrypoint)
     for override in {_RESUME[word] for word in entrypoint if word in _RESUME}:
         key = override.partition("=")[0]
+        # What the person has asked for stays.
         if not any(word.startswith(f"{key}=") for word in entrypoint):
             entrypoint.append(override)
     new_id = _resubmitted_id(job.submission_id)
@@ -131,6 +133,7 @@ def resubmit(job: Job, environment: Mapping[str, str]) -> str | None:
         failure=f"job {job.submission_id} was lost, and cannot be submitted again",
         entrypoint=shlex.join(entrypoint),
         submission_id=new_id,
+        # The metadata have no folder, so that a job is submitted again only once.
         runtime_env=runtime_env(folder, has_rayloom=True),  # only supervisors of local clusters resubmit
     )
     return new_id
@@ -229,6 +232,7 @@ def _exit_code(submission_id: str, job: Job | None) -> int:
         print(f"the end of job {submission_id} is unknown: look at 'rayloom status'", file=sys.stderr)
         return 1
     if job.status == "FAILED":
+        # Ray appends the end of the log, which was printed before.
         reason = (job.message or "no reason is known").partition("\n")[0].partition(", last available logs")[0]
         print(f"job {submission_id} failed: {reason}", file=sys.stderr)
         return 1

@@ -96,6 +96,7 @@ def supervise(cluster: ClusterState) -> NoReturn:
     head = ControlProcesses.of(cluster)
     LOG.info("watches the GCS, process %d, and the raylet of the head, process %d", head.gcs.pid, head.raylet.pid)
     while True:
+        # The raylet comes first, because restarting the cluster replaces the GCS, too.
         if not _is_alive(head.raylet):
             raylet_limit.count()
             head = _restart_cluster(cluster)
@@ -129,6 +130,7 @@ def _resubmit_lost(cluster: ClusterState, lost_at: float) -> None:
             outcome = f"submitted again as {new_id}" if new_id else _NOT_RESUBMITTED
             LOG.info("job %s was lost: %s", job.submission_id, outcome)
         except ClusterError as error:
+            # The other jobs are submitted again, even if one is refused.
             LOG.error("%s", error)
 
 

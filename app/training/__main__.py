@@ -53,6 +53,7 @@ def _start(worker: Worker, recipe: Recipe) -> Run:
     try:
         return start_or_resume("train", recipe)
     except BaseException:
+        # The other processes wait for this broadcast.
         worker.broadcast(None)
         raise
 

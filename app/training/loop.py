@@ -87,6 +87,7 @@ class Loop:
         return StopRequest.NONE
 
     def _is_finished(self) -> bool:
+        # An epoch that ``max_steps`` has cut short still has to be validated.
         if self.position.epoch > self.config.epochs or (self._steps_left() <= 0 and not self.position.batches_done):
             return True
         stopping = self.config.early_stopping
@@ -117,6 +118,7 @@ class Loop:
         for number in numbers:
             self._step(number, stream)
             is_last = number == numbers[-1]
+            # After the last batch ``_finish_epoch`` saves the state, with the epoch's record.
             saves = not is_last and self.checkpoints.is_due(position.step)
             # Sync before a checkpoint: a step that is not finite must not be saved.
             request = self._sync() if self.sync.is_due or is_last or saves else StopRequest.NONE

@@ -61,6 +61,7 @@ def prepare_run(
     print(f"data {recipe.data.source}: {f'as prepared in {prepared}' if prepared else data.summary}", flush=True)
     blueprint = blueprint_of(recipe.model, data.facts)
     print(f"model {recipe.model.factory}: {blueprint.num_parameters:,} parameters", flush=True)
+    # This and ``_texts_of`` are called for their errors only.
     count_steps(recipe.train, len(data.train))
     if isinstance(recipe.train.plan, AutoPlan):
         chosen = choose_plan(recipe, blueprint, data, partial(find_cluster, recipe.train))
@@ -87,6 +88,7 @@ def open_run(run: Run, data: PreparedData) -> None:
         StorageError: another job has started to train it.
     """
     run.hold(run_lock(run.folder))
+    # Registered after the lock, so it runs before the lock is released.
     run.until_result.callback(write_page, training_page, run.folder)
     run.open()
     withdraw_stop_request(run.folder)
@@ -196,6 +198,7 @@ def _check_plan(config: TrainConfig, model: nn.Module, data: PreparedData) -> No
     if config.plan.offload == "nvme":
         require_asynchronous_io()
     layout = config.layout(config.worker_counts[-1])
+    # This is called for its errors only.
     deepspeed_config(config, layout, kind_of(model))
     if message := skipped_workers(config):
         print(message, flush=True)

@@ -102,6 +102,7 @@ def _run(loop: Loop) -> StopRequest:
         try:
             return loop.run()
         except NonFiniteLossError as error:
+            # The checkpoint that is being written may be the one to go back to.
             loop.checkpoints.wait()
             left_out = loop.position.left_out
             if loop.config.non_finite != "rollback":
@@ -135,6 +136,7 @@ class _Attempt:
 def _begin(attempt: _Attempt) -> Loop:
     """Start what watches the run, build what trains it, and go to the newest checkpoint."""
     worker, config, run_folder, stack = attempt.worker, attempt.recipe.train, attempt.run_folder, attempt.stack
+    # This comes first, because starting the watchdog removes the note.
     earlier_failure = _read_failure(run_folder) if worker.is_first else None
     watchdog = _start_watchdog(worker, config, run_folder)
     stack.callback(watchdog.close)
@@ -256,6 +258,7 @@ def _make_engine(
     seed_random(config.seed)
     activity.begin("building the model")
     blueprint = blueprint_of(recipe.model, data.facts)
+    # The meter copies the model before the engine splits it.
     meter = Meter.of(blueprint.model, config, layout, worker)
     activity.begin("making DeepSpeed's engine")
     engine = create_engine(blueprint, config, layout, total_steps)

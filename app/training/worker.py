@@ -21,6 +21,7 @@ from app.errors import RayloomError, TrainingError
 from app.models.precision import allow_tf32
 from app.torch_internals import defer_compiler, define_muon_uncompiled, set_default_group_timeout
 
+# DeepSpeed reads this when it is imported.
 os.environ.setdefault("DS_LOG_LEVEL", "warning")
 
 _SLOW_STORAGE = timedelta(hours=2)
@@ -125,6 +126,7 @@ def start_worker(config: TrainConfig) -> Worker:
     if device == "gpu" and not torch.cuda.is_available():
         raise TrainingError("train.device is gpu, and torch sees none here: set it to cpu, or check the driver")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
+    # DeepSpeed chooses its accelerator when it is imported.
     if device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     # What torchrun and Ray Train set. Without them this process is alone.

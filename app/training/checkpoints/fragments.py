@@ -72,6 +72,7 @@ def by_master(fragments: Iterable[Fragment]) -> list[list[Fragment]]:
 def _fragment(name: str, parameter: Any, part: HeldPart, layout: Layout, rank: int) -> Fragment:
     tensor_slice = slice_of(parameter, layout.tensor_rank(rank))
     shape = tuple(unpartitioned_shape(parameter))
+    # All tensor-parallel ranks hold the same values of a parameter that is not split.
     is_first_replica = layout.tensor_rank(rank) == 0 or tensor_slice.dim is not None
     is_written_here = part.is_partition or layout.data_rank(rank) == 0
     is_owned = is_first_replica and is_written_here and not is_pipeline_replica(parameter)

@@ -37,6 +37,7 @@ class CheckpointManager:
 
         ``before_commit`` is passed to ``CheckpointWriter``.
         """
+        # This is called for its errors only.
         fragments_of(engine, layout)
         self._engine, self._config, self._layout = engine, config, layout
         self._worker, self._activity = worker, activity
@@ -54,6 +55,7 @@ class CheckpointManager:
         """
         self._activity.begin("looking for a checkpoint")
         self._saved = None
+        # One process lists them, so that all try the same checkpoints in the same order.
         committed = on_first(self._store.committed)
         restored = self._store.newest_readable(committed, self._load)
         if self._worker.is_first:

@@ -34,6 +34,7 @@ class PartReader(FileSystemReader):
 
     def __init__(self, folder: VerifiedFolder, on_progress: ProgressCallback) -> None:
         """Raises StorageError if the metadata do not match their checksum."""
+        # The base class gets no path, because this class reads storage itself.
         super().__init__("")
         self._folder, self._on_progress = folder, on_progress
         self.metadata: Metadata = pickle.loads(folder.read(_METADATA_FILE))  # noqa: S301 # verified, and ours
@@ -116,7 +117,9 @@ class PartReader(FileSystemReader):
         if item.lengths == shape:
             whole: Tensor = torch.load(view, map_location="cpu", weights_only=True)
             return whole
+        # On the meta device, torch reads no values.
         frame: Tensor = torch.load(view, map_location="meta", weights_only=True)
+        # The range of values below is that of a row-major array.
         if not frame.is_contiguous():
             view.seek(0)
             whole = torch.load(view, map_location="cpu", weights_only=True)

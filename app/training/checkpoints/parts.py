@@ -76,6 +76,7 @@ class SavedParts:
             StorageError: the data do not match their checksums.
         """
         with warnings.catch_warnings():
+            # It is disabled on purpose, because each process reads its own part.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             planner = _LoadPlanner(self._on_progress)
             try:

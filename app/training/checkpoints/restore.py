@@ -86,5 +86,6 @@ def _prepare_state(optimizer: torch.optim.Optimizer, master: Tensor, keys: set[s
     for key in keys - state.keys():
         state[key] = torch.zeros_like(master, requires_grad=False)
     if "exp_avg" in keys:
+        # torch's optimizers count steps in tensors, and DeepSpeed's in integers.
         counts_in_tensors = type(optimizer).__module__.startswith("torch.")
         state["step"] = torch.tensor(float(steps), device=master.device) if counts_in_tensors else steps

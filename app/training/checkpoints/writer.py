@@ -68,6 +68,7 @@ class CheckpointWriter:
             TrainingError: the snapshot cannot be written. In the background the next ``wait`` raises it.
         """
         failure = self._wait_for_pending()
+        # ``take`` runs here and not in the thread, because the next step changes the state.
         self._pending = self._thread.submit(self._write_with_retry, take(), best)
         if failure or not self._config.background:
             self.wait()

@@ -117,6 +117,7 @@ class StepSync:
             busy[self.worker.rank] = sum(step.busy_s for step in steps) / len(steps)
         requests[local_request] = 1.0
         lost.fill_(float(self.has_lost_state()))
+        # The first worker decides both, because all workers must agree and their clocks differ.
         if self.worker.is_first:
             interval.fill_(self._next_interval(len(steps), elapsed))
             polls.fill_(self._is_poll_due())
@@ -156,6 +157,7 @@ class StepSync:
 
 def slow_ranks(busy_s: Sequence[float]) -> list[int]:
     """Return the ranks that take twice as long as the median, and at least a tenth of a second longer."""
+    # The lower median, because with two workers the upper one is the slow worker itself.
     median = sorted(busy_s)[(len(busy_s) - 1) // 2]
     limit = max(_SLOW_FACTOR * median, median + _SLOW_S)
     return [rank for rank, busy in enumerate(busy_s) if busy > limit]

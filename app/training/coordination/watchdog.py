@@ -162,10 +162,12 @@ class Watchdog:
 
     def _end(self, reason: str) -> None:
         print(f"error: {reason}; the stacks of rank {self._worker.rank}:", file=sys.stderr, flush=True)
+        # faulthandler needs a file descriptor, which a replaced ``sys.stderr`` may lack.
         faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
         try:
             self._give_up(reason)
         finally:
+            # ``sys.exit`` would end this thread only.
             os._exit(HANG_EXIT_CODE)
 
 

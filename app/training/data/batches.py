@@ -50,6 +50,7 @@ def train_batches(lengths: Lengths, batch_size: int, seed: int, epoch: int) -> I
     order = generator.permutation(len(lengths))[: len(lengths) // batch_size * batch_size]
     group = np.arange(len(order)) // (_BATCHES_PER_SORT * batch_size)
     by_length = np.lexsort((np.asarray(lengths)[order], group))
+    # Batches are shuffled again, because sorting has put the short ones of each group first.
     return generator.permutation(order[by_length].reshape(-1, batch_size))
 
 

@@ -122,6 +122,7 @@ class Loader:
         workers = config.loader.num_workers
         self._loader: DataLoader[MicroBatch] | None = DataLoader(
             _Reader({"train": data.train, "validation": data.validation}),
+            # A request is a whole micro-batch already.
             batch_size=None,
             sampler=self._requests,
             num_workers=workers,

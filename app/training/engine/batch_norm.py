@@ -26,6 +26,7 @@ def synchronize_batch_norm(model: nn.Module) -> nn.Module:
     """Return ``model`` with batch norm over the micro-batches of all workers. Its parameters are the same tensors."""
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     for module in converted.modules():
+        # Only the class changes, so parameters and buffers stay the same tensors.
         if type(module) is nn.SyncBatchNorm:
             module.__class__ = SyncBatchNorm
     return converted

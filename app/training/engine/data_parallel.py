@@ -113,6 +113,7 @@ def _with_powersgd(model: nn.Module, rank: int) -> DistributedDataParallel:
     from deepspeed.accelerator import get_accelerator
 
     wrapped = DistributedDataParallel(model.to(get_accelerator().current_device_name()))
+    # torch demands that PowerSGD starts after two plain iterations.
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
     wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return wrapped

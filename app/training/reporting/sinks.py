@@ -55,6 +55,7 @@ class MetricsLog:
         self._replace(sorted([*kept, *restored], key=lambda line: line.step))
 
     def _write(self) -> None:
+        # An earlier write may have ended within a line.
         if self._may_be_torn:
             self._replace([line for line in self._whole_lines() if line.text not in self._pending])
         self._may_be_torn = True
