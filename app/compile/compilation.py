@@ -61,6 +61,7 @@ class Compilation:
         Raises:
             CompileError: the model cannot be exported, or the file has other inputs than the model.
         """
+        # A model that cannot be exported fails here, instead of once for each variant.
         if self._requested.exported:
             self._files_of(sparse=False).get("fp32")
         self._skip(self._requested.skipped)
@@ -136,6 +137,7 @@ class Compilation:
         with closing(files.open(variant, all_cores)) as engine:
             if not variant.runs_module:
                 check_signature(engine.signature, self.source_model.signature, files.engine_path(variant))
+            # A TensorRT plan takes no more rows than it was built for.
             parity = compare(engine, files.source_model.reference, max(self.config.batch_sizes))
             measured = list(self._measure(engine, all_cores))
         file = None if variant.runs_module else files.get(variant.file)

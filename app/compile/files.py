@@ -101,6 +101,7 @@ class ModelFiles:
             try:
                 self._made[precision] = self._make(precision)
                 self._log(str(self._made[precision]))
+            # An error is kept, too, because making the file again would only fail again.
             except (CompileError, EngineError) as error:
                 self._made[precision] = error
         made = self._made[precision]

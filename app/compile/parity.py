@@ -101,6 +101,7 @@ def failures(
         accuracy: the accuracy of the source model, from which the drop is counted. None if it is unknown.
     """
     found = []
+    # Each condition is negated, because every comparison with NaN is false.
     if precision == "fp32" and not parity.max_difference <= gates.max_difference:
         found.append(
             f"the largest difference is {parity.max_difference:.1e}: compile.gates.max_difference is "

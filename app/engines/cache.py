@@ -49,6 +49,7 @@ class CacheFile:
             _warn(self.path.parent, error.strerror)
             return None
         with suppress(OSError):
+            # Many file systems do not record when a file was read.
             os.utime(self.path, ns=(time.time_ns(), self.path.stat().st_mtime_ns))
         return content if hashlib.sha256(content).digest() == digest else None
 

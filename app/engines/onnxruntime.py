@@ -45,9 +45,8 @@ class OnnxRuntimeEngine(PooledEngine[onnxruntime.InferenceSession]):
             EngineError: the file cannot be loaded or has a type that numpy lacks, or the device is missing.
         """
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = (
-            settings.threads - 1
-        ) * settings.streams + 1  # the calling thread of each stream computes, too
+        # The calling thread of each stream computes, too.
+        options.intra_op_num_threads = (settings.threads - 1) * settings.streams + 1
         options.inter_op_num_threads = 1
         options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
         for key, value in (entries or {}).items():

@@ -25,6 +25,7 @@ class _Entry:
 
     @property
     def installed(self) -> bool:
+        # Importing the libraries would take seconds.
         return any(importlib.util.find_spec(package) for package in self.packages)
 
     def open(self, path: Path, settings: EngineSettings) -> Engine:

@@ -42,6 +42,7 @@ class Aliases(BaseModel):
         if alias != "production":
             return self.model_copy(update={alias: version})
         cleared = {role: None for role in ("canary", "shadow") if getattr(self, role) == version}
+        # A version that is promoted again must not become its own predecessor.
         previous = self.previous if version == self.production else self.production
         return self.model_copy(update={"production": version, "previous": previous, **cleared})
 

@@ -47,6 +47,7 @@ def seal(folder: UPath, files: UPath, version: int, name: str, card: ModelCard) 
     )
     content = manifest.model_dump_json(indent=1).encode()
     write_atomically(folder / SEAL_FILE, _seal_of(content))
+    # The manifest comes last, because a folder without it is no version.
     write_atomically(folder / MANIFEST_FILE, content)
     return manifest
 
@@ -117,6 +118,7 @@ def withdraw(folder: UPath) -> None:
         except FileNotFoundError:  # another process removes it
             return
         folder = aside
+    # An object store cannot rename, so there the manifest goes first.
     (folder / MANIFEST_FILE).unlink(missing_ok=True)
     remove(folder)
 

@@ -51,6 +51,7 @@ class SearchBudget(Stopper):  # type: ignore[misc] # Ray has no types
         if len(costs) <= patience:
             return
         before, recent = min(costs[:-patience]), min(costs[-patience:])
+        # Trials without a value do not use up the patience.
         if before < math.inf and (recent >= before or recent > before - self._limits.min_delta):
             self.reason = f"tune.stop.patience: nothing better in the last {patience} trials that ended or were paused"
 

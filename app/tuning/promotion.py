@@ -57,6 +57,7 @@ class Promotion:
         for rung, epoch in enumerate(self._rungs):
             if epoch in by_epoch:
                 self._losses[rung][number] = self._sign * by_epoch[epoch]
+                # A trial that has trained beyond a rung was promoted from it.
                 if not is_paused or max(by_epoch) > epoch:
                     self._promoted[rung].add(number)
 

@@ -93,6 +93,7 @@ class TrialSampler:
             values = drawn.params
         if is_known(values):
             return None
+        # The study now asks for the same values, and records the trial.
         self._study.enqueue_trial(drawn.params)
         return self._study.ask()
 

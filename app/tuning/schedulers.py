@@ -82,6 +82,7 @@ def create_scheduler(
                 **rungs,
                 reduction_factor=config.reduction_factor,
                 brackets=_HYPERBAND_BRACKETS,
+                # A trial ends by itself after its last epoch. If it were stopped, it would count as pruned.
                 stop_last_trials=False,
             )
         case "median":  # Golovin et al. 2017
@@ -150,6 +151,7 @@ def _mutation(distribution: BaseDistribution) -> list[Any] | Callable[..., Any]:
             draw = tune.loguniform if distribution.log else tune.uniform
             return draw(distribution.low, distribution.high)  # type: ignore[no-any-return]
         case IntDistribution():
+            # Ray Tune excludes the upper end.
             draw = tune.lograndint if distribution.log else tune.randint
             return draw(distribution.low, distribution.high + 1)  # type: ignore[no-any-return]
     raise AssertionError(f"unknown distribution {distribution}")

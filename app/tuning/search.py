@@ -138,6 +138,7 @@ class Search:
         tuner = tune.Tuner(
             tune.with_resources(trainable, self._actor_resources),
             tune_config=tune.TuneConfig(
+                # The searcher says when there are enough trials.
                 num_samples=-1,
                 search_alg=StudySearcher(study, config.trials, promotion, self.concurrency),
                 scheduler=scheduler,
@@ -162,6 +163,7 @@ class Search:
             ray_files.fs.rm(ray_files.path, recursive=True)
         if callback.broken:
             raise callback.broken
+        # A search that was asked to stop resumes later, so its trials stay open.
         if not self.budget.stop_requested:
             for number in study.end_running(self.budget.reason or "not promoted"):
                 table.ended(study, number)

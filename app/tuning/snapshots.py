@@ -64,11 +64,13 @@ class Snapshots:
             OSError, StorageError: the copy cannot be written.
         """
         with self._lock:  # a slow upload must not replace a newer copy
+            # The version is read before the copy, so that a change during the copy is copied again.
             (version,) = self._source.execute("PRAGMA data_version").fetchone()
             if version == self._copied_version:
                 return False
             self._copy.unlink(missing_ok=True)
             with closing(sqlite3.connect(self._copy)) as copy:
+                # SQLite copies a consistent state while others write. A copy of the file could be torn.
                 self._source.backup(copy)
             self._publish(self._copy)
             self._copied_version = version

@@ -123,6 +123,7 @@ def open_storage(location: StudyLocation) -> SingleWriterStorage:
             locked.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
+    # With ``pool_pre_ping``, a connection that the server has closed is replaced before it is used.
     options = {"connect_args": {"timeout": LOCK_TIMEOUT_S}} if location.file else {"pool_pre_ping": True}
     location.fetch()
     with explained(location):
@@ -204,6 +205,7 @@ def _check_file(location: StudyLocation, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         if not file.exists():
             return
+        # SQLite would open a read-only file, and fail at the first write.
         with file.open("r+b"):
             pass
     except OSError as error:

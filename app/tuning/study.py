@@ -221,6 +221,7 @@ class SearchStudy:
         with explained(self.location):
             self._open[number].set_user_attr(STOPPED_EARLY, stopped_early)
             self._record_rung_result(number, values[0])
+            # The state is written last, so that a resumed search takes up a trial that is only half recorded.
             self._tell(number, TrialState.COMPLETE, list(values))
 
     def prune(self, number: int, cause: str) -> None:
@@ -303,6 +304,7 @@ class SearchStudy:
             values = self.space.draw(trial)
         except RecipeError as error:
             LOG.warning("trial %d cannot be drawn: %s", trial.number, error)
+            # With its values recorded, the trial is not drawn again.
             trial.set_user_attr(VALUES, trial.params)
             trial.set_user_attr(CAUSE, str(error))
             self._tell(trial.number, TrialState.FAIL, None)

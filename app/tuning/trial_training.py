@@ -129,9 +129,11 @@ def train_with_workers(
             turns.put(STOP)
             raise
         finally:
+            # This waits until the workers have ended, whatever they raise.
             training.exception()
             records.shutdown()
             turns.shutdown()
+            # Without the file, the next attempt need not wait for the last beats.
             (folder / HEARTBEAT_FILE).unlink(missing_ok=True)
     return training.result()
 

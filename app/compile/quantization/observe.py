@@ -82,6 +82,7 @@ def _with_outputs(source: Path, names: Sequence[str], target: Path) -> set[str]:
     values = {str(value.name): value for node in graph for value in node.outputs}
     graph.outputs.extend(values[name] for name in names if name not in inputs and not values[name].is_graph_output())
     for output in graph.outputs:
+        # A graph's output needs a type, which an inner value may lack.
         output.dtype = output.dtype or ir.DataType.FLOAT
     ir.save(model, target)
     return inputs

@@ -40,14 +40,14 @@ class Histogram:
         if not np.isfinite(self.largest):
             return
         if self.width == 0.0 and largest > 0.0:
-            self.width = max(
-                largest / (_BINS - 1), float(np.finfo(np.float32).tiny)
-            )  # a smaller width would be 0 in float32
+            # A smaller width would be 0 in float32.
+            self.width = max(largest / (_BINS - 1), float(np.finfo(np.float32).tiny))
         while self.width and largest >= self.width * _BINS:
             self.counts[: _BINS // 2] = self.counts.reshape(-1, 2).sum(1)
             self.counts[_BINS // 2 :] = 0
             self.width *= 2
         bins = (magnitudes / np.float32(self.width or 1.0)).astype(np.int32)
+        # Rounding in float32 may put the largest value one bin too far.
         self.counts += np.bincount(np.minimum(bins, _BINS - 1), minlength=_BINS)
 
     @property

@@ -203,6 +203,7 @@ class _Search:
 
         failed, count = 0, 1
         while count <= max_exempt and not self._passes(exempting(count)):
+            # The last number to try is ``max_exempt`` itself. One more ends the loop.
             failed, count = count, max(min(2 * count, max_exempt), count + 1)
         if count > max_exempt:
             attempt, _ = self._closest

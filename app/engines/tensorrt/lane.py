@@ -161,6 +161,7 @@ class _Bound:
         for buffer in self._outputs.values():
             buffer.host.copy_(buffer.device, non_blocking=True)
         self._stream.synchronize()
+        # These are copies, because the next batch overwrites the buffers.
         return {name: np.array(buffer.host.numpy()[:rows]) for name, buffer in self._outputs.items()}
 
     def _launch(self) -> None:
