@@ -101,8 +101,8 @@ class ModelFiles:
             try:
                 self._made[precision] = self._make(precision)
                 self._log(str(self._made[precision]))
-            # An error is kept, too, because making the file again would only fail again.
             except (CompileError, EngineError) as error:
+                # An error is kept, too, because making the file again would only fail again.
                 self._made[precision] = error
         made = self._made[precision]
         if not isinstance(made, ModelFile):

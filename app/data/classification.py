@@ -90,6 +90,7 @@ class ClassificationData:
         for split in (self.train.split, self.validation.split):
             for item, label in zip(split.inputs, split.classes, strict=True):
                 content = item.encode() if isinstance(item, str) else item
+                # With its length, an input cannot run into the next one.
                 digest.update(b"%d %d " % (label, len(content)) + content)
         return digest.hexdigest()
 
@@ -134,6 +135,7 @@ def prepare(config: DataConfig, processor_type: type[Processor]) -> Classificati
     """
     examples = load_examples(config)
     _require_modality(examples, processor_type, f"data.source {config.source!r}")
+    # The test inputs come first, because cleaning drops the examples that are among them.
     test_examples = _load_test_source(config, processor_type) if config.test_source else None
     examples, report = clean(examples, config.clean, frozenset(test_examples.inputs if test_examples else ()))
     train, validation, labels = split(examples, config)

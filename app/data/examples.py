@@ -105,6 +105,7 @@ def clean(
         else:
             inputs.append(key)
             labels.append(label)
+        # An unlabelled example is dropped, so a labelled copy that comes later is no duplicate.
         if label:
             seen.add(key)
     report = CleaningReport(what="examples", given=len(examples), kept=len(inputs), dropped=dropped)

@@ -59,6 +59,7 @@ class ImageProcessor:
         try:
             assert isinstance(item, bytes)
             with Image.open(io.BytesIO(item), formats=FORMATS) as image:
+                # Opening reads the header only, so nothing is decoded yet.
                 if image.width * image.height > _MAX_PIXELS:
                     raise Image.DecompressionBombError(f"{image.width} x {image.height} pixels")
                 pixels = image.convert("L" if self._config.channels == 1 else "RGB").resize(size)

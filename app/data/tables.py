@@ -8,6 +8,7 @@ from upath import UPath
 
 from app.errors import DataError
 
+# Cells are read as texts, because pandas would change a text such as NA or 007.
 _READERS: dict[str, Callable[..., pd.DataFrame]] = {
     ".csv": partial(pd.read_csv, dtype=str, keep_default_na=False),
     ".jsonl": partial(pd.read_json, lines=True, dtype=False),

@@ -121,6 +121,7 @@ class Blueprint:
             for tensor in wanted[key]:
                 value = self._windows[id(tensor)].over(storage)
                 _put(tensor, finish(value) if isinstance(tensor, nn.Parameter) else value, places, place)
+            # Otherwise they would stay in memory while the next tensor is made.
             del storage, value
             if since_trim > _TRIM_BYTES:
                 return_freed_memory()
@@ -238,6 +239,7 @@ def _put(old: Tensor, value: Tensor, places: _Places, place: Place = no_op) -> T
             module._buffers[name] = value
         return value
     new = nn.Parameter(value, requires_grad=old.requires_grad)
+    # A factory may have set attributes of its own on the parameter.
     new.__dict__.update({name: value for name, value in old.__dict__.items() if name not in fake_attributes()})
     for module, name in places[id(old)][1]:
         setattr(module, name, new)

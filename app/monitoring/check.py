@@ -153,10 +153,13 @@ def _of_model(name: str, ask: Ask | None) -> Iterator[Finding]:
     if ask is None:
         yield Finding(name, FIRST_ANSWER, None, "needs 'rayloom up --monitoring'")
         return
+
+    # The gauge of a model that is gone stays at 0.
     first_s = ask(f'max(ray_rayloom_first_answer_seconds{{model="{name}"}} > 0)')
     yield Finding(name, FIRST_ANSWER, first_s, "after the last cold start")
     target_s = ask(f'max(ray_rayloom_latency_target_seconds{{model="{name}"}} > 0)')
     buckets = f'sum by (le) (rate(ray_rayloom_request_seconds_bucket{{model="{name}"}}[{_RECENT}]))'
+    # Without requests the quantile is NaN, which the comparison drops.
     p99_s = ask(f"histogram_quantile(0.99, {buckets}) >= 0")
     if target_s is None:
         yield Finding(name, Target("p99", float("inf"), "s"), None, "set serve.scaling.latency_target_ms")

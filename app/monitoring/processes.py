@@ -112,6 +112,7 @@ def _launch(cluster: ClusterState, program: Sequence[str], arguments: Sequence[s
     with (CONFIGURATION / f"{name}.log").open("w", encoding="utf-8") as log:
         subprocess.Popen(
             [*program, *arguments],
+            # With the cluster's own mark, a restart of the cluster would end these processes, too.
             env={**os.environ, WATCHER_MARK: cluster.id},
             cwd=DATA,
             stdin=subprocess.DEVNULL,

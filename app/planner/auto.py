@@ -84,7 +84,7 @@ def _by_prediction(subject: Subject, cluster: Cluster, default: PlanConfig) -> C
         fewest = fewest_devices(problem)
         advice = f"{fewest[0]} of these devices would do" if fewest else "no number of these devices would do"
         raise PlanError(f"train.plan auto: no plan fits {cluster} ({reasons}): {advice}")
-    # Only plans that compute the same, and rather those whose like has been measured.
+    # Only plans that compute the same count. Those of a kind that published runs validate are preferred.
     exact = findings.exact
     best = next((found for found in exact if validation_of(cluster.device, found.config)), exact[0])
     try:

@@ -54,6 +54,7 @@ def measure_machine(workers: int, precision: Precision, threads: int) -> Calibra
         machine=machine_name(),
         workers=workers,
         precision=precision,
+        # The slowest worker counts, because the others wait for it in every step.
         matmul_flops=min(rates.matmul_flops for rates in found),
         memory_bandwidth=min(rates.memory_bandwidth for rates in found),
         launch_s=max(rates.launch_s for rates in found),
@@ -117,6 +118,7 @@ def _run_workers(work: Callable[..., T], workers: int, threads: int, *arguments:
         environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "MASTER_PORT": port}
         process = context.Process(target=_enter, args=(sender, environment, threads, work, arguments), daemon=True)
         process.start()
+        # Without this copy, the end of a worker shows as the end of its pipe.
         sender.close()
         pipes.append(receiver)
         processes.append(process)
@@ -176,11 +178,13 @@ def _measure_rates(precision: Precision) -> _Rates:
         tensor = torch.ones(size)
         reductions.append((tensor.nbytes, _seconds(lambda tensor=tensor: dist.all_reduce(tensor))))  # type: ignore[misc]
     dist.destroy_process_group()
+    # A copy reads and writes every byte.
     return _Rates(2 * side**3 / product_s, 2 * large.nbytes / copy_s, launch_s, reductions)
 
 
 def _seconds(work: Callable[[], Any], repeats: int = 30) -> float:
     """Return the median seconds of ``work``."""
+    # The first call warms up.
     work()
     times = []
     for _ in range(repeats):

@@ -149,6 +149,7 @@ def _hooked_layers(fakes: FakeModel) -> list[LayerProfile]:
         output = logits_of(fakes.model(**fakes.inputs))
         _loss(output)
     fakes.output = output
+    # No block has run, so the whole model is one layer.
     if blocks is None or len(found) < 2:
         return [recorder.layer(type(fakes.model).__name__, fakes.model.parameters(), None, None)]
     whole = {id(parameter) for block in blocks for parameter in block.parameters()}

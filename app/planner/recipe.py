@@ -120,6 +120,7 @@ def calibrate(subject: Subject, cluster: Cluster, data: PreparedData) -> Calibra
     known = read_calibration(cluster, config.precision)
     found = measure_machine(cluster.devices, config.precision, max(1, int(config.cpus_per_worker)))
     calibration = found.with_plans(known.plans if known else [])
+    # The rates are kept even if a plan fails to run.
     calibration.save()
     candidates = _candidates_to_run(problem_of(subject, cluster, calibration))
     runs = [measure_plan(subject.recipe, data, candidate, subject.name) for candidate in candidates]

@@ -114,6 +114,7 @@ class Recorder(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_iter(made) if isinstance(leaf, Tensor)]
+        # A view moves no bytes.
         if not func.is_view and given and outputs:
             self._count(func, args, kwargs or {}, made, given, outputs)
         return made

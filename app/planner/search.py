@@ -140,6 +140,7 @@ def _priced(problem: Problem, config: PlanConfig, plan: ParallelPlan, refusals: 
     """Return the plan with its time and memory; None, and a refusal, if it does not fit."""
     device = problem.cluster.device
     stages = stages_of(problem.profile, plan.pipeline, problem.stack.cuts_by_parameters)
+    # Of the stages in between, the second keeps the activations of the most micro-batches.
     positions = sorted({0, min(1, len(stages) - 1), len(stages) - 1})
     estimates = [
         memory(problem.profile, plan, problem.stack, stages, position, problem.optimizer_numbers, problem.process)

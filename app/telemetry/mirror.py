@@ -38,6 +38,7 @@ class Mirror:
 
     def __enter__(self) -> Self:
         if self._temporary:
+            # These run in reverse: the thread ends, the last copy is made, and the folder is removed.
             self._resources.callback(self._temporary.cleanup)
             self._resources.callback(self.flush)
             self._resources.enter_context(

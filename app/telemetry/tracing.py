@@ -59,6 +59,7 @@ def _provider() -> "TracerProvider | None":
         return None
     logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # each try that fails would be a line
     service = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "rayloom")}
+    # ``RequestTracer`` chooses the requests, so every span that is made is also sent.
     provider = TracerProvider(sampler=ALWAYS_ON, resource=Resource.create(service))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return provider
@@ -214,6 +215,7 @@ class TracedCall:
         """
         from opentelemetry.trace import Link, StatusCode, set_span_in_context
 
+        # Spans have times since 1970, and the batcher has a monotonic clock.
         epoch_ns = time.time_ns() - round(now_s * 1e9)
 
         def moment(seconds: float) -> int:

@@ -82,6 +82,7 @@ def _read_url(given: str) -> str:
     try:
         return check_url(read_secret("notify.webhook.url", given))
     except ValueError:
+        # The text of the first error may show the URL.
         raise DeliveryError(f"notify.webhook.url is {given}, which holds no http or https URL") from None
 
 
