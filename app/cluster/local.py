@@ -79,9 +79,12 @@ def start(
 
 def stop(cluster: ClusterState) -> int:
     """End every process of ``cluster``, first with SIGTERM and then with SIGKILL. Return how many there were."""
-    ended = _end(cluster.watchers)  # first: what ends next is nothing to be told of
-    ended |= _end(cluster.supervisors)  # it would restart the others
-    ended |= _end(cluster.clients)  # before the GCS: Ray's monitor reports its end there, and would wait
+    # The watchers end first, because what ends next is nothing to be told of.
+    ended = _end(cluster.watchers)
+    # The supervisor would restart the others.
+    ended |= _end(cluster.supervisors)
+    # These end before the GCS, because Ray's monitor reports its end there, and would wait.
+    ended |= _end(cluster.clients)
     ended |= _end(cluster.processes)
     cluster.forget()
     return len(ended)
@@ -163,7 +166,8 @@ def _start_supervisor(cluster: ClusterState) -> None:
     """Start the supervisor, and wait until it logs. Raise ClusterError if it ends instead."""
     with state.SUPERVISOR_LOG.open("w", encoding="utf-8") as log:
         supervisor = subprocess.Popen(
-            [sys.executable, "-P", "-m", state.SUPERVISOR],  # -P: do not import a package 'app' of the current folder
+            # With -P, Python does not import a package 'app' of the current folder.
+            [sys.executable, "-P", "-m", state.SUPERVISOR],
             env=_environment(cluster),
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -189,8 +193,10 @@ def _environment(cluster: ClusterState) -> dict[str, str]:
         "AUTOSCALER_METRIC_PORT": str(cluster.autoscaler_metrics_port),
         "DASHBOARD_METRIC_PORT": str(cluster.dashboard_metrics_port),
         **({"RAY_PROMETHEUS_HOST": cluster.monitoring.prometheus_url} if cluster.monitoring else {}),
-        "RAY_worker_niceness": "0",  # Ray would give training and serving a lower priority than all other processes
-        "RAY_JOB_STOP_WAIT_TIME_S": "120",  # a stopped training job writes a checkpoint first; Ray would wait 3 s
+        # Ray would give training and serving a lower priority than all other processes.
+        "RAY_worker_niceness": "0",
+        # A stopped training job writes a checkpoint first, and Ray would wait for 3 s.
+        "RAY_JOB_STOP_WAIT_TIME_S": "120",
     }
 
 

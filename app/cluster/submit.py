@@ -134,7 +134,8 @@ def resubmit(job: Job, environment: Mapping[str, str]) -> str | None:
         entrypoint=shlex.join(entrypoint),
         submission_id=new_id,
         # The metadata have no folder, so that a job is submitted again only once.
-        runtime_env=runtime_env(folder, has_rayloom=True),  # only supervisors of local clusters resubmit
+        # Only supervisors of local clusters resubmit.
+        runtime_env=runtime_env(folder, has_rayloom=True),
     )
     return new_id
 

@@ -123,7 +123,8 @@ def _resubmit_lost(cluster: ClusterState, lost_at: float) -> None:
     api = JobsApi.of(environment)
     lost = [job for job in _retry_until_up(api.jobs) if not job.has_ended and job.start_time < lost_at * 1000]
     for job in lost:
-        _retry_until_up(partial(api.stop, job.submission_id))  # Ray notices that it is gone, and marks it as failed
+        # Ray notices that the job is gone, and marks it as failed.
+        _retry_until_up(partial(api.stop, job.submission_id))
     for job in lost:
         try:
             new_id = resubmit(job, environment)

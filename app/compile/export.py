@@ -115,7 +115,8 @@ def _where(traced: ExportedProgram, message: str) -> str:
     """Return the node that an error message names, and its innermost module, as the beginning of a sentence."""
     graphs = [traced.graph]
     with contextlib.suppress(Exception):  # it may fail as the export did
-        graphs.append(traced.run_decompositions().graph)  # the node may be a part of a larger operator
+        # The node may be a part of a larger operator.
+        graphs.append(traced.run_decompositions().graph)
     for graph in graphs:
         for node in graph.nodes:
             if f"%{node.name} :" in message:

@@ -22,7 +22,8 @@ _ROUNDING = 1e-9
 class Parity(BaseModel):
     """The comparison of an engine's answers with the right ones, over every row of the split."""
 
-    model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")  # JSON null could not be read back as a number
+    # JSON's null could not be read back as a number.
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
 
     accuracy: float | None
     """None if the rows have no classes."""
@@ -50,7 +51,8 @@ def compare(engine: Engine, reference: Reference, max_rows: int = BATCH) -> Pari
         rows = len(next(iter(expected.values())))
         cosines = np.ones(rows)
         for ours, theirs in _float_outputs(given, expected):
-            cosines = np.minimum(cosines, _cosines(ours, theirs))  # unlike min, it propagates NaN
+            # Unlike ``min``, this propagates NaN.
+            cosines = np.minimum(cosines, _cosines(ours, theirs))
             max_difference = np.maximum(max_difference, np.abs(ours - theirs).max(initial=0.0))
         differing += int(_differing(given, expected, rows).sum())
         cosine += float(cosines.sum())

@@ -108,7 +108,8 @@ def _busy(engine: Engine, streams: int, batch: Tensors, min_calls: int) -> list[
         return times
 
     with ThreadPoolExecutor(streams) as callers:
-        list(callers.map(call_once, range(streams)))  # the first call of a shape allocates memory in the stream
+        # The first call of a shape allocates memory in the stream.
+        list(callers.map(call_once, range(streams)))
         return list(callers.map(call_for_a_while, range(streams)))
 
 
@@ -182,7 +183,8 @@ def operating_points(
         measured = sorted(group, key=lambda point: point.length or 0)
         sizes = sorted({point.batch_size for point in measured})
         settings = [[point for point in measured if point.batch_size == size] for size in sizes]
-        settings = [setting for setting in settings if len(setting) == len(shares)]  # the others failed at some length
+        # The others failed at some length.
+        settings = [setting for setting in settings if len(setting) == len(shares)]
         chosen = [] if None in shares else _chosen(settings, choose)
         by_length = {point.length: point.batch_size for point in chosen}
         for setting in settings if not chosen or chosen in settings else [*settings, chosen]:

@@ -200,7 +200,8 @@ def _split_off(whole: Split, size: float, seed: int, failure: str) -> tuple[Spli
     Raises:
         DataError: with the message ``failure``, if there are too few examples.
     """
-    from sklearn.model_selection import train_test_split  # takes a second to import, and other tasks do not need it
+    # The import takes a second, and other tasks do not need it.
+    from sklearn.model_selection import train_test_split
 
     try:
         parts = train_test_split(whole.inputs, whole.classes, test_size=size, random_state=seed, stratify=whole.classes)

@@ -31,7 +31,8 @@ class LanguageTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, max_length: int) -> None:
         self._tokenizer = tokenizer
-        self._tokenizer.encode_special_tokens = True  # the text of the end token inside a document does not end it
+        # The text of the end token inside a document does not end it.
+        self._tokenizer.encode_special_tokens = True
         self._max_length = max_length
 
     @classmethod

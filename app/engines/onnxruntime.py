@@ -22,7 +22,8 @@ _DTYPES = {
     **{f"tensor({sign}int{bits})": f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
 }
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "gpu": "CUDAExecutionProvider"}
-_OPTIONS = {"CUDAExecutionProvider": {"use_tf32": "0"}}  # TF32, the default, has a mantissa of only 10 bits
+# TF32, the default, has a mantissa of only 10 bits.
+_OPTIONS = {"CUDAExecutionProvider": {"use_tf32": "0"}}
 
 
 class OnnxRuntimeEngine(PooledEngine[onnxruntime.InferenceSession]):
@@ -93,7 +94,8 @@ def _open(path: Path, options: onnxruntime.SessionOptions, provider: str) -> onn
         session = onnxruntime.InferenceSession(path, options, providers=[(provider, _OPTIONS.get(provider, {}))])
     except Exception as error:  # ONNX Runtime's error classes are not public
         raise EngineError(f"ONNX Runtime cannot load {str(path)!r}: {error}") from error
-    if (given := session.get_providers()[0]) != provider:  # ONNX Runtime falls back silently, or with a line on stderr
+    if (given := session.get_providers()[0]) != provider:
+        # ONNX Runtime falls back silently, or with a line on stderr.
         raise EngineError(
             f"ONNX Runtime runs {str(path)!r} with {given} where {provider} was asked for: its libraries cannot be "
             "loaded; see the lines above"

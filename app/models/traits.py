@@ -38,7 +38,8 @@ def traits_of(model: nn.Module) -> ModelTraits:
     match kind_of(model):
         case ModelKind.STAGED:
             layers = sum(1 for layer in layers_of(model) if any(True for _ in parameters_of(layer)))
-            common_width = _common_width(model)  # always computed, because it checks the plan of the matrices
+            # This is always computed, because it checks the plan of the matrices.
+            common_width = _common_width(model)
             divisor = _first_number(stages_of(model), "heads") or common_width
             return ModelTraits(name, layers, divisor, checkpoints_activations=True)
         case ModelKind.HUGGING_FACE:

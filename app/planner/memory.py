@@ -74,7 +74,8 @@ def memory(
     host = 0.0
     if plan.offload != "none":
         host, optimizer = optimizer, 0.0
-    if plan.offload != "none" and plan.zero_stage >= 2:  # they leave as they are made (arXiv:2101.06840, section 4)
+    # Gradients leave as they are made (arXiv:2101.06840, section 4).
+    if plan.offload != "none" and plan.zero_stage >= 2:
         host, gradients = host + gradients, 0.0
     if plan.offload_param != "none":
         host, parameters = host + parameters, 0.0

@@ -81,7 +81,8 @@ STACKS = {
         splits_activations=True,
         splits_gradients=True,
         hides_model_parallel=True,
-        attention_factor=609 / 368,  # cuDNN's, which it calls, on H100 (arXiv:2407.08608, figure 5: heads of 128, 4k)
+        # cuDNN's, which it calls, on H100 (arXiv:2407.08608, figure 5: heads of 128, 4k).
+        attention_factor=609 / 368,
     ),
     "fsdp": Stack("fsdp", "fsdp", gradient_bytes=2),
     "fsdp-eager": Stack("fsdp-eager", "fsdp", gradient_bytes=4),

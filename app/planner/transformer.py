@@ -126,7 +126,8 @@ def _block_activations(shape: TransformerShape) -> SavedActivations:
         whole=tokens * hidden * (4 * number + masks),
         split=tokens * (number * (2 * hidden + 2 * shape.key_value_width + inner) + statistics),
         attention=tokens * scores,
-        selected=tokens * number * (sum(ends[::2]) + hidden),  # torchtitan keeps the first, third, … product
+        # torchtitan keeps the first, third, … product.
+        selected=tokens * number * (sum(ends[::2]) + hidden),
     )
 
 

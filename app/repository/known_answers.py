@@ -28,7 +28,8 @@ class KnownAnswers:
             read = {name: _strings(arrays[name]) for name in arrays.files}
         inputs = {name.removeprefix(_INPUT): array for name, array in read.items() if name.startswith(_INPUT)}
         outputs = {name.removeprefix(_OUTPUT): array for name, array in read.items() if name.startswith(_OUTPUT)}
-        return cls(inputs, outputs or {OUTPUT: read[OUTPUT]})  # releases before 0.2 named only the logits
+        # Releases before 0.2 named only the logits.
+        return cls(inputs, outputs or {OUTPUT: read[OUTPUT]})
 
     def save(self, folder: Path) -> None:
         """Write them into a version's folder."""

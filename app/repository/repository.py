@@ -284,7 +284,8 @@ class Repository:
     def _write_config(self, name: str) -> None:
         """Write ``config.pbtxt``. Repeat that if production changes meanwhile."""
         path = self._root / name / CONFIG_FILE
-        with suppress(StorageError), exclusive(path.parent):  # a damaged version has no configuration
+        # A damaged version has no configuration.
+        with suppress(StorageError), exclusive(path.parent):
             while (expected := self._expected_config(name)) != self._config(name):
                 if expected is None:
                     path.unlink(missing_ok=True)

@@ -142,7 +142,8 @@ def make_token(path: Path) -> str:
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8") as file:  # with mode 600
+        # Temporary files have mode 600.
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8") as file:
             file.write(secrets.token_hex(32))
             file.flush()
             with contextlib.suppress(FileExistsError):

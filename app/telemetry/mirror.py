@@ -74,7 +74,8 @@ class Mirror:
 
     def _copy(self) -> None:
         for name in self._names():
-            version = _version(self.folder / name)  # before the content is read, since the file may grow
+            # This comes before the content is read, since the file may grow.
+            version = _version(self.folder / name)
             if self._copied.get(name) != version:
                 write_atomically(self._target / name, (self.folder / name).read_bytes())
                 self._copied[name] = version

@@ -41,7 +41,8 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     """Return a line of ``metrics.jsonl``; None if it is torn."""
     try:
         entry = orjson.loads(line)
-    except orjson.JSONDecodeError:  # NaN and Infinity, which only Python's own parser reads; or torn
+    except orjson.JSONDecodeError:
+        # Only Python's own parser reads NaN and Infinity. Otherwise the line is torn.
         try:
             entry = json.loads(line)
         except ValueError:
@@ -68,7 +69,8 @@ def memory_record(device: "torch.device") -> MemoryRecord:
     Fragmentation assumes that both peaks came together. The allocator returns memory only when it must.
     """
     if device.type == "cpu":
-        return MemoryRecord(peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)  # Linux counts KiB
+        # Linux counts KiB.
+        return MemoryRecord(peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     import torch
 
     allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)

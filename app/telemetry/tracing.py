@@ -57,7 +57,8 @@ def _provider() -> "TracerProvider | None":
     except ImportError as error:
         warn(f"{ENDPOINTS[1]} is set, but there are no traces ({error}): install rayloom[tracing]")
         return None
-    logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # each try that fails would be a line
+    # Each try that fails would be a line.
+    logging.getLogger("opentelemetry").setLevel(logging.ERROR)
     service = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "rayloom")}
     # ``RequestTracer`` chooses the requests, so every span that is made is also sent.
     provider = TracerProvider(sampler=ALWAYS_ON, resource=Resource.create(service))

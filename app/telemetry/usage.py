@@ -109,7 +109,8 @@ class UsageMeter:
         self._began = clock()
         self._counters: dict[str, tuple[Counter, float]] = {}
         for name, open_counter in sources.items():
-            with suppress(Exception):  # no driver, no right to read, an older GPU: the energy is not measured
+            with suppress(Exception):
+                # Without a driver or the right to read, or on an older GPU, the energy is not measured.
                 counter = open_counter()
                 self._counters[name] = (counter, counter.read())
         self._earlier: list[Usage] = []

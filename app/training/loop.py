@@ -190,7 +190,8 @@ class Loop:
         record = self.recorder.make_epoch(position, validation, self.activity.take_totals())
         self.records.append(record)
         self.position = Position(step=position.step, epoch=position.epoch + 1, left_out=position.left_out)
-        with self.activity.timed("checkpoint"):  # counted with the next epoch: this one's record is in it
+        # This counts with the next epoch, because this one's record is in the checkpoint.
+        with self.activity.timed("checkpoint"):
             self.checkpoints.save(self.position, self.records)
         self.recorder.record_epoch(record)
 

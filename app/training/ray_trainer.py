@@ -43,7 +43,8 @@ class LightTrainer(DataParallelTrainer):  # type: ignore[misc] # Ray has no type
         ]
 
     def _initialize_and_run_controller(self, **arguments: Any) -> ray.train.Result:
-        os.environ[_PREEMPTION_WATCHER] = str(int(not self._stays_on_nodes))  # the controller inherits it
+        # The controller inherits the variable.
+        os.environ[_PREEMPTION_WATCHER] = str(int(not self._stays_on_nodes))
         if self.scaling_config.elasticity_enabled:
             arguments["scaling_policy"] = DividingPolicy(self.scaling_config, self._worker_counts)
         elif self._stays_on_nodes:

@@ -154,7 +154,8 @@ def train_worker(arguments: WorkerArguments) -> bytes:
 
 
 def _train(arguments: WorkerArguments) -> Ending | RayloomError:
-    ray_context.logger.setLevel(logging.WARNING)  # it would print every report in full, despite LoggingConfig
+    # This logger would print every report in full, despite LoggingConfig.
+    ray_context.logger.setLevel(logging.WARNING)
     recipe = Recipe.model_validate_json(arguments["recipe"])
     run_folder = to_path(arguments["run_folder"])
     keep_freed_memory()
@@ -166,7 +167,8 @@ def _train(arguments: WorkerArguments) -> Ending | RayloomError:
         return error
     data = load_prepared(recipe, to_path(arguments["data_folder"]))
     with ExitStack() as stack:
-        if worker.is_first:  # the job beats too, but if it is killed its workers live on for seconds
+        # The job beats, too. If it is killed, its workers live on for seconds.
+        if worker.is_first:
             stack.enter_context(keep_heartbeat(run_folder))
         try:
             poll_stop_request = _poll_stop_request if arguments["watches_nodes"] else None

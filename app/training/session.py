@@ -160,7 +160,8 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
     activity = Activity(watchdog.beat, watchdog.report_progress)
     total_steps = count_steps(config, len(data.train))
     engine, meter = _make_engine(recipe, data, layout, total_steps, worker, activity)
-    stack.callback(engine.deepspeed.destroy)  # otherwise its gradient hooks keep the model alive until the process ends
+    # Otherwise its gradient hooks keep the model alive until the process ends.
+    stack.callback(engine.deepspeed.destroy)
     stop_signals = _listen_for_stops(run_folder, worker, alerts, stack)
     checkpoints = CheckpointManager(run_folder / CHECKPOINTS, engine, config, layout, worker, activity, mirror.flush)
     stack.callback(checkpoints.close)
@@ -262,7 +263,8 @@ def _make_engine(
     meter = Meter.of(blueprint.model, config, layout, worker)
     activity.begin("making DeepSpeed's engine")
     engine = create_engine(blueprint, config, layout, total_steps)
-    seed_random(config.seed + layout.data_rank(worker.rank))  # different dropout on each rank's samples
+    # Each data-parallel rank has its own dropout.
+    seed_random(config.seed + layout.data_rank(worker.rank))
     return engine, meter
 
 

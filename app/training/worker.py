@@ -28,8 +28,10 @@ _SLOW_STORAGE = timedelta(hours=2)
 """Maximum wait of the workers for one that reads or writes."""
 _MARGIN = timedelta(minutes=1)
 _MALLOC_PARAMETERS = (
-    (-3, 32 * 2**20),  # M_MMAP_THRESHOLD, at its maximum: larger blocks are mapped, and returned when they are freed
-    (-1, 2**31 - 1),  # M_TRIM_THRESHOLD: free bytes at the end of the heap before any are returned
+    # M_MMAP_THRESHOLD, at its maximum. Larger blocks are mapped, and returned when they are freed.
+    (-3, 32 * 2**20),
+    # M_TRIM_THRESHOLD, the free bytes at the end of the heap before any are returned.
+    (-1, 2**31 - 1),
 )
 """Numbers from glibc's malloc.h."""
 T = TypeVar("T")
@@ -125,7 +127,8 @@ def start_worker(config: TrainConfig) -> Worker:
     device, timeout = config.device, collective_timeout(config)
     if device == "gpu" and not torch.cuda.is_available():
         raise TrainingError("train.device is gpu, and torch sees none here: set it to cpu, or check the driver")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
+    # DeepSpeed's calls cause these warnings.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     # DeepSpeed chooses its accelerator when it is imported.
     if device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"

@@ -43,7 +43,8 @@ _ENVIRONMENT = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # each trial writes its own metrics
     "TUNE_RESULT_BUFFER_LENGTH": "1",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    "TUNE_GLOBAL_CHECKPOINT_S": "3600",  # Ray Tune's own state is never read, because the study has everything
+    # Ray Tune's own state is never read, because the study has everything.
+    "TUNE_GLOBAL_CHECKPOINT_S": "3600",
     "RAY_AIR_NEW_OUTPUT": "0",
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
 }
@@ -142,7 +143,8 @@ class Search:
                 num_samples=-1,
                 search_alg=StudySearcher(study, config.trials, promotion, self.concurrency),
                 scheduler=scheduler,
-                max_concurrent_trials=self.max_concurrency,  # without it, Ray Tune runs one at a time
+                # Without it, Ray Tune runs one trial at a time.
+                max_concurrent_trials=self.max_concurrency,
                 reuse_actors=self.reuses_actors,
             ),
             run_config=tune.RunConfig(
@@ -150,7 +152,8 @@ class Search:
                 storage_path=str(ray_files),
                 callbacks=[callback, metrics, *self._notes(promotion)],
                 stop=self.budget,
-                failure_config=tune.FailureConfig(max_failures=config.retries),  # each trial's own limit: StudyCallback
+                # ``StudyCallback`` sets each trial's own limit.
+                failure_config=tune.FailureConfig(max_failures=config.retries),
                 checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False, num_to_keep=_CHECKPOINTS_TO_KEEP),
                 verbose=0,
             ),

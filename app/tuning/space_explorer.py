@@ -44,7 +44,8 @@ class SpaceExplorer:
         """Prefixes of decisions (indices of values) below which every path was taken."""
         draws = 0
         while () not in self._explored and draws < _MAX_DRAWS:
-            self._path: list[tuple[int, int]] = []  # for each decision: its index, and the number of values
+            # For each decision, its index and the number of values.
+            self._path: list[tuple[int, int]] = []
             self._drawn: dict[str, Any] = {}
             for key, value in suggest(self).items():
                 self._record_derived(key, value)
@@ -90,7 +91,8 @@ class SpaceExplorer:
             values, prefix = _representatives(distribution), self._decisions
             indices = range(len(values))
             unexplored = [index for index in indices if (*prefix, index) not in self._explored]
-            index = self._random.choice(unexplored or indices)  # all explored: only if the space is not deterministic
+            # All of them are explored only if the space is not deterministic.
+            index = self._random.choice(unexplored or indices)
             self._path.append((index, len(values)))
             self._drawn[name] = values[index]
         return self._drawn[name]

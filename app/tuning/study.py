@@ -199,12 +199,14 @@ class SearchStudy:
         with explained(self.location):
             trial = self._open[number]
             if value is not None and len(self.study.directions) == 1:
-                with warnings.catch_warnings(action="ignore"):  # a repeated epoch keeps its first value
+                # A repeated epoch keeps its first value.
+                with warnings.catch_warnings(action="ignore"):
                     trial.report(value, epoch)
                 kept = trial.user_attrs.get(KEPT)
                 if kept is None or cost < kept[0]:
                     trial.set_user_attr(KEPT, [cost, value])
-            trial.set_user_attr(EPOCHS, epoch)  # last: an epoch that is only half recorded is reported again
+            # This comes last, so that an epoch that is only half recorded is reported again.
+            trial.set_user_attr(EPOCHS, epoch)
 
     def last_reported_epoch(self, number: int) -> int:
         """Return the last epoch that a running trial reported; 0 if it reported none."""
@@ -323,7 +325,8 @@ class SearchStudy:
     def _record_duplicate(self, number: int, values: dict[str, Value], first: FrozenTrial) -> None:
         """Record the trial with the outcome of the first one, without running it."""
         trial = self._open[number]
-        trial.set_user_attr(DUPLICATE_OF, first.number)  # first: a resumed search would run a trial with values
+        # This comes first, because a resumed search would run a trial with values.
+        trial.set_user_attr(DUPLICATE_OF, first.number)
         trial.set_user_attr(VALUES, values)
         for epoch, value in first.intermediate_values.items():
             trial.report(value, epoch)

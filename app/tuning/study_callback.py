@@ -159,7 +159,8 @@ def _pickled_error(trial: Trial) -> Exception | None:
     if not file.is_file():
         return None
     error = cloudpickle.loads(file.read_bytes())
-    file.unlink()  # the next failure may be of a kind that Ray Tune does not pickle, such as a lack of memory
+    # The next failure may be of a kind that Ray Tune does not pickle, such as a lack of memory.
+    file.unlink()
     return cast(Exception, getattr(error, "cause", None) or error)
 
 

@@ -62,10 +62,13 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
             raise ActorBusyError(f"{str(self._trial_folder)!r} is still being written")
         if self._has_leaked:
             raise ActorBusyError("ZeRO 3 keeps the last trial's model in memory")
-        if self._has_ended or self._tune.scheduler != "asha":  # with asha, unfinished trials are paused
+        # With asha, unfinished trials are paused.
+        if self._has_ended or self._tune.scheduler != "asha":
             remove_checkpoints(self._trial_folder)
-        gc.collect()  # the engine and the model reference each other, so only the collector frees them
-        gc.freeze()  # what lives on is imported code: the next collection would spend 0.2 s on it
+        # The engine and the model reference each other, so only the collector frees them.
+        gc.collect()
+        # What lives on is imported code. The next collection would spend 0.2 s on it.
+        gc.freeze()
         self._begin(new_config)
         return True
 
@@ -97,7 +100,8 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         (copy,) = Path(checkpoint_dir).glob("step_*")
         target = self._trial_folder / CHECKPOINTS / copy.name
         target.mkdir(parents=True)
-        for file in sorted(copy.iterdir(), key=lambda file: file.name == CHECKSUMS_FILE):  # checksums last, to commit
+        # The checksums come last, because they commit the checkpoint.
+        for file in sorted(copy.iterdir(), key=lambda file: file.name == CHECKSUMS_FILE):
             upload(file, target / file.name)
 
     def _begin(self, config: dict[str, Any]) -> None:
@@ -149,7 +153,8 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
 
     def _final_result(self, ending: Ending) -> dict[str, Any]:
         if ending.stop_request:
-            raise TrainingError("the trial was asked to stop")  # a failure is retried, from the last checkpoint
+            # A failure is retried, from the last checkpoint.
+            raise TrainingError("the trial was asked to stop")
         self._has_ended = True
         last = ending.records[-1]
         values = final_values(self._tune.objectives, ending.records, self._trial, self._data.get(self._trial))

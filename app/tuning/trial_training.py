@@ -103,7 +103,8 @@ def train_here(recipe: Recipe, data: DataCache, folder: UPath, report: Report, l
     ``last_reported_epoch`` is the last epoch that an earlier attempt reported.
     """
     withdraw_stop_request(folder)
-    worker = start_worker(recipe.train)  # before log_to: DeepSpeed keeps the output stream that it sees first
+    # This comes before ``log_to``, because DeepSpeed keeps the output stream that it sees first.
+    worker = start_worker(recipe.train)
     # Training prints DeepSpeed's warnings once per run. Here every trial is a run.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     with log_to(folder):

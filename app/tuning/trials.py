@@ -74,7 +74,8 @@ def best_trials(study: Study) -> list[FrozenTrial]:
     if len(signs) == 1:
         return with_values[:1]
     front: list[FrozenTrial] = []
-    for trial in with_values:  # only an earlier trial can dominate a later one; if one does, so does one of the front
+    # Only an earlier trial can dominate a later one. If one does, so does one of the front.
+    for trial in with_values:
         if not any(_dominates(losses[other.number], losses[trial.number]) for other in front):
             front.append(trial)
     return front

@@ -216,7 +216,8 @@ class _Search:
             return attempt
         count = bisect_left(range(count), True, lo=failed + 1, key=lambda fewer: self._passes(exempting(fewer)))
         smallest = replace(exempting(count), weights_only=True)
-        has_weights = any(layer.activations for layer in smallest.exempt)  # an exempt embedding table stays in float
+        # An exempt embedding table stays in float.
+        has_weights = any(layer.activations for layer in smallest.exempt)
         return smallest if has_weights and self._passes(smallest) else exempting(count)
 
     @property

@@ -106,7 +106,8 @@ def read_plan(path: Path) -> tuple[bytes, PlanManifest]:
         return read_verified(to_path(path), manifest.plan_sha256), manifest
     except FileNotFoundError as error:
         raise EngineError(f"the plan {str(path)!r} has no {manifest_file.name} beside it: build it again") from error
-    except (ValidationError, CompileError) as error:  # ShapeProfile raises CompileError for invalid sizes
+    except (ValidationError, CompileError) as error:
+        # ``ShapeProfile`` raises CompileError for invalid sizes.
         raise EngineError(f"{str(manifest_file)!r} is not a plan's manifest ({error}): build the plan again") from error
     except StorageError as error:
         raise EngineError(f"the plan {error}") from error

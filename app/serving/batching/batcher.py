@@ -57,7 +57,8 @@ class Batcher:
         self._max_on_loop_s = max_on_loop_s
         self._clock = clock
         self._lock = Lock()
-        self._scheduler = Scheduler(policy, slots)  # guarded by the lock; only the event loop uses what follows
+        # The lock guards the scheduler. Only the event loop uses what follows.
+        self._scheduler = Scheduler(policy, slots)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._statistics = BatchingStatistics()
         self._numbers = count()

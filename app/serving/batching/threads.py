@@ -114,7 +114,8 @@ class EngineThreads:
         self._infer = infer
         self._check = check
         self._closed = False
-        self._wakes: SimpleQueue[RequestBatch | None] = SimpleQueue()  # several times as fast as a condition
+        # This queue is several times as fast as a condition.
+        self._wakes: SimpleQueue[RequestBatch | None] = SimpleQueue()
         self._threads = [Thread(target=self._run, name=f"engine-{slot}", daemon=True) for slot in range(slots)]
         for thread in self._threads:
             thread.start()

@@ -107,7 +107,8 @@ class _Result:
         """Return whether the floor is shown to hold, by the test in the module's docstring."""
         r, b, c = self.right, self.lost, self.gained
         h = (1 - floor**2) * r + b + c
-        root = math.sqrt(max(0.0, h**2 - 4 * (1 - floor**2) * b * (r + c)))  # rounding alone can make it negative
+        # Rounding alone can make the difference negative.
+        root = math.sqrt(max(0.0, h**2 - 4 * (1 - floor**2) * b * (r + c)))
         v = max(0.0, (h + root) / 2 - (1 - floor) * (r + c))  # as above
         return r - b + c - floor * r - _CONTINUITY >= quantile * math.sqrt(v)
 
@@ -185,6 +186,7 @@ def _require_enough(answers: _Answers, floor: float, quantile: float) -> None:
 
 def _required_right(floor: float, quantile: float) -> int:
     """Return the smallest r that passes the test with b = c = 0."""
-    deviation = quantile * math.sqrt(floor * (1 - floor))  # standard deviation of one row, times the quantile
+    # This is the standard deviation of one row, times the quantile.
+    deviation = quantile * math.sqrt(floor * (1 - floor))
     root = (deviation + math.sqrt(deviation**2 + 4 * (1 - floor) * _CONTINUITY)) / (2 * (1 - floor))
     return math.ceil(root**2)

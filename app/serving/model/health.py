@@ -45,7 +45,8 @@ class EngineHealth:
         Raises:
             EngineError: the engine fails, or answers numbers that are not finite.
         """
-        await asyncio.shield(self._start_probe())  # cancelling one caller must not cancel the others' probe
+        # Cancelling one caller must not cancel the others' probe.
+        await asyncio.shield(self._start_probe())
 
     @property
     def is_stale(self) -> bool:

@@ -180,7 +180,8 @@ def load_model(
             missing = Path(error.filename).name
             raise StorageError(f"model {name!r}, version {version}, has no {missing}: publish it again") from error
         engine = open_engine(manifest, Path(temporary), threads)
-        if runs_module(manifest.engine_key.engine):  # its code is not part of the version, and may have changed
+        if runs_module(manifest.engine_key.engine):
+            # The code of a module is not part of the version, and may have changed.
             require_known_answers(engine, manifest, Path(temporary))
         model = LoadedModel(manifest, engine, processor, labels, probe)
     try:

@@ -273,7 +273,8 @@ class ServedModel:
         await self._unused.wait()  # texts that are being read still have to reach the batcher
         await self.batcher.close()
         await self.health.close()
-        await asyncio.to_thread(self._encoder.shutdown)  # it may still read texts of a client that has gone
+        # The encoder may still read texts of a client that has gone.
+        await asyncio.to_thread(self._encoder.shutdown)
         await asyncio.to_thread(self.model.engine.close)
 
 

@@ -55,7 +55,8 @@ class ModelShard:
         """
         version = self._version
         repository = Repository(open_storage(version.storage))
-        manifest = repository.verify(version.name, version.version)  # before the ranks meet, because it takes time
+        # This comes before the ranks meet, because it takes time.
+        manifest = repository.verify(version.name, version.version)
         self._meet(address)
         with local_copy(repository.folder(version.name, version.version)) as files:
             model = _shard(files, self._size)

@@ -23,7 +23,8 @@ def model_config(manifest: Manifest, policy: BatchingPolicy) -> ModelConfig:
     batching.max_queue_delay_microseconds = _microseconds(policy.max_queue_delay_s)
     batching.priority_levels = policy.priority_levels
     batching.default_priority_level = policy.default_priority
-    queue = batching.default_queue_policy  # late requests are refused, and a request may set a shorter timeout
+    # Late requests are refused, and a request may set a shorter timeout.
+    queue = batching.default_queue_policy
     queue.max_queue_size = policy.queue_limit
     queue.allow_timeout_override = True
     queue.default_timeout_microseconds = _microseconds(policy.default_timeout_s or 0.0)

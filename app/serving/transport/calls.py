@@ -62,7 +62,8 @@ class CallConnection(asyncio.Protocol):
         """The client's address, as gRPC writes it."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's class does not derive from asyncio's
+        # uvloop's class does not derive from asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
         self.peer = _peer_of(transport.get_extra_info("peername"))
         self._connections.add(self)
         self._check()
@@ -207,7 +208,8 @@ class CallConnection(asyncio.Protocol):
             elif self._call is None:
                 self._transport.abort()
         elif self._is_whole and self._call is None and waited_s >= self._keep_alive_s:
-            self._transport.abort()  # abort, because close would wait for data that the client has not read
+            # ``close`` would wait for data that the client has not read.
+            self._transport.abort()
         self._timer = asyncio.get_running_loop().call_later(min(_CHECK_S, self._keep_alive_s), self._check)
 
 

@@ -35,7 +35,8 @@ class Exchange(ABC):
         if self._served and self._request and not self._is_done:
             self._is_done = True
             self._served.batcher.cancel(self._request)
-        self._request = self._diagnosis = None  # cycles: only the garbage collector would free the request's body
+        # These are cycles. Only the garbage collector would free the request's body.
+        self._request = self._diagnosis = None
 
     @abstractmethod
     def answer(self, outputs: Tensors) -> None:

@@ -45,7 +45,8 @@ class RequestHead:
             return None
         if parser.get_http_version() != "1.1" or not parser.should_keep_alive():
             return None
-        if len(headers) < len(callbacks.lines) or headers.keys() & _NOT_PLAIN:  # a repeated header is ambiguous
+        if len(headers) < len(callbacks.lines) or headers.keys() & _NOT_PLAIN:
+            # A repeated header is ambiguous.
             return None
         lengths = {name: headers[name] for name in ("content-length", JSON_LENGTH) if name in headers}
         if not headers.get("content-length", "0").strip("0") or any(map(_is_long, lengths.values())):

@@ -300,7 +300,8 @@ class HotProtocol(HttpToolsProtocol):
 
     def _leave_to_uvicorn(self, data: bytes) -> None:
         self._stop_gathering()
-        self.flow.resume_reading()  # uvicorn has its own pauses, and would wait for the rest of a head
+        # uvicorn has its own pauses, and would wait for the rest of a head.
+        self.flow.resume_reading()
         super().data_received(data)
 
 

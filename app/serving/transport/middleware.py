@@ -28,7 +28,8 @@ class RefuseUnreadableHeaders:
         """Answer a request."""
         try:
             await self._app(scope, receive, send)
-        except UnicodeDecodeError as error:  # from Serve itself: the endpoint turns every error into an answer
+        except UnicodeDecodeError as error:
+            # The error is from Serve itself, because the endpoint turns every error into an answer.
             message = f"a header is not UTF-8 ({error}): send text as X-Request-ID and the like"
             await ErrorResponse(message, 400)(scope, receive, send)
 

@@ -33,7 +33,8 @@ class PreparedCall:
         if shapes and request_id is None and all(outputs[name].shape == shape for name, shape in shapes.items()):
             raw = [outputs[name].tobytes() for name in shapes]
             rest: bytes = pb.ModelInferResponse(raw_output_contents=raw).SerializeToString()
-            return self._begin + rest  # concatenated messages of one type are a single message to protobuf
+            # To protobuf, concatenated messages of one type are a single message.
+            return self._begin + rest
         served, request = self.prepared.served, replace(self.prepared.request, id=request_id)
         response = build_response(request, served.version, outputs, served.model.labels_by_output)
         message = write_infer(response)

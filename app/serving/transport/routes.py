@@ -43,7 +43,8 @@ def routes(endpoint: Endpoint) -> FastAPI:
         title="Rayloom",
         version=endpoint.metadata.version,
         description="Open Inference Protocol v2, and natural input for people",
-        dependencies=[Security(HTTPBearer(auto_error=False))],  # for /docs to send the token, which HttpApi checks
+        # With this, /docs sends the token, which ``HttpApi`` checks.
+        dependencies=[Security(HTTPBearer(auto_error=False))],
         static_url=DOCS_ASSETS,
         redoc_url=None,
     )

@@ -56,7 +56,8 @@ class Webhook:
             with httpx.stream("POST", self._url, content=body, headers=headers, timeout=self._timeout_s) as answer:
                 status = answer.status_code
         except httpx.TransportError as error:
-            raise TryLaterError(type(error).__name__) from error  # the error's text may show the URL
+            # The error's text may show the URL.
+            raise TryLaterError(type(error).__name__) from error
         if status == httpx.codes.TOO_MANY_REQUESTS or httpx.codes.is_server_error(status):
             raise TryLaterError(f"it answered {status}")
         if not httpx.codes.is_success(status):

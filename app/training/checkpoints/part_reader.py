@@ -59,7 +59,8 @@ class PartReader(FileSystemReader):
                     target.copy_(self._read(file, item))
                     planner.commit_tensor(item, target)
                 _, end = self._spans(batch[-1])[-1]
-                file.fetch([(end - 1, end)])  # frees all pieces but the one where the next tensor begins
+                # This frees all pieces but the one where the next tensor begins.
+                file.fetch([(end - 1, end)])
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done

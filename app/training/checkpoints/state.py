@@ -11,7 +11,8 @@ from app.training.records import EpochRecord
 class Position(BaseModel):
     """The position of a run in the data, and its counts so far."""
 
-    model_config = ConfigDict(ser_json_inf_nan="constants")  # as null they could not be read back as numbers
+    # As null, NaN and infinity could not be read back as numbers.
+    model_config = ConfigDict(ser_json_inf_nan="constants")
 
     step: int = 0
     """Optimizer steps done."""

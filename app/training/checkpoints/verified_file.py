@@ -102,7 +102,8 @@ class VerifiedFile(io.RawIOBase):
         except FileNotFoundError as error:
             raise StorageError(f"{str(self._file)!r} is missing: make it again") from error
         except OSError as error:
-            if self._file.stat().st_size <= starts[-1]:  # object stores reject reads that start at or past the end
+            # Object stores reject reads that start at or past the end.
+            if self._file.stat().st_size <= starts[-1]:
                 raise StorageError(f"{str(self._file)!r} was changed: it is too short; make it again") from error
             raise
         for run, content in zip(runs, contents, strict=True):

@@ -94,7 +94,8 @@ class Watchdog:
                 self._end("torchrun is gone, and the run could not be started again while this process uses its folder")
             self._send_beat()
             if self._idle_s < self._timeout_s - self._silent_s - 2 * self._interval_s:
-                continue  # silence takes time to show, so the other workers are watched only from here on
+                # Silence takes time to show, so the other workers are watched only shortly before the timeout.
+                continue
             cause = self._find_cause()
             if cause and self._idle_s > self._timeout_s:
                 self._end(f"no progress for {self._timeout_s:g} s: {cause}")

@@ -168,7 +168,8 @@ class _Reader(TorchDataset[MicroBatch]):
         self._splits = splits
 
     def __getitem__(self, request: BatchRequest) -> MicroBatch:
-        if get_worker_info() is not None:  # the training process has its own random state, which checkpoints save
+        if get_worker_info() is not None:
+            # Only the loader's own processes are seeded. Checkpoints save the random state of the training process.
             seed_random(int(np.random.SeedSequence(request.entropy).generate_state(1, np.uint64)[0]))
         # An empty batch has the shape of one sample that does not count, because some ranks must compute along.
         batch = self._splits[request.split].batch(request.indices or [0])

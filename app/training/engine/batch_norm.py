@@ -50,7 +50,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         mean, total = sums[:-1] / sums[-1], sums[-1].detach()
         deviations = values - mean.view(shape)
         variance = _sum_over_workers(deviations.square().sum(reduced_dims)) / total
-        self._track(mean, variance * total / (total - 1))  # torch normalises by the biased variance, and tracks this
+        # torch normalises by the biased variance, and tracks the unbiased one.
+        self._track(mean, variance * total / (total - 1))
         normal = deviations * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
             normal = normal * self.weight.float().view(shape) + self.bias.float().view(shape)

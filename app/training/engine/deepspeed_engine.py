@@ -55,11 +55,13 @@ def deepspeed_config(config: TrainConfig, layout: Layout, kind: ModelKind) -> di
         "prescale_gradients": False,
         "communication_data_type": config.plan.communication_data_type,
         "zero_optimization": _zero(config.plan, config.device == "gpu"),
-        "zero_allow_untested_optimizer": True,  # SGD: DeepSpeed lists only the Adam family as tested
+        # DeepSpeed lists only the Adam family as tested, and the recipe also has SGD.
+        "zero_allow_untested_optimizer": True,
         "bf16": {
             "enabled": config.precision == "bf16",
             "check_grad_overflow": True,
-            "immediate_grad_update": True,  # frees the bf16 gradients that stage 1 has added to its float32 sums
+            # This frees the bf16 gradients that stage 1 has added to its float32 sums.
+            "immediate_grad_update": True,
         },
         "fp16": {
             "enabled": config.precision == "fp16",
@@ -80,7 +82,8 @@ def deepspeed_config(config: TrainConfig, layout: Layout, kind: ModelKind) -> di
     }
     merged = _merge(ours, config.deepspeed, "train.deepspeed")
     if autotp_size:
-        del merged["train_batch_size"]  # DeepSpeed would check it before it knows that the workers split matrices
+        # DeepSpeed would check it before it knows that the workers split matrices.
+        del merged["train_batch_size"]
     return merged
 
 
@@ -94,7 +97,8 @@ def with_bounded_buffers(deepspeed: dict[str, Any], num_parameters: int) -> dict
     if deepspeed["zero_optimization"]["stage"] == 3:
         sizes |= {"stage3_prefetch_bucket_size": size, "stage3_max_live_parameters": size}
         sizes |= {"stage3_max_reuse_distance": size}
-        if "offload_optimizer" not in deepspeed["zero_optimization"]:  # with offload, whole groups pass through memory
+        if "offload_optimizer" not in deepspeed["zero_optimization"]:
+            # With offload, whole groups pass through memory.
             sizes["sub_group_size"] = size
     bounded = {name: min(number, _MAX_BUFFER) for name, number in sizes.items()}
     return deepspeed | {"zero_optimization": bounded | deepspeed["zero_optimization"]}
@@ -105,7 +109,8 @@ def _zero(plan: PlanConfig, on_gpu: bool) -> dict[str, Any]:
     plus = plan.zero_plus_plus
     zero: dict[str, Any] = {
         "stage": plan.zero_stage,
-        "overlap_comm": plan.overlap_comm and plan.pipeline == 1,  # a pipeline reduces by its own schedule
+        # A pipeline reduces by its own schedule.
+        "overlap_comm": plan.overlap_comm and plan.pipeline == 1,
         "contiguous_gradients": True,
         "reduce_scatter": True,
         "round_robin_gradients": False,
@@ -167,7 +172,8 @@ def initialize(model: Any, config: TrainConfig, layout: Layout, total_steps: int
     optimizer = create_optimizer(model, config)
     num_parameters = sum(map(num_elements, model.parameters()))
     hook = optimizer.register_step_pre_hook(_drop_gradients) if config.plan.zero_stage == 0 else None
-    with redirect_stdout(io.StringIO()):  # some of DeepSpeed's optimizers print how much memory they take
+    # Some of DeepSpeed's optimizers print how much memory they take.
+    with redirect_stdout(io.StringIO()):
         engine, *_ = import_deepspeed().initialize(
             model=model,
             optimizer=optimizer,

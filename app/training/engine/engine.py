@@ -70,7 +70,8 @@ def _recompute_activations(model: nn.Module) -> None:
     Raises:
         TrainingError: the model is neither.
     """
-    if is_hugging_face(model):  # first: a staged one lists its layers, but its forward pass does not call them
+    # This comes first: a staged one lists its layers, but its forward pass does not call them.
+    if is_hugging_face(model):
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     elif kind_of(model) is ModelKind.STAGED:
         for layer in layers_of(model):

@@ -61,7 +61,8 @@ def _is_open(file: Path) -> bool:
 
     Another user's process, which we cannot inspect, counts as dead.
     """
-    path = str(file.resolve())  # as the system names open files: home, cache or folder may be a link
+    # The system names open files without links, and the home, the cache or the folder may be one.
+    path = str(file.resolve())
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # another user's, or ended while we looked
             if any(file.path == path for file in process.open_files()):

@@ -116,12 +116,14 @@ def _make_stage(blueprint: Blueprint, config: TrainConfig, layout: Layout, loss:
             super().__init__(*arguments, **options)
 
         def to(self, *arguments: Any, **options: Any) -> Any:
-            make, self._make = self._make, None  # otherwise every stage would keep the whole blueprint
+            # Otherwise every stage would keep the whole blueprint.
+            make, self._make = self._make, None
             if make is not None:
                 make(self)
             return super().to(*arguments, **options)
 
-    with torch.no_grad(), redirect_stdout(io.StringIO()):  # DeepSpeed broadcasts tied weights, and prints the stages
+    # DeepSpeed broadcasts tied weights, and prints the stages.
+    with torch.no_grad(), redirect_stdout(io.StringIO()):
         stage = Stage(
             partial(_make_tensors, blueprint, config, layout),
             _specs(layers_of(blueprint.model)),

@@ -82,7 +82,8 @@ class _SharedInput:
             self._input, self._alias, self._unread = given, alias, self.readers
         self._unread -= 1
         if not self._unread:
-            self._input = self._alias = None  # otherwise they would stay in memory until the next step
+            # Otherwise they would stay in memory until the next step.
+            self._input = self._alias = None
         return alias
 
 

@@ -35,7 +35,8 @@ class RunMetrics:
         self._samples: dict[tuple[Metric, str], Sample] = {}
         self._publishing = BestEffort("metrics cannot be published")
         self._set(catalog.TRAIN_STEPS_PLANNED, total_steps)
-        for alert in recipe.alerts:  # the rules of Prometheus leave these to the run, or receivers would be told twice
+        # The rules of Prometheus leave these to the run. Otherwise receivers would be told twice.
+        for alert in recipe.alerts:
             about = alert.rule.metric if isinstance(alert.rule, MetricRule) else "silence"
             self._set(catalog.TRAIN_OWN_ALERTS, 1.0, about)
 
