@@ -65,8 +65,7 @@ def start(
         monitoring=Monitoring(**dict(zip(watched_by, others, strict=True))) if watched_by else None,
     )
     try:
-        # The supervisor reads the state. If this process is killed, 'rayloom down' needs it.
-        cluster.save()
+        cluster.save()  # for the supervisor, and for 'rayloom down' if this process is killed
         _start_head(cluster)
         _start_supervisor(cluster)
         cluster = cluster.model_copy(update={"start_s": round(time.monotonic() - started, 3)})

@@ -140,9 +140,11 @@ class Compilation:
             # A TensorRT plan takes no more rows than it was built for.
             parity = compare(engine, files.source_model.reference, max(self.config.batch_sizes))
             measured = list(self._measure(engine, all_cores))
+
         file = None if variant.runs_module else files.get(variant.file)
         inherited = [f"in its file {failure}" for failure in file.failures] if file else []
         size_bytes = files.engine_path(variant).stat().st_size if file else self.source_model.size_bytes
+
         points = self._operating_points(variant, parity.accuracy, size_bytes, measured)
         self.points += points
         by_size = [point for point in points if point.is_uniform]

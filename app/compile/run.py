@@ -81,13 +81,16 @@ def choose_and_publish(run: Run, compilation: Compilation, log: Log) -> Outcome:
     except RayloomError as error:
         write_report(report_of(compilation, recipe.name, None, str(error)), run.folder)
         raise
+
     baseline = compilation.baseline_of(choice.point)
     comparison = f" (PyTorch: {baseline.latency_ms:.2f} ms, {baseline.throughput:,.0f} rows/s)" if baseline else ""
     log(f"chosen, by {recipe.compile.objective}: {choice.point}{comparison}")
     log(f"published accuracy: {choice.accuracy or 'not known, because the rows have no classes'}")
+
     page = write_report(report_of(compilation, recipe.name, choice), run.folder)
     manifest = publish(compilation, choice, recipe.name, Repository(run.storage), run.folder)
     log(f"published {manifest.name}, version {manifest.version}, now in production: {manifest.engine_key}")
+
     metrics = CompileMetrics(
         variants=compilation.records,
         skipped=compilation.skipped,

@@ -143,6 +143,7 @@ def prepare(config: DataConfig, processor_type: type[Processor]) -> Classificati
         test: Split | None = _to_test_split(test_examples, labels, config)
     else:
         train, test = _hold_out(train, len(examples), config)
+
     processor = processor_type.fit(train.inputs, config)
     return ClassificationData(
         LabelledDataset(train, processor),

@@ -95,6 +95,7 @@ def clean(
     for item, label in examples:
         if label:
             labels_of.setdefault(_strip(item), set()).add(label)
+
     seen: set[Input] = set()
     dropped: Counter[Reason] = Counter()
     inputs, labels = [], []

@@ -34,6 +34,7 @@ class TokenBlocks:
     block_length: int
 
     def __len__(self) -> int:
+        # The last token is only a target.
         return max(len(self.tokens) - 1, 0) // self.block_length
 
     @property

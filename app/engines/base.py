@@ -220,6 +220,7 @@ class _Pool(Generic[Member]):
     def give_back(self, member: Member) -> None:
         with self._changed:
             self._free.append(member)
+            # ``close`` waits for the same condition, so a single wake-up could miss ``take``.
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -228,6 +229,7 @@ class _Pool(Generic[Member]):
             self._changed.notify_all()
             self._changed.wait_for(lambda: len(self._free) == self._size)
             self._free.clear()
+            # A second call of ``close`` must not wait.
             self._size = 0
 
 

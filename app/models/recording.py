@@ -79,6 +79,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         options = dict(kwargs or {})
         given = [leaf for leaf in tree_iter((args, options)) if isinstance(leaf, Tensor)]
         name = func.overloadpacket.__name__
+        # No fake tensor takes part, so the operation can run now.
         if not any(isinstance(tensor, FakeTensor) for tensor in given) and (given or name in _COMPUTED):
             with unset_fake_temporarily():
                 return func(*args, **options)
@@ -102,6 +103,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.window(result) if isinstance(result, Tensor) and not self._is_known(result) else None
             for result in (made if isinstance(made, list | tuple) else (made,))
         )
+        # A view needs no replay, because its window says all of it.
         is_view = not func._schema.is_mutable and all(result is None for result in results)
         if is_view or name in _UNINITIALIZED:
             return
@@ -121,6 +123,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(tensor, FakeTensor):
             return self.window(tensor)
         with unset_fake_temporarily():
+            # The factory may change a constant before the replay.
             return tensor.detach().clone()
 
 

@@ -44,6 +44,7 @@ def write_safetensors(path: Path, forms: Mapping[str, Form], read: Callable[[str
         place = [offset, offset + form.nbytes]
         header[name] = {"dtype": _TYPES[form.dtype], "shape": list(form.shape), "data_offsets": place}
         offset = place[1]
+
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     with path.open("wb") as file:

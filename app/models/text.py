@@ -42,6 +42,7 @@ class EncoderClassifier(nn.Module):
             raise ValueError(f"width {width} is not divisible by heads {heads}: choose a multiple")
         if kernel % 2 == 0:
             raise ValueError(f"kernel {kernel} is even: choose an odd number of tokens")
+
         self.tokens = nn.Embedding(vocab_size, width)
         self.positions = nn.Embedding(max_length, width)
         nn.init.normal_(self.tokens.weight, std=0.1)
@@ -49,6 +50,7 @@ class EncoderClassifier(nn.Module):
         self.unknown_id, self.token_dropout = unknown_id, token_dropout
         self.embedding_dropout = nn.Dropout(embedding_dropout)
         self.convolution = nn.Conv1d(width, width, kernel, padding=kernel // 2)
+
         layer = nn.TransformerEncoderLayer(
             width, heads, 4 * width, dropout, activation="gelu", batch_first=True, norm_first=True
         )
@@ -57,6 +59,7 @@ class EncoderClassifier(nn.Module):
         layer.self_attn.dropout = 0.0
         layer.dropout.p = 0.0
         self.encoder = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+
         self.dropout = nn.Dropout(dropout)
         self.classifier = nn.Linear(2 * width, num_labels)
 

@@ -77,6 +77,7 @@ class ClusterWatch(Collector):
             for status in _STATUSES:
                 jobs.add_metric([name, status.lower()], counted[name, status])
         yield jobs
+
         failed = GaugeMetricFamily(
             "rayloom_job_failed_timestamp_seconds", "When a job failed.", labels=["job", "submission_id"]
         )
@@ -85,11 +86,13 @@ class ClusterWatch(Collector):
             if job.status == "FAILED" and self.clock() - ended_s < _SHOWN_S:
                 failed.add_metric([job_of(job), job.submission_id], ended_s)
         yield failed
+
         nodes = GaugeMetricFamily("rayloom_nodes", "Nodes that Ray knows.", labels=["state"])
         for state in ("alive", "dead"):
             nodes.add_metric([state], self._nodes[state])
         yield nodes
         yield CounterMetricFamily("rayloom_nodes_lost", "Nodes that died since this began.", value=self._lost_nodes)
+
         actors = CounterMetricFamily("rayloom_actors_lost", "Actors whose process or node was lost.", labels=["kind"])
         for kind in KINDS:
             actors.add_metric([kind], self._lost_actors[kind])

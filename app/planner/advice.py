@@ -52,6 +52,7 @@ def _sharding_in_nodes(problem: Problem) -> Help | None:
     cluster, batch = problem.cluster, problem.global_batch
     if cluster.nodes == 1 or batch % cluster.nodes or cluster.devices % cluster.nodes:
         return None
+
     devices = cluster.devices // cluster.nodes
     setting = replace(problem.setting, workers=(devices, devices))
     one_node = replace(
@@ -62,6 +63,7 @@ def _sharding_in_nodes(problem: Problem) -> Help | None:
         for candidate in search(one_node).candidates
         if candidate.config.zero_stage == 3 and candidate.config == without_options(candidate.config)
     )
+
     best = next(sharded, None)
     if best is None:
         return None

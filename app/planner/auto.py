@@ -91,6 +91,7 @@ def _by_prediction(subject: Subject, cluster: Cluster, default: PlanConfig) -> C
         layout = lay_out(default, problem.global_batch, cluster.devices)
     except ValueError as error:
         return Chosen(best.config, f"the fastest of {len(findings.candidates)}; the default cannot run: {error}", best)
+
     usual = price_plan(problem, default, parallel_plan(default, layout))
     if usual is None:
         return Chosen(best.config, f"the fastest of {len(findings.candidates)}; ZeRO 1 does not fit", best)

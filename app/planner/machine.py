@@ -213,6 +213,7 @@ def _measure_steps(recipe: Recipe, folder: str, count: int) -> _Steps:
     blueprint = blueprint_of(recipe.model, data.facts)
     steps = min(count, len(data.train) // config.global_batch_size)
     engine = create_engine(blueprint, config, layout, steps)
+
     activity = Activity()
     feed = Feed(data, config, layout, worker, activity)
     batches = feed.train(1, range(steps))
@@ -221,6 +222,7 @@ def _measure_steps(recipe: Recipe, folder: str, count: int) -> _Steps:
         started = time.perf_counter()
         engine.train_step(islice(batches, layout.gradient_accumulation), activity)
         times.append(time.perf_counter() - started)
+
     feed.close()
     engine.deepspeed.destroy()
     return _Steps(_slowest(worker, statistics.median(times[len(times) // 2 :])), _peak_memory())

@@ -51,6 +51,7 @@ def measure(model: nn.Module, inputs: Mapping[str, Tensor], precision: Precision
                 "instead of auto"
             ) from error
         output = fakes.output
+
     traits = traits_of(model)
     sequence = max((tensor.shape[1] for tensor in inputs.values() if tensor.dim() == 2), default=1)
     return ModelProfile(

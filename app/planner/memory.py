@@ -71,6 +71,7 @@ def memory(
     elements = held_parameters(stage, plan.tensor)
     parameters, gradients, optimizer = state_bytes(profile, plan, stack, elements, optimizer_numbers)
     activations = _activations(profile, plan, stack, stage, position) * (1 + FRAGMENTATION)
+
     host = 0.0
     if plan.offload != "none":
         host, optimizer = optimizer, 0.0

@@ -48,12 +48,14 @@ def prediction_of(
     measured = measured_run(metrics, profile, recipe.train.global_batch_size)
     if measured is None:
         return None
+
     subject = subject_of(recipe, blueprint.model, data)
     problem, findings = find_plans(subject, cluster)
     plan = recipe.train.plan
     candidate = price_plan(problem, plan, parallel_plan(plan, recipe.train.layout(workers)))
     if candidate is None:
         return None
+
     scale = findings.candidates[0].scale if findings.candidates else 1.0
     validation = validation_of(cluster.device, plan)
     prediction = Prediction(
@@ -63,6 +65,7 @@ def prediction_of(
         communication=candidate.time.communication,
         measured=measured,
     )
+
     for difference in prediction.differences():
         warn(difference)
     return prediction

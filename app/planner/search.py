@@ -146,6 +146,7 @@ def _priced(problem: Problem, config: PlanConfig, plan: ParallelPlan, refusals: 
         memory(problem.profile, plan, problem.stack, stages, position, problem.optimizer_numbers, problem.process)
         for position in positions
     ]
+
     fullest = max(estimates, key=lambda estimate: estimate.total)
     if fullest.total > device.memory:
         refusals.add(
@@ -157,6 +158,7 @@ def _priced(problem: Problem, config: PlanConfig, plan: ParallelPlan, refusals: 
     if host > problem.cluster.host_memory:
         refusals.add("the node's memory", f"offload needs {host / _GIB:.0f} GiB of a node")
         return None
+
     rates = problem.rates or rates_of(device)
     return Candidate(
         config, plan, step_time(problem.profile, plan, problem.cluster, problem.stack, stages, rates), fullest

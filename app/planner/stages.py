@@ -39,6 +39,7 @@ def balanced_cuts(weights: Sequence[int], parts: int) -> tuple[int, ...]:
     count = len(weights)
     if count <= parts:
         return tuple(min(part, count) for part in range(parts + 1))
+
     sums = np.concatenate([[0.0], np.cumsum(weights)])
     largest = np.full((parts + 1, count + 1), np.inf)
     smallest, cost = largest.copy(), largest.copy()
@@ -54,6 +55,7 @@ def balanced_cuts(weights: Sequence[int], parts: int) -> tuple[int, ...]:
             cut = end - 1 - int(np.argmin(costs[::-1]))
             position[part, end], cost[part, end] = cut, costs[cut]
             largest[part, end], smallest[part, end] = highest[cut], lowest[cut]
+
     bounds = [count]
     for part in range(parts, 0, -1):
         bounds.append(int(position[part, bounds[-1]]))

@@ -87,6 +87,7 @@ def step_time(
             time = _stage_time(profile, plan, cluster, stack, stage, sent, rates)
             copied_s = _parameters_s(profile, plan, cluster, stage)
             times[key] = time, _data_s(plan, cluster, stack, sent, time, rates, copied_s)
+
     busiest = max(range(len(stages)), key=lambda number: times[keys[number]][0].total_s)
     worst, micro_batches = times[keys[busiest]][0], plan.accumulation
     through = sum(times[key][0].total_s for key in keys) - worst.total_s
@@ -123,17 +124,20 @@ def _stage_time(
     weights = elements * profile.element_bytes
     added = elements * (profile.element_bytes + 2 * stack.accumulated_bytes(profile.precision))
     added += elements * (_QUANTIZED_WEIGHTS * plan.quantized_weights + _QUANTIZED_GRADIENTS * plan.quantized_gradients)
+
     forward = compute_s(work * plan.micro_batch, weights, profile, plan, cluster, rates)
     again = _fused(_recomputed(_recomputable(stage, plan), plan), stack)
     backward = compute_s((work * 2 + again) * plan.micro_batch, 3 * weights + added, profile, plan, cluster, rates)
     launch_s = cluster.device.launch_s * rates.launches * stack.kernel_factor
     host_forward_s, host_backward_s = work.kernels * launch_s, (2 * work.kernels + again.kernels) * launch_s
+
     spent = dict.fromkeys(("tensor", "pipeline"), 0.0)
     for collective in collectives:
         if collective.group in spent:
             spent[collective.group] += collective_s(collective, plan, cluster, rates) / plan.accumulation
     exposed = 1 - rates.overlap if stack.hides_model_parallel else 1.0
     tensor_s, send_s = spent["tensor"] * exposed, spent["pipeline"] * exposed
+
     host_s = host_forward_s + host_backward_s + _framework_s(plan, stack, stage)
     device_s = forward + backward + tensor_s
     # Python launches kernels ahead of a GPU: the slower of both sets the pace. A processor does one after the other.

@@ -140,6 +140,7 @@ def _pipeline_traffic(
     sends_forward = position < plan.pipeline - 1 or plan.interleave > 1
     sends_backward = position > 0 or plan.interleave > 1
     number = plan.accumulation * plan.interleave
+
     activations = stage[-1].boundary_bytes * plan.micro_batch * number if sends_forward else 0.0
     gradients = profile.layers[0].boundary_bytes * plan.micro_batch * number if sends_backward else 0.0
     parts = plan.tensor

@@ -134,6 +134,7 @@ class Loop:
         began, seconds_in = time.monotonic(), self.activity.start_clock()
         accumulation = self.feed.layout.gradient_accumulation
         result = self.engine.train_step(islice(stream, accumulation), self.activity)
+
         self.position.step += 1
         self.position.batches_done = number + 1
         seconds, last = time.monotonic() - began, self.feed.loader.last

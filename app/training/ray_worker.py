@@ -165,6 +165,7 @@ def _train(arguments: WorkerArguments) -> Ending | RayloomError:
         require_shared(worker, run_folder, arguments["mark"])
     except (TopologyError, UnsharedStorageError) as error:
         return error
+
     data = load_prepared(recipe, to_path(arguments["data_folder"]))
     with ExitStack() as stack:
         # The job beats, too. If it is killed, its workers live on for seconds.

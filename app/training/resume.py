@@ -35,6 +35,7 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
         return Run.start(job, recipe)
     if not (runs / run_id / CONFIG_FILE).exists():
         raise StorageError(f"train.resume is {run_id!r}, and {str(runs)!r} has no such run: give its id, or {LATEST}")
+    # For ``latest``, ``newest_unfinished`` has looked already.
     if resume != LATEST and _has_finished(runs / run_id):
         raise StorageError(f"train.resume is {run_id!r}, which has finished: leave it out to start a new run")
     earlier = _recipe_of(runs / run_id)

@@ -188,6 +188,7 @@ def _check_plan(config: TrainConfig, model: nn.Module, data: PreparedData) -> No
         raise RecipeError(
             f"train.sync_batch_norm is true, but model {type(model).__name__} has no batch norm: leave it out"
         )
+
     in_low_precision = config.precision != "fp32" and config.device == "cpu"
     if in_low_precision and not config.sync_batch_norm and has_mixed_batch_norm(model):
         raise RecipeError(
@@ -197,6 +198,7 @@ def _check_plan(config: TrainConfig, model: nn.Module, data: PreparedData) -> No
         )
     if config.plan.offload == "nvme":
         require_asynchronous_io()
+
     layout = config.layout(config.worker_counts[-1])
     # This is called for its errors only.
     deepspeed_config(config, layout, kind_of(model))

@@ -127,6 +127,7 @@ def start_worker(config: TrainConfig) -> Worker:
     device, timeout = config.device, collective_timeout(config)
     if device == "gpu" and not torch.cuda.is_available():
         raise TrainingError("train.device is gpu, and torch sees none here: set it to cpu, or check the driver")
+
     # DeepSpeed's calls cause these warnings.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     # DeepSpeed chooses its accelerator when it is imported.
@@ -140,9 +141,11 @@ def start_worker(config: TrainConfig) -> Worker:
         allow_tf32(True)
     if not config.torch_compile:
         defer_compiler()
+
     deepspeed = import_deepspeed()
     if not config.torch_compile:
         define_muon_uncompiled()
+
     if not dist.is_initialized() and os.environ["WORLD_SIZE"] == "1":
         # A store in memory needs no port. DeepSpeed would meet on one.
         dist.init_process_group(_backend(device), store=HashStore(), rank=0, world_size=1)

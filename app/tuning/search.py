@@ -130,12 +130,15 @@ class Search:
         promotion = create_promotion(config, self._train.epochs, study.trials)
         scheduler = create_scheduler(config, self._train.epochs, study.space, promotion)
         replay(scheduler, study.ended)
+
         table = self._table()
         callback = StudyCallback(study, config, self.folder / TRIALS, self.budget, table, promotion, back_up)
         metrics = SearchMetrics(Publisher(ray_metrics).publish, study, self.recipe.name, config.objectives)
+
         ray_files = self.folder / "ray"
         parameters = {"recipe": self.recipe.model_dump_json(), "run_folder": str(self.folder), "mark": mark}
         trainable = tune.with_parameters(TrialActor, **parameters)
+
         tuner = tune.Tuner(
             tune.with_resources(trainable, self._actor_resources),
             tune_config=tune.TuneConfig(
@@ -164,14 +167,19 @@ class Search:
             raise self._explain(error) from error
         if ray_files.exists():
             ray_files.fs.rm(ray_files.path, recursive=True)
+
         if callback.broken:
             raise callback.broken
+        self._end(table)
+        metrics.update(at_once=True)
+
+    def _end(self, table: Table) -> None:
+        """Record the trials that are left as pruned, and remove the checkpoints of those that have ended."""
         # A search that was asked to stop resumes later, so its trials stay open.
         if not self.budget.stop_requested:
-            for number in study.end_running(self.budget.reason or "not promoted"):
-                table.ended(study, number)
-        metrics.update(at_once=True)
-        for trial in study.ended:
+            for number in self.study.end_running(self.budget.reason or "not promoted"):
+                table.ended(self.study, number)
+        for trial in self.study.ended:
             remove_checkpoints(self.folder / TRIALS / f"{trial.number:04d}")
 
     def _notes(self, promotion: Promotion | None) -> list[TrialNotes]:

@@ -118,6 +118,7 @@ def train_with_workers(
     folder.mkdir(parents=True, exist_ok=True)
     _await_previous_workers(folder)
     withdraw_stop_request(folder)
+
     prepared = prepare_data(recipe, data.folder)
     records, turns = (Queue(actor_options={"num_cpus": 0}) for _ in range(2))
     with ThreadPoolExecutor(1) as pool:

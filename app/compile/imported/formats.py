@@ -77,11 +77,13 @@ def _import_triton(model: Path, folder: Path) -> ImportedModel:
             f"{str(model)!r} is of Triton's backend {backend!r}: expected one with an ONNX file, {_ONNX_BACKENDS[0]} "
             f"or {_ONNX_BACKENDS[1]}; export the model to ONNX"
         )
+
     path = _triton_file(model, config)
     labels_of = {output.name: output.label_filename for output in config.output if output.label_filename}
     label_files = [model / name for name in labels_of.values()]
     if missing := [file for file in label_files if not file.is_file()]:
         raise CompileError(f"{str(model / CONFIG_FILE)!r} names the labels {str(missing[0])!r}, which are missing")
+
     read = [file for file in (model / CONFIG_FILE, *label_files, *sorted(path.parent.iterdir())) if file.is_file()]
     sums = {str(file.relative_to(model)): sha256_of_file(file) for file in read}
     imported = import_onnx(path, folder, ImportedFrom(kind="triton", source=str(model), files=sums))

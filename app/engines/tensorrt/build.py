@@ -41,6 +41,7 @@ def build_plan(
             raise CompileError(
                 f"{flavour} cannot build {str(onnx)!r} for {', '.join(machine.architectures)}: {'; '.join(errors)}"
             )
+
     content = bytes(serialized)
     manifest = PlanManifest(
         key=PlanKey(machine=machine, onnx_sha256=sha256_of_file(onnx), settings=settings),

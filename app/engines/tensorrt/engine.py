@@ -32,6 +32,7 @@ class TensorRtEngine(PooledEngine[Lane]):
         content, manifest = read_plan(path)
         library = load_library(self.name)
         self.version = library.version
+
         present = compute_capability()
         architectures = (present,) if present else ()
         machine = Machine(engine=self.name, engine_version=self.version, architectures=architectures)

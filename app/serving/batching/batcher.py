@@ -157,6 +157,7 @@ class Batcher:
             )
             self._scheduler.put(request)
             expiry_s, has_work = self._scheduler.expiry_s, self._scheduler.has_work
+
         self._unanswered += 1
         self._alarm.set(expiry_s, now_s)
         # If every slot is busy, an engine's thread takes the request when its call ends.

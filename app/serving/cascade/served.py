@@ -93,6 +93,7 @@ class ServedCascade:
 
         async def ask(stage: int, rows: NDArray[np.intp]) -> Tensors:
             inputs = request.inputs if len(rows) == num_rows else select_rows(request.inputs, rows)
+            # All stages share the time of the request.
             left_s = deadline_s - time.monotonic()
             return await self._stages[stage].run(inputs, priority=priority, timeout_s=left_s)
 

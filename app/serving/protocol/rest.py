@@ -83,6 +83,7 @@ def read_infer(
         body = decompress(body, encoding, limits.body_bytes)
     elif len(body) > limits.body_bytes:
         raise too_large(limits.body_bytes)
+
     header = headers.get(JSON_LENGTH)
     length = len(body) if header is None else _json_length(header, len(body))
     if header is not None and length == 0:
@@ -93,6 +94,7 @@ def read_infer(
         raise RequestTooLargeError(
             f"the body has {length} bytes of JSON: expected {limits.json_bytes} at most, send tensors as bytes"
         )
+
     # A view, because the tensors behind the JSON may be large.
     given = _parsed(body if length == len(body) else memoryview(body)[:length])
     asked = _parameters(given, "request")
@@ -131,6 +133,7 @@ def write_infer(
         else:
             output["data"] = _elements(name, output["datatype"], tensor)
         outputs.append(output)
+
     fields: dict[str, Any] = {"model_name": response.model, "model_version": response.version, "outputs": outputs}
     if response.id is not None:
         fields["id"] = response.id
@@ -142,6 +145,7 @@ def write_infer(
     else:
         headers = {"content-type": "application/octet-stream", JSON_LENGTH: str(len(body))}
         body = b"".join((body, *tensors))
+
     if accept_encoding:
         body, applied = compress(body, accept_encoding)
         if applied:

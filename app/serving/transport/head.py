@@ -40,6 +40,7 @@ class RequestHead:
             parser.feed_data(head)
         except (HttpParserError, HttpParserUpgrade):
             return None
+
         headers, path = dict(callbacks.lines), _PATH.fullmatch(callbacks.url)
         if not callbacks.is_complete or path is None or parser.get_method() != b"POST":
             return None
@@ -48,6 +49,7 @@ class RequestHead:
         if len(headers) < len(callbacks.lines) or headers.keys() & _NOT_PLAIN:
             # A repeated header is ambiguous.
             return None
+
         lengths = {name: headers[name] for name in ("content-length", JSON_LENGTH) if name in headers}
         if not headers.get("content-length", "0").strip("0") or any(map(_is_long, lengths.values())):
             return None

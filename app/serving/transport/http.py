@@ -169,6 +169,7 @@ class DirectInference:
         """Count a request until it leaves, and its bytes. Raises OverloadError if there are too many."""
         if self.ongoing >= self.endpoint.config.max_requests:
             raise self._overload()
+        # If there is no room for the bytes, the request has not entered.
         self.hold(num_bytes)
         self.ongoing += 1
 

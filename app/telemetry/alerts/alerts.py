@@ -41,6 +41,7 @@ class Alerts:
         self._silences = [(alert, SilenceWatch(rule)) for alert, rule in rules if isinstance(rule, SilenceRule)]
         self._notifier, self._run_id, self._recipe_name, self._clock = notifier, run_id, recipe_name, clock
         self._on_fire = on_fire
+        # Before the first record, silence counts from here.
         self._now = Moment(clock())
         self._unseen = {watch.metric for _, watch in self._metrics}
         self.action: Act = "notify"
@@ -85,6 +86,7 @@ class Alerts:
     def _check(self, record: Record) -> list[tuple[AlertConfig, str, float]]:
         """Return the alerts that fire on this record, with the metric and its value."""
         self._now = Moment.of(record, self._clock())
+        # A record ends the silence.
         for _, silence in self._silences:
             silence.observe(0.0)
         values = record.scalars()

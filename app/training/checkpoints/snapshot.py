@@ -50,6 +50,7 @@ def take_snapshot(
                 for key, flat in master_tensors(optimizer, fragment).items():
                     content[names.parameter(fragment.name, key)] = shards_of(fragment, flat, copy=True)
     rank = torch.distributed.get_rank()
+
     shared, buffers = (
         {names.buffer(name): buffer.detach().to("cpu", copy=True) for name, buffer in found.items()}
         for found in (mean_buffers(engine), buffers_of(engine))
@@ -58,6 +59,7 @@ def take_snapshot(
     content |= {names.own(rank, name): tensor for name, tensor in own.items()}
     if layout.data_rank(rank) == layout.tensor_rank(rank) == 0:
         content |= shared
+
     state = TrainState(
         position=position.model_copy(deep=True),  # the loop counts on while the snapshot is written
         epoch_order=EPOCH_ORDER,

@@ -54,6 +54,7 @@ class CheckpointStore:
 
     def next(self, step: int) -> Checkpoint:
         """Return a new checkpoint of ``step``, newer than all others of this step."""
+        # Unfinished ones count, too, so that a new one never shares a folder with one of them.
         numbers = (checkpoint.number for checkpoint in self._started() if checkpoint.step == step)
         return Checkpoint(step, 1 + max(numbers, default=0))
 
@@ -89,6 +90,7 @@ class CheckpointStore:
         for checkpoint in reversed(committed):
             if (result := self._read_or_warn(checkpoint, read)) is not None:
                 return result
+        # A run must not start over without a word where there was progress.
         if committed:
             raise StorageError(
                 f"all checkpoints in {str(self.folder)!r} are damaged: restore one of them, "
@@ -136,6 +138,7 @@ class CheckpointStore:
             if checkpoint not in committed:
                 warn(f"checkpoint {checkpoint.name} was never finished: removed")
                 best_effort(partial(self.remove, checkpoint), f"checkpoint {checkpoint.name} cannot be removed")
+            # It is newer than the one that was restored, so it was found to be damaged.
             elif after is not None and checkpoint > after:
                 rename = partial(self._rename_damaged, checkpoint)
                 best_effort(rename, f"damaged checkpoint {checkpoint.name} cannot be renamed")

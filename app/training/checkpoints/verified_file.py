@@ -94,6 +94,7 @@ class VerifiedFile(io.RawIOBase):
             return
         breaks = [0, *(place for place, (one, other) in enumerate(pairwise(numbers), 1) if other > one + 1)]
         runs = [numbers[start:end] for start, end in pairwise([*breaks, len(numbers)])]
+
         size = self._piece_bytes
         starts = [run[0] * (size or 0) for run in runs]
         ends = [None if size is None else (run[-1] + 1) * size for run in runs]

@@ -121,6 +121,7 @@ class StepSync:
         if self.worker.is_first:
             interval.fill_(self._next_interval(len(steps), elapsed))
             polls.fill_(self._is_poll_due())
+
         losses, requests, lost, interval, polls, busy = torch.split(self.worker.all_reduce(message), sizes)
         self._interval, self._polls = int(interval), bool(polls)
         strongest = max(request for request in StopRequest if requests[request])

@@ -42,12 +42,14 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             return super().forward(input)
         if not self.training:
             return self._normalise_with_running_statistics(input)
+
         values = input.float()
         reduced_dims = [dim for dim in range(values.ndim) if dim != 1]
         shape = [1, -1] + [1] * (values.ndim - 2)
         count = torch.full((1,), float(values.numel() // values.shape[1]))
         sums = _sum_over_workers(torch.cat([values.sum(reduced_dims), count]))
         mean, total = sums[:-1] / sums[-1], sums[-1].detach()
+
         deviations = values - mean.view(shape)
         variance = _sum_over_workers(deviations.square().sum(reduced_dims)) / total
         # torch normalises by the biased variance, and tracks the unbiased one.

@@ -169,6 +169,7 @@ def initialize(model: Any, config: TrainConfig, layout: Layout, total_steps: int
     if uses_nvme:
         load_asynchronous_io()
         config = with_own_folder(config)
+
     optimizer = create_optimizer(model, config)
     num_parameters = sum(map(num_elements, model.parameters()))
     hook = optimizer.register_step_pre_hook(_drop_gradients) if config.plan.zero_stage == 0 else None

@@ -78,6 +78,7 @@ def lr_factor(step: int, total_steps: int, config: ScheduleConfig) -> float:
     """
     warmup = int(config.warmup_fraction * total_steps)
     if step < warmup:
+        # With the ones added, no step has a rate of 0.
         return (step + 1) / (warmup + 1)
     progress = min((step - warmup) / max(total_steps - warmup, 1), 1.0)
     match config.name:

@@ -58,6 +58,7 @@ class Meter:
         """Return the operations of training on one sample of this shape. They are counted once per shape."""
         key = tuple(tensor.shape[1:] for tensor in inputs.values())
         if self.model is not None and key not in self._by_shape:
+            # A shape that cannot be counted is not tried again.
             self._by_shape[key] = None
             count = partial(self._count, key, inputs)
             best_effort(count, "the model's operations cannot be counted, so there is no MFU")

@@ -66,14 +66,17 @@ class Recorder:
     def record_steps(self, position: Position, synced: SyncedSteps) -> None:
         """Record the synced steps, and add them to the samples and seconds of ``position``."""
         now = self.clock()
+        # All workers count, because each has the run's position.
         position.seconds += now - self._last_recorded
         position.samples += len(synced.steps) * self.config.global_batch_size
         self._last_recorded = now
         if not self._sinks:
             return
+
         seconds = sum(step.seconds for step in synced.steps)
         samples_per_s = len(synced.steps) * self.config.global_batch_size / seconds
         self.ranks(synced.busy_s)
+
         first = position.step - len(synced.steps) + 1
         memory = memory_record(self.device)
         self._append(
