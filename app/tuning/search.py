@@ -170,17 +170,17 @@ class Search:
 
         if callback.broken:
             raise callback.broken
-        self._end(table)
+        self._end_running(table)
         metrics.update(at_once=True)
+        for trial in study.ended:
+            remove_checkpoints(self.folder / TRIALS / f"{trial.number:04d}")
 
-    def _end(self, table: Table) -> None:
-        """Record the trials that are left as pruned, and remove the checkpoints of those that have ended."""
+    def _end_running(self, table: Table) -> None:
+        """Record the trials that are left as pruned."""
         # A search that was asked to stop resumes later, so its trials stay open.
         if not self.budget.stop_requested:
             for number in self.study.end_running(self.budget.reason or "not promoted"):
                 table.ended(self.study, number)
-        for trial in self.study.ended:
-            remove_checkpoints(self.folder / TRIALS / f"{trial.number:04d}")
 
     def _notes(self, promotion: Promotion | None) -> list[TrialNotes]:
         """Return what tells trackers of trials, if there are any."""
