@@ -82,17 +82,30 @@ class Tensor(BaseModel):
     sizes: tuple[str, ...] = ()
     """Names of the varying sizes, in order; empty if the model's file has none."""
 
+    max_length: int | None = None
+    """Limit of the varying sizes other than the batch; None if it is unknown."""
+
+    values_below: int | None = None
+    """Exclusive limit of the values, such as the number of tokens; None if it is unknown."""
+
     @classmethod
     def of(cls, spec: TensorSpec) -> Self:
         """Convert an engine's description."""
         return cls.model_validate(
-            {"name": spec.name, "dtype": dtype_name(spec.dtype), "shape": spec.shape, "sizes": spec.sizes}
+            {
+                "name": spec.name,
+                "dtype": dtype_name(spec.dtype),
+                "shape": spec.shape,
+                "sizes": spec.sizes,
+                "max_length": spec.max_length,
+                "values_below": spec.values_below,
+            }
         )
 
     def spec(self, max_length: int | None = None) -> TensorSpec:
         """Convert to an engine's description. ``max_length`` limits the varying sizes other than the batch."""
         dtype = _STRINGS if self.dtype == "string" else np.dtype(self.dtype)
-        return TensorSpec(self.name, dtype, self.shape, max_length, sizes=self.sizes)
+        return TensorSpec(self.name, dtype, self.shape, max_length or self.max_length, self.values_below, self.sizes)
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype} {list(self.shape)}"

@@ -45,17 +45,23 @@ def export_onnx(
     if precision != "fp32":
         model = _lowered(model, precision)
     inputs = {spec.name: torch.from_numpy(sample[spec.name]) for spec in specs}
-    dynamic = {
-        spec.name: {axis: _dimension(spec, axis) for axis, size in enumerate(spec.shape) if size == -1}
-        for spec in specs
-    }
     with _quiet():
-        program = _to_onnx(_traced(model, inputs, dynamic))
+        program = _to_onnx(_traced(model, inputs, _dynamic(specs)))
         _lower_folded_weights(program.model.graph)
         if (count := len(program.model.graph.outputs)) != 1:
             raise CompileError(f"the model has {count} outputs: expected only logits")
         program.save(path, external_data=False)
     _require_one_file(path)
+
+
+def export_outputs(
+    model: nn.Module, specs: Sequence[TensorSpec], sample: Tensors, outputs: Sequence[str], path: Path
+) -> None:
+    """Write a model with several outputs as one float32 ONNX file. Arguments and errors as for ``export_onnx``."""
+    inputs = {spec.name: torch.from_numpy(sample[spec.name]) for spec in specs}
+    with _quiet():
+        program = _traced(model, inputs, _dynamic(specs))
+    program_to_onnx(program, [spec.name for spec in specs], outputs, path)
 
 
 def program_to_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], path: Path) -> None:
@@ -67,6 +73,14 @@ def program_to_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Se
     with _quiet():
         _to_onnx(program, outputs, inputs).save(path, external_data=False)
     _require_one_file(path)
+
+
+def _dynamic(specs: Sequence[TensorSpec]) -> dict[str, Any]:
+    """Return the dynamic dimensions of each input."""
+    return {
+        spec.name: {axis: _dimension(spec, axis) for axis, size in enumerate(spec.shape) if size == -1}
+        for spec in specs
+    }
 
 
 def _dimension(spec: TensorSpec, axis: int) -> Any:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from onnx import TensorProto as Type
 from onnx import helper, numpy_helper
+from transformers import BertConfig, BertForSequenceClassification
 from tritonclient import http as client
 from tritonclient.utils import InferenceServerException
 from typer.testing import CliRunner
@@ -167,7 +168,7 @@ def test_the_rows_of_all_inputs_are_checked_and_natural_input_is_refused(two_tow
             ask(server.http, "towers", rows(2) | {"is_new": np.array([True])}, True)
         with pytest.raises(InferenceServerException, match="not UTF-8"):
             ask(server.http, "towers", rows(1) | {"country": np.array([[b"\xff"]], object)}, True)
-        with pytest.raises(InferenceServerException, match="cannot run these inputs"):
+        with pytest.raises(InferenceServerException, match="has values from 50 to 50: expected 0 to 49"):
             ask(server.http, "towers", rows(1) | {"tokens": np.array([[WORDS]])}, True)
         answer = httpx.post(f"http://{server.http}/v1/models/towers/predict", json={"inputs": "a text"})
         assert answer.status_code == 400
@@ -249,6 +250,30 @@ def test_a_program_of_torch_export_keeps_its_names_and_is_compared_with_pytorch(
     assert [str(tensor) for tensor in manifest.outputs] == ["values float32 [-1, 4]", "hidden bool [-1, 1]"]
     assert manifest.lineage.baseline == "PyTorch"
     assert manifest.max_difference < 1e-6
+
+
+def test_a_classifier_in_hugging_faces_layout_brings_its_labels(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=WORDS, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=70, id2label={0: "bad", 1: "neither", 2: "good"},
+    )  # fmt: skip
+    model = BertForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path / "bert")
+    imported(tmp_path, "bert", tmp_path / "bert", *EXACT)
+    loaded = load_model(UPath(tmp_path), "bert", 1, 1)
+    assert loaded.labels_by_output == {"logits": ["bad", "neither", "good"]}
+    assert [(spec.name, spec.max_length, spec.values_below) for spec in loaded.inputs] == [
+        ("input_ids", 70, WORDS),
+        ("attention_mask", 70, None),
+    ]
+    ids, mask = torch.arange(14).reshape(2, 7), torch.ones(2, 7, dtype=torch.int64)
+    mask[1, 4:] = 0
+    given = loaded.engine.run({"input_ids": ids.numpy(), "attention_mask": mask.numpy()})["logits"]
+    with torch.no_grad():
+        np.testing.assert_allclose(given, model(input_ids=ids, attention_mask=mask).logits, atol=1e-5)
+    assert set(loaded.manifest.lineage.imported.files) == {"config.json", "model.safetensors"}  # type: ignore[union-attr]
+    loaded.engine.close()
 
 
 def triton_model(folder: Path, config: str = "") -> Path:

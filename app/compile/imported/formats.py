@@ -1,4 +1,4 @@
-"""What people bring: an ONNX file or a folder with one, a torch.export program, a Triton repository."""
+"""What people bring: an ONNX file, a program of torch.export, a Triton repository, a folder of Hugging Face's."""
 
 from pathlib import Path
 
@@ -11,7 +11,10 @@ from app.errors import CompileError
 from app.repository.manifest import ImportedFrom
 from app.repository.triton import CONFIG_FILE
 
-_EXPECTED = "a .onnx file, a .pt2 file of torch.export, or the folder of a model in a Triton repository"
+_EXPECTED = (
+    "a .onnx file, a .pt2 file of torch.export, the folder of a model in a Triton repository, or one in Hugging Face's "
+    "layout, with config.json and safetensors"
+)
 _ONNX_BACKENDS = ("onnxruntime", "openvino", "onnxruntime_onnx")
 
 
@@ -40,6 +43,10 @@ def _open_folder(given: Path, folder: Path) -> ImportedModel:
     models = sorted(path for path in (given, *given.iterdir()) if path.is_dir() and _is_triton_model(path))
     if given in models:
         return _import_triton(given, folder)
+    if is_hugging_face_folder(given):
+        from app.compile.imported.hugging_face import import_hugging_face  # imports torch
+
+        return import_hugging_face(given, folder)
     files = sorted(given.glob("*.onnx"))
     found = [*models, *files]
     if len(found) > 1:
@@ -49,6 +56,11 @@ def _open_folder(given: Path, folder: Path) -> ImportedModel:
     if not found:
         raise CompileError(f"{str(given)!r} has no model: expected {_EXPECTED}")
     return open_model(found[0], folder)
+
+
+def is_hugging_face_folder(folder: Path) -> bool:
+    """Return whether a folder has a configuration and weights as transformers writes them."""
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
 def _is_triton_model(path: Path) -> bool:

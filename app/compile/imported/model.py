@@ -25,9 +25,6 @@ class ImportedModel:
     """One file, with all weights inside."""
 
     signature: Signature
-    values_below: dict[str, int]
-    """The exclusive limit of inputs that are indices, by name."""
-
     open_reference: OpenReference
     labels: tuple[str, ...] = ()
     scores: str | None = None
@@ -65,13 +62,18 @@ class ImportedModel:
 
 
 def import_onnx(
-    path: Path, folder: Path, source: ImportedFrom, open_reference: OpenReference | None = None
+    path: Path,
+    folder: Path,
+    source: ImportedFrom,
+    open_reference: OpenReference | None = None,
+    max_length: int | None = None,
 ) -> ImportedModel:
     """Check an ONNX file, and write it into ``folder`` as one file.
 
     Args:
         source: where it came from. The sums of the file are added, unless it has some.
         open_reference: by default, ONNX Runtime on this file gives the right answers.
+        max_length: limit of the sizes that vary, other than the rows, if it is known.
 
     Raises:
         CompileError: the file cannot be imported, and why.
@@ -81,13 +83,20 @@ def import_onnx(
     target = folder / "imported.onnx"
     write_one_file(path, target)
     engine = open_oracle(target, 1)
-    signature = with_sizes(engine.signature, model, path)
+    named, limits = with_sizes(engine.signature, model, path), values_below(model)
     engine.close()
+    inputs = (
+        replace(
+            spec,
+            max_length=max_length if len(spec.shape) > 1 and -1 in spec.shape[1:] else None,
+            values_below=limits.get(spec.name),
+        )
+        for spec in named.inputs
+    )
     sums = {file.name: sha256_of_file(file) for file in (path, *external_files(model, path))}
     return ImportedModel(
         source if source.files else source.model_copy(update={"files": sums}),
         target,
-        signature,
-        values_below(model),
+        Signature(tuple(inputs), named.outputs),
         open_reference or (lambda threads: open_oracle(target, threads)),
     )

@@ -1,9 +1,10 @@
 """A program of torch.export, made into an ONNX file that is compared with the program itself."""
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
@@ -14,6 +15,9 @@ from app.engines.base import Engine, PooledEngine, Signature
 from app.errors import CompileError
 from app.repository.manifest import ImportedFrom
 from app.tensors import Tensors
+
+Call = Callable[[Mapping[str, Tensor]], Sequence[Tensor]]
+"""A model as a function of its inputs by name."""
 
 
 def import_program(path: Path, folder: Path) -> ImportedModel:
@@ -35,8 +39,15 @@ def import_program(path: Path, folder: Path) -> ImportedModel:
     program_to_onnx(program, inputs, outputs, converted)
     source = ImportedFrom(kind="torch.export", source=str(path), files={path.name: sha256_of_file(path)})
 
+    run = program.module()
+
+    def call(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        given, in_spec = [tensors[name] for name in inputs], program.call_spec.in_spec
+        args, kwargs = pytree.tree_unflatten(given, in_spec) if in_spec else (tuple(given), {})
+        return pytree.tree_leaves(run(*args, **kwargs))
+
     def open_reference(threads: int) -> Engine:
-        return _ProgramEngine(program, inputs, imported.signature, threads)
+        return ModuleEngine(call, imported.signature, threads)
 
     imported = import_onnx(converted, folder, source, open_reference)
     return imported
@@ -53,21 +64,18 @@ def _output_names(program: ExportedProgram) -> list[str]:
     return [f"output_{name}" if name.isdecimal() else name for name in named]
 
 
-class _ProgramEngine(PooledEngine[Any]):
-    """The program in PyTorch, as the reference."""
+class ModuleEngine(PooledEngine[Call]):
+    """A model in PyTorch with any number of outputs, as the reference."""
 
     name = "torch"
     version: str = torch.__version__
 
-    def __init__(self, program: ExportedProgram, inputs: list[str], signature: Signature, threads: int) -> None:
+    def __init__(self, call: Call, signature: Signature, threads: int) -> None:
+        """Run ``call``, which takes the inputs by name and returns the outputs in order."""
         torch.set_num_threads(threads)
-        self._inputs = inputs
-        super().__init__(signature, [program])
+        super().__init__(signature, [call])
 
-    def _run(self, member: ExportedProgram, inputs: Tensors) -> Tensors:
-        given = [torch.from_numpy(inputs[name]) for name in self._inputs]
-        in_spec = member.call_spec.in_spec
-        args, kwargs = pytree.tree_unflatten(given, in_spec) if in_spec else (tuple(given), {})
+    def _run(self, member: Call, inputs: Tensors) -> Tensors:
         with torch.inference_mode():
-            answer = pytree.tree_leaves(member.module()(*args, **kwargs))
+            answer = member({name: torch.from_numpy(array) for name, array in inputs.items()})
         return {spec.name: tensor.numpy() for spec, tensor in zip(self.signature.outputs, answer, strict=True)}

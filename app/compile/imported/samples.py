@@ -138,10 +138,8 @@ def _classes(given: Sequence[Any], labels: Sequence[str], path: Path) -> NDArray
     return np.array(classes, np.int64)
 
 
-def random_rows(
-    signature: Signature, values_below: Mapping[str, int], sizes: Mapping[str, Sequence[int]], count: int
-) -> TensorRows:
-    """Return rows of random numbers: floats around 0, whole numbers below ``values_below`` of the input, else 0 and 1.
+def random_rows(signature: Signature, sizes: Mapping[str, Sequence[int]], count: int) -> TensorRows:
+    """Return rows of random numbers: floats around 0, whole numbers below the input's limit, else 0 and 1.
 
     Args:
         sizes: the values of each size that varies, by name. Where one has several, rows take them in turns.
@@ -153,7 +151,7 @@ def random_rows(
             shape = tuple(sizes[name][index % len(sizes[name])] for name in _shape_names(spec) if name in sizes)
             varying = iter(shape)
             full = [next(varying) if size == -1 else size for size in spec.shape[1:]]
-            rows[spec.name].append(_random(spec, full, values_below.get(spec.name), generator))
+            rows[spec.name].append(_random(spec, full, generator))
     return TensorRows(rows, _lengths(rows, signature, "the random rows"))
 
 
@@ -166,9 +164,7 @@ def _shape_names(spec: TensorSpec) -> tuple[str, ...]:
     return spec.sizes[1:] if spec.shape[0] == -1 else spec.sizes
 
 
-def _random(
-    spec: TensorSpec, shape: Sequence[int], values_below: int | None, generator: np.random.Generator
-) -> NDArray[Any]:
+def _random(spec: TensorSpec, shape: Sequence[int], generator: np.random.Generator) -> NDArray[Any]:
     kind = spec.dtype.kind
     if kind == "O":
         return np.array([f"word{number}" for number in generator.integers(0, 100, shape).flat], object).reshape(shape)
@@ -176,8 +172,8 @@ def _random(
         return generator.standard_normal(shape).astype(spec.dtype)
     if kind == "b":
         return generator.integers(0, 2, shape).astype(spec.dtype)
-    if values_below is not None or spec.dtype == np.uint8:
-        return generator.integers(0, values_below or 256, shape).astype(spec.dtype)
+    if spec.values_below is not None or spec.dtype == np.uint8:
+        return generator.integers(0, spec.values_below or 256, shape).astype(spec.dtype)
     numbers = generator.integers(0, 2, shape)
     numbers[..., :1] = 1  # a mask that hides everything gives NaN
     return numbers.astype(spec.dtype)

@@ -149,7 +149,7 @@ def made_up_rows(model: ImportedModel, sizes: Mapping[str, Sequence[int]]) -> Im
             f"--size names {unknown[0]!r}: the sizes that vary are {', '.join(names) or 'none but the rows'}"
         )
     chosen = {name: sizes.get(name, [_DEFAULT_SIZE]) for name in names}
-    rows = random_rows(model.signature, model.values_below, chosen, _RANDOM_ROWS)
+    rows = random_rows(model.signature, chosen, _RANDOM_ROWS)
     return ImportRows(rows, None, rows.fingerprint, False, None)
 
 
