@@ -116,16 +116,14 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
 
 def test_submit_jobs(reader: Reader) -> None:
     shown = reader.paste_all("submit_jobs.md")
-    assert shown.count("RESULT ") == 4
+    assert shown.count("RESULT ") == 6
     assert '"lr": 0.001' in shown or "lr: 0.001" in shown
 
 
 def test_manage_versions(reader: Reader) -> None:
-    reader.publish("digits", 2)
-    reader.paste("rayloom models promote digits 2")
-    shown = reader.paste_all("manage_versions.md")
-    assert "digits, version 2" in shown
-    assert not (Path(reader.environment["RAYLOOM_STORAGE"]) / "models/digits/1").exists()
+    reader.publish("digits", 3)
+    assert "digits, version 3" in reader.paste_all("manage_versions.md")
+    assert not (Path(reader.environment["RAYLOOM_STORAGE"]) / "models/digits/2").exists()
 
 
 def test_monitor_training(reader: Reader) -> None:
