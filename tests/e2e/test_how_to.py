@@ -117,7 +117,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
 def test_submit_jobs(reader: Reader) -> None:
     shown = reader.paste_all("submit_jobs.md")
     assert shown.count("RESULT ") == 6
-    assert '"lr": 0.001' in shown or "lr: 0.001" in shown
+    assert "lr: 0.001" in shown
 
 
 def test_manage_versions(reader: Reader) -> None:
