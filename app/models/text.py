@@ -58,6 +58,7 @@ class EncoderClassifier(nn.Module):
         # part, which need the most random numbers, it would cost a third of a step on a CPU.
         layer.self_attn.dropout = 0.0
         layer.dropout.p = 0.0
+        # torch has no nested tensors with ``norm_first``, and would warn.
         self.encoder = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
 
         self.dropout = nn.Dropout(dropout)

@@ -118,6 +118,7 @@ class Repository:
         self._require(name, version)
 
         def promoted(aliases: Aliases) -> Aliases:
+            # A deletion may have begun since the check above.
             if version in aliases.deleted:
                 raise StorageError(f"model {name!r}, version {version}, is being deleted: promote another")
             return aliases.promoted(version, alias)

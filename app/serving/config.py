@@ -204,4 +204,5 @@ class EndpointConfig(_Config):
         Each model's own queue refuses requests before. This limit only protects them.
         """
         policies = (version.policy for version in self.versions)
+        # Each queue counts twice, because as many requests may wait to be encoded.
         return _SPARE_REQUESTS + sum(2 * policy.queue_limit + policy.max_batch_size for policy in policies)

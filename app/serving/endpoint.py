@@ -84,6 +84,7 @@ class Endpoint:
             loaded: dict[VersionConfig, ServedModel] = {}
             try:
                 for version in config.versions:
+                    # A version that is served already keeps its engine and its queue.
                     loaded[version] = self._served.get(version) or await self._load(version)
             except BaseException:  # a cancelled update must not leak what it has loaded
                 self._close(loaded, keep=self._served)
@@ -258,6 +259,7 @@ class Endpoint:
         """Close models in the background, except those to keep."""
         for version, served in models.items():
             if version not in keep:
+                # The switch does not wait for the requests to the old models.
                 task = asyncio.create_task(served.close())
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)

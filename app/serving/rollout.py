@@ -83,6 +83,7 @@ class Shadow:
     def _done(self, copy: asyncio.Task[object]) -> None:
         self._bytes -= self._copies.pop(copy)
         error = None if copy.cancelled() else copy.exception()
+        # A shadow that is too slow drops copies, which its statistics count.
         if error is None or isinstance(error, OverloadError | DeadlineError) or type(error) in self._logged:
             return
         self._logged.add(type(error))  # once for each type, since every copy may fail

@@ -92,6 +92,7 @@ def open_run(run: Run, data: PreparedData) -> None:
     run.until_result.callback(write_page, training_page, run.folder)
     run.open()
     withdraw_stop_request(run.folder)
+    # The note of an earlier attempt must not explain a later failure.
     (run.folder / FAILURE_FILE).unlink(missing_ok=True)
     if not _is_saved(run):
         data.save(run.folder / DATA)

@@ -139,6 +139,7 @@ def _begin(attempt: _Attempt) -> Loop:
     # This comes first, because starting the watchdog removes the note.
     earlier_failure = _read_failure(run_folder) if worker.is_first else None
     watchdog = _start_watchdog(worker, config, run_folder)
+    # It closes last, so it also watches what is closed before.
     stack.callback(watchdog.close)
     mirror = stack.enter_context(Mirror(run_folder))
     events = EventLog(mirror if worker.is_first else None)
@@ -163,6 +164,7 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
     # Otherwise its gradient hooks keep the model alive until the process ends.
     stack.callback(engine.deepspeed.destroy)
     stop_signals = _listen_for_stops(run_folder, worker, alerts, stack)
+    # With ``mirror.flush``, the logs in storage are never behind a committed checkpoint.
     checkpoints = CheckpointManager(run_folder / CHECKPOINTS, engine, config, layout, worker, activity, mirror.flush)
     stack.callback(checkpoints.close)
     metrics = RunMetrics(attempt.publish, run_folder.name, recipe, total_steps, lambda: checkpoints.last_commit)

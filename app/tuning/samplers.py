@@ -38,6 +38,7 @@ def create_sampler(config: TuneConfig, past: int) -> BaseSampler:
         warnings.simplefilter("ignore", ExperimentalWarning)
         match config.sampler:
             case "tpe":  # Bergstra et al. 2011. Keys are drawn jointly, as in BOHB (Falkner et al. 2018)
+                # With ``constant_liar``, concurrent trials keep away from each other's values.
                 return TPESampler(
                     n_startup_trials=startup_trials, multivariate=True, group=True, constant_liar=True, seed=seed
                 )

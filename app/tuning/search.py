@@ -41,7 +41,9 @@ _CHECKPOINTS_TO_KEEP = 3
 
 _ENVIRONMENT = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # each trial writes its own metrics
+    # Results come one by one, because the scheduler decides after each epoch.
     "TUNE_RESULT_BUFFER_LENGTH": "1",
+    # Relative paths of a recipe are meant from the job's folder.
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     # Ray Tune's own state is never read, because the study has everything.
     "TUNE_GLOBAL_CHECKPOINT_S": "3600",

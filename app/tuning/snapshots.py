@@ -52,6 +52,7 @@ class Snapshots:
     def __init__(self, file: Path, publish: Callable[[Path], None]) -> None:
         """``publish`` moves a finished copy to its destination."""
         self._publish, self._copy = publish, file.with_name(f".{file.name}.tmp")
+        # Several threads use this connection, one at a time under the lock.
         self._source = sqlite3.connect(file, timeout=_LOCK_TIMEOUT_S, check_same_thread=False)
         self._copied_version: int | None = None
         self._lock = threading.Lock()

@@ -120,6 +120,7 @@ def train_with_workers(
     withdraw_stop_request(folder)
 
     prepared = prepare_data(recipe, data.folder)
+    # The queues reserve nothing, because the trial's CPUs are for its workers.
     records, turns = (Queue(actor_options={"num_cpus": 0}) for _ in range(2))
     with ThreadPoolExecutor(1) as pool:
         callbacks = [_ForwardRecords(records), WaitAfterReport(turns)]

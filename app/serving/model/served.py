@@ -91,6 +91,7 @@ class ServedModel:
             OverloadError: too many requests are being read.
             DeadlineError: the deadline passed before these could be read.
         """
+        # Inputs that wait to be encoded are in no queue of the batcher yet.
         if self._encoding >= self.policy.queue_limit:
             raise OverloadError(f"{self._encoding} requests are being read already: try again later")
         self._encoding += 1

@@ -69,6 +69,7 @@ class PipelineEngine:
             )
             if outputs is not None:
                 sums += torch.stack(outputs).sum(0)
+        # Training's batches have another size than those of validation.
         self.deepspeed.reset_activation_shape()
         return sums
 
