@@ -62,7 +62,8 @@ class JobLog:
         process, text = (named["process"], line[named.end() :]) if named else ("", line)
         if _OF_RAY.match(text) or (process.startswith("(ServeController ") and _OF_SERVE_CONTROLLER.match(text)):
             return
-        if process.startswith(_WORKER):  # the first that speaks reports progress for all of them
+        # The first that speaks reports progress for all of them.
+        if process.startswith(_WORKER):
             self._leader = self._leader or process.partition(",")[0].rstrip(")")
             line = text if process.startswith(self._leader) else line
         yield from self._outside_blocks(process, text, line)

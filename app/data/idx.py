@@ -102,5 +102,6 @@ def _read(path: UPath) -> bytes:
     try:
         content = path.read_bytes()
         return gzip.decompress(content) if path.suffix == ".gz" else content
-    except (OSError, EOFError, zlib.error) as error:  # gzip raises the last two for damaged files
+    except (OSError, EOFError, zlib.error) as error:
+        # gzip raises the last two for damaged files.
         raise DataError(f"{str(path)!r} cannot be read ({error}): expected a whole file; fetch it again") from error

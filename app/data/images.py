@@ -65,7 +65,8 @@ class ImageProcessor:
                 pixels = image.convert("L" if self._config.channels == 1 else "RGB").resize(size)
         except Image.DecompressionBombError as error:  # Pillow's own limit is higher
             raise DataError(f"an image is too large ({error}): scale it down to {_MAX_PIXELS} pixels") from error
-        except Exception as error:  # Pillow's decoders raise many kinds of errors for damaged files
+        except Exception as error:
+            # Pillow's decoders raise many kinds of errors for damaged files.
             raise DataError(f"an image of {len(item)} bytes cannot be read: expected a PNG or JPEG file") from error
         values = np.asarray(pixels, np.float32).reshape(*size, self._config.channels) / 127.5 - 1.0
         return values.transpose(2, 0, 1)

@@ -18,7 +18,8 @@ from app.tensors import Tensors, TensorSpec
 
 SPECIAL_TOKENS = [PAD, UNKNOWN, START] = ["[PAD]", "[UNK]", "[CLS]"]
 SETTINGS_FILE = "text.json"
-_MAX_PIECE_LENGTH = 4  # characters; longer pieces are too rare to learn from a few thousand texts
+# In characters. Longer pieces are too rare to learn from a few thousand texts.
+_MAX_PIECE_LENGTH = 4
 
 
 class _TextSettings(BaseModel):

@@ -51,7 +51,8 @@ class Blueprint:
             windows = _to_meta(model, recording)
             if not torch.equal(before[0], torch.get_rng_state()):
                 raise UnrecordableError("random numbers were drawn at once")
-        except Exception:  # an error of the factory itself is raised again by the second call
+        except Exception:
+            # The second call raises an error of the factory itself again.
             restore_random_states(*before)
             return cls(build())
         return cls(model, windows, recording.operations, recording.storages)

@@ -36,8 +36,10 @@ def write_safetensors(path: Path, forms: Mapping[str, Form], read: Callable[[str
 
     Format: https://huggingface.co/docs/safetensors/index#format
     """
-    names = sorted(forms, key=lambda name: -forms[name].dtype.itemsize)  # keeps each tensor aligned
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires it
+    # This order keeps each tensor aligned.
+    names = sorted(forms, key=lambda name: -forms[name].dtype.itemsize)
+    # transformers requires the format.
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name in names:
         form = forms[name]

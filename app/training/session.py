@@ -177,7 +177,8 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
 
     feed = Feed(_with_teacher(data, recipe) if config.teacher else data, config, layout, worker, activity)
     stack.callback(feed.close)
-    report = watchdog.rest()(attempt.report)  # a search may answer only when its other trials have
+    # A search may answer only when its other trials have.
+    report = watchdog.rest()(attempt.report)
     return Loop(
         config=config,
         total_steps=total_steps,

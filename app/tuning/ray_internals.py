@@ -37,7 +37,8 @@ class WaitAfterReport(TrainContextCallback):  # type: ignore[misc] # Ray has no 
             # Poll: an endless wait of a killed worker would live on in the queue and take its successor's turn.
             with suppress(Empty):
                 if self._turns.get(timeout=_POLL_S) == STOP:
-                    self._turns.put(STOP)  # for later epochs, and for workers that are restarted
+                    # Later epochs and restarted workers have to find it, too.
+                    self._turns.put(STOP)
                 return
 
 

@@ -126,7 +126,8 @@ class Search:
 
     def _run(self, mark: str, back_up: Callable[[], object]) -> None:
         os.environ.update(_ENVIRONMENT)
-        logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # the callback reports failures
+        # The callback reports failures.
+        logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
         remove_lost_trials(self.study, self.folder / TRIALS)
         config, study = self.config, self.study
         promotion = create_promotion(config, self._train.epochs, study.trials)

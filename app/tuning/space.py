@@ -224,7 +224,8 @@ def _from_ray(domain: Any) -> BaseDistribution:
     if isinstance(sampler, Uniform | LogUniform):
         if isinstance(domain, Float):
             return FloatDistribution(domain.lower, domain.upper, log=log, step=None if log else step)
-        if isinstance(domain, Integer):  # Ray Tune excludes the upper end, unless it draws in steps
+        if isinstance(domain, Integer):
+            # Ray Tune excludes the upper end, unless it draws in steps.
             return IntDistribution(domain.lower, domain.upper - (step is None), log=log, step=int(step or 1))
     raise ValueError(f"{domain} cannot be drawn by Optuna: use uniform, loguniform, randint, lograndint or choice")
 

@@ -262,7 +262,8 @@ class SearchStudy:
             if (known.get(VALUES), known.get(EPOCHS, 0)) == (values, epoch):
                 return False
             trial.set_user_attr(VALUES, values)
-            trial.set_user_attr(KEPT, None)  # its own best epoch was of the weights that it gave up
+            # The trial's own best epoch was of the weights that it gave up.
+            trial.set_user_attr(KEPT, None)
             trial.set_user_attr(INHERITED, known.get(INHERITED, 0) + epoch - known.get(EPOCHS, 0))
             trial.set_user_attr(EPOCHS, epoch)
             return True

@@ -43,7 +43,8 @@ class Table:
         running.epoch, running.value = result.epoch, result.value
         if time.monotonic() - self._shown > _RUNNING_INTERVAL_S:
             for other, now in sorted(self._running.items()):
-                if other != number or now.epoch < self._epochs:  # else the row of its end comes next
+                if other != number or now.epoch < self._epochs:
+                    # Otherwise the row of its end comes next.
                     self._row(other, [now.value] if now.value is not None else [], now.epoch, "running", now.values)
 
     def paused(self, number: int) -> None:

@@ -36,7 +36,8 @@ class Histogram:
         """Count the values of a tensor of any shape."""
         magnitudes = np.abs(values).ravel()
         largest = float(magnitudes.max(initial=0.0))
-        self.largest = float(np.maximum(self.largest, largest))  # unlike max, this propagates NaN
+        # Unlike ``max``, this propagates NaN.
+        self.largest = float(np.maximum(self.largest, largest))
         if not np.isfinite(self.largest):
             return
         if self.width == 0.0 and largest > 0.0:

@@ -94,7 +94,8 @@ def builder_config(library: Library, builder: Any, settings: BuildSettings, prof
     """Return the library's build configuration, without targets. Raises CompileError if it refuses a profile."""
     trt = library.trt
     config = builder.create_builder_config()
-    config.clear_flag(trt.BuilderFlag.TF32)  # on by default, with a mantissa of only 10 bits
+    # TF32 is on by default, with a mantissa of only 10 bits.
+    config.clear_flag(trt.BuilderFlag.TF32)
     if settings.sparse_weights:
         config.set_flag(trt.BuilderFlag.SPARSE_WEIGHTS)
     if settings.workspace_mb is not None:

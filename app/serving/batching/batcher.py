@@ -122,7 +122,8 @@ class Batcher:
             raise
         finally:
             self._traced -= request.trace is not None
-            del answer, request  # they refer to an error, whose traceback refers to this frame
+            # They refer to an error, whose traceback refers to this frame.
+            del answer, request
 
     def submit(
         self,

@@ -121,7 +121,8 @@ class EngineThreads:
             thread.start()
 
     def wake(self) -> None:
-        if self._wakes.qsize() < len(self._threads):  # otherwise every thread will ask again anyway
+        if self._wakes.qsize() < len(self._threads):
+            # Otherwise every thread will ask again anyway.
             self._wakes.put(None)
 
     def run(self, batch: RequestBatch) -> None:

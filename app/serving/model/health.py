@@ -65,7 +65,8 @@ class EngineHealth:
         """
         if may_probe and self._probe is None and not running_s and self.is_stale:
             self._start_probe()
-        if self._probe:  # wait only briefly: an engine may take longer than Serve gives a check
+        if self._probe:
+            # Wait only briefly, because an engine may take longer than Serve gives a check.
             # ``wait_for`` would cancel the probe.
             await asyncio.wait([self._probe], timeout=_WAIT_S)
             if self._probe.done():

@@ -271,7 +271,8 @@ class ServedModel:
 
     async def close(self) -> None:
         """Answer all admitted requests, then free the engine's memory."""
-        await self._unused.wait()  # texts that are being read still have to reach the batcher
+        # Texts that are being read still have to reach the batcher.
+        await self._unused.wait()
         await self.batcher.close()
         await self.health.close()
         # The encoder may still read texts of a client that has gone.

@@ -101,7 +101,8 @@ class RequestParameters:
                 timeout_s = parse_count(name, value) / 1e6 or None
             elif name in _SEQUENCE:
                 _refuse_sequence(name, value)
-            elif not isinstance(value, Parameter):  # clients may send parameters of their own
+            elif not isinstance(value, Parameter):
+                # Clients may send parameters of their own.
                 raise RequestError(
                     f"the request has the parameter {short_repr(name)} {short_repr(value)}: expected a string, number "
                     "or bool"

@@ -111,7 +111,8 @@ def read_infer(
 
 def read_array(name: str, datatype: str, shape: list[int], text: bytes) -> NDArray[Any]:
     """Return the input whose data is the JSON array ``text``. Raises RequestError or JSONDecodeError."""
-    may_have_bools = b"t" in text or b"f" in text  # of true and false; numbers do not contain them
+    # These letters are in true and false, and not in numbers.
+    may_have_bools = b"t" in text or b"f" in text
     return _listed(name, datatype, shape, orjson.loads(text), may_have_bools)
 
 
@@ -124,7 +125,8 @@ def write_infer(
         RequestError: JSON cannot carry an output that is requested as JSON; it is named.
     """
     outputs: list[dict[str, Any]] = []
-    tensors: list[Any] = []  # arrays; numpy's types make them buffers only from Python 3.12 on
+    # These are arrays. numpy's types make them buffers only from Python 3.12 on.
+    tensors: list[Any] = []
     for name, tensor in response.outputs.items():
         output: dict[str, Any] = {"name": name, "datatype": DATATYPES[tensor.dtype], "shape": tensor.shape}
         if request.wants_bytes(name):
@@ -169,7 +171,8 @@ def _json_length(header: str, size: int) -> int:
 
 def _parsed(text: Body) -> dict[str, Any]:
     try:
-        given = orjson.loads(text)  # refuses NaN, Infinity, and more than 1,024 levels of nesting
+        # orjson refuses NaN, Infinity, and more than 1,024 levels of nesting.
+        given = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         hint = ": send what is not finite as bytes" if error.doc.startswith(_NOT_FINITE, error.pos) else ""
         raise RequestError(f"Invalid JSON: {error}{hint}") from None

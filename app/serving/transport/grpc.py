@@ -82,7 +82,8 @@ def _answers(
                 if method.__name__ not in OPEN_CALLS:
                     service.check_caller(grpc_context)
                 if service.traces:
-                    _traceparent.set(traceparent_of(grpc_context))  # each call has a task of its own
+                    # Each call has a task of its own, and so its own value.
+                    _traceparent.set(traceparent_of(grpc_context))
                 return await method(service, _require_parsed(request))
             except Exception as error:
                 _end(grpc_context, error)

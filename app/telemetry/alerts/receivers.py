@@ -170,7 +170,8 @@ def _service_of(url: str) -> Any:
         from apprise import Apprise
     except ImportError as error:
         raise DeliveryError("notify.apprise needs Apprise: install rayloom[notify] on the cluster's nodes") from error
-    logging.getLogger("apprise").setLevel(logging.CRITICAL)  # its lines may show parts of the URL
+    # Apprise's lines may show parts of the URL.
+    logging.getLogger("apprise").setLevel(logging.CRITICAL)
     return Apprise.instantiate(url)
 
 

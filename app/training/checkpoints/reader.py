@@ -91,7 +91,8 @@ def export_weights(folder: UPath, path: Path) -> None:
     def read(name: str) -> Tensor:
         key = key_of[name]
         (tensor,) = saved.read({key}).values()
-        if tensor.is_floating_point():  # training rounds parameters, and keeps buffers as they are
+        if tensor.is_floating_point():
+            # Training rounds parameters, and keeps buffers as they are.
             rounded = TORCH_DTYPES[state.precision] if key == names.parameter(name, names.WEIGHT) else tensor.dtype
             tensor = tensor.to(rounded).float()
         return tensor.reshape(state.shapes.get(name, tensor.shape))

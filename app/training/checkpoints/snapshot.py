@@ -61,7 +61,8 @@ def take_snapshot(
         content |= shared
 
     state = TrainState(
-        position=position.model_copy(deep=True),  # the loop counts on while the snapshot is written
+        # The loop counts on while the snapshot is written.
+        position=position.model_copy(deep=True),
         epoch_order=EPOCH_ORDER,
         records=records,
         workers=layout.workers,

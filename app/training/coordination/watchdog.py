@@ -105,7 +105,8 @@ class Watchdog:
         return time.monotonic() - self._moved
 
     def _send_beat(self) -> None:
-        if self._store is not None and not self._is_querying:  # a store serves one call at a time
+        # A store serves one call at a time.
+        if self._store is not None and not self._is_querying:
             self._beats_sent += 1
             beat = Beat(
                 rank=self._worker.rank,
@@ -118,7 +119,8 @@ class Watchdog:
             try:
                 self._store.set(_key(self._worker.rank), beat.model_dump_json())
             except RuntimeError:
-                return  # the first worker hosts the store. If it is gone, the query reports it
+                # The first worker hosts the store. If it is gone, the query reports it.
+                return
 
     @property
     def _is_querying(self) -> bool:

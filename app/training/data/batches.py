@@ -46,7 +46,8 @@ def train_batches(lengths: Lengths, batch_size: int, seed: int, epoch: int) -> I
     Samples are shuffled, then sorted by length within groups of batches, so that a batch pads little.
     An incomplete last batch is left out of this epoch, whatever the lengths of its samples.
     """
-    generator = np.random.default_rng((seed % 2**64, epoch))  # NumPy takes no negative seeds
+    # NumPy takes no negative seeds.
+    generator = np.random.default_rng((seed % 2**64, epoch))
     order = generator.permutation(len(lengths))[: len(lengths) // batch_size * batch_size]
     group = np.arange(len(order)) // (_BATCHES_PER_SORT * batch_size)
     by_length = np.lexsort((np.asarray(lengths)[order], group))

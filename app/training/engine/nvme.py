@@ -29,7 +29,8 @@ def load_asynchronous_io() -> None:
     """Load the extensions with which DeepSpeed reads and writes the disk."""
     from deepspeed.ops.op_builder import AsyncIOBuilder, PinMemoryBuilder
 
-    for builder in (PinMemoryBuilder(), AsyncIOBuilder()):  # the second is linked against the first
+    # The second extension is linked against the first.
+    for builder in (PinMemoryBuilder(), AsyncIOBuilder()):
         load_extension(builder)
 
 
