@@ -11,6 +11,9 @@ CHECKPOINTS = "checkpoints"
 WEIGHTS = "weights"
 """The weights of the best epoch."""
 
+ADAPTER = "adapter"
+"""The trained adapter of the best epoch, beside the weights it is merged into."""
+
 FAILURE_FILE = "failure.txt"
 """The cause that a worker writes before it ends itself."""
 

@@ -1,14 +1,14 @@
 """Tasks: the kinds of data that models learn from.
 
 A classification task has a processor. Its model returns one logit per label, and can be compiled and served. Language
-modelling has no processor. Its model returns one logit per token of the vocabulary.
+modelling and chats have no processor. Their models return one logit per token of the vocabulary.
 """
 
 from dataclasses import replace
 
 from upath import UPath
 
-from app.config import LANGUAGE_MODELING, TENSORS, Recipe
+from app.config import CHAT, LANGUAGE_MODELING, TENSORS, Recipe
 from app.data import classification, language
 from app.data.classification import ClassificationData, load_test
 from app.data.images import ImageProcessor
@@ -27,13 +27,22 @@ PROCESSORS: dict[str, type[Processor]] = {
 
 def prepare(recipe: Recipe) -> PreparedData:
     """Load, clean, split and encode the data of a recipe. Raises RecipeError or DataError."""
+    if recipe.task == CHAT:
+        from app.data import chat
+
+        assert recipe.model.pretrained is not None
+        return chat.prepare(recipe.data, recipe.model.pretrained)
     if recipe.is_language_model:
-        return language.prepare(recipe.data)
-    return classification.prepare(recipe.data, find_processor(recipe.task))
+        return language.prepare(recipe.data, recipe.model.pretrained)
+    return classification.prepare(recipe.data, find_processor(recipe.task), recipe.model.pretrained)
 
 
 def load_prepared(recipe: Recipe, folder: UPath) -> PreparedData:
     """Load the data that a run of the recipe has saved in ``folder``."""
+    if recipe.task == CHAT:
+        from app.data.chat import ChatData
+
+        return ChatData.load(folder, recipe.data)
     if recipe.is_language_model:
         return LanguageData.load(folder)
     return ClassificationData.load(folder, find_processor(recipe.task))
@@ -58,7 +67,7 @@ def find_processor(task: str) -> type[Processor]:
             f"task {task} is that of imported models, which take tensors as they are: only 'rayloom models import' "
             f"publishes one; expected {', '.join(PROCESSORS)}, or the import string of a processor"
         )
-    if task == LANGUAGE_MODELING:
+    if task in (LANGUAGE_MODELING, CHAT):
         raise RecipeError(
             f"task {task} cannot be compiled or served: expected {', '.join(PROCESSORS)}, or the import string of a "
             "processor"

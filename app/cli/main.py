@@ -170,13 +170,16 @@ def export(
     run_id: str,
     output: Annotated[str | None, typer.Argument(help="Default: a folder here, named as the run.")] = None,
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint. Default: the newest.")] = None,
+    for_transformers: Annotated[
+        bool, typer.Option("--for-transformers", help="Write app.models.gpt in Hugging Face's layout.")
+    ] = False,
     storage: Storage = None,
 ) -> None:
     """Write a training run's checkpoint as one model.safetensors, also of a run that was paused or failed."""
     from app.training.run import export_checkpoint  # slow: it imports torch
 
     folder = to_path(absolute_location(output or run_id))
-    chosen = export_checkpoint(_train_run(run_id, storage), folder, step)
+    chosen = export_checkpoint(_train_run(run_id, storage), folder, step, for_transformers)
     print(f"the weights after step {chosen.step:,} of {run_id} are in {folder}")
 
 

@@ -90,6 +90,8 @@ class SourceModel(Source):
     def save_codec(self, folder: UPath) -> None:
         self.trained.processor.save(folder)
         save_labels(self.trained.labels, folder)
+        if (configuration := self.weights / ARCHITECTURE_FILE).exists():
+            configuration.copy(folder / ARCHITECTURE_FILE)
 
     def lineage(self, compile_run: str) -> Lineage:
         recipe = self.trained.recipe

@@ -20,7 +20,7 @@ from app.config.notify import EmailConfig, NotifyConfig, WebhookConfig
 from app.config.plan import AutoPlan, PlanConfig, Precision
 from app.config.plan_rules import ModelTraits, Setting, refusal
 from app.config.reading import embedded, read_text, title_of
-from app.config.recipe import LANGUAGE_MODELING, TENSORS, ModelConfig, Recipe
+from app.config.recipe import CHAT, LANGUAGE_MODELING, TENSORS, AdapterConfig, LoraConfig, ModelConfig, Recipe
 from app.config.rollout import Percent, Role
 from app.config.serve import BatchingConfig, ServeConfig, TensorParallelConfig, TlsConfig
 from app.config.tracking import TrackingConfig, WandbConfig
@@ -37,9 +37,11 @@ from app.config.train import (
 from app.config.tune import Mode, Objective, StopConfig, TuneConfig
 
 __all__ = [
+    "CHAT",
     "LANGUAGE_MODELING",
     "PLAN_ENGINES",
     "TENSORS",
+    "AdapterConfig",
     "AlertConfig",
     "AutoPlan",
     "BatchingConfig",
@@ -59,6 +61,7 @@ __all__ = [
     "ImageConfig",
     "Layout",
     "LoaderConfig",
+    "LoraConfig",
     "Mode",
     "ModelConfig",
     "ModelTraits",

@@ -48,6 +48,19 @@ class ImageConfig(Section):
     channels: Literal[1, 3] = Field(default=3, description="1: grey, 3: RGB")
 
 
+class ChatConfig(Section):
+    """How conversations become blocks of tokens."""
+
+    packing: bool = Field(
+        default=True,
+        description="put several short conversations into a block, each of which attends to itself alone; false: pad "
+        "each to the longest of its batch",
+    )
+    template: str | None = Field(
+        default=None, description="file of a chat template; default: that of the pretrained model's tokenizer"
+    )
+
+
 class DataConfig(Section):
     """The source of the examples, and how they become batches."""
 
@@ -79,8 +92,10 @@ class DataConfig(Section):
         description="lengths in tokens to which batches are padded; longer texts are cut at the last one",
     )
     block_length: PositiveInt = Field(
-        default=256, description="for language modelling: tokens of a sample, and the maximum that the model reads"
+        default=256,
+        description="for language modelling and chat: tokens of a sample, and the maximum that the model reads",
     )
+    chat: ChatConfig = ChatConfig()
 
     @model_validator(mode="after")
     def _splits_leave_room(self) -> Self:

@@ -18,7 +18,8 @@ from app.errors import RecipeError
 from app.import_string import did_you_mean
 
 _PATTERNS = {
-    "task": "text-classification, image-classification, language-modeling, or an import string, package.module:name",
+    "task": "text-classification, image-classification, language-modeling, chat, or an import string, "
+    "package.module:name",
     "model.factory": "an import string, package.module:name",
     **dict.fromkeys(("alerts.no_improvement_for", "alerts.for", "alerts.nothing_reported_for"), TIMES),
     "alerts.fallen_by": "a share such as 50 %",

@@ -2,36 +2,92 @@
 
 from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from app.config.alerts import AlertConfig
 from app.config.compile import CompileConfig
 from app.config.data import DataConfig
 from app.config.notify import NotifyConfig
 from app.config.plan import PlanConfig
-from app.config.section import IMPORT_STRING, NAME, Section
+from app.config.section import IMPORT_STRING, NAME, Fraction, Section
 from app.config.serve import ServeConfig
 from app.config.tracking import TrackingConfig
 from app.config.train import TrainConfig
 from app.config.tune import TuneConfig
 
 ImportString = Annotated[str, Field(pattern=rf"^{IMPORT_STRING}$")]
-LANGUAGE_MODELING = "language-modeling"
+LANGUAGE_MODELING, CHAT = "language-modeling", "chat"
 TENSORS = "tensors"
 """The task of an imported model without a processor: tensors in, tensors out. It is not trained here."""
 _BYTE_TOKENS = 257  # one for each byte and one for the end of a document
 Name = Annotated[str, Field(pattern=rf"^{NAME}$")]
 
 
-class ModelConfig(Section):
-    """The model: a function that returns a ``torch.nn.Module``, and its arguments."""
+class LoraConfig(Section):
+    """A low-rank adapter (LoRA, arXiv:2106.09685)."""
 
-    factory: ImportString = Field(
-        description="import path, package.module:name, of a function that returns a torch.nn.Module"
+    rank: PositiveInt = Field(default=8, description="inner width of each pair of matrices")
+    alpha: Annotated[float, Field(gt=0.0)] = Field(default=16.0, description="the change is scaled by alpha / rank")
+    targets: Annotated[list[str], Field(min_length=1)] | None = Field(
+        default=None, description="last parts of the names of the matrices to adapt; default: all but the head"
+    )
+    dropout: Fraction = Field(default=0.0, description="dropout of the adapter's input")
+    dora: bool = Field(
+        default=False, description="also learn the norm of each row of a matrix (DoRA, arXiv:2402.09353)"
+    )
+
+
+class AdapterConfig(Section):
+    """What is trained beside frozen weights."""
+
+    lora: LoraConfig = LoraConfig()
+
+
+class ModelConfig(Section):
+    """The model: a function that returns a ``torch.nn.Module`` with its arguments, or the files of a trained model."""
+
+    factory: ImportString | None = Field(
+        default=None,
+        description="import path, package.module:name, of a function that returns a torch.nn.Module; can be left "
+        "out with pretrained",
+    )
+    pretrained: str | None = Field(
+        default=None,
+        description="model in Hugging Face's layout whose weights, and tokenizer or image processor, training starts "
+        "from: a folder or URI, package:NAME/FOLDER in an installed package, or a hub's name",
     )
     args: dict[str, Any] = Field(
-        default={}, description="arguments of the factory; it also gets the dataset properties that its signature names"
+        default={},
+        description="arguments of the factory; it also gets the dataset properties that its signature names; without "
+        "a factory, other values of the pretrained model's configuration",
     )
+    adapter: AdapterConfig | None = Field(
+        default=None, description="train an adapter beside the frozen weights of pretrained; default: train all weights"
+    )
+    configuration: dict[str, Any] | None = Field(
+        default=None, description="configuration of the pretrained model; a run writes it into its own recipe"
+    )
+
+    @property
+    def title(self) -> str:
+        """The key that says which model it is, with its value."""
+        return f"model.factory {self.factory!r}" if self.factory else f"model.pretrained {self.pretrained!r}"
+
+    @property
+    def as_given(self) -> "ModelConfig":
+        """The section as a person writes it."""
+        return self.model_copy(update={"configuration": None})
+
+    @model_validator(mode="after")
+    def _has_a_source(self) -> Self:
+        if self.factory is None and self.pretrained is None:
+            raise ValueError(
+                "factory is missing: name a function that returns a torch.nn.Module, package.module:name, or set "
+                "pretrained to a model to start from"
+            )
+        if self.adapter and self.pretrained is None:
+            raise ValueError("adapter needs weights to adapt: set pretrained, or leave adapter out")
+        return self
 
 
 class TunedFrom(Section):
@@ -50,10 +106,12 @@ class Recipe(Section):
     name: Name = Field(description="name of the recipe, and of the model that it publishes")
     task: Annotated[
         str,
-        Field(pattern=rf"^(text-classification|image-classification|{LANGUAGE_MODELING}|{TENSORS}|{IMPORT_STRING})$"),
+        Field(
+            pattern=rf"^(text-classification|image-classification|{LANGUAGE_MODELING}|{CHAT}|{TENSORS}|{IMPORT_STRING})$"
+        ),
     ] = Field(
-        description=f"text-classification, image-classification or {LANGUAGE_MODELING}; or the import path of a "
-        "processor of your own"
+        description=f"text-classification, image-classification, {LANGUAGE_MODELING} or {CHAT}; or the import path of "
+        "a processor of your own"
     )
     storage: str | None = Field(
         default=None, description="URI or absolute path; default: $RAYLOOM_STORAGE, else ~/.rayloom/storage"
@@ -76,7 +134,7 @@ class Recipe(Section):
     @property
     def is_language_model(self) -> bool:
         """Whether the model predicts the next token, so that it has a perplexity."""
-        return self.task == LANGUAGE_MODELING
+        return self.task in (LANGUAGE_MODELING, CHAT)
 
     def with_plan(self, plan: PlanConfig, **train: Any) -> "Recipe":
         """Return the recipe with this plan, and with other values of ``train``. They are not checked."""
@@ -88,6 +146,10 @@ class Recipe(Section):
         teacher = self.train.teacher.model_copy(update={"model": model})
         return self.model_copy(update={"train": self.train.model_copy(update={"teacher": teacher})})
 
+    def with_configuration(self, configuration: dict[str, Any]) -> "Recipe":
+        """Return the recipe with the configuration of its pretrained model."""
+        return self.model_copy(update={"model": self.model.model_copy(update={"configuration": configuration})})
+
     @model_validator(mode="after")
     def _task_reads_keys(self) -> Self:
         """Refuse values of keys that the task does not read. A user's own task may read any key."""
@@ -97,8 +159,13 @@ class Recipe(Section):
             unread = [(data, "data.buckets"), (data, "data.image"), (data.columns, "data.columns.label")]
             unread += [(data, "data.test_fraction"), (data, "data.test_source"), (self.train, "train.linear_baseline")]
             unread += [(self.train, "train.teacher")]
+
+            if self.task == CHAT:
+                unread.append((data.columns, "data.columns.input"))
         elif ":" not in self.task:
             unread = [(data, "data.block_length"), (data.tokenizer, "data.tokenizer.kind")]
+        if self.task != CHAT:
+            unread += [(data.chat, "data.chat.packing"), (data.chat, "data.chat.template")]
         for section, key in unread:
             name = key.rpartition(".")[2]
             if (value := getattr(section, name)) != type(section).model_fields[name].default:
@@ -106,7 +173,17 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _pretrained_brings_its_processor(self) -> Self:
+        if self.model.pretrained is not None and ":" not in self.task:
+            for key in ("tokenizer", "image"):
+                if getattr(self.data, key) != DataConfig.model_fields[key].default:
+                    raise ValueError(f"data.{key} is what model.pretrained brings: leave one of them out")
+        return self
+
+    @model_validator(mode="after")
     def _values_fit_task(self) -> Self:
+        if self.task == CHAT and self.model.pretrained is None:
+            raise ValueError(f"task {CHAT} needs model.pretrained, whose tokenizer and chat template it uses: set it")
         size = self.data.tokenizer.vocab_size
         if self.is_language_model and size < _BYTE_TOKENS:
             raise ValueError(
@@ -114,7 +191,9 @@ class Recipe(Section):
                 "byte and one for the end of a document"
             )
         if not self.is_language_model and self.train.selection.metric == "val_perplexity":
-            raise ValueError(f"train.early_stopping.metric val_perplexity is only for task {LANGUAGE_MODELING}")
+            raise ValueError(
+                f"train.early_stopping.metric val_perplexity is only for tasks {LANGUAGE_MODELING} and {CHAT}"
+            )
         if not self.is_language_model and self.tune and "val_perplexity" in self.tune.metric:
-            raise ValueError(f"tune.metric val_perplexity is only for task {LANGUAGE_MODELING}")
+            raise ValueError(f"tune.metric val_perplexity is only for tasks {LANGUAGE_MODELING} and {CHAT}")
         return self

@@ -17,9 +17,10 @@ from app.checksums import write_checksums
 from app.config import DataConfig
 from app.data.examples import CleaningReport, Examples, Split, clean
 from app.data.prepared import Batch
-from app.data.processor import Processor
+from app.data.processor import PretrainedProcessor, Processor
 from app.data.sources import load_examples, load_test_examples
 from app.errors import DataError
+from app.pretrained import open_pretrained
 from app.storage import write_atomically
 
 LABELS_FILE = "labels.json"
@@ -126,8 +127,10 @@ class ClassificationData:
         )
 
 
-def prepare(config: DataConfig, processor_type: type[Processor]) -> ClassificationData:
+def prepare(config: DataConfig, processor_type: type[Processor], pretrained: str | None = None) -> ClassificationData:
     """Load, clean and split the examples, and fit the processor. Equal configurations give equal data.
+
+    ``pretrained`` is the location of a model whose processor is used instead, if the processor's type can read it.
 
     Raises:
         DataError: the source cannot be read, has inputs of a kind that the task does not take, or has too few examples
@@ -144,7 +147,7 @@ def prepare(config: DataConfig, processor_type: type[Processor]) -> Classificati
     else:
         train, test = _hold_out(train, len(examples), config)
 
-    processor = processor_type.fit(train.inputs, config)
+    processor = _fit(processor_type, train, config, pretrained)
     return ClassificationData(
         LabelledDataset(train, processor),
         LabelledDataset(validation, processor),
@@ -153,6 +156,12 @@ def prepare(config: DataConfig, processor_type: type[Processor]) -> Classificati
         report,
         LabelledDataset(test, processor) if test else None,
     )
+
+
+def _fit(processor_type: type[Processor], train: Split, config: DataConfig, pretrained: str | None) -> Processor:
+    if pretrained is not None and issubclass(processor_type, PretrainedProcessor):
+        return processor_type.from_pretrained(open_pretrained(pretrained), config)
+    return processor_type.fit(train.inputs, config)
 
 
 def split(examples: Examples, config: DataConfig) -> tuple[Split, Split, list[str]]:

@@ -43,7 +43,7 @@ class Split:
 
 
 _REPORT_FILE = "cleaning.json"
-Reason = Literal["not_text", "empty", "unlabelled", "duplicate", "conflicting", "in_test"]
+Reason = Literal["not_text", "empty", "unlabelled", "duplicate", "conflicting", "in_test", "no_answer"]
 _WORDS: dict[Reason, str] = {
     "not_text": "not text in UTF-8",
     "empty": "empty",
@@ -51,16 +51,19 @@ _WORDS: dict[Reason, str] = {
     "duplicate": "exact duplicates",
     "conflicting": "under several labels",
     "in_test": "also in data.test_source",
+    "no_answer": "without an answer in the first data.block_length tokens",
 }
 
 
 class CleaningReport(BaseModel):
     """The number of items given, kept, and dropped for each reason."""
 
-    what: Literal["examples", "documents"]
+    what: Literal["examples", "documents", "conversations"]
     given: int
     kept: int
     dropped: dict[Reason, int]
+    cut: int = 0
+    """Conversations that are kept in part."""
 
     @property
     def reasons(self) -> dict[str, int]:
@@ -69,7 +72,8 @@ class CleaningReport(BaseModel):
 
     def __str__(self) -> str:
         reasons = [f"{count:,} {words}" for words, count in self.reasons.items()]
-        return f"{self.given:,} {self.what}, {self.kept:,} kept; dropped: {', '.join(reasons) or 'none'}"
+        cut = f"; cut at data.block_length tokens: {self.cut:,}" if self.cut else ""
+        return f"{self.given:,} {self.what}, {self.kept:,} kept; dropped: {', '.join(reasons) or 'none'}{cut}"
 
     def save(self, folder: UPath) -> None:
         """Write the report for ``load``."""

@@ -2,16 +2,18 @@
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+from pydantic import BaseModel
 from upath import UPath
 
 from app.config import DataConfig, ImageConfig
 from app.data.examples import Input, Modality
-from app.errors import DataError
+from app.errors import DataError, RecipeError
+from app.pretrained import IMAGE_FILE, PretrainedFolder
 from app.storage import write_atomically
 from app.tensors import Tensors, TensorSpec
 
@@ -28,18 +30,49 @@ def encode_png(levels: NDArray[np.uint8]) -> bytes:
     return buffer.getvalue()
 
 
+class Preprocessing(BaseModel):
+    """How a pretrained model's images are resized and scaled."""
+
+    shortest_edge: int | None = None
+    """The image is resized to this shortest edge, and its center is cut out. None: it is resized to the square."""
+    resample: int = int(Image.Resampling.BICUBIC)
+    """Pillow's number of the filter."""
+    factor: float = 1.0 / 255.0
+    mean: list[float]
+    std: list[float]
+    """By channel, after ``factor``."""
+
+
+class _ImageSettings(ImageConfig):
+    preprocessing: Preprocessing | None = None
+
+
 class ImageProcessor:
-    """``pixel_values``, float32 of shape (batch, channels, size, size), from -1 (black) to 1 (white)."""
+    """``pixel_values``, float32 of shape (batch, channels, size, size), from -1 (black) to 1 (white).
+
+    A pretrained model has a scale of its own.
+    """
 
     modality: ClassVar[Modality] = "image"
 
-    def __init__(self, config: ImageConfig) -> None:
-        self._config = config
+    def __init__(self, config: ImageConfig, preprocessing: Preprocessing | None = None) -> None:
+        self._config, self._preprocessing = config, preprocessing
 
     @classmethod
     def fit(cls, inputs: Sequence[Input], config: DataConfig) -> Self:  # noqa: ARG003
         """Return a processor for the recipe's shape. Nothing is learned from the inputs."""
         return cls(config.image)
+
+    @classmethod
+    def from_pretrained(cls, folder: PretrainedFolder, config: DataConfig) -> Self:  # noqa: ARG003
+        """Return the folder's image processor. Raises RecipeError if it has none, or none that Rayloom can follow."""
+        given = folder.read_json(IMAGE_FILE)
+        if given is None:
+            raise RecipeError(
+                f"{folder} has no image processor: expected {IMAGE_FILE}; write it with save_pretrained of the model's "
+                "image processor"
+            )
+        return cls(*_read_preprocessing(folder, given))
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -62,18 +95,65 @@ class ImageProcessor:
                 # Opening reads the header only, so nothing is decoded yet.
                 if image.width * image.height > _MAX_PIXELS:
                     raise Image.DecompressionBombError(f"{image.width} x {image.height} pixels")
-                pixels = image.convert("L" if self._config.channels == 1 else "RGB").resize(size)
+                pixels = self._resized(image.convert("L" if self._config.channels == 1 else "RGB"))
         except Image.DecompressionBombError as error:  # Pillow's own limit is higher
             raise DataError(f"an image is too large ({error}): scale it down to {_MAX_PIXELS} pixels") from error
         except Exception as error:
             # Pillow's decoders raise many kinds of errors for damaged files.
             raise DataError(f"an image of {len(item)} bytes cannot be read: expected a PNG or JPEG file") from error
-        values = np.asarray(pixels, np.float32).reshape(*size, self._config.channels) / 127.5 - 1.0
-        return values.transpose(2, 0, 1)
+        values = np.asarray(pixels, np.float32).reshape(*size, self._config.channels)
+        return self._scaled(values).transpose(2, 0, 1)
+
+    def _resized(self, image: Image.Image) -> Image.Image:
+        size, how = self._config.size, self._preprocessing
+        if how is None:
+            return image.resize((size, size))
+        if how.shortest_edge is None:
+            return image.resize((size, size), how.resample)
+        short, long = sorted(image.size)
+        other = int(how.shortest_edge * long / short)
+        wide = image.width >= image.height
+        resized = image.resize((other, how.shortest_edge) if wide else (how.shortest_edge, other), how.resample)
+        left, top = (resized.width - size) // 2, (resized.height - size) // 2
+        return resized.crop((left, top, left + size, top + size))
+
+    def _scaled(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        how = self._preprocessing
+        if how is None:
+            return values / 127.5 - 1.0
+        mean, std = np.array(how.mean, np.float32), np.array(how.std, np.float32)
+        scaled: NDArray[np.float32] = (values * np.float32(how.factor) - mean) / std
+        return scaled
 
     def save(self, folder: UPath) -> None:
-        write_atomically(folder / SETTINGS_FILE, self._config.model_dump_json().encode())
+        settings = _ImageSettings(**self._config.model_dump(), preprocessing=self._preprocessing)
+        write_atomically(folder / SETTINGS_FILE, settings.model_dump_json(exclude_none=True).encode())
 
     @classmethod
     def load(cls, folder: UPath) -> Self:
-        return cls(ImageConfig.model_validate_json((folder / SETTINGS_FILE).read_bytes()))
+        settings = _ImageSettings.model_validate_json((folder / SETTINGS_FILE).read_bytes())
+        return cls(ImageConfig(size=settings.size, channels=settings.channels), settings.preprocessing)
+
+
+def _read_preprocessing(folder: PretrainedFolder, given: Mapping[str, Any]) -> tuple[ImageConfig, Preprocessing]:
+    """Return the shape and the scale of ``preprocessor_config.json``. Raises RecipeError if images are not square."""
+    resized, cut = given.get("size"), given.get("crop_size") if given.get("do_center_crop") else None
+    resized = {"height": resized, "width": resized} if isinstance(resized, int) else resized or {}
+    cut = {"height": cut, "width": cut} if isinstance(cut, int) else cut
+    final = cut or resized
+    edge = resized.get("shortest_edge")
+    if final.get("height") is None or final.get("height") != final.get("width") or not given.get("do_resize", True):
+        raise RecipeError(
+            f"{folder}: {IMAGE_FILE} makes images of size {given.get('size')}, crop_size {given.get('crop_size')}: "
+            "expected do_resize, and a square of one height and width"
+        )
+    mean, std = given.get("image_mean") or [0.0], given.get("image_std") or [1.0]
+    if not given.get("do_normalize", True):
+        mean, std = [0.0] * len(mean), [1.0] * len(mean)
+    return ImageConfig(size=final["height"], channels=1 if len(mean) == 1 else 3), Preprocessing(
+        shortest_edge=edge,
+        resample=given.get("resample", int(Image.Resampling.BILINEAR)),
+        factor=given.get("rescale_factor", 1.0 / 255.0) if given.get("do_rescale", True) else 1.0,
+        mean=mean,
+        std=std,
+    )

@@ -5,7 +5,7 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,10 @@ from app.data.examples import CleaningReport
 from app.data.prepared import Batch
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
+from app.pretrained import open_pretrained
 from app.storage import is_local, write_atomically
 
+Document = TypeVar("Document")
 Tokens = NDArray[np.unsignedinteger[Any]]
 
 
@@ -115,15 +117,21 @@ class LanguageData:
         return cls(train, validation, tokenizer, CleaningReport.load(folder))
 
 
-def prepare(config: DataConfig) -> LanguageData:
+def prepare(config: DataConfig, pretrained: str | None = None) -> LanguageData:
     """Load, clean, split and tokenise the documents. Equal configurations give equal data.
+
+    ``pretrained`` is the location of a model whose tokenizer is used. None: learn one.
 
     Raises:
         DataError: the source cannot be read, or has too little text for both splits.
     """
     documents, report = load_documents(config)
-    train, validation = _split(documents, config)
-    tokenizer = LanguageTokenizer.fit(train, config)
+    train, validation = split_documents(documents, config)
+    tokenizer = (
+        LanguageTokenizer.fit(train, config)
+        if pretrained is None
+        else LanguageTokenizer.from_pretrained(open_pretrained(pretrained), config)
+    )
     blocks = [TokenBlocks(tokenizer.join(part), config.block_length) for part in (train, validation)]
     for part, name in zip(blocks, ("training", "validation"), strict=True):
         if not len(part):
@@ -134,7 +142,7 @@ def prepare(config: DataConfig) -> LanguageData:
     return LanguageData(blocks[0], blocks[1], tokenizer, report)
 
 
-def _split(documents: list[str], config: DataConfig) -> tuple[list[str], list[str]]:
+def split_documents(documents: Sequence[Document], config: DataConfig) -> tuple[list[Document], list[Document]]:
     """Return a seeded split by document, so that no part of a validation document is trained on."""
     # A legacy generator: NumPy guarantees that its permutations never change.
     order = np.random.RandomState(config.seed).permutation(len(documents))

@@ -1,12 +1,13 @@
 """The protocol that turns natural input into a model's tensors, shared by training, compilation and serving."""
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Protocol, Self, runtime_checkable
 
 from upath import UPath
 
 from app.config import DataConfig
 from app.data.examples import Input, Modality
+from app.pretrained import PretrainedFolder
 from app.tensors import Tensors, TensorSpec
 
 
@@ -41,4 +42,14 @@ class Processor(Protocol):
     @classmethod
     def load(cls, folder: UPath) -> Self:
         """Return the processor that ``save`` wrote. Raises FileNotFoundError."""
+        ...
+
+
+@runtime_checkable
+class PretrainedProcessor(Protocol):
+    """A type of processor that can also be read from the folder of a pretrained model."""
+
+    @classmethod
+    def from_pretrained(cls, folder: PretrainedFolder, config: DataConfig) -> Processor:
+        """Return the folder's own processor. Raises RecipeError if the folder has none, or the data do not suit it."""
         ...

@@ -11,8 +11,9 @@ from upath import UPath
 
 from app.config import DataConfig
 from app.data.examples import Input, Modality
-from app.data.tokenizer import TOKENIZER_FILE
+from app.data.tokenizer import read_tokenizer
 from app.errors import DataError
+from app.pretrained import TOKENIZER_FILE, PretrainedFolder
 from app.storage import write_atomically
 from app.tensors import Tensors, TensorSpec
 
@@ -24,6 +25,10 @@ _MAX_PIECE_LENGTH = 4
 
 class _TextSettings(BaseModel):
     buckets: list[int]
+    pad_id: int = 0
+    unknown_id: int = SPECIAL_TOKENS.index(UNKNOWN)
+    companions: list[str] = []
+    """Names of files that are kept beside the tokenizer."""
 
 
 class TextProcessor:
@@ -31,11 +36,21 @@ class TextProcessor:
 
     modality: ClassVar[Modality] = "text"
 
-    def __init__(self, tokenizer: Tokenizer, buckets: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        buckets: Sequence[int],
+        pad_id: int = 0,
+        unknown_id: int = SPECIAL_TOKENS.index(UNKNOWN),
+        companions: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """``companions`` are files of a pretrained tokenizer that transformers also reads, kept beside it."""
         self._tokenizer = tokenizer
         self._tokenizer.enable_truncation(buckets[-1])
         self._tokenizer.no_padding()
         self._buckets = list(buckets)
+        self._pad_id, self._unknown_id = pad_id, unknown_id
+        self._companions = companions or {}
 
     @classmethod
     def fit(cls, inputs: Sequence[Input], config: DataConfig) -> Self:
@@ -58,6 +73,20 @@ class TextProcessor:
         )
         return cls(tokenizer, config.buckets)
 
+    @classmethod
+    def from_pretrained(cls, folder: PretrainedFolder, config: DataConfig) -> Self:
+        """Return the folder's tokenizer. It pads with its own token: with the end token if it has no other."""
+        folder.require_length(config.buckets[-1], "data.buckets")
+        tokenizer = read_tokenizer(folder)
+
+        def id_of(*kinds: str) -> int:
+            tokens = (folder.special_token(kind) for kind in kinds)
+            ids = (tokenizer.token_to_id(token) for token in tokens if token is not None)
+            return next((number for number in ids if number is not None), 0)
+
+        pad_id, unknown_id = id_of("pad_token", "eos_token"), id_of("unk_token", "pad_token", "eos_token")
+        return cls(tokenizer, config.buckets, pad_id, unknown_id, folder.companions)
+
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
         limits = {"input_ids": self._tokenizer.get_vocab_size(), "attention_mask": 2}
@@ -71,7 +100,8 @@ class TextProcessor:
         return {
             "vocab_size": self._tokenizer.get_vocab_size(),
             "max_length": self._buckets[-1],
-            "unknown_id": SPECIAL_TOKENS.index(UNKNOWN),
+            "unknown_id": self._unknown_id,
+            "pad_id": self._pad_id,
         }
 
     def encode(self, inputs: Sequence[Input]) -> Tensors:
@@ -82,7 +112,7 @@ class TextProcessor:
         rows = self._tokenizer.encode_batch(cast(list[str], list(inputs)))
         length = self._buckets[bisect.bisect_left(self._buckets, max(len(row.ids) for row in rows))]
         for row in rows:
-            row.pad(length)  # [PAD] is token 0
+            row.pad(length, pad_id=self._pad_id)
         return {
             "input_ids": np.array([row.ids for row in rows], np.int64),
             "attention_mask": np.array([row.attention_mask for row in rows], np.int64),
@@ -90,9 +120,16 @@ class TextProcessor:
 
     def save(self, folder: UPath) -> None:
         write_atomically(folder / TOKENIZER_FILE, self._tokenizer.to_str(pretty=True).encode())
-        write_atomically(folder / SETTINGS_FILE, _TextSettings(buckets=self._buckets).model_dump_json().encode())
+        settings = _TextSettings(
+            buckets=self._buckets, pad_id=self._pad_id, unknown_id=self._unknown_id, companions=[*self._companions]
+        )
+        write_atomically(folder / SETTINGS_FILE, settings.model_dump_json().encode())
+        for name, content in self._companions.items():
+            write_atomically(folder / name, content)
 
     @classmethod
     def load(cls, folder: UPath) -> Self:
         settings = _TextSettings.model_validate_json((folder / SETTINGS_FILE).read_bytes())
-        return cls(Tokenizer.from_str((folder / TOKENIZER_FILE).read_text(encoding="utf-8")), settings.buckets)
+        tokenizer = Tokenizer.from_str((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
+        companions = {name: (folder / name).read_bytes() for name in settings.companions}
+        return cls(tokenizer, settings.buckets, settings.pad_id, settings.unknown_id, companions)

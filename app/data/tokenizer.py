@@ -1,5 +1,6 @@
 """Documents as tokens and back, without loss, as byte pairs or plain bytes, by Hugging Face ``tokenizers``."""
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Self
@@ -11,26 +12,37 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from upath import UPath
 
 from app.config import DataConfig
+from app.errors import RecipeError
+from app.pretrained import TOKENIZER_FILE, PretrainedFolder
 from app.storage import write_atomically
 
 END = "<|endoftext|>"
-TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "language.json"
+SETTINGS_FILE = "language.json"
+_OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")
 _BYTES = pre_tokenizers.ByteLevel.alphabet()  # a printable character for each byte
 _DOCUMENTS_PER_CALL = 64  # the library needs much memory per token
 
 
 class _TokenizerSettings(BaseModel):
     max_length: int
+    end: str = END
+    companions: list[str] = []
+    """Names of files that are kept beside the tokenizer."""
 
 
 class LanguageTokenizer:
     """Byte-level tokens: any text can be encoded, and is decoded unchanged. Token 0 ends a document.
 
+    It can also be the tokenizer of a pretrained model, whose own end token ends a document.
+
     Byte pairs after Sennrich et al. 2015 (arXiv:1508.07909), over bytes as in GPT-2 (Radford et al. 2019).
     """
 
-    def __init__(self, tokenizer: Tokenizer, max_length: int) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, max_length: int, end: str = END, companions: Mapping[str, bytes] | None = None
+    ) -> None:
+        """``end`` is the token that ends a document. ``companions`` are files that transformers also reads."""
+        self._tokenizer, self._end, self._companions = tokenizer, end, companions or {}
         # The text of the end token inside a document does not end it.
         self._tokenizer.encode_special_tokens = True
         self._max_length = max_length
@@ -51,7 +63,21 @@ class LanguageTokenizer:
             show_progress=False,
         )
         tokenizer.train_from_iterator(documents if learns else (), trainer)
-        return cls(tokenizer, config.block_length)
+        companions = {"tokenizer_config.json": _transformers_settings(config.block_length)}
+        return cls(tokenizer, config.block_length, companions=companions)
+
+    @classmethod
+    def from_pretrained(cls, folder: PretrainedFolder, config: DataConfig) -> Self:
+        """Return the folder's tokenizer.
+
+        Raises:
+            RecipeError: the folder has no tokenizer, it has no end token, or blocks are longer than the model reads.
+        """
+        folder.require_length(config.block_length, "data.block_length")
+        tokenizer, end = read_tokenizer(folder), folder.special_token("eos_token")
+        if end is None or tokenizer.token_to_id(end) is None:
+            raise RecipeError(f"{folder} has no eos_token in tokenizer_config.json, to end a document: add it there")
+        return cls(tokenizer, config.block_length, end, folder.companions)
 
     @property
     def facts(self) -> Mapping[str, int]:
@@ -71,7 +97,7 @@ class LanguageTokenizer:
     def join(self, documents: Sequence[str]) -> NDArray[np.unsignedinteger[Any]]:
         """Return the tokens of all documents, with an end token after each, in the smallest unsigned type that fits."""
         dtype = np.min_scalar_type(self._tokenizer.get_vocab_size() - 1)
-        end = self._tokenizer.token_to_id(END)
+        end = self._tokenizer.token_to_id(self._end)
         parts = [np.array([*ids, end], dtype) for ids in self._encode_all(documents)]
         return np.concatenate([np.empty(0, dtype), *parts])
 
@@ -85,8 +111,10 @@ class LanguageTokenizer:
     def save(self, folder: UPath) -> None:
         """Write everything that ``load`` needs."""
         write_atomically(folder / TOKENIZER_FILE, self.to_json().encode())
-        settings = _TokenizerSettings(max_length=self._max_length)
+        settings = _TokenizerSettings(max_length=self._max_length, end=self._end, companions=[*self._companions])
         write_atomically(folder / SETTINGS_FILE, settings.model_dump_json().encode())
+        for name, content in self._companions.items():
+            write_atomically(folder / name, content)
 
     def to_json(self) -> str:
         """Return the tokenizer as JSON that Hugging Face's libraries read."""
@@ -97,4 +125,38 @@ class LanguageTokenizer:
     def load(cls, folder: UPath) -> Self:
         """Return the tokenizer that ``save`` wrote. Raises FileNotFoundError."""
         settings = _TokenizerSettings.model_validate_json((folder / SETTINGS_FILE).read_bytes())
-        return cls(Tokenizer.from_str((folder / TOKENIZER_FILE).read_text(encoding="utf-8")), settings.max_length)
+        tokenizer = Tokenizer.from_str((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
+        companions = {name: (folder / name).read_bytes() for name in settings.companions}
+        return cls(tokenizer, settings.max_length, settings.end, companions)
+
+
+def _transformers_settings(max_length: int) -> bytes:
+    """Return what transformers reads beside ``tokenizer.json``, so that the folder can be fine-tuned."""
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "model_max_length": max_length}
+    return json.dumps(settings, indent=1).encode()
+
+
+def read_tokenizer(folder: PretrainedFolder) -> Tokenizer:
+    """Return the tokenizer of a pretrained model, without its own padding.
+
+    Raises:
+        RecipeError: the folder has none, or it cannot be read.
+    """
+    file = folder.path / TOKENIZER_FILE
+    others = [name for name in _OTHER_TOKENIZERS if (folder.path / name).exists()]
+    if not file.exists() and not others:
+        raise RecipeError(
+            f"{folder} has no tokenizer: expected {TOKENIZER_FILE}; write it with save_pretrained of the model's "
+            "tokenizer"
+        )
+    try:
+        if file.exists():
+            return Tokenizer.from_file(str(file))
+        from transformers import AutoTokenizer  # converts older files
+
+        converted: Tokenizer = AutoTokenizer.from_pretrained(folder.path).backend_tokenizer
+        return converted
+    except Exception as error:  # the library raises Exception itself
+        raise RecipeError(
+            f"{folder}: {file.name if file.exists() else others[0]} cannot be read ({error}): download the folder again"
+        ) from error

@@ -9,7 +9,7 @@ time: a storage is handed over after its last operation, and freed if the next o
 import ctypes
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,8 @@ class Blueprint:
     """Windows by the ``id`` of a parameter or buffer."""
     _operations: list[Operation] = field(default_factory=list, repr=False)
     _storages: dict[int, UntypedStorage] = field(default_factory=dict, repr=False)
+    _given: Mapping[int, Callable[[], Tensor]] = field(default_factory=dict, repr=False)
+    """Readers of the tensors that are not initialized, by the ``id`` of a parameter or buffer."""
 
     @classmethod
     def of(cls, build: Callable[[], nn.Module]) -> "Blueprint":
@@ -62,6 +64,19 @@ class Blueprint:
         """The number of values in the parameters, before ``make``. A shared parameter counts once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
+    @property
+    def num_trained(self) -> int:
+        """The number of values that training changes."""
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
+    def with_values(self, readers: Mapping[str, Callable[[], Tensor]]) -> "Blueprint":
+        """Return the blueprint with readers of some tensors, by name, which ``make`` calls to get their values.
+
+        Only one value is in memory at a time, and each process reads only the tensors that it makes.
+        """
+        state = self.model.state_dict(keep_vars=True)
+        return replace(self, _given={id(state[name]): read for name, read in readers.items()})
+
     def make(
         self, finish: Finish = lambda tensor: tensor, place: Place = no_op, part: nn.Module | None = None
     ) -> nn.Module:
@@ -74,11 +89,13 @@ class Blueprint:
                 of the whole model.
         """
         places = _places_of(part or self.model)
+        self._read(places, finish, place)
+        fresh = places.keys() - self._given.keys()
         # Parameters without a window were computed immediately, so they are real already.
-        for tensor, _ in places.values():
-            if isinstance(tensor, nn.Parameter) and id(tensor) not in self._windows:
+        for key, (tensor, _) in places.items():
+            if key in fresh and isinstance(tensor, nn.Parameter) and key not in self._windows:
                 _put(tensor, finish(tensor.detach()), places, place)
-        self._initialize(places.keys(), places, self._operations, finish, place)
+        self._initialize(fresh, places, self._operations_for(fresh) if self._given else self._operations, finish, place)
         return self.model
 
     def load(self, values: Mapping[str, Tensor]) -> nn.Module:
@@ -99,9 +116,27 @@ class Blueprint:
         for name, value in values.items():
             _put(state[name], _like(state[name], value), places)
         others = places.keys() - set(map(id, state.values()))
-        storages = {self._windows[key].storage for key in others if key in self._windows}
-        self._initialize(others, places, _operations_for(storages, self._operations))
+        self._initialize(others, places, self._operations_for(others))
         return self.model
+
+    def _read(self, places: "_Places", finish: Finish, place: Place) -> None:
+        """Give the tensors that have readers their values, in the model's order."""
+        since_trim = 0
+        for key, (tensor, _) in places.items():
+            if key not in self._given:
+                continue
+            value = _like(tensor, self._given[key]())
+            since_trim += value.nbytes
+            _put(tensor, finish(value) if isinstance(tensor, nn.Parameter) else value, places, place)
+            del value
+            if since_trim > _TRIM_BYTES:
+                return_freed_memory()
+                since_trim = 0
+
+    def _operations_for(self, tensors: Collection[int]) -> "list[Operation]":
+        """Return, in order, the operations that can affect the final content of ``tensors``, listed by ``id``."""
+        storages = {self._windows[key].storage for key in tensors if key in self._windows}
+        return _operations_for(storages, self._operations)
 
     def _initialize(
         self,

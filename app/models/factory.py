@@ -32,6 +32,10 @@ def build_model(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module:
         RecipeError: the factory cannot be imported, does not take the arguments, refuses their
             values, or returns something other than a module.
     """
+    if config.factory is None:
+        from app.models.pretrained import build_configured
+
+        return build_configured(config, facts)
     factory = import_attribute(config.factory)
     if not callable(factory):
         raise RecipeError(f"model.factory {config.factory!r} names a {type(factory).__name__}: expected a function")
@@ -48,14 +52,23 @@ def build_model(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module:
     return model
 
 
-def blueprint_of(config: ModelConfig, facts: Mapping[str, int]) -> Blueprint:
+def blueprint_of(config: ModelConfig, facts: Mapping[str, int], adapted: bool = False) -> Blueprint:
     """Return the blueprint of a recipe's model. Arguments and errors are those of ``build_model``.
+
+    ``adapted`` adds the recipe's adapter, for training. A trained model is published without it.
 
     A small model is built immediately. Recording would take longer, because torch's fake tensors import the compiler.
     """
-    build = partial(build_model, config, facts)
+    build = partial(_build_adapted if adapted and config.adapter else build_model, config, facts)
     model = _build_if_small(build)
     return Blueprint.of(build) if model is None else Blueprint(model)
+
+
+def _build_adapted(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module:
+    from app.models.adapter import adapt  # PEFT takes seconds to import
+
+    assert config.adapter is not None
+    return adapt(build_model(config, facts), config.adapter.lora, trains_head="num_labels" in facts)
 
 
 class _TooLarge(BaseException):

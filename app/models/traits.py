@@ -1,11 +1,13 @@
 """Properties of a model that a parallelism plan depends on: its kind, and how it can be split."""
 
 import math
+import sys
 from enum import Enum, auto
 
 from torch import nn
 
 from app.config import ModelTraits
+from app.errors import RecipeError
 from app.models.staged import cuts_of, layers_of, parameters_of, stages_of
 
 
@@ -22,9 +24,27 @@ class ModelKind(Enum):
 
 def kind_of(model: nn.Module) -> ModelKind:
     """Return the kind of ``model``, which is whole, not a stage."""
-    if stages_of(model) is not None:
+    if stages_of(model) is not None and not has_adapter(model):
         return ModelKind.STAGED
     return ModelKind.HUGGING_FACE if is_hugging_face(model) else ModelKind.PLAIN
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Return whether PEFT has put an adapter into the model. Its matrices are not split then."""
+    return hasattr(model, "peft_config")
+
+
+def require_apart(model: nn.Module) -> None:
+    """Raise RecipeError unless the model keeps conversations apart that are packed into a row.
+
+    Models of transformers do whose code makes its mask with ``create_causal_mask``, as long as they keep no cache.
+    """
+    config, module = getattr(model, "config", None), sys.modules.get(type(model).__module__)
+    makes_mask = hasattr(module, "create_causal_mask") and not getattr(config, "use_cache", True)
+    if not makes_mask:
+        raise RecipeError(
+            f"model {type(model).__name__} does not keep packed conversations apart: set data.chat.packing to false"
+        )
 
 
 def is_hugging_face(model: nn.Module) -> bool:
@@ -43,6 +63,8 @@ def traits_of(model: nn.Module) -> ModelTraits:
             divisor = _first_number(stages_of(model), "heads") or common_width
             return ModelTraits(name, layers, divisor, checkpoints_activations=True)
         case ModelKind.HUGGING_FACE:
+            if has_adapter(model):
+                return ModelTraits(f"{name} with an adapter", None, None, checkpoints_activations=True)
             # With grouped queries there are fewer heads of keys and values, and these must be divided.
             divisor = _first_number(model.config, "num_key_value_heads", "num_attention_heads", "n_head")
             return ModelTraits(name, None, divisor, checkpoints_activations=True)

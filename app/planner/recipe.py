@@ -49,8 +49,9 @@ def subject_name(recipe: Recipe, num_parameters: int, data: PreparedData) -> str
     """Name the model, its samples, the batch, the precision and the optimizer."""
     config = recipe.train
     return (
-        f"{recipe.model.factory}, {num_parameters} parameters, samples of {max(map(int, data.train.lengths))}, batch "
-        f"{config.global_batch_size}, {config.precision}, {config.optimizer.name}"
+        f"{recipe.model.factory or recipe.model.pretrained}, {num_parameters} parameters, samples of "
+        f"{max(map(int, data.train.lengths))}, batch {config.global_batch_size}, {config.precision}, "
+        f"{config.optimizer.name}"
     )
 
 

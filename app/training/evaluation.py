@@ -19,8 +19,8 @@ from upath import UPath
 from app.artifacts import WEIGHTS_FILE
 from app.config import Recipe
 from app.data.classification import ClassificationData
-from app.data.language import LanguageData
 from app.data.prepared import IGNORED, Batch, PreparedData
+from app.data.tokenizer import LanguageTokenizer
 from app.models.factory import blueprint_of, logits_of
 from app.reports.evaluation import EVALUATION_FILE, Evaluation, WorstSample
 from app.storage import local_copy, write_atomically
@@ -130,9 +130,9 @@ def _worst_of_class(data: ClassificationData, loss: float, row: int, predicted: 
 
 
 def _text_of(data: PreparedData, row: int) -> str:
-    assert isinstance(data, LanguageData)
+    tokenizer: LanguageTokenizer = getattr(data, "tokenizer")  # noqa: B009 - of documents and chats
     tokens: NDArray[np.int64] = data.validation.batch([row]).inputs["input_ids"][0]
-    return _shorten(data.tokenizer.decode(tokens.tolist()))
+    return _shorten(tokenizer.decode(tokens.tolist()))
 
 
 def _shorten(text: str) -> str:

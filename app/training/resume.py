@@ -78,10 +78,14 @@ def _recipe_of(run: UPath) -> Recipe:
         raise RecipeError(f"run {run.name} cannot go on: {error}; leave train.resume out to start a new run") from error
 
 
+def _as_given(recipe: Recipe) -> Recipe:
+    return recipe.model_copy(update={"model": recipe.model.as_given})
+
+
 def _check_same(recipe: Recipe, earlier: Recipe, run_id: str) -> None:
     for key in _FIXED_KEYS:
         value_in = attrgetter(key)
-        if value_in(recipe) != value_in(earlier):
+        if value_in(_as_given(recipe)) != value_in(_as_given(earlier)):
             raise RecipeError(
                 f"{key} is not what run {run_id} was started with, and its checkpoints are of no use with another: "
                 "change it back, or leave train.resume out to start a new run"

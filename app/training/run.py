@@ -1,20 +1,24 @@
 """A training run before and after its workers: checks and preparation, then the weights and the outcome."""
 
+import tempfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from torch import nn
 from upath import UPath
 
-from app.artifacts import CHECKPOINTS, DATA, FAILURE_FILE, METRICS_FILE, WEIGHTS
+from app.artifacts import ADAPTER, CHECKPOINTS, DATA, FAILURE_FILE, METRICS_FILE, WEIGHTS
 from app.checksums import CHECKSUMS_FILE, verify_checksums
 from app.config import AutoPlan, TrainConfig, load_stored_recipe, refusal
 from app.config.layout import MAX_MICRO_BATCH
 from app.data.classification import LINEAR_BASELINE, ClassificationData, linear_baseline
 from app.data.prepared import DataReport, PreparedData
 from app.errors import RecipeError, StorageError
+from app.models.blueprint import Blueprint
 from app.models.factory import blueprint_of
-from app.models.traits import kind_of, traits_of
+from app.models.pretrained import match_weights, read_configuration
+from app.models.traits import kind_of, require_apart, traits_of
 from app.pages.page import REPORT_FILE
 from app.planner.auto import choose_plan
 from app.planner.cluster import Cluster, local_cluster
@@ -23,6 +27,7 @@ from app.planner.prediction import Prediction
 from app.reports.run_folder import write_page
 from app.reports.training import training_page
 from app.runs import CONFIG_FILE, Outcome, Run
+from app.storage import to_path
 from app.tasks import load_prepared, load_with_test, prepare
 from app.telemetry.profiler import PROFILE
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
@@ -34,7 +39,7 @@ from app.training.engine.nvme import require_asynchronous_io
 from app.training.evaluation import write_evaluation
 from app.training.records import Ending, EpochRecord, StoppedTrainMetrics, TrainMetrics, best_of
 from app.training.stop_request import StopRequest, withdraw_stop_request
-from app.training.weights import publish_weights
+from app.training.weights import convert_weights, publish_weights
 from app.warnings import best_effort, warn
 
 
@@ -43,7 +48,8 @@ def prepare_run(
 ) -> PreparedData:
     """Prepare the data, and check everything that can be checked before a worker starts. Write nothing.
 
-    A plan of ``auto`` is replaced in the run's recipe, so that a resumed run keeps it.
+    A plan of ``auto`` is replaced in the run's recipe, so that a resumed run keeps it. The recipe also gets the
+    configuration of a pretrained model, so that the model can be built without its folder.
 
     Args:
         run: the run, whose folder may not exist yet.
@@ -59,8 +65,8 @@ def prepare_run(
     recipe = run.recipe
     data = _data_of(run, prepared)
     print(f"data {recipe.data.source}: {f'as prepared in {prepared}' if prepared else data.summary}", flush=True)
-    blueprint = blueprint_of(recipe.model, data.facts)
-    print(f"model {recipe.model.factory}: {blueprint.num_parameters:,} parameters", flush=True)
+    blueprint = _blueprint_of(run, data)
+    recipe = run.recipe
     # This and ``_texts_of`` are called for their errors only.
     count_steps(recipe.train, len(data.train))
     if isinstance(recipe.train.plan, AutoPlan):
@@ -77,6 +83,24 @@ def prepare_run(
     if recipe.train.linear_baseline:
         _texts_of(data)
     return data
+
+
+def _blueprint_of(run: Run, data: PreparedData) -> Blueprint:
+    """Return the blueprint of the run's model, and tell where its weights come from.
+
+    The run's recipe gets the configuration of a pretrained model.
+    """
+    model = run.recipe.model
+    if model.pretrained and model.factory is None:
+        run.recipe = run.recipe.with_configuration(read_configuration(model.pretrained))
+    blueprint = blueprint_of(run.recipe.model, data.facts, adapted=True)
+    print(f"model {model.title}: {blueprint.num_parameters:,} parameters", flush=True)
+    if model.pretrained:
+        match = match_weights(blueprint.model, model.pretrained)
+        print(f"weights of {model.pretrained}: {match}", flush=True)
+    if model.adapter:
+        print(f"model.adapter: {blueprint.num_trained:,} parameters are trained, the others frozen", flush=True)
+    return blueprint
 
 
 def open_run(run: Run, data: PreparedData) -> None:
@@ -113,7 +137,8 @@ def finish_run(
         return Outcome(metrics, {"checkpoint": str(store.folder_of(saved)), "report": report}, status="stopped")
     best, checkpoint = _best_intact(store, ending.records, recipe.train)
     weights = run.folder / WEIGHTS
-    publish_weights(checkpoint, data, recipe, weights)
+    adapter = run.folder / ADAPTER if recipe.model.adapter else None
+    publish_weights(checkpoint, data, recipe, weights, adapter)
     if recipe.train.report_samples:
         evaluating = partial(write_evaluation, weights, data, recipe, run.folder)
         best_effort(evaluating, "the report has no predictions", "the job")
@@ -129,13 +154,17 @@ def finish_run(
 
     best_effort(compare, "what the planner predicts of this run cannot be computed")
     reached = TrainMetrics.of(best, ending, recipe.train, baseline, *predictions)
-    return Outcome(reached, {"checkpoint": str(checkpoint), "weights": str(weights), "report": report})
+    artifacts = {"checkpoint": str(checkpoint), "weights": str(weights), "report": report}
+    return Outcome(reached, artifacts | ({"adapter": str(adapter)} if adapter else {}))
 
 
-def export_checkpoint(run_folder: UPath, output: UPath, step: int | None = None) -> Checkpoint:
+def export_checkpoint(
+    run_folder: UPath, output: UPath, step: int | None = None, for_transformers: bool = False
+) -> Checkpoint:
     """Write the weights folder of a run's checkpoint of ``step``. None: of the newest intact checkpoint.
 
-    The run may be under way, or have ended in any way.
+    The run may be under way, or have ended in any way. ``for_transformers`` writes ``app.models.gpt`` in Hugging Face's
+    layout instead.
 
     Raises:
         StorageError: the run has no such checkpoint, or no intact one, or ``output`` exists.
@@ -147,7 +176,14 @@ def export_checkpoint(run_folder: UPath, output: UPath, step: int | None = None)
     if chosen is None:
         raise StorageError(f"run {run_folder.name} has no checkpoint: let it train until it has one")
     recipe = load_stored_recipe(str(run_folder / CONFIG_FILE))
-    publish_weights(store.folder_of(chosen), load_prepared(recipe, run_folder / DATA), recipe, output)
+    data = load_prepared(recipe, run_folder / DATA)
+    if not for_transformers:
+        adapter = output / ADAPTER if recipe.model.adapter else None
+        publish_weights(store.folder_of(chosen), data, recipe, output, adapter)
+        return chosen
+    with tempfile.TemporaryDirectory(prefix="rayloom-export-") as temporary:
+        publish_weights(store.folder_of(chosen), data, recipe, to_path(temporary))
+        convert_weights(Path(temporary), output)
     return chosen
 
 
@@ -183,7 +219,10 @@ def _is_saved(run: Run) -> bool:
 
 def _check_plan(config: TrainConfig, model: nn.Module, data: PreparedData) -> None:
     """Refuse a plan that the model or data cannot run, and DeepSpeed keys that contradict it. Warn if it is costly."""
-    if reason := refusal(config.plan, config.setting(traits_of(model), data.train.batch([0]).inputs)):
+    inputs = data.train.batch([0]).inputs
+    if "position_ids" in inputs:
+        require_apart(model)
+    if reason := refusal(config.plan, config.setting(traits_of(model), inputs)):
         raise RecipeError(f"train.plan: {reason}")
     if config.sync_batch_norm and not has_batch_norm(model):
         raise RecipeError(

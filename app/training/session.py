@@ -261,7 +261,11 @@ def _make_engine(
         _warn_of_emulated_bf16(config, worker)
     seed_random(config.seed)
     activity.begin("building the model")
-    blueprint = blueprint_of(recipe.model, data.facts)
+    blueprint = blueprint_of(recipe.model, data.facts, adapted=True)
+    if recipe.model.pretrained:
+        from app.models.pretrained import with_pretrained_weights
+
+        blueprint = with_pretrained_weights(blueprint, recipe.model.pretrained)
     # The meter copies the model before the engine splits it.
     meter = Meter.of(blueprint.model, config, layout, worker)
     activity.begin("making DeepSpeed's engine")

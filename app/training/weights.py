@@ -12,14 +12,15 @@ from upath import UPath
 from app.artifacts import RECIPE_FILE, WEIGHTS_FILE
 from app.checksums import verify_checksums, write_checksums
 from app.config import Recipe, dump_recipe, load_stored_recipe
-from app.data.classification import load_labels
+from app.data.classification import ClassificationData, load_labels
 from app.data.prepared import PreparedData
 from app.data.processor import Processor
+from app.data.tokenizer import LanguageTokenizer
 from app.errors import RecipeError
 from app.models.blueprint import Blueprint
 from app.models.factory import blueprint_of
 from app.models.traits import is_hugging_face
-from app.storage import local_copy, to_path
+from app.storage import is_local, local_copy, local_folder, to_path
 from app.tasks import find_processor
 from app.training.checkpoints.reader import export_weights
 
@@ -44,23 +45,72 @@ class Architecture:
     processor: Processor
 
 
-def publish_weights(checkpoint: UPath, data: PreparedData, recipe: Recipe, folder: UPath) -> None:
+def publish_weights(
+    checkpoint: UPath, data: PreparedData, recipe: Recipe, folder: UPath, adapter: UPath | None = None
+) -> None:
     """Write the weights folder from a checkpoint of any plan. Its checksums are written last.
 
-    For a Hugging Face model it contains ``config.json``, so that ``from_pretrained`` reads the folder.
+    For a Hugging Face model it contains ``config.json``, so that ``from_pretrained`` reads the folder. An adapter is
+    merged into the weights, and also written on its own to the folder ``adapter``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     model = blueprint_of(recipe.model, data.facts).model
     with tempfile.TemporaryDirectory(prefix="rayloom-weights-") as temporary:
         export_weights(checkpoint, Path(temporary) / WEIGHTS_FILE)
+        if recipe.model.adapter:
+            _separate(Path(temporary) / WEIGHTS_FILE, recipe, data, adapter)
         if is_hugging_face(model):
             configuration: Any = model.config
+            configuration.architectures = [type(model).__name__]
+            if isinstance(data, ClassificationData):
+                configuration.id2label = dict(enumerate(data.labels))
+                configuration.label2id = {label: index for index, label in enumerate(data.labels)}
             configuration.save_pretrained(temporary)
         for file in to_path(temporary).iterdir():
             file.copy(folder / file.name)
     (folder / RECIPE_FILE).write_text(dump_recipe(recipe), encoding="utf-8")
     data.save_codec(folder)
     write_checksums(folder)
+
+
+def _separate(file: Path, recipe: Recipe, data: PreparedData, folder: UPath | None) -> None:
+    """Merge the adapter into the weights in ``file``. Write it on its own to ``folder``, with checksums."""
+    from app.models.adapter import TrainedAdapter
+
+    assert recipe.model.adapter is not None
+    model = blueprint_of(recipe.model, data.facts, adapted=True).model
+    adapted = file.rename(file.with_name("adapted.safetensors"))
+    with TrainedAdapter.of(adapted, recipe.model.adapter.lora, model) as trained:
+        trained.write_merged(file)
+        if folder is not None:
+            with tempfile.TemporaryDirectory(prefix="rayloom-adapter-") as temporary:
+                trained.write_apart(Path(temporary), str(recipe.model.pretrained))
+                folder.mkdir(parents=True, exist_ok=True)
+                for written in to_path(temporary).iterdir():
+                    written.copy(folder / written.name)
+            write_checksums(folder)
+    adapted.unlink()
+
+
+def convert_weights(weights: Path, folder: UPath) -> None:
+    """Write a local weights folder of ``app.models.gpt`` in Hugging Face's layout, with its tokenizer.
+
+    Raises:
+        RecipeError: the model is another, or no language model.
+    """
+    from app.models.gpt_export import to_transformers
+
+    recipe = load_stored_recipe(str(weights / RECIPE_FILE))
+    if not recipe.is_language_model:
+        raise RecipeError(f"the run is of task {recipe.task}: only language models can be written for transformers")
+    tokenizer = LanguageTokenizer.load(to_path(weights))
+    tensors = safetensors.torch.load_file(weights / WEIGHTS_FILE, backend="pread")
+    converted = to_transformers(blueprint_of(recipe.model, tokenizer.facts).load(tensors))
+    with local_folder(folder) as local:
+        converted.save_pretrained(local)
+        tokenizer.save(to_path(local))
+        for file in to_path(local).iterdir() if not is_local(folder) else ():
+            file.copy(folder / file.name)
 
 
 def load_weights(folder: UPath) -> TrainedModel:
@@ -87,7 +137,7 @@ def read_weights(folder: Path) -> TrainedModel:
         model = architecture.blueprint.load(safetensors.torch.load_file(path, backend="pread"))
     except ValueError as error:
         raise RecipeError(
-            f"{str(path)!r} does not fit model.factory {architecture.recipe.model.factory!r}: {error}; restore the "
+            f"{str(path)!r} does not fit {architecture.recipe.model.title}: {error}; restore the "
             "factory's code from when the model was trained"
         ) from error
     return TrainedModel(model.eval(), architecture.recipe, architecture.labels, architecture.processor)

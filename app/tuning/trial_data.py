@@ -39,7 +39,9 @@ def prepare_trials(
     # ``prepare_run`` writes the chosen plan into the recipe of this run, which is the trial's.
     prepared = replace(run, recipe=trial)
     data = prepare_run(prepared, find_cluster)
-    return data, run.recipe.with_plan(prepared.recipe.train.plan)
+    planned = run.recipe.with_plan(prepared.recipe.train.plan)
+    configuration = prepared.recipe.model.configuration
+    return data, planned.with_configuration(configuration) if configuration else planned
 
 
 def add_plans(space: Space, recipe: Recipe, data: PreparedData, config: TuneConfig, cluster: Cluster) -> Space:
@@ -103,7 +105,7 @@ def _publish(data: PreparedData, location: UPath) -> None:
 
 def _location(recipe: Recipe, folder: UPath) -> UPath:
     """Return the folder of the recipe's way to prepare data."""
-    return folder / sha256_of(f"{recipe.task} {recipe.data.model_dump_json()}".encode())[:12]
+    return folder / sha256_of(f"{recipe.task} {recipe.model.pretrained} {recipe.data.model_dump_json()}".encode())[:12]
 
 
 @dataclass

@@ -72,7 +72,10 @@ def test_overrides_set_one_value(override: str, read: Callable[[Recipe], bool]) 
         ("data.buckets=[64, 32]", ["data.buckets", "ascend"]),
         ("data.buckets.9=1", ["'9'", "index"]),
         ("train.early_stopping.mode=min", ["val_accuracy", "max"]),
-        ("train.early_stopping={metric: val_perplexity}", ["val_perplexity", "only for task language-modeling"]),
+        (
+            "train.early_stopping={metric: val_perplexity}",
+            ["val_perplexity", "only for tasks language-modeling and chat"],
+        ),
         ("data.block_length=64", ["data.block_length", "64", "does not read"]),
         ("data.tokenizer={kind: bytes}", ["data.tokenizer.kind", "does not read"]),
         ("task=image-clasification", ["language-modeling", "import string"]),

@@ -43,6 +43,7 @@ def test_reviews_are_cleaned_as_counted() -> None:
         "given": 35_124,
         "kept": 17_363,
         "dropped": {"empty": 1, "duplicate": 17_713, "conflicting": 47},
+        "cut": 0,
     }
     assert len(set(kept.inputs)) == len(kept) == 17_363
     assert "17,713 exact duplicates" in str(report)

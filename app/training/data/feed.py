@@ -1,6 +1,6 @@
 """One worker's share of the data: micro-batches on its device, read ahead of time if the recipe says so."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -30,6 +30,8 @@ class MicroBatch:
     inputs: dict[str, Tensor]
     targets: Tensor
     taught: Tensor | None = None
+    weight: float | None = None
+    """Weight of its mean loss in the step. None: its share of the samples."""
 
     def to(self, device: torch.device, config: TrainConfig) -> "MicroBatch":
         """Return it on ``device``, with floating-point inputs in the precision of training."""
@@ -39,12 +41,13 @@ class MicroBatch:
             for name, tensor in self.inputs.items()
         }
         taught = None if self.taught is None else self.taught.to(device, non_blocking=True)
-        return MicroBatch(inputs, self.targets.to(device, non_blocking=True), taught)
+        return MicroBatch(inputs, self.targets.to(device, non_blocking=True), taught, self.weight)
 
     def pin_memory(self) -> "MicroBatch":
         """Return it in page-locked memory, from which a GPU copies while it computes. torch's loader calls this."""
         inputs = {name: tensor.pin_memory() for name, tensor in self.inputs.items()}
-        return MicroBatch(inputs, self.targets.pin_memory(), None if self.taught is None else self.taught.pin_memory())
+        taught = None if self.taught is None else self.taught.pin_memory()
+        return MicroBatch(inputs, self.targets.pin_memory(), taught, self.weight)
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class BatchRequest:
     indices: list[int]
     entropy: tuple[int, ...]
     """Seed sequence of the loader process while it reads this micro-batch: seed, epoch, rank, number."""
+    weight: float | None = None
 
 
 @dataclass
@@ -80,8 +84,9 @@ class Feed:
         """Yield the micro-batches of these global batches of ``epoch``, in order."""
         batches = train_batches(self.data.train.lengths, self.config.global_batch_size, self.config.seed, epoch)
         accumulation = self.layout.gradient_accumulation
+        weigh = self._weigher()
         return self.loader.read(
-            self._request("train", epoch, number * accumulation + place, indices)
+            self._request("train", epoch, number * accumulation + place, indices, weigh(indices, batches[number]))
             for number in batch_numbers
             for place, indices in enumerate(micro_batches(batches[number], self._rank, accumulation))
         )
@@ -98,9 +103,23 @@ class Feed:
         """End the loader's processes."""
         self.loader.close()
 
-    def _request(self, split: Split, epoch: int, number: int, indices: Indices) -> BatchRequest:
+    def _weigher(self) -> Callable[[Indices, Indices], float | None]:
+        """Return a function that weighs a micro-batch of a global batch by its targets, where samples differ in them.
+
+        Then the loss of a step is the mean over all its targets, however they are shared out.
+        """
+        num_targets = getattr(self.data.train, "num_targets", None)
+        if num_targets is None:
+            return lambda indices, whole: None  # noqa: ARG005
+        parts = self.layout.gradient_accumulation * self.layout.data
+        return lambda indices, whole: parts * float(num_targets[indices].sum() / num_targets[whole].sum())
+
+    def _request(
+        self, split: Split, epoch: int, number: int, indices: Indices, weight: float | None = None
+    ) -> BatchRequest:
         """Return the request for micro-batch ``number`` of the epoch. Its seed is the same in a resumed run."""
-        return BatchRequest(split, indices.tolist(), (self.config.seed % 2**64, epoch, self._rank.rank, number))
+        entropy = (self.config.seed % 2**64, epoch, self._rank.rank, number)
+        return BatchRequest(split, indices.tolist(), entropy, weight)
 
     @property
     def _rank(self) -> DataRank:
@@ -176,4 +195,5 @@ class _Reader(TorchDataset[MicroBatch]):
         inputs = {name: torch.from_numpy(array) for name, array in batch.inputs.items()}
         targets = torch.from_numpy(batch.targets)
         taught = None if batch.taught is None else torch.from_numpy(batch.taught)
-        return MicroBatch(inputs, targets if request.indices else torch.full_like(targets, IGNORED), taught)
+        targets = targets if request.indices else torch.full_like(targets, IGNORED)
+        return MicroBatch(inputs, targets, taught, request.weight)

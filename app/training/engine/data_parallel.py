@@ -73,7 +73,9 @@ class DataParallelEngine:
         return sums
 
     def _weight(self, batch: MicroBatch) -> float:
-        """Return the loss weight for a mean over samples instead of micro-batches; 1 if their sizes are equal."""
+        """Return the loss weight for a mean over samples or targets instead of micro-batches; 1 if they are equal."""
+        if batch.weight is not None:
+            return batch.weight
         return len(batch.targets) * self.layout.gradient_accumulation / self.layout.share
 
     def _reduction(self, is_last: bool) -> AbstractContextManager[None]:

@@ -27,6 +27,7 @@ def make_in_place(blueprint: Blueprint, config: TrainConfig, layout: Layout) -> 
     model = blueprint.make(in_precision(config), partition if is_split else no_op)
     if is_split:
         _move_buffers(model)
+        _share_adapted_weights(model)
     return model
 
 
@@ -54,6 +55,14 @@ class _Partition:
             self._first = parameter
         else:
             partition_like(self._first, parameter)
+
+
+def _share_adapted_weights(model: nn.Module) -> None:
+    """Have ZeRO 3 also gather a frozen weight for DoRA's module, which reads it outside of the weight's own module."""
+    module: Any
+    for module in model.modules():
+        for reader in getattr(module, "lora_magnitude_vector", {}).values():
+            import_deepspeed().zero.register_external_parameter(reader, module.base_layer.weight)
 
 
 def _move_buffers(model: nn.Module) -> None:

@@ -1,0 +1,168 @@
+"""Folders of pretrained models in Hugging Face's layout, from a disk, storage, an installed package or the hub."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from upath import UPath
+
+from app.checksums import sha256_of
+from app.errors import RecipeError
+from app.storage import HOME, is_local, to_path
+
+CONFIG_FILE, TOKENIZER_FILE, IMAGE_FILE = "config.json", "tokenizer.json", "preprocessor_config.json"
+_ONE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", IMAGE_FILE)
+"""Files that transformers reads beside the tokenizer. A run keeps them."""
+_OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack")
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "vocab.txt", "merges.txt"]
+_HUB_NAME = r"[\w.-]+(/[\w.-]+)?"
+
+
+@dataclass(frozen=True)
+class PretrainedFolder:
+    """A folder on this machine's disk. ``location`` is how the recipe names it, for messages."""
+
+    location: str
+    path: Path
+
+    def __str__(self) -> str:
+        return f"model.pretrained {self.location!r}"
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """Return a JSON file of the folder; None if there is none. Raises RecipeError if it is broken."""
+        try:
+            content = json.loads((self.path / name).read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise RecipeError(f"{self}: {name} is not JSON ({error}): download the folder again") from error
+        if not isinstance(content, dict):
+            raise RecipeError(f"{self}: {name} holds a {type(content).__name__}, expected an object: download it again")
+        return content
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The content of ``config.json``. Raises RecipeError if it is missing."""
+        config = self.read_json(CONFIG_FILE)
+        if config is None or "model_type" not in config:
+            raise RecipeError(
+                f"{self} has no {CONFIG_FILE} with a model_type: give a folder that transformers' save_pretrained wrote"
+            )
+        return config
+
+    @property
+    def companions(self) -> Mapping[str, bytes]:
+        """The small files that transformers reads beside the tokenizer, by name."""
+        return {name: (self.path / name).read_bytes() for name in _COMPANIONS if (self.path / name).is_file()}
+
+    def special_token(self, kind: str) -> str | None:
+        """Return a special token, such as ``pad_token``; None if the tokenizer has none of this kind."""
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            token = (self.read_json(name) or {}).get(kind)
+            if token := token.get("content") if isinstance(token, dict) else token:
+                return str(token)
+        return None
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The number of tokens that the model reads at most; None if nothing limits it."""
+        limits = [
+            self.config.get("max_position_embeddings"),
+            self.config.get("n_positions"),
+            (self.read_json("tokenizer_config.json") or {}).get("model_max_length"),
+        ]
+        return min(
+            (int(limit) for limit in limits if isinstance(limit, int | float) and 0 < limit < 2**31), default=None
+        )
+
+    def require_length(self, length: int, key: str) -> None:
+        """Raise RecipeError if ``key`` of the recipe asks for more tokens than the model reads."""
+        if self.max_tokens is not None and length > self.max_tokens:
+            raise RecipeError(f"{key} is {length}, but {self} reads {self.max_tokens} tokens at most: lower {key}")
+
+    @property
+    def weights_files(self) -> list[Path]:
+        """The safetensors files. Raises RecipeError if one is missing, or if there are only other formats."""
+        index = self.read_json(_INDEX_FILE)
+        names = sorted(set(index["weight_map"].values())) if index else [_ONE_FILE]
+        if missing := [name for name in names if not (self.path / name).is_file()]:
+            others = [name for name in _OTHER_WEIGHTS if (self.path / name).exists()]
+            found = f"only {', '.join(others)}, which can run code when it is read" if others else "none of its weights"
+            raise RecipeError(
+                f"{self} has no {missing[0]} ({found}): expected safetensors; write them with save_pretrained of "
+                "transformers, or download the whole folder"
+            )
+        return [self.path / name for name in names]
+
+
+def open_pretrained(location: str) -> PretrainedFolder:
+    """Return the folder that ``model.pretrained`` names. A remote one is copied to this machine once.
+
+    Raises:
+        RecipeError: there is no such folder, or the hub cannot be reached.
+    """
+    if location.startswith("package:"):
+        return PretrainedFolder(location, _in_package(location))
+    path = to_path(location)
+    if not is_local(path):
+        return PretrainedFolder(location, _copied(location, path))
+    folder = Path(location.removeprefix("file://")).expanduser()
+    if folder.is_dir():
+        return PretrainedFolder(location, folder)
+    if folder.is_absolute() or location.startswith(".") or not re.fullmatch(_HUB_NAME, location):
+        raise RecipeError(f"model.pretrained {location!r} does not exist: give a folder, a URI or a name of the hub")
+    return PretrainedFolder(location, _downloaded(location))
+
+
+def _in_package(location: str) -> Path:
+    package, _, inside = location.removeprefix("package:").partition("/")
+    try:
+        folder = Path(str(files(package))) / inside
+    except ModuleNotFoundError as error:
+        raise RecipeError(f"model.pretrained {location!r}: {error}; install the package on every machine") from error
+    if not folder.is_dir():
+        raise RecipeError(f"model.pretrained {location!r}: the package {package} has no folder {inside!r}")
+    return folder
+
+
+def _copied(location: str, source: UPath) -> Path:
+    """Return a copy of a remote folder, under a name that depends on its files. Workers of a machine share it."""
+    try:
+        listing = sorted((entry["name"], entry["size"], str(entry.get("ETag"))) for entry in source.fs.ls(source.path))
+    except Exception as error:  # each protocol's driver has errors of its own
+        raise RecipeError(f"model.pretrained {location!r} cannot be read ({error}): check the URI") from error
+    folder = HOME / "pretrained" / sha256_of(json.dumps([location, listing]).encode())[:16]
+    with _only_one(folder) as is_there:
+        if not is_there:
+            temporary = folder.with_name(f"{folder.name}.tmp")
+            source.fs.get(f"{source.path}/", f"{temporary}/", recursive=True)
+            temporary.rename(folder)
+    return folder
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[bool]:
+    """Hold a lock, so that one process of this machine makes ``folder``. Yield whether it exists."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        yield folder.exists()
+
+
+def _downloaded(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS))
+    except Exception as error:  # of the network, of the hub and of the file system
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise RecipeError(
+            f"model.pretrained {name!r} is no folder here, and the hub did not answer with it ({reason}): give a "
+            "folder or a URI, or connect this machine to the network"
+        ) from error

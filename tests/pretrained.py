@@ -1,0 +1,90 @@
+"""Small pretrained models in Hugging Face's layout, written by transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+WORDS = "good bad fine poor great awful film book the a very not was it hotel room".split()  # noqa: SIM905
+POSITIVE, NEGATIVE = ("good", "fine", "great"), ("bad", "poor", "awful")
+BERT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def write_tokenizer(folder: Path, max_length: int = 64, **special: str) -> int:
+    """Write a tokenizer of words, padding with its second token, and return its size."""
+    names = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = {word: index for index, word in enumerate([*names, *dict.fromkeys(WORDS)])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[(name, vocabulary[name]) for name in ("[CLS]", "[SEP]")]
+    )
+    kinds = {"unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=max_length, **kinds | {"eos_token": "[SEP]"} | special
+    ).save_pretrained(folder)
+    return len(vocabulary)
+
+
+def write_encoder(folder: Path, labels: int | None = None, **changes: Any) -> Path:
+    """Write a BERT with a head for masked tokens, or for ``labels`` classes."""
+    size = write_tokenizer(folder)
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(
+        "bert",
+        vocab_size=size,
+        pad_token_id=1,
+        max_position_embeddings=64,
+        **BERT | {"num_labels": labels or 2} | changes,
+    )
+    kind = AutoModelForSequenceClassification if labels else AutoModelForMaskedLM
+    kind.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def write_decoder(folder: Path, model_type: str = "llama", **changes: Any) -> Path:
+    """Write a causal model."""
+    size = write_tokenizer(folder)
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(
+        model_type, vocab_size=size, max_position_embeddings=64, **BERT | {"num_key_value_heads": 4} | changes
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def write_image_model(folder: Path, **preprocessor: Any) -> Path:
+    """Write a ViT for pictures of 16 x 16 pixels in 3 channels."""
+    torch.manual_seed(3)
+    config = ViTConfig(**BERT, image_size=16, patch_size=8, num_labels=5)
+    ViTForImageClassification(config).save_pretrained(folder)
+    content = {
+        "do_resize": True, "size": {"height": 16, "width": 16}, "resample": 2, "do_rescale": True,
+        "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.4],
+        "image_processor_type": "ViTImageProcessor",
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(content | preprocessor), encoding="utf-8")
+    return folder
+
+
+def write_opinions(file: Path, rows: int = 60) -> Path:
+    """Write texts whose label is told by one word."""
+    lines = []
+    for row in range(rows):
+        words, label = (POSITIVE, "positive") if row % 2 else (NEGATIVE, "negative")
+        text = f"the {WORDS[6 + row // 2 % 2]} was {'very ' * (row % 5)}{words[row // 4 % 3]} it {'not ' * (row // 10)}"
+        lines.append(json.dumps({"text": f"{text} {'a ' * (row // 6)}", "label": label}))
+    file.write_text("\n".join(lines), encoding="utf-8")
+    return file

@@ -1,0 +1,137 @@
+"""Adapters: what is trained, how it is merged and what is kept apart."""
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from upath import UPath
+
+from app.checksums import VerifiedFolder
+from app.errors import RecipeError
+from app.models import factory
+from app.models.factory import blueprint_of, logits_of
+from app.models.pretrained import with_pretrained_weights
+from app.runs import Outcome, Run
+from app.tasks import prepare
+from app.training.checkpoints.parts import SavedParts
+from app.training.run import finish_run, open_run, prepare_run
+from app.training.session import train
+from app.training.weights import load_weights
+from app.training.worker import start_worker
+from tests.pretrained import write_decoder, write_encoder
+from tests.unit.test_pretrained import LEARNING, TEXTS, recipe_of
+
+LANGUAGE = ["task=language-modeling", "data.buckets=[32, 64, 128, 256]", "data.block_length=32"]
+
+
+def documents(folder: Path) -> str:
+    folder.mkdir()
+    for number in range(10):
+        (folder / f"{number}.txt").write_text(f"{'the film was good ' * 20}{number}", encoding="utf-8")
+    return f"data.source={folder}"
+
+
+def trained(run: Run) -> Outcome:
+    data = prepare_run(run)
+    open_run(run, data)
+    return finish_run(run, data, train(run.recipe, data, start_worker(run.recipe.train), run.folder))
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_classifiers_adapter_and_its_head_learn_and_the_rest_stays(
+    dora: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_encoder(tmp_path / "bert")
+    adapter = f"model.adapter={{lora: {{rank: 4, alpha: 8, dora: {dora}}}}}"
+    run = Run.start("train", recipe_of(tmp_path, folder, adapter, *LEARNING, "train.optimizer.lr=0.01"))
+    outcome = trained(run)
+    assert "parameters are trained, the others frozen" in capfd.readouterr().out
+    weights, kept = UPath(outcome.artifacts["weights"]), Path(outcome.artifacts["adapter"])
+    merged = load_weights(weights)
+    frozen = safetensors.torch.load_file(folder / "model.safetensors")["bert.embeddings.word_embeddings.weight"]
+    assert torch.equal(merged.model.bert.embeddings.word_embeddings.weight, frozen)
+    tensors = safetensors.torch.load_file(kept / "adapter_model.safetensors")
+    assert max(tensor.abs().max() for name, tensor in tensors.items() if "lora_B" in name) > 1e-3
+    assert json.loads((kept / "adapter_config.json").read_bytes())["base_model_name_or_path"] == str(folder)
+    reference = PeftModel.from_pretrained(AutoModelForSequenceClassification.from_pretrained(folder), kept).eval()
+    encoded = {name: torch.from_numpy(each) for name, each in merged.processor.encode(TEXTS).items()}
+    with torch.no_grad():
+        assert torch.allclose(logits_of(merged.model(**encoded)), reference(**encoded).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_a_merged_causal_model_answers_as_peft(model_type: str, dora: bool, tmp_path: Path) -> None:
+    folder = write_decoder(tmp_path / "decoder", model_type)
+    keys = [*LANGUAGE, documents(tmp_path / "documents"), "train.early_stopping=null", "train.optimizer.lr=0.01"]
+    adapter = f"model.adapter={{lora: {{rank: 4, alpha: 8, dora: {dora}}}}}"
+    run = Run.start("train", recipe_of(tmp_path, folder, *keys, adapter, "train.global_batch_size=4"))
+    outcome = trained(run)
+    ids = torch.randint(5, 20, (2, 9))
+    merged = AutoModelForCausalLM.from_pretrained(outcome.artifacts["weights"]).eval()
+    base = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        untouched = base(input_ids=ids).logits
+        reference = PeftModel.from_pretrained(base, outcome.artifacts["adapter"]).eval()(input_ids=ids).logits
+        assert torch.allclose(merged(input_ids=ids).logits, reference, atol=1e-5)
+    assert (reference - untouched).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("adapter", ["null", "{lora: {rank: 4}}", "{lora: {rank: 4, dora: true}}"])
+def test_every_zero_stage_starts_from_the_folder_and_trains_the_same(adapter: str, tmp_path: Path) -> None:
+    """In one process. tests/parity compares two with PEFT's own model."""
+    folder, source = write_decoder(tmp_path / "decoder"), documents(tmp_path / "documents")
+    small = "train.deepspeed={zero_optimization: {stage3_param_persistence_threshold: 0}}"
+    losses = {}
+    for stage in range(4):
+        keys = [*LANGUAGE, source, "train.early_stopping=null", "train.global_batch_size=4", "train.optimizer.lr=0.01"]
+        plan = [f"train.plan={{zero_stage: {stage}}}", small, f"model.adapter={adapter}", f"storage={tmp_path / 's'}"]
+        run = Run.start("train", recipe_of(tmp_path, folder, *keys, *plan))
+        trained(run)
+        lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+        losses[stage] = [line[name] for name in ("loss", "val_loss") for line in lines if name in line]
+    assert len(losses[0]) > 4
+    assert losses[0][-1] < losses[0][0]
+    for stage in range(1, 4):
+        assert losses[stage] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_only_the_adapter_has_optimizer_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory, "SMALL_BYTES", 0)
+    folder = write_decoder(tmp_path / "decoder")
+    keys = [*LANGUAGE, documents(tmp_path / "documents"), "train.early_stopping=null", "train.max_steps=1"]
+    adapter = "model.adapter={lora: {rank: 2, targets: [q_proj, v_proj]}}"
+    run = Run.start("train", recipe_of(tmp_path, folder, *keys, adapter, "train.global_batch_size=4"))
+    outcome = trained(run)
+    saved = SavedParts(VerifiedFolder(UPath(outcome.artifacts["checkpoint"]))).names
+    with_state = {name.split("/")[1] for name in saved if name.endswith(("/exp_avg", "/exp_avg_sq"))}
+    blueprint = blueprint_of(run.recipe.model, prepare(run.recipe).facts, adapted=True)
+    model = with_pretrained_weights(blueprint, str(folder)).make()
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {name.split(".")[4] for name in names} == {"q_proj", "v_proj"}
+    assert len(names) == 2 * 2 * 2
+    assert with_state == names
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.adapter={lora: {targets: [q_proj]}}"], "targets has 'q_proj', which is no matrix of a BertForSequ"),
+        (["model.adapter={lora: {targets: [classifier]}}"], "all: query, key, value, dense"),
+        (["model.adapter={lora: {rank: 0}}"], "model.adapter.lora.rank is 0"),
+        (
+            ["model.pretrained=null", "model.factory=app.models.gpt:gpt", "model.adapter={}"],
+            "adapter needs weights to adapt: set pretrained",
+        ),
+        (["model.adapter={}", "train.workers=2", "train.plan={tensor: 2}"], "with an adapter has no matrices"),
+    ],
+)
+def test_an_adapter_that_cannot_be_trained_is_refused(overrides: list[str], words: str, tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "bert")
+    with pytest.raises(RecipeError) as refused:
+        prepare_run(Run.start("train", recipe_of(tmp_path, folder, *overrides)))
+    assert words in str(refused.value)

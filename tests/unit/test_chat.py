@@ -1,0 +1,232 @@
+"""Conversations as training data: what is learned of them, packing, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from upath import UPath
+
+from app.config import Recipe, load_recipe
+from app.data.chat import ChatBlocks, ChatData, pack
+from app.data.prepared import IGNORED
+from app.errors import DataError, RayloomError, RecipeError
+from app.models.traits import require_apart
+from app.runs import Run
+from app.tasks import load_prepared, prepare
+from app.training.run import finish_run, open_run, prepare_run
+from app.training.session import train
+from app.training.worker import start_worker
+from tests.pretrained import BERT, write_decoder
+
+TEMPLATE = (
+    "{% for message in messages %}[MASK] {{ message.role }} {{ message.content }} [SEP] {% endfor %}"
+    "{% if add_generation_prompt %}[MASK] assistant {% endif %}"
+)
+
+
+def user(text: str, **keys: Any) -> dict[str, Any]:
+    return {"role": "user", "content": text, **keys}
+
+
+def answer(text: str, **keys: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **keys}
+
+
+def write_chats(file: Path, chats: list[list[dict[str, Any]]]) -> Path:
+    file.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats), encoding="utf-8")
+    return file
+
+
+def many() -> list[list[dict[str, Any]]]:
+    return [
+        [user(f"was it good {'very ' * (number % 7)}"), answer(f"it was {'not ' * (number // 7)} good")]
+        for number in range(40)
+    ]
+
+
+def recipe_of(tmp_path: Path, source: Path, *overrides: str, model_type: str = "llama") -> Recipe:
+    folder = tmp_path / model_type
+    if not folder.exists():
+        write_decoder(folder, model_type)
+        (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    model = [f"model.pretrained={folder}", "model.factory=null", "model.args={}", "task=chat", f"data.source={source}"]
+    keys = ["data.block_length=32", "data.tokenizer={}", "tune=null", "train.workers=1", f"storage={tmp_path / 's'}"]
+    small = ["train.epochs=2", "train.global_batch_size=4", "data.validation_fraction=0.2"]
+    return load_recipe("recipes/stdlib_gpt.yaml", [*model, *keys, *small, *overrides])
+
+
+def chats_of(recipe: Recipe) -> ChatData:
+    data = prepare(recipe)
+    assert isinstance(data, ChatData)
+    return data
+
+
+def test_only_the_answers_are_learned(tmp_path: Path) -> None:
+    chats = [[user("good film"), answer("a great film"), user("and book"), answer("poor book")]] * 1 + many()
+    first = chats_of(recipe_of(tmp_path, write_chats(tmp_path / "chats.jsonl", chats), "data.chat.packing=false"))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "llama")
+    learned = set()
+    for split in (first.train, first.validation):
+        for row in range(len(split)):
+            targets = split.batch([row]).targets[0]
+            learned.add(tokenizer.decode(targets[targets != IGNORED]))
+    assert "a great film [SEP] poor book [SEP]" in learned
+    assert {text.removesuffix(" [SEP]").split(" [SEP] ")[0].split()[0] for text in learned} == {"it", "a"}
+
+
+def test_a_mask_of_ones_own_decides(tmp_path: Path) -> None:
+    chats = [[user("good", train=True), answer("fine", train=False), answer("great")] for _ in range(2)] + many()
+    keys = ["data.chat.packing=false", "data.clean.deduplicate=false", "data.validation_fraction=0.5"]
+    data = chats_of(recipe_of(tmp_path, write_chats(tmp_path / "chats.jsonl", chats), *keys))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "llama")
+    learned = [
+        tokenizer.decode(row[row != IGNORED])
+        for split in (data.train, data.validation)
+        for row in split.batch(range(len(split))).targets
+    ]
+    assert sum("good [SEP] great [SEP]" in text and "fine" not in text for text in learned) == 2
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "qwen3"])
+def test_a_packed_conversation_is_answered_as_alone(model_type: str, tmp_path: Path) -> None:
+    source = write_chats(tmp_path / "chats.jsonl", many())
+    packed = chats_of(recipe_of(tmp_path, source, "data.block_length=64", model_type=model_type)).train
+    alone = replace(packed, blocks=np.arange(len(packed.chats)), block_length=None)
+    assert len(packed) < len(alone) / 1.9
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / model_type, use_cache=False).eval()
+    require_apart(model)
+
+    def loss_of(split: ChatBlocks) -> float:
+        total = 0.0
+        for row in range(len(split)):
+            batch = split.batch([row])
+            inputs = {name: torch.from_numpy(each) for name, each in batch.inputs.items()}
+            logits = model(**inputs).logits.flatten(0, 1)
+            targets = torch.from_numpy(batch.targets).flatten()
+            total += float(functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum"))
+        return total
+
+    with torch.no_grad():
+        assert loss_of(packed) == pytest.approx(loss_of(alone), rel=1e-5)
+    assert packed.num_targets.sum() == alone.num_targets.sum() == packed.learned.sum()
+
+
+def test_a_model_that_would_mix_packed_conversations_is_refused(tmp_path: Path) -> None:
+    source = write_chats(tmp_path / "chats.jsonl", many())
+    own = ["model.factory=tests.unit.test_chat:caching", "model.args={}"]
+    write_decoder(tmp_path / "llama")
+    (tmp_path / "llama/chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    with pytest.raises(RecipeError, match="does not keep packed conversations apart"):
+        prepare_run(Run.start("train", recipe_of(tmp_path, source, *own)))
+
+
+def caching(vocab_size: int) -> torch.nn.Module:
+    """A Llama that keeps a cache, with which transformers looks at no positions."""
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, num_key_value_heads=4, **BERT))
+
+
+def test_blocks_are_full_and_hold_each_conversation_once() -> None:
+    lengths = [int(number) for number in np.random.default_rng(0).integers(1, 100, 500)]
+    blocks = pack(lengths, 100)
+    assert sorted(number for block in blocks for number in block) == list(range(500))
+    assert max(sum(lengths[number] for number in block) for block in blocks) <= 100
+    assert len(blocks) <= 1.06 * sum(lengths) / 100
+
+
+def train_losses(tmp_path: Path, name: str, source: Path, *overrides: str) -> list[float]:
+    recipe = recipe_of(tmp_path, source, f"storage={tmp_path / name}", *overrides)
+    run = Run.start("train", recipe)
+    data = prepare_run(run)
+    open_run(run, data)
+    finish_run(run, data, train(run.recipe, data, start_worker(recipe.train), run.folder))
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line] + [
+        line["val_loss"] for line in lines if "val_loss" in line
+    ]
+
+
+def test_the_loss_is_the_mean_over_targets_however_they_are_shared_out(tmp_path: Path) -> None:
+    source = write_chats(tmp_path / "chats.jsonl", many())
+    whole = train_losses(tmp_path, "whole", source, "train.plan={micro_batch: 4}", "data.chat.packing=false")
+    parts = train_losses(tmp_path, "parts", source, "train.plan={micro_batch: 1}", "data.chat.packing=false")
+    assert len(whole) > 4
+    assert parts == pytest.approx(whole, rel=1e-5)
+    assert whole[-1] < whole[0]
+
+
+def test_dropped_and_cut_conversations_are_told(tmp_path: Path) -> None:
+    long = [user("good"), answer("very " * 60)]
+    late = [user("very " * 60), answer("good")]
+    data = chats_of(recipe_of(tmp_path, write_chats(tmp_path / "chats.jsonl", [*many(), long, late, many()[0]])))
+    assert str(data.report) == (
+        "43 conversations, 41 kept; dropped: 1 exact duplicates, 1 without an answer in the first data.block_length "
+        "tokens; cut at data.block_length tokens: 1"
+    )
+    assert "% full, with" in data.summary
+
+
+def test_saved_data_are_loaded_unchanged(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, write_chats(tmp_path / "chats.jsonl", many()))
+    data = chats_of(recipe)
+    data.save(UPath(tmp_path / "data"))
+    loaded = load_prepared(recipe, UPath(tmp_path / "data"))
+    assert (loaded.fingerprint, loaded.facts, loaded.rows) == (data.fingerprint, data.facts, data.rows)
+    for name, tensor in data.train.batch([1, 0]).inputs.items():
+        assert np.array_equal(loaded.train.batch([1, 0]).inputs[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([{"messages": [user("good")]}], "chats.jsonl, row 2: no turn to learn (the roles are user): add an assistant"),
+        ([{"messages": []}], "row 2: messages: List should have at least 1 item"),
+        ([{"text": "good"}], "row 2: messages: Field required; expected"),
+        ([{"messages": [{"role": "user"}]}], "row 2: messages.0.content: Field required"),
+        (["{"], "row 2: the row: Invalid JSON"),
+    ],
+)
+def test_a_row_that_is_no_conversation_is_refused(rows: list[Any], words: str, tmp_path: Path) -> None:
+    good = json.dumps({"messages": many()[0]})
+    lines = [good, *(row if isinstance(row, str) else json.dumps(row) for row in rows)]
+    source = tmp_path / "chats.jsonl"
+    source.write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(DataError) as refused:
+        prepare(recipe_of(tmp_path, source))
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "overrides", "words"),
+    [
+        (None, [], "has no chat template: add chat_template.jinja to the folder"),
+        ("{{ raise_exception('no system role') }}", [], "row 1: the chat template refuses it: no system role"),
+        ("{{ messages | length }}{% for message in messages %}{{ message.content }}{% endfor %}", [], "earlier turns"),
+        (TEMPLATE, ["data.chat.template=/nowhere.jinja"], "data.chat.template '/nowhere.jinja' cannot be read"),
+        (TEMPLATE, ["data.block_length=128"], "data.block_length is 128, but model.pretrained"),
+        (TEMPLATE, ["data.columns.input=chat"], "data.columns.input is 'chat', which task chat does not read"),
+        (TEMPLATE, ["model.pretrained=null", "model.factory=app.models.gpt:gpt"], "task chat needs model.pretrained"),
+        (TEMPLATE, ["task=language-modeling", "data.chat.packing=false"], "data.chat.packing is False, which task"),
+    ],
+)
+def test_a_template_or_key_that_does_not_fit_is_refused(
+    template: str | None, overrides: list[str], words: str, tmp_path: Path
+) -> None:
+    source = write_chats(tmp_path / "chats.jsonl", many())
+    recipe_of(tmp_path, source)
+    (tmp_path / "llama/chat_template.jinja").unlink()
+    if template:
+        (tmp_path / "llama/chat_template.jinja").write_text(template, encoding="utf-8")
+    with pytest.raises(RayloomError) as refused:
+        prepare(recipe_of(tmp_path, source, *overrides))
+    assert words in str(refused.value)
+
+
+def test_the_standard_library_is_a_set_of_conversations(tmp_path: Path) -> None:
+    data = chats_of(recipe_of(tmp_path, tmp_path, "data.source=builtin:stdlib", "data.block_length=64"))
+    assert data.report.kept > 3000

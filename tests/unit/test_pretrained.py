@@ -1,0 +1,295 @@
+"""Training that starts from the weights of a folder in Hugging Face's layout."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from PIL import Image
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer
+from upath import UPath
+
+from app.config import Recipe, load_recipe
+from app.data.images import ImageProcessor, encode_png
+from app.data.processor import Processor
+from app.data.text import TextProcessor
+from app.errors import RecipeError
+from app.models import factory
+from app.models.factory import blueprint_of, logits_of
+from app.models.pretrained import match_weights, read_configuration, with_pretrained_weights
+from app.pretrained import open_pretrained
+from app.runs import Run
+from app.tasks import prepare
+from app.training.resume import start_or_resume
+from app.training.run import export_checkpoint, finish_run, open_run, prepare_run
+from app.training.session import train
+from app.training.weights import load_weights
+from app.training.worker import start_worker
+from tests.pretrained import BERT, write_decoder, write_encoder, write_image_model, write_opinions
+
+LEARNING = ("train.optimizer.lr=0.002", "train.epochs=15", "train.early_stopping=null")
+TEXTS = ["the film was good", "bad", "it was a very very poor book , was it not"]
+
+
+def recipe_of(tmp_path: Path, folder: Path, *overrides: str, recipe: str = "digits") -> Recipe:
+    task = ["task=text-classification", f"data.source={write_opinions(tmp_path / 'opinions.jsonl')}"]
+    data = ["data.image={size: 32, channels: 3}", "data.buckets=[8, 16, 32]", "tune=null"]
+    train = ["train.workers=1", "train.epochs=2", "train.global_batch_size=8", f"storage={tmp_path / 'storage'}"]
+    model = ["model.factory=null", "model.args={}", f"model.pretrained={folder}"]
+    return load_recipe(f"recipes/{recipe}.yaml", [*task, *data, *train, *model, *overrides])
+
+
+def made(recipe: Recipe) -> torch.nn.Module:
+    assert recipe.model.pretrained is not None
+    torch.manual_seed(0)
+    blueprint = blueprint_of(recipe.model, prepare(recipe).facts)
+    return with_pretrained_weights(blueprint, recipe.model.pretrained).make().eval()
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_classifier_has_the_encoder_of_the_folder_and_a_fresh_head(
+    recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if recorded:
+        monkeypatch.setattr(factory, "SMALL_BYTES", 0)
+    folder = write_encoder(tmp_path / "bert")
+    model = made(recipe_of(tmp_path, folder))
+    ids = torch.randint(4, 20, (2, 9))
+    expected = AutoModel.from_pretrained(folder).eval()(input_ids=ids).last_hidden_state
+    assert torch.equal(model.bert(input_ids=ids).last_hidden_state, expected)
+    assert logits_of(model(input_ids=ids)).shape == (2, 2)
+    assert 0 < model.classifier.weight.abs().mean() < 0.1
+    match = match_weights(model, str(folder))
+    assert match.fresh == ["bert.pooler.dense.weight", "bert.pooler.dense.bias", "classifier.weight", "classifier.bias"]
+    assert all(name.startswith("cls.") for name in match.unused)
+    assert "made anew: bert.pooler.dense.weight" in str(match)
+
+
+def test_a_head_of_the_same_size_is_kept_and_another_is_made_anew(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "two", labels=2)
+    kept = safetensors.torch.load_file(folder / "model.safetensors")["classifier.weight"]
+    assert torch.equal(made(recipe_of(tmp_path, folder)).classifier.weight, kept)
+    other = recipe_of(tmp_path, write_encoder(tmp_path / "five", labels=5))
+    assert match_weights(made(other), str(other.model.pretrained)).fresh == ["classifier.weight", "classifier.bias"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_our_own_gpt_is_written_for_transformers(positions: str, tied: bool, tmp_path: Path) -> None:
+    documents = tmp_path / "documents"
+    documents.mkdir()
+    for number in range(10):
+        (documents / f"{number}.txt").write_text(f"{'the film was good ' * 40}{number}", encoding="utf-8")
+    model = f"model.args={{layers: 2, width: 32, heads: 4, positions: {positions}, tied: {tied}}}"
+    keys = [f"data.source={documents}", "data.block_length=32", "data.tokenizer.vocab_size=300", model, "tune=null"]
+    steps = ["train.max_steps=2", "train.workers=1", "train.global_batch_size=8", f"storage={tmp_path / 'storage'}"]
+    run = Run.start("train", load_recipe("recipes/stdlib_gpt.yaml", [*keys, *steps]))
+    data = prepare_run(run)
+    open_run(run, data)
+    ending = train(run.recipe, data, start_worker(run.recipe.train), run.folder)
+    weights = finish_run(run, data, ending).artifacts["weights"]
+    export_checkpoint(run.folder, UPath(tmp_path / "exported"), for_transformers=True)
+    trained = blueprint_of(run.recipe.model, data.facts).load(
+        safetensors.torch.load_file(f"{weights}/model.safetensors")
+    )
+    ids = torch.from_numpy(data.validation.batch([0, 1]).inputs["input_ids"])
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
+    assert torch.allclose(read(input_ids=ids).logits, logits_of(trained.eval()(ids)), atol=1e-5)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert tokenizer("the film")["input_ids"] == data.tokenizer.encode("the film")
+    language = ["task=language-modeling", f"data.source={documents}", "data.buckets=[32, 64, 128, 256]"]
+    tuned = recipe_of(tmp_path, tmp_path / "exported", *language, "data.block_length=32", "train.early_stopping=null")
+    assert prepare(tuned).tokenizer.encode("the film") == data.tokenizer.encode("the film")
+    assert torch.allclose(logits_of(made(tuned)(input_ids=ids)), read(input_ids=ids).logits, atol=1e-6)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3", "gpt_neox"])
+def test_a_causal_model_answers_as_transformers(model_type: str, tmp_path: Path) -> None:
+    folder = write_decoder(tmp_path / "decoder", model_type, tie_word_embeddings=model_type == "qwen3")
+    documents = tmp_path / "documents"
+    documents.mkdir()
+    for number in range(10):
+        (documents / f"{number}.txt").write_text(f"{'the film was good ' * 20}{number}", encoding="utf-8")
+    language = ["task=language-modeling", f"data.source={documents}", "data.buckets=[32, 64, 128, 256]"]
+    recipe = recipe_of(tmp_path, folder, *language, "data.block_length=32", "train.early_stopping=null")
+    data, model = prepare(recipe), made(recipe)
+    reference = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = torch.from_numpy(data.validation.batch([0]).inputs["input_ids"])
+    assert torch.equal(logits_of(model(input_ids=ids)), reference(input_ids=ids).logits)
+    assert ids[0, :6].tolist() == AutoTokenizer.from_pretrained(folder)("the film was good the")["input_ids"][:6]
+
+
+def test_texts_become_what_the_folders_tokenizer_makes(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "bert")
+    processor = prepare(recipe_of(tmp_path, folder)).train.processor
+    assert isinstance(processor, TextProcessor)
+    processor.save(UPath(tmp_path / "saved"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    expected = tokenizer(TEXTS, padding="max_length", max_length=16, truncation=True, return_tensors="np")
+    for one in (processor, TextProcessor.load(UPath(tmp_path / "saved"))):
+        encoded = one.encode(TEXTS)
+        for name in ("input_ids", "attention_mask"):
+            assert np.array_equal(encoded[name], expected[name])
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").pad_token_id == 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"size": {"shortest_edge": 20}, "do_center_crop": True, "crop_size": {"height": 16, "width": 16}}],
+)
+def test_images_become_what_the_folders_processor_makes(given: dict[str, Any], tmp_path: Path) -> None:
+    from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+    folder = write_image_model(tmp_path / "vit", **given)
+    processor: Processor = ImageProcessor.from_pretrained(open_pretrained(str(folder)), load_recipe_data())
+    processor.save(UPath(tmp_path / "saved"))
+    pixels = np.random.default_rng(0).integers(0, 256, (30, 24), dtype=np.uint8)
+    content = encode_png(pixels)
+    settings = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
+    reference = ViTImageProcessorPil(**settings)
+    expected = reference(Image.fromarray(pixels).convert("RGB"), return_tensors="np")["pixel_values"]
+    for one in (processor, ImageProcessor.load(UPath(tmp_path / "saved"))):
+        assert np.allclose(one.encode([content])["pixel_values"], expected, atol=1e-5)
+
+
+def load_recipe_data() -> Any:
+    return load_recipe("recipes/digits.yaml").data
+
+
+def test_an_image_classifier_starts_from_its_folder(tmp_path: Path) -> None:
+    folder = write_image_model(tmp_path / "vit")
+    images = ["task=image-classification", "data.source=builtin:digits", "data.buckets=[32, 64, 128, 256]"]
+    recipe = recipe_of(tmp_path, folder, *images)
+    data, model = prepare(recipe), made(recipe)
+    assert data.facts == {"num_labels": 10, "channels": 3, "image_size": 16}
+    pixels = torch.from_numpy(data.train.batch([0, 1]).inputs["pixel_values"])
+    reference = AutoModelForImageClassification.from_pretrained(folder).eval()
+    assert torch.equal(model.vit(pixels).last_hidden_state, reference.vit(pixels).last_hidden_state)
+
+
+def test_a_run_keeps_all_that_the_trained_model_needs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = write_encoder(tmp_path / "bert")
+    run = start_or_resume("train", recipe_of(tmp_path, folder, *LEARNING))
+    data = prepare_run(run)
+    open_run(run, data)
+    outcome = finish_run(run, data, train(run.recipe, data, start_worker(run.recipe.train), run.folder))
+    said = capfd.readouterr().out
+    assert "made anew: bert.pooler.dense.weight, bert.pooler.dense.bias, classifier.weight, classifier.bias" in said
+    assert outcome.metrics.model_dump()["val_accuracy"] > 0.9
+    weights = UPath(outcome.artifacts["weights"])
+    shutil.rmtree(folder)
+    trained = load_weights(weights)
+    config = json.loads((weights / "config.json").read_bytes())
+    assert (config["id2label"], config["hidden_size"]) == ({"0": "negative", "1": "positive"}, 32)
+    encoded = {name: torch.from_numpy(each) for name, each in trained.processor.encode(TEXTS[:2]).items()}
+    with torch.no_grad():
+        assert [trained.labels[index] for index in logits_of(trained.model(**encoded)).argmax(-1)] == [
+            "positive",
+            "negative",
+        ]
+    run.until_result.close()
+    resumed = recipe_of(tmp_path, folder, *LEARNING, f"train.resume={run.run_id}")
+    assert start_or_resume("train", resumed).run_id == run.run_id
+
+
+def _without(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).unlink()
+
+
+def _config(**changes: Any) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes), encoding="utf-8")
+
+    return change
+
+
+def _pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _foreign(folder: Path) -> None:
+    safetensors.torch.save_file({"h.0.weight": torch.zeros(2)}, folder / "model.safetensors")
+
+
+def _layer_lost(folder: Path) -> None:
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    del tensors["bert.encoder.layer.1.output.dense.weight"]
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "overrides", "words"),
+    [
+        (_without("tokenizer.json"), [], "has no tokenizer: expected tokenizer.json"),
+        (_without("config.json"), [], "has no config.json with a model_type"),
+        (_without("model.safetensors"), [], "has no model.safetensors (none of its weights)"),
+        (_pickled, [], "only pytorch_model.bin, which can run code"),
+        (_foreign, [], "has no tensor of a BertForSequenceClassification"),
+        (_layer_lost, [], "there is no bert.encoder.layer.1.output.dense.weight (1 such tensors)"),
+        (_config(hidden_size=16), [], "bert.embeddings.word_embeddings.weight has shape [21, 32], the model [21, 16]"),
+        (_config(model_type="bart-like"), [], "is a 'bart-like', which transformers does not have"),
+        (_config(vocab_size=10), [], "the tokenizer has 21 tokens, the model 10"),
+        (_config(), ["data.buckets=[128]"], "data.buckets is 128, but model.pretrained"),
+        (
+            _config(),
+            ["model.args={hiden_size: 4}"],
+            "unknown key model.args.hiden_size of a bert; did you mean",
+        ),
+        (lambda folder: shutil.rmtree(folder), [], "does not exist: give a folder, a URI or a name of the hub"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), [], "tokenizer.json cannot be read"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"1"), [], "model.safetensors cannot be read"),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_refused(
+    damage: Callable[[Path], object], overrides: list[str], words: str, tmp_path: Path
+) -> None:
+    folder = write_encoder(tmp_path / "bert")
+    recipe = recipe_of(tmp_path, folder, *overrides)
+    damage(folder)
+    with pytest.raises(RecipeError) as refused:
+        prepare_run(Run.start("train", recipe))
+    assert words in str(refused.value)
+    assert not (tmp_path / "storage" / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.pretrained=null"], "factory is missing"),
+        (["data.tokenizer.vocab_size=300"], "data.tokenizer is what model.pretrained brings"),
+        (["data.image={size: 8, channels: 1}"], "data.image is what model.pretrained brings"),
+    ],
+)
+def test_keys_that_contradict_the_folder_are_refused(overrides: list[str], words: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=words):
+        recipe_of(tmp_path, tmp_path, *overrides)
+
+
+def test_a_name_of_the_hub_without_a_network_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(RecipeError, match="'nobody/nothing' is no folder here, and the hub did not answer with it"):
+        open_pretrained("nobody/nothing")
+
+
+def test_a_remote_folder_is_copied_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("app.pretrained.HOME", tmp_path / "home")
+    folder = write_encoder(tmp_path / "bert")
+    memory = UPath("memory://models/bert")
+    for file in UPath(folder).iterdir():
+        (memory / file.name).write_bytes(file.read_bytes())
+    first, second = (open_pretrained(str(memory)) for _ in range(2))
+    assert first == second
+    assert read_configuration(str(memory))["hidden_size"] == BERT["hidden_size"]
+    assert len([each for each in (tmp_path / "home/pretrained").iterdir() if each.is_dir()]) == 1
+
+
+def test_a_package_holds_a_folder(tmp_path: Path) -> None:
+    assert open_pretrained("package:app/project").path.name == "project"
+    with pytest.raises(RecipeError, match="No module named 'no_such_package'; install the package"):
+        open_pretrained("package:no_such_package/model")
