@@ -8,8 +8,6 @@ from app.planner.stages import Stage
 from app.planner.traffic import Stack, held_parameters
 
 _GIB = 2**30
-FRAGMENTATION = 0.05
-"""Share of the activations that the allocator holds beside them. Fitted (``benchmarks/planning/fit.py``)."""
 _BUCKET = 5e8
 """Elements that DeepSpeed reduces at once by default (https://www.deepspeed.ai/docs/config-json)."""
 OPTIMIZER_NUMBERS = {"adamw": 2, "sgd": 1}
@@ -26,6 +24,8 @@ class ProcessMemory:
     """NCCL's channels and buffers of a process group. Fitted (``benchmarks/planning/fit.py``)."""
     checkpointing: float = 0.0
     """Code that activation checkpointing imports. On a GPU it is not in the device's memory."""
+    fragmentation: float = 0.05
+    """Share of the activations that the allocator holds beside them. Fitted as well."""
 
 
 GPU_PROCESS = ProcessMemory()
@@ -70,8 +70,7 @@ def memory(
     stage = stages[position]
     elements = held_parameters(stage, plan.tensor)
     parameters, gradients, optimizer = state_bytes(profile, plan, stack, elements, optimizer_numbers)
-    activations = _activations(profile, plan, stack, stage, position) * (1 + FRAGMENTATION)
-
+    activations = _activations(profile, plan, stack, stage, position) * (1 + process.fragmentation)
     host = 0.0
     if plan.offload != "none":
         host, optimizer = optimizer, 0.0

@@ -149,10 +149,10 @@ def count(case: FakeRank) -> Counted:
         engine = create_engine(Blueprint.of(partial(build_model, case.model, case.facts)), case.config, case.layout, 10)
         _introduce_neighbours(engine, case, world)
         for _ in range(_WARM_UP_STEPS):
-            engine.train_step(_micro_batches(case), Activity())
+            engine.train_step(micro_batches_of(case), Activity())
         probe = _Probe(engine.deepspeed)
         world.forget()
-        result = engine.train_step(_micro_batches(case), probe)
+        result = engine.train_step(micro_batches_of(case), probe)
     assert result.is_applied, f"{case}: the step was skipped, so its traffic is not a step's"
     return Counted(case, world.traffic(), world.steering_bytes, probe.largest)
 
@@ -251,7 +251,17 @@ def _introduce_neighbours(engine: TrainingEngine, case: FakeRank, world: _World)
     world.received[torch.int32] = world.sent.pop()
 
 
-def _micro_batches(case: FakeRank) -> Iterator[MicroBatch]:
+@contextmanager
+def connect_neighbours(engine: TrainingEngine, case: FakeRank) -> Iterator[None]:
+    """Have the neighbours of a stage send tensors of the right shape, without counting anything else."""
+    world = _World(case.rank, case.layout)
+    with world:
+        _introduce_neighbours(engine, case, world)
+        yield
+
+
+def micro_batches_of(case: FakeRank) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of a step."""
     tokens = torch.zeros(case.micro_batch, case.length, dtype=torch.int64)
     return iter([MicroBatch({"input_ids": tokens}, tokens)] * case.accumulation)
 
