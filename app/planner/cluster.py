@@ -169,7 +169,7 @@ def _named(name: str, devices: int) -> Cluster:
     if name not in _MACHINES:
         alike = [known for known in CATALOGUE if known.startswith(name)]
         nearest = f"did you mean {' or '.join(alike)}?" if alike else did_you_mean(name, CATALOGUE)
-        raise PlanError(f"device {name!r} is not in the catalogue; {nearest} Others come from a file")
+        raise PlanError(f"device {name!r} is not in the catalogue, and others come from a file; {nearest}")
     machine = _MACHINES[name]
     return Cluster(
         device=machine.device,

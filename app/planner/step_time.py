@@ -149,10 +149,17 @@ def _stage_time(
 _QUANTIZED_WEIGHTS, _QUANTIZED_GRADIENTS = 2 * (1 + 2), 2 + 3 * 0.5 + 2
 """Bytes of memory that quantization reads and writes for each parameter and micro-batch, in 16 bits. Both gathers of
 weights are unpacked. Gradients are packed, added up within a node, packed again and unpacked."""
-_HOOK_S = {0: 0.0, 1: 10e-6, 2: 20e-6, 3: 150e-6}
-"""Seconds of DeepSpeed's Python for a parameter and micro-batch, by ZeRO stage. Guesses: no measurement is recorded."""
-_PIPELINE_S = 1e-3
-"""The same for a stage's instructions of a micro-batch. A guess, too."""
+_HOOK_S = {0: 30e-6, 1: 20e-6, 2: 40e-6, 3: 40e-6}
+"""Seconds of DeepSpeed's Python for a parameter and micro-batch, by ZeRO stage.
+
+Measured on an EPYC processor by ``python -m benchmarks.planning.hooks``, as the next two.
+"""
+_GATHER_S = 1.1e-3
+"""The same for a parameter that ZeRO 3 gathers, forward and backward."""
+_PIPELINE_S = 1.3e-3
+"""The same for a stage's instructions of a micro-batch."""
+_KEPT = 10**5
+"""Elements of parameters that ZeRO 3 never splits (``stage3_param_persistence_threshold``)."""
 _TENSORS = 8
 """Parameters of a layer, where they are not known."""
 
@@ -161,8 +168,10 @@ def _framework_s(plan: ParallelPlan, stack: Stack, stage: Stage) -> float:
     """Return the seconds that the framework's own Python takes for a micro-batch."""
     if stack.family != "rayloom":
         return 0.0
-    tensors = sum(len(layer.tensor_sizes) or _TENSORS for layer in stage)
-    return tensors * _HOOK_S[plan.zero_stage] + (_PIPELINE_S if plan.pipeline > 1 else 0.0)
+    sizes = [size for layer in stage for size in layer.tensor_sizes or (layer.parameters // _TENSORS,) * _TENSORS]
+    gathered = sum(size > _KEPT for size in sizes) if plan.zero_stage == 3 else 0
+    instructions_s = _PIPELINE_S if plan.pipeline > 1 else 0.0
+    return len(sizes) * _HOOK_S[plan.zero_stage] + gathered * _GATHER_S + instructions_s
 
 
 def _fused(work: Work, stack: Stack) -> Work:

@@ -36,7 +36,8 @@ def main() -> None:
     plain_s, parameters = _per_layer(None)
     for stage in (0, 1, 2, 3):
         spent_s, _ = _per_layer(stage)
-        print(f"ZeRO {stage}: {(spent_s - plain_s) / parameters * 1e6:.0f} us for a parameter and micro-batch")
+        what = "a gathered parameter" if stage == 3 else "a parameter"
+        print(f"ZeRO {stage}: {(spent_s - plain_s) / parameters * 1e6:.0f} us for {what} and micro-batch")
     whole_s = _micro_batch_s(_case(PlanConfig(), _PIPELINE_LAYERS, 1), is_plain=True)
     stage_s = _micro_batch_s(_case(PlanConfig(pipeline=2), _PIPELINE_LAYERS, 1))
     print(f"pipeline: {(stage_s - whole_s / 2) * 1e6:.0f} us for a stage and micro-batch")
