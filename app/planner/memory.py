@@ -1,5 +1,6 @@
 """Bytes of memory that a rank needs at most."""
 
+import math
 from dataclasses import dataclass
 
 from app.planner.plan import ParallelPlan
@@ -69,7 +70,8 @@ def memory(
     """Return the memory of a rank of stage ``position``."""
     stage = stages[position]
     elements = held_parameters(stage, plan.tensor)
-    parameters, gradients, optimizer = state_bytes(profile, plan, stack, elements, optimizer_numbers)
+    padded = elements * _padding(plan, stack, stage)
+    parameters, gradients, optimizer = state_bytes(profile, plan, stack, padded, optimizer_numbers)
     activations = _activations(profile, plan, stack, stage, position) * (1 + process.fragmentation)
     host = 0.0
     if plan.offload != "none":
@@ -88,6 +90,15 @@ def memory(
         context=_process_bytes(process, plan),
         host=host if plan.offload == "cpu" or plan.offload_param == "cpu" else 0.0,
     )
+
+
+def _padding(plan: ParallelPlan, stack: Stack, stage: Stage) -> float:
+    """Return how much larger DeepSpeed's ZeRO 3 makes a model: it pads each parameter to a multiple of the ranks."""
+    layers = {layer.tied or number: layer.tensor_sizes for number, layer in enumerate(stage)}
+    sizes = [size for tensors in layers.values() for size in tensors]
+    if stack.family != "rayloom" or plan.zero_stage != 3 or not sizes:
+        return 1.0
+    return sum(math.ceil(size / plan.data) for size in sizes) * plan.data / sum(sizes)
 
 
 def state_bytes(

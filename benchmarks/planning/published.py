@@ -12,7 +12,7 @@ import numpy as np
 
 from app.config.plan import Precision
 from app.planner.cluster import Cluster, Device, Link, cluster_of
-from app.planner.memory import memory
+from app.planner.memory import GPU_PROCESS, ProcessMemory, memory
 from app.planner.plan import ParallelPlan, Recompute
 from app.planner.profile import ModelProfile
 from app.planner.rates import Rates, rates_of
@@ -155,14 +155,17 @@ class PublishedRun:
         ]
         return min(estimates, key=lambda estimate: estimate.step_s)
 
-    def memory_estimate(self) -> float:
+    def memory_estimate(self, process: ProcessMemory = GPU_PROCESS) -> float:
         """Return the planner's bytes of the fullest rank, as the source measures them.
 
         bigscience reads nvidia-smi. torchtitan prints what PyTorch's allocator has reserved, without CUDA's context.
         """
         plan = self.plans[0]
         stages = self._stages(plan)
-        estimates = [memory(self.profile, plan, self.stack, stages, position) for position in (0, len(stages) - 1)]
+        estimates = [
+            memory(self.profile, plan, self.stack, stages, position, process=process)
+            for position in (0, len(stages) - 1)
+        ]
         return max(found.total - (found.context if self.source == "torchtitan" else 0.0) for found in estimates)
 
     def _stages(self, plan: ParallelPlan) -> tuple[Stage, ...]:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from app.planner.validation import validation_of
-from benchmarks.planning.accuracy import accuracy_goals, held_out, time_errors
-from benchmarks.planning.published import published_runs
+from benchmarks.planning.accuracy import accuracy_goals, held_out, memory_errors, time_errors
+from benchmarks.planning.published import LATER_TABLE, published_runs
 
 
 def test_every_published_run_names_its_source_and_split() -> None:
@@ -26,6 +26,15 @@ def test_the_error_that_a_table_states_is_that_of_the_published_runs() -> None:
         assert stated.runs == len(runs)
         assert stated.median == pytest.approx(median(errors), abs=0.005)
         assert stated.p90 == pytest.approx(float(np.percentile(errors, 90)), abs=0.005)
+
+
+def test_runs_that_nothing_was_fitted_on_are_predicted_too() -> None:
+    runs = [run for run in published_runs(LATER_TABLE) if run.memory]
+    assert len(runs) == 17
+    used, times = memory_errors(runs), time_errors(runs)
+    assert median(used.all) < 0.03
+    assert min(used.by_source["bigscience"]) > -0.05
+    assert median(times.all) < 0.05
 
 
 def test_goals_on_published_runs_that_were_reached_stay_reached() -> None:
