@@ -72,6 +72,9 @@ def memory(
     elements = held_parameters(stage, plan.tensor)
     padded = elements * _padding(plan, stack, stage)
     parameters, gradients, optimizer = state_bytes(profile, plan, stack, padded, optimizer_numbers)
+    if stack.family == "rayloom" and plan.zero_stage == 2 and profile.precision == "fp32":
+        # DeepSpeed keeps the whole gradient of each parameter of which the rank holds a part.
+        gradients = max(gradients, 4 * max(layer.largest_parameter(plan.tensor) for layer in stage))
     activations = _activations(profile, plan, stack, stage, position) * (1 + process.fragmentation)
     host = 0.0
     if plan.offload != "none":

@@ -24,8 +24,7 @@ _REMARKS = """Each row is one rank, run in one process with torch's `fake` backe
 parameters. Bytes are equal apart from the padding that DeepSpeed adds for data-parallel ranks. Norms, losses and shapes
 are left out: at most 1 KB a step. ZeRO 3 ran on rank 0 only, and its buffer of gathered parameters was switched off,
 because a whole small model fits in it. In fp32 ZeRO 2 keeps the whole gradient of each parameter of which a rank holds
-a part: here that is the embedding, 14 % of the model. ZeRO 3 pads each parameter to a multiple of the ranks, and with
-1,024 of them the vectors of this model grow sixteenfold."""
+a part, so at least that of the largest. ZeRO 3 pads each parameter to a multiple of the ranks."""
 Key = tuple[str, str]
 """Kind and group of collectives."""
 _PARAMETER_GROUPS = 2
