@@ -91,7 +91,7 @@ def _plain_step_s(case: FakeRank) -> float:
 
     def step() -> None:
         for batch in micro_batches_of(case):
-            CrossEntropy().mean(model(**batch.inputs), batch.targets).backward()
+            CrossEntropy().mean(model(**batch.inputs), batch.targets).backward()  # type: ignore[no-untyped-call]
 
     return _processor_s(step)
 
