@@ -45,8 +45,7 @@ def prepare(folder: Path, metrics: int, stats: int, fallback_http: int, fallback
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
         "RAY_SERVE_HAPROXY_RETRIES": "1",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": MIDDLEWARE,
-        # HTTP bodies have the same limit.
-        "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(LIMITS.body_bytes),
+        "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(LIMITS.body_bytes),  # the limit of HTTP bodies
         # How long a replaced replica still answers. HAProxy learns of the replacement within this time.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": os.environ.get(
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "5"

@@ -119,6 +119,7 @@ def _to_onnx(
         causes: list[BaseException] = [error]
         while causes[-1].__cause__ is not None:
             causes.append(causes[-1].__cause__)
+        # Any of the causes may name the node. The innermost one says what is wrong.
         where = _where(traced, " ".join(map(str, causes)))
         raise CompileError(f"the model cannot be exported to ONNX: {where}{_first_line(causes[-1])}") from error
     assert program is not None

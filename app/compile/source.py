@@ -104,6 +104,7 @@ class Source(ABC):
     def sample(self) -> Tensors:
         """A batch of at least two real rows, for the export."""
         first = next(self.reference.rows.batches()).inputs
+        # ``torch.export`` would fix the batch size if it were 1.
         return resized(first, max(2, _num_rows(first)))
 
     @cached_property
@@ -137,6 +138,7 @@ def calibration_indices(
 ) -> list[Sequence[int]]:
     """Return batches of indices from all over ``available`` rows, sorted by length. By default, 512 or all."""
     chosen = np.linspace(0, available - 1, min(count or _CALIBRATION_SAMPLES, available), dtype=int)
+    # Rows of similar lengths need little padding in a batch.
     ordered = sorted(chosen.tolist(), key=lambda index: int(lengths[index]))
     return list(chunks(ordered, _CALIBRATION_BATCH))
 

@@ -159,6 +159,7 @@ def split_documents(documents: Sequence[Document], config: DataConfig) -> tuple[
 
 def _load_tokens(path: UPath) -> Tokens:
     if is_local(path):
+        # A corpus may be larger than memory.
         return np.asarray(np.load(path.path, mmap_mode="r", allow_pickle=False))
     with path.open("rb") as file:
         tokens: Tokens = np.load(file, allow_pickle=False)

@@ -107,6 +107,7 @@ def _read_image_folder(root: UPath) -> Examples:
     """Read a folder with one subfolder per class, as torchvision's ImageFolder does. An input is a file's content."""
     examples = [
         (file.read_bytes(), folder.name)
+        # Storage lists names in any order, and equal configurations must give equal data.
         for folder in sorted(root.iterdir(), key=str)
         if folder.is_dir()
         for file in sorted(folder.iterdir(), key=str)

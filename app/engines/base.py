@@ -268,6 +268,7 @@ def infer_many(engine: Engine, requests: Sequence[Tensors], max_rows: Callable[[
     """
     answers: list[list[Tensors]] = [[] for _ in requests]
     for group in group_by_shape(requests):
+        # All requests of a group have one shape, so the first one stands for them.
         for members in _calls(requests, group, max_rows(requests[group[0]])):
             outputs = engine.infer(concat_rows([piece for _, piece in members]))
             start = 0

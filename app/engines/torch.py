@@ -43,6 +43,7 @@ class TorchEngine(PooledEngine[nn.Module]):
         self._dtype = TORCH_DTYPES[settings.precision]
         torch.set_num_threads(settings.threads)
         allow_tf32(False)
+        # ``to`` returns the module itself, so all streams share its weights.
         super().__init__(signature, (model.to(self._device).eval() for _ in range(settings.streams)))
 
     def _run(self, member: nn.Module, inputs: Tensors) -> Tensors:
@@ -50,6 +51,7 @@ class TorchEngine(PooledEngine[nn.Module]):
         with torch.inference_mode(), self._autocast():
             logits = logits_of(member(**given))
         (output,) = self.signature.outputs
+        # NumPy has no bfloat16.
         return {output.name: logits.float().cpu().numpy()}
 
     def _autocast(self) -> AbstractContextManager[object]:

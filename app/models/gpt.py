@@ -135,6 +135,7 @@ class _Attention(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map (batch, length, width) to the same shape."""
+        # A shard has fewer heads, so only their width is fixed.
         q, k, v = (
             matrix(hidden).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for matrix in (self.q, self.k, self.v)
         )
@@ -170,12 +171,14 @@ class Rotary(nn.Module):
         if head_width % 2:
             raise ValueError(f"heads are {head_width} wide, and rotary positions turn pairs: choose an even width")
         self._make = partial(_turns, head_width, max_length)
+        # The angles follow from the sizes, so checkpoints do not have them.
         self.register_buffer("turns", self._make(), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move with the model, but stay in float32: angles in bfloat16 would be wrong by whole turns."""
         angles = self.turns
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # A model that was built on the meta device has no angles to move.
         self.turns = self._make(device=self.turns.device) if angles.is_meta else angles.to(self.turns.device)
         return self
 

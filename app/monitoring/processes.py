@@ -118,6 +118,7 @@ def _launch(cluster: ClusterState, program: Sequence[str], arguments: Sequence[s
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
+            # Ctrl+C in this terminal must not end the process.
             start_new_session=True,
         )
 

@@ -54,6 +54,7 @@ class Calibration(BaseModel):
         """Return ``cluster`` with what was measured in place of typical figures."""
         device = replace(
             cluster.device,
+            # The file is for one precision, so its rate stands for both.
             half_flops=self.matmul_flops,
             float_flops=self.matmul_flops,
             memory_bandwidth=self.memory_bandwidth,

@@ -110,6 +110,7 @@ def _micro_batches(share: int, pipeline: int) -> list[int]:
     if len(sizes) <= _MAX_SIZES:
         return sizes
     if pipeline > 1:
+        # More and smaller micro-batches leave the stages of a pipeline less idle.
         return sizes[:_MAX_SIZES]
     step = (len(sizes) - 1) / (_MAX_SIZES - 1)
     return sorted({sizes[round(number * step)] for number in range(_MAX_SIZES)})

@@ -49,6 +49,7 @@ def measure_machine(workers: int, precision: Precision, threads: int) -> Calibra
     found = _run_workers(_measure_rates, workers, threads, precision)
     latency_s, seconds_per_byte = _fit_line([point for rates in found for point in rates.reductions])
     passes = 2 * (workers - 1) / workers if workers > 1 else 1.0
+    # A ring all-reduce sends two messages one after the other for each further worker.
     hops = max(1, 2 * (workers - 1))
     return Calibration(
         machine=machine_name(),
@@ -199,6 +200,7 @@ def _fit_line(points: list[tuple[int, float]]) -> tuple[float, float]:
     sizes = sorted({size for size, _ in points})
     at = {size: max(seconds for found, seconds in points if found == size) for size in sizes}
     latency_s = at[sizes[0]]
+    # Noise may make the largest message look as fast as the smallest.
     return latency_s, max((at[sizes[-1]] - latency_s) / (sizes[-1] - sizes[0]), 1e-15)
 
 

@@ -107,6 +107,7 @@ def _staged_layers(fakes: FakeModel) -> list[LayerProfile]:
     tied_modules = [layer.module for layer in layers if isinstance(layer, Tied)]
     for position, layer in enumerate(layers):
         is_last = position == len(layers) - 1
+        # The last layer also computes the loss, so it is like no other.
         key = _likeness(layer, tensor, position if is_last else -1)
         if key not in known:
             recorder.begin()
@@ -114,6 +115,7 @@ def _staged_layers(fakes: FakeModel) -> list[LayerProfile]:
                 output = layer(tensor)
                 if is_last:
                     _loss(output)
+            # All uses of a tied module have the same name.
             tied = f"tied_{tied_modules.index(layer.module)}" if isinstance(layer, Tied) else None
             held = (layer.module if isinstance(layer, Tied) else layer).parameters()
             known[key] = recorder.layer(_name(layer), held, None if is_last else output, tied), output
@@ -158,8 +160,10 @@ def _hooked_layers(fakes: FakeModel) -> list[LayerProfile]:
     tables = [module for module in fakes.model.modules() if isinstance(module, nn.Embedding)]
     embeddings = {id(table.weight) for table in tables}
     first, *measured = found
+    # A model reads its embeddings before the blocks. Its other parameters come after them.
     start = _with_parameters(first, [parameter for parameter in outside if id(parameter) in embeddings])
     rest = [parameter for parameter in outside if id(parameter) not in embeddings]
+    # The blocks that were left out are like the last one that ran.
     middle = [measured[min(position, len(measured) - 1)] for position in range(number)]
     return [start, *middle, recorder.layer("output", rest, None, None)]
 

@@ -84,6 +84,7 @@ def problem_of(subject: Subject, cluster: Cluster, calibration: Calibration | No
     """Return what is searched: the recipe's model, batch and rules on all of the cluster's devices."""
     config = subject.recipe.train
     is_gpu = cluster.device.kind == "gpu"
+    # The given cluster may have other workers than the recipe.
     on_cluster = config.model_copy(update={"workers": cluster.devices, "device": cluster.device.kind})
     return Problem(
         profile=subject.profile,
@@ -164,6 +165,7 @@ def fastest_plans(recipe: Recipe, data: PreparedData, cluster: Cluster, count: i
     if not findings.exact:
         raise PlanError(f"no plan fits {cluster}: 'rayloom plan' says why")
     plans = [candidate.config.model_dump(mode="json", exclude_defaults=True) for candidate in findings.exact[:count]]
+    # YAML would break a long plan into several lines by default.
     return [yaml.safe_dump(plan, default_flow_style=True, width=1000).strip() for plan in plans]
 
 

@@ -49,6 +49,7 @@ class FakeModel:
         def fake(tensor: Tensor) -> Tensor:
             return torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
 
+        # ``deepcopy`` takes these instead of copying the real tensors.
         memo: dict[int, Any] = {id(buffer): fake(buffer) for buffer in model.buffers()}
         memo |= {id(parameter): nn.Parameter(fake(parameter)) for parameter in model.parameters()}
         copied = copy.deepcopy(model, memo).train()

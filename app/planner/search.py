@@ -170,6 +170,7 @@ def _require_divisible(problem: Problem) -> None:
     devices, batch = problem.cluster.devices, problem.global_batch
     layers = problem.setting.model.layers if problem.setting.model else None
     divisor = problem.setting.model.tensor_divisor if problem.setting.model else None
+    # Model parallelism takes this many devices at most. The others are data-parallel ranks.
     most = min(divisor or 1, problem.cluster.devices_per_node) * (layers or 1)
     possible = [data for data in divisors(devices) if devices // data <= most]
     if not any(batch % data == 0 for data in possible):

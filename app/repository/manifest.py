@@ -145,6 +145,7 @@ class ServingDefaults(BaseModel):
         max_batch_size = batching.max_batch_size or self.max_batch_size
         preferred = batching.preferred_batch_sizes
         if preferred is None:
+            # The recipe may allow fewer rows than were measured.
             preferred = [size for size in self.preferred_batch_sizes if size <= max_batch_size]
         is_measured = batching.max_batch_size is None and not batching.preferred_batch_sizes
         return ServingDefaults(
@@ -153,6 +154,7 @@ class ServingDefaults(BaseModel):
             preferred_batch_sizes=tuple(preferred),
             timeout_us=self.timeout_us if batching.timeout_us is None else batching.timeout_us,
             replicas=replicas,
+            # There may be more replicas than cores.
             threads=config.threads or max(1, threads),
         )
 

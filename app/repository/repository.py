@@ -218,6 +218,7 @@ class Repository:
         if model.exists():
             raise StorageError(f"{str(model)!r} is there already: remove it, or give another folder")
         try:
+            # Nobody sees a half-written model under its name.
             self.fetch(name, version, staged / str(version))
             (staged / CONFIG_FILE).write_text(config, encoding="utf-8")
             staged.rename(model)

@@ -107,6 +107,7 @@ class Traffic:
         asked = Asked()
         try:
             yield asked
+        # A client that goes away raises ``CancelledError``, which is no ``Exception``.
         except BaseException as error:
             asked.outcome = outcome_of(error)
             raise

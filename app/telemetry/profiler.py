@@ -99,6 +99,7 @@ class _TraceProfiler:
         if steps < 1:
             return
         with tempfile.TemporaryDirectory(prefix="rayloom-profile-") as temporary:
+            # The profiler writes to a local path, and the run's folder may be remote.
             file = Path(temporary) / trace_file(self._rank)
             profile.export_chrome_trace(str(file))
             trace = file.read_bytes()

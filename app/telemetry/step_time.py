@@ -163,6 +163,7 @@ def _read_events(trace: bytes) -> list[_Event]:
             category=entry.get("cat", ""),
             name=entry["name"],
             thread=(entry["pid"], entry["tid"]),
+            # A kernel has the correlation of the call that launched it.
             launched=launches.get(entry.get("args", {}).get("correlation"), entry["ts"]),
             start=entry["ts"],
             end=entry["ts"] + entry["dur"],

@@ -54,6 +54,7 @@ def evaluate(weights: UPath, data: PreparedData, recipe: Recipe) -> Evaluation:
         return Evaluation(rows=0, of=len(split), skipped=f"the weights take {size / 2**30:.1f} GiB, more than 1 GiB")
     chosen = np.unique(np.linspace(0, len(split) - 1, min(recipe.train.report_samples, len(split)), dtype=int))
     lengths = np.asarray(split.lengths)
+    # Rows of similar lengths need little padding in a batch.
     ordered = chosen[np.argsort(lengths[chosen], kind="stable")].tolist()
     rows = _batch_rows(data)
     batches = [ordered[first : first + rows] for first in range(0, len(ordered), rows)]
@@ -94,6 +95,7 @@ def _of_tokens(data: PreparedData, predictions: Iterable[Prediction]) -> Evaluat
     losses: list[tuple[float, int]] = []  # mean loss, row
     for rows, batch, logits in predictions:
         targets = torch.from_numpy(batch.targets)
+        # ``cross_entropy`` expects the classes as the second dimension.
         values = functional.cross_entropy(logits.mT, targets, ignore_index=IGNORED, reduction="none").mean(-1)
         losses += zip(values.tolist(), rows, strict=True)
     worst = sorted(losses, reverse=True)[:_WORST_SAMPLES]
@@ -125,6 +127,7 @@ def _worst_of_class(data: ClassificationData, loss: float, row: int, predicted: 
         png_base64=None if isinstance(given, str) else _to_png(given),
         label=data.labels[split.classes[row]],
         predicted=data.labels[predicted],
+        # The loss is the negative logarithm of the label's probability.
         probability=float(np.exp(-loss)),
     )
 
@@ -145,6 +148,7 @@ def _to_png(content: bytes) -> str:
 
     buffer = io.BytesIO()
     with Image.open(io.BytesIO(content)) as image:
+        # PNG cannot hold all modes that images have, such as CMYK.
         small = image.convert("L" if image.mode in ("1", "L") else "RGB")
         small.thumbnail((_PICTURE_SIZE, _PICTURE_SIZE))
         small.save(buffer, "PNG")

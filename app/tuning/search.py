@@ -126,8 +126,7 @@ class Search:
 
     def _run(self, mark: str, back_up: Callable[[], object]) -> None:
         os.environ.update(_ENVIRONMENT)
-        # The callback reports failures.
-        logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
+        logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # the callback reports failures
         remove_lost_trials(self.study, self.folder / TRIALS)
         config, study = self.config, self.study
         promotion = create_promotion(config, self._train.epochs, study.trials)
@@ -137,11 +136,9 @@ class Search:
         table = self._table()
         callback = StudyCallback(study, config, self.folder / TRIALS, self.budget, table, promotion, back_up)
         metrics = SearchMetrics(Publisher(ray_metrics).publish, study, self.recipe.name, config.objectives)
-
         ray_files = self.folder / "ray"
         parameters = {"recipe": self.recipe.model_dump_json(), "run_folder": str(self.folder), "mark": mark}
         trainable = tune.with_parameters(TrialActor, **parameters)
-
         tuner = tune.Tuner(
             tune.with_resources(trainable, self._actor_resources),
             tune_config=tune.TuneConfig(

@@ -46,6 +46,7 @@ def require_same_fingerprint(study: Study, space: Space, recipe: Recipe, config:
             "study"
         )
     given = _comparable_keys(config)
+    # Older studies have no such keys, and are accepted.
     for key, expected in study.user_attrs.get(_TRIALS, given).items():
         if given[key] != expected:
             raise TuningError(

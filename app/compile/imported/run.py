@@ -59,6 +59,7 @@ def import_model(run: Run, given: Given, log: Log = print_line) -> Outcome:
         requested = _without_module(requested_variants(config))
         source = imported_source(model, rows, run.recipe, usable_cores())
         reference = source.reference
+        # All that can be refused was refused by now, so a refusal leaves no run behind.
         run.open()
         accuracy = "" if reference.accuracy is None else f": accuracy {reference.accuracy:.4f}"
         log(f"{model.source}: {source.baseline} on {len(rows.compared):,} {rows.kind} rows{accuracy}")

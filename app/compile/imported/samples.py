@@ -109,10 +109,12 @@ def _row(spec: TensorSpec, given: Any, path: Path) -> NDArray[Any]:
     if isinstance(given, str) and given.lstrip().startswith("[") and not spec.dtype.hasobject:
         given = json.loads(given)
     try:
+        # A parquet table has nested lists as arrays of arrays.
         raw = np.asarray(given.tolist() if isinstance(given, np.ndarray) and given.dtype == object else given)
         row = raw.astype(spec.dtype, casting="unsafe" if spec.dtype.hasobject else "same_kind")
     except (TypeError, ValueError) as error:
         raise DataError(f"{str(path)!r}: a row of {Tensor.of(spec)} cannot be read: {error}") from error
+    # A table has plain numbers for an input with one column.
     if raw.ndim == 0 and spec.shape[1:] == (1,):
         row = row.reshape(1)
     if row.ndim != len(spec.shape) - 1 or any(

@@ -46,6 +46,7 @@ def smooth(source: Path, samples: Iterable[Tensors], target: Path) -> bool:
         return False
     largest = largest_by_channel(source, [str(group.value.name) for group in groups], samples)
     for group in groups:
+        # All products read the same value, so their weights share one factor for each channel.
         weights = np.concatenate([np.abs(group.weight(node)) for node in group.users], axis=1).max(axis=1)
         _divide(model.graph, group, _factors(largest[str(group.value.name)], weights))
     RemoveUnusedNodesPass()(model)
@@ -93,6 +94,7 @@ def _divide(graph: ir.Graph, group: _Group, factors: NDArray[np.float32]) -> Non
         array = group.weight(node) * factors[:, None]
         array = array.T if _transposed(node) else array
         weight = add_initializer(graph, f"{node.name}_smoothed_weight", np.ascontiguousarray(array))
+        # Other readers of the value still get it undivided.
         node.replace_input_with(0, divide.outputs[0])
         node.replace_input_with(1, weight)
     graph.insert_after(producer, divide)

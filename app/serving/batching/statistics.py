@@ -19,6 +19,7 @@ class Buckets:
 
     def __init__(self, bounds: Sequence[float] = LATENCY_BOUNDS_S) -> None:
         self.bounds = bounds
+        # The last bucket has the values above all bounds.
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
@@ -198,6 +199,7 @@ class RecentLatencies:
         began_s = self._clock()
         try:
             yield
+        # Late requests count, because an overload would look fast without its slowest requests.
         except DeadlineError:
             self.add(self._clock() - began_s)
             raise

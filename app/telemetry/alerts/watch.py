@@ -105,6 +105,7 @@ class _HasFallen:
     def __call__(self, value: float) -> bool:
         is_warm = len(self._usual) >= WARM_UP_VALUES
         has_fallen = is_warm and value <= self._kept * statistics.median(self._usual)
+        # A long fall would otherwise soon count as usual.
         if not has_fallen and math.isfinite(value):
             self._usual.append(value)
         return has_fallen
@@ -118,6 +119,7 @@ class _HasNotImproved:
         self._best = -math.inf
 
     def __call__(self, value: float) -> bool:
+        # This is also true for NaN.
         if not self._sign * value > self._best:
             return True
         self._best = self._sign * value
