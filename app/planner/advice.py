@@ -1,7 +1,6 @@
 """What would help a training beyond the plans that can run as the recipe stands."""
 
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
 
 from app.planner.cluster import Cluster
 from app.planner.enumeration import without_options
@@ -11,7 +10,7 @@ from app.planner.search import Candidate, Findings, Problem, search
 from app.planner.stages import stages_of
 from app.planner.traffic import held_parameters
 
-_SOME_PATH = str(PurePosixPath("/local_nvme"))
+_SOME_PATH = "/local_nvme"
 
 
 @dataclass(frozen=True)

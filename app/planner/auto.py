@@ -93,10 +93,11 @@ def _by_prediction(subject: Subject, cluster: Cluster, default: PlanConfig) -> C
         return Chosen(best.config, f"the fastest of {len(findings.candidates)}; the default cannot run: {error}", best)
 
     usual = price_plan(problem, default, parallel_plan(default, layout))
-    if usual is None:
-        return Chosen(best.config, f"the fastest of {len(findings.candidates)}; ZeRO 1 does not fit", best)
-    gain = usual.step_s / best.step_s - 1
     validation = validation_of(cluster.device, best.config)
+    if usual is None:
+        doubt = "" if validation else ", not validated"
+        return Chosen(best.config, f"the fastest of {len(findings.candidates)}{doubt}; ZeRO 1 does not fit", best)
+    gain = usual.step_s / best.step_s - 1
     if validation is None:
         return Chosen(default, "ZeRO 1: predictions for this hardware are not validated", usual)
     if gain <= validation.p90:

@@ -10,7 +10,11 @@ from app.config.plan_rules import Setting, broken_rule
 from app.planner.cluster import Cluster
 from app.planner.plan import ParallelPlan, parallel_plan
 
-OPTIONS = ("offload", "offload_param", "zero_plus_plus")
+_NO_OPTION: dict[str, object] = {
+    "offload": "none",
+    "offload_param": "none",
+    "zero_plus_plus": ZeroPlusPlusConfig(),
+}
 """Keys of a plan that trade time for memory, or computation for traffic. No published run shows them."""
 _MAX_MICRO_BATCH = 64
 _MAX_SIZES = 7
@@ -74,13 +78,12 @@ def _options(plain: PlanConfig, cluster: Cluster) -> Iterator[dict[str, object]]
 
     A processor's memory is there already. ZeRO++ is for links between nodes. None takes a split model.
     """
-    none: dict[str, object] = dict.fromkeys(OPTIONS[:2], "none") | {"zero_plus_plus": ZeroPlusPlusConfig()}
-    yield none
+    yield _NO_OPTION
     if cluster.device.kind == "cpu" or plain.model_parallel > 1 or not plain.zero_stage:
         return
     moves = ["cpu", *(["nvme"] if plain.nvme_path and plain.zero_stage == 3 else [])]
     for offload, parameters in product(moves, ("none", "cpu") if plain.zero_stage == 3 else ("none",)):
-        yield none | {"offload": offload, "offload_param": parameters}
+        yield _NO_OPTION | {"offload": offload, "offload_param": parameters}
     if plain.zero_stage == 3 and cluster.nodes > 1:
         for is_quantized in (False, True):
             plus = ZeroPlusPlusConfig(
@@ -88,12 +91,12 @@ def _options(plain: PlanConfig, cluster: Cluster) -> Iterator[dict[str, object]]
                 quantized_weights=is_quantized,
                 quantized_gradients=is_quantized,
             )
-            yield none | {"zero_plus_plus": plus}
+            yield _NO_OPTION | {"zero_plus_plus": plus}
 
 
 def without_options(plan: PlanConfig) -> PlanConfig:
     """Return the same plan without offload and ZeRO++."""
-    return plan.model_copy(update={key: PlanConfig.model_fields[key].default for key in OPTIONS})
+    return plan.model_copy(update=_NO_OPTION)
 
 
 def _sized(

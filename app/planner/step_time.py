@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from app.planner.cluster import Cluster
+from app.planner.host_time import framework_s, optimizer_s, parameters_s
 from app.planner.plan import ParallelPlan
 from app.planner.profile import ModelProfile, Work
 from app.planner.rates import Rates
@@ -85,21 +86,20 @@ def step_time(
         if key not in times:
             sent = traffic(profile, plan, stack, stage, number)
             time = _stage_time(profile, plan, cluster, stack, stage, sent, rates)
-            copied_s = _parameters_s(profile, plan, cluster, stage)
+            copied_s = parameters_s(profile, plan, cluster, stage)
             times[key] = time, _data_s(plan, cluster, stack, sent, time, rates, copied_s)
 
     busiest = max(range(len(stages)), key=lambda number: times[keys[number]][0].total_s)
     worst, micro_batches = times[keys[busiest]][0], plan.accumulation
     through = sum(times[key][0].total_s for key in keys) - worst.total_s
     data_s = max(reduced_s for _, reduced_s in times.values())
-    optimizer_s = _optimizer_s(plan, cluster, stack, held_parameters(stages[busiest], plan.tensor), rates)
     return StepEstimate(
         compute_s=(worst.forward_s + worst.backward_s) * micro_batches,
         tensor_s=worst.tensor_s * micro_batches,
         pipeline_s=worst.send_s * micro_batches,
         data_s=data_s,
         bubble_s=through / plan.interleave,
-        optimizer_s=optimizer_s,
+        optimizer_s=optimizer_s(plan, cluster, stack, held_parameters(stages[busiest], plan.tensor), rates),
     )
 
 
@@ -138,7 +138,7 @@ def _stage_time(
     exposed = 1 - rates.overlap if stack.hides_model_parallel else 1.0
     tensor_s, send_s = spent["tensor"] * exposed, spent["pipeline"] * exposed
 
-    host_s = host_forward_s + host_backward_s + _framework_s(plan, stack, stage)
+    host_s = host_forward_s + host_backward_s + framework_s(plan, stack, stage)
     device_s = forward + backward + tensor_s
     # Python launches kernels ahead of a GPU: the slower of both sets the pace. A processor does one after the other.
     alternates = cluster.device.kind == "cpu" or stack.waits_for_kernels
@@ -149,29 +149,6 @@ def _stage_time(
 _QUANTIZED_WEIGHTS, _QUANTIZED_GRADIENTS = 2 * (1 + 2), 2 + 3 * 0.5 + 2
 """Bytes of memory that quantization reads and writes for each parameter and micro-batch, in 16 bits. Both gathers of
 weights are unpacked. Gradients are packed, added up within a node, packed again and unpacked."""
-_HOOK_S = {0: 30e-6, 1: 20e-6, 2: 40e-6, 3: 40e-6}
-"""Seconds of DeepSpeed's Python for a parameter and micro-batch, by ZeRO stage.
-
-Measured on an EPYC processor by ``python -m benchmarks.planning.hooks``, as the next two.
-"""
-_GATHER_S = 1.1e-3
-"""The same for a parameter that ZeRO 3 gathers, forward and backward."""
-_PIPELINE_S = 1.3e-3
-"""The same for a stage's instructions of a micro-batch."""
-_KEPT = 10**5
-"""Elements of parameters that ZeRO 3 never splits (``stage3_param_persistence_threshold``)."""
-_TENSORS = 8
-"""Parameters of a layer, where they are not known."""
-
-
-def _framework_s(plan: ParallelPlan, stack: Stack, stage: Stage) -> float:
-    """Return the seconds that the framework's own Python takes for a micro-batch."""
-    if stack.family != "rayloom":
-        return 0.0
-    sizes = [size for layer in stage for size in layer.tensor_sizes or (layer.parameters // _TENSORS,) * _TENSORS]
-    gathered = sum(size > _KEPT for size in sizes) if plan.zero_stage == 3 else 0
-    instructions_s = _PIPELINE_S if plan.pipeline > 1 else 0.0
-    return len(sizes) * _HOOK_S[plan.zero_stage] + gathered * _GATHER_S + instructions_s
 
 
 def _fused(work: Work, stack: Stack) -> Work:
@@ -334,33 +311,3 @@ def _data_s(
         beside_s = time.backward_s + (time.forward_s if stack.hides_model_parallel else 0.0)
     hidden_s = min(spent_s, beside_s) * rates.overlap
     return spent_s - hidden_s
-
-
-def _parameters_s(profile: ModelProfile, plan: ParallelPlan, cluster: Cluster, stage: Stage) -> float:
-    """Return the seconds in which a rank copies its part of offloaded parameters to the device, twice a micro-batch.
-
-    Rajbhandari 2021, arXiv:2104.07857, section 5: each rank copies its own part, and the parts are gathered then.
-    """
-    if plan.offload_param == "none":
-        return 0.0
-    part = held_parameters(stage, plan.tensor) * profile.element_bytes / plan.data
-    return 2 * plan.accumulation * part / cluster.host_link.bandwidth
-
-
-def _optimizer_s(plan: ParallelPlan, cluster: Cluster, stack: Stack, elements: float, rates: Rates) -> float:
-    """Return the seconds of the update: memory bounds it, about 34 bytes of reads and writes for each parameter.
-
-    With offload the gradients of each micro-batch go to the node's memory and the parameters back, in 16 bits. The
-    processor updates 34 bytes a parameter, too, at its memory's bandwidth (Ren 2021, arXiv:2101.06840). NVMe reads and
-    writes all states of 12 bytes meanwhile (Rajbhandari 2021, arXiv:2104.07857). Not validated.
-    """
-    part = elements / (plan.data if plan.zero_stage or stack.family == "fsdp" else 1)
-    if plan.offload == "none":
-        return 34 * part / (cluster.device.memory_bandwidth * rates.memory)
-    moved_s = 2 * (plan.accumulation + 1) * part / cluster.host_link.bandwidth
-    host_bandwidth = (
-        200e9 / cluster.devices_per_node if cluster.device.kind == "gpu" else cluster.device.memory_bandwidth
-    )
-    update_s = 34 * part / host_bandwidth
-    disk_s = 24 * part * cluster.devices_per_node / cluster.disk_bandwidth if plan.offload == "nvme" else 0.0
-    return moved_s + max(update_s, disk_s)
