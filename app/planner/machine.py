@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -27,6 +28,7 @@ from app.errors import PlanError
 from app.models.factory import blueprint_of
 from app.models.precision import TORCH_DTYPES
 from app.planner.calibration import Calibration, MeasuredPlan, machine_name
+from app.planner.enumeration import divisors
 from app.planner.report import plan_keys
 from app.planner.search import Candidate
 from app.storage import to_path
@@ -47,10 +49,7 @@ _SIZES = (2**10, 2**14, 2**18, 2**22)
 def measure_machine(workers: int, precision: Precision, threads: int) -> Calibration:
     """Measure a matrix product, memory bandwidth, small operations and all-reduces with ``workers`` processes."""
     found = _run_workers(_measure_rates, workers, threads, precision)
-    latency_s, seconds_per_byte = _fit_line([point for rates in found for point in rates.reductions])
-    passes = 2 * (workers - 1) / workers if workers > 1 else 1.0
-    # A ring all-reduce sends two messages one after the other for each further worker.
-    hops = max(1, 2 * (workers - 1))
+    latency_s, bandwidth = _fit_links([reduction for rates in found for reduction in rates.reductions])
     return Calibration(
         machine=machine_name(),
         workers=workers,
@@ -59,8 +58,8 @@ def measure_machine(workers: int, precision: Precision, threads: int) -> Calibra
         matmul_flops=min(rates.matmul_flops for rates in found),
         memory_bandwidth=min(rates.memory_bandwidth for rates in found),
         launch_s=max(rates.launch_s for rates in found),
-        link_bandwidth=passes / seconds_per_byte if workers > 1 else 1e12,
-        link_latency_s=latency_s / hops,
+        link_bandwidth=bandwidth,
+        link_latency_s=latency_s,
     )
 
 
@@ -91,12 +90,20 @@ def measure_plan(recipe: Recipe, data: PreparedData, candidate: Candidate, subje
 
 
 @dataclass(frozen=True)
+class _Reduction:
+    """An all-reduce, as one of its workers saw it."""
+
+    ranks: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class _Rates:
     matmul_flops: float
     memory_bandwidth: float
     launch_s: float
-    reductions: list[tuple[int, float]]
-    """Bytes and seconds of all-reduces."""
+    reductions: list[_Reduction]
 
 
 @dataclass(frozen=True)
@@ -174,10 +181,7 @@ def _measure_rates(precision: Precision) -> _Rates:
     copy_s = _seconds(lambda: copied.copy_(large))
     small = torch.ones(8)
     launch_s = _seconds(lambda: small + small)
-    reductions = []
-    for size in _SIZES:
-        tensor = torch.ones(size)
-        reductions.append((tensor.nbytes, _seconds(lambda tensor=tensor: dist.all_reduce(tensor))))  # type: ignore[misc]
+    reductions = _measure_reductions()
     dist.destroy_process_group()
     # A copy reads and writes every byte.
     return _Rates(2 * side**3 / product_s, 2 * large.nbytes / copy_s, launch_s, reductions)
@@ -195,13 +199,36 @@ def _seconds(work: Callable[[], Any], repeats: int = 30) -> float:
     return statistics.median(times)
 
 
-def _fit_line(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """Return seconds at zero bytes, and seconds per byte: from the smallest messages, and from the largest."""
-    sizes = sorted({size for size, _ in points})
-    at = {size: max(seconds for found, seconds in points if found == size) for size in sizes}
-    latency_s = at[sizes[0]]
-    # Noise may make the largest message look as fast as the smallest.
-    return latency_s, max((at[sizes[-1]] - latency_s) / (sizes[-1] - sizes[0]), 1e-15)
+def _measure_reductions() -> list[_Reduction]:
+    """Measure all-reduces by size in groups of neighbours, of each size that divides the workers. All groups run."""
+    workers, reductions = dist.get_world_size(), []
+    for ranks in divisors(workers)[1:]:
+        group, _ = dist.new_subgroups(ranks)  # type: ignore[no-untyped-call]
+        for size in _SIZES:
+            tensor = torch.ones(size)
+            seconds = _seconds(partial(dist.all_reduce, tensor, group=group))
+            reductions.append(_Reduction(ranks, tensor.nbytes, seconds))
+    return reductions
+
+
+def _fit_links(reductions: list[_Reduction]) -> tuple[float, float]:
+    """Return the latency of a message and the bytes per second of a link: the medians of what each size of group shows.
+
+    A ring sends 2 (n - 1) messages one after the other, each of an n-th of the tensor. The smallest tensor shows the
+    latency, and what the largest takes longer the bandwidth. A group is as fast as its slowest worker.
+    """
+    latencies, bandwidths = [], []
+    for ranks in sorted({reduction.ranks for reduction in reductions}):
+        worst: dict[int, float] = {}
+        for reduction in reductions:
+            if reduction.ranks == ranks:
+                worst[reduction.nbytes] = max(worst.get(reduction.nbytes, 0.0), reduction.seconds)
+        smallest, largest, hops = min(worst), max(worst), 2 * (ranks - 1)
+        latencies.append(worst[smallest] / hops)
+        # Noise may make the largest message look as fast as the smallest.
+        seconds = max(worst[largest] - worst[smallest], 1e-9)
+        bandwidths.append(hops / ranks * (largest - smallest) / seconds)
+    return (statistics.median(latencies), statistics.median(bandwidths)) if bandwidths else (0.0, 1e12)
 
 
 def _measure_steps(recipe: Recipe, folder: str, count: int) -> _Steps:

@@ -39,8 +39,12 @@ class Prediction(BaseModel):
                 f"{self.memory_bytes / 2**30:.2f} GiB",
             ),
         ]
-        return [
+        texts = [
             f"{what} took {was}, and {said} ± {self.error:.0%} was predicted"
             for what, predicted, found, was, said in pairs
             if abs(found / predicted - 1) > self.error
         ]
+        shared = measured.communication
+        if shared is not None and abs(shared - self.communication) > self.error:
+            texts.append(f"communication took {shared:.0%} of a step, and {self.communication:.0%} was predicted")
+        return texts

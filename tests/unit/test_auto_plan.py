@@ -171,3 +171,6 @@ def test_a_run_tells_where_its_prediction_was_off(tmp_path: Path) -> None:
     assert stated.differences() == ["a step took 0.1 s, and 0.2 s ± 15% was predicted"]
     assert stated.model_copy(update={"step_s": 0.11}).differences() == []
     assert stated.model_copy(update={"error": None}).differences() == []
+    profiled = measured.model_copy(update={"communication": 0.4, "step_s": 0.2})
+    (said,) = stated.model_copy(update={"measured": profiled}).differences()
+    assert said == "communication took 40% of a step, and 10% was predicted"
