@@ -89,8 +89,8 @@ class Evaluator:
             return compare(engine, self._source_model.reference)
 
     def _loss(self, parity: Parity) -> float:
-        """Return lost accuracy, differing rows and lost cosine, added up; infinite if that is NaN."""
+        """Return lost accuracy, differing rows, lost cosine and relative error, added up; infinite if that is NaN."""
         to_keep, kept = self._source_model.accuracy_to_keep, parity.accuracy
         drop = 0.0 if to_keep is None or kept is None else max(0.0, to_keep - kept)
-        loss = drop + parity.differing_rows + 1.0 - parity.cosine
+        loss = drop + parity.differing_rows + 1.0 - parity.cosine + parity.relative_error
         return loss if math.isfinite(loss) else math.inf

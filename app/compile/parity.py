@@ -1,6 +1,9 @@
 """Compare an engine's answers with the right ones, and apply the recipe's gates."""
 
-from collections.abc import Iterator
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +33,21 @@ class Parity(BaseModel):
     max_difference: float
     """The largest absolute difference of a number in a float output, such as a logit."""
     cosine: float
-    """The mean cosine similarity of a row's outputs. With several float outputs, that of the least similar counts."""
+    """The mean cosine similarity of a row's outputs. With several float outputs, that of the least similar counts.
+
+    Outputs of one number a row are left out, because the cosine of two numbers is only a sign.
+    """
     worst_cosine: float
     """The lowest cosine similarity of a row's outputs."""
     differing_rows: float = 0.0
     """The share of rows in which an output of whole numbers, BOOL or strings differs."""
+    relative_error: float = 0.0
+    """The largest norm of a float output's differences over all rows, divided by the norm of the right numbers."""
+    single_error: float = 0.0
+    """The same among the outputs of one number a row."""
 
     def __str__(self) -> str:
-        known = f"accuracy {self.accuracy:.4f}, " if self.accuracy is not None else ""
+        known = f"accuracy {self.accuracy:.4f}, " if self.accuracy is not None else f"error {self.relative_error:.2%}, "
         differing = f", {self.differing_rows:.2%} of the rows differ in an exact output" if self.differing_rows else ""
         return f"{known}cosine {self.cosine:.5f}, largest difference {self.max_difference:.1e}{differing}"
 
@@ -45,14 +55,17 @@ class Parity(BaseModel):
 def compare(engine: Engine, reference: Reference, max_rows: int = BATCH) -> Parity:
     """Run every row of the reference in batches of at most ``max_rows``, with one batch in memory at a time."""
     done, right, differing, cosine, worst_cosine, max_difference = 0, 0, 0, 0.0, np.inf, 0.0
+    squares: defaultdict[str, _Squares] = defaultdict(_Squares)
     for batch, expected in reference.batches(max_rows):
         given = engine.run(batch.inputs)
         right += count_right(given, batch, reference.scores)
         rows = len(next(iter(expected.values())))
         cosines = np.ones(rows)
-        for ours, theirs in _float_outputs(given, expected):
-            # Unlike ``min``, this propagates NaN.
-            cosines = np.minimum(cosines, _cosines(ours, theirs))
+        for name, ours, theirs in _float_outputs(given, expected):
+            squares[name].add(ours, theirs)
+            if not squares[name].is_single:
+                # Unlike ``min``, this propagates NaN.
+                cosines = np.minimum(cosines, _cosines(ours, theirs))
             max_difference = np.maximum(max_difference, np.abs(ours - theirs).max(initial=0.0))
         differing += int(_differing(given, expected, rows).sum())
         cosine += float(cosines.sum())
@@ -64,15 +77,43 @@ def compare(engine: Engine, reference: Reference, max_rows: int = BATCH) -> Pari
         cosine=cosine / done,
         worst_cosine=float(worst_cosine),
         differing_rows=differing / done,
+        relative_error=_largest(list(squares.values())),
+        single_error=_largest([sums for sums in squares.values() if sums.is_single]),
     )
 
 
-def _float_outputs(given: Tensors, expected: Tensors) -> Iterator[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Yield both answers for each float output, of shape (rows, numbers)."""
+@dataclass
+class _Squares:
+    """Sums of squares over all rows of an output."""
+
+    errors: float = 0.0
+    right: float = 0.0
+    is_single: bool = True
+    """Whether a row has one number."""
+
+    def add(self, given: NDArray[np.float64], expected: NDArray[np.float64]) -> None:
+        self.errors += float(np.square(given - expected).sum())
+        self.right += float(np.square(expected).sum())
+        self.is_single &= expected.shape[1] == 1
+
+    @property
+    def relative_error(self) -> float:
+        if not self.right:
+            return math.inf if self.errors else 0.0
+        return math.sqrt(self.errors / self.right)
+
+
+def _largest(outputs: Sequence[_Squares]) -> float:
+    """Return the largest relative error; NaN if any is NaN."""
+    return float(np.max([sums.relative_error for sums in outputs], initial=0.0))
+
+
+def _float_outputs(given: Tensors, expected: Tensors) -> Iterator[tuple[str, NDArray[np.float64], NDArray[np.float64]]]:
+    """Yield the name and both answers of each float output, of shape (rows, numbers)."""
     for name, output in expected.items():
         if _is_float(output):
             shape = len(output), -1 if output.size else 0
-            yield given[name].astype(np.float64).reshape(shape), output.astype(np.float64).reshape(shape)
+            yield name, given[name].astype(np.float64).reshape(shape), output.astype(np.float64).reshape(shape)
 
 
 def _cosines(given: NDArray[np.float64], expected: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -125,6 +166,15 @@ def failures(
         )
     if not parity.cosine >= gates.min_cosine:
         found.append(f"the mean cosine is {parity.cosine:.4f}: compile.gates.min_cosine is {gates.min_cosine}")
+    # In fp32, the absolute difference is stricter. With an accuracy, logits may be scaled without harm.
+    is_whole = parity.accuracy is None and precision != "fp32"
+    error = parity.relative_error if is_whole else parity.single_error
+    # An error at right angles to the right numbers gives just this cosine.
+    if not error <= (limit := math.sqrt(1.0 - gates.min_cosine**2)) + _ROUNDING:
+        found.append(
+            f"the relative error is {error:.2%}: compile.gates.min_cosine is {gates.min_cosine}, which allows "
+            f"{limit:.2%}"
+        )
     return tuple(found)
 
 

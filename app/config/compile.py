@@ -33,7 +33,9 @@ class GatesConfig(Section):
     )
     max_accuracy_drop: Fraction = Field(default=0.01, description="maximum drop from PyTorch's validation accuracy")
     min_cosine: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        default=0.99, description="minimum mean cosine similarity of a row's logits to PyTorch's"
+        default=0.99,
+        description="minimum mean cosine similarity of a row's logits to PyTorch's; the sine of this angle limits the "
+        "relative error of single numbers, and of all if there is no accuracy",
     )
 
 

@@ -34,6 +34,12 @@ GOOD = Parity(accuracy=0.90, max_difference=1e-6, cosine=1.0, worst_cosine=1.0)
         ("int8", {"accuracy": 0.889}, "falls from 0.9000 to 0.8890: compile.gates.max_accuracy_drop is 0.01"),
         ("bf16", {"cosine": 0.98}, "the mean cosine is 0.9800: compile.gates.min_cosine is 0.99"),
         ("bf16", {"cosine": nan}, "compile.gates.min_cosine"),
+        (
+            "int8",
+            {"single_error": 0.15},
+            "relative error is 15.00%: compile.gates.min_cosine is 0.99, which allows 14.11%",
+        ),
+        ("fp32", {"single_error": nan}, "the relative error is nan%"),
     ],
 )
 def test_each_gate_refuses(precision: str, change: dict[str, float], words: str) -> None:
@@ -41,6 +47,13 @@ def test_each_gate_refuses(precision: str, change: dict[str, float], words: str)
     assert failures(GOOD, precision, 0.90, gates) == ()
     (reason,) = failures(GOOD.model_copy(update=change), precision, 0.90, gates)
     assert words in reason
+
+
+def test_without_an_accuracy_the_relative_error_is_a_gate_below_float32() -> None:
+    given = GOOD.model_copy(update={"relative_error": 0.15})
+    assert failures(given, "int8", 0.90, GatesConfig()) == ()
+    (reason,) = failures(given.model_copy(update={"accuracy": None}), "int8", None, GatesConfig())
+    assert "the relative error is 15.00%" in reason
 
 
 def test_a_difference_is_no_gate_below_float32() -> None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,11 @@ from upath import UPath
 
 from app.checksums import sha256_of_file
 from app.cli.main import app
-from app.config import BatchingConfig, ServeConfig
+from app.compile.imported.samples import TensorRows
+from app.compile.parity import compare, failures
+from app.compile.reference import Reference
+from app.config import BatchingConfig, GatesConfig, ServeConfig
+from app.engines.onnxruntime import open_oracle
 from app.errors import RecipeError
 from app.repository.repository import Repository
 from app.serving.batching.groups import BatchingPolicy
@@ -177,11 +182,13 @@ def test_the_rows_of_all_inputs_are_checked_and_natural_input_is_refused(two_tow
         assert ask(server.http, "towers", rows(2), True).as_numpy("scores").shape == (2, CLASSES)
 
 
-def dense(path: Path, shape: Sequence[int | str | None] | None = ("n", WIDTH), operator: str = "MatMul") -> Path:
-    """A linear model that separates rows by their largest number."""
+def dense(
+    path: Path, shape: Sequence[int | str | None] | None = ("n", WIDTH), operator: str = "MatMul", width: int = WIDTH
+) -> Path:
+    """A linear model that separates rows by their largest number, or returns the first ``width`` numbers."""
     node = helper.make_node(operator, ["pixels", "weight"], ["logits"], name="last")
-    weight = np.eye(WIDTH, dtype=np.float32)
-    out: list[int | str | None] | None = [shape[0], WIDTH] if shape else None
+    weight = np.eye(WIDTH, width, dtype=np.float32)
+    out: list[int | str | None] | None = [shape[0], width] if shape else None
     return write(path, [node], {"pixels": (Type.FLOAT, shape)}, {"logits": (Type.FLOAT, out)}, {"weight": weight})
 
 
@@ -211,6 +218,25 @@ def test_rows_of_ones_own_give_an_accuracy_and_int8(tmp_path: Path, kind: str) -
     assert manifest.accuracy > 0.95
     assert manifest.lineage.imported is not None
     assert manifest.lineage.imported.samples == str(samples)
+
+
+def test_outputs_of_one_number_are_compared_by_relative_error(tmp_path: Path) -> None:
+    right, wrong, scaled = (dense(tmp_path / f"{name}.onnx", width=1) for name in ("right", "wrong", "scaled"))
+    for path, factor in ((wrong, 1.5), (scaled, 1.01)):
+        model = onnx.load(path)
+        weight = numpy_helper.to_array(model.graph.initializer[0])
+        model.graph.initializer[0].CopyFrom(numpy_helper.from_array(weight * np.float32(factor), "weight"))
+        onnx.save(model, path)
+    pixels, _ = labelled_rows(128)
+    rows = TensorRows({"pixels": list(pixels)}, [0] * len(pixels))
+    with closing(open_oracle(right)) as engine:
+        reference = Reference.of(engine, rows, None)
+    for path, error in ((right, 0.0), (wrong, 0.5), (scaled, 0.01)):
+        with closing(open_oracle(path)) as engine:
+            parity = compare(engine, reference, max_rows=10)
+        assert parity.single_error == parity.relative_error == pytest.approx(error, rel=1e-4)
+        assert parity.cosine == 1.0
+        assert bool(failures(parity, "int8", None, GatesConfig())) is (error == 0.5)
 
 
 def test_int8_is_not_made_of_random_rows(tmp_path: Path) -> None:
