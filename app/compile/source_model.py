@@ -13,12 +13,12 @@ from app.checksums import code_revision, sha256_of, verify_checksums
 from app.compile.export import export_onnx
 from app.compile.reference import EncodedBatches, Reference
 from app.compile.source import Source, calibration_indices
-from app.compile.sparsity import prune_2_to_4
 from app.config import Precision, Recipe
 from app.data.classification import ClassificationData, LabelledDataset, load_test, save_labels
 from app.engines.base import Engine, EngineSettings, Signature
 from app.engines.torch import TorchEngine
 from app.errors import CompileError, StorageError
+from app.models.sparsity import prune_2_to_4
 from app.repository.manifest import Lineage
 from app.tensors import OUTPUT, TensorSpec
 from app.training.weights import TrainedModel, load_weights

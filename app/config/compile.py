@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from app.config.section import CustomResources, Fraction, Section
+from app.config.section import SEXAGESIMAL_2_4, CustomResources, Fraction, Section
 
 ComputePrecision = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
 EngineName = Literal["openvino", "onnxruntime", "tensorrt", "tensorrt_rtx", "torch"]
@@ -119,8 +119,8 @@ class CompileConfig(Section):
     @field_validator("sparsity", mode="before")
     @classmethod
     def _undo_sexagesimal(cls, given: object) -> object:
-        """Restore 2:4, which YAML 1.1 reads as the sexagesimal number 124 unless it is quoted."""
-        return "2:4" if given == 2 * 60 + 4 else given
+        """Restore 2:4, which YAML 1.1 reads as a sexagesimal number unless it is quoted."""
+        return "2:4" if given == SEXAGESIMAL_2_4 else given
 
     @model_validator(mode="after")
     def _keys_for_gpus_have_an_engine(self) -> Self:

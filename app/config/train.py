@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_v
 from app.config.layout import Layout, lay_out
 from app.config.plan import AutoPlan, Device, Plan, PlanConfig, Precision
 from app.config.plan_rules import ModelTraits, Setting, refusal
-from app.config.section import Fraction, NumberOrRange, Section, VersionReference, is_stored
+from app.config.section import SEXAGESIMAL_2_4, Fraction, NumberOrRange, Section, VersionReference, is_stored
 
 
 class OptimizerConfig(Section):
@@ -102,6 +102,20 @@ class TeacherConfig(Section):
     )
 
 
+class PruneConfig(Section):
+    """Fine-tuning after pruning: start from trained weights, of which two of four become zero and stay zero."""
+
+    weights: str = Field(description="URI of the weights folder of a run with the same data and model")
+    pattern: Literal["2:4"] = Field(
+        default="2:4", description="the two smallest of four consecutive weights along the input channels become zero"
+    )
+
+    @field_validator("pattern", mode="before")
+    @classmethod
+    def _undo_sexagesimal(cls, given: object) -> object:
+        return "2:4" if given == SEXAGESIMAL_2_4 else given
+
+
 class TrainConfig(Section):
     """The training run."""
 
@@ -124,6 +138,7 @@ class TrainConfig(Section):
         default=0.0, description="share of the target that is spread evenly over all classes"
     )
     teacher: TeacherConfig | None = Field(default=None, description="model to distil; default: none")
+    prune: PruneConfig | None = Field(default=None, description="trained weights to prune and train on; default: none")
     linear_baseline: bool = Field(
         default=False, description="for texts: also fit a linear model on the same split as a baseline"
     )

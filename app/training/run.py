@@ -74,6 +74,10 @@ def prepare_run(
         print(f"train.plan auto: {chosen.reason}", flush=True)
         run.recipe = recipe = recipe.with_plan(chosen.plan)
     _check_plan(recipe.train, blueprint.model, data)
+    if recipe.train.prune:
+        from app.training.engine.pruning import require_same_model  # other runs do not need it
+
+        require_same_model(recipe)
     if recipe.train.teacher:
         from app.training.teacher import with_resolved_teacher  # imports an engine, which other runs do not need
 

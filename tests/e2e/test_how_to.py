@@ -185,7 +185,10 @@ def test_train_a_language_model(reader: Reader) -> None:
 
 def test_compile_a_model(reader: Reader) -> None:
     reader.publish("reviews", 1)
-    assert reader.paste_all("compile_a_model.md").count("RESULT ") == 2
+    reader.publish("digits", 1)
+    runs = Path(reader.environment["RAYLOOM_STORAGE"]) / "runs/train"
+    weights = next(folder / "weights" for folder in runs.glob("*-digits-*") if (folder / "weights").exists())
+    assert reader.paste_all("compile_a_model.md", WEIGHTS=str(weights)).count("RESULT ") == 3
 
 
 def test_deploy_a_model(reader: Reader) -> None:

@@ -16,7 +16,6 @@ from onnx import TensorProto, helper
 from app.checksums import sha256_of
 from app.compile.export import export_onnx
 from app.compile.quantization.search import Verdict, find_quantization
-from app.compile.sparsity import prune_2_to_4
 from app.config import ComputePrecision
 from app.engines.base import ShapeProfile
 from app.engines.registry import installed_engines, open_engine
@@ -27,6 +26,7 @@ from app.engines.tensorrt.manifest import BuildSettings, PlanManifest, manifest_
 from app.engines.tensorrt.profiles import resolved
 from app.errors import CompileError, EngineError
 from app.models.image import resnet50, small_cnn
+from app.models.sparsity import prune_2_to_4
 from app.models.text import encoder_classifier
 from app.tensors import Tensors, TensorSpec
 from tests.fake_gpu import Context

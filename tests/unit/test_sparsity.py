@@ -1,8 +1,16 @@
-"""Pruning two of four weights."""
+"""Pruning two of four weights, and training on with the zeros held."""
 
+from pathlib import Path
+
+import pytest
+import safetensors.torch
 import torch
 
-from app.compile.sparsity import prune_2_to_4
+from app.config import load_recipe
+from app.errors import RecipeError
+from app.models.sparsity import prune_2_to_4
+from app.training.engine.pruning import require_same_model
+from tests.helpers import ROOT, train_alone
 
 
 def test_two_of_four_weights_along_the_input_channels_are_zero_the_smaller_ones() -> None:
@@ -23,3 +31,34 @@ def test_two_of_four_weights_along_the_input_channels_are_zero_the_smaller_ones(
         assert (groups[0].abs().masked_fill(groups[1] != 0, 0).amax(-1) <= least).all()
         assert torch.equal(groups[1][groups[1] != 0], groups[0][groups[1] != 0])
     assert torch.equal(model[4].weight, sparse[4].weight)
+
+
+def test_a_pruned_model_that_is_trained_on_keeps_its_zeros_and_its_accuracy(tmp_path: Path) -> None:
+    storage = f"storage={tmp_path}"
+    dense = train_alone(storage, "train.epochs=8", "train.early_stopping=null")
+    weights = dense["artifacts"]["weights"]
+    fine_tuning = [
+        "train.epochs=4",
+        "train.optimizer.lr=1e-3",
+        "train.plan.zero_stage=2",
+        f"train.prune.weights={weights}",
+    ]
+    sparse = train_alone(storage, *fine_tuning, processes=2)
+    assert sparse["metrics"]["val_accuracy"] >= dense["metrics"]["val_accuracy"] - 0.01
+    before, after = (
+        safetensors.torch.load_file(Path(result["artifacts"]["weights"]) / "model.safetensors")
+        for result in (dense, sparse)
+    )
+    pruned = 0
+    for name, weight in after.items():
+        if weight.dim() > 1 and weight.shape[1] % 4 == 0:
+            groups = weight.movedim(1, -1).reshape(-1, 4)
+            assert ((groups != 0).sum(-1) <= 2).all(), name
+            assert not torch.equal(weight, before[name]), "it was trained on"
+            pruned += 1
+    assert pruned
+    digits = ROOT / "recipes/digits.yaml"
+    with pytest.raises(RecipeError, match="were trained with another model section"):
+        require_same_model(load_recipe(digits, ["model.args.width=16", f"train.prune.weights={weights}"]))
+    with pytest.raises(RecipeError, match=r"set train\.plan\.zero_stage to 2 or less"):
+        require_same_model(load_recipe(digits, ["train.plan.zero_stage=3", f"train.prune.weights={weights}"]))

@@ -55,6 +55,10 @@ def create_engine(blueprint: Blueprint, config: TrainConfig, layout: Layout, tot
     if kind_of(blueprint.model) is ModelKind.STAGED and layout.model_parallel > 1:
         return PipelineEngine.create(blueprint, config, layout, total_steps, loss)
     model = make_in_place(blueprint, config, layout)
+    if config.prune:
+        from app.training.engine.pruning import start_pruned  # other runs do not need it
+
+        start_pruned(model, config.prune)
     if config.sync_batch_norm:
         model = synchronize_batch_norm(model)
     if config.plan.activation_checkpointing:

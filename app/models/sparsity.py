@@ -2,6 +2,8 @@
 
 import copy
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,20 +21,31 @@ def prune_2_to_4(model: nn.Module) -> nn.Module:
     """
     pruned = copy.deepcopy(model)
     with torch.no_grad():
-        for weight in _weights(pruned):
-            if weight.shape[1] % _GROUP == 0:
-                weight.mul_(_mask(weight))
+        for weight in prunable_weights(pruned):
+            weight.mul_(_mask(weight))
     return pruned
 
 
-def _weights(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield all weights that multiply inputs. The second axis of each is the input channels."""
+def hold_zeros(model: nn.Module) -> int:
+    """Have the weights that are zero stay zero in training, and return how many weights there are to hold.
+
+    Their gradients become zero, so an optimizer without a state of an earlier step leaves them, whatever its decay.
+    """
+    weights = list(prunable_weights(model))
+    for weight in weights:
+        weight.register_hook(partial(torch.mul, other=(weight != 0).to(weight.dtype)))  # type: ignore[no-untyped-call]
+    return len(weights)
+
+
+def prunable_weights(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the weights that multiply inputs, where these are a multiple of four. The inputs are the second axis."""
     for layer in model.modules():
+        weights: list[Any] = []
         if isinstance(layer, _LAYERS):
-            yield layer.weight
+            weights = [layer.weight]
         elif isinstance(layer, nn.MultiheadAttention):  # its output layer is an nn.Linear
-            projections = (layer.in_proj_weight, layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
-            yield from (weight for weight in projections if weight is not None)
+            weights = [layer.in_proj_weight, layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight]
+        yield from (weight for weight in weights if weight is not None and weight.shape[1] % _GROUP == 0)
 
 
 def _mask(weight: torch.Tensor) -> torch.Tensor:
