@@ -12,10 +12,11 @@ from app.cluster.state import ClusterState
 from app.errors import ClusterError, RequestError
 from app.serving.access import ENDPOINT_TOKEN_FILE, read_token
 from app.serving.protocol.management import ModelIndex, Statistics
-from app.serving.protocol.natural import PredictRequest, PredictResponse
+from app.serving.protocol.natural import NaturalModel, PredictRequest, PredictResponse
 
 TOKEN_FILE_VARIABLE = "RAYLOOM_TOKEN_FILE"  # noqa: S105 # the name of a variable
 _INDEX, _STATISTICS = TypeAdapter(list[ModelIndex]), TypeAdapter(Statistics)
+_NATURAL = TypeAdapter(list[NaturalModel])
 
 Answer = TypeVar("Answer")
 
@@ -79,9 +80,15 @@ class EndpointClient:
             raise RequestError(f"{self.url} answered {answer.status_code}: {answer.text}")
         return PredictResponse.model_validate_json(answer.content)
 
-    def curl(self, model: str) -> str:
-        """Return a command line that sends a request to a model."""
+    def natural_models(self) -> set[str]:
+        """Return the names of the models that answer texts or images. Raises ClusterError as ``models`` does."""
+        return {model.name for model in self._request("GET", "v1/models", _NATURAL) or []}
+
+    def curl(self, model: str, is_natural: bool = True) -> str:
+        """Return a command line that sends a request to a model, or asks for the tensors that it takes."""
         token = f' -H "Authorization: Bearer $(cat {self.token_file})"' if self.token_file else ""
+        if not is_natural:
+            return f"curl{token} {self.url}/v2/models/{model}"
         return f'curl{token} {self.url}/v1/models/{model}/predict -d \'{{"inputs": "..."}}\''
 
 

@@ -254,14 +254,14 @@ def _describe_models(cluster: ClusterState) -> None:
     """Print the deployed models, and a command to paste for each."""
     try:
         endpoint = local_endpoint(cluster)
-        served = endpoint.models()
+        served, natural = endpoint.models(), endpoint.natural_models()
     except ClusterError as error:
         print(f"models     {error}")
         return
     titles = [f"{model.name} version {model.version}{f' ({model.reason})' if model.reason else ''}" for model in served]
     print(f"models     {', '.join(titles) or 'none deployed'}")
     for name in dict.fromkeys(model.name for model in served):
-        print(f"try        {endpoint.curl(name)}")
+        print(f"try        {endpoint.curl(name, name in natural)}")
 
 
 def _describe_ports(cluster: ClusterState, are_listed: bool) -> None:
