@@ -1,0 +1,1 @@
+"""Models that start from others: distillation of the reviews' model into a small one."""

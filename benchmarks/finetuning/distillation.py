@@ -1,0 +1,183 @@
+"""Distil the model of the reviews into the small stage of a cascade: python -m benchmarks.finetuning.distillation
+
+Each student is trained twice on the same batches, from the same weights: on the labels alone, and with a teacher.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean
+
+from upath import UPath
+
+from app.compile.compilation import Compilation
+from app.compile.publication import publish
+from app.compile.reference import accuracy_on
+from app.compile.source_model import SourceModel, load_source_model
+from app.compile.variants import requested_variants
+from app.config import load_recipe
+from app.engines.architecture import usable_cores
+from app.engines.base import EngineSettings
+from app.errors import StorageError
+from app.repository.repository import Repository
+from app.runs import CONFIG_FILE, latest_result
+from app.storage import to_path
+from app.training.weights import load_weights
+from benchmarks.compile.models import Model, train
+from benchmarks.machine import load_average, machine, today, versions
+from benchmarks.markdown import Goal, table, verdict
+
+RESULTS = Path(__file__).with_name("DISTILLATION.md")
+RECIPE = "recipes/reviews.yaml"
+COMMON = (
+    "train.workers=1",
+    "train.linear_baseline=false",
+    "train.resume=latest",
+    "train.epochs=6",
+    "train.report_samples=0",
+    "compile.engines=[onnxruntime]",
+    "compile.precisions=[fp32]",
+)
+SMALL = ("model.args={layers: 1, width: 32, heads: 2, dropout: 0.1, embedding_dropout: 0.1}",)
+TEACHER = "train.teacher={model: large/1, temperature: 2.0, weight: 0.9}"
+SEEDS = (0, 1)
+GOAL = 0.5
+
+
+@dataclass(frozen=True)
+class Student:
+    """The accuracies of a small model on the test split, without and with the teacher, with one seed."""
+
+    seed: int
+    plain: float
+    taught: float
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The measurements on the test split."""
+
+    large: float
+    students: list[Student]
+    parameters: tuple[int, int]
+    """Of the large and the small model."""
+    rows: int
+
+    @property
+    def closed(self) -> float:
+        """The share of the mean gap between small and large that the teacher closes."""
+        plain, taught = (mean(getattr(student, name) for student in self.students) for name in ("plain", "taught"))
+        share: float = (taught - plain) / (self.large - plain)
+        return share
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print the report, and write it to a file."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.finetuning.distillation", description=__doc__)
+    parser.add_argument("--output", type=Path, default=RESULTS, help="file to write")
+    parser.add_argument("--models", type=Path, help="folder of trained models, of which those that exist are kept")
+    arguments = parser.parse_args(argv)
+    load = load_average()
+    with tempfile.TemporaryDirectory(prefix="bench-distillation-") as temporary:
+        found = measure((arguments.models or Path(temporary)).absolute())
+    text = report(found, f"Load average: {load} before, {load_average()} after.")
+    arguments.output.write_text(text, encoding="utf-8")
+    print(text)
+
+
+def measure(folder: Path) -> Findings:
+    """Train the large model, publish it, and train each student twice."""
+    large = _trained("large", folder)
+    repository = Repository(to_path(folder / "storage"))
+    if "large" not in repository.names():
+        _publish("large", large, repository)
+    students, small = [], large
+    for seed in SEEDS:
+        small = _trained(f"plain-{seed}", folder, *SMALL, f"train.seed={seed}")
+        taught = _trained(f"taught-{seed}", folder, *SMALL, f"train.seed={seed}", TEACHER)
+        students.append(Student(seed, _on_test(small)[0], _on_test(taught)[0]))
+        print(students[-1], flush=True)
+    accuracy, rows = _on_test(large)
+    return Findings(accuracy, students, (_parameters(large), _parameters(small)), rows)
+
+
+def _trained(name: str, folder: Path, *overrides: str) -> UPath:
+    """Return the weights of a model, which is trained in a new process unless it was before."""
+    try:
+        return to_path(latest_result(to_path(folder / "storage"), "train", name).artifacts["weights"])
+    except StorageError:
+        return train(Model(name, RECIPE, train, overrides=(f"name={name}", *COMMON, *overrides)), folder)
+
+
+def _publish(name: str, weights: UPath, repository: Repository) -> None:
+    source, config = _source(weights), load_recipe(str(weights.parent / CONFIG_FILE)).compile
+    with tempfile.TemporaryDirectory(prefix="bench-distillation-") as compiled:
+        compilation = Compilation(
+            source, config, requested_variants(config), Path(compiled), partial(print, flush=True)
+        )
+        compilation.evaluate()
+        publish(compilation, compilation.choose(), name, repository, to_path(compiled))
+
+
+def _source(weights: UPath) -> SourceModel:
+    return load_source_model(weights, load_recipe(str(weights.parent / CONFIG_FILE)), usable_cores())
+
+
+def _on_test(weights: UPath) -> tuple[float, int]:
+    """Return the accuracy in PyTorch on the test split, which no training saw, and its rows."""
+    source = _source(weights)
+    test = source.load_test()
+    assert test
+    with closing(source.open_module(EngineSettings(threads=source.threads))) as engine:
+        return accuracy_on(engine, test), len(test)
+
+
+def _parameters(weights: UPath) -> int:
+    return sum(parameter.numel() for parameter in load_weights(weights).model.parameters())
+
+
+def report(found: Findings, load: str) -> str:
+    """Return the page."""
+    plain, taught = (mean(getattr(student, name) for student in found.students) for name in ("plain", "taught"))
+    goals = [
+        Goal(
+            "gap between small and large that the teacher closes",
+            f"≥ {GOAL:.0%}",
+            f"{found.closed:.0%}",
+            verdict(found.closed >= GOAL),
+        ),
+    ]
+    rows = [
+        ("large, the teacher", f"{found.parameters[0]:,}", f"{found.large:.4f}"),
+        ("small, labels alone", f"{found.parameters[1]:,}", f"{plain:.4f} ({_each(found, 'plain')})"),
+        ("small, with the teacher", f"{found.parameters[1]:,}", f"{taught:.4f} ({_each(found, 'taught')})"),
+    ]
+    error = (found.large * (1 - found.large) / found.rows) ** 0.5
+    return f"""# Distillation of the reviews
+
+`python -m benchmarks.finetuning.distillation` wrote this on {today()}. {machine()}.
+{versions(("rayloom", "onnxruntime", "torch"))}. {load}
+
+{table(("what", "goal", "reached", ""), [(goal.what, goal.goal, goal.reached, goal.verdict) for goal in goals])}
+
+{table(("model", "parameters", "accuracy on the test split"), rows)}
+
+The large model is that of `{RECIPE}`. The small ones have `{" ".join(SMALL)}`. All train for
+6 epochs and keep the epoch with the best validation accuracy. In brackets are the seeds {", ".join(map(str, SEEDS))}.
+With one seed, both students see the same batches from the same weights. The teacher is
+`{TEACHER}`.
+
+The test split has {found.rows:,} reviews, which no training saw. The standard error of one accuracy is {error:.4f}.
+"""
+
+
+def _each(found: Findings, name: str) -> str:
+    return ", ".join(f"{getattr(student, name):.4f}" for student in found.students)
+
+
+if __name__ == "__main__":
+    main()
