@@ -78,7 +78,7 @@ def memory(
     activations = _activations(profile, plan, stack, stage, position) * (1 + process.fragmentation)
     host = 0.0
     if plan.offload != "none":
-        host, optimizer = optimizer, 0.0
+        host, optimizer = optimizer if plan.offload == "cpu" else 0.0, 0.0
     # Gradients leave as they are made (arXiv:2101.06840, section 4).
     if plan.offload != "none" and plan.zero_stage >= 2:
         host, gradients = host + gradients, 0.0
@@ -91,7 +91,7 @@ def memory(
         activations=activations,
         buffers=_buffers(profile, plan, stack, stage, elements),
         context=_process_bytes(process, plan),
-        host=host if plan.offload == "cpu" or plan.offload_param == "cpu" else 0.0,
+        host=host,
     )
 
 

@@ -206,6 +206,8 @@ def _plan_text(row: PlanRow) -> str:
 
 
 def _seconds(value: float) -> str:
+    if value >= 1000:
+        return f"{value:,.0f} s"
     return f"{value:.3g} s" if value >= 0.1 else f"{value * 1000:.3g} ms"
 
 

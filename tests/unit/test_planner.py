@@ -160,6 +160,15 @@ def test_offload_is_offered_where_nothing_else_fits() -> None:
     assert {candidate.config.offload for candidate in fits} == {"none"}
 
 
+def test_offload_to_nvme_is_named_where_memory_does_not_do() -> None:
+    problem = _problem(_gpt(layers=48, hidden=8192), cluster_of("8xt4"), batch=64)
+    found = report("gpt", problem, search(problem), steps=1, top=1, price=None)
+    assert not found.plans
+    assert [row.option for row in found.would_help] == ["optimizer offload to NVMe"]
+    with_path = replace(problem, base=PlanConfig(nvme_path="/local_nvme"))
+    assert {candidate.config.offload for candidate in search(with_path).candidates} == {"nvme"}
+
+
 def test_zero_plus_plus_sends_a_quarter_between_nodes() -> None:
     profile, plus = _gpt(layers=4, hidden=1024), {"hpz": 8, "quantized_weights": True, "quantized_gradients": True}
     plain = ParallelPlan(tensor=1, pipeline=1, data=16, micro_batch=1, accumulation=2, zero_stage=3)
