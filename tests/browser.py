@@ -27,7 +27,13 @@ def started_browser() -> Iterator[WebDriver]:
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1280,1000"):
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-dev-shm-usage",
+        "--window-size=1280,1000",
+        "--hide-scrollbars",
+    ):
         options.add_argument(argument)
     browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
     yield browser
@@ -61,8 +67,10 @@ def seen(page: WebDriver, css: str, words: str = "") -> WebElement:
     return WebDriverWait(page, 20, 0.05, [Exception]).until(look, f"{css!r} never said {words!r}")
 
 
-def picture(page: WebDriver, name: str, height: int = 1000) -> None:
-    """Write what the browser shows to ``NAME.png``, if pictures are wanted."""
+def picture(page: WebDriver, name: str, height: int = 1000, at: str = "") -> None:
+    """Write what the browser shows to ``NAME.png``, if pictures are wanted. ``at`` is the XPath of what is on top."""
     if folder := os.environ.get(SCREENSHOTS):
         page.set_window_size(1280, height)
+        if at:
+            page.execute_script("arguments[0].scrollIntoView()", page.find_element(By.XPATH, at))
         page.save_screenshot(str(Path(folder) / f"{name}.png"))

@@ -179,7 +179,7 @@ async function showComparison(view, names) {
   return () => {
     if (!byId("curves")) {
       view.replaceChildren(make("section", {className: "panel", id: "differences"}),
-        panel("Curves", make("div", {id: "curves", className: "charts"})), make("section", {className: "panel", id: "metrics"}));
+        make("section", {className: "panel", id: "metrics"}), panel("Curves", make("div", {id: "curves", className: "charts"})));
     }
     const links = found.runs.map(runLink);
     byId("differences").replaceChildren(make("h2", {}, "Differences of the recipes"), found.differences.length

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 from sklearn.datasets import load_digits
 from upath import UPath
@@ -33,6 +34,7 @@ pytestmark = [
 ]
 DIGITS = ["recipes/digits.yaml", "train.early_stopping=null", "tune=null"]
 ENDLESS = [
+    "name=uneven",
     "train.epochs=400",
     "model.factory=tests.faults.models:SlowCnn",
     "model.args={width: 32, rank: 1, extra_s: 0.4}",
@@ -74,9 +76,9 @@ def compare(page: WebDriver, ui: str, *run_ids: str) -> None:
     seen(page, "#metrics", "val_loss")
 
 
-def legend(page: WebDriver, title: str, line: str) -> str:
-    """Return the newest value of the line of a panel whose name begins so, once it is drawn."""
-    path = f"//figure[figcaption='{title}']//li[starts-with(span, '{line}')]/b"
+def legend(page: WebDriver, title: str, line: str, about: str = "") -> str:
+    """Return the newest value of the line of a panel whose name begins and contains this, once it is drawn."""
+    path = f"//figure[figcaption='{title}']//li[starts-with(span, '{line}') and contains(span, '{about}')]/b"
     return str(WebDriverWait(page, 60.0, 0.2, [Exception]).until(lambda page: page.find_element(By.XPATH, path).text))
 
 
@@ -91,9 +93,9 @@ def write_pictures(folder: Path, scale: int) -> str:
 
 
 def test_a_data_stall_is_found_by_comparing_two_runs(
-    watched: dict[str, str], ui: str, browser: WebDriver, tmp_path: Path
+    watched: dict[str, str], ui: str, browser: WebDriver, home: Path
 ) -> None:
-    sources = [write_pictures(tmp_path / "small", 1), write_pictures(tmp_path / "full_size", 64)]
+    sources = [write_pictures(home / "small", 1), write_pictures(home / "full_size", 64)]
     usual, slow = (
         run_job(watched, "train", *DIGITS, f"data.source={source}", "train.epochs=8")["run_id"] for source in sources
     )
@@ -108,7 +110,8 @@ def test_a_data_stall_is_found_by_comparing_two_runs(
     assert max(longer, key=lambda name: longer[name]) == "phase_s.data"
     before, after = seconds["phase_s.data"]
     assert after > 3 * before
-    picture(browser, "cause_data", 1500)
+    picture(browser, "cause_data", 1300)
+    picture(browser, "cause_data_curves", 470, at="//figure[contains(., 'Samples per second')]")
 
 
 def test_a_version_that_is_worse_is_traced_to_its_recipe(watched: dict[str, str], ui: str, browser: WebDriver) -> None:
@@ -143,7 +146,10 @@ def test_a_slow_rank_is_named_by_the_page_and_an_alert(
             lambda page: seen(page, "#alerts", "Straggler").text
         )
         assert "rank 1 of run" in alert
-        quick, slow = (seconds_of(legend(browser, "Own work of each rank", f"rank {rank},")) for rank in (0, 1))
+        browser.find_element(By.ID, "only").send_keys("uneven", Keys.ENTER)
+        quick, slow = (
+            seconds_of(legend(browser, "Own work of each rank", f"rank {rank},", "uneven")) for rank in (0, 1)
+        )
         assert slow > 0.4 > 4 * quick
         picture(browser, "cause_rank", 1250)
         photograph_ray(watched, browser)
@@ -168,7 +174,7 @@ def photograph_ray(watched: dict[str, str], browser: WebDriver) -> None:
     token = Path(watched["RAY_AUTH_TOKEN_PATH"]).read_text(encoding="utf-8").strip()
     browser.get(state.dashboard)
     browser.add_cookie({"name": "ray-authentication-token", "value": token})
-    pages = {"jobs": "jobs.train", "train": "digits", "serve": "rayloom", "actors": "ModelServer"}
+    pages = {"jobs": "jobs.train", "train": "uneven", "serve": "rayloom", "actors": "ModelServer"}
     for name, words in pages.items():
         browser.get("about:blank")
         browser.get(f"{state.dashboard}/#/{name}")
