@@ -6,7 +6,7 @@ INSTALLED_BENCH := .venv/.installed-bench
 INSTALLED_MUTATION := .venv/.installed-mutation
 
 .NOTPARALLEL:  # what is installed for two goals goes into one environment
-.PHONY: help install demo test test-slow test-faults test-gpu mutation bench-training bench-tuning bench-compile bench-serving bench-planning bench-many coverage docs lint format
+.PHONY: help install demo test test-slow test-faults test-gpu mutation bench-training bench-tuning bench-compile bench-serving bench-planning bench-many bench-monitoring coverage docs lint format
 
 help:
 	@echo "make demo            from a fresh clone to a prediction: install, start a cluster, tune, train, compile, deploy, ask"
@@ -22,6 +22,7 @@ help:
 	@echo "make bench-serving   the endpoint beside other model servers, into benchmarks/serving/RESULTS.md; needs wrk and h2load; the machine must be quiet"
 	@echo "make bench-planning  the planner beside published runs and this machine, into benchmarks/planning/RESULTS.md; the machine must be quiet"
 	@echo "make bench-many      the cost of many runs, trials, versions and models, into benchmarks/many/RESULTS.md"
+	@echo "make bench-monitoring  what metrics and traces cost, into benchmarks/monitoring/RESULTS.md; needs Prometheus and wrk; the machine must be quiet"
 	@echo "make docs            the documentation as a site, into build/docs; a warning or a page of long sentences is an error"
 	@echo "make lint            ruff, mypy and the rules between the parts"
 	@echo "make format          put the code into its one form"
@@ -93,6 +94,9 @@ bench-planning: $(INSTALLED_BENCH)
 
 bench-many: $(INSTALLED_BENCH)
 	@$(BIN)/python -m benchmarks.many
+
+bench-monitoring: $(INSTALLED_BENCH)
+	@$(BIN)/python -m benchmarks.monitoring
 
 docs: $(INSTALLED_DEV)
 	@$(BIN)/sphinx-build --quiet --fail-on-warning --builder html docs build/docs
