@@ -18,7 +18,7 @@ from app.errors import (
 )
 from app.telemetry.catalog import RECEIVED_BYTES, REQUESTS, SENT_BYTES
 from app.telemetry.metrics import Sample
-from app.telemetry.tracing import RequestTracer
+from app.telemetry.tracing import RequestTracer, within_request
 
 Protocol = Literal["http", "grpc", "natural"]
 """How a request came: by the Open Inference Protocol over HTTP or gRPC, or as natural input over HTTP."""
@@ -90,17 +90,21 @@ class Traffic:
 
         ``traceparent`` is the client's span. The request may be traced.
         """
-        if self.tracer is None:
+        trace = self.tracer.begin(protocol, traceparent) if self.tracer else None
+        if trace is None:
             with self._counted(protocol) as asked:
                 yield asked
             return
-        with self.tracer.request(protocol, traceparent) as trace, self._counted(protocol) as asked:
-            asked.traceparent = trace.traceparent if trace else None
-            try:
+        asked = Asked()
+        try:
+            with within_request(trace), self._counted(protocol) as asked:
+                asked.traceparent = trace.traceparent
                 yield asked
-            finally:
-                if trace:
-                    trace.note(model=asked.model, version=asked.version)
+        except Exception as error:
+            trace.note_error(error)
+            raise
+        finally:
+            trace.end(asked.model, asked.version, asked.outcome)
 
     @contextmanager
     def _counted(self, protocol: Protocol) -> Iterator[Asked]:

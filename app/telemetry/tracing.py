@@ -119,9 +119,18 @@ class RequestTrace:
         """The span as W3C's header."""
         return _traceparent(self.span)
 
-    def note(self, **attributes: str) -> None:
-        """Note what is known of the request."""
-        self.span.set_attributes(attributes)
+    def note_error(self, error: Exception) -> None:
+        """Note why the request is not answered."""
+        self.span.record_exception(error)
+
+    def end(self, model: str, version: str, outcome: str) -> None:
+        """End the span, with what is known of the request by then."""
+        from opentelemetry.trace import StatusCode
+
+        self.span.set_attributes({"model": model, "version": version, "outcome": outcome})
+        if outcome != "ok":
+            self.span.set_status(StatusCode.ERROR, outcome)
+        self.span.end()
 
 
 _current: ContextVar[RequestTrace | None] = ContextVar("request_trace", default=None)
@@ -138,40 +147,28 @@ class RequestTracer:
     def __init__(self, tracer: "Tracer", ratio: float, random_number: Callable[[], float] = random.random) -> None:
         """``ratio`` is the share of requests, and ``random_number`` returns one from 0 to 1."""
         self._tracer, self._ratio, self._random = tracer, ratio, random_number
-        self._chosen = 0
-        """Requests that ``chooses`` has chosen and ``request`` has not seen yet."""
 
-    def chooses(self, traceparent: str | None) -> bool:
-        """Return whether a request is to be traced. It then has to reach ``request``."""
+    def begin(self, protocol: str, traceparent: str | None) -> RequestTrace | None:
+        """Begin the span of a request, which ``RequestTrace.end`` ends. Return None if it is not to be traced."""
         decided = _decision(traceparent)
-        if decided is not None:
-            return decided
-        is_chosen = self._random() < self._ratio
-        self._chosen += is_chosen
-        return is_chosen
-
-    @contextmanager
-    def request(self, protocol: str, traceparent: str | None) -> Iterator[RequestTrace | None]:
-        """Make a span of the request that is answered within the block, if it is to be traced."""
-        if not self._takes(traceparent):
-            yield None
-            return
+        if not (self._random() < self._ratio if decided is None else decided):
+            return None
+        from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind
 
-        with self._tracer.start_as_current_span("request", _context_of(traceparent), SpanKind.SERVER) as span:
-            span.set_attribute("rpc.system", protocol)
-            token = _current.set(trace := RequestTrace(span, self._tracer))
-            try:
-                yield trace
-            finally:
-                _current.reset(token)
+        within = _context_of(traceparent) or Context()
+        attributes = {"rpc.system": protocol}
+        return RequestTrace(self._tracer.start_span("request", within, SpanKind.SERVER, attributes), self._tracer)
 
-    def _takes(self, traceparent: str | None) -> bool:
-        if self._chosen and _decision(traceparent) is None:
-            self._chosen -= 1
-            return True
-        decided = _decision(traceparent)
-        return self._random() < self._ratio if decided is None else decided
+
+@contextmanager
+def within_request(trace: RequestTrace | None) -> Iterator[None]:
+    """Let ``current_request`` return the request within the block."""
+    token = _current.set(trace)
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 def find_request_tracer() -> RequestTracer | None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -15,7 +16,7 @@ from upath import UPath
 
 from app.cluster.ports import unused
 from app.config import load_recipe
-from app.errors import RecipeError
+from app.errors import OverloadError, RecipeError
 from app.runs import Run, execute
 from app.telemetry import tracing
 from app.telemetry.tracing import RequestTracer, find_tracer
@@ -88,14 +89,14 @@ def test_a_request_goes_on_with_the_trace_of_its_client(server: Server, collecto
     assert answered.status_code == 200
     assert post(server, UNTRACED).status_code == 200
     assert post(server).status_code == 200
-    assert server.route.answered == 2  # those took the short way
+    assert server.route.answered == 3  # all took the short way
     spans = {span.name: span for span in collector.spans()}
     assert spans.keys() == {"request", "queue", "batch", "engine"}
     request, batch = spans["request"], spans["batch"]
     assert {span.trace_id.hex() for span in spans.values()} == {TRACE_ID}
     assert request.parent_span_id.hex() == SPAN_ID
     assert answered.headers["traceparent"] == f"00-{TRACE_ID}-{request.span_id.hex()}-01"
-    assert attributes(request) == {"rpc.system": "http", "model": "toy", "version": "1"}
+    assert attributes(request) == {"rpc.system": "http", "model": "toy", "version": "1", "outcome": "ok"}
     assert {spans["queue"].parent_span_id, batch.parent_span_id} == {request.span_id}
     assert spans["engine"].parent_span_id == batch.span_id
     for outer, inner in ((request, spans["queue"]), (request, batch), (batch, spans["engine"])):
@@ -130,6 +131,18 @@ def test_calls_and_natural_input_are_traced_too(server: Server, collector: Colle
     assert len(collector.named("engine")) == 2
 
 
+def test_a_request_that_is_refused_has_its_outcome(
+    server: Server, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = Mock(side_effect=OverloadError("full"))
+    monkeypatch.setattr(server.endpoint.find("toy").batcher, "submit", full)
+    assert post(server, TRACED).status_code == 503
+    (request,) = collector.named("request")
+    assert attributes(request)["outcome"] == "overload"
+    assert request.status.code == request.status.STATUS_CODE_ERROR
+    assert [event.name for event in request.events] == ["exception"]
+
+
 def test_a_request_that_fails_has_its_error(server: Server, collector: Collector) -> None:
     httpx.post(f"http://{server.http}/v2/models/toy/infer", json={"inputs": []}, headers={"traceparent": TRACED})
     (request,) = collector.named("request")
@@ -138,19 +151,14 @@ def test_a_request_that_fails_has_its_error(server: Server, collector: Collector
 
 
 def test_a_share_of_the_requests_is_traced_once_each(collector: Collector) -> None:
-    numbers = iter([0.5, 0.005, 0.2, 0.001, 0.9])
+    numbers = iter([0.5, 0.005, 0.2])
     tracer = find_tracer()
     assert tracer is not None
     chosen = RequestTracer(tracer, 0.01, lambda: next(numbers))
-    assert [chosen.chooses(None) for _ in range(2)] == [False, True]
-    with chosen.request("http", UNTRACED) as other, chosen.request("http", None) as trace:
-        assert other is None
-        assert trace is not None
-    with chosen.request("http", None) as trace:
-        assert trace is None
-    with chosen.request("http", None) as trace:
-        assert trace is not None
-    assert not chosen.chooses("nonsense")
+    assert [chosen.begin("http", traceparent) is not None for traceparent in (None, None, UNTRACED, TRACED)] == [
+        False, True, False, True,
+    ]  # fmt: skip
+    assert chosen.begin("http", "nonsense") is None
 
 
 def test_stages_of_a_job_are_spans_within_it(collector: Collector, tmp_path: Path) -> None:

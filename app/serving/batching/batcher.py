@@ -13,7 +13,7 @@ from app.serving.batching.release import Hold, RequestBatch
 from app.serving.batching.scheduler import Scheduler
 from app.serving.batching.statistics import BatchingStatistics, ComputeTime, FailureReason
 from app.serving.batching.threads import Alarm, CallResult, CallSource, Check, EngineThreads, Infer, Slots, call
-from app.telemetry.tracing import current_request
+from app.telemetry.tracing import RequestTrace, current_request
 from app.tensors import Tensors, count_rows, shape_key, slice_rows
 
 _UNMEASURED_RETRY_S = 1.0
@@ -110,9 +110,8 @@ class Batcher:
             Exception: the error of the engine for this request alone, or of ``check`` for its answer.
         """
         answer: asyncio.Future[Tensors] = asyncio.get_running_loop().create_future()
-        request = self.submit(tensors, count_rows(tensors), shape_key(tensors), answer, priority, timeout_s)
-        if trace := current_request():
-            request.trace, self._traced = trace, self._traced + 1
+        trace = current_request()
+        request = self.submit(tensors, count_rows(tensors), shape_key(tensors), answer, priority, timeout_s, trace)
         try:
             return await answer
         except asyncio.CancelledError:
@@ -121,7 +120,6 @@ class Batcher:
                 self.cancel(request)
             raise
         finally:
-            self._traced -= request.trace is not None
             # They refer to an error, whose traceback refers to this frame.
             del answer, request
 
@@ -133,6 +131,7 @@ class Batcher:
         answer: Answer,
         priority: int = 0,
         timeout_s: float | None = None,
+        trace: RequestTrace | None = None,
     ) -> QueuedRequest:
         """Queue a request, as ``infer`` does, and deliver its answer to ``answer``.
 
@@ -155,11 +154,13 @@ class Batcher:
                 policy.deadline_s(now_s, timeout_s),
                 group,
                 answer,
+                trace=trace,
             )
             self._scheduler.put(request)
             expiry_s, has_work = self._scheduler.expiry_s, self._scheduler.has_work
 
         self._unanswered += 1
+        self._traced += trace is not None
         self._alarm.set(expiry_s, now_s)
         # If every slot is busy, an engine's thread takes the request when its call ends.
         if has_work:
@@ -313,6 +314,8 @@ class Batcher:
             counted.compute.add(collected.compute)
         counted.inferences += sum([request.rows for request in complete])
         self._unanswered -= len(complete)
+        if self._traced:
+            self._traced -= sum(request.trace is not None for request in complete)
 
     def _passes(self, request: QueuedRequest, outputs: Tensors, is_checked: bool) -> bool:
         """Return whether some rows of a request pass the check; if not, refuse it."""
@@ -335,6 +338,7 @@ class Batcher:
     def _count_failure(self, request: QueuedRequest, reason: FailureReason) -> None:
         self._statistics.count_failure(reason, self._clock() - request.arrived_s)
         self._unanswered -= 1
+        self._traced -= request.trace is not None
 
     def _check_drained(self) -> None:
         """Wake ``close`` once no request waits and no call runs."""

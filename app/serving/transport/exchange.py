@@ -9,26 +9,30 @@ from app.errors import DeadlineError, EngineError
 from app.serving.batching.groups import QueuedRequest
 from app.serving.model.served import ServedModel
 from app.serving.protocol.infer import RequestParameters
+from app.telemetry.tracing import RequestTrace
 from app.tensors import Tensors
 
 
 class Exchange(ABC):
     """The receiver of the batcher's answer. A subclass sends the answer to the client."""
 
-    __slots__ = ("_diagnosis", "_is_done", "_request", "_served")
+    __slots__ = ("_diagnosis", "_is_done", "_request", "_served", "trace")
 
     def __init__(self) -> None:
         self._is_done = False
         self._served: ServedModel | None = None
         self._request: QueuedRequest | None = None
         self._diagnosis: asyncio.Task[None] | None = None
+        self.trace: RequestTrace | None = None
+        """The span of the request, if it is traced. A subclass ends it."""
 
     def submit(
         self, served: ServedModel, tensors: Tensors, rows: int, shape: Hashable, parameters: RequestParameters
     ) -> None:
         """Submit the request to a version. Raises OverloadError, as ``Batcher.submit`` does."""
         self._served = served
-        self._request = served.batcher.submit(tensors, rows, shape, self, parameters.priority, parameters.timeout_s)
+        priority, timeout_s = parameters.priority, parameters.timeout_s
+        self._request = served.batcher.submit(tensors, rows, shape, self, priority, timeout_s, self.trace)
 
     def give_up(self) -> None:
         """Stop waiting. A request that is not running yet will not run."""

@@ -27,6 +27,7 @@ from app.serving.transport.head import MAX_HEAD_BYTES, START, RequestHead
 from app.serving.transport.http import DirectInference
 from app.serving.transport.prepared import PreparedRequest, PreparedRequests
 from app.serving.transport.unary import UnaryService
+from app.telemetry.tracing import RequestTrace
 from app.tensors import Tensors
 
 _MAX_HEADS = 1024
@@ -76,23 +77,25 @@ class HotRoute:
             self.unary.forget_replaced()
 
     def read(self, head: RequestHead, body: bytes) -> tuple[PreparedRequest, Tensors] | None:
-        """Read a body. Return None if something is wrong with the request, or more than one version answers it.
-
-        Return None, too, for a request that is to be traced: uvicorn's way makes its spans.
-        """
+        """Read a body. Return None if something is wrong with the request, or more than one version answers it."""
         try:
             served = self._endpoint.route_single(head.model, head.version)
-            read = self._prepared.read(served, head.model, body, head.lengths) if served else None
+            return self._prepared.read(served, head.model, body, head.lengths) if served else None
         except Exception:  # any error occurs again on uvicorn's way, and is reported there
             return None
+
+    def begin_trace(self, head: RequestHead) -> RequestTrace | None:
+        """Return the span of a request that is submitted now; None if it is not to be traced."""
         tracer = self._endpoint.traffic.tracer
-        return None if tracer and read and tracer.chooses(head.traceparent) else read
+        return tracer.begin("http", head.traceparent) if tracer else None
 
     def count(self, exchange: "HotExchange", outcome: Outcome, sent: int = 0) -> None:
         """Count a request that has ended, with an answer of so many bytes."""
         prepared = exchange.prepared
         model, version = prepared.request.model, prepared.served.version
         self._endpoint.traffic.add(model, version, "http", outcome, exchange.num_bytes, sent)
+        if exchange.trace:
+            exchange.trace.end(model, version, outcome)
 
     def default_lines(self, headers: list[tuple[bytes, bytes]]) -> bytes:
         """Return the header lines of every response. uvicorn makes a new list of them each second."""
@@ -106,12 +109,15 @@ class HotExchange(Exchange):
 
     __slots__ = ("_accepted", "_connection", "_direct", "num_bytes", "prepared")
 
-    def __init__(self, connection: "HotProtocol", prepared: PreparedRequest, head: RequestHead) -> None:
+    def __init__(
+        self, connection: "HotProtocol", prepared: PreparedRequest, head: RequestHead, trace: RequestTrace | None
+    ) -> None:
         super().__init__()
         self._connection = connection
         self.prepared = prepared
         self._accepted = head.accept_encoding
         self.num_bytes = head.num_bytes
+        self.trace = trace
         self._direct: DirectInference | None = None
 
     def begin(self, direct: DirectInference, tensors: Tensors) -> None:
@@ -129,6 +135,8 @@ class HotExchange(Exchange):
 
     def answer(self, outputs: Tensors) -> None:
         lines, body = self.prepared.write(outputs, self._accepted)
+        if self.trace and (traceparent := self.trace.traceparent):
+            lines += f"traceparent: {traceparent}\r\n".encode()
         self._connection.answer(self, 200, lines, body)
 
     def refuse(self, error: Exception) -> None:
@@ -229,6 +237,8 @@ class HotProtocol(HttpToolsProtocol):
 
     def refuse(self, exchange: HotExchange, error: Exception) -> None:
         """Send an error to the waiting client."""
+        if exchange.trace:
+            exchange.trace.note_error(error)
         response = error_response(error)
         lines, body = _lines(response.raw_headers), bytes(response.body)
         self.answer(exchange, response.status_code, lines, body, outcome_of(error))
@@ -247,7 +257,7 @@ class HotProtocol(HttpToolsProtocol):
         elif read := self._route.read(head, data[end : end + head.num_bytes]):
             self._stop_gathering()
             self._keep(data[end + head.num_bytes :])
-            self._begin(HotExchange(self, read[0], head), read[1])
+            self._begin(HotExchange(self, read[0], head, self._route.begin_trace(head)), read[1])
         else:
             self._leave_to_uvicorn(data)
 

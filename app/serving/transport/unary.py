@@ -275,14 +275,15 @@ class UnaryCall(Exchange):
             service.forget_replaced()
             message = pb.ModelInferRequest.FromString(content)
             served = service.direct.endpoint.route_single(message.model_name, message.model_version or None)
-            tracer = service.traffic.tracer
-            if served is None or (tracer and tracer.chooses(traceparent_of(self))):
+            if served is None:
                 return False
             self._id = message.id or None
             self._prepared, tensors = service.prepared.read(served, message, len(content))
         except Exception:  # the method meets the same error and reports it
             return False
         known = self._prepared.prepared
+        if tracer := service.traffic.tracer:
+            self.trace = tracer.begin("grpc", traceparent_of(self))
         self.submit(served, tensors, known.rows, known.shape, known.request.parameters)
         service.inferred += 1
         return True
@@ -329,6 +330,8 @@ class UnaryCall(Exchange):
         if prepared is not None:
             model, version = prepared.prepared.request.model, prepared.prepared.served.version
             self._service.traffic.add(model, version, "grpc", outcome, self._held, sent)
+            if self.trace:
+                self.trace.end(model, version, outcome)
 
     def _stop(self) -> None:
         """Stop waiting, and drop the request."""
