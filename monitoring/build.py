@@ -125,7 +125,8 @@ SERVING = Board(
                 "percentunit",
                 [
                     (
-                        f'sum by (model, version) (rate({_SHADOW}, agrees="true"}}[5m])) / '
+                        f'(sum by (model, version) (rate({_SHADOW}, agrees="true"}}[5m])) or '
+                        f"0 * sum by (model, version) (rate({_SHADOW}}}[5m]))) / "  # if it never agrees
                         f"sum by (model, version) (rate({_SHADOW}}}[5m]))",
                         "{{model}} {{version}}",
                     )

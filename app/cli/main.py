@@ -147,7 +147,7 @@ def resume(run_id: str, overrides: Overrides = None, storage: Storage = None) ->
     folder = _train_run(run_id, storage)
     chosen = [f"storage={absolute_location(storage)}"] if storage else []
     config = str(folder / CONFIG_FILE)
-    raise typer.Exit(send_job("train", config, [*(overrides or []), *chosen, f"train.resume={run_id}"]))
+    raise typer.Exit(send_job("train", config, [*(overrides or []), *chosen, f"train.resume={run_id}"], run_id))
 
 
 @app.command()

@@ -26,6 +26,8 @@ from app.storage import absolute_location
 
 _FOLDER = "rayloom_folder"
 """The key in a job's metadata for the folder from which it was submitted."""
+_NAME = "job_name"
+"""The key for the name that Ray's dashboard shows."""
 _RESUME = {
     "jobs.train": "train.resume=latest",
     "jobs.lifecycle": "train.resume=latest",
@@ -58,10 +60,11 @@ def submit(job: str, recipe: str, overrides: list[str], options: Sequence[str] =
     target = _find_target()
     is_given = names_model(job, recipe) or _is_sent_along(recipe)
     location = recipe if is_given else embedded(read_text(recipe), title_of(recipe))
-    storage = load_job_recipe(job, location, overrides).storage
+    loaded = load_job_recipe(job, location, overrides)
+    storage = loaded.storage
     # A relative path is meant from the current folder, not from the job's copy of it.
     arguments = [*overrides, *([f"storage={absolute_location(storage)}"] if storage else []), *options]
-    return send_job(job, location, arguments, target)
+    return send_job(job, location, arguments, loaded.name, target)
 
 
 def _is_sent_along(recipe: str) -> bool:
@@ -89,8 +92,11 @@ def _find_target() -> _Target:
     return _Target(dict(os.environ), is_local)
 
 
-def send_job(job: str, recipe: str, arguments: list[str], target: _Target | None = None) -> int:
+def send_job(job: str, recipe: str, arguments: list[str], name: str, target: _Target | None = None) -> int:
     """Submit a job on a recipe that every node can read, show its log, return its exit code.
+
+    Args:
+        name: the job's name on the page of jobs in Ray's dashboard.
 
     Raises:
         ClusterError: no cluster answers, it rejects the token or the job, or the job was lost with the cluster.
@@ -104,7 +110,7 @@ def send_job(job: str, recipe: str, arguments: list[str], target: _Target | None
         entrypoint=shlex.join(["python", "-m", f"jobs.{job}", recipe, *arguments]),
         submission_id=submission_id,
         runtime_env=runtime_env(".", has_rayloom=target.is_local),
-        metadata={_FOLDER: str(Path.cwd())},
+        metadata={_FOLDER: str(Path.cwd()), _NAME: name},
     )
     print(f"Job '{submission_id}' submitted. To stop it: ray job stop {submission_id}", flush=True)
     return _follow_to_end(submission_id, target.environment)

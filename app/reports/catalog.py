@@ -172,7 +172,9 @@ def recipe_differences(recipes: Sequence[Mapping[str, Any]]) -> list[Difference]
 def compared_figures(run: RunFolder, curves: Curves) -> dict[str, float | str]:
     """Return the figures of a run's result, and the seconds that each phase of its training took, by dotted keys."""
     metrics = flat_metrics(run.result.metrics) if run.result else {}
-    return {**metrics, **{f"phase_s.{phase}": seconds for phase, seconds in curves.total("phase_s.").items()}}
+    phases = {f"phase_s.{phase}": seconds for phase, seconds in curves.total("phase_s.").items()}
+    own = {key: value for key, value in metrics.items() if "." not in key}
+    return {**own, **phases, **metrics}  # such as the plan's come last
 
 
 def flat_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
