@@ -49,8 +49,8 @@ all metrics every five seconds. The replica and the worker of training change th
 
 Each process notes the CPU time of all its threads. So all states are of one process, under the same load.
 
-The model is that of `{_RECIPE}`, one of the smallest there are. With larger models the overhead is smaller. The load is
-{_CONNECTIONS} connections of wrk, with one picture in a request.
+The model is that of `{_RECIPE}`, one of the smallest there are. With larger models the overhead is smaller.
+The load is {_CONNECTIONS} connections of wrk, with one picture in a request.
 """
 
 
@@ -161,7 +161,7 @@ def report(costs: Costs, watchers: float) -> str:
             table(["", "states", "rounds", "µs", "µs of the other", "ratio"], rows),
             "A ratio is the median of the rounds, with the smallest and the largest.",
             f"Prometheus, Alertmanager, the node exporter and Rayloom's own watcher took {watchers:.1%} of one core "
-            "together, while the endpoint was under load.",
+            "together, while the endpoint\nwas under load.",
         ]
     )
 
