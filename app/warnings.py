@@ -12,9 +12,12 @@ def warn(message: str) -> None:
 class BestEffort:
     """Runs an optional action repeatedly, and warns each time that it starts to fail."""
 
-    def __init__(self, failure: str, work: str = "training") -> None:
-        """``failure`` says what cannot be done. ``work`` names what goes on without it."""
-        self._failure, self._work = failure, work
+    def __init__(self, failure: str, work: str = "training", *, hides_error: bool = False) -> None:
+        """Name what cannot be done, and the work that goes on without it.
+
+        ``hides_error``: print only the type of an error, whose message may contain a secret.
+        """
+        self._failure, self._work, self._hides_error = failure, work, hides_error
         self._is_failing = False
 
     def __call__(self, action: Callable[[], object]) -> bool:
@@ -23,7 +26,8 @@ class BestEffort:
             action()
         except Exception as error:  # of torch, of the GPU's profiling library, of storage's driver
             if not self._is_failing:
-                warn(f"{self._failure} ({type(error).__name__}: {error}); {self._work} goes on")
+                reason = type(error).__name__ + ("" if self._hides_error else f": {error}")
+                warn(f"{self._failure} ({reason}); {self._work} goes on")
             self._is_failing = True
         else:
             self._is_failing = False

@@ -36,6 +36,7 @@ runs = typer.Typer(no_args_is_help=True, help="Look at runs, compare them, and d
 
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or its beginning.")]
 _POLL_S = 1.0
+_TRACK_TIMEOUT_S = 300.0
 
 
 @runs.command("list")
@@ -122,6 +123,7 @@ def logs(
 def track(run_id: RunId, storage: Storage = None) -> None:
     """Copy to the recipe's trackers what they lack of a run that has ended, as after an outage."""
     from app.tracking.__main__ import copy_run, create_trackers  # the clients take a while to import
+    from app.tracking.tracked_run import TrackedRun
 
     run = find_run(chosen_storage(storage), run_id)
     if run.status == "running":
@@ -131,9 +133,16 @@ def track(run_id: RunId, storage: Storage = None) -> None:
     trackers = create_trackers(recipe, run.path)
     if not trackers:
         raise RequestError(f"the recipe of run {run.run_id} has no tracker: add one under tracking, for later runs")
+    for tracker in trackers:
+        tracked = TrackedRun(run.path, tracker)
+        if tracked.parent and tracked.must_wait:
+            raise RequestError(
+                f"run {run.run_id} is a part of {tracked.parent.name}, which {tracker.name} does not know yet: "
+                f"'rayloom runs track {tracked.parent.name}' first"
+            )
     has_ended = threading.Event()
     has_ended.set()
-    if not copy_run(run.path, trackers, None, has_ended):
+    if not copy_run(run.path, trackers, has_ended, _TRACK_TIMEOUT_S):
         raise typer.Exit(1)
     print(f"copied to {', '.join(tracker.name for tracker in trackers)}")
 

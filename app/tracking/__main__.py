@@ -1,4 +1,4 @@
-"""The process that copies a run to its trackers: python -m app.tracking FOLDER [--parent FOLDER]
+"""The process that copies a run to its trackers: python -m app.tracking FOLDER
 
 It ends once its standard input does, or after a while then: a job waits for it.
 """
@@ -37,7 +37,11 @@ class TrackerThread:
     def __init__(self, tracker: Tracker, run: TrackedRun, interval_s: float = _INTERVAL_S) -> None:
         self.name, self._run, self._interval_s = tracker.name, run, interval_s
         self._has_run_ended = threading.Event()
-        self._try = BestEffort(f"tracking: {tracker.name} cannot be reached, and is tried again", "the run")
+        self._try = BestEffort(
+            f"tracking: {tracker.name} cannot be reached, and is tried again",
+            "the run",
+            hides_error=tracker.has_secret_address,
+        )
         self._thread = threading.Thread(target=self._copy, daemon=True, name=f"tracking: {tracker.name}")
         self._thread.start()
 
@@ -52,26 +56,30 @@ class TrackerThread:
 
     def _copy(self) -> None:
         while not self._has_run_ended.wait(self._interval_s):
-            if not self._run.must_wait:
-                self._try(self._run.advance)
-        while not self._try(self._run.finish):
+            self._try(self._run.advance)
+        while not (self._try(self._run.finish) and self._run.is_finished):
             time.sleep(_RETRY_S)
 
 
-def copy_run(folder: UPath, trackers: Sequence[Tracker], parent: UPath | None, wait_for_end: threading.Event) -> bool:
-    """Copy a run until ``wait_for_end`` is set, and then the rest. Return whether all is copied; if not, it is said."""
-    runs = [TrackedRun(folder, tracker, parent) for tracker in trackers]
+def copy_run(
+    folder: UPath, trackers: Sequence[Tracker], wait_for_end: threading.Event, timeout_s: float = FINISH_TIMEOUT_S
+) -> bool:
+    """Copy a run until ``wait_for_end`` is set, and then the rest, for ``timeout_s``.
+
+    Return whether all is copied. If not, a warning says so.
+    """
+    runs = [TrackedRun(folder, tracker) for tracker in trackers]
     threads = [TrackerThread(tracker, run) for tracker, run in zip(trackers, runs, strict=True)]
     wait_for_end.wait()
-    deadline_s = time.monotonic() + FINISH_TIMEOUT_S
+    deadline_s = time.monotonic() + timeout_s
     for thread in threads:
         thread.finish()
     copied = [thread.join(deadline_s) for thread in threads]
     for thread, run, is_copied in zip(threads, runs, copied, strict=True):
         if not is_copied:
             warn(
-                f"tracking: {thread.name} lacks {run.count_waiting():,} records and the end of this run. They are in "
-                f"its folder: 'rayloom runs track {folder.name}' copies them"
+                f"tracking: {thread.name} lacks up to {run.count_waiting():,} records and the end of this run. They "
+                f"are in its folder: 'rayloom runs track {folder.name}' copies them"
             )
         elif left_out := run.count_left_out():
             print(f"tracking: {thread.name} has all epochs, and not {left_out:,} steps that came too fast", flush=True)
@@ -82,12 +90,13 @@ def create_trackers(recipe: Recipe, folder: UPath) -> list[Tracker]:
     """Return the recipe's trackers. If a secret is missing here, warn and leave its tracker out."""
     config, found = recipe.tracking, list[Tracker]()
     if config.mlflow:
+        is_secret = is_reference(config.mlflow)
         try:
-            uri = read_secret("tracking.mlflow", config.mlflow) if is_reference(config.mlflow) else config.mlflow
+            uri = read_secret("tracking.mlflow", config.mlflow) if is_secret else config.mlflow
         except DeliveryError as error:
             warn(f"tracking: {error}; the run is not copied to MLflow")
         else:
-            found.append(MlflowTracker(uri, config.experiment or recipe.name, config.register_versions))
+            found.append(MlflowTracker(uri, config.experiment or recipe.name, config.register_versions, is_secret))
     if config.wandb:
         found.append(WandbTracker(config.wandb, folder.path if is_local(folder) else tempfile.gettempdir()))
     return found
@@ -97,13 +106,12 @@ def main() -> None:
     """Copy the run in a folder until standard input ends."""
     parser = argparse.ArgumentParser(prog="python -m app.tracking")
     parser.add_argument("folder", type=to_path)
-    parser.add_argument("--parent", type=to_path, default=None)
     arguments = parser.parse_args()
     os.nice(_NICE)
     ended = threading.Event()
     threading.Thread(target=_await_end, args=(ended,), daemon=True).start()
     recipe = load_stored_recipe(str(arguments.folder / "config.yaml"))
-    copy_run(arguments.folder, create_trackers(recipe, arguments.folder), arguments.parent, ended)
+    copy_run(arguments.folder, create_trackers(recipe, arguments.folder), ended)
     sys.stdout.flush()
     os._exit(0)  # a thread may wait for a server, and W&B for its own process
 

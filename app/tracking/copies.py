@@ -7,6 +7,7 @@ So a server that is away costs training nothing.
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from upath import UPath
@@ -47,10 +48,14 @@ class RunCopy:
     def __init__(self, folder: UPath, tracker: Tracker, facts: Callable[[], RunFacts]) -> None:
         """``facts`` is called when the tracker opens the run."""
         self._folder, self._tracker, self._facts = folder, tracker, facts
-        self._lines = GrowingFile(folder / METRICS_FILE)
+        self._start_over()
+
+    def _start_over(self) -> None:
+        """Go on from what the tracker has for sure."""
+        self._lines = GrowingFile(self._folder / METRICS_FILE)
         self._steps: list[Point] = []
         self._epochs: list[Point] = []
-        self._progress = read_progress(folder, tracker)
+        self._progress = read_progress(self._folder, self._tracker)
         self._is_open = False
 
     @property
@@ -59,9 +64,9 @@ class RunCopy:
         return self._progress
 
     def count_waiting(self) -> int:
-        """Return the number of records that the tracker has not got."""
-        self._read_lines()
-        return len(self._steps) + len(self._epochs)
+        """Return the number of records that the tracker may lack. Any thread may call this."""
+        lines = read(self._folder / METRICS_FILE) or b""
+        return len(list(_new_entries(lines, read_progress(self._folder, self._tracker))))
 
     def advance(self) -> None:
         """Copy what is new, in one call. Raise what the tracker raises: a later call tries again."""
@@ -72,31 +77,43 @@ class RunCopy:
         stride = -(-len(self._steps) // _MAX_STEPS) or 1
         steps = self._steps[::-stride][::-1]  # the last one is always there
         self._tracker.log(progress.run_id, sorted([*steps, *self._epochs], key=lambda point: point.step))
-        self._save(
-            step=max([progress.step, *(point.step for point in steps)]),
-            epoch=max([progress.epoch, *(int(point.values["epoch/epoch"]) for point in self._epochs)]),
-            left_out=progress.left_out + len(self._steps) - len(steps),
+        self._progress = progress.model_copy(
+            update={
+                "step": max([progress.step, *(point.step for point in steps)]),
+                "epoch": max([progress.epoch, *(int(point.values["epoch/epoch"]) for point in self._epochs)]),
+                "left_out": progress.left_out + len(self._steps) - len(steps),
+            }
         )
         self._steps, self._epochs = [], []
+        if self._tracker.confirms_points:
+            self._save(self._progress)
 
     def finish(self, ended: Callable[[list[Path]], RunEnd]) -> None:
         """Copy the rest, and end the run in the tracker. ``ended`` is called with the files of the run's folder."""
         self.advance()
         assert self._progress is not None
-        with tempfile.TemporaryDirectory(prefix="rayloom-tracking-") as temporary:
-            self._tracker.close(self._progress.run_id, ended(list(self._files(Path(temporary)))))
-        self._save(has_ended=True)
+        try:
+            with tempfile.TemporaryDirectory(prefix="rayloom-tracking-") as temporary:
+                self._tracker.close(self._progress.run_id, ended(list(self._files(Path(temporary)))))
+        except Exception:
+            if not self._tracker.confirms_points:
+                self._start_over()
+            raise
+        self._is_open = False
+        self._save(self._progress.model_copy(update={"has_ended": True}))
 
     def _open(self) -> Progress:
         """Return how far the run is copied, after opening it once."""
         before = self._progress
         if before is None or not self._is_open:
-            run_id = self._tracker.open(self._facts(), before.run_id if before else None)
-            self._is_open = True
+            facts = self._facts()
+            run_id = self._tracker.open(facts, before.run_id if before else None)
             if before is None or before.run_id != run_id:  # of another server, or lost by it: all is copied anew
+                before = Progress(run_id=run_id)
                 self._lines, self._steps, self._epochs = GrowingFile(self._folder / METRICS_FILE), [], []
-                self._save(**Progress(run_id=run_id).model_dump())
-            self._save(has_ended=False)
+            self._save(before.model_copy(update={"has_ended": False}))
+            self._tracker.describe(run_id, facts)
+            self._is_open = True
         assert self._progress is not None
         return self._progress
 
@@ -105,13 +122,10 @@ class RunCopy:
         lines, is_new_file = self._lines.new_lines()
         if is_new_file:
             self._steps, self._epochs = [], []
-        for entry in filter(None, map(parse_line, lines.splitlines())):
-            kind = "epoch" if "val_loss" in entry else "step"
-            done = getattr(self._progress, kind) if self._progress else 0
-            if entry[kind] > done:
-                values = {tag_of(kind, name): value for name, value in numbers(entry).items()}
-                del values[f"{kind}/step"]
-                (self._epochs if kind == "epoch" else self._steps).append(Point(entry["step"], values))
+        for kind, entry in _new_entries(lines, self._progress):
+            values = {tag_of(kind, name): value for name, value in numbers(entry).items()}
+            del values[f"{kind}/step"]
+            (self._epochs if kind == "epoch" else self._steps).append(Point(entry["step"], values))
 
     def _files(self, temporary: Path) -> Iterator[Path]:
         """Yield local copies of the files that are there."""
@@ -121,10 +135,9 @@ class RunCopy:
                 (temporary / name).write_bytes(content)
                 yield temporary / name
 
-    def _save(self, **changed: object) -> None:
-        before = self._progress.model_dump() if self._progress else {}
-        self._progress = Progress.model_validate({**before, **changed})
-        write_atomically(_progress_file(self._folder, self._tracker), self._progress.model_dump_json().encode())
+    def _save(self, progress: Progress) -> None:
+        self._progress = progress
+        write_atomically(_progress_file(self._folder, self._tracker), progress.model_dump_json().encode())
 
 
 def read_progress(folder: UPath, tracker: Tracker) -> Progress | None:
@@ -133,6 +146,14 @@ def read_progress(folder: UPath, tracker: Tracker) -> Progress | None:
         return Progress.model_validate_json(read(_progress_file(folder, tracker)) or b"")
     except ValidationError:
         return None
+
+
+def _new_entries(lines: bytes, progress: Progress | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the records that are not copied yet, each with its kind: step or epoch."""
+    for entry in filter(None, map(parse_line, lines.splitlines())):
+        kind = "epoch" if "val_loss" in entry else "step"
+        if entry[kind] > (getattr(progress, kind) if progress else 0):
+            yield kind, entry
 
 
 def _progress_file(folder: UPath, tracker: Tracker) -> UPath:

@@ -1,7 +1,6 @@
 """Runs in an MLflow server, by its client."""
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING
 from app.tracking.tracker import Point, PublishedVersion, RunEnd, RunFacts, Status
 
 if TYPE_CHECKING:
+    from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
 
 _SETTINGS = {
@@ -17,8 +17,6 @@ _SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
-_PER_CALL = 100
-"""Parameters that MLflow takes in one call."""
 _MAX_VALUE_LENGTH = 500
 """Of a parameter; servers before 2.8 refuse longer ones. The whole recipe is among the run's files."""
 _MODEL_FOLDER = "model"
@@ -36,45 +34,58 @@ class MlflowTracker:
 
     name = "mlflow"
 
-    def __init__(self, uri: str, experiment: str, register_versions: bool = False) -> None:
+    confirms_points = True
+
+    def __init__(
+        self, uri: str, experiment: str, register_versions: bool = False, has_secret_address: bool = False
+    ) -> None:
         """``register_versions``: whether versions that a run publishes enter the model registry."""
         self._uri, self._experiment, self._register_versions = uri, experiment, register_versions
+        self.has_secret_address = has_secret_address
 
     def open(self, facts: RunFacts, run_id: str | None) -> str:
-        """Create a run and return its id, or go on with ``run_id`` if the server knows it."""
-        known = self._find(run_id) if run_id else None
+        """Create a run and return its id, or go on with ``run_id``. A run that an earlier try created is found."""
+        known = run_id if run_id and self._knows(run_id) else self._find(facts.lineage["folder"])
         if known is None:
-            tags = {"mlflow.parentRunId": facts.parent} if facts.parent else {}
-            run = self._client.create_run(self._experiment_id, run_name=facts.name, tags=tags)
-            run_id, known = run.info.run_id, {}
-        else:
-            self._client.update_run(run_id, status="RUNNING")
-        assert run_id is not None
-        # MLflow never changes a parameter. A resumed run may have another value.
+            parent = {"mlflow.parentRunId": facts.parent} if facts.parent else {}
+            tags = {**parent, "folder": facts.lineage["folder"]}
+            return str(self._client.create_run(self._experiment_id, run_name=facts.name, tags=tags).info.run_id)
+        self._client.update_run(known, status="RUNNING")
+        return known
+
+    def describe(self, run_id: str, facts: RunFacts) -> None:
+        """Add parameters and tags. MLflow never changes a parameter, so a tag has the new value of a resumed run."""
+        from mlflow.entities import Param, RunTag
+
+        known = self._client.get_run(run_id).data.params
         parameters = {key: value[:_MAX_VALUE_LENGTH] for key, value in facts.parameters.items()}
-        new = {key: value for key, value in parameters.items() if key not in known}
         changed = {f"resumed with {key}": value for key, value in parameters.items() if known.get(key, value) != value}
-        self._add(run_id, new, {"job": facts.job, "recipe": facts.recipe, **facts.lineage, **changed})
-        return run_id
+        tags = {"job": facts.job, "recipe": facts.recipe, **facts.lineage, **changed}
+        self._client.log_batch(
+            run_id,
+            params=[Param(key, value) for key, value in parameters.items() if key not in known],
+            tags=[RunTag(key, value) for key, value in tags.items()],
+        )
 
     def log(self, run_id: str, points: Sequence[Point]) -> None:
-        """Add points, with the present as their time."""
-        from mlflow.entities import Metric
-
-        now_ms = int(time.time() * 1e3)
-        numbers = [Metric(name, value, now_ms, point.step) for point in points for name, value in point.values.items()]
-        self._client.log_batch(run_id, metrics=numbers)
+        """Add points."""
+        self._client.log_batch(run_id, metrics=_metrics(points))
 
     def close(self, run_id: str, end: RunEnd) -> None:
-        """End the run, add its files, and register the version that it made."""
-        for file in end.files:
-            self._client.log_artifact(run_id, str(file))
-        self._add(run_id, {}, {"status": end.status, **end.lineage})
-        if end.metrics:
-            self.log(run_id, [Point(0, end.metrics)])
+        """End the run, register the version that it made, and add its files, which lie in another storage."""
+        from mlflow.entities import RunTag
+
+        tags = {"status": end.status, **end.lineage}
+        self._client.log_batch(
+            run_id,
+            metrics=_metrics([Point(0, end.metrics, end.time_s)]),
+            tags=[RunTag(key, value) for key, value in tags.items()],
+        )
+        self._client.set_terminated(run_id, _STATUS[end.status], end_time=_milliseconds(end.time_s))
         if self._register_versions and end.version:
             self._register(run_id, end.version)
-        self._client.set_terminated(run_id, _STATUS[end.status])
+        for file in end.files:
+            self._client.log_artifact(run_id, str(file))
 
     @cached_property
     def _client(self) -> "MlflowClient":
@@ -89,25 +100,23 @@ class MlflowTracker:
         found = self._client.get_experiment_by_name(self._experiment)
         return str(found.experiment_id if found else self._client.create_experiment(self._experiment))
 
-    def _find(self, run_id: str) -> dict[str, str] | None:
-        """Return the parameters of a run; None if the server has no such run."""
+    def _knows(self, run_id: str) -> bool:
+        """Return whether the server has a run."""
         from mlflow.exceptions import MlflowException
         from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 
         try:
-            return dict(self._client.get_run(run_id).data.params)
+            self._client.get_run(run_id)
         except MlflowException as error:
             if error.error_code == ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
-                return None
+                return False
             raise
+        return True
 
-    def _add(self, run_id: str, parameters: Mapping[str, str], tags: Mapping[str, str]) -> None:
-        from mlflow.entities import Param, RunTag
-
-        all_parameters = [Param(key, value) for key, value in parameters.items()]
-        for first in range(0, len(all_parameters), _PER_CALL):
-            self._client.log_batch(run_id, params=all_parameters[first : first + _PER_CALL])
-        self._client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+    def _find(self, folder: str) -> str | None:
+        """Return the id of the run that is a folder's copy; None if the experiment has none."""
+        found = self._client.search_runs([self._experiment_id], f'tags.folder = "{folder}"', max_results=1)
+        return str(found[0].info.run_id) if found else None
 
     def _register(self, run_id: str, version: PublishedVersion) -> None:
         """Add a version to the registry, unless an earlier try has done so.
@@ -126,3 +135,17 @@ class MlflowTracker:
         source = version.location if "://" in version.location else f"runs:/{run_id}/{_MODEL_FOLDER}"
         tags = {"rayloom.version": str(version.number), "rayloom.location": version.location}
         self._client.create_model_version(version.name, source, run_id, tags=tags, await_creation_for=0)
+
+
+def _metrics(points: Sequence[Point]) -> "list[Metric]":
+    from mlflow.entities import Metric
+
+    return [
+        Metric(name, value, _milliseconds(point.time_s), point.step)
+        for point in points
+        for name, value in point.values.items()
+    ]
+
+
+def _milliseconds(seconds: float) -> int:
+    return round(seconds * 1e3)

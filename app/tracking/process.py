@@ -12,9 +12,11 @@ from upath import UPath
 from app.background import repeat_in_background
 from app.config import Recipe, TrackingConfig
 from app.errors import RecipeError
-from app.storage import is_local, open_storage
-from app.warnings import warn
+from app.storage import is_local, open_storage, write_atomically
+from app.warnings import BestEffort, warn
 
+PARENT_FILE = "part_of.txt"
+"""In the folder of a lifecycle's part: names the folder of the lifecycle."""
 FINISH_TIMEOUT_S = 15.0
 """How long the end of a job waits for trackers that do not answer."""
 _START_INTERVAL_S = 1.0
@@ -49,19 +51,21 @@ def keep_tracked(
 
     def start() -> None:
         if not started and may_write():
-            started.append(_start(run_folder, parent))
+            if parent:
+                write_atomically(run_folder / PARENT_FILE, str(parent).encode())
+            started.append(_start(run_folder))
 
-    with repeat_in_background(start, _START_INTERVAL_S, name="tracking"):
+    starting = BestEffort("tracking: the process that copies the run cannot be started, and is tried again", "the job")
+    with repeat_in_background(lambda: starting(start), _START_INTERVAL_S, name="tracking"):
         yield
-    start()
+    starting(start)
     for process in started:
-        _finish(process)
+        _finish(process, run_folder.name)
 
 
-def _start(run_folder: UPath, parent: UPath | None) -> subprocess.Popen[str]:
-    options = [f"--parent={parent}"] if parent else []
+def _start(run_folder: UPath) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "app.tracking", str(run_folder), *options],
+        [sys.executable, "-m", "app.tracking", str(run_folder)],
         cwd=Path(__file__).parents[2],  # where ``app`` lies
         stdin=subprocess.PIPE,
         text=True,
@@ -69,11 +73,15 @@ def _start(run_folder: UPath, parent: UPath | None) -> subprocess.Popen[str]:
     )
 
 
-def _finish(process: subprocess.Popen[str]) -> None:
+def _finish(process: subprocess.Popen[str], run_id: str) -> None:
     """Tell the process that the run has ended, and wait for it."""
     try:
         process.communicate("ended\n", timeout=FINISH_TIMEOUT_S + _GRACE_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-        warn("tracking: the process that copies the run hangs, and was ended")
+    if process.returncode:
+        warn(
+            f"tracking: the process that copies the run hung or was killed (exit code {process.returncode}): "
+            f"'rayloom runs track {run_id}' copies the rest"
+        )

@@ -1,6 +1,7 @@
 """A run with its trials in one tracker: what is told of each, and when."""
 
 import json
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -11,8 +12,9 @@ from upath import UPath
 
 from app.conditional import read
 from app.figures import flatten, numbers
-from app.storage import list_names
+from app.storage import list_names, to_path
 from app.tracking.copies import RunCopy, read_progress
+from app.tracking.process import PARENT_FILE
 from app.tracking.tracker import PublishedVersion, RunEnd, RunFacts, Status, Tracker
 
 TRIALS, TRIAL_FILE = "trials", "trial.json"
@@ -28,18 +30,22 @@ class TrialNote(BaseModel):
     objectives: dict[str, float] = {}
     """The values of the search's metrics, once the trial is complete."""
 
-    def to_end(self) -> RunEnd:
-        """Return how the trial ended."""
+    def to_end(self, time_s: float) -> RunEnd:
+        """Return how the trial ended, at ``time_s``."""
         status: Status = "succeeded" if self.state == "complete" else "failed" if self.state == "failed" else "pruned"
-        return RunEnd(status, {f"result/{name}": value for name, value in self.objectives.items()})
+        metrics = {f"result/{name}": value for name, value in self.objectives.items()}
+        return RunEnd(status, metrics, time_s=time_s)
 
 
 class TrackedRun:
     """Copies a run's folder and its trials' folders to one tracker."""
 
-    def __init__(self, folder: UPath, tracker: Tracker, parent: UPath | None = None) -> None:
-        """``parent`` is the folder of the lifecycle that the run is a part of."""
-        self._folder, self._tracker, self._parent = folder, tracker, parent
+    def __init__(self, folder: UPath, tracker: Tracker) -> None:
+        self._folder, self._tracker = folder, tracker
+        parent = read(folder / PARENT_FILE)
+        self.parent = to_path(parent.decode()) if parent else None
+        """The folder of the lifecycle that the run is a part of."""
+        self.is_finished = False
         self._copy = RunCopy(folder, tracker, self._facts)
         self._trials: dict[str, RunCopy] = {}
         self._ended_trials: set[str] = set()
@@ -47,10 +53,12 @@ class TrackedRun:
     @property
     def must_wait(self) -> bool:
         """Whether the tracker does not know yet the lifecycle that this run is a part of."""
-        return self._parent is not None and read_progress(self._parent, self._tracker) is None
+        return self.parent is not None and read_progress(self.parent, self._tracker) is None
 
     def advance(self) -> None:
-        """Copy what is new. Raise what the tracker raises: a later call tries again."""
+        """Copy what is new, unless the run must wait. Raise what the tracker raises: a later call tries again."""
+        if self.must_wait:
+            return
         self._copy.advance()
         for name in sorted(set(list_names(self._folder / TRIALS)) - self._ended_trials):
             note = self._note_of(name)
@@ -58,7 +66,9 @@ class TrackedRun:
                 self._advance_trial(name, note)
 
     def finish(self) -> None:
-        """Copy the rest, and end the run and its trials."""
+        """Copy the rest, and end the run and its trials, unless the run must wait."""
+        if self.must_wait:
+            return
         self.advance()
         result = self._result()
         # Trials that were paused when the search ended.
@@ -67,6 +77,7 @@ class TrackedRun:
             self._trials[name].finish(lambda _: rest)
             self._ended_trials.add(name)
         self._copy.finish(partial(self._end, result))
+        self.is_finished = True
 
     def count_waiting(self) -> int:
         """Return the number of records that the tracker has not got."""
@@ -84,7 +95,7 @@ class TrackedRun:
         if not (has_ended and copy.progress and copy.progress.has_ended):  # else an earlier job has copied it
             copy.advance()
             if has_ended:
-                copy.finish(lambda _: note.to_end())
+                copy.finish(lambda _: note.to_end(_time_of(folder / TRIAL_FILE)))
         if has_ended:
             self._ended_trials.add(name)
 
@@ -93,7 +104,7 @@ class TrackedRun:
         lineage = {"folder": str(self._folder)}
         if tuned := recipe.get("tuned_from"):
             lineage["tuned_from"] = f"trial {tuned['trial']} of {tuned['run']}"
-        parent = read_progress(self._parent, self._tracker) if self._parent else None
+        parent = read_progress(self.parent, self._tracker) if self.parent else None
         return RunFacts(
             name=self._folder.name,
             job=self._folder.parent.name,
@@ -119,7 +130,14 @@ class TrackedRun:
             f"result/{name.replace('.', '/')}": value for name, value in numbers(result.get("metrics", {})).items()
         }
         artifacts: dict[str, str] = result.get("artifacts", {})
-        return RunEnd(result.get("status", "interrupted"), metrics, artifacts, files, self._version(artifacts))
+        return RunEnd(
+            result.get("status", "interrupted"),
+            metrics,
+            artifacts,
+            files,
+            self._version(artifacts),
+            _time_of(self._folder / "result.json"),
+        )
 
     def _version(self, artifacts: dict[str, str]) -> PublishedVersion | None:
         """Return the version that a compile run has published."""
@@ -143,6 +161,14 @@ class TrackedRun:
             return TrialNote.model_validate_json(read(self._folder / TRIALS / name / TRIAL_FILE) or b"")
         except ValidationError:
             return None
+
+
+def _time_of(file: UPath) -> float:
+    """Return when a file was written, in seconds since 1970; the present if there is none."""
+    try:
+        return float(file.fs.modified(file.path).timestamp())
+    except FileNotFoundError:
+        return time.time()
 
 
 def _texts(fields: dict[str, Any]) -> dict[str, str]:

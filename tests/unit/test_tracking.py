@@ -5,10 +5,13 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
+from mlflow.tracking import MlflowClient
 from upath import UPath
 from wandb.proto.wandb_internal_pb2 import Record
 
@@ -17,10 +20,10 @@ from app.config import WandbConfig, load_recipe
 from app.errors import RecipeError
 from app.tracking import __main__ as tracking
 from app.tracking.mlflow_tracker import MlflowTracker
-from app.tracking.process import require_clients
+from app.tracking.process import PARENT_FILE, keep_tracked, require_clients
 from app.tracking.tracked_run import TrackedRun, TrialNote
 from app.tracking.wandb_tracker import WandbTracker
-from tests.helpers import ROOT, run
+from tests.helpers import ROOT, run, wait_until
 from tests.mlflow_server import MlflowServer, mlflow_server
 from tests.stored_runs import add_steps, write_run
 
@@ -105,10 +108,12 @@ def test_trials_and_parts_are_child_runs(
         note = TrialNote(values={"train.optimizer.lr": 0.1 * number}, state=state, objectives={"val_loss": 0.5})
         (trial / "trial.json").write_text(note.model_dump_json(), encoding="utf-8")
         add_steps(trial, [2.0, 1.0])
-    tracked = TrackedRun(search, tracker, parent=lifecycle)
-    assert tracked.must_wait
+    (search / PARENT_FILE).write_text(str(lifecycle), encoding="utf-8")
+    tracked = TrackedRun(search, tracker)
+    tracked.finish()
+    assert not tracked.is_finished  # the server does not know the lifecycle
+    assert not server.runs(request.node.name)
     TrackedRun(lifecycle, tracker).advance()
-    assert not tracked.must_wait
     tracked.advance()
     end(search)
     tracked.finish()
@@ -152,19 +157,100 @@ def test_what_an_outage_kept_back_is_said_and_copied_later(
     folder = write_run(storage, RUN_ID, "tracking.mlflow=env:TRACKER", "tracking.experiment=outage", losses=[2.0, 1.0])
     (port,) = unused(1)
     monkeypatch.setenv("TRACKER", f"http://127.0.0.1:{port}")
-    monkeypatch.setattr(tracking, "FINISH_TIMEOUT_S", 1.0)
     recipe, ended = load_recipe(str(folder / "config.yaml"), []), threading.Event()
     ended.set()
     began_s = time.monotonic()
-    assert not tracking.copy_run(folder, tracking.create_trackers(recipe, folder), None, ended)
+    assert not tracking.copy_run(folder, tracking.create_trackers(recipe, folder), ended, timeout_s=1.0)
     assert time.monotonic() - began_s < 5.0
     said = capfd.readouterr().err
-    assert "mlflow lacks 3 records and the end of this run" in said
+    assert str(port) not in said  # the address is a secret
+    assert "mlflow lacks up to 3 records and the end of this run" in said
     assert f"rayloom runs track {RUN_ID}" in said
     later = run("rayloom", "runs", "track", RUN_ID, f"--storage={storage}", environment={"TRACKER": server.url})
     assert later.stdout == "copied to mlflow\n", later.stderr
     (copied,) = server.runs("outage")
     assert server.steps(copied["id"], "step/loss") == [1, 2]
+
+
+def lose_answers(monkeypatch: pytest.MonkeyPatch, *methods: str) -> None:
+    """Let the first call of each method of MLflow's client do its work, and then fail."""
+    for name in methods:
+        original, failed = getattr(MlflowClient, name), list[str]()
+
+        def losing(*arguments: Any, _call: Any = original, _failed: list[str] = failed, **options: Any) -> Any:
+            answer = _call(*arguments, **options)
+            if not _failed:
+                _failed.append("once")
+                raise ConnectionError("the answer was lost")
+            return answer
+
+        monkeypatch.setattr(MlflowClient, name, losing)
+
+
+def test_calls_whose_answer_is_lost_leave_one_run_without_further_points(
+    storage: UPath,
+    server: MlflowServer,
+    tracker: MlflowTracker,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = write_run(storage, RUN_ID, losses=[2.0, 1.0], metrics={"val_loss": 1.0})
+    lost = ["create_run", "log_batch", "update_run", "set_terminated", "log_artifact"]
+    lose_answers(monkeypatch, *lost)
+    tries = 0
+    tracked = TrackedRun(folder, tracker)
+    while not tracked.is_finished:
+        tries += 1
+        with suppress(ConnectionError):
+            tracked.finish()
+    assert tries == len(lost) + 1
+    (copied,) = server.runs(request.node.name)
+    for metric, steps in (("step/loss", {1, 2}), ("result/val_loss", {0})):
+        points = {(point.step, point.timestamp) for point in server.client.get_metric_history(copied["id"], metric)}
+        assert len(points) == len(steps)
+        assert {step for step, _ in points} == steps
+
+
+def test_a_run_ends_while_the_storage_of_files_is_away(
+    storage: UPath,
+    server: MlflowServer,
+    tracker: MlflowTracker,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ConnectionError("no storage")
+
+    monkeypatch.setattr(MlflowClient, "log_artifact", refuse)
+    with pytest.raises(ConnectionError, match="no storage"):
+        TrackedRun(write_run(storage, RUN_ID, metrics={"val_loss": 1.0}), tracker).finish()
+    (copied,) = server.runs(request.node.name)
+    assert (copied["status"], copied["metrics"]["result/val_loss"]) == ("FINISHED", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("interpreter", "warning"),
+    [
+        ("missing", "the process that copies the run cannot be started"),
+        ("fails", f"(exit code 3): 'rayloom runs track {RUN_ID}' copies the rest"),
+    ],
+)
+def test_a_copying_process_that_is_lost_is_said_and_fails_no_job(
+    storage: UPath,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    interpreter: str,
+    warning: str,
+) -> None:
+    failing = Path(storage.path, "fails")
+    failing.write_text("#!/bin/sh\nexit 3\n", encoding="utf-8")
+    failing.chmod(0o700)
+    monkeypatch.setattr("app.tracking.process.sys.executable", str(failing.with_name(interpreter)))
+    folder = write_run(storage, RUN_ID, "tracking.mlflow=http://127.0.0.1:1")
+    config = load_recipe(str(folder / "config.yaml"), []).tracking
+    with keep_tracked(folder, config, may_write=lambda: True):
+        pass
+    assert warning in capfd.readouterr().err
 
 
 def wandb_records(file: Path) -> Iterator[Record]:
@@ -183,20 +269,56 @@ def wandb_records(file: Path) -> Iterator[Record]:
             parts = b""
 
 
-def test_files_of_weights_and_biases_have_the_run(storage: UPath) -> None:
-    folder = write_run(storage, RUN_ID, losses=[2.0, 1.0], metrics={"val_loss": 1.0})
-    TrackedRun(folder, WandbTracker(WandbConfig(project="digits", mode="offline"), folder.path)).finish()
-    (file,) = Path(folder.path).glob("wandb/offline-run-*/*.wandb")
-    records = list(wandb_records(file))
-    (opened,) = [record.run for record in records if record.HasField("run")]
-    assert (opened.project, opened.display_name, opened.job_type) == ("digits", RUN_ID, "train")
+def finished_records(file: Path) -> list[Record]:
+    """The records of a run that has ended. The client's own process writes the last of them."""
+    wait_until(lambda: any(record.HasField("exit") for record in wandb_records(file)))
+    return list(wandb_records(file))
+
+
+def wandb_losses(records: list[Record]) -> list[float]:
     values = [
         {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
         for record in records
         if record.HasField("history")
     ]
-    assert [value["step/loss"] for value in values if "step/loss" in value] == [2.0, 1.0]
+    return [value["step/loss"] for value in values if "step/loss" in value]
+
+
+def test_files_of_weights_and_biases_have_the_run(storage: UPath) -> None:
+    folder = write_run(storage, RUN_ID, losses=[2.0, 1.0], metrics={"val_loss": 1.0})
+    TrackedRun(folder, WandbTracker(WandbConfig(project="digits", mode="offline"), folder.path)).finish()
+    (file,) = Path(folder.path).glob("wandb/offline-run-*/*.wandb")
+    records = finished_records(file)
+    (opened,) = [record.run for record in records if record.HasField("run")]
+    assert (opened.project, opened.display_name, opened.job_type) == ("digits", RUN_ID, "train")
+    assert wandb_losses(records) == [2.0, 1.0]
+    assert any(item.key == "train.epochs" for record in records for item in record.config.update)
     assert (file.parent / "files/config.yaml").is_file()
+
+
+def test_weights_and_biases_gets_all_points_again_if_it_could_not_finish(
+    storage: UPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(storage, RUN_ID, losses=[2.0, 1.0], metrics={"val_loss": 1.0})
+    finish, failed = wandb.Run.finish, list[str]()
+
+    def finish_late(run: wandb.Run, *arguments: Any, **options: Any) -> None:
+        finish(run, *arguments, **options)
+        if not failed:
+            failed.append("once")
+            raise TimeoutError("Timed out finishing run.")  # as the client does, once it has let go of the run
+
+    monkeypatch.setattr(wandb.Run, "finish", finish_late)
+    tracker = WandbTracker(WandbConfig(project="digits", mode="offline"), folder.path)
+    tracked = TrackedRun(folder, tracker)
+    with pytest.raises(TimeoutError):
+        tracked.finish()
+    assert tracked.count_waiting() == 3
+    time.sleep(1.0)  # the client names its folders by the second
+    tracked.finish()
+    assert tracked.count_waiting() == 0
+    files = sorted(Path(folder.path).glob("wandb/offline-run-*/*.wandb"))
+    assert [wandb_losses(finished_records(file)) for file in files] == [[2.0, 1.0]] * 2
 
 
 def test_a_client_that_is_not_installed_is_named_before_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
