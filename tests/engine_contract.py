@@ -35,7 +35,8 @@ def rows(count: int, length: int = 16) -> Tensors:
 @functools.cache
 def encoder() -> torch.nn.Module:
     torch.manual_seed(0)
-    return encoder_classifier(**PROCESSOR.facts, num_labels=3, layers=1, width=16, heads=2).eval()
+    sizes = {name: PROCESSOR.facts[name] for name in ("vocab_size", "max_length", "unknown_id")}
+    return encoder_classifier(**sizes, num_labels=3, layers=1, width=16, heads=2).eval()
 
 
 @functools.cache
