@@ -18,7 +18,7 @@ from app.engines.base import Engine, EngineSettings, ShapeProfile, Signature
 from app.repository.manifest import Lineage, Split
 from app.tensors import Tensors
 
-_CALIBRATION_BATCH = 16
+CALIBRATION_BATCH = 16
 _CALIBRATION_SAMPLES = 512
 
 
@@ -133,14 +133,19 @@ def resized(rows: Tensors, size: int) -> Tensors:
     return {name: np.resize(array, (size, *array.shape[1:])) for name, array in rows.items()}
 
 
+def spread(available: int, count: int | None) -> list[int]:
+    """Return ``count`` indices from all over ``available`` rows. By default, 512 or all."""
+    taken = min(count or _CALIBRATION_SAMPLES, available)
+    return [int(index) for index in np.linspace(0, available - 1, taken, dtype=int)]
+
+
 def calibration_indices(
     available: int, count: int | None, lengths: NDArray[np.int64] | Sequence[int]
 ) -> list[Sequence[int]]:
     """Return batches of indices from all over ``available`` rows, sorted by length. By default, 512 or all."""
-    chosen = np.linspace(0, available - 1, min(count or _CALIBRATION_SAMPLES, available), dtype=int)
     # Rows of similar lengths need little padding in a batch.
-    ordered = sorted(chosen.tolist(), key=lambda index: int(lengths[index]))
-    return list(chunks(ordered, _CALIBRATION_BATCH))
+    ordered = sorted(spread(available, count), key=lambda index: int(lengths[index]))
+    return list(chunks(ordered, CALIBRATION_BATCH))
 
 
 def _length_of(batch: Tensors, signature: Signature) -> int | None:

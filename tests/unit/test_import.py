@@ -239,6 +239,43 @@ def test_outputs_of_one_number_are_compared_by_relative_error(tmp_path: Path) ->
         assert bool(failures(parity, "int8", None, GatesConfig())) is (error == 0.5)
 
 
+def lengthwise(path: Path, operator: str = "Relu", **attributes: object) -> Path:
+    """A model of rows of any length, whose file calls that length ``rows``."""
+    info = {name: (Type.FLOAT, ["n", "rows", WIDTH]) for name in ("values", "hidden")}
+    nodes = [
+        helper.make_node("MatMul", ["values", "weight"], ["mixed"]),
+        helper.make_node(operator, ["mixed"], ["hidden"], **attributes),
+    ]
+    weight = np.random.default_rng(5).standard_normal((WIDTH, WIDTH)).astype(np.float32)
+    return write(path, nodes, {"values": info["values"]}, {"hidden": info["hidden"]}, {"weight": weight})
+
+
+def test_int8_takes_its_ranges_from_rows_of_several_lengths(tmp_path: Path) -> None:
+    generator = np.random.default_rng(6)
+    table = [{"values": generator.standard_normal((3 + index % 3, WIDTH)).tolist()} for index in range(66)]
+    pd.DataFrame(table).to_json(tmp_path / "rows.jsonl", orient="records", lines=True)
+    model = lengthwise(tmp_path / "model.onnx")
+    few = ["compile.engines=[onnxruntime]", "compile.precisions=[fp32,int8]", "compile.batch_sizes=[1]"]
+    output = imported(tmp_path, "lengths", model, f"--samples={tmp_path / 'rows.jsonl'}", *few, "--json")
+    assert "int8" in {variant["precision"] for variant in result_of(output)["metrics"]["variants"]}
+    (values,) = Repository(UPath(tmp_path)).manifest("lengths", 1).inputs
+    assert values.sizes == ("rows", "values.1"), "a later size is not the number of rows"
+
+
+def test_int8_of_a_model_of_one_row_a_call(tmp_path: Path) -> None:
+    path, samples = dense(tmp_path / "model.onnx", (1, WIDTH)), tmp_path / "rows.npz"
+    np.savez(samples, pixels=labelled_rows(64)[0])
+    output = imported(tmp_path, "dense", path, f"--samples={samples}", "--json")
+    assert "int8" in {variant["precision"] for variant in result_of(output)["metrics"]["variants"]}
+
+
+def test_whole_numbers_without_another_axis_can_be_random(tmp_path: Path) -> None:
+    node = helper.make_node("Neg", ["given"], ["taken"])
+    path = write(tmp_path / "m.onnx", [node], {"given": (Type.INT64, ["n"])}, {"taken": (Type.INT64, ["n"])}, {})
+    imported(tmp_path, "scalar", path, *EXACT)
+    assert Repository(UPath(tmp_path)).versions("scalar") == [1]
+
+
 def test_int8_is_not_made_of_random_rows(tmp_path: Path) -> None:
     path = dense(tmp_path / "model.onnx")
     result = result_of(imported(tmp_path, "dense", path, "compile.batch_sizes=[1]", "--json"))
@@ -390,6 +427,10 @@ REFUSED: list[tuple[Callable[[Path], Path], str]] = [
     (lambda folder: triton_model(folder, 'backend: "python"'), "Triton's backend 'python': expected one with an ONNX"),
     (lambda folder: triton_model(folder, 'input { name: "x" }'), "has the input 'x', and its ONNX file pixels"),
     (text_file, "is not an ONNX file"),
+    (
+        lambda folder: lengthwise(folder / "m.onnx", "Softmax", axis=0),
+        "output 'hidden' of a row depends on the other rows .*: rows influence each other; put the batch first",
+    ),
     (lambda folder: folder / "none.onnx", "does not exist: give a .onnx file"),
 ]
 

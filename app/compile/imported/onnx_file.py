@@ -94,7 +94,12 @@ def with_sizes(signature: Signature, model: onnx.ModelProto, path: Path) -> Sign
     def named(spec: TensorSpec) -> TensorSpec:
         dims = infos[spec.name].shape.dim
         params = [dims[axis].dim_param if axis < len(dims) else "" for axis in range(len(spec.shape))]
-        names = [params[axis] or f"{spec.name}.{axis}" for axis, size in enumerate(spec.shape) if size == -1]
+        # A later size may be called "rows" in the file, which is another one here.
+        names = [
+            f"{spec.name}.{axis}" if params[axis] in ("", ROWS) else params[axis]
+            for axis, size in enumerate(spec.shape)
+            if size == -1
+        ]
         return replace(spec, sizes=(ROWS, *names[1:]) if spec.shape[0] == -1 else tuple(names))
 
     return Signature(tuple(map(named, signature.inputs)), tuple(map(named, signature.outputs)))

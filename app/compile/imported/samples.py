@@ -176,6 +176,8 @@ def _random(spec: TensorSpec, shape: Sequence[int], generator: np.random.Generat
         return generator.integers(0, 2, shape).astype(spec.dtype)
     if spec.values_below is not None or spec.dtype == np.uint8:
         return generator.integers(0, spec.values_below or 256, shape).astype(spec.dtype)
+    if not shape:
+        return np.ones((), spec.dtype)
     numbers = generator.integers(0, 2, shape)
     numbers[..., :1] = 1  # a mask that hides everything gives NaN
     return numbers.astype(spec.dtype)

@@ -5,27 +5,35 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
 from upath import UPath
 
 from app.checksums import code_revision, sha256_of
 from app.compile.imported.model import ImportedModel
 from app.compile.imported.samples import TensorRows, random_rows, read_rows, varying_sizes
 from app.compile.reference import EncodedBatches, Reference, Rows
-from app.compile.source import Source, calibration_indices
+from app.compile.source import CALIBRATION_BATCH, Source, spread
 from app.config import TENSORS, Precision, Recipe
 from app.data.classification import LabelledDataset, save_labels
 from app.data.prepared import Dataset
 from app.engines.base import Engine, EngineSettings, Signature
 from app.errors import CompileError, EngineError, RecipeError
 from app.repository.manifest import Lineage, Split
-from app.tensors import is_finite
+from app.tensors import concat_rows, is_finite, slice_rows
 
 _RANDOM_ROWS = 64
 _DEFAULT_SIZE = 64
 _MIN_ROWS_FOR_INT8 = 64
 """A quarter of the rows is for int8's ranges, and no fewer than 16 are enough for them."""
+
+_MAX_INFLUENCE = 0.05
+"""The largest relative difference of outputs that other rows may make.
+
+Dynamic int8 takes one range for a whole batch, which makes up to 2 %. A sequence-first LSTM differs by over 10 %.
+"""
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,12 @@ class ImportedSource(Source):
                 f"compile.calibration.samples is {count}, and a quarter of --samples are {len(rows)} rows: ask for "
                 "fewer, or give more rows"
             )
-        return EncodedBatches(rows, calibration_indices(len(rows), count, rows.lengths))
+        # Tensors are not padded, so a batch has rows of one length.
+        by_length, chosen = Rows.of(rows, self.signature), set(spread(len(rows), count))
+        parts = ([index for index in group if index in chosen] for group in by_length.groups)
+        return EncodedBatches(
+            rows, [indices for part in parts for indices in by_length.chunks(part, CALIBRATION_BATCH)]
+        )
 
     def save_codec(self, folder: UPath) -> None:
         if self.model.labels:
@@ -173,10 +186,12 @@ def imported_source(model: ImportedModel, rows: ImportRows, recipe: Recipe, thre
 
 
 def _check_outputs(engine: Engine, rows: ImportRows) -> None:
-    """Raise CompileError if the outputs of the first rows are not one for each row, or are not finite."""
+    """Raise CompileError if outputs are not one for each row, not finite, or not those of each row alone."""
     count = 1 if engine.signature.takes_one_row else 2
-    indices = Rows.of(rows.compared, engine.signature).groups[0][:count]
-    for name, output in engine.run(rows.compared.batch(indices).inputs).items():
+    indices = max(Rows.of(rows.compared, engine.signature).groups, key=len)[:count]
+    inputs = rows.compared.batch(indices).inputs
+    outputs = engine.run(inputs)
+    for name, output in outputs.items():
         if output.shape[:1] != (len(indices),):
             raise CompileError(
                 f"output {name!r} has shape {list(output.shape)} for {len(indices)} rows: expected the rows first; "
@@ -184,3 +199,19 @@ def _check_outputs(engine: Engine, rows: ImportRows) -> None:
             )
         if not is_finite(output):
             raise CompileError(f"output {name!r} is not finite on the first rows: give others with --samples")
+    alone = concat_rows([engine.run(slice_rows(inputs, row, row + 1)) for row in range(len(indices))])
+    for name, output in outputs.items():
+        if not _is_same(alone[name], output):
+            raise CompileError(
+                f"output {name!r} of a row depends on the other rows of its batch, so clients would change each "
+                "other's answers: rows influence each other; put the batch first"
+            )
+
+
+def _is_same(alone: NDArray[Any], together: NDArray[Any]) -> bool:
+    if alone.shape != together.shape:
+        return False
+    if together.dtype.kind != "f":
+        return bool(np.mean(alone != together) <= _MAX_INFLUENCE)
+    difference = np.linalg.norm(alone.astype(np.float64) - together)
+    return bool(difference <= _MAX_INFLUENCE * np.linalg.norm(together.astype(np.float64)))
