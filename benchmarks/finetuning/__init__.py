@@ -1,1 +1,1 @@
-"""Models that start from others: distillation of the reviews' model into a small one."""
+"""Models that start from others: fine-tuning beside its peers, and distillation."""
