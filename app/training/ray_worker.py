@@ -34,7 +34,7 @@ from app.training.worker import keep_freed_memory, start_worker
 
 _RESIZE_INTERVAL_S = 10.0
 _STATE_TRACKING = "RAY_TRAIN_ENABLE_STATE_TRACKING"
-"""Ray's setting that fills the dashboard's page of training runs."""
+"""Ray's setting for the list of training runs at ``/api/train/v2/runs/v1``. Its dashboard has no page for it."""
 
 
 class WorkerArguments(TypedDict):
