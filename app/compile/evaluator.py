@@ -81,6 +81,9 @@ class Evaluator:
     def _open(self, path: Path, precision: ComputePrecision) -> Engine:
         if precision == "bf16":
             return open_engine("openvino", path, EngineSettings("bf16", self._source_model.threads))
+        if precision == "fp32":
+            # As it is served: an imported file may be quantized already.
+            return open_engine("onnxruntime", path, EngineSettings(threads=self._source_model.threads))
         return open_oracle(path, self._source_model.threads)
 
     def _compare(self, engine: Engine, path: Path) -> Parity:

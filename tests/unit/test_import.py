@@ -24,17 +24,18 @@ from upath import UPath
 
 from app.checksums import sha256_of_file
 from app.cli.main import app
-from app.compile.imported.samples import TensorRows
+from app.compile.imported.samples import TensorRows, read_rows
 from app.compile.parity import compare, failures
 from app.compile.reference import Reference
 from app.config import BatchingConfig, GatesConfig, ServeConfig
+from app.engines.base import Signature
 from app.engines.onnxruntime import open_oracle
-from app.errors import RecipeError
+from app.errors import DataError, RecipeError
 from app.repository.repository import Repository
 from app.serving.batching.groups import BatchingPolicy
 from app.serving.config import DeployedModel, EndpointConfig, VersionConfig
 from app.serving.model.loaded import load_model
-from app.tensors import Tensors
+from app.tensors import Tensors, TensorSpec
 from tests.helpers import result_of
 from tests.serving import serving
 
@@ -284,6 +285,40 @@ def test_int8_is_not_made_of_random_rows(tmp_path: Path) -> None:
     assert "int8 needs real rows" in words
 
 
+def quantized(path: Path) -> Path:
+    """A model in int8 already: QuantizeLinear and DequantizeLinear around each product."""
+    generator = np.random.default_rng(7)
+    nodes, name = [], "pixels"
+    constants = {
+        "zero": np.array(128, np.uint8), "scale": np.array(0.05, np.float32),
+        "middle": np.array(0, np.int8), "step": np.array(0.01, np.float32),
+    }  # fmt: skip
+    for layer in range(3):
+        constants[f"w{layer}"] = generator.integers(-100, 100, (WIDTH, WIDTH)).astype(np.int8)
+        nodes += [
+            helper.make_node("QuantizeLinear", [name, "scale", "zero"], [f"q{layer}"]),
+            helper.make_node("DequantizeLinear", [f"q{layer}", "scale", "zero"], [f"d{layer}"]),
+            helper.make_node("DequantizeLinear", [f"w{layer}", "step", "middle"], [f"wd{layer}"]),
+            helper.make_node("MatMul", [f"d{layer}", f"wd{layer}"], [f"product{layer}"]),
+        ]
+        name = f"product{layer}"
+    nodes += [
+        helper.make_node("QuantizeLinear", [name, "scale", "zero"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["logits"]),
+    ]
+    info = (Type.FLOAT, ["n", WIDTH])
+    return write(path, nodes, {"pixels": info}, {"logits": info}, constants)
+
+
+def test_a_file_that_is_quantized_already_is_compared_as_it_is_served(tmp_path: Path) -> None:
+    path = quantized(tmp_path / "model.onnx")
+    pixels = {"pixels": labelled_rows(64)[0]}
+    with closing(open_oracle(path)) as oracle:
+        assert (oracle.run(pixels)["logits"] != right(path, pixels)["logits"]).any(), "fused nodes round otherwise"
+    imported(tmp_path, "quantized", path, *EXACT)
+    assert Repository(UPath(tmp_path)).manifest("quantized", 1).max_difference == 0.0
+
+
 def test_a_model_of_one_row_a_call_is_served_row_by_row(tmp_path: Path) -> None:
     imported(tmp_path, "dense", dense(tmp_path / "model.onnx", (1, WIDTH)))
     manifest = Repository(UPath(tmp_path)).manifest("dense", 1)
@@ -364,6 +399,19 @@ def test_the_newest_version_of_a_triton_repository_is_imported_with_its_labels(t
     model.engine.close()
 
 
+def test_labels_on_the_command_line_correct_those_of_a_triton_repository(tmp_path: Path) -> None:
+    folder = triton_model(tmp_path / "dense")
+    (folder / "names.txt").write_text("a\nb", encoding="utf-8")
+    words = imported(tmp_path, "dense", folder, *EXACT, succeeds=False)
+    assert "output 'logits', which has 8 columns, cannot have the scores: expected a float output with a" in words
+    (tmp_path / "labels.txt").write_text("\n".join("stuvwxyz"), encoding="utf-8")
+    dense(folder / "10/other.onnx")
+    imported(tmp_path, "dense", folder, *EXACT, f"--labels={tmp_path / 'labels.txt'}")
+    model = load_model(UPath(tmp_path), "dense", 1, 1)
+    assert model.labels_by_output == {"logits": list("stuvwxyz")}
+    model.engine.close()
+
+
 def external(folder: Path) -> Path:
     path = dense(folder / "model.onnx")
     onnx.save_model(
@@ -388,6 +436,32 @@ def test_external_data_is_published_in_one_file(tmp_path: Path) -> None:
     np.testing.assert_array_equal(
         right(published, {"pixels": pixels})["logits"], right(path, {"pixels": pixels})["logits"]
     )
+
+
+def test_weights_of_one_name_in_two_folders_have_a_sum_each(tmp_path: Path) -> None:
+    node = helper.make_node("Add", ["values", "a"], ["half"]), helper.make_node("Add", ["half", "b"], ["sum"])
+    info = (Type.FLOAT, ["n", WIDTH])
+    constants = {name: np.full(WIDTH, value, np.float32) for name, value in (("a", 1.0), ("b", 2.0))}
+    path = write(tmp_path / "big/m.onnx", node, {"values": info}, {"sum": info}, constants)
+    model = onnx.load(path)
+    for tensor in model.graph.initializer:
+        (path.parent / tensor.name).mkdir()
+        (path.parent / tensor.name / "w.bin").write_bytes(tensor.raw_data)
+        onnx.external_data_helper.set_external_data(tensor, f"{tensor.name}/w.bin")
+        tensor.ClearField("raw_data")
+    path.write_bytes(model.SerializeToString())
+    imported(tmp_path, "sum", path, *EXACT)
+    lineage = Repository(UPath(tmp_path)).manifest("sum", 1).lineage
+    assert lineage.imported is not None
+    assert lineage.imported.files == {
+        name: sha256_of_file(path.parent / name) for name in ("m.onnx", "a/w.bin", "b/w.bin")
+    }
+
+
+def with_cut_weights(folder: Path) -> Path:
+    path = external(folder)
+    (folder / "weights.bin").write_bytes(b"few")
+    return path
 
 
 def without_weights(folder: Path) -> Path:
@@ -422,10 +496,23 @@ REFUSED: list[tuple[Callable[[Path], Path], str]] = [
         r"pixels float32 \[4, 8\]: expected the number of rows as the",
     ),
     (without_weights, "has weights in 'weights.bin', which is missing: put that file into"),
+    (with_cut_weights, "has weights that cannot be read .*: copy the file and those beside it again"),
     (two_models, "has 2 models, one.onnx, two.onnx: give the path of one"),
     (two_triton_models, "has 2 models, one, two: give the path of one"),
     (lambda folder: triton_model(folder, 'backend: "python"'), "Triton's backend 'python': expected one with an ONNX"),
     (lambda folder: triton_model(folder, 'input { name: "x" }'), "has the input 'x', and its ONNX file pixels"),
+    (
+        lambda folder: triton_model(folder / "m", TRITON.replace("names.txt", "../names.txt")),
+        "has labels in '../names.txt', outside its folder",
+    ),
+    (
+        lambda folder: triton_model(folder / "m", TRITON.replace("names.txt", "/names.txt")),
+        "has labels in '/names.txt', outside its folder",
+    ),
+    (
+        lambda folder: triton_model(folder / "m", TRITON + 'default_model_filename: "other.onnx"'),
+        "are model.onnx: expected one, VERSION/other.onnx",
+    ),
     (text_file, "is not an ONNX file"),
     (
         lambda folder: lengthwise(folder / "m.onnx", "Softmax", axis=0),
@@ -457,10 +544,20 @@ def test_what_cannot_be_imported_is_refused_before_anything_is_written(
         (
             {"pixels": np.ones((2, WIDTH), np.float32)},
             ["--scores=other"],
-            "--scores is 'other': expected a float output",
+            "output 'other' cannot have the scores: expected a float output",
         ),
         ({"pixels": np.ones((2, WIDTH), np.float32)}, ["train.epochs=3"], "has only compile and storage"),
         ({"pixels": np.full((2, WIDTH), np.nan, np.float32)}, [], "is not finite on the first rows"),
+        *[
+            ({"pixels": np.ones((2, WIDTH), np.float32), "labels": np.array([0, label])}, [], words)
+            for label, words in [
+                (WIDTH, "has the class 8, and the output 'logits' has 8 columns"),
+                (-1, r"has the label .*-1.*: expected the number of a column"),
+                (1.7, r"has the label .*1\.7.*: expected the number of a column"),
+                (np.nan, r"has the label .*nan.*: expected the number of a column"),
+                (b"x", r"has the label .*b'0'.*: expected the number of a column"),
+            ]
+        ],
     ],
 )
 def test_rows_that_do_not_fit_are_refused(
@@ -471,3 +568,41 @@ def test_rows_that_do_not_fit_are_refused(
     assert re.search(
         words, imported(tmp_path, "dense", path, f"--samples={tmp_path / 'rows.npz'}", *options, succeeds=False)
     )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cells", "words"),
+    [
+        (Type.INT8, "300", "has the value 300, expected whole numbers from -128 to 127"),
+        (Type.UINT8, "-1", "has the value -1, expected whole numbers from 0 to 255"),
+        (Type.BOOL, "2", "has the value 2, expected whole numbers from 0 to 1"),
+        (Type.INT64, "1.5", "has the value 1.5, expected whole numbers from"),
+        (Type.INT64, "[1 2 3]", "cannot be read: Expecting ',' delimiter"),
+        (Type.FLOAT, "word", "it holds <U4, expected float32"),
+        (Type.UINT16, "7\n9.0", None),
+    ],
+)
+def test_numbers_that_a_type_lacks_are_refused(tmp_path: Path, dtype: int, cells: str, words: str | None) -> None:
+    (tmp_path / "rows.csv").write_text(f"given\n{cells}\n", encoding="utf-8")
+    spec = TensorSpec("given", np.dtype(helper.tensor_dtype_to_np_dtype(dtype)), (-1,))
+    if words is None:
+        assert [int(row) for row in read_rows(tmp_path / "rows.csv", Signature((spec,), ()), []).rows["given"]] == [
+            7,
+            9,
+        ]
+        return
+    with pytest.raises(DataError, match=re.escape(words)):
+        read_rows(tmp_path / "rows.csv", Signature((spec,), ()), [])
+
+
+@pytest.mark.parametrize("is_single", [False, True])
+def test_an_npz_file_that_was_cut_off_or_is_an_array_is_refused(tmp_path: Path, is_single: bool) -> None:
+    path = tmp_path / "rows.npz"
+    np.savez_compressed(path, pixels=labelled_rows(64)[0])
+    if is_single:
+        with path.open("wb") as file:
+            np.save(file, labelled_rows(64)[0])
+    else:
+        path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(DataError, match=r"cannot be read as npz"):
+        read_rows(path, Signature((TensorSpec("pixels", np.dtype(np.float32), (-1, WIDTH)),), ()), [])

@@ -1,5 +1,7 @@
 """What people bring: an ONNX file, a program of torch.export, a Triton repository, a folder of Hugging Face's."""
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
 from google.protobuf import text_format
@@ -7,6 +9,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from app.checksums import sha256_of_file
 from app.compile.imported.model import ImportedModel, import_onnx
+from app.compile.imported.onnx_file import file_in
 from app.errors import CompileError
 from app.repository.manifest import ImportedFrom
 from app.repository.triton import CONFIG_FILE
@@ -92,18 +95,19 @@ def _import_triton(model: Path, folder: Path) -> ImportedModel:
 
     path = _triton_file(model, config)
     labels_of = {output.name: output.label_filename for output in config.output if output.label_filename}
+    for name in labels_of.values():
+        file_in(model, name, f"{str(model / CONFIG_FILE)!r} has labels")
     label_files = [model / name for name in labels_of.values()]
-    if missing := [file for file in label_files if not file.is_file()]:
-        raise CompileError(f"{str(model / CONFIG_FILE)!r} names the labels {str(missing[0])!r}, which are missing")
 
     read = [file for file in (model / CONFIG_FILE, *label_files, *sorted(path.parent.iterdir())) if file.is_file()]
-    sums = {str(file.relative_to(model)): sha256_of_file(file) for file in read}
+    sums = {os.path.relpath(file, model): sha256_of_file(file) for file in read}
     imported = import_onnx(path, folder, ImportedFrom(kind="triton", source=str(model), files=sums))
     _check_names(config, imported, model)
     if not labels_of:
         return imported
-    scores, name = next(iter(labels_of.items()))
-    return imported.labelled((model / name).read_text(encoding="utf-8").splitlines(), scores)
+    # They are compared with the output once --labels and --scores have had their say.
+    labels = label_files[0].read_text(encoding="utf-8").splitlines()
+    return replace(imported, labels=tuple(labels), scores=next(iter(labels_of)))
 
 
 def _read_config(model: Path) -> ModelConfig:
@@ -120,10 +124,13 @@ def _triton_file(model: Path, config: ModelConfig) -> Path:
     specific = {str(number) for number in config.version_policy.specific.versions}
     versions = [path for path in _versions(model) if not specific or path.name in specific]
     files = _model_files(versions[-1]) if versions else []
-    named = [file for file in files if config.default_model_filename in (file.name, file.parent.name)]
-    if len(chosen := named or files) != 1:
+    name = config.default_model_filename or "model.onnx"
+    named = [file for file in files if name in (file.name, file.parent.name)]
+    # Without a configuration, a single file of another name is meant.
+    if len(chosen := named if named or config.default_model_filename else files) != 1:
         where = versions[-1] if versions else model
-        raise CompileError(f"{str(where)!r} has {len(chosen)} ONNX files: expected one, VERSION/model.onnx")
+        found = ", ".join(file.name for file in files) or "none"
+        raise CompileError(f"the ONNX files of {str(where)!r} are {found}: expected one, VERSION/{name}")
     return chosen[0]
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from app.checksums import sha256_of_file
 from app.compile.imported.onnx_file import external_files, read_onnx, values_below, with_sizes, write_one_file
 from app.data.processor import Processor
-from app.engines.base import Engine, Signature
-from app.engines.onnxruntime import open_oracle
+from app.engines.base import Engine, EngineSettings, Signature
+from app.engines.onnxruntime import OnnxRuntimeEngine, open_oracle
 from app.errors import CompileError
 from app.repository.manifest import ImportedFrom
 
@@ -53,10 +53,10 @@ class ImportedModel:
                 )
             (scores,) = fitting
         if scores not in fitting:
-            columns_of = f", which has {columns[scores]} columns" if scores in columns else ""
+            columns_of = f", which has {columns[scores]} columns," if scores in columns else ""
             raise CompileError(
-                f"--scores is {scores!r}{columns_of}: expected a float output with a column for each of "
-                f"{len(labels) or 'the'} labels"
+                f"output {scores!r}{columns_of} cannot have the scores: expected a float output with a column for each "
+                f"of {len(labels) or 'the'} labels; name another with --scores, or give all labels with --labels"
             )
         return replace(self, labels=tuple(labels), scores=scores)
 
@@ -93,10 +93,12 @@ def import_onnx(
         )
         for spec in named.inputs
     )
-    sums = {file.name: sha256_of_file(file) for file in (path, *external_files(model, path))}
+    beside, own = path.parent.resolve(), {path.name: sha256_of_file(path)}
+    sums = own | {str(file.relative_to(beside)): sha256_of_file(file) for file in external_files(model, path)}
     return ImportedModel(
         source if source.files else source.model_copy(update={"files": sums}),
         target,
         Signature(tuple(inputs), named.outputs),
-        open_reference or (lambda threads: open_oracle(target, threads)),
+        # As it is served: in a file that is quantized already, ONNX Runtime fuses nodes, which changes numbers.
+        open_reference or (lambda threads: OnnxRuntimeEngine(target, EngineSettings(threads=threads))),
     )

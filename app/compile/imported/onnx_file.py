@@ -8,6 +8,7 @@ from pathlib import Path
 
 import onnx
 from google.protobuf.message import DecodeError
+from onnx.checker import ValidationError
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
 from app.compile.export import MAX_GIB
@@ -45,24 +46,25 @@ def read_onnx(path: Path) -> onnx.ModelProto:
 def external_files(model: onnx.ModelProto, path: Path) -> list[Path]:
     """Return the files beside ``path`` that hold weights. Raises CompileError if one is missing or not beside it."""
     names = {ExternalDataInfo(tensor).location for tensor in _constants(model) if uses_external_data(tensor)}
-    folder, files = path.parent.resolve(), []
-    for name in sorted(names):
-        file = Path(os.path.normpath(folder / name))
-        if not file.is_relative_to(folder):
-            raise CompileError(f"{str(path)!r} has weights in {name!r}, outside its folder: put that file beside it")
-        if not file.is_file():
-            raise CompileError(
-                f"{str(path)!r} has weights in {name!r}, which is missing: put that file into {str(path.parent)!r}"
-            )
-        files.append(file)
-    return files
+    return [file_in(path.parent, name, f"{str(path)!r} has weights") for name in sorted(names)]
+
+
+def file_in(folder: Path, name: str, purpose: str) -> Path:
+    """Return a file in a folder or below. Raises CompileError, which begins with the purpose, if it is not there."""
+    folder = folder.resolve()
+    file = Path(os.path.normpath(folder / name))
+    if not file.is_relative_to(folder):
+        raise CompileError(f"{purpose} in {name!r}, outside its folder: put that file beside it")
+    if not file.is_file():
+        raise CompileError(f"{purpose} in {name!r}, which is missing: put that file into {str(folder)!r}")
+    return file
 
 
 def write_one_file(path: Path, target: Path) -> None:
     """Copy an ONNX file byte by byte; if it has external data, write it anew with all weights inside.
 
     Raises:
-        CompileError: the weights do not fit into one file.
+        CompileError: the weights do not fit into one file, or some are missing.
     """
     files = external_files(read_onnx(path), path)
     if not files:
@@ -73,7 +75,12 @@ def write_one_file(path: Path, target: Path) -> None:
             f"{str(path)!r} has {size_gib:.2f} GiB of weights, and one ONNX file takes {MAX_GIB} GiB: import a smaller "
             "model"
         )
-    onnx.save_model(onnx.load(path), target)
+    try:
+        onnx.save_model(onnx.load(path), target)
+    except (OSError, ValueError, ValidationError) as error:
+        raise CompileError(
+            f"{str(path)!r} has weights that cannot be read ({error}): copy the file and those beside it again"
+        ) from error
 
 
 def with_sizes(signature: Signature, model: onnx.ModelProto, path: Path) -> Signature:

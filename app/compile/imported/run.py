@@ -68,9 +68,8 @@ def import_model(run: Run, given: Given, log: Log = print_line) -> Outcome:
 
 
 def _labelled(model: ImportedModel, given: Given) -> ImportedModel:
-    if given.labels is None:
-        return model.labelled(model.labels, given.scores) if given.scores else model
-    return model.labelled(_read_labels(given.labels), given.scores)
+    labels = _read_labels(given.labels) if given.labels else model.labels
+    return model.labelled(labels, given.scores or model.scores) if labels or given.scores else model
 
 
 def _read_labels(path: Path) -> list[str]:

@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,11 +85,12 @@ def read_rows(path: Path, signature: Signature, labels: Sequence[str]) -> Tensor
     return TensorRows(rows, _lengths(rows, signature, str(path)), classes)
 
 
-def _read_npz(path: Path) -> Mapping[str, Sequence[Any]]:
+def _read_npz(path: Path) -> Mapping[str, Any]:
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays.files}
-    except (OSError, ValueError) as error:
+            return {name: np.atleast_1d(arrays[name]) for name in arrays.files}
+    # TypeError: it holds a single array. The others: it was cut off.
+    except (OSError, ValueError, TypeError, EOFError, BadZipFile, zlib.error) as error:
         raise DataError(f"{str(path)!r} cannot be read as npz ({error}): write it with numpy.savez") from error
 
 
@@ -106,12 +109,12 @@ def _read_table(path: Path) -> Mapping[str, Sequence[Any]]:
 
 def _row(spec: TensorSpec, given: Any, path: Path) -> NDArray[Any]:
     """Return one row of an input. A list in a csv cell is JSON."""
-    if isinstance(given, str) and given.lstrip().startswith("[") and not spec.dtype.hasobject:
-        given = json.loads(given)
     try:
+        if isinstance(given, str) and given.lstrip().startswith("[") and not spec.dtype.hasobject:
+            given = json.loads(given)
         # A parquet table has nested lists as arrays of arrays.
         raw = np.asarray(given.tolist() if isinstance(given, np.ndarray) and given.dtype == object else given)
-        row = raw.astype(spec.dtype, casting="unsafe" if spec.dtype.hasobject else "same_kind")
+        row = _cast(raw, spec.dtype)
     except (TypeError, ValueError) as error:
         raise DataError(f"{str(path)!r}: a row of {Tensor.of(spec)} cannot be read: {error}") from error
     # A table has plain numbers for an input with one column.
@@ -126,18 +129,41 @@ def _row(spec: TensorSpec, given: Any, path: Path) -> NDArray[Any]:
     return row
 
 
+def _cast(raw: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Convert an array. Raises ValueError if it holds texts for numbers, or numbers that the type does not have."""
+    if dtype.hasobject:
+        return raw.astype(dtype)
+    if raw.dtype.kind not in "biuf":
+        raise ValueError(f"it holds {raw.dtype}, expected {dtype}")
+    with np.errstate(invalid="ignore"):
+        row: NDArray[Any] = raw.astype(dtype)
+    if dtype.kind in "biu" and (odd := raw[row != raw]).size:
+        low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+        raise ValueError(f"it has the value {odd.flat[0]}, expected whole numbers from {low} to {high}")
+    return row
+
+
 def _classes(given: Sequence[Any], labels: Sequence[str], path: Path) -> NDArray[np.int64]:
     """Return the class of each row: a number as it is, a word by its place in the labels."""
+    known = f"the labels are {', '.join(labels)}" if labels else "no labels are known: give them with --labels"
     classes = []
     for label in given:
-        if not isinstance(label, str):
-            classes.append(int(label))
-        elif label in labels:
-            classes.append(labels.index(label))
-        else:
-            known = f"the labels are {', '.join(labels)}" if labels else "no labels are known: give them with --labels"
-            raise DataError(f"{str(path)!r} has the label {label!r}, and {known}")
+        try:
+            classes.append(_class(label.decode() if isinstance(label, bytes) else label, labels))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise DataError(
+                f"{str(path)!r} has the label {label!r}: expected the number of a column or a word, and {known}"
+            ) from error
     return np.array(classes, np.int64)
+
+
+def _class(label: Any, labels: Sequence[str]) -> int:
+    if isinstance(label, str):
+        return labels.index(label)
+    number = int(label)
+    if number != label or number < 0 or (labels and number >= len(labels)):
+        raise ValueError
+    return number
 
 
 def random_rows(signature: Signature, sizes: Mapping[str, Sequence[int]], count: int) -> TensorRows:

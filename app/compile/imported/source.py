@@ -177,12 +177,25 @@ def imported_source(model: ImportedModel, rows: ImportRows, recipe: Recipe, thre
         try:
             _check_outputs(engine, rows)
             reference = Reference.of(engine, rows.compared, scores)
+            _check_classes(reference, rows)
         except EngineError as error:
             raise CompileError(
                 f"the model cannot run {rows.source or 'random rows'}: {error}; give rows of your own with --samples, "
                 "or the sizes that it takes with --size NAME=N"
             ) from error
     return ImportedSource(threads, reference.accuracy, reference, model, recipe, rows)
+
+
+def _check_classes(reference: Reference, rows: ImportRows) -> None:
+    """Raise CompileError if a row has a class for which the scores have no column."""
+    if reference.scores is None or not isinstance(rows.compared, TensorRows) or rows.compared.classes is None:
+        return
+    columns, highest = reference.outputs[0][reference.scores].shape[-1], rows.compared.classes.max()
+    if highest >= columns:
+        raise CompileError(
+            f"{rows.source!r} has the class {highest}, and the output {reference.scores!r} has {columns} columns: "
+            f"expected classes from 0 to {columns - 1}"
+        )
 
 
 def _check_outputs(engine: Engine, rows: ImportRows) -> None:
