@@ -23,8 +23,8 @@ class ProcessMemory:
     """CUDA's context and kernels, as measured on an A100 (bigscience, tr11-176B-ml/chronicles-prequel.md)."""
     group: float = 1.56e9
     """NCCL's channels and buffers of a process group. Fitted (``benchmarks/planning/fit.py``)."""
-    checkpointing: float = 0.0
-    """Code that activation checkpointing imports. On a GPU it is not in the device's memory."""
+    compiler: float = 0.0
+    """Code of torch's compiler, which checkpointing and DeepSpeed's pipeline import. It is in no GPU's memory."""
     fragmentation: float = 0.05
     """Share of the activations that the allocator holds beside them. Fitted as well."""
 
@@ -188,7 +188,7 @@ def _process_bytes(process: ProcessMemory, plan: ParallelPlan) -> float:
     """Return the bytes of a rank beside its tensors. It is in a group along each degree, and in that of all ranks."""
     degrees = sum(degree > 1 for degree in (plan.tensor, plan.data, plan.pipeline, plan.hpz))
     groups = degrees + (degrees > 1)
-    code = process.checkpointing if plan.recompute == "full" and plan.tensor * plan.pipeline == 1 else 0.0
+    code = process.compiler if plan.recompute == "full" or plan.tensor * plan.pipeline > 1 else 0.0
     return process.context + groups * process.group + code
 
 

@@ -26,8 +26,8 @@ from app.training.data.batches import count_steps
 
 CPU_CONTEXT_BYTES = 345e6
 """Resident memory of a process that trains, beside its tensors: Python, torch and DeepSpeed. Measured."""
-_CHECKPOINTING_BYTES = 75e6
-"""Resident memory of sympy and of torch's compiler, which ``torch.utils.checkpoint`` imports. Measured."""
+_COMPILER_BYTES = 75e6
+"""Resident memory of sympy and of torch's compiler, which checkpointing and DeepSpeed's pipeline import. Measured."""
 _MEASURED_PLANS = 3
 """Plans that a calibration runs."""
 
@@ -101,7 +101,7 @@ def problem_of(subject: Subject, cluster: Cluster, calibration: Calibration | No
 def _cpu_process(calibration: Calibration | None) -> ProcessMemory:
     """Return the memory of a process on CPUs, measured where plans have run. Gloo's groups take next to nothing."""
     context = (calibration and calibration.context_bytes) or CPU_CONTEXT_BYTES
-    return ProcessMemory(context, 0.0, _CHECKPOINTING_BYTES, _HEAP_FRAGMENTATION)
+    return ProcessMemory(context, 0.0, _COMPILER_BYTES, _HEAP_FRAGMENTATION)
 
 
 def _optimizer_numbers(config: TrainConfig) -> int:

@@ -53,8 +53,8 @@ _CAUSES = """Why goals were missed, and what was looked at:
   had 16 bits. What was missing then did not grow with the model: NCCL's buffers. The largest gradient that is about to
   be added to others, DeepSpeed's bucket and the gradients of logits were missing, too.
 - Memory on this machine, mended: torch's cross-entropy makes two gradients of the logits, in 32 bits. DeepSpeed's
-  pipeline keeps the logits of two micro-batches. Checkpointing imports 75 MB of sympy. glibc's heap grows by 40 % of
-  the activations. About 70 MB of a pipeline of two processes were not found: they are no tensors."""
+  pipeline keeps the logits of two micro-batches. Checkpointing and DeepSpeed's pipeline, which runs tensor plans too,
+  import 75 MB of sympy and torch's compiler. glibc's heap grows by 40 % of the activations."""
 
 
 def main() -> None:
