@@ -55,6 +55,8 @@ def deploy(run: Run) -> Outcome:
         if model.cascade:
             print(model.cascade.summary(model.production), flush=True)
         before = desired_config()
+        if (replaced := before.models.get(recipe.name)) and (lost := replaced.lost_in(model)):
+            print(f"these settings drop the {' and the '.join(lost)} that {recipe.name} had", flush=True)
         access = access_of(recipe.serve, before.access)
         after = EndpointConfig(models={**before.models, recipe.name: model}, access=access)
         require_room(before, after)

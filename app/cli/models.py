@@ -76,7 +76,8 @@ def delete(name: str, version: Version, storage: Storage = None) -> None:
     if cluster and local_endpoint(cluster).holds(name, version):
         raise StorageError(
             f"model {name!r}, version {version}, is served at {cluster.endpoint}: deploy another version first, with "
-            f"'rayloom submit deploy {name} serve.version=N', or without the canary, shadow or stage that it is; or "
+            f"'rayloom submit deploy RECIPE serve.version=N' ({name} for RECIPE has default settings), or "
+            f"without the canary, shadow or stage that it is; or "
             f"serve the model no longer, with 'rayloom submit undeploy {name}'"
         )
     with _repository(storage) as repository:
@@ -202,4 +203,7 @@ def _print_what_is_served(name: str, version: int, alias: Alias) -> None:
         print("the endpoint serves it already")
     else:
         now = f"the endpoint still serves version {served[0]}" if served else "no local endpoint serves this model"
-        print(f"{now}: 'rayloom submit deploy {name}' makes it serve the version in production")
+        print(
+            f"{now}: 'rayloom submit deploy RECIPE' makes it serve the version in production, or "
+            f"'rayloom submit deploy {name}' with default settings"
+        )

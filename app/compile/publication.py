@@ -88,4 +88,5 @@ def _card(compilation: Compilation, choice: Choice, compile_run: UPath, files: P
         scores=source_model.scores,
         max_difference=record.max_difference,
         cosine=record.cosine,
+        differing_rows=record.differing_rows,
     )

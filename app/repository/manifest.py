@@ -192,6 +192,9 @@ class ModelCard(BaseModel):
     cosine: float
     """Mean cosine similarity of a row's logits to PyTorch's, on the validation split."""
 
+    differing_rows: float = 0.0
+    """Share of its rows in which an output of whole numbers, BOOL or strings differs from PyTorch's."""
+
     @property
     def accuracy_in_words(self) -> str:
         """The accuracy, and the rows that it was measured on."""

@@ -167,6 +167,11 @@ class DeployedModel(_Config):
         candidates = (candidate.version for candidate in (self.canary, self.shadow) if candidate)
         return (self.production, *candidates, *(self.cascade.before if self.cascade else ()))
 
+    def lost_in(self, successor: Self) -> list[str]:
+        """Return what is beside production here, and in the entry that replaces it no longer."""
+        roles = ("canary", "shadow", "cascade")
+        return [role for role in roles if getattr(self, role) and not getattr(successor, role)]
+
 
 _SPARE_REQUESTS = 64
 """Room for requests that wait for no model: metadata, health, and those that a full queue refuses."""

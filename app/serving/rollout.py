@@ -17,13 +17,15 @@ from app.serving.model.served import ServedModel
 from app.serving.protocol.infer import InferRequest, InferResponse
 from app.serving.protocol.management import ModelIndex, ModelMetadata, ModelStatistics
 from app.serving.protocol.natural import PredictRequest, PredictResponse
-from app.tensors import OUTPUT, TensorSpec
+from app.tensors import Tensors, TensorSpec
 
 Response = TypeVar("Response", InferResponse, PredictResponse)
 
 LOG = logging.getLogger(__name__)
 
 _MAX_BYTES = 2**30
+_NEAR = 0.01
+"""The largest difference of a row of numbers, divided by their norm, with which two answers agree."""
 
 
 class InferenceTarget(Protocol):
@@ -58,7 +60,7 @@ class Shadow:
         self._copies: dict[asyncio.Task[object], int] = {}  # with their bytes
         self._logged: set[type[BaseException]] = set()
         self.rows = {True: 0, False: 0}
-        """Answered rows of copies, by whether the client got the same first choice."""
+        """Answered rows of copies, by whether they agree with the client's answer (``agreeing_rows``)."""
 
     def send(self, copy: Coroutine[Any, Any, Response], answer: Response, num_bytes: int) -> None:
         """Run a copy in the background, and compare it with the client's answer.
@@ -76,7 +78,7 @@ class Shadow:
         task.add_done_callback(self._done)
 
     async def _compare(self, copy: Coroutine[Any, Any, Response], answer: Response) -> None:
-        agreed, rows = agreeing_rows(await copy, answer)
+        agreed, rows = agreeing_rows(await copy, answer, self.served.model.manifest.scores)
         self.rows[True] += agreed
         self.rows[False] += rows - agreed
 
@@ -124,25 +126,43 @@ class MirroredTarget:
         return response
 
 
-def agreeing_rows(copy: Response, answer: Response) -> tuple[int, int]:
-    """Return how many rows of two answers have the same first choice, and how many rows there are."""
-    ours, theirs = _choices(copy), _choices(answer)
-    if ours.shape != theirs.shape:
-        return 0, len(theirs)
-    return int((ours == theirs).all(axis=1).sum()), len(theirs)
+def agreeing_rows(copy: Response, answer: Response, scores: str | None) -> tuple[int, int]:
+    """Return how many rows of two answers agree, and how many rows there are.
+
+    Args:
+        scores: the output whose first choices are compared. If it is None, or the client asked for others only, all
+            outputs are.
+    """
+    ours, theirs = _compared(copy, scores), _compared(answer, scores)
+    rows = len(next(iter(theirs.values())))
+    agree = np.ones(rows, np.bool_)
+    for name, right in theirs.items():
+        if name not in ours or ours[name].shape != right.shape:
+            return 0, rows
+        agree &= _agree(ours[name].reshape(rows, -1), right.reshape(rows, -1))
+    return int(agree.sum()), rows
 
 
-def _choices(response: InferResponse | PredictResponse) -> NDArray[Any]:
-    """Return the first choices of an answer, of shape (rows, choices): of a row one, or one for each of its tokens."""
+def _agree(ours: NDArray[Any], theirs: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return for each row whether numbers in float are near enough, and others equal."""
+    if theirs.dtype.kind != "f":
+        equal: NDArray[np.bool_] = (ours == theirs).all(axis=1)
+        return equal
+    right = theirs.astype(np.float64)
+    near: NDArray[np.bool_] = np.linalg.norm(ours - right, axis=1) <= _NEAR * np.linalg.norm(right, axis=1)
+    return near
+
+
+def _compared(response: InferResponse | PredictResponse, scores: str | None) -> Tensors:
+    """Return the first choices of an answer: of a row one, or one for each of its tokens. Without any, all outputs."""
     if isinstance(response, PredictResponse):
-        return np.array([[prediction.label] for prediction in response.predictions])
-    scores = response.outputs.get(OUTPUT)
-    if scores is None:  # the client asked for other outputs
-        return np.empty((0, 1))
-    if scores.dtype.hasobject:  # classes as "score:number:label", the best first
-        return np.array([[bytes(row.flat[0]).partition(b":")[2]] for row in scores])
-    first: NDArray[Any] = scores.argmax(axis=-1)
-    return first.reshape(len(scores), -1)
+        return {"label": np.array([prediction.label for prediction in response.predictions])}
+    if scores is None or scores not in response.outputs:
+        return response.outputs
+    given = response.outputs[scores]
+    if given.dtype.hasobject:  # classes as "score:number:label", the best first
+        return {scores: np.array([bytes(row.flat[0]).partition(b":")[2] for row in given])}
+    return {scores: given.argmax(axis=-1)}
 
 
 @dataclass(frozen=True)

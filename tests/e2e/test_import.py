@@ -16,7 +16,7 @@ def test_an_imported_model_is_deployed_by_its_name_without_a_recipe(cluster: dic
     path = dense(tmp_path / "model.onnx")
     told = run("rayloom", "models", "import", "dense", str(path), *EXACT, environment=cluster)
     assert told.returncode == 0, told.stdout + told.stderr
-    assert "'rayloom submit deploy dense' makes it serve the version in production" in told.stdout
+    assert "'rayloom submit deploy dense' with default settings" in told.stdout
     deployed = run_job(cluster, "deploy", "dense", "serve.threads=1")
     assert deployed["artifacts"]["model"] == "dense/1"
     pixels = np.random.default_rng(5).standard_normal((3, WIDTH)).astype(np.float32)

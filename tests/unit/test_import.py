@@ -31,6 +31,7 @@ from app.config import BatchingConfig, GatesConfig, ServeConfig
 from app.engines.base import Signature
 from app.engines.onnxruntime import open_oracle
 from app.errors import DataError, RecipeError
+from app.repository.known_answers import KnownAnswers
 from app.repository.repository import Repository
 from app.serving.batching.groups import BatchingPolicy
 from app.serving.config import DeployedModel, EndpointConfig, VersionConfig
@@ -164,6 +165,16 @@ def test_an_imported_onnx_file_answers_bit_for_bit_as_onnx_runtime(
                 if expected.dtype.hasobject:
                     given = np.array([[item.decode() if isinstance(item, bytes) else item] for item in given.ravel()])
                 np.testing.assert_array_equal(given, expected)
+
+
+def test_known_answers_of_whole_numbers_and_strings_may_differ_in_the_measured_share(two_towers: Path) -> None:
+    inputs = rows(4)
+    outputs = right(two_towers, inputs)
+    outputs["best"] = (outputs["best"] + [1, 0, 0, 0]) % CLASSES
+    with closing(open_oracle(two_towers)) as engine:
+        assert KnownAnswers(inputs, right(two_towers, inputs)).difference(engine) == 0.0
+        assert KnownAnswers(inputs, outputs).difference(engine) == np.inf
+        assert KnownAnswers(inputs, outputs).difference(engine, 0.25) == 0.0
 
 
 def test_the_rows_of_all_inputs_are_checked_and_natural_input_is_refused(two_towers: Path, tmp_path: Path) -> None:

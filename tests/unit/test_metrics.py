@@ -190,8 +190,18 @@ def test_rows_agree_if_their_first_choices_do() -> None:
             ("2", [[0.4, 0.6], [0.1, 0.9], [0.0, 1.0]]),
         )
     )
-    assert agreeing_rows(ours, theirs) == (2, 3)
-    assert agreeing_rows(ours, replace(theirs, outputs={OUTPUT: np.zeros((2, 2), np.float32)})) == (0, 2)
+    assert agreeing_rows(ours, theirs, OUTPUT) == (2, 3)
+    assert agreeing_rows(ours, replace(theirs, outputs={OUTPUT: np.zeros((2, 2), np.float32)}), OUTPUT) == (0, 2)
+
+
+def test_rows_without_scores_agree_if_all_outputs_do() -> None:
+    def answer(prices: list[float], zones: list[str]) -> InferResponse:
+        outputs = {"price": np.array(prices, np.float32), "zone": np.array(zones, object)}
+        return InferResponse("toy", "1", None, outputs)
+
+    ours, theirs = answer([100.5, 102.0, 7.0], ["a", "b", "c"]), answer([100.0, 100.0, 7.0], ["a", "b", "d"])
+    assert agreeing_rows(ours, theirs, None) == (1, 3)
+    assert agreeing_rows(replace(ours, outputs={"price": ours.outputs["price"]}), theirs, None) == (0, 3)
 
 
 def test_counting_a_request_takes_less_than_a_microsecond() -> None:

@@ -64,6 +64,14 @@ def deploy(server: Server, storage: UPath, canary: int | None = None, shadow: in
     server.run(server.endpoint.update(endpoint_config(model)))
 
 
+def test_what_a_successor_drops_is_named() -> None:
+    version = version_config(UPath("storage"), 1)
+    candidate = CandidateConfig(version=version, percent=10)
+    plain, trying = DeployedModel(production=version), DeployedModel(production=version, canary=candidate)
+    assert trying.lost_in(plain) == ["canary"]
+    assert plain.lost_in(trying) == trying.lost_in(trying) == []
+
+
 def ask(server: Server, path: str = "/v1/models/toy/predict") -> httpx.Response:
     return httpx.post(f"http://{server.http}{path}", json={"inputs": TEXTS[:2]})
 

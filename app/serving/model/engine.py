@@ -1,6 +1,7 @@
 """Opens the engine of a published version, if it gives the same numbers on this machine as when compile checked it."""
 
 import logging
+import math
 from pathlib import Path
 
 from app.engines.architecture import Device, architecture_of, compute_capability
@@ -75,15 +76,23 @@ def require_known_answers(engine: Engine, manifest: Manifest, folder: Path) -> N
     """
     if ANSWERS_FILE not in manifest.files:
         return
-    measured, difference = manifest.max_difference, KnownAnswers.load(folder).difference(engine)
+    measured, difference = (
+        manifest.max_difference,
+        KnownAnswers.load(folder).difference(engine, manifest.differing_rows),
+    )
     # "not <=" instead of ">", because NaN must fail.
     if not difference <= max(
         _DIFFERENCE_FACTOR * measured, _REORDERED if runs_module(manifest.engine_key.engine) else 0.0
     ):
         engine.close()
+        changed = (
+            "outputs of whole numbers, BOOL or strings differ, or are infinite"
+            if math.isinf(difference)
+            else f"its logits are up to {difference:.1e} from PyTorch's, and were {measured:.1e}"
+        )
         raise EngineError(
             f"model {manifest.name!r}, version {manifest.version}, was checked with {manifest.engine_key}: with "
-            f"{engine.version} its logits are up to {difference:.1e} from PyTorch's, and were {measured:.1e}; run "
+            f"{engine.version} {changed}; run "
             f"jobs.compile with {engine.version}, or install the version that it was checked with"
         )
 
