@@ -24,7 +24,9 @@ from upath import UPath
 
 from app.checksums import sha256_of_file
 from app.cli.main import app
+from app.compile.imported.formats import open_model
 from app.compile.imported.samples import TensorRows, read_rows
+from app.compile.imported.source import own_rows
 from app.compile.parity import compare, failures
 from app.compile.reference import Reference
 from app.config import BatchingConfig, GatesConfig, ServeConfig
@@ -359,6 +361,30 @@ def test_a_program_of_torch_export_keeps_its_names_and_is_compared_with_pytorch(
     assert [str(tensor) for tensor in manifest.outputs] == ["values float32 [-1, 4]", "hidden bool [-1, 1]"]
     assert manifest.lineage.baseline == "PyTorch"
     assert manifest.max_difference < 1e-6
+
+
+def test_a_program_with_constant_arguments_is_run_with_them(tmp_path: Path) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None, factor: int, kind: str) -> torch.Tensor:
+            return x * factor if mask is None and kind == "plain" else x
+
+    shapes = ({0: torch.export.Dim("rows")}, None, None, None)
+    program = torch.export.export(Model(), (torch.ones(2, 3), None, 2, "plain"), dynamic_shapes=shapes)
+    torch.export.save(program, tmp_path / "m.pt2")
+    imported(tmp_path, "program", tmp_path / "m.pt2", *EXACT)
+    manifest = Repository(UPath(tmp_path)).manifest("program", 1)
+    assert ([tensor.name for tensor in manifest.inputs], manifest.max_difference) == (["x"], 0.0)
+
+
+def test_the_rows_for_int8_are_of_every_class(tmp_path: Path) -> None:
+    classes = np.arange(64) % 4
+    np.savez(tmp_path / "rows.npz", pixels=np.zeros((64, WIDTH), np.float32), labels=classes)
+    model = open_model(dense(tmp_path / "model.onnx"), tmp_path)
+    chosen = own_rows(tmp_path / "rows.npz", model)
+    assert isinstance(chosen.calibration, TensorRows)
+    assert chosen.calibration.classes is not None
+    assert (len(chosen.calibration), len(chosen.compared)) == (16, 48)
+    assert set(chosen.calibration.classes) == set(range(4))
 
 
 def test_a_classifier_in_hugging_faces_layout_brings_its_labels(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
 from app.checksums import sha256_of_file
@@ -33,7 +34,8 @@ def import_program(path: Path, folder: Path) -> ImportedModel:
             f"{str(path)!r} cannot be read by torch.export.load of torch {torch.__version__} "
             f"({str(error).splitlines()[0] if str(error) else type(error).__name__}): export it again"
         ) from error
-    inputs = [name for name in program.graph_signature.user_inputs if isinstance(name, str)]
+    arguments = [spec.arg for spec in program.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT]
+    inputs = [argument.name for argument in arguments if not isinstance(argument, ConstantArgument)]
     outputs = _output_names(program)
     converted = folder / "converted.onnx"
     program_to_onnx(program, inputs, outputs, converted)
@@ -42,7 +44,11 @@ def import_program(path: Path, folder: Path) -> ImportedModel:
     run = program.module()
 
     def call(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        given, in_spec = [tensors[name] for name in inputs], program.call_spec.in_spec
+        given = [
+            argument.value if isinstance(argument, ConstantArgument) else tensors[argument.name]
+            for argument in arguments
+        ]
+        in_spec = program.call_spec.in_spec
         args, kwargs = pytree.tree_unflatten(given, in_spec) if in_spec else (tuple(given), {})
         return pytree.tree_leaves(run(*args, **kwargs))
 

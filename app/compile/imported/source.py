@@ -137,7 +137,7 @@ class ImportedSource(Source):
 
 
 def own_rows(path: Path, model: ImportedModel) -> ImportRows:
-    """Read a person's rows. If there are enough, every fourth is for int8's ranges. Raises DataError."""
+    """Read a person's rows. If there are enough, a quarter is for int8's ranges. Raises DataError."""
     rows = read_rows(path, model.signature, model.labels)
     compared, calibration = _split(rows)
     return ImportRows(compared, calibration, rows.fingerprint, rows.classes is not None, str(path))
@@ -146,8 +146,10 @@ def own_rows(path: Path, model: ImportedModel) -> ImportRows:
 def _split(rows: TensorRows) -> tuple[TensorRows, TensorRows | None]:
     if len(rows) < _MIN_ROWS_FOR_INT8:
         return rows, None
-    held_out = range(0, len(rows), 4)
-    return rows.select([index for index in range(len(rows)) if index % 4]), rows.select(held_out)
+    # In rows whose classes take turns, every fourth could have the same.
+    order = np.random.default_rng(0).permutation(len(rows))
+    held_out, compared = np.split(order, [(len(rows) + 3) // 4])
+    return rows.select(sorted(compared)), rows.select(sorted(held_out))
 
 
 def made_up_rows(model: ImportedModel, sizes: Mapping[str, Sequence[int]]) -> ImportRows:
