@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Coroutine
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -72,7 +73,8 @@ class Shadow:
             copy.close()
             self.served.batching.count_failure(FailureReason.REJECTED, 0.0)
             return
-        task: asyncio.Task[object] = asyncio.create_task(self._compare(copy, answer))
+        # In a context of its own: the trace of the client's request has ended.
+        task: asyncio.Task[object] = asyncio.create_task(self._compare(copy, answer), context=Context())
         self._copies[task] = num_bytes  # the event loop itself holds tasks only weakly
         self._bytes += num_bytes
         task.add_done_callback(self._done)

@@ -4,17 +4,19 @@
 alone, since Ray uses that for spans of its own.
 """
 
+import atexit
 import logging
 import os
 import random
 import re
-import time
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, TypeVar
 
 from app.warnings import warn
 
@@ -31,7 +33,7 @@ RATIO = "OTEL_TRACES_SAMPLER_ARG"
 _DEFAULT_RATIO = 0.01
 PARENT = "TRACEPARENT"
 """In a job's environment: the span that it is a part of."""
-_FLUSH_TIMEOUT_MS = 3000
+_FLUSH_TIMEOUT_S = 3.0
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _SAMPLED = 1
 """The flag of a ``traceparent`` whose sender records the trace: https://www.w3.org/TR/trace-context/"""
@@ -40,12 +42,37 @@ _SAMPLED = 1
 @cache
 def find_tracer() -> "Tracer | None":
     """Return what makes the spans of this process; None if tracing is off."""
-    provider = _provider()
-    return provider.get_tracer("rayloom") if provider else None
+    sender = _sender()
+    return sender.provider.get_tracer("rayloom") if sender else None
+
+
+class _Sender:
+    """Sends spans on request, too, in a thread: the provider's own call heeds no timeout.
+
+    The thread is started before it is needed, because none can be started while Python exits.
+    """
+
+    def __init__(self, provider: "TracerProvider") -> None:
+        self.provider = provider
+        self._requests: SimpleQueue[threading.Event] = SimpleQueue()
+        threading.Thread(target=self._send, daemon=True, name="tracing").start()
+        atexit.register(self.flush)
+
+    def flush(self) -> None:
+        """Send the spans that have ended, for at most ``_FLUSH_TIMEOUT_S``."""
+        sent = threading.Event()
+        self._requests.put(sent)
+        sent.wait(_FLUSH_TIMEOUT_S)
+
+    def _send(self) -> None:
+        while True:
+            sent = self._requests.get()
+            self.provider.force_flush()
+            sent.set()
 
 
 @cache
-def _provider() -> "TracerProvider | None":
+def _sender() -> _Sender | None:
     if not any(os.environ.get(name) for name in ENDPOINTS):
         return None
     try:
@@ -54,16 +81,18 @@ def _provider() -> "TracerProvider | None":
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.trace.sampling import ALWAYS_ON
-    except ImportError as error:
-        warn(f"{ENDPOINTS[1]} is set, but there are no traces ({error}): install rayloom[tracing]")
+
+        # Each try that fails would be a line.
+        logging.getLogger("opentelemetry").setLevel(logging.ERROR)
+        service = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "rayloom")}
+        # ``RequestTracer`` chooses the requests, so every span that is made is also sent.
+        provider = TracerProvider(sampler=ALWAYS_ON, resource=Resource.create(service), shutdown_on_exit=False)
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    except Exception as error:  # it is not installed, or cannot read one of its variables
+        reason = f"{type(error).__name__}: {error}"
+        warn(f"{ENDPOINTS[1]} is set, but there are no traces ({reason}): install rayloom[tracing], and check OTEL_*")
         return None
-    # Each try that fails would be a line.
-    logging.getLogger("opentelemetry").setLevel(logging.ERROR)
-    service = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "rayloom")}
-    # ``RequestTracer`` chooses the requests, so every span that is made is also sent.
-    provider = TracerProvider(sampler=ALWAYS_ON, resource=Resource.create(service))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    return provider
+    return _Sender(provider)
 
 
 @contextmanager
@@ -95,16 +124,17 @@ def current_traceparent() -> str | None:
 
 def call_within(parent: str | None, name: str, work: Callable[[Argument], Result], argument: Argument) -> Result:
     """Call ``work`` as a stage. Its process may be another one, so its spans are sent before this returns."""
-    with stage(name, parent):
-        result = work(argument)
-    flush()
-    return result
+    try:
+        with stage(name, parent):
+            return work(argument)
+    finally:
+        flush()
 
 
 def flush() -> None:
-    """Send the spans that have ended, for at most ``_FLUSH_TIMEOUT_MS``."""
-    if (provider := _provider()) is not None:
-        provider.force_flush(_FLUSH_TIMEOUT_MS)
+    """Send the spans that have ended, for at most ``_FLUSH_TIMEOUT_S``."""
+    if (sender := _sender()) is not None:
+        sender.flush()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,69 +204,17 @@ def within_request(trace: RequestTrace | None) -> Iterator[None]:
 def find_request_tracer() -> RequestTracer | None:
     """Return the tracer of a replica's requests; None if tracing is off."""
     tracer = find_tracer()
-    return RequestTracer(tracer, float(os.environ.get(RATIO, _DEFAULT_RATIO))) if tracer else None
+    return RequestTracer(tracer, _ratio()) if tracer else None
 
 
-@dataclass(frozen=True, slots=True)
-class TracedRequest:
-    """A traced request in a call of the engine."""
-
-    trace: RequestTrace
-    arrived_s: float
-    """On the clock ``time.monotonic``."""
-    queue_s: float
-    """Seconds from then to its first call."""
-
-
-class Taken(Protocol):
-    """How long the parts of a call took, in seconds."""
-
-    input_s: float
-    infer_s: float
-    output_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class TracedCall:
-    """A call of the engine with traced requests in it, which has just ended."""
-
-    requests: Sequence[TracedRequest]
-    rows: int
-    reason: str
-    time: Taken
-    error: Exception | None
-
-    def record(self, now_s: float) -> None:
-        """Make the spans: the queue of each request, the batch with links to all of them, and the engine in it.
-
-        The batch belongs to the trace of its first traced request. ``now_s`` is of the clock ``time.monotonic``.
-        """
-        from opentelemetry.trace import Link, StatusCode, set_span_in_context
-
-        # Spans have times since 1970, and the batcher has a monotonic clock.
-        epoch_ns = time.time_ns() - round(now_s * 1e9)
-
-        def moment(seconds: float) -> int:
-            return epoch_ns + round(seconds * 1e9)
-
-        for request in self.requests:
-            within, arrived_s = set_span_in_context(request.trace.span), request.arrived_s
-            waited = request.trace.tracer.start_span("queue", within, start_time=moment(arrived_s))
-            waited.end(moment(arrived_s + request.queue_s))
-        first = self.requests[0].trace
-        engine_s = now_s - self.time.output_s - self.time.infer_s
-        batch = first.tracer.start_span(
-            "batch",
-            set_span_in_context(first.span),
-            attributes={"rows": self.rows, "reason": self.reason},
-            links=[Link(request.trace.span.get_span_context()) for request in self.requests],
-            start_time=moment(engine_s - self.time.input_s),
-        )
-        engine = first.tracer.start_span("engine", set_span_in_context(batch), start_time=moment(engine_s))
-        if self.error is not None:
-            engine.set_status(StatusCode.ERROR, str(self.error))
-        engine.end(moment(engine_s + self.time.infer_s))
-        batch.end(moment(now_s))
+def _ratio() -> float:
+    """Return the share of requests to trace. The variable may have the argument of another sampler."""
+    given = os.environ.get(RATIO) or str(_DEFAULT_RATIO)
+    try:
+        return float(given)
+    except ValueError:
+        warn(f"{RATIO} is {given!r}, not a number from 0 to 1: {_DEFAULT_RATIO:g} of the requests are traced")
+        return _DEFAULT_RATIO
 
 
 def _decision(traceparent: str | None) -> bool | None:

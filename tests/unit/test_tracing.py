@@ -1,13 +1,16 @@
 """Traces of requests and jobs, as a collector gets them: OpenTelemetry's protocol over HTTP on loopback."""
 
+import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 from typing import Any
 from unittest.mock import Mock
 
 import httpx
+import numpy as np
 import pytest
 import tritonclient.grpc
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -16,10 +19,15 @@ from upath import UPath
 
 from app.cluster.ports import unused
 from app.config import load_recipe
-from app.errors import OverloadError, RecipeError
+from app.errors import DeadlineError, OverloadError, RecipeError
 from app.runs import Run, execute
+from app.serving.batching.batcher import Batcher
+from app.serving.batching.groups import BatchingPolicy
+from app.serving.endpoint import Endpoint
+from app.serving.rollout import Shadow
 from app.telemetry import tracing
-from app.telemetry.tracing import RequestTracer, find_tracer
+from app.telemetry.tracing import RequestTracer, current_request, find_tracer, within_request
+from app.tensors import Tensors
 from tests.engine_contract import exported, rows
 from tests.helpers import ROOT, run
 from tests.receiver import HttpReceiver
@@ -34,12 +42,16 @@ class Collector:
     """What a collector was sent."""
 
     def __init__(self, receiver: HttpReceiver) -> None:
-        self._receiver = receiver
+        self.receiver = receiver
 
     def spans(self) -> list[Span]:
         """All spans, once those that have ended are sent."""
         tracing.flush()
-        requests = [ExportTraceServiceRequest.FromString(content) for _, content in self._receiver.requests]
+        return self.received()
+
+    def received(self) -> list[Span]:
+        """The spans that came so far."""
+        requests = [ExportTraceServiceRequest.FromString(content) for _, content in self.receiver.requests]
         scopes = [
             scope for request in requests for resource in request.resource_spans for scope in resource.scope_spans
         ]
@@ -64,7 +76,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 
 def _forget() -> None:
     tracing.find_tracer.cache_clear()
-    tracing._provider.cache_clear()
+    tracing._sender.cache_clear()
 
 
 @pytest.fixture
@@ -97,6 +109,7 @@ def test_a_request_goes_on_with_the_trace_of_its_client(server: Server, collecto
     assert request.parent_span_id.hex() == SPAN_ID
     assert answered.headers["traceparent"] == f"00-{TRACE_ID}-{request.span_id.hex()}-01"
     assert attributes(request) == {"rpc.system": "http", "model": "toy", "version": "1", "outcome": "ok"}
+    assert attributes(batch) == {"model": "toy", "version": "1", "rows": 1, "reason": "idle"}
     assert {spans["queue"].parent_span_id, batch.parent_span_id} == {request.span_id}
     assert spans["engine"].parent_span_id == batch.span_id
     for outer, inner in ((request, spans["queue"]), (request, batch), (batch, spans["engine"])):
@@ -125,10 +138,73 @@ def test_calls_and_natural_input_are_traced_too(server: Server, collector: Colle
         f"http://{server.http}/v1/models/toy/predict", json={"inputs": "good"}, headers={"traceparent": TRACED}
     )
     assert predicted.status_code == 200
+    assert predicted.headers["traceparent"].startswith(f"00-{TRACE_ID}-")
+    answers: Queue[Any] = Queue()
+    with tritonclient.grpc.InferenceServerClient(server.grpc) as client:
+        client.start_stream(lambda result, error: answers.put(error or result), headers={"traceparent": TRACED})
+        client.async_stream_infer("toy", asked(tritonclient.grpc, rows(1)))
+        assert not isinstance(answers.get(timeout=30), Exception)
     requests = collector.named("request")
-    assert [attributes(span)["rpc.system"] for span in requests] == ["grpc", "natural"]
+    assert [attributes(span)["rpc.system"] for span in requests] == ["grpc", "natural", "grpc"]
     assert {span.trace_id.hex() for span in requests} == {TRACE_ID}
-    assert len(collector.named("engine")) == 2
+    assert len(collector.named("engine")) == 3
+
+
+def duration_s(span: Span) -> float:
+    return (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
+
+
+def test_a_request_waits_once_however_many_calls_it_takes(collector: Collector) -> None:
+    def infer(inputs: Tensors) -> Tensors:
+        time.sleep(0.05)
+        if inputs["x"].min() < 0:
+            raise FloatingPointError("negative")
+        return inputs
+
+    async def scenario() -> None:
+        tracer = find_tracer()
+        assert tracer is not None
+        batcher = Batcher(infer, BatchingPolicy(max_batch_size=2))
+        with within_request(RequestTracer(tracer, 1.0).begin("http", None)):
+            split = asyncio.create_task(batcher.infer({"x": np.ones((5, 1))}))
+            await split  # three calls
+            failing = [batcher.infer({"x": np.full((1, 1), value)}) for value in (1.0, -1.0)]
+            await asyncio.gather(*failing, return_exceptions=True)  # one call, and one for each of them
+            running = asyncio.create_task(batcher.infer({"x": np.ones((2, 1))}))
+            await asyncio.sleep(0.01)
+            with pytest.raises(DeadlineError):
+                await batcher.infer({"x": np.ones((1, 1))}, timeout_s=0.01)
+            await running
+        await batcher.close()
+
+    asyncio.run(scenario())
+    assert len(collector.named("queue")) == 5, "one for each request, the late one among them"
+    engines = collector.named("engine")
+    assert [span.status.message for span in engines].count("negative") == 2
+    assert all(duration_s(span) > 0.04 for span in engines)
+
+
+def test_requests_are_answered_if_their_spans_cannot_be_made(
+    server: Server, collector: Collector, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("app.serving.batching.spans._moment_ns", Mock(side_effect=RuntimeError("no clock")))
+    assert post(server, TRACED).status_code == 200
+    assert "spans cannot be made (RuntimeError: no clock)" in capfd.readouterr().err
+
+
+def test_copies_for_a_shadow_are_not_in_the_trace_of_the_client(collector: Collector) -> None:
+    async def copy(seen: "asyncio.Future[Any]") -> Any:
+        seen.set_result(current_request())
+
+    async def scenario() -> None:
+        tracer = find_tracer()
+        assert tracer is not None
+        seen: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        with within_request(RequestTracer(tracer, 1.0).begin("http", None)):
+            Shadow(Mock()).send(copy(seen), Mock(), 0)
+        assert await seen is None
+
+    asyncio.run(scenario())
 
 
 def test_a_request_that_is_refused_has_its_outcome(
@@ -136,18 +212,22 @@ def test_a_request_that_is_refused_has_its_outcome(
 ) -> None:
     full = Mock(side_effect=OverloadError("full"))
     monkeypatch.setattr(server.endpoint.find("toy").batcher, "submit", full)
-    assert post(server, TRACED).status_code == 503
+    refused = post(server, TRACED)
     (request,) = collector.named("request")
+    assert refused.status_code == 503
+    assert refused.headers["traceparent"] == f"00-{TRACE_ID}-{request.span_id.hex()}-01"
     assert attributes(request)["outcome"] == "overload"
     assert request.status.code == request.status.STATUS_CODE_ERROR
     assert [event.name for event in request.events] == ["exception"]
 
 
-def test_a_request_that_fails_has_its_error(server: Server, collector: Collector) -> None:
-    httpx.post(f"http://{server.http}/v2/models/toy/infer", json={"inputs": []}, headers={"traceparent": TRACED})
+@pytest.mark.parametrize("path", ["v2/models/toy/infer", "v1/models/toy/predict"])
+def test_a_request_that_fails_has_its_error(server: Server, collector: Collector, path: str) -> None:
+    refused = httpx.post(f"http://{server.http}/{path}", json={"inputs": []}, headers={"traceparent": TRACED})
     (request,) = collector.named("request")
     assert request.status.code == request.status.STATUS_CODE_ERROR
     assert [event.name for event in request.events] == ["exception"]
+    assert refused.headers["traceparent"] == f"00-{TRACE_ID}-{request.span_id.hex()}-01"
 
 
 def test_a_share_of_the_requests_is_traced_once_each(collector: Collector) -> None:
@@ -175,6 +255,46 @@ def test_stages_of_a_job_are_spans_within_it(collector: Collector, tmp_path: Pat
     assert spans["prepare"].parent_span_id == spans["train"].span_id
     assert attributes(spans["train"])["recipe"] == "digits"
     assert spans["train"].status.code == spans["train"].status.STATUS_CODE_ERROR
+
+
+def test_a_collector_that_does_not_answer_holds_up_no_job(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "_FLUSH_TIMEOUT_S", 0.5)
+    collector.receiver.open.clear()
+    began_s = time.monotonic()
+    with pytest.raises(ZeroDivisionError):
+        tracing.call_within(None, "elsewhere", lambda zero: 1 / zero, 0)
+    assert time.monotonic() - began_s < 2.0
+    (span,) = collector.received()
+    assert span.status.code == span.status.STATUS_CODE_ERROR
+    code = "from app.telemetry import tracing\nwith tracing.stage('last'): pass"
+    assert run("python", "-c", code, timeout=10).returncode == 0
+    assert [span.name for span in collector.received()] == ["elsewhere", "last"]
+    collector.receiver.open.set()
+
+
+@pytest.mark.parametrize(
+    ("variable", "given", "warning"),
+    [
+        (tracing.RATIO, "", ""),
+        (tracing.RATIO, "high", "is 'high', not a number"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "0", "there are no traces (ValueError"),
+    ],
+)
+def test_a_variable_that_cannot_be_read_stops_no_replica(
+    collector: Collector,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    variable: str,
+    given: str,
+    warning: str,
+) -> None:
+    monkeypatch.setenv(variable, given)
+    Endpoint()
+    said = capfd.readouterr().err
+    assert warning in said
+    assert bool(said) == bool(warning)
 
 
 def test_without_a_collector_nothing_is_imported() -> None:

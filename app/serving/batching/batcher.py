@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from threading import Lock
@@ -11,6 +11,7 @@ from app.errors import OverloadError
 from app.serving.batching.groups import Answer, BatchingPolicy, Group, QueuedRequest
 from app.serving.batching.release import Hold, RequestBatch
 from app.serving.batching.scheduler import Scheduler
+from app.serving.batching.spans import BatchSpans
 from app.serving.batching.statistics import BatchingStatistics, ComputeTime, FailureReason
 from app.serving.batching.threads import Alarm, CallResult, CallSource, Check, EngineThreads, Infer, Slots, call
 from app.telemetry.tracing import RequestTrace, current_request
@@ -38,6 +39,7 @@ class Batcher:
         *,
         check: Check = lambda _: None,
         max_on_loop_s: float = _MAX_ON_LOOP_S,
+        span_attributes: Mapping[str, str] | None = None,
         threads: Callable[[CallSource, Infer, Check, int], Slots] = EngineThreads,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -48,6 +50,7 @@ class Batcher:
             slots: concurrent calls, the engine's streams.
             check: checks the answer of a call and, if that raises, of each of its requests, which fail with its error.
             max_on_loop_s: calls that are expected to take less run on the event loop.
+            span_attributes: name the model in the spans of batches.
             threads: creates the slots that run the other calls.
             clock: returns seconds.
         """
@@ -63,8 +66,7 @@ class Batcher:
         self._statistics = BatchingStatistics()
         self._numbers = count()
         self._unanswered = 0
-        self._traced = 0
-        """Requests among them that are traced."""
+        self._spans = BatchSpans(span_attributes or {})
         self._waking = False
         self._alarm = Alarm(self._expire)
         self._drained = asyncio.Event()
@@ -160,7 +162,7 @@ class Batcher:
             expiry_s, has_work = self._scheduler.expiry_s, self._scheduler.has_work
 
         self._unanswered += 1
-        self._traced += trace is not None
+        self._spans.traced += trace is not None
         self._alarm.set(expiry_s, now_s)
         # If every slot is busy, an engine's thread takes the request when its call ends.
         if has_work:
@@ -266,14 +268,15 @@ class Batcher:
 
     def _refuse_late(self, late: Sequence[QueuedRequest]) -> None:
         for request in late:
+            self._spans.refused(request)
             self._fail(request, request.deadline_error(self._clock()), FailureReason.DEADLINE)
         self._check_drained()
 
     def _answer(self, batch: RequestBatch, outcome: CallResult) -> None:
         """Deliver the outcome of a call. If it failed for several requests, the scheduler retries its halves."""
         self._statistics.releases[batch.reason] += 1
-        if self._traced:
-            outcome.trace(batch, self._clock())
+        if self._spans.traced:
+            self._spans.called(batch, outcome)
         if not isinstance(outcome.answer, Exception):
             self._give_out(batch, outcome.answer, outcome)
         elif len(batch.parts) == 1:
@@ -314,8 +317,8 @@ class Batcher:
             counted.compute.add(collected.compute)
         counted.inferences += sum([request.rows for request in complete])
         self._unanswered -= len(complete)
-        if self._traced:
-            self._traced -= sum(request.trace is not None for request in complete)
+        if self._spans.traced:
+            self._spans.traced -= sum(request.trace is not None for request in complete)
 
     def _passes(self, request: QueuedRequest, outputs: Tensors, is_checked: bool) -> bool:
         """Return whether some rows of a request pass the check; if not, refuse it."""
@@ -338,7 +341,7 @@ class Batcher:
     def _count_failure(self, request: QueuedRequest, reason: FailureReason) -> None:
         self._statistics.count_failure(reason, self._clock() - request.arrived_s)
         self._unanswered -= 1
-        self._traced -= request.trace is not None
+        self._spans.traced -= request.trace is not None
 
     def _check_drained(self) -> None:
         """Wake ``close`` once no request waits and no call runs."""

@@ -13,7 +13,6 @@ from typing import Protocol
 from app.errors import EngineError
 from app.serving.batching.release import Hold, RequestBatch
 from app.serving.batching.statistics import ComputeTime
-from app.telemetry.tracing import TracedCall, TracedRequest
 from app.tensors import Tensors, concat_rows
 
 Infer = Callable[[Tensors], Tensors]
@@ -26,18 +25,10 @@ class CallResult:
 
     answer: Tensors | Exception
     time: ComputeTime
+    ended_s: float
+    """On the clock ``time.monotonic``."""
     is_checked: bool = False
     """Whether the answer passed the check as a whole. If not, some of its rows may pass."""
-
-    def trace(self, batch: RequestBatch, now_s: float) -> None:
-        """Make the spans of the call, if a traced request is in it. It has ended at ``now_s``."""
-        requests = [part.request for part in batch.parts]
-        traced = [
-            TracedRequest(request.trace, request.arrived_s, request.queue_s) for request in requests if request.trace
-        ]
-        if traced:
-            error = self.answer if isinstance(self.answer, Exception) else None
-            TracedCall(traced, batch.rows, batch.reason, self.time, error).record(now_s)
 
 
 class CallSource(Protocol):
@@ -73,21 +64,23 @@ def call(infer: Infer, check: Check, batch: RequestBatch) -> CallResult:
 
     Nothing is raised. The result contains the error of ``infer``, or an EngineError if the number of rows is wrong.
     """
-    began_s = time.perf_counter()
+    began_s = batched_s = inferred_s = time.perf_counter()
     try:
         inputs = concat_rows([part.tensors for part in batch.parts])
         batched_s = time.perf_counter()
-        outputs = _run(infer, inputs)
-        inferred_s = time.perf_counter()
+        try:
+            outputs = _run(infer, inputs)
+        finally:
+            inferred_s = time.perf_counter()
         _check_rows(outputs, batch.rows)
     except Exception as error:  # the batcher passes it to the requests
-        return CallResult(error, ComputeTime())
+        return CallResult(error, ComputeTime(batched_s - began_s, inferred_s - batched_s), time.monotonic())
     is_checked = False
     with suppress(Exception):  # the batcher checks the rows of each request
         check(outputs)
         is_checked = True
     time_taken = ComputeTime(batched_s - began_s, inferred_s - batched_s, time.perf_counter() - inferred_s)
-    return CallResult(outputs, time_taken, is_checked)
+    return CallResult(outputs, time_taken, time.monotonic(), is_checked)
 
 
 def _run(infer: Infer, inputs: Tensors) -> Tensors:

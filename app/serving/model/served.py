@@ -50,7 +50,8 @@ class ServedModel:
         self.inputs = model.inputs
         """The inputs that a request may have. Stored, because a processor builds them again at each access."""
         self.policy = policy
-        self.batcher = Batcher(model.engine.run, policy, check=_check_finite)
+        named = {"model": model.manifest.name, "version": model.version}
+        self.batcher = Batcher(model.engine.run, policy, check=_check_finite, span_attributes=named)
         """For requests that ``check_request`` accepts. Call ``record_answer`` or ``diagnose`` afterwards."""
         # A pool of its own: in the default one, health checks would wait behind many texts.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")

@@ -81,10 +81,10 @@ def refusal(error: Exception) -> Refusal:
     return Refusal(500, StatusCode.INTERNAL, "internal error: see the replica's log in the Ray dashboard")
 
 
-def error_response(error: Exception) -> ErrorResponse:
-    """Return the HTTP response for an error."""
+def error_response(error: Exception, traceparent: str | None = None) -> ErrorResponse:
+    """Return the HTTP response for an error. ``traceparent`` is the span of the request, if it is traced."""
     reply = refusal(error)
-    headers: dict[str, str] = {}
+    headers = {"traceparent": traceparent} if traceparent else {}
     if reply.retry_after_s is not None:
         headers["retry-after"] = str(reply.retry_after_s)
     if isinstance(error, UnauthorizedError):

@@ -203,6 +203,8 @@ class GrpcMethods:
         except (UnauthorizedError, OverloadError) as error:
             _end(grpc_context, error)
             return
+        if self.traces:
+            _traceparent.set(traceparent_of(grpc_context))
         self._streams += 1
         try:
             async with aclosing(answer_in_order(request_stream, self._answer_in_stream, self._max_ahead)) as answers:

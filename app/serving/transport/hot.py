@@ -239,7 +239,7 @@ class HotProtocol(HttpToolsProtocol):
         """Send an error to the waiting client."""
         if exchange.trace:
             exchange.trace.note_error(error)
-        response = error_response(error)
+        response = error_response(error, exchange.trace.traceparent if exchange.trace else None)
         lines, body = _lines(response.raw_headers), bytes(response.body)
         self.answer(exchange, response.status_code, lines, body, outcome_of(error))
 

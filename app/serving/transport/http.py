@@ -60,11 +60,12 @@ class HttpApi:
             path: the match of ``match_infer``.
             headers: of the request, by their names in lower case.
         """
+        asked = Asked()
         try:
             with self._endpoint.traffic.counted("http", headers.get("traceparent")) as asked:
                 answered = await self._infer(path[1], path[2], headers, receive, asked)
         except Exception as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, asked.traceparent)(scope, receive, send)
             return
         if answered is None:
             return

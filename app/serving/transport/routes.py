@@ -53,8 +53,8 @@ def routes(endpoint: Endpoint) -> FastAPI:
     @api.exception_handler(RayloomError)
     @api.exception_handler(TimeoutError)
     @api.exception_handler(Exception)
-    async def _rayloom_error(_: Request, error: Exception) -> ErrorResponse:
-        return error_response(error)
+    async def _rayloom_error(request: Request, error: Exception) -> ErrorResponse:
+        return error_response(error, getattr(request.state, "traceparent", None))
 
     @api.exception_handler(HTTPException)
     async def _http_error(request: Request, error: HTTPException) -> ErrorResponse:
@@ -82,17 +82,19 @@ def _natural(endpoint: Endpoint) -> APIRouter:
         return [natural for served in endpoint.models if (natural := served.natural)]
 
     @router.post("/{name}/predict", response_model_exclude_none=True, openapi_extra=PREDICT)
-    async def predict(name: str, request: Request) -> PredictResponse:
+    async def predict(name: str, request: Request, response: Response) -> PredictResponse:
         """Classify a text, an image, or a list of texts or base64 images."""
-        return await answer(name, None, request)
+        return await answer(name, None, request, response)
 
     @router.post("/{name}/versions/{version}/predict", response_model_exclude_none=True, openapi_extra=PREDICT)
-    async def predict_by_version(name: str, version: str, request: Request) -> PredictResponse:
+    async def predict_by_version(name: str, version: str, request: Request, response: Response) -> PredictResponse:
         """Classify with one version of a model."""
-        return await answer(name, version, request)
+        return await answer(name, version, request, response)
 
-    async def answer(name: str, version: str | None, request: Request) -> PredictResponse:
+    async def answer(name: str, version: str | None, request: Request, response: Response) -> PredictResponse:
         with endpoint.traffic.counted("natural", request.headers.get("traceparent")) as asked:
+            if asked.traceparent:
+                response.headers["traceparent"] = request.state.traceparent = asked.traceparent
             target = endpoint.route(name, version)
             asked.model, asked.version = name, target.version
             given = await _read_predict(request)
