@@ -248,9 +248,18 @@ def test_a_copying_process_that_is_lost_is_said_and_fails_no_job(
     monkeypatch.setattr("app.tracking.process.sys.executable", str(failing.with_name(interpreter)))
     folder = write_run(storage, RUN_ID, "tracking.mlflow=http://127.0.0.1:1")
     config = load_recipe(str(folder / "config.yaml"), []).tracking
-    with keep_tracked(folder, config, may_write=lambda: True):
+    with keep_tracked(folder, config, may_write=lambda: True, parent=storage / "lifecycle"):
         pass
     assert warning in capfd.readouterr().err
+    assert (folder / PARENT_FILE).read_text() == str(storage / "lifecycle")
+
+
+def test_the_rest_of_a_part_is_copied_after_its_lifecycle(storage: UPath, server: MlflowServer) -> None:
+    part = write_run(storage, RUN_ID, f"tracking.mlflow={server.url}")
+    (part / PARENT_FILE).write_text(str(storage / "runs/lifecycle/LIFECYCLE"), encoding="utf-8")
+    refused = run("rayloom", "runs", "track", RUN_ID, f"--storage={storage}")
+    assert refused.returncode != 0
+    assert "is a part of LIFECYCLE, which mlflow does not know yet" in " ".join(refused.stderr.split())
 
 
 def wandb_records(file: Path) -> Iterator[Record]:
