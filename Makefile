@@ -6,7 +6,7 @@ INSTALLED_BENCH := .venv/.installed-bench
 INSTALLED_MUTATION := .venv/.installed-mutation
 
 .NOTPARALLEL:  # what is installed for two goals goes into one environment
-.PHONY: help install demo test test-slow test-faults test-gpu mutation bench-training bench-tuning bench-compile bench-serving bench-planning bench-many bench-monitoring coverage docs lint format
+.PHONY: help install demo test test-slow test-faults test-gpu mutation bench-training bench-tuning bench-compile bench-serving bench-planning bench-finetuning bench-many bench-monitoring coverage docs lint format
 
 help:
 	@echo "make demo            from a fresh clone to a prediction: install, start a cluster, tune, train, compile, deploy, ask"
@@ -21,6 +21,7 @@ help:
 	@echo "make bench-compile   compiled models beside PyTorch and ONNX Runtime, into benchmarks/compile/RESULTS.md; the machine must be quiet"
 	@echo "make bench-serving   the endpoint beside other model servers, into benchmarks/serving/RESULTS.md; needs wrk and h2load; the machine must be quiet"
 	@echo "make bench-planning  the planner beside published runs and this machine, into benchmarks/planning/RESULTS.md; the machine must be quiet"
+	@echo "make bench-finetuning  fine-tuning beside its peers, into benchmarks/finetuning/RESULTS.md; the machine must be quiet"
 	@echo "make bench-many      the cost of many runs, trials, versions and models, into benchmarks/many/RESULTS.md"
 	@echo "make bench-monitoring  what metrics and traces cost, into benchmarks/monitoring/RESULTS.md; needs Prometheus and wrk; the machine must be quiet"
 	@echo "make docs            the documentation as a site, into build/docs; a warning or a page of long sentences is an error"
@@ -91,6 +92,9 @@ bench-serving: $(INSTALLED_BENCH)
 
 bench-planning: $(INSTALLED_BENCH)
 	@$(BIN)/python -m benchmarks.planning
+
+bench-finetuning: $(INSTALLED_BENCH)
+	@$(BIN)/python -m benchmarks.finetuning
 
 bench-many: $(INSTALLED_BENCH)
 	@$(BIN)/python -m benchmarks.many

@@ -144,7 +144,7 @@ class ChatEncoder:
     def encode(self, chat: Conversation) -> EncodedChat:
         """Return the conversation as tokens. Raises DataError if the template does not suit it."""
         text, spans = self._render(chat)
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts = np.array([start for start, _ in encoded["offset_mapping"]], np.int64)
         learned = np.zeros(len(starts), bool)
         for first, last in spans:

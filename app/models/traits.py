@@ -34,6 +34,11 @@ def has_adapter(model: nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
+def _has_magnitudes(model: nn.Module) -> bool:
+    """Return whether the adapter is DoRA's."""
+    return any("lora_magnitude_vector" in name for name, _ in model.named_parameters())
+
+
 def require_apart(model: nn.Module) -> None:
     """Raise RecipeError unless the model keeps conversations apart that are packed into a row.
 
@@ -64,12 +69,16 @@ def traits_of(model: nn.Module) -> ModelTraits:
             return ModelTraits(name, layers, divisor, checkpoints_activations=True)
         case ModelKind.HUGGING_FACE:
             if has_adapter(model):
-                return ModelTraits(f"{name} with an adapter", None, None, checkpoints_activations=True)
+                title = f"{name} with an adapter"
+                return ModelTraits(
+                    title, None, None, checkpoints_activations=True, is_adapted=not _has_magnitudes(model)
+                )
             # With grouped queries there are fewer heads of keys and values, and these must be divided.
             divisor = _first_number(model.config, "num_key_value_heads", "num_attention_heads", "n_head")
             return ModelTraits(name, None, divisor, checkpoints_activations=True)
         case ModelKind.PLAIN:
-            return ModelTraits(name, None, None, checkpoints_activations=False)
+            is_adapted = has_adapter(model) and not _has_magnitudes(model)
+            return ModelTraits(name, None, None, checkpoints_activations=False, is_adapted=is_adapted)
 
 
 def _common_width(model: nn.Module) -> int | None:

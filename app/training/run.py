@@ -98,7 +98,7 @@ def _blueprint_of(run: Run, data: PreparedData) -> Blueprint:
     if model.pretrained and model.factory is None:
         run.recipe = run.recipe.with_configuration(read_configuration(model.pretrained))
     blueprint = blueprint_of(run.recipe.model, data.facts, adapted=True)
-    print(f"model {model.title}: {blueprint.num_parameters:,} parameters", flush=True)
+    print(f"model {model.factory or model.pretrained}: {blueprint.num_parameters:,} parameters", flush=True)
     if model.pretrained:
         match = match_weights(blueprint.model, model.pretrained)
         print(f"weights of {model.pretrained}: {match}", flush=True)

@@ -28,6 +28,15 @@ MODELS = {
         },
     ),
 }
+MODELS["pretrained llama"] = ModelConfig(
+    factory="app.models.huggingface:causal_lm", args=MODELS["llama"].args | {"initializer_range": 0.5}
+)
+"""Its weights come from a folder, which the ranks read. Fresh ones would give other losses."""
+_ADAPTED = {"pretrained": "-", "factory": MODELS["llama"].factory, "args": MODELS["pretrained llama"].args}
+MODELS["LoRA"] = ModelConfig.model_validate(_ADAPTED | {"adapter": {"lora": {"rank": 4, "alpha": 32.0}}})
+MODELS["DoRA"] = ModelConfig.model_validate(_ADAPTED | {"adapter": {"lora": {"rank": 4, "alpha": 32.0, "dora": True}}})
+PRETRAINED = ("pretrained llama", "LoRA", "DoRA")
+"""Models that start from a folder. They are trained with AdamW alone."""
 OPTIMIZERS = {
     "sgd": {"name": "sgd", "lr": 1.0, "momentum": 0.9},
     "adamw": {"name": "adamw", "lr": 1.0e-2},
@@ -73,10 +82,16 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
         "ZeRO 1, offload": {"offload": "cpu"},
         "ZeRO 2, offload": {"zero_stage": 2, "offload": "cpu"},
         "ZeRO 3, offload": {"zero_stage": 3, "offload": "cpu", "offload_param": "cpu"},
+        **{f"pretrained, ZeRO {stage}": {"zero_stage": stage, "model": "pretrained llama"} for stage in (1, 3)},
+        "pretrained, ZeRO 3, bf16": {"zero_stage": 3, "precision": "bf16", "model": "pretrained llama"},
+        **{f"LoRA, ZeRO {stage}": {"zero_stage": stage, "model": "LoRA"} for stage in range(3)},
+        **{f"DoRA, ZeRO {stage}": {"zero_stage": stage, "model": "DoRA"} for stage in (0, 1, 3)},
         "Llama, tensor 2, ZeRO 0": {"tensor": 2, "zero_stage": 0, "model": "llama"},
         "Llama, tensor 2, ZeRO 1": {"tensor": 2, "model": "llama"},
         "Llama, pipeline 2": {"pipeline": 2, "micro_batch": 4, "model": "llama"},
         "Llama, pipeline 2, bf16": {"pipeline": 2, "micro_batch": 4, "precision": "bf16", "model": "llama"},
+        "pretrained, tensor 2": {"tensor": 2, "model": "pretrained llama"},
+        "pretrained, pipeline 2": {"pipeline": 2, "micro_batch": 4, "model": "pretrained llama"},
         "tensor 2": {"tensor": 2},
         "tensor 2, recomputed activations": {"tensor": 2, "activation_checkpointing": True},
         "tensor 2, bf16": {"tensor": 2, "precision": "bf16"},
@@ -119,7 +134,7 @@ def rows_of(workers: int) -> dict[str, Row]:
         f"{name}, {optimizer}": _row(f"{name}, {optimizer}", workers, optimizer, **keys)
         for name, keys in PLANS[workers].items()
         for optimizer in OPTIMIZERS
-        if optimizer == "adamw" or "offload" not in keys
+        if optimizer == "adamw" or ("offload" not in keys and keys.get("model") not in PRETRAINED)
     }
 
 
@@ -175,6 +190,8 @@ SELECTIONS = {
                 *("ZeRO 3, offload, adamw", "Llama, tensor 2, ZeRO 0, sgd", "Llama, tensor 2, ZeRO 1, adamw"),
                 *("Llama, pipeline 2, sgd", "Llama, pipeline 2, bf16, adamw"),
                 *("tensor 2, recomputed activations, adamw",),
+                *("LoRA, ZeRO 1, adamw", "DoRA, ZeRO 3, adamw"),
+                *("pretrained, ZeRO 3, adamw", "pretrained, tensor 2, adamw", "pretrained, pipeline 2, adamw"),
                 *("tensor 2, adamw", "tensor 2, bf16, sgd", "pipeline 2, adamw", "pipeline 2, bf16, sgd"),
                 *("pipeline 2, recomputed activations, adamw", "pipeline 2, learned positions, untied, sgd"),
             ],

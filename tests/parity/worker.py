@@ -13,12 +13,17 @@ from functools import cache, partial
 import cpuinfo  # type: ignore[import-untyped]
 import numpy as np
 import torch
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
 from torch.nn import functional
+from transformers import AutoModelForCausalLM
 from upath import UPath
 
 from app.config import CheckpointConfig, Layout, TrainConfig
+from app.models.adapter import adapt
 from app.models.blueprint import Blueprint
 from app.models.factory import build_model, logits_of
+from app.models.pretrained import with_pretrained_weights
 from app.training.activity import Activity
 from app.training.checkpoints.reader import load_checkpoint
 from app.training.checkpoints.snapshot import take_snapshot
@@ -47,6 +52,9 @@ from tests.parity.plans import (
     rows_of,
 )
 
+PRETRAINED: dict[str, str] = {}
+"""The folders with the weights of models that start from some, by the model's name."""
+
 
 def global_batches() -> list[torch.Tensor]:
     """Two batches of few of the tokens, again and again, so that ten steps learn something."""
@@ -55,9 +63,43 @@ def global_batches() -> list[torch.Tensor]:
     return [two[step % 2] for step in range(STEPS)]
 
 
-def build(model: str) -> torch.nn.Module:
-    torch.manual_seed(0)
+def build(model: str, seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
     return build_model(MODELS[model], FACTS)
+
+
+def blueprint(model: str) -> Blueprint:
+    """The blueprint of a model, with readers of its weights if it starts from some."""
+    torch.manual_seed(0)
+    config = MODELS[model]
+    if config.adapter:
+        made = Blueprint.of(lambda: adapt(build_model(config, FACTS), config.adapter.lora, trains_head=False))
+    else:
+        made = Blueprint.of(partial(build, model))
+    return with_pretrained_weights(made, PRETRAINED[model]) if model in PRETRAINED else made
+
+
+def write_pretrained(folder: str) -> None:
+    """Write the weights that some models start from."""
+    location = f"{folder}-pretrained"
+    build("pretrained llama", seed=7).save_pretrained(location)
+    PRETRAINED.update(dict.fromkeys(("pretrained llama", "LoRA", "DoRA"), location))
+
+
+def plain_model(name: str) -> torch.nn.Module:
+    """The model as PEFT and transformers build it, with the same fresh values."""
+    if name not in PRETRAINED:
+        return build(name)
+    model = AutoModelForCausalLM.from_pretrained(PRETRAINED[name])
+    if (adapter := MODELS[name].adapter) is None:
+        return model
+    config = PeftConfig(
+        r=adapter.lora.rank, lora_alpha=adapter.lora.alpha, use_dora=adapter.lora.dora, target_modules="all-linear"
+    )
+    adapted = get_peft_model(model, config).base_model.model
+    fresh = {key: value for key, value in blueprint(name).make().state_dict().items() if ".lora_A." in key}
+    assert not adapted.load_state_dict(fresh, strict=False).unexpected_keys
+    return adapted
 
 
 @cache
@@ -66,7 +108,8 @@ def plain_losses(model_name: str, optimizer_name: str) -> list[float]:
 
     Nothing of the trainer is used but its schedule.
     """
-    config, model = TrainConfig.model_validate({"optimizer": OPTIMIZERS[optimizer_name]}), build(model_name)
+    config = TrainConfig.model_validate({"optimizer": OPTIMIZERS[optimizer_name]})
+    model = plain_model(model_name)
     groups = [
         {"params": [parameter for parameter in model.parameters() if parameter.ndim > 1], "weight_decay": 0.01},
         {"params": [parameter for parameter in model.parameters() if parameter.ndim < 2], "weight_decay": 0.0},
@@ -97,7 +140,7 @@ def plain_losses(model_name: str, optimizer_name: str) -> list[float]:
 def planned(row: Row) -> tuple[TrainingEngine, Layout]:
     layout = row.config.layout(torch.distributed.get_world_size())
     torch.manual_seed(0)
-    return create_engine(Blueprint.of(partial(build, row.model)), row.config, layout, STEPS), layout
+    return create_engine(blueprint(row.model), row.config, layout, STEPS), layout
 
 
 def train(engine: TrainingEngine, layout: Layout, steps: range) -> list[float]:
@@ -193,6 +236,7 @@ def main() -> None:
     import_deepspeed()
     _prepare_forks()
     folder, selected = sys.argv[1], SELECTIONS[sys.argv[2]]
+    write_pretrained(folder)
     found = {"compare": launch(compare, folder, selected.compared), "go on": launch(go_on, folder, selected.goes_on)}
     print("LOSSES " + json.dumps(found), flush=True)
 

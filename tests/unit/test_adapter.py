@@ -127,6 +127,7 @@ def test_only_the_adapter_has_optimizer_state(tmp_path: Path, monkeypatch: pytes
             ["model.pretrained=null", "model.factory=app.models.gpt:gpt", "model.adapter={}"],
             "adapter needs weights to adapt: set pretrained",
         ),
+        (["model.adapter={}", "train.workers=2", "train.plan={zero_stage: 3}"], "takes zero_stage 0, 1 or 2, got 3"),
         (["model.adapter={}", "train.workers=2", "train.plan={tensor: 2}"], "with an adapter has no matrices"),
     ],
 )
