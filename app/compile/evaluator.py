@@ -14,7 +14,7 @@ from app.compile.quantization.search import Verdict
 from app.compile.source import Source
 from app.config import ComputePrecision, EngineName, GatesConfig
 from app.engines.base import Engine, EngineSettings
-from app.engines.onnxruntime import open_oracle
+from app.engines.onnxruntime import OnnxRuntimeEngine, open_oracle
 from app.engines.registry import open_engine
 from app.errors import EngineError
 
@@ -83,7 +83,7 @@ class Evaluator:
             return open_engine("openvino", path, EngineSettings("bf16", self._source_model.threads))
         if precision == "fp32":
             # As it is served: an imported file may be quantized already.
-            return open_engine("onnxruntime", path, EngineSettings(threads=self._source_model.threads))
+            return OnnxRuntimeEngine(path, EngineSettings(threads=self._source_model.threads))
         return open_oracle(path, self._source_model.threads)
 
     def _compare(self, engine: Engine, path: Path) -> Parity:
