@@ -16,6 +16,7 @@ NOT_RUN = (
     "# needs a cloud",
     "# needs root",
     "# needs a collector",
+    "# needs a model of texts",
     "# takes minutes",
     "# runs until Ctrl-C",
 )

@@ -133,6 +133,9 @@ def import_command(
         Path | None, typer.Option(help="Rows to compare on: npz, parquet, csv or jsonl. Default: random ones.")
     ] = None,
     labels: Annotated[Path | None, typer.Option(help="The labels by column: JSON, or one a line.")] = None,
+    processor: Annotated[
+        Path | None, typer.Option(help="Folder with a tokenizer or image processor, in Hugging Face's layout.")
+    ] = None,
     scores: Annotated[str | None, typer.Option(help="The output whose columns are the labels.")] = None,
     size: Annotated[
         list[str] | None, typer.Option(metavar="NAME=N[,N]", help="For random rows: the values of a size that varies.")
@@ -145,7 +148,7 @@ def import_command(
 
     root = chosen_storage(storage)
     recipe = recipe_of_model(name, "compile", [*(overrides or []), f"storage={root}"])
-    given = Given(source, samples, labels, scores, dict(map(_parse_size, size or [])))
+    given = Given(source, samples, labels, processor, scores, dict(map(_parse_size, size or [])))
     result = execute(Run.start("compile", recipe), partial(import_model, given=given))
     print(result.to_line(as_json))
     if result.status == "failed":

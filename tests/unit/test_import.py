@@ -1,5 +1,7 @@
 """Importing models that another exporter wrote: what is published, and what is refused."""
 
+import base64
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -16,7 +18,17 @@ import torch
 from numpy.typing import NDArray
 from onnx import TensorProto as Type
 from onnx import helper, numpy_helper
-from transformers import BertConfig, BertForSequenceClassification
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedTokenizerFast,
+    ViTConfig,
+    ViTForImageClassification,
+)
 from tritonclient import http as client
 from tritonclient.utils import InferenceServerException
 from typer.testing import CliRunner
@@ -30,6 +42,7 @@ from app.compile.imported.source import own_rows
 from app.compile.parity import compare, failures
 from app.compile.reference import Reference
 from app.config import BatchingConfig, GatesConfig, ServeConfig
+from app.data.images import encode_png
 from app.engines.base import Signature
 from app.engines.onnxruntime import open_oracle
 from app.errors import DataError, RecipeError
@@ -409,6 +422,74 @@ def test_a_classifier_in_hugging_faces_layout_brings_its_labels(tmp_path: Path) 
         np.testing.assert_allclose(given, model(input_ids=ids, attention_mask=mask).logits, atol=1e-5)
     assert set(loaded.manifest.lineage.imported.files) == {"config.json", "model.safetensors"}  # type: ignore[union-attr]
     loaded.engine.close()
+
+
+def text_classifier(folder: Path) -> tuple[BertForSequenceClassification, PreTrainedTokenizerFast]:
+    """A tiny classifier of texts with its tokenizer, as ``save_pretrained`` writes them."""
+    torch.manual_seed(0)
+    words = ["[PAD]", "[UNK]", "[CLS]", "a", "good", "bad", "book"]
+    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.post_processor = TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 2)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]")
+    config = BertConfig(
+        vocab_size=len(words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=64, id2label={0: "negative", 1: "positive"},
+    )  # fmt: skip
+    model = BertForSequenceClassification(config).eval()
+    model.save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return model, fast
+
+
+TEXTS = ["a good book", "a bad book", "good", "an odd book"]
+
+
+def test_a_folder_with_a_tokenizer_answers_texts(tmp_path: Path) -> None:
+    model, tokenizer = text_classifier(tmp_path / "bert")
+    with torch.no_grad():
+        logits = model(**tokenizer(TEXTS, padding=True, return_tensors="pt", return_token_type_ids=False)).logits
+    classes = [["negative", "positive"][index] for index in logits.argmax(1)]
+    rows = [f"{text},{label}" for text, label in zip(TEXTS, classes, strict=True)]
+    (tmp_path / "rows.csv").write_text("\n".join(["text,label", *rows]), encoding="utf-8")
+    imported(tmp_path, "bert", tmp_path / "bert", *EXACT, f"--samples={tmp_path / 'rows.csv'}")
+    manifest = Repository(UPath(tmp_path)).manifest("bert", 1)
+    assert (manifest.task, manifest.accuracy, manifest.accuracy_rows) == ("text-classification", 1.0, 4)
+    with serving() as server:
+        server.run(server.endpoint.update(served(tmp_path, "bert")))
+        answer = httpx.post(f"http://{server.http}/v1/models/bert/predict", json={"inputs": TEXTS}).json()
+    assert [prediction["label"] for prediction in answer["predictions"]] == classes
+    given = [
+        [prediction["scores"][label] for label in ("negative", "positive")] for prediction in answer["predictions"]
+    ]
+    np.testing.assert_allclose(given, logits.softmax(1), atol=1e-5)
+
+
+def test_a_folder_with_an_image_processor_answers_images(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=8,
+        id2label={0: "cat", 1: "dog"},
+    )  # fmt: skip
+    ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
+    settings = {"size": {"height": 16, "width": 16}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_resize": True}
+    (tmp_path / "vit/preprocessor_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    imported(tmp_path, "vit", tmp_path / "vit", *EXACT)
+    with serving() as server:
+        server.run(server.endpoint.update(served(tmp_path, "vit")))
+        image = base64.b64encode(encode_png(np.arange(256, dtype=np.uint8).reshape(16, 16))).decode()
+        answer = httpx.post(f"http://{server.http}/v1/models/vit/predict", json={"inputs": image}).json()
+    assert answer["predictions"][0]["label"] in ("cat", "dog")
+
+
+def test_a_processor_that_makes_other_tensors_is_refused(tmp_path: Path) -> None:
+    text_classifier(tmp_path / "bert")
+    options = [f"--processor={tmp_path / 'bert'}"]
+    told = imported(tmp_path / "storage", "dense", dense(tmp_path / "model.onnx"), *options, succeeds=False)
+    assert "the model takes pixels float32 [-1, 8], expected input_ids int64 [-1, -1], attention_mask" in told
+    (tmp_path / "bert/tokenizer.json").unlink()
+    told = imported(tmp_path / "storage", "dense", dense(tmp_path / "model.onnx"), *options, succeeds=False)
+    assert "has no tokenizer: expected tokenizer.json" in told
 
 
 def triton_model(folder: Path, config: str = "") -> Path:

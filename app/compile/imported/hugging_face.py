@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from app.checksums import sha256_of_file
 from app.compile.export import export_outputs
 from app.compile.imported.model import ImportedModel, import_onnx
+from app.compile.imported.natural import with_processor
 from app.compile.imported.program import ModuleEngine
 from app.engines.base import Engine
 from app.errors import CompileError
+from app.pretrained import IMAGE_FILE, TOKENIZER_FILE
 from app.repository.manifest import ImportedFrom
 from app.tensors import Tensors, TensorSpec
 
@@ -23,6 +25,7 @@ _WEIGHTS = "*.safetensors"
 _OUTPUTS = ("logits", "last_hidden_state", "pooler_output")
 """Outputs of transformers' models that are kept, in this order."""
 
+_PROCESSORS = (TOKENIZER_FILE, IMAGE_FILE)
 _SAMPLE_LENGTH = 8
 _IMAGE_SIZE = 224
 """Pixels of an image if neither the model nor its image processor says so."""
@@ -61,7 +64,8 @@ def import_hugging_face(given: Path, folder: Path) -> ImportedModel:
         return imported
     configuration: Any = model.config
     names = configuration.id2label
-    return imported.labelled([str(names[index]) for index in sorted(names)], "logits")
+    labelled = imported.labelled([str(names[index]) for index in sorted(names)], "logits")
+    return with_processor(labelled, given) if any((given / name).is_file() for name in _PROCESSORS) else labelled
 
 
 def _output_names(model: nn.Module, sample: Tensors) -> list[str]:

@@ -33,6 +33,9 @@ class ImportedModel:
     processor: Processor | None = None
     """Turns texts or images into the inputs."""
 
+    lengths: tuple[int, ...] = ()
+    """The lengths to which the processor pads texts."""
+
     def labelled(self, labels: Sequence[str], scores: str | None) -> "ImportedModel":
         """Return the model with labels, if there are any, and with the output that has a column for each.
 

@@ -1,11 +1,12 @@
 """An imported model as it is compiled: its one ONNX file, its rows, and the right answers."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from upath import UPath
 
 from app.checksums import code_revision, sha256_of
 from app.compile.imported.model import ImportedModel
+from app.compile.imported.natural import fingerprint_of, read_natural, select
 from app.compile.imported.samples import TensorRows, random_rows, read_rows, varying_sizes
 from app.compile.reference import EncodedBatches, Reference, Rows
 from app.compile.source import CALIBRATION_BATCH, Source, spread
@@ -23,6 +25,8 @@ from app.engines.base import Engine, EngineSettings, Signature
 from app.errors import CompileError, EngineError, RecipeError
 from app.repository.manifest import Lineage, Split
 from app.tensors import concat_rows, is_finite, slice_rows
+
+AnyRows = TypeVar("AnyRows", TensorRows, LabelledDataset)
 
 _RANDOM_ROWS = 64
 _DEFAULT_SIZE = 64
@@ -75,7 +79,8 @@ class ImportedSource(Source):
 
     @property
     def task(self) -> str:
-        return TENSORS
+        processor = self.model.processor
+        return f"{processor.modality}-classification" if processor and self.model.labels else TENSORS
 
     @property
     def baseline(self) -> str:
@@ -123,6 +128,8 @@ class ImportedSource(Source):
         )
 
     def save_codec(self, folder: UPath) -> None:
+        if self.task != TENSORS and self.model.processor:
+            self.model.processor.save(folder)
         if self.model.labels:
             save_labels(list(self.model.labels), folder)
 
@@ -137,19 +144,26 @@ class ImportedSource(Source):
 
 
 def own_rows(path: Path, model: ImportedModel) -> ImportRows:
-    """Read a person's rows. If there are enough, a quarter is for int8's ranges. Raises DataError."""
+    """Read a person's rows. If there are enough, a quarter is for int8's ranges. Raises DataError.
+
+    A model with a processor and labels takes texts or images, another one tensors.
+    """
+    if model.processor and model.labels:
+        natural = read_natural(path, model.processor, model.labels)
+        return _split(natural, partial(select, natural), fingerprint_of(natural), True, path)
     rows = read_rows(path, model.signature, model.labels)
-    compared, calibration = _split(rows)
-    return ImportRows(compared, calibration, rows.fingerprint, rows.classes is not None, str(path))
+    return _split(rows, rows.select, rows.fingerprint, rows.classes is not None, path)
 
 
-def _split(rows: TensorRows) -> tuple[TensorRows, TensorRows | None]:
+def _split(
+    rows: AnyRows, choose: Callable[[Sequence[int]], AnyRows], fingerprint: str, has_classes: bool, path: Path
+) -> ImportRows:
     if len(rows) < _MIN_ROWS_FOR_INT8:
-        return rows, None
+        return ImportRows(rows, None, fingerprint, has_classes, str(path))
     # In rows whose classes take turns, every fourth could have the same.
     order = np.random.default_rng(0).permutation(len(rows))
-    held_out, compared = np.split(order, [(len(rows) + 3) // 4])
-    return rows.select(sorted(compared)), rows.select(sorted(held_out))
+    held_out, compared = (sorted(part.tolist()) for part in np.split(order, [(len(rows) + 3) // 4]))
+    return ImportRows(choose(compared), choose(held_out), fingerprint, has_classes, str(path))
 
 
 def made_up_rows(model: ImportedModel, sizes: Mapping[str, Sequence[int]]) -> ImportRows:
@@ -163,7 +177,7 @@ def made_up_rows(model: ImportedModel, sizes: Mapping[str, Sequence[int]]) -> Im
         raise RecipeError(
             f"--size names {unknown[0]!r}: the sizes that vary are {', '.join(names) or 'none but the rows'}"
         )
-    chosen = {name: sizes.get(name, [_DEFAULT_SIZE]) for name in names}
+    chosen = {name: sizes.get(name, model.lengths or [_DEFAULT_SIZE]) for name in names}
     rows = random_rows(model.signature, chosen, _RANDOM_ROWS)
     return ImportRows(rows, None, rows.fingerprint, False, None)
 

@@ -30,8 +30,9 @@ def require_same_model(recipe: Recipe) -> None:
     folder = to_path(recipe.train.prune.weights)
     verify_checksums(folder)
     trained = load_stored_recipe(str(folder / RECIPE_FILE))
-    for section in ("data", "model"):
-        if getattr(trained, section) != getattr(recipe, section):
+    sections = {"data": trained.data == recipe.data, "model": trained.model.as_given == recipe.model.as_given}
+    for section, is_same in sections.items():
+        if not is_same:
             raise RecipeError(
                 f"train.prune.weights {str(folder)!r} were trained with another {section} section: expected the same, "
                 "so take the recipe of that run"
