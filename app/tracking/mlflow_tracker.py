@@ -42,6 +42,8 @@ class MlflowTracker:
         """``register_versions``: whether versions that a run publishes enter the model registry."""
         self._uri, self._experiment, self._register_versions = uri, experiment, register_versions
         self.has_secret_address = has_secret_address
+        self._uploaded: set[tuple[str, str]] = set()
+        """Ids of runs with the names of their files that an earlier try of ``close`` has added."""
 
     def open(self, facts: RunFacts, run_id: str | None) -> str:
         """Create a run and return its id, or go on with ``run_id``. A run that an earlier try created is found."""
@@ -85,7 +87,9 @@ class MlflowTracker:
         if self._register_versions and end.version:
             self._register(run_id, end.version)
         for file in end.files:
-            self._client.log_artifact(run_id, str(file))
+            if (run_id, file.name) not in self._uploaded:
+                self._client.log_artifact(run_id, str(file))
+                self._uploaded.add((run_id, file.name))
 
     @cached_property
     def _client(self) -> "MlflowClient":

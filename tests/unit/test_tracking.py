@@ -218,14 +218,22 @@ def test_a_run_ends_while_the_storage_of_files_is_away(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise ConnectionError("no storage")
+    def upload(client: MlflowClient, run_id: str, file: str) -> None:
+        if is_away and file.endswith("result.json"):
+            raise ConnectionError("no storage")
+        uploaded.append(Path(file).name)
+        log_artifact(client, run_id, file)
 
-    monkeypatch.setattr(MlflowClient, "log_artifact", refuse)
+    log_artifact, uploaded, is_away = MlflowClient.log_artifact, list[str](), True
+    monkeypatch.setattr(MlflowClient, "log_artifact", upload)
+    tracked = TrackedRun(write_run(storage, RUN_ID, metrics={"val_loss": 1.0}), tracker)
     with pytest.raises(ConnectionError, match="no storage"):
-        TrackedRun(write_run(storage, RUN_ID, metrics={"val_loss": 1.0}), tracker).finish()
+        tracked.finish()
     (copied,) = server.runs(request.node.name)
     assert (copied["status"], copied["metrics"]["result/val_loss"]) == ("FINISHED", 1.0)
+    is_away = False
+    tracked.finish()
+    assert uploaded == ["config.yaml", "result.json", "events.jsonl"], "each once"
 
 
 @pytest.mark.parametrize(
