@@ -90,6 +90,7 @@ class MlflowTracker:
             if (run_id, file.name) not in self._uploaded:
                 self._client.log_artifact(run_id, str(file))
                 self._uploaded.add((run_id, file.name))
+        self._uploaded.clear()  # the files of a resumed run are new
 
     @cached_property
     def _client(self) -> "MlflowClient":
