@@ -37,7 +37,7 @@ def test_a_training_is_copied_and_one_whose_server_is_away_ends_as_well(tmp_path
             assert run["metrics"]["result/val_accuracy"] == result["metrics"]["val_accuracy"]
             assert "report.html" in {file.path for file in server.client.list_artifacts(run["id"])}
         else:
-            assert f"mlflow lacks {len(steps) + 2} records" in done.stderr
+            assert f"mlflow lacks up to {len(steps) + 2} records" in done.stderr
             assert server.runs(name) == []
 
 

@@ -166,8 +166,8 @@ def test_an_actor_that_still_stores_its_last_trial_takes_no_other(
 def test_an_actor_frees_the_model_of_its_last_trial(begin: Begin, monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
     models: list[weakref.ref[Any]] = []
 
-    def remember(*given: Any) -> Any:
-        blueprint = blueprint_of(*given)
+    def remember(*given: Any, **options: Any) -> Any:
+        blueprint = blueprint_of(*given, **options)
         models.append(weakref.ref(blueprint.model))
         return blueprint
 

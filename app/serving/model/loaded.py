@@ -4,6 +4,7 @@ import base64
 import tempfile
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +65,7 @@ class LoadedModel:
         """The tensors that a request may have."""
         return self.processor.inputs if self.processor else self.manifest.signature.inputs
 
-    @property
+    @cached_property
     def labels_by_output(self) -> dict[str, list[str]]:
         """The names of the classes, by output."""
         return {self.manifest.scores: self.labels} if self.manifest.scores else {}
