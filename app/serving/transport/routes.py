@@ -95,10 +95,12 @@ def _natural(endpoint: Endpoint) -> APIRouter:
         with endpoint.traffic.counted("natural", request.headers.get("traceparent")) as asked:
             if asked.traceparent:
                 response.headers["traceparent"] = request.state.traceparent = asked.traceparent
-            target = endpoint.route(name, version)
-            asked.model, asked.version = name, target.version
+            asked.model, asked.version = name, endpoint.find(name, version).version  # refused before the body is read
             given = await _read_predict(request)
             asked.received = given.num_bytes
+            # A version can be replaced while the body arrives, and would refuse the request once it is unloaded.
+            target = endpoint.route(name, version)
+            asked.version = target.version
             return await target.predict(given)
 
     return router
