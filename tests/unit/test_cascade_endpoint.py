@@ -140,8 +140,8 @@ def test_a_stage_gets_the_time_that_is_left() -> None:
         pixels = {"pixel_values": np.ones((1, 1, 1, 1), np.float32)}
         busy = asyncio.create_task(large.run(pixels))
         await asyncio.to_thread(engine.began.wait)
-        with pytest.raises(DeadlineError, match=r"within 0\.0"):
-            await cascade.infer(InferRequest("large", None, None, pixels, parameters=RequestParameters(timeout_s=0.05)))
+        with pytest.raises(DeadlineError, match=r"within 0\.[1-4]"):  # less than was given
+            await cascade.infer(InferRequest("large", None, None, pixels, parameters=RequestParameters(timeout_s=0.5)))
         engine.may_end.set()
         await busy
         _, asked_first = Rollout("large", large, None, None, cascade, random.Random()).statistics

@@ -269,7 +269,7 @@ class QueuedRequest:
 
     def deadline_error(self, now_s: float) -> DeadlineError:
         """Return the error of a request that cannot be answered in time."""
-        waited_s, allowed_s = now_s - self.arrived_s, self.deadline_s - self.arrived_s
+        waited_s, allowed_s = now_s - self.arrived_s, max(0.0, self.deadline_s - self.arrived_s)
         return DeadlineError(
             f"the request waited for {waited_s:.3g} s and cannot be answered within {allowed_s:.3g} s of its arrival: "
             "try again later, or allow more time"
