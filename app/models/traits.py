@@ -8,7 +8,7 @@ from torch import nn
 
 from app.config import ModelTraits
 from app.errors import RecipeError
-from app.models.staged import cuts_of, layers_of, parameters_of, stages_of
+from app.models.splitting import cuts_of, layers_of, parameters_of, stages_of
 
 
 class ModelKind(Enum):

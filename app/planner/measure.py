@@ -16,7 +16,8 @@ from app.config.plan import Precision
 from app.errors import PlanError
 from app.models.factory import logits_of
 from app.models.precision import TORCH_DTYPES
-from app.models.staged import Layer, ShardStyle, Tied, cuts_of, layers_of
+from app.models.splitting import cuts_of, layers_of
+from app.models.staged import Layer, ShardStyle, Tied
 from app.models.traits import ModelKind, kind_of, traits_of
 from app.planner.profile import LayerProfile, ModelProfile
 from app.planner.recorder import SAMPLES, FakeModel, Recorder

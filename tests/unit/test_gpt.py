@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from app.models.gpt import GPT, Rotary, gpt
-from app.models.staged import Tied, cuts_of, layers_of, run_layers
+from app.models.splitting import cuts_of, layers_of
+from app.models.staged import Tied, run_layers
 
 KINDS: list[dict[str, Any]] = [{}, {"tied": False}, {"positions": "learned"}]
 

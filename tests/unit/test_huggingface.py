@@ -14,7 +14,8 @@ from app.checksums import write_checksums
 from app.config import ModelConfig, load_recipe
 from app.errors import RecipeError
 from app.models.factory import build_model, logits_of
-from app.models.staged import cuts_of, layers_of, run_layers
+from app.models.splitting import cuts_of, layers_of
+from app.models.staged import run_layers
 from app.models.traits import traits_of
 from app.tasks import prepare
 from app.training.checkpoints.names import WEIGHT, parameter

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from app.errors import RecipeError
-from app.models.staged import Layer, Staged, Tied, cuts_of, layers_of, run_layers
+from app.models.splitting import cuts_of, layers_of
+from app.models.staged import Layer, Staged, Tied, run_layers
 from app.models.traits import traits_of
 from tests.helpers import documented
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from app.config import Layout, TrainConfig
 from app.models.blueprint import Blueprint, Place
-from app.models.staged import Layer, Tied, cuts_of, layers_of
+from app.models.splitting import cuts_of, layers_of
+from app.models.staged import Layer, Tied
 from app.models.traits import ModelKind
 from app.storage import no_op
 from app.telemetry.step_time import Phase, phase
