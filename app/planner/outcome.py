@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 
 from upath import UPath
@@ -15,6 +16,7 @@ from app.planner.cluster import Cluster
 from app.planner.plan import parallel_plan
 from app.planner.prediction import MeasuredRun, Prediction
 from app.planner.recipe import find_plans, subject_of
+from app.planner.report import plan_keys
 from app.planner.search import price_plan
 from app.planner.validation import validation_of
 from app.telemetry.profiler import SUMMARY_FILE
@@ -56,10 +58,13 @@ def prediction_of(
     if candidate is None:
         return None
 
+    # Where calibration has run this very plan, the planner named the measured time.
+    run = calibration and calibration.measured(subject.name, plan_keys(plan))
     scale = findings.candidates[0].scale if findings.candidates else 1.0
+    candidate = replace(candidate, measured_step_s=run.step_s if run else None, scale=scale)
     validation = validation_of(cluster.device, plan)
     prediction = Prediction(
-        step_s=candidate.time.step_s * scale,
+        step_s=candidate.step_s,
         error=validation.p90 if validation else calibration and calibration.error(subject.name),
         memory_bytes=int(candidate.memory.total + (_RAY_BYTES if cluster.device.kind == "cpu" else 0.0)),
         communication=candidate.time.communication,

@@ -13,7 +13,7 @@ from app.models.factory import blueprint_of
 from app.planner.auto import choose_plan
 from app.planner.calibration import Calibration, MeasuredPlan, machine_name
 from app.planner.cluster import Cluster, cluster_of, local_cluster, this_machine
-from app.planner.outcome import measured_run
+from app.planner.outcome import measured_run, prediction_of
 from app.planner.prediction import Prediction
 from app.planner.recipe import subject_name
 from app.runs import CONFIG_FILE, Run
@@ -174,3 +174,18 @@ def test_a_run_tells_where_its_prediction_was_off(tmp_path: Path) -> None:
     profiled = measured.model_copy(update={"communication": 0.4, "step_s": 0.2})
     (said,) = stated.model_copy(update={"measured": profiled}).differences()
     assert said == "communication took 40% of a step, and 10% was predicted"
+
+
+def test_the_prediction_for_a_calibrated_plan_is_its_measured_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe(DIGITS, ["train.workers=2", "train.plan.micro_batch=32"])
+    _calibrate(recipe, tmp_path, monkeypatch)
+    metrics = to_path(tmp_path / "metrics.jsonl")
+    metrics.write_text('{"step": 0, "samples_per_s": 64.0, "memory": {"peak_bytes": 1}}\n', encoding="utf-8")
+    for stage, measured_s in ((1, 0.02), (3, 0.05)):
+        staged = load_recipe(DIGITS, ["train.workers=2", "train.plan.micro_batch=32", f"train.plan.zero_stage={stage}"])
+        profile = to_path(tmp_path / "profile")
+        predicted = prediction_of(staged, prepare(staged), 2, lambda: this_machine(2), metrics, profile)
+        assert predicted is not None
+        assert predicted.step_s == measured_s
