@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -19,6 +20,7 @@ import pytest
 import yaml
 from aiosmtpd.controller import Controller
 from aiosmtpd.handlers import Message
+from ray.dashboard.modules.metrics import grafana_dashboard_factory
 from upath import UPath
 
 from app.cluster.ports import unused
@@ -45,6 +47,9 @@ MAX_S = 60.0
 """From a cause to the received webhook, for alerts without a window."""
 ABSENT = ("node_gpu", "node_gram", "fragmentation", "tokens_per_second")
 """In what has no data here: it is of GPUs, or of language models."""
+RAY_BOARDS = ("default", "serve", "serve_deployment", "train")
+RAY_ABSENT = ("gpu", "gram", "grpc", "autoscaler", "ray_data", "multiplexed")
+"""Parts of queries without data here: no GPU, autoscaler or gRPC call, and parts of Ray that Rayloom leaves alone."""
 TRAINING = [
     "recipes/digits.yaml", "train.workers=2", "train.epochs=8", "train.early_stopping=null", "train.max_failures=1",
     "train.checkpoint.every_steps=5", "train.profile={wait: 1, warmup: 1, active: 2}",
@@ -128,6 +133,18 @@ def ask(state: ClusterState, query: str) -> list[dict[str, Any]]:
     assert answer["status"] == "success", (query, answer)
     found: list[dict[str, Any]] = answer["data"]["result"]
     return found
+
+
+def ray_expressions() -> set[str]:
+    """Return every expression of Ray's own dashboards of the core, Serve and Train."""
+    boards = [
+        json.loads(getattr(grafana_dashboard_factory, f"generate_{name}_grafana_dashboard")()[0]) for name in RAY_BOARDS
+    ]
+    rows = [panel for board in boards for panel in board["panels"]]
+    panels = [inner for row in rows for inner in (row, *row.get("panels", []))]
+    found = {target["expr"] for panel in panels for target in panel.get("targets", [])}
+    asked = {re.sub(r"\$\w+", ".*", expression.replace("$window", "1m")) for expression in found}
+    return {expression for expression in asked if not expression.isdecimal()}  # a line at 100 %
 
 
 def selector(metric: Metric) -> str:
@@ -215,6 +232,8 @@ def test_every_metric_and_panel_has_data(watched: dict[str, str], state: Cluster
     with suppress(TimeoutError, AssertionError):
         wait_until(nothing_is_missing, timeout_s=30.0)
     assert not missing
+    empty = {query for query in ray_expressions() if not ask(state, f"last_over_time(({query})[5m:5s])")}
+    assert sorted(query for query in empty if not any(word in query for word in RAY_ABSENT)) == []
 
 
 @pytest.mark.usefixtures("endpoint")

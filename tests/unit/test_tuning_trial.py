@@ -1,5 +1,6 @@
 """A trial as the search runs it."""
 
+import gc
 import json
 import threading
 import weakref
@@ -46,8 +47,9 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
 
     with marked(UPath(tmp_path)) as mark:
         yield begin
-    for each in actors:
-        each.cleanup()
+    for actor in actors:
+        actor.cleanup()
+    gc.unfreeze()
 
 
 def test_an_epoch_that_nobody_heard_of_is_reported_by_the_next_attempt(begin: Begin) -> None:
@@ -64,6 +66,15 @@ def test_the_last_epoch_comes_with_what_the_trial_came_to(begin: Begin) -> None:
     assert "ended" not in first
     assert (last["epoch"], last["ended"], last["stopped_early"]) == (2, True, False)
     assert last["final_values"] == [max(first["value"], last["value"])]
+
+
+def test_the_collector_skips_imported_code_between_trials(begin: Begin) -> None:
+    actor = begin()
+    actor.step()
+    imported = len(gc.get_objects())
+    actor.reset_config({NUMBER: 1, VALUES: {}, LAST_REPORTED_EPOCH: 0})
+    assert gc.get_freeze_count() > imported / 2
+    assert len(gc.get_objects()) < imported / 2
 
 
 def test_values_that_the_recipe_refuses_are_a_failure_of_the_trial(begin: Begin) -> None:
