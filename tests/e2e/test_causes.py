@@ -125,6 +125,10 @@ def test_a_version_that_is_worse_is_traced_to_its_recipe(watched: dict[str, str]
     browser.get(page_of(watched, "serving"))
     Select(browser.find_element(By.ID, "range")).select_by_visible_text("15 minutes")
     assert float(legend(browser, "Shadow agrees", "digits 2").removesuffix(" %")) < 90.0
+    line = "//figure[figcaption='Shadow agrees']//*[name()='polyline']"
+    WebDriverWait(browser, 60.0, 0.2, [Exception]).until(
+        lambda page: str(page.find_element(By.XPATH, line).get_attribute("points")).count(" ") > 1
+    )
     picture(browser, "cause_shadow", 560, at="//section[h2='Versions']")
     browser.get(f"{ui}/#/models")
     versions = rows(browser, "#view")
