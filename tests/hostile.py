@@ -28,7 +28,7 @@ def _gzip(content: bytes) -> bytes:
 
 
 def _with_token(token: int) -> bytes:
-    tensors = {name: each.copy() for name, each in rows(1).items()}
+    tensors = {name: array.copy() for name, array in rows(1).items()}
     tensors["input_ids"][0, 0] = token
     return json.dumps(body(tensors)).encode()
 

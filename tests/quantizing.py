@@ -44,7 +44,7 @@ class Subject:
 
     def logits(self, batch: Tensors) -> NDArray[np.float32]:
         with torch.no_grad():
-            return logits_of(self.model(**{name: torch.from_numpy(each) for name, each in batch.items()})).numpy()
+            return logits_of(self.model(**{name: torch.from_numpy(array) for name, array in batch.items()})).numpy()
 
     def cosine(self, answers: Callable[[Tensors], Tensors]) -> float:
         """The mean over rows, with what all rows have in common taken away, so that it says more."""
@@ -157,7 +157,7 @@ def resnet(folder: Path) -> Subject:
     return Subject(model, images(3, 32), samples, folder)
 
 
-SUBJECTS = {each.__name__: each for each in (digits, reviews, bert, resnet)}
+SUBJECTS = {subject.__name__: subject for subject in (digits, reviews, bert, resnet)}
 
 
 class Sensitive(nn.Module):

@@ -96,7 +96,7 @@ def expected(tensors: Tensors, number: int = 0) -> NDArray[np.float32]:
 
     with torch.no_grad():
         logits: NDArray[np.float32] = encoder()(
-            **{name: torch.from_numpy(each) for name, each in tensors.items()}
+            **{name: torch.from_numpy(array) for name, array in tensors.items()}
         ).numpy()
     return logits + np.float32(number)
 

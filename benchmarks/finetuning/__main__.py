@@ -92,7 +92,7 @@ def report(found: Measured, num_rounds: int, minutes: float, load_before: str) -
         (
             name,
             f"{speed(found, name).median:.2f}",
-            ", ".join(f"{100 * each.accuracy:.1f} %" for each in measured if each.accuracy is not None) or "–",
+            ", ".join(f"{100 * run.accuracy:.1f} %" for run in measured if run.accuracy is not None) or "–",
             f"{useful(found, name).median:,.0f}" if measured[0].useful_tokens_per_s else "–",
         )
         for name, measured in found.items()

@@ -120,7 +120,7 @@ def _order(data: Dataset, batch: int) -> list[int]:
 
 def _tensors(data: Dataset, indices: list[int]) -> dict[str, torch.Tensor]:
     batch = data.batch(indices)
-    return {name: torch.from_numpy(each) for name, each in {**batch.inputs, "labels": batch.targets}.items()}
+    return {name: torch.from_numpy(array) for name, array in {**batch.inputs, "labels": batch.targets}.items()}
 
 
 class _Rows(torch.utils.data.Dataset[int]):

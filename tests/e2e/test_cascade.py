@@ -23,7 +23,7 @@ def test_a_cascade_is_calibrated_deployed_and_says_who_answered(cluster: dict[st
     asked = f"{deployed['artifacts']['http']}/v1/models/toy/predict"
     answer = httpx.post(asked, json={"inputs": TEXTS[:4]}).json()
     assert f"toy/{answer['model_version']}" == deployed["artifacts"]["model"]
-    assert {each["stage"] for each in answer["predictions"]} <= {0, 1}
+    assert {prediction["stage"] for prediction in answer["predictions"]} <= {0, 1}
     first = Repository(UPath(cluster["RAYLOOM_STORAGE"])).production("tiny")
     room = f"serve.cpus_per_replica={Cluster(cluster).cpus()[1]}"
     again = run_job(cluster, "deploy", *settings, room, succeeds=False)

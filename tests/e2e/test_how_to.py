@@ -149,7 +149,8 @@ def test_resume_a_run(reader: Reader) -> None:
     wait_until(lambda: len(metrics.read_text(encoding="utf-8").splitlines()) > steps)
     reader.paste(pause, RUN_ID=run_id)
     resumed.join()
-    assert "model.safetensors" in reader.paste(export, RUN_ID=run_id)
+    reader.paste(export, RUN_ID=run_id)
+    assert (reader.folder / run_id / "model.safetensors").exists()
 
 
 def test_look_at_runs(reader: Reader) -> None:

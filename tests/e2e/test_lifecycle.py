@@ -54,7 +54,7 @@ def test_the_result_says_what_was_reached(deployed: dict[str, Any], cluster: dic
     assert metrics["train"]["val_accuracy"] >= 0.97
     variants = {(metric["engine"], metric["precision"]): metric for metric in metrics["compile"]["variants"]}
     assert set(variants) >= {(engine, "fp32") for engine in ("openvino", "onnxruntime", "torch")}
-    assert all(each["max_difference"] <= 1e-4 for (_, precision), each in variants.items() if precision == "fp32")
+    assert all(variant["max_difference"] <= 1e-4 for (_, precision), variant in variants.items() if precision == "fp32")
     asked = {(metric["engine"], metric["precision"]) for metric in metrics["compile"]["skipped"]} | set(variants)
     assert asked >= {(engine, precision) for engine in ("openvino", "onnxruntime") for precision in ("bf16", "int8")}
     assert metrics["compile"]["chosen"]["accuracy"] == pytest.approx(metrics["train"]["val_accuracy"], abs=0.011)
@@ -288,10 +288,10 @@ def test_an_endpoint_asks_for_a_token_that_ray_never_sees(
     serve = httpx.get(f"{cluster['RAY_API_SERVER_ADDRESS']}/api/serve/applications/", headers=access).text
     assert hashlib.sha256(token.encode()).hexdigest() in serve
     state = json.loads((Path(cluster["RAYLOOM_HOME"]) / "cluster/cluster.json").read_text(encoding="utf-8"))
-    files = [each for each in Path(state["runtime"]).rglob("*") if each.suffix in (".log", ".out", ".err")]
+    files = [path for path in Path(state["runtime"]).rglob("*") if path.suffix in (".log", ".out", ".err")]
     assert files
     logs = [file.read_text(encoding="utf-8", errors="replace") for file in files]
-    assert not any(token in each for each in [serve, json.dumps(result), status, *logs])
+    assert not any(token in text for text in [serve, json.dumps(result), status, *logs])
     run_job(cluster, "deploy", *DIGITS)
     assert endpoint.get("/v2").status_code == 401  # what asked for a token goes on to
     run_job(cluster, "deploy", *DIGITS, "serve.auth=none")

@@ -33,7 +33,7 @@ def test_why_batches_were_made_and_requests_failed_is_exported(cluster: dict[str
     (version,) = publish(UPath(cluster["RAYLOOM_STORAGE"]), exported())
     url = f"{deploy(cluster, version)['http']}/v2/models/toy/infer"
     one = {"input_ids": rows(1)["input_ids"]}
-    assert [httpx.post(url, json=body(each)).status_code for each in (rows(1), rows(2), one)] == [200, 200, 400]
+    assert [httpx.post(url, json=body(given)).status_code for given in (rows(1), rows(2), one)] == [200, 200, 400]
     expected = {
         ("ray_rayloom_batches_total", "idle"): 2,
         ("ray_rayloom_failures_total", "unread"): 1,

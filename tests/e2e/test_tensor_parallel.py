@@ -64,7 +64,7 @@ def test_it_answers_as_the_whole_model_does_and_comes_back_when_a_part_dies(
     cluster: dict[str, str], trained: dict[str, Any], endpoint: str
 ) -> None:
     whole = load_weights(UPath(trained["artifacts"]["weights"]))
-    tensors = {name: torch.from_numpy(each) for name, each in whole.processor.encode(TEXTS).items()}
+    tensors = {name: torch.from_numpy(array) for name, array in whole.processor.encode(TEXTS).items()}
     expected = whole.model(**tensors).logits.softmax(-1).detach().numpy()
     np.testing.assert_allclose(scores(asked(endpoint)), expected, atol=2e-5)
 

@@ -58,7 +58,7 @@ def test_a_classifiers_adapter_and_its_head_learn_and_the_rest_stays(
     assert max(tensor.abs().max() for name, tensor in tensors.items() if "lora_B" in name) > 1e-3
     assert json.loads((kept / "adapter_config.json").read_bytes())["base_model_name_or_path"] == str(folder)
     reference = PeftModel.from_pretrained(AutoModelForSequenceClassification.from_pretrained(folder), kept).eval()
-    encoded = {name: torch.from_numpy(each) for name, each in merged.processor.encode(TEXTS).items()}
+    encoded = {name: torch.from_numpy(array) for name, array in merged.processor.encode(TEXTS).items()}
     with torch.no_grad():
         assert torch.allclose(logits_of(merged.model(**encoded)), reference(**encoded).logits, atol=1e-5)
 

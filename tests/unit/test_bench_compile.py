@@ -109,7 +109,7 @@ def _small_encoder(model: Model, folder: Path) -> UPath:
 
 
 def _goal(found: Findings, begins: str) -> goals.Goal:
-    (goal,) = (each for each in goals.goals(found) if each.what.startswith(begins))
+    (goal,) = (goal for goal in goals.goals(found) if goal.what.startswith(begins))
     return goal
 
 

@@ -428,7 +428,7 @@ def test_the_sweep_is_drawn_with_a_field_for_each_setting() -> None:
 
 
 def _goal(found: Findings, begins: str, ends: str = "") -> goals.Goal:
-    (goal,) = (each for each in goals.goals(found) if each.what.startswith(begins) and each.what.endswith(ends))
+    (goal,) = (goal for goal in goals.goals(found) if goal.what.startswith(begins) and goal.what.endswith(ends))
     return goal
 
 
@@ -436,7 +436,7 @@ def _found(
     rates: dict[str, tuple[float, float, float]], case: str = "cnn", absent: dict[str, str] | None = None
 ) -> Findings:
     """Two rounds of the same numbers: rates at 1, 16 and 64 connections; latencies follow from them."""
-    results = {name: Result("as it comes", "lists", [_loads(each)] * 2) for name, each in rates.items()}
+    results = {name: Result("as it comes", "lists", [_loads(rate)] * 2) for name, rate in rates.items()}
     ran = Race(results, {SAME_FILE_LOOP: Spread((200.0, 200.0)), CHOSEN_LOOP: Spread((1000.0, 1000.0))}, absent or {})
     peers = [name for name in rates if not name.startswith("Rayloom")]
     raced = Raced(case, peers, peers, ran)

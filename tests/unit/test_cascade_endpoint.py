@@ -161,7 +161,7 @@ def test_a_stage_is_closed_only_after_rows_that_are_on_their_way_to_it() -> None
         pixels = {"pixel_values": np.ones((1, 1, 1, 1), np.float32)}
         request = asyncio.create_task(cascade.infer(InferRequest("large", None, None, pixels)))
         await asyncio.to_thread(engine.began.wait)
-        closing = [asyncio.create_task(each.close()) for each in (large, small)]
+        closing = [asyncio.create_task(stage.close()) for stage in (large, small)]
         await asyncio.sleep(0)
         engine.may_end.set()
         assert (await request).parameters == {"stage": "1"}
@@ -211,7 +211,7 @@ def test_each_row_is_answered_by_the_stage_that_the_response_names(server: Serve
     assert np.allclose(answer.as_numpy(OUTPUT), expected, atol=1e-4)
     after = client.get_inference_statistics()["model_stats"]
     assert [item["name"] for item in after] == ["toy", "toy/tiny"]
-    assert [each["inference_count"] - count for each, count in zip(after, before, strict=True)] == [4, 8]
+    assert [statistics["inference_count"] - count for statistics, count in zip(after, before, strict=True)] == [4, 8]
 
     over_grpc = tritonclient.grpc.InferenceServerClient(server.grpc).infer("toy", asked(tritonclient.grpc, tensors))
     assert over_grpc.get_response().parameters["stage"].string_param == ",".join(map(str, stages))

@@ -106,7 +106,7 @@ def test_a_packed_conversation_is_answered_as_alone(model_type: str, tmp_path: P
         total = 0.0
         for row in range(len(split)):
             batch = split.batch([row])
-            inputs = {name: torch.from_numpy(each) for name, each in batch.inputs.items()}
+            inputs = {name: torch.from_numpy(array) for name, array in batch.inputs.items()}
             logits = model(**inputs).logits.flatten(0, 1)
             targets = torch.from_numpy(batch.targets).flatten()
             total += float(functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum"))

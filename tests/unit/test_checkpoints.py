@@ -361,7 +361,7 @@ def test_an_export_reads_each_byte_once(tmp_path: Path, has_pieces: bool) -> Non
     register_implementation("counting", CountingStorage, clobber=True)
     store = CheckpointStore(UPath(f"counting://{tmp_path}"))
     weights = {f"layer{number}": torch.rand(64, 256) for number in range(32)}
-    content = {parameter(name, WEIGHT): Shards((64, 256), {(0, 0): each}) for name, each in weights.items()}
+    content = {parameter(name, WEIGHT): Shards((64, 256), {(0, 0): tensor}) for name, tensor in weights.items()}
     writer = CheckpointWriter(store, CheckpointConfig(background=False))
     writer.save(lambda: Snapshot(state_at(1), {**content}), best=None)
     folder = store.folder_of(Checkpoint(1))

@@ -30,9 +30,9 @@ SERVE, LEFT_TO_SERVE = PlainTextResponse("", 418), 418
 
 
 def client(app: ASGIApp = SERVE) -> httpx.AsyncClient:
-    """Of Serve's application behind what Serve puts before it, in its order."""
-    for each in middleware():
-        app = each.cls(app, *each.args, **each.kwargs)
+    """Return a client of Serve's application, behind the middleware in Serve's order."""
+    for layer in middleware():
+        app = layer.cls(app, *layer.args, **layer.kwargs)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://replica")
 
 

@@ -28,7 +28,7 @@ def undescribed(path: str, section: dict[str, Any], definitions: dict[str, Any])
     for name, field in section["properties"].items():
         options = [field, *field.get("anyOf", []), field.get("items", {})]
         inner = [definitions[option["$ref"].rpartition("/")[2]] for option in options if "$ref" in option]
-        if not any(each.get("description") for each in (field, *inner)):
+        if not any(schema.get("description") for schema in (field, *inner)):
             yield path + name
         for item in inner:
             yield from undescribed(f"{path}{name}.", item, definitions)
@@ -74,14 +74,14 @@ def test_the_pages_have_commands() -> None:
     assert {command.words[0] for command in COMMANDS} >= {"rayloom", "make", "torchrun", "ray"}
 
 
-@pytest.mark.parametrize("command", [each for each in COMMANDS if each.words[0] == "rayloom"], ids=str)
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.words[0] == "rayloom"], ids=str)
 def test_a_command_of_rayloom_is_one(command: Command) -> None:
     parameters = parse(list(command.words[1:]))
     if recipe := parameters.get("recipe"):
         require_recipe(recipe, parameters["overrides"] or [])
 
 
-@pytest.mark.parametrize("command", [each for each in COMMANDS if "-m" in each.words], ids=str)
+@pytest.mark.parametrize("command", [command for command in COMMANDS if "-m" in command.words], ids=str)
 def test_a_module_that_a_command_runs_exists(command: Command) -> None:
     module, arguments = module_of(command.words) or ("", [])
     found = importlib.util.find_spec(module)

@@ -141,7 +141,7 @@ def test_a_stream_of_grpc_requests_is_answered_in_order_and_outlives_a_bad_one(s
         assert done.acquire(timeout=30)
     client.stop_stream()
     assert told[0].get_response().parameters["triton_final_response"].bool_param
-    assert [len(each.as_numpy(OUTPUT)) for each in (told[0], told[2])] == [1, 3]
+    assert [len(reply.as_numpy(OUTPUT)) for reply in (told[0], told[2])] == [1, 3]
     assert "'other' is not deployed" in str(told[1])
 
 

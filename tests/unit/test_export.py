@@ -86,5 +86,5 @@ def test_a_model_that_knows_so_many_positions_takes_texts_up_to_the_longest(tmp_
         }
         rows["attention_mask"][:, 0] = 1
         with torch.no_grad():
-            expected = logits_of(model(**{name: torch.from_numpy(each) for name, each in rows.items()}))
+            expected = logits_of(model(**{name: torch.from_numpy(array) for name, array in rows.items()}))
         np.testing.assert_allclose(engine.infer(rows)[OUTPUT], expected, atol=1e-5)

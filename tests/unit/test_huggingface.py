@@ -83,7 +83,7 @@ def test_transformers_reads_the_weights_that_training_keeps(tmp_path: Path) -> N
     recipe = load_recipe("recipes/stdlib_gpt.yaml", [*corpus, *keys])
     data, checkpoint, weights = prepare(recipe), tmp_path / "checkpoint", tmp_path / "weights"
     model = build_model(recipe.model, data.facts).eval()
-    content = {parameter(name, WEIGHT): each for name, each in model.named_parameters()}
+    content = {parameter(name, WEIGHT): tensor for name, tensor in model.named_parameters()}
     save(content, storage_writer=FileSystemWriter(checkpoint), no_dist=True)
     state = TrainState(
         position=Position(), records=[], workers=1, tensor=1, pipeline=1, optimizer_steps=0, schedule_steps=0,

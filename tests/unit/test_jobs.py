@@ -75,7 +75,7 @@ def test_a_lifecycle_that_goes_on_takes_up_no_search_but_its_own(tmp_path: Path)
 
     recipe = load_recipe(DIGITS, [f"storage={tmp_path / 'storage'}", "train.resume=unknown"])
     own, others, before = Run.start("tune", recipe), Run.start("tune", recipe), Run.start("lifecycle", recipe)
-    assert {execute(each, search).status for each in (own, others)} == {"succeeded"}
+    assert {execute(run, search).status for run in (own, others)} == {"succeeded"}
     before.open()
     (before.folder / "search").write_text(own.run_id, encoding="utf-8")
     after = Run.start("lifecycle", recipe)

@@ -140,7 +140,7 @@ def test_requests_are_counted_once_however_they_come(storage: UPath, hot: bool) 
         httpx.post(url + "/v2/models/other/infer", json=sent)
         httpx.post(url + "/v1/models/toy/predict", json={"inputs": "fine"})
         tensors = rows(1)
-        inputs = [tritonclient.grpc.InferInput(name, list(each.shape), "INT64") for name, each in tensors.items()]
+        inputs = [tritonclient.grpc.InferInput(name, list(array.shape), "INT64") for name, array in tensors.items()]
         for input_ in inputs:
             input_.set_data_from_numpy(tensors[input_.name()])
         with tritonclient.grpc.InferenceServerClient(server.grpc) as client:

@@ -186,7 +186,7 @@ def test_a_run_keeps_all_that_the_trained_model_needs(tmp_path: Path, capfd: pyt
     trained = load_weights(weights)
     config = json.loads((weights / "config.json").read_bytes())
     assert (config["id2label"], config["hidden_size"]) == ({"0": "negative", "1": "positive"}, 32)
-    encoded = {name: torch.from_numpy(each) for name, each in trained.processor.encode(TEXTS[:2]).items()}
+    encoded = {name: torch.from_numpy(array) for name, array in trained.processor.encode(TEXTS[:2]).items()}
     with torch.no_grad():
         assert [trained.labels[index] for index in logits_of(trained.model(**encoded)).argmax(-1)] == [
             "positive",
@@ -286,7 +286,7 @@ def test_a_remote_folder_is_copied_once(monkeypatch: pytest.MonkeyPatch, tmp_pat
     first, second = (open_pretrained(str(memory)) for _ in range(2))
     assert first == second
     assert read_configuration(str(memory))["hidden_size"] == BERT["hidden_size"]
-    assert len([each for each in (tmp_path / "home/pretrained").iterdir() if each.is_dir()]) == 1
+    assert len([path for path in (tmp_path / "home/pretrained").iterdir() if path.is_dir()]) == 1
 
 
 def test_a_package_holds_a_folder(tmp_path: Path) -> None:

@@ -99,7 +99,8 @@ def test_all_that_a_request_says_is_read_and_answered() -> None:
     assert [output.name for output in said.outputs] == ["z", "y"]
     assert InferResult(said).as_numpy("z").tolist() == [[b"5.0:1:q"]]
     assert {
-        name: getattr(each, each.WhichOneof("parameter_choice")) for name, each in said.parameters.items()
+        name: getattr(parameter, parameter.WhichOneof("parameter_choice"))
+        for name, parameter in said.parameters.items()
     } == custom | {"triton_final_response": True}
 
 

@@ -95,7 +95,7 @@ def test_bytes_and_json_may_be_mixed() -> None:
     tensors = {name: EXAMPLES[name] for name in ("FP32", "BYTES", "INT8", "BOOL", "BF16", "UINT64")}
     as_bytes = {"FP32", "BYTES", "BF16"}
     outputs = [InferRequestedOutput(name, binary_data=name in as_bytes) for name in tensors]
-    body, headers = sent([given(name, each, name in as_bytes) for name, each in tensors.items()], outputs=outputs)
+    body, headers = sent([given(name, array, name in as_bytes) for name, array in tensors.items()], outputs=outputs)
     request = read_infer(memoryview(body), headers, "m")
     assert same(request.inputs, tensors)
     result = received(*write_infer(build_response(request, "1", tensors), request))
@@ -117,7 +117,7 @@ def test_tensors_without_elements_and_without_axes_are_tensors() -> None:
     for binary in (True, False):
         inputs = [given(name, tensor, binary) for name, tensor in tensors.items()]
         read = read_infer(*sent(inputs), "m").inputs
-        assert {name: each.shape for name, each in read.items()} == {"none": (0, 3), "strings": (2, 0)}
+        assert {name: array.shape for name, array in read.items()} == {"none": (0, 3), "strings": (2, 0)}
     assert asked(x(shape=[], data=[7])).inputs["x"] == 7
 
 
@@ -153,7 +153,7 @@ def test_an_answer_has_the_outputs_that_were_asked_for_in_that_order() -> None:
     request = asked(x(), id="7", outputs=[{"name": "c"}, {"name": "a"}])
     body, headers = write_infer(build_response(request, "2", outputs, parameters={"stage": 1}), request)
     said = json.loads(body)
-    assert [each["name"] for each in said.pop("outputs")] == ["c", "a"]
+    assert [output["name"] for output in said.pop("outputs")] == ["c", "a"]
     assert said == {"model_name": "m", "model_version": "2", "id": "7", "parameters": {"stage": 1}}
     assert headers == {"content-type": "application/json"}
 

@@ -180,9 +180,9 @@ def test_tensorrt_builds_the_file(quantized: tuple[Subject, Path], tmp_path: Pat
     quantize_fp8(subject.file, subject.samples, fp8)
     layers = [replace(layer, activations=()) for layer in find_layers(load_model(subject.file))]
     write_quantized(subject.file, layers, {}, INT8, weights_only)
-    for precision, each in (("int8", file), ("int8", weights_only), ("fp8", fp8)):
+    for precision, model in (("int8", file), ("int8", weights_only), ("fp8", fp8)):
         settings = BuildSettings.model_validate({"precision": precision, "profile": profile})
-        build_plan("tensorrt_rtx", each, tmp_path / f"{precision}.plan", settings, ("SM89", "SM120"))
+        build_plan("tensorrt_rtx", model, tmp_path / f"{precision}.plan", settings, ("SM89", "SM120"))
 
 
 def test_fp8_answers_as_pytorch_does(tmp_path: Path) -> None:

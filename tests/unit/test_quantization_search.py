@@ -62,7 +62,7 @@ def test_smoothing_keeps_outliers_from_taking_the_bits_of_other_channels(tmp_pat
     subject = Subject(model, (TensorSpec("input", FLOATS, (-1, 64)),), samples, tmp_path)
     file, found = subject.quantized(at_least=0.0)
     layers = find_layers(load_model(subject.file))
-    largest = {name: each.largest for name, each in observe(subject.file, layers, samples).items()}
+    largest = {name: range_.largest for name, range_ in observe(subject.file, layers, samples).items()}
     write_quantized(subject.file, layers, largest, INT8, tmp_path / "plain.onnx")
     assert found == Quantization(method="minmax", smoothing=0.5, exempt=())
     assert subject.evaluate(file).loss < 0.1 * subject.evaluate(tmp_path / "plain.onnx").loss

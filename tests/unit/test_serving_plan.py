@@ -34,7 +34,7 @@ def test_a_recipe_names_versions_and_aliases_stand_for_the_rest(storage: UPath) 
     repository = Repository(storage)
     repository.promote("toy", 2, "canary")
     alone = deployed_model(recipe(), storage)
-    assert [each.version for each in alone.versions] == [1]
+    assert [served.version for served in alone.versions] == [1]
     assert alone.scaling == Scaling(
         min_replicas=2, max_replicas=2, upscale_delay_s=5, downscale_delay_s=300
     )  # as was measured
@@ -44,7 +44,7 @@ def test_a_recipe_names_versions_and_aliases_stand_for_the_rest(storage: UPath) 
     model = deployed_model(tried, storage)
     assert model.canary is not None
     assert model.shadow is not None
-    assert [each.version for each in model.versions] == [1, 2, 3]
+    assert [served.version for served in model.versions] == [1, 2, 3]
     assert (model.canary.percent, model.shadow.percent) == (10, 100)
     assert (model.scaling.min_replicas, model.scaling.max_replicas, model.production.threads) == (1, 4, 3)
     promote_named(tried, repository)

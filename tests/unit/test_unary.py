@@ -512,12 +512,9 @@ def test_a_closing_connection_answers_its_call(server: Server) -> None:
         idle.read(1)
         line.send(HALF)
         wait_until(lambda: bool(busy(server)))
-        for each in [
-            connection
-            for connection in server.listener.server_state.connections
-            if isinstance(connection, CallConnection)
-        ]:
-            server.loop.call_soon_threadsafe(each.shutdown)
+        connections = server.listener.server_state.connections
+        for connection in [connection for connection in connections if isinstance(connection, CallConnection)]:
+            server.loop.call_soon_threadsafe(connection.shutdown)
         idle.read()
         line.send(chunks(prefixed(GOOD)[-1:]))
         (answer,) = line.read()
@@ -548,8 +545,8 @@ def test_haproxy_sends_a_call_again_if_its_replica_has_gone(server: Server) -> N
         model_infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         for _ in range(20):
             assert model_infer(GOOD)
-            for each in [one for one in open_ones if isinstance(one, CallConnection)]:
-                server.loop.call_soon_threadsafe(each.shutdown)
+            for connection in [connection for connection in open_ones if isinstance(connection, CallConnection)]:
+                server.loop.call_soon_threadsafe(connection.shutdown)
 
 
 def test_a_large_message_is_not_taken_apart(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
