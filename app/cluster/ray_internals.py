@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections import Counter
 from pathlib import Path
 
 _TALKATIVE = (
@@ -25,17 +26,37 @@ def is_uploaded(file: Path, folder: Path) -> bool:
     Ray leaves out what the ``.gitignore`` and ``.rayignore`` of each folder on the way exclude, also outside a
     repository. Only its own code knows exactly what that is.
     """
-    from ray._private.ray_constants import RAY_RUNTIME_ENV_IGNORE_GITIGNORE
     from ray._private.runtime_env.packaging import get_excludes_from_ignore_files
 
     silence_client()
     file, folder = file.absolute(), folder.absolute()
     if not file.is_relative_to(folder) or ".." in file.parts or not file.is_file():
         return False
-    reads_gitignore = os.environ.get(RAY_RUNTIME_ENV_IGNORE_GITIGNORE, "0") != "1"
-    excluded = []
+    reads_gitignore, excluded = _reads_gitignore(), []
     for path in reversed([file, *(parent for parent in file.parents if parent.is_relative_to(folder))]):
         excluded += get_excludes_from_ignore_files(path, reads_gitignore)
         if any(excludes(path) for excludes in excluded):
             return False
     return True
+
+
+def uploaded_bytes(folder: Path) -> Counter[str]:
+    """Return the bytes that Ray uploads of each file and folder in a working directory, before compression."""
+    from ray._private.runtime_env.packaging import _dir_travel
+
+    sizes: Counter[str] = Counter()
+
+    def add(path: Path) -> None:
+        if path.is_file():
+            sizes[path.relative_to(folder).parts[0]] += path.stat().st_size
+
+    _dir_travel(folder, [], add, include_gitignore=_reads_gitignore())
+    # Ray leaves it out by default.
+    del sizes[".git"]
+    return sizes
+
+
+def _reads_gitignore() -> bool:
+    from ray._private.ray_constants import RAY_RUNTIME_ENV_IGNORE_GITIGNORE
+
+    return os.environ.get(RAY_RUNTIME_ENV_IGNORE_GITIGNORE, "0") != "1"

@@ -18,7 +18,7 @@ from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 from app.cluster.job_log import JobLog
 from app.cluster.jobs import Job, JobsApi
 from app.cluster.packages import known_jobs, runtime_env
-from app.cluster.ray_internals import is_uploaded, silence_client
+from app.cluster.ray_internals import is_uploaded, silence_client, uploaded_bytes
 from app.cluster.state import read_state, running_cluster
 from app.config import embedded, load_job_recipe, names_model, read_text, title_of
 from app.errors import ClusterError
@@ -34,6 +34,9 @@ _RESUME = {
     "jobs.tune": "tune.resume=true",
 }
 """The override by which each job resumes."""
+_TOO_LARGE = "status code 413"
+"""Part of the error of Ray's client when the dashboard refuses an upload for its size."""
+_NAMED_SIZES = 3
 _EXIT_PERIOD_S = 0.1
 """Time between two questions whether a job has ended."""
 _RESTART_TIMEOUT_S = 300.0
@@ -150,12 +153,26 @@ def _send(environment: Mapping[str, str], failure: str, **job: Any) -> None:
     """Submit a job with the arguments of Ray's ``submit_job``.
 
     Raises:
-        ClusterError: Ray's client raised an error. The message is ``failure`` and the first line of this error.
+        ClusterError: Ray's client raised an error. The message is ``failure`` and the first line of this error, or what
+            makes the folder too large to send.
     """
     try:
         _connect(environment).submit_job(**job)
     except _client_errors() as error:
-        raise ClusterError(f"{failure}: {_first_line(error)}") from error
+        reason = _first_line(error)
+        if _TOO_LARGE in reason:
+            reason = _sizes_of(Path(job["runtime_env"]["working_dir"]).resolve())
+        raise ClusterError(f"{failure}: {reason}") from error
+
+
+def _sizes_of(folder: Path) -> str:
+    """Say what in a folder is the largest, for a person who has to leave something out."""
+    largest = uploaded_bytes(folder).most_common(_NAMED_SIZES)
+    named = ", ".join(f"{name} ({size / 2**20:,.0f} MiB)" for name, size in largest)
+    return (
+        f"{str(folder)!r} is too large to send: Ray takes 100 MiB, compressed. Its largest parts are {named}. Name "
+        "those that the job does not read in .rayignore, which is written like .gitignore"
+    )
 
 
 def _connect(environment: Mapping[str, str]) -> Any:

@@ -131,6 +131,23 @@ def test_an_error_of_rays_client_is_one_sentence(
         resubmit(lost, {"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9"})
 
 
+def test_a_folder_too_large_to_send_is_told_with_its_largest_parts(
+    sent: Sent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Request failed with status code 413: Maximum request body size 104857600 exceeded.")
+
+    monkeypatch.setattr(AcceptingClient, "submit_job", refuse)
+    for name, size in (("data/a.bin", 2), ("data/b.bin", 1), ("weights.bin", 1), ("ignored/c.bin", 9), ("a.py", 0)):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(bytes(size * 2**20))
+    (tmp_path / ".gitignore").write_text("ignored/\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ClusterError, match=r"data \(3 MiB\), weights.bin \(1 MiB\), .* in .rayignore"):
+        submit("train", str(ROOT / "recipes/digits.yaml"), [])
+
+
 def test_submit_ends_when_the_job_does_and_not_when_ray_closes_its_log(
     sent: Sent, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
