@@ -69,6 +69,7 @@ def prepare(folder: Path, metrics: int, stats: int, fallback_http: int, fallback
 
 
 def _as_sent(response: ErrorResponse) -> bytes:
+    # HAProxy sends the file as it is, so it needs a status line and headers, too.
     status, headers = HTTPStatus(response.status_code), response.headers.items()
     lines = [f"HTTP/1.1 {status.value} {status.phrase}", *(f"{name}: {value}" for name, value in headers)]
     return "\r\n".join([*lines, "", ""]).encode() + bytes(response.body)

@@ -44,6 +44,7 @@ class JobLog:
 
     def lines(self, piece: str) -> Iterator[str]:
         """Yield the lines that end in this piece."""
+        # A piece may end within a line.
         *whole, self._rest = (self._rest + piece).split("\n")
         for line in whole:
             yield from self._shown(_COLOR.sub("", line).rstrip("\r"))
@@ -69,6 +70,7 @@ class JobLog:
         yield from self._outside_blocks(process, text, line)
 
     def _outside_blocks(self, process: str, text: str, line: str) -> Iterator[str]:
+        # By process, because the log mixes the lines of all processes.
         if process not in self._blocks:
             last = next((last for first, last in _BLOCKS if process and first.match(text)), None)
             if last is None:
@@ -80,5 +82,6 @@ class JobLog:
         block.lines.append(line)
         if block.last.match(text):
             del self._blocks[process]
+        # This is no such block, and its lines must not be lost.
         elif len(block.lines) > _MAX_BLOCK_LINES:
             yield from self._blocks.pop(process).lines

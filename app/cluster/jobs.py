@@ -49,6 +49,7 @@ class JobsApi:
         """Return the API that 'ray job' would use in this environment."""
         path = Path(environment.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
         given = environment.get("RAY_AUTH_TOKEN")
+        # Ray's own precedence: the variable before the file.
         token = given or (path.read_text(encoding="utf-8").strip() if path.is_file() else "")
         return cls(environment["RAY_API_SERVER_ADDRESS"], token, "RAY_AUTH_TOKEN" if given else str(path))
 

@@ -50,6 +50,7 @@ def start(
     serve = ports.choose(serve_port, 8000, "--serve-port", besides=(dashboard,))
     grpc = ports.choose(grpc_port, 8001, "--grpc-port", besides=(dashboard, serve))
     state.claim()
+    # All at once, so that no two of them are the same port.
     gcs, autoscaler, metrics, *others = ports.unused(3 + len(watched_by), besides=(dashboard, serve, grpc))
     cluster = ClusterState(
         id=secrets.token_hex(8),
@@ -59,6 +60,7 @@ def start(
         grpc_port=grpc,
         storage=_storage(),
         num_cpus=num_cpus,
+        # A short path: those of Unix sockets, which Ray and HAProxy make below it, are limited.
         runtime=Path(tempfile.mkdtemp(prefix="rl-", dir="/tmp")),
         autoscaler_metrics_port=autoscaler,
         dashboard_metrics_port=metrics,
@@ -126,6 +128,7 @@ def _signal(send: Callable[[], None]) -> None:
 
 def _start_head(cluster: ClusterState) -> None:
     taken = cluster.ports
+    # New ones at each start, because only Ray's processes use them. Clients know the others, which stay.
     client, *ingress = ports.unused(5, besides=taken)
     command = [
         *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--disable-usage-stats"),
@@ -185,6 +188,7 @@ def _environment(cluster: ClusterState) -> dict[str, str]:
         **os.environ,
         **cluster.client_environment(),
         MARK: cluster.id,
+        # Jobs run 'python' by its name, which must be the one of this environment.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
         "RAYLOOM_STORAGE": cluster.storage,
         "RAYLOOM_SERVE_PORT": str(cluster.serve_port),

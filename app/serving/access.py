@@ -59,6 +59,7 @@ class Access(BaseModel):
         Raises:
             UnauthorizedError: the caller is another machine, and only this one may call.
         """
+        # gRPC percent-encodes the brackets of an IPv6 address. A Unix socket has no host, and is local.
         scheme, _, address = unquote(peer).partition(":")
         host = address.rpartition(":")[0].strip("[]")
         if self.only_local and scheme != "unix" and not is_loopback(host):
@@ -88,6 +89,7 @@ def access_of(config: ServeConfig, before: Access) -> Access:
         return Access.by_token(read_token(file) if config.token_file else make_token(file))
     if config.auth == "none":
         return Access()
+    # Without a token, the endpoint answers this machine only, because Serve's gRPC port is open to all.
     return before if before.token_sha256 else Access(only_local=True)
 
 
@@ -96,7 +98,9 @@ def is_loopback(host: str) -> bool:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
+        # Other names are not resolved: they count as reachable from elsewhere, which is the safe side.
         return host == "localhost"
+    # A listener for both families writes an IPv4 caller as ::ffff:127.0.0.1.
     return bool((getattr(address, "ipv4_mapped", None) or address).is_loopback)
 
 

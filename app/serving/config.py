@@ -51,6 +51,7 @@ class VersionConfig(_Config):
             RecipeError: the version cannot be served as the recipe says.
         """
         batching, serving, key = config.batching, manifest.served(config), manifest.engine_key
+        # Shards are created from a PyTorch module. A compiled file cannot be split.
         if config.tensor_parallel and not runs_module(key.engine):
             raise RecipeError(
                 f"serve.tensor_parallel shards what PyTorch runs, and {manifest.name}/{manifest.version} is of "
@@ -62,6 +63,7 @@ class VersionConfig(_Config):
             preferred_batch_sizes=serving.preferred_batch_sizes,
             max_queue_delay_s=serving.timeout_us / 1e6,
             priority_levels=batching.priority_levels,
+            # Without a default, the least urgent level, so that a priority is always a gain.
             default_priority=batching.default_priority or batching.priority_levels,
             queue_limit=config.queue_limit,
             default_timeout_s=config.request_timeout_s,
@@ -127,6 +129,7 @@ class Scaling(_Config):
 
         Delays come from the models that scale: the shortest delay for more replicas, the longest for fewer.
         """
+        # A model with a fixed number of replicas has delays, too, but they mean nothing.
         scaled = [model for model in models if model.min_replicas < model.max_replicas]
         return cls(
             min_replicas=max((model.min_replicas for model in models), default=1),
@@ -197,6 +200,7 @@ class EndpointConfig(_Config):
     def reserved(self) -> dict[str, float]:
         """Resources that a replica and the processes of its sharded models reserve in Ray."""
         reserved = {"CPU": self.scaling.cpus, "GPU": self.scaling.gpus, **self.scaling.resources}
+        # Each shard is an actor beside the replica, so its resources come on top.
         for config in filter(None, (version.tensor_parallel for version in self.versions)):
             for kind, amount in config.reserved.items():
                 reserved[kind] += config.size * amount

@@ -25,6 +25,7 @@ def deployed_model(recipe: Recipe, storage: UPath) -> DeployedModel:
         EngineError, DataError: from the calibration of a cascade, as in ``build_cascade``.
     """
     serve, repository = recipe.serve, Repository(storage)
+    # Verify here, before any replica starts: a damaged file then fails the job, and nothing else.
     production = repository.verify(recipe.name, serve.version or repository.production(recipe.name))
     manifests: dict[Alias, Manifest] = {"production": production}
     for alias, candidate in serve.candidates.items():
@@ -43,6 +44,7 @@ def deployed_model(recipe: Recipe, storage: UPath) -> DeployedModel:
     if serve.tensor_parallel:
         from app.serving.model.shard import require_shardable  # imports torch, which takes seconds
 
+        # Checked without weights, so that the job fails here and not in the shards.
         with local_copy(repository.folder(recipe.name, production.version)) as files:
             require_shardable(files, serve.tensor_parallel.size)
     return DeployedModel(
@@ -71,6 +73,7 @@ def _require_interchangeable(manifests: Mapping[Alias, Manifest]) -> None:
                 f"serve.{second} is version {manifests[second].version}, and so is {first}: promote another version to "
                 f"{second}, or leave serve.{second} out"
             )
+    # A client does not know which version answers, so all must take and return the same tensors.
     for alias, manifest in manifests.items():
         if difference := manifest.signature.difference(manifests["production"].signature):
             raise RecipeError(

@@ -195,6 +195,7 @@ class Endpoint:
         Raises:
             EngineError: an engine does not answer.
         """
+        # By health, because a version may stand under several names, and is probed once.
         answering = {served.health: served for model in self._rollouts for served in model.answering}
         probed = choose_probes(answering)
         # Concurrently, because a check may wait a moment for its engine.
@@ -252,6 +253,7 @@ class Endpoint:
         target_s = model.scaling.latency_target_s
         if target_s is None:
             return 0.0
+        # The worst counts: an average would hide a slow canary or stage.
         percentiles = [latencies.percentile_s(_TARGETED_SHARE) for latencies in self._models[name].latencies]
         return max(latency_s or 0.0 for latency_s in percentiles) / target_s
 

@@ -35,6 +35,7 @@ def _model_values(name: str, served: ServedModel) -> Values:
     yield catalog.ROWS.of(counted.inferences, name, version)
     yield catalog.WAITING.of(served.waiting, name, version)
     yield catalog.IN_FLIGHT.of(served.in_flight, name, version)
+    # No sample before the first request, because 0 s would look like a fast one.
     if counted.first_answer_s is not None:
         yield catalog.FIRST_ANSWER_SECONDS.of(counted.first_answer_s, name, version)
     for release, calls in counted.releases.items():

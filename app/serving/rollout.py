@@ -135,6 +135,7 @@ def agreeing_rows(copy: Response, answer: Response, scores: str | None) -> tuple
         scores: the output whose first choices are compared. If it is None, or the client asked for others only, all
             outputs are.
     """
+    # The client's answer defines the rows and outputs. A shadow that lacks one disagrees.
     ours, theirs = _compared(copy, scores), _compared(answer, scores)
     rows = len(next(iter(theirs.values())))
     agree = np.ones(rows, np.bool_)
@@ -151,6 +152,7 @@ def _agree(ours: NDArray[Any], theirs: NDArray[Any]) -> NDArray[np.bool_]:
         equal: NDArray[np.bool_] = (ours == theirs).all(axis=1)
         return equal
     right = theirs.astype(np.float64)
+    # By norm and not by element: elements near 0 differ in relative terms even between good answers.
     near: NDArray[np.bool_] = np.linalg.norm(ours - right, axis=1) <= _NEAR * np.linalg.norm(right, axis=1)
     return near
 
@@ -205,6 +207,7 @@ class Rollout:
         """
         if version is not None:
             return self.find(version)
+        # A shadow is drawn independently of the canary, so it sees requests of both.
         canary = self._canary
         target: InferenceTarget = self._cascade or self._production
         if canary and self._draws(canary):

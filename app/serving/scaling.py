@@ -36,6 +36,7 @@ def desired_replicas(replicas: int, ongoing: float, target_ongoing: float, laten
     by_load = ongoing / target_ongoing
     if latency_to_target > 1:
         return max(by_load, replicas * min(latency_to_target, _MAX_GROWTH))
+    # Between the two limits: keep the replicas, and let only the load add more.
     if latency_to_target > _SPARE:
         return max(by_load, replicas)
     return by_load

@@ -30,6 +30,7 @@ Outcome = Literal[
 _OUTCOMES: dict[type[BaseException], Outcome] = {
     RequestError: "invalid",
     DataError: "invalid",
+    # The body came too slowly, which is no deadline of the server.
     TimeoutError: "invalid",
     UnauthorizedError: "unauthorized",
     NotServedError: "not_served",
@@ -42,6 +43,7 @@ _OUTCOMES: dict[type[BaseException], Outcome] = {
 
 def outcome_of(error: BaseException) -> Outcome:
     """Return how a request ended that raised an error."""
+    # ``isinstance``, because some have subclasses, such as ``RequestTooLargeError``.
     return next((outcome for kind, outcome in _OUTCOMES.items() if isinstance(error, kind)), "error")
 
 
@@ -104,6 +106,7 @@ class Traffic:
             trace.note_error(error)
             raise
         finally:
+            # The outcome is known only here, after ``_counted`` has seen the error.
             trace.end(asked.model, asked.version, asked.outcome)
 
     @contextmanager

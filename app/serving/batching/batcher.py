@@ -24,7 +24,7 @@ _MAX_ON_LOOP_S = 0.3e-3
 
 
 class Batcher:
-    """RequestBatch the waiting requests into one call whenever a slot of the engine is free.
+    """Batch the waiting requests into one call whenever a slot of the engine is free.
 
     Requests arrive and are answered on one event loop. A slot is a thread that takes its next call itself, so a busy
     engine never waits for the loop. Arrivals of one turn of the loop are batched even if the engine is idle. The loop
@@ -201,6 +201,7 @@ class Batcher:
 
     def ended(self, batch: RequestBatch, outcome: CallResult) -> None:
         """Implement ``CallSource.ended``."""
+        # Free the slot here, not on the loop: the thread's next call must not wait for a busy loop.
         self._free_slot(batch, outcome)
         self._call_on_loop(self._answer, batch, outcome)
 

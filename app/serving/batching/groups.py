@@ -138,9 +138,11 @@ class LatencyModel:
     def observe(self, rows: int, seconds: float) -> None:
         """Update the model with a call."""
         if self._calls >= _SETTLED:
+            # Clip instead of dropping, so that an engine that became slower for good is still learnt.
             seconds = min(seconds, _OUTLIER * self.seconds(rows) + 1e-3)
         self._calls += 1
         # The exponentially weighted mean, variance and covariance, updated incrementally.
+        # The first 16 calls have equal weights. After that, old calls fade.
         weight = 1 / min(self._calls, _RECENT_CALLS)
         more_rows, more_s = rows - self._mean_rows, seconds - self._mean_s
         self._mean_rows += weight * more_rows
@@ -148,6 +150,7 @@ class LatencyModel:
         self._variance = (1 - weight) * (self._variance + weight * more_rows * more_rows)
         self._covariance = (1 - weight) * (self._covariance + weight * more_rows * more_s)
         slope = self._covariance / self._variance if self._variance > _MIN_VARIANCE else self.row_s
+        # The upper limit keeps ``call_s``, the intercept, from becoming negative.
         self.row_s = min(max(slope, 0.0), self._mean_s / self._mean_rows)
         self.call_s = self._mean_s - self.row_s * self._mean_rows
 
@@ -189,6 +192,7 @@ class Arrivals:
         """Record an arrival."""
         if self.expected:
             self.expected -= 1
+        # Only the first arrival after a slot became free ends a gap. The next gap starts when a slot is free again.
         if self.since_s is not None:
             self.gap_s += (min(now_s - self.since_s, self._max_gap_s) - self.gap_s) / _RECENT
             self.since_s = None
@@ -259,6 +263,7 @@ class QueuedRequest:
 
     def collect(self, start: int, rows: int, outputs: Tensors) -> Tensors | None:
         """Add the outputs of the rows from ``start`` on. Return the outputs of all rows once they are complete."""
+        # The usual case: one call took the whole request, so nothing is copied.
         if rows == self.rows:
             return outputs
         if self.collected is None:

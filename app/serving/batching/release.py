@@ -81,6 +81,7 @@ def release(group: Group, policy: BatchingPolicy, now_s: float, hold_until_s: fl
     if until_s <= now_s:
         held = -math.inf < hold_until_s <= now_s
         return RequestBatch(group, parts, ReleaseReason.DELAY if held else ReleaseReason.IDLE)
+    # A hold must not make the call itself late.
     if until_s - now_s + ends_s > deadline_s:
         return RequestBatch(group, parts, ReleaseReason.DEADLINE)
     return Hold(until_s)
@@ -97,6 +98,7 @@ def _gather(group: Group, policy: BatchingPolicy) -> tuple[list[Part], ReleaseRe
         if rows == group.max_rows:
             return parts, ReleaseReason.FULL
         if rows in policy.preferred_batch_sizes:
+            # The last match is the largest, because rows only grow.
             preferred = len(parts)
     return (parts[:preferred], ReleaseReason.PREFERRED) if preferred else (parts, None)
 
@@ -132,10 +134,12 @@ def _in_time(group: Group, now_s: float, parts: Sequence[Part]) -> RequestBatch 
     waiting = sum(request.rows - request.scheduled for request in group.levels[level - 1])
     first = parts[: _count_in_time(group, now_s, parts)]
     ends_s = now_s + group.latency.seconds(_rows(first))
+    # Look one call ahead: only the rest that fits into the next call counts.
     rest_s = group.latency.seconds(min(waiting - _rows(first), group.max_rows))
     later = [part.request.deadline_s for part in parts[len(first) :] if part.request.level == level]
     if not later or (first and ends_s + rest_s <= min(later)):
         return RequestBatch(group, first, ReleaseReason.DEADLINE)
+    # There is more work than time. Give up requests until one call holds the others in time.
     peers = [part for part in parts if part.request.level == level and not part.request.scheduled]
     peers.sort(key=lambda part: part.request.deadline_s)
     given_up: list[QueuedRequest] = []

@@ -62,12 +62,14 @@ class WaitingQueue:
 
     def _leave(self, request: QueuedRequest) -> None:
         level = request.group.levels[request.level - 1]
+        # Usually the first one leaves. Only a cancelled or late request leaves from the middle.
         if level[0] is request:
             level.popleft()
         else:
             level.remove(request)
         self.requests -= 1
 
+    # If every group has waiting requests, none is dropped. Then the limit of the queue bounds the groups.
     def _forget(self) -> None:
         """Drop the oldest group without waiting requests."""
         for shape, group in self._groups.items():
@@ -150,6 +152,7 @@ class Scheduler:
         # Retries first, because their requests have waited for a whole call already.
         chosen = None if self.is_busy else self._retry(now_s) or self._release(now_s)
         if isinstance(chosen, Hold):
+            # Keep the start of a hold: asking again must not extend the delay.
             if self._held_s is None:
                 self._held_s = now_s
         elif chosen is not None:
@@ -170,6 +173,7 @@ class Scheduler:
         # A failed call says nothing about latency.
         self._free(batch, now_s)
         if len(batch.parts) > 1:
+            # Bisect: the request that makes a call fail is found, and all others are answered.
             half = len(batch.parts) // 2
             for parts in (batch.parts[:half], batch.parts[half:]):
                 self._retries.append(RequestBatch(batch.group, parts, ReleaseReason.RETRY))
@@ -185,6 +189,7 @@ class Scheduler:
         if now_s < self.expiry_s:
             return
         busy = self.is_busy
+        # A copy, because dropping a request changes the queue.
         for request in list(self.queue):
             start_by_s = self._start_by_s(request)
             if now_s >= (start_by_s if busy else max(start_by_s, request.deadline_s)):
@@ -200,6 +205,7 @@ class Scheduler:
         """Return a half of a failed call, without late requests and those that nobody waits for."""
         while self._retries:
             batch = self._retries.popleft()
+            # The failed call has taken time, so some of its requests may be late by now.
             for part in batch.parts:
                 if part.request.deadline_s <= now_s:
                     self._drop(part.request)
@@ -218,11 +224,13 @@ class Scheduler:
                     self._drop(request)
             elif isinstance(chosen, Hold):
                 return chosen
+            # Then choose again: without them, other requests may fit, or a hold may pay.
             elif gone := [part.request for part in chosen.parts if part.request.answer.done()]:
                 for request in gone:  # cancelled in this turn of the loop
                     self.remove(request)
             else:
                 for part in chosen.parts:
+                    # A split request has waited until its first call. Its later calls do not count as waiting.
                     if part.start == 0:
                         part.request.queue_s = now_s - part.request.arrived_s
                     self.queue.take(part.request, part.rows)

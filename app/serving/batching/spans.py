@@ -28,6 +28,7 @@ class BatchSpans:
         if not traces:
             return
         for part in batch.parts:
+            # A retry's requests got the span of their queue with the failed call.
             if part.request.trace and part.start == 0 and batch.reason is not ReleaseReason.RETRY:
                 self._try(partial(_record_queue, part.request, part.request.queue_s))
         self._try(partial(self._record_call, batch, outcome, traces))
@@ -42,8 +43,10 @@ class BatchSpans:
 
         The batch belongs to the trace of its first traced request.
         """
+        # Imported here, because opentelemetry is in the optional extra ``tracing``.
         from opentelemetry.trace import Link, StatusCode, set_span_in_context
 
+        # A call has one point in time, its end, and three durations. Work back from the end.
         inferred_s = outcome.ended_s - outcome.time.output_s
         engine_s = inferred_s - outcome.time.infer_s
         tracer = traces[0].tracer

@@ -207,6 +207,7 @@ class RecentLatencies:
 
     def percentile_s(self, share: float) -> float | None:
         """Return a percentile of the latencies, for example 0.95; None without requests."""
+        # Sorted only when somebody asks, so that ``add``, which each request calls, stays cheap.
         since_s = self._clock() - _WINDOW_S
         recent = sorted(seconds for answered_s, seconds in self._answered if answered_s >= since_s)
         return recent[int(share * (len(recent) - 1))] if recent else None

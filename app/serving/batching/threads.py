@@ -64,6 +64,7 @@ def call(infer: Infer, check: Check, batch: RequestBatch) -> CallResult:
 
     Nothing is raised. The result contains the error of ``infer``, or an EngineError if the number of rows is wrong.
     """
+    # All three are set, because a failed call has a time, too.
     began_s = batched_s = inferred_s = time.perf_counter()
     try:
         inputs = concat_rows([part.tensors for part in batch.parts])
@@ -109,6 +110,7 @@ class EngineThreads:
         self._closed = False
         # This queue is several times as fast as a condition.
         self._wakes: SimpleQueue[RequestBatch | None] = SimpleQueue()
+        # Daemons: a call that never returns must not keep a replica's process alive.
         self._threads = [Thread(target=self._run, name=f"engine-{slot}", daemon=True) for slot in range(slots)]
         for thread in self._threads:
             thread.start()
@@ -123,6 +125,7 @@ class EngineThreads:
 
     async def close(self) -> None:
         """End the threads, which run no calls now. A thread that stayed would keep its model in memory."""
+        # First the flag, then the wakes: a thread that wakes has to see it.
         self._closed = True
         for _ in self._threads:
             self.wake()
@@ -160,6 +163,7 @@ class Alarm:
             return
         self.cancel()
         self._due_s = due_s
+        # The delay is a difference, because the clock of the batcher need not be the loop's.
         self._timer = asyncio.get_running_loop().call_later(due_s - now_s, self._on_timer)
 
     def cancel(self) -> None:

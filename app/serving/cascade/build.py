@@ -51,6 +51,7 @@ def build_cascade(config: CascadeConfig, production: VersionConfig, serve: Serve
             "each once, and not the one in production itself"
         )
     with ExitStack() as opened:
+        # All stages are open at once, because their timings take turns.
         models, stages = [], (*before, production)
         for stage in stages:
             models.append(load_model(storage, stage.name, stage.version, stage.threads))
@@ -92,6 +93,7 @@ def calibrate_versions(
     Raises:
         DataError: there are too few rows.
     """
+    # Each stage encodes the rows itself, because tokenizers may differ between the stages.
     rows = [[model.natural_processor.encode([item]) for item in validation.inputs] for model in models]
     stages = [partial(_logits, model, policy) for model, policy in zip(models, policies, strict=True)]
     logits = [stage(encoded) for stage, encoded in zip(stages, rows, strict=True)]
@@ -113,6 +115,7 @@ def _logits(model: LoadedModel, policy: BatchingPolicy, rows: Sequence[Tensors])
 
 def _seconds_per_row(stages: Sequence[Stage], rows: Sequence[Sequence[Tensors]]) -> list[float]:
     """Return each stage's median over a few rounds. The stages take turns, so that disturbances hit all of them."""
+    # Every n-th row instead of the first ones, because data may be sorted by label or length.
     samples = [encoded[:: max(1, len(encoded) // _TIMED_ROWS)] for encoded in rows]
     rounds = [[_seconds(*timed) for timed in zip(stages, samples, strict=True)] for _ in range(_ROUNDS)]
     return (np.median(rounds, axis=0) / len(samples[0])).tolist()  # type: ignore[no-any-return]

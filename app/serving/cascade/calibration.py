@@ -66,6 +66,7 @@ def calibrate(
     # A Bonferroni correction, because each chain is a sequence of its own.
     quantile = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / len(chains))
     _require_enough(answers, accuracy_floor, quantile)
+    # The fallback that always holds: the last stage answers every row.
     best = answers.outcome((None,) * (len(costs) - 1))
     for chain in chains:
         for thresholds in answers.thresholds_of(chain):
@@ -148,6 +149,7 @@ class _Answers:
         right, last = np.take_along_axis(self.right, stages[None], axis=0)[0], self.right[-1]
         shares = np.bincount(stages, minlength=len(self.costs)) / len(stages)
         reached = np.cumsum(shares[::-1])[::-1]  # the rows that reach each stage
+        # A skipped stage costs nothing, although its rows "reach" it.
         asked = np.array([threshold is not None for threshold in thresholds] + [True])
         return _Result(
             thresholds=thresholds,
@@ -161,6 +163,7 @@ class _Answers:
     def _answering(self, thresholds: Thresholds) -> NDArray[np.intp]:
         """Return the stage that answers each row."""
         stages = np.full(self.confidences.shape[1], len(thresholds))
+        # From the last stage back, so that the earliest stage that is sure wins.
         for stage, threshold in reversed(list(enumerate(thresholds))):
             if threshold is not None:
                 stages[self.confidences[stage] >= threshold] = stage
@@ -187,6 +190,7 @@ def _require_enough(answers: _Answers, floor: float, quantile: float) -> None:
 def _required_right(floor: float, quantile: float) -> int:
     """Return the smallest r that passes the test with b = c = 0."""
     # This is the standard deviation of one row, times the quantile.
+    # With b = c = 0 the test is (1 - f) r - z sqrt(f (1 - f) r) - 1/2 >= 0, a quadratic in sqrt(r).
     deviation = quantile * math.sqrt(floor * (1 - floor))
     root = (deviation + math.sqrt(deviation**2 + 4 * (1 - floor) * _CONTINUITY)) / (2 * (1 - floor))
     return math.ceil(root**2)

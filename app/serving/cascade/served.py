@@ -97,6 +97,7 @@ class ServedCascade:
             left_s = deadline_s - time.monotonic()
             return await self._stages[stage].run(inputs, priority=priority, timeout_s=left_s)
 
+        # Only the number of rows is needed here. The first stage checks the tensors themselves.
         num_rows = count_rows(request.inputs)
         outputs, stages = await self._route(num_rows, ask)
         return build_response(
@@ -131,6 +132,7 @@ class ServedCascade:
 
     async def _route(self, num_rows: int, ask: Ask) -> tuple[Tensors, NDArray[np.intp]]:
         """Route rows through the stages, and keep all of them open meanwhile."""
+        # Hold all stages from the start: an update could close a later one while an earlier one runs.
         with ExitStack() as leases, self.latencies.timed():
             for stage in self._stages:
                 leases.enter_context(stage.lease())

@@ -26,6 +26,7 @@ def require_alike(models: Sequence[LoadedModel]) -> None:
 
 def read_alike(models: Sequence[LoadedModel]) -> bool:
     """Return whether the same tensors mean the same to all models: they share the tokenizer or other encoder."""
+    # The encoders are compared by their files' hashes: equal files encode equally.
     return len({_codec(model.manifest) for model in models}) == 1
 
 
@@ -35,6 +36,7 @@ def _difference(model: LoadedModel, last: LoadedModel) -> str | None:
         return difference
     if model.labels != last.labels:
         return f"has the labels {', '.join(model.labels)}, expected {', '.join(last.labels)}"
+    # Otherwise a stage may have been trained on the rows that calibrate it.
     if manifest.lineage.data_fingerprint != last_manifest.lineage.data_fingerprint:
         return "was trained on other data, or split in another way, so that no rows are new to both; expected the same"
     return None
@@ -45,5 +47,6 @@ def _codec(manifest: Manifest) -> frozenset[tuple[str, str]]:
     return frozenset(
         (name, sha256)
         for name, sha256 in manifest.files.items()
+        # Labels are compared by themselves. Answers and engines differ between any two versions.
         if name not in (LABELS_FILE, ANSWERS_FILE) and not name.startswith(_ENGINES)
     )

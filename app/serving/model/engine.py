@@ -49,6 +49,7 @@ def open_published(manifest: Manifest, folder: Path, threads: int) -> Engine:
             engine = open_engine(key.engine, folder / key.file, settings)
     except EngineError as error:
         raise EngineError(f"{title} was compiled for {key}: {error}") from error
+    # Before the known answers, which have the inputs of the manifest.
     if difference := engine.signature.difference(manifest.signature):
         engine.close()
         raise EngineError(f"{title} {difference}, as its manifest says: publish it again")

@@ -63,6 +63,7 @@ class EngineHealth:
         Raises:
             EngineError: the engine fails, answers numbers that are not finite, or is stuck in a call.
         """
+        # A busy engine needs no probe: either its call ends, or it counts as stuck below.
         if may_probe and self._probe is None and not running_s and self.is_stale:
             self._start_probe()
         if self._probe:
@@ -71,6 +72,7 @@ class EngineHealth:
             await asyncio.wait([self._probe], timeout=_WAIT_S)
             if self._probe.done():
                 ended, self._probe = self._probe, None
+                # Raises the probe's error. The next check starts a new probe.
                 ended.result()
             else:
                 # A probe that does not return counts as a running call.
@@ -84,6 +86,7 @@ class EngineHealth:
             await asyncio.wait([self._probe])
 
     def _start_probe(self) -> asyncio.Task[None]:
+        # One at a time: probes of a stuck engine would take all threads of the default pool.
         if self._probe is None or self._probe.done():
             self._probe, self._probe_began_s = asyncio.create_task(self._run()), self._clock()
         return self._probe

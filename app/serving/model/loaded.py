@@ -81,6 +81,7 @@ class LoadedModel:
         processor = self.natural_processor
         if not inputs:
             raise RequestError("inputs is an empty list: give at least one text or image")
+        # Each alone, because encoding them together would pad all to the longest.
         rows = [processor.encode([_read(item, processor)]) for item in inputs]
         return [
             ShapeGroup(concat_rows([rows[index] for index in indices]), indices) for indices in group_by_shape(rows)
@@ -141,7 +142,9 @@ class LoadedModel:
         known = self.probe[place[0]].shape[place[1]] if place else None
         tensors = dict(self.probe)
         for spec in self.inputs:
+            # The rows are known to be valid, which ones or random numbers need not be for such a model.
             tensor = np.take(tensors[spec.name], range(rows), axis=0, mode="wrap")
+            # Every dynamic axis of the known length counts, because masks and tokens vary together.
             for axis, size in enumerate(spec.shape[1:], start=1):
                 if length and size == -1 and tensor.shape[axis] == known:
                     tensor = np.take(tensor, range(length), axis=axis, mode="wrap")
@@ -170,6 +173,7 @@ def load_model(
         EngineError: this machine cannot run it with the same numbers as when it was checked, or they are not finite.
         RequestError: the engine does not take its processor's tensors.
     """
+    # The folder lives until the engine is open. After that, everything is in memory or in the machine's cache.
     with tempfile.TemporaryDirectory(prefix="rayloom-model-") as temporary:
         files = to_path(temporary)
         manifest = Repository(storage).fetch(name, version, files, exclude)
@@ -188,6 +192,7 @@ def load_model(
     try:
         for length in manifest.engine_key.profile.lengths or (None,):
             model.check(1, length)  # the first call with a shape compiles and allocates
+        # Full batches, too, so that memory that is too small fails the deployment, not a later request.
         for length, rows in full_batches:
             model.check(rows, length)
     except BaseException:

@@ -102,6 +102,7 @@ class ServedModel:
             self._encoding -= 1
 
     def _read(self, inputs: Sequence[Input], deadline_s: float) -> list[ShapeGroup]:
+        # Checked in the encoder's thread: the request may have waited there behind long texts.
         if time.monotonic() >= deadline_s:
             raise DeadlineError("the request's time was over before it could be read: try again, or allow more time")
         return self.model.encode(inputs)
@@ -119,6 +120,7 @@ class ServedModel:
     @contextmanager
     def lease(self) -> Iterator[None]:
         """Keep the model open within the block, and until the requests made there are answered."""
+        # Counted and not locked, because everything here runs on one event loop.
         self._users += 1
         self._unused.clear()
         try:
@@ -182,8 +184,10 @@ class ServedModel:
         Raises:
             EngineError: the engine does not answer the probe.
         """
+        # A probe tells inputs that this engine cannot run from a broken engine.
         await self.health.probe()
         refusal = RequestError(f"the model cannot run these inputs: {error}")
+        # Set by hand, because an exchange sends the error without raising it.
         refusal.__cause__ = error
         return refusal
 

@@ -58,6 +58,7 @@ class ModelShard:
         # This comes before the ranks meet, because it takes time.
         manifest = repository.verify(version.name, version.version)
         self._meet(address)
+        # After the ranks have met, because transformers shards over their process group.
         with local_copy(repository.folder(version.name, version.version)) as files:
             model = _shard(files, self._size)
         settings = EngineSettings(manifest.engine_key.precision, version.threads, device=self._device)

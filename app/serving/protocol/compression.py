@@ -46,6 +46,7 @@ def _inflate(body: bytes | memoryview, encoding: str, max_bytes: int) -> bytes:
         )
     inflater = zlib.decompressobj(window)
     try:
+        # One byte more than allowed tells that the content is too large, without inflating the rest.
         content = inflater.decompress(body, max_bytes + 1)
     except zlib.error as error:
         raise RequestError(f"the body is not {encoding}, as its content encoding says: {error}") from None

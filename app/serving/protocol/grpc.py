@@ -66,6 +66,7 @@ def read_infer(
         RequestError: the message violates the protocol; the tensor or parameter is named.
     """
     parameters = _request_parameters(request.parameters)
+    # Check everything first: reading many elements takes time and memory.
     _check_inputs(request.inputs, {spec.name: spec for spec in inputs}, limits.strings)
     return InferRequest(
         request.model_name,
@@ -137,6 +138,7 @@ def _inputs(inputs: Sequence[Any], raw: Sequence[bytes]) -> dict[str, NDArray[An
     tensors: dict[str, NDArray[Any]] = {}
     for index, entry in enumerate(inputs):
         name, shape = entry.name, list(entry.shape)
+        # The protocol has two ways to carry tensors, and forbids to mix them in a request.
         if not raw:
             tensors[name] = from_elements(name, entry.datatype, shape, _elements(name, entry.datatype, entry.contents))
         elif entry.HasField("contents"):

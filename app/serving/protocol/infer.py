@@ -23,6 +23,7 @@ _SEQUENCE = frozenset({"sequence_id", "sequence_start", "sequence_end"})
 _NO_SEQUENCE = (0, "", False)
 _MAX_COUNT = 2**64
 """Exclusive upper bound. Neither gRPC nor orjson can carry a larger number."""
+# A class is chosen by the highest score, and these have no scores.
 _UNORDERED = frozenset({"BOOL", BYTES})
 _MAX_CLASSIFIED = 1_000_000
 """Elements of an output, as in Triton."""
@@ -98,7 +99,9 @@ class RequestParameters:
             elif name == "priority":
                 priority = parse_count(name, value)
             elif name == "timeout":
+                # 0 means the server's default, as no timeout does.
                 timeout_s = parse_count(name, value) / 1e6 or None
+            # Empty values ask for no sequence, so only real sequences are refused.
             elif name in _SEQUENCE:
                 _refuse_sequence(name, value)
             elif not isinstance(value, Parameter):
@@ -170,6 +173,7 @@ def check_outputs(request: InferRequest, specs: Sequence[TensorSpec]) -> None:
                 f"output {requested.name!r} is {datatype}, which has no order: leave its classification out"
             )
     for name, datatype in tensors.items():
+        # Refused before the model runs, because its answer could not be sent.
         if not request.wants_bytes(name):
             refuse_binary_only(name, datatype)
 

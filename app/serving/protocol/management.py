@@ -198,6 +198,7 @@ def parse_body(model: type[Body], body: bytes) -> Body:
     Raises:
         RequestError: the body is not valid; the problem and its place are named.
     """
+    # Triton's clients send no body where all fields are optional.
     if not body and not any(field.is_required() for field in model.model_fields.values()):
         body = b"{}"
     try:

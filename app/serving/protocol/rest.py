@@ -54,6 +54,7 @@ _NOT_FINITE = ("NaN", "Infinity")
 
 def max_body_bytes(headers: Headers) -> int:
     """Return the maximum size of a received body with these headers. JSON alone has a lower limit."""
+    # Only a header can announce tensors behind the JSON, or a compressed body.
     has_more = JSON_LENGTH in headers or ("content-encoding" in headers and is_compressed(headers["content-encoding"]))
     return LIMITS.body_bytes if has_more else LIMITS.json_bytes
 
@@ -84,6 +85,7 @@ def read_infer(
     elif len(body) > limits.body_bytes:
         raise too_large(limits.body_bytes)
 
+    # The header decides between three forms: JSON alone, JSON and bytes, or bytes alone.
     header = headers.get(JSON_LENGTH)
     length = len(body) if header is None else _json_length(header, len(body))
     if header is not None and length == 0:
@@ -213,6 +215,7 @@ def _inputs(
             raise RequestError(f"inputs repeat the name {short_repr(name)}: give each tensor once")
         check_input(name, entry.get("datatype"), entry.get("shape"), specs, max_strings)
         tensors[name], start = _input(name, entry, body, start)
+    # Bytes that no tensor claims mean a wrong length, and probably shifted tensors.
     if start != len(body):
         raise RequestError(
             f"the body has {len(body) - start} bytes behind its tensors: expected as many as binary_data_size says"
@@ -244,6 +247,7 @@ def _listed(name: str, datatype: object, shape: object, data: object, may_have_b
             f"input {short_repr(name)} has data {short_repr(data)}: expected a list, or bytes as "
             "'binary_data_size' says"
         )
+    # The protocol allows both forms. The first element tells which one it is.
     if data and type(data[0]) is list and type(shape) is list:
         data = _flattened(name, shape, data)
     if datatype == BYTES:
@@ -258,6 +262,7 @@ def _flattened(name: str, shape: list[Any], data: list[Any]) -> list[Any]:
             nested = False
             break
         elements: list[Any] = []
+        # Each pass removes the outermost level that is left.
         for row in data:
             elements += row
         data = elements

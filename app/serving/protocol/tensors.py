@@ -186,6 +186,7 @@ def _shaped(name: str, tensor: NDArray[Any], shape: Any) -> NDArray[Any]:
 
 
 def _objects(elements: Sequence[bytes]) -> NDArray[Any]:
+    # ``np.array`` would make a fixed-width dtype of bytes, and strip zeros at their ends.
     tensor = np.empty(len(elements), np.object_)
     tensor[:] = elements
     return tensor
@@ -195,6 +196,7 @@ def _split(name: str, data: bytes, count: int) -> list[bytes]:
     """Return the elements of BYTES. Raises RequestError unless ``data`` has exactly ``count``."""
     elements: list[bytes] = []
     offset, size = 0, len(data)
+    # ``len(elements) < count`` bounds the loop for a body of many empty strings.
     while offset + _LENGTH.size <= size and len(elements) < count:
         start = offset + _LENGTH.size
         offset = start + _LENGTH.unpack_from(data, offset)[0]

@@ -59,6 +59,7 @@ async def read_body(headers: Mapping[str, str], receive: Receive, max_bytes: int
                 if size <= max_bytes:
                     parts.append(part)
                 else:
+                    # What was read is not needed any more, so its memory is freed while the rest is drained.
                     parts.clear()
                 if not message.get("more_body"):
                     break
@@ -78,6 +79,7 @@ def close_if_unread(scope: Scope, receive: Receive, send: Send) -> tuple[Receive
     forever: uvicorn discards data after the response, but counts it as activity. A client that waits for the status 100
     before it sends its body is not asked for the body.
     """
+    # The usual case of a GET, which needs no wrapper.
     if not _has_body(scope):
         return receive, send
     has_ended, awaits_100 = False, any(name == b"expect" for name, _ in scope["headers"])

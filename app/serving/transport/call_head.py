@@ -32,6 +32,7 @@ class CallHead:
         """Read the headers of a request. Their names are in lower case."""
         known = dict(lines)
         authorization, given = known.get(b"authorization"), known.get(b"grpc-timeout")
+        # gRPC allows at most 8 digits and a unit. Anything else is kept, for the error message.
         timeout = _TIMEOUT.fullmatch(given.decode("latin-1")) if given is not None else None
         return cls(
             method == b"POST" and known.get(b"content-type", b"").startswith(CONTENT_TYPE.encode()),

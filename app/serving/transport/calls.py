@@ -50,6 +50,7 @@ class CallConnection(asyncio.Protocol):
         self._keep_alive_s = keep_alive_s
         self._parser: HttpRequestParser | None = HttpRequestParser(self)
         self._path, self._lines = b"", list[tuple[bytes, bytes]]()
+        # Two states, because a call may have its answer before its message is complete.
         self._call: UnaryCall | None = None  # until its answer is sent
         self._reading: UnaryCall | None = None  # the same, until its message is complete
         self._is_whole = True  # whether no request is incomplete
@@ -105,6 +106,7 @@ class CallConnection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         self._path, self._lines = b"", []
         self._is_whole = False
+        # While an answer is sent, the time is that of the answer.
         if self._call is None:
             self._since_s = time.monotonic()
 
@@ -163,6 +165,7 @@ class CallConnection(asyncio.Protocol):
         return _LAST if self._is_leaving else b""
 
     def _send(self, call: UnaryCall, parts: tuple[bytes, ...]) -> None:
+        # The answer may come too late: the client has gone, or the call was refused meanwhile.
         if call is not self._call or self._is_sending or self._transport.is_closing():
             return
         answer = b"".join(parts)

@@ -55,6 +55,7 @@ class Exchange(ABC):
 
     def set_result(self, outputs: Tensors, /) -> None:
         assert self._served is not None
+        # Done and counted before the answer is written, because writing takes time of its own.
         self._is_done = True
         self._note_latency()
         self._served.record_answer()

@@ -128,6 +128,7 @@ class GrpcMethods:
     def check_caller(self, grpc_context: Context) -> None:
         """Raise UnauthorizedError if the endpoint does not answer this caller."""
         access = self._endpoint.access
+        # The address first, because without a token it is the only check.
         access.check_peer(grpc_context.peer())
         access.check(dict(grpc_context.invocation_metadata()).get("authorization"))
 
@@ -257,6 +258,7 @@ def _unsupported(name: str, answer: type[Message]) -> Callable[[Any, Any, Contex
 
 
 for _method in SERVICE.methods:
+    # ``add_to_server`` looks up every method of the service, also those without an implementation here.
     if not hasattr(GrpcMethods, _method.name):  # shared memory, tracing, log settings
         setattr(GrpcMethods, _method.name, _unsupported(_method.name, getattr(pb, _method.output_type.name)))
 

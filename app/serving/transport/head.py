@@ -44,6 +44,7 @@ class RequestHead:
         headers, path = dict(callbacks.lines), _PATH.fullmatch(callbacks.url)
         if not callbacks.is_complete or path is None or parser.get_method() != b"POST":
             return None
+        # Other versions, and connections that end with the answer, take the general path.
         if parser.get_http_version() != "1.1" or not parser.should_keep_alive():
             return None
         if len(headers) < len(callbacks.lines) or headers.keys() & _NOT_PLAIN:
@@ -51,6 +52,7 @@ class RequestHead:
             return None
 
         lengths = {name: headers[name] for name in ("content-length", JSON_LENGTH) if name in headers}
+        # So does a request without a body: the general path tells what is missing.
         if not headers.get("content-length", "0").strip("0") or any(map(_is_long, lengths.values())):
             return None
         return cls(

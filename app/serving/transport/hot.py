@@ -248,6 +248,7 @@ class HotProtocol(HttpToolsProtocol):
         # Otherwise uvicorn's timer for idle connections would close it while a request waits.
         self._unset_keepalive_if_required()
         self._kept = b""
+        # Without the end of a head, ``find`` returns -1, and ``end`` is too small below.
         end = data.find(b"\r\n\r\n") + 4 if data.startswith(START) and self._is_free else 0
         head = self._route.head(data[:end]) if end > len(START) else None
         if head is None or end + head.num_bytes > _MAX_BYTES:
@@ -297,6 +298,7 @@ class HotProtocol(HttpToolsProtocol):
     def _gather(self, data: bytes) -> None:
         self._kept = data
         if self._gathering is None:
+            # One timer from the first part on, so that parts that trickle in do not extend it.
             self._gathering = self.loop.call_later(_GATHER_S, self._leave_kept_to_uvicorn)
 
     def _stop_gathering(self) -> None:

@@ -70,6 +70,7 @@ class HttpApi:
         if answered is None:
             return
         content, response_headers = answered
+        # Sent after the block above: the request is counted with its answer, however slowly the client reads.
         raw = [(key.encode("latin-1"), value.encode("latin-1")) for key, value in response_headers.items()]
         raw.append((b"content-length", b"%d" % len(content)))
         await send({"type": "http.response.start", "status": 200, "headers": raw})
@@ -81,6 +82,7 @@ class HttpApi:
         """Return the body and the headers of an answer; None if the client has gone. Raises as the endpoint does."""
         body = await read_body(headers, receive, max_body_bytes(headers))
         asked.received = len(body)
+        # Only now, because a version can be replaced while the body arrives.
         target = self._endpoint.route(name, version)
         asked.model, asked.version = name, target.version
         request = read_infer(body, headers, name, version, target.inputs)
@@ -144,6 +146,7 @@ class DirectInference:
         headers = headers_of(scope)
         max_bytes = max_body_bytes(headers)
         encoding = headers.get("content-encoding")
+        # Reserve for the worst case: how far a body inflates is known only after it took the memory.
         factor = _MAX_INFLATION if encoding and is_compressed(encoding) else 1
         held = 0
 

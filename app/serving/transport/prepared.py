@@ -18,6 +18,7 @@ _MAX_PREPARED = 1024
 _MAX_JSON_BYTES = 4096
 """Limit on a request without its tensors."""
 _DATA = b'"data":'
+# At most ``_MIN_BYTES`` of ``compression``, or this route would not compress what the general one does.
 _MAX_UNCOMPRESSED = 1024
 """A smaller body, in bytes, is never compressed."""
 
@@ -84,6 +85,7 @@ class PreparedRequest:
             spans.append(_TensorSpan(name, tensor.dtype, tensor.shape, start))
             start += tensor.nbytes
         # Strings have no fixed size, and a bool has to be checked, so both are read one by one.
+        # Another size means that some tensors are in the JSON.
         if start != num_bytes or any(span.dtype.hasobject or span.dtype == np.bool_ for span in spans):
             spans = []
         rows = len(request.inputs[served.inputs[0].name])
@@ -121,6 +123,7 @@ class PreparedRequest:
         body, headers = write_infer(response, self.request, accept_encoding)
         lines_before = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         lines = f"{lines_before}content-length: ".encode("latin-1")
+        # A compressed body has no parts that stay the same.
         if "content-encoding" not in headers:
             self.template = self._template_of(response, lines, body, int(headers.get(JSON_LENGTH, 0)))
         return b"%s%d\r\n" % (lines, len(body)), body
@@ -165,6 +168,7 @@ class PreparedRequests:
             return PreparedRequest.read(served, name, body, headers)
         key = (served, name, body[: int(length)])
         known = self._prepared.get(key)
+        # Equal JSON means equal shapes, and so equal sizes. With another size, the full way finds the error.
         if known and known.num_bytes == len(body):
             return known, known.tensors(body)
         prepared, tensors = PreparedRequest.read(served, name, body, headers)
@@ -176,6 +180,7 @@ class PreparedRequests:
         self, served: ServedModel, name: str, body: bytes, headers: Mapping[str, str]
     ) -> tuple[PreparedRequest, Tensors]:
         """Read a request that is only JSON."""
+        # The key is the JSON without its numbers, so the numbers have to be cut out first.
         around, arrays = _split(body, len(served.inputs))
         if len(body) - sum(map(len, arrays)) > _MAX_JSON_BYTES:
             return PreparedRequest.read(served, name, body, headers)

@@ -39,6 +39,7 @@ class PreparedCall:
         response = build_response(request, served.version, outputs, served.model.labels_by_output)
         message = write_infer(response)
         whole: bytes = message.SerializeToString()
+        # A response with an id is no template, because the id is one request's own.
         if request_id is None and not any(sent.dtype.hasobject for sent in response.outputs.values()):
             message.ClearField("raw_output_contents")
             self._shapes = {name: sent.shape for name, sent in response.outputs.items()}

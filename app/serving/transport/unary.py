@@ -103,6 +103,7 @@ class UnaryService:
         """Raise UnauthorizedError if the endpoint does not answer this caller."""
         self.forget_replaced()
         caller = call.peer(), call.head.authorization
+        # Callers are remembered, because the check hashes the token.
         if caller not in self._callers:
             self._check_caller(call)
             # A long header is checked each time, so that callers cannot fill the memory.
@@ -277,6 +278,7 @@ class UnaryCall(Exchange):
             served = service.direct.endpoint.route_single(message.model_name, message.model_version or None)
             if served is None:
                 return False
+            # Note the id first: ``read`` may remove it from the message.
             self._id = message.id or None
             self._prepared, tensors = service.prepared.read(served, message, len(content))
         except Exception:  # the method meets the same error and reports it
