@@ -24,6 +24,7 @@ def known_jobs(folder: Path) -> list[str]:
     if not is_checkout(folder):
         require_own_names(folder)
         folder = LIBRARY
+    # Modules with a leading underscore are shared by jobs, and are no jobs.
     return sorted(file.stem for file in (folder / "jobs").glob("[!_]*.py"))
 
 
@@ -34,6 +35,7 @@ def require_own_names(folder: Path) -> None:
         ClusterError: the folder has such a module or package.
     """
     for name in PACKAGES:
+        # A folder without modules, such as one for assets, cannot be imported in place of a package.
         module, package = folder / f"{name}.py", folder / name
         if module.is_file() or next(package.glob("*.py"), None):
             own = module if module.is_file() else package

@@ -83,6 +83,7 @@ class OpenPort:
 
 def open_ports(processes: list[psutil.Process]) -> list[OpenPort]:
     """Return every port on which one of the processes listens."""
+    # A set, because a forked process shows its parent's listeners, too.
     found: set[OpenPort] = set()
     for process in processes:
         with contextlib.suppress(psutil.Error):  # the process has ended meanwhile

@@ -33,6 +33,7 @@ def is_uploaded(file: Path, folder: Path) -> bool:
     if not file.is_relative_to(folder) or ".." in file.parts or not file.is_file():
         return False
     reads_gitignore, excluded = _reads_gitignore(), []
+    # From the folder down: an ignore file holds for everything below it.
     for path in reversed([file, *(parent for parent in file.parents if parent.is_relative_to(folder))]):
         excluded += get_excludes_from_ignore_files(path, reads_gitignore)
         if any(excludes(path) for excludes in excluded):

@@ -120,6 +120,7 @@ class ClusterState(BaseModel):
 
     def forget(self) -> None:
         """Remove everything that this cluster left on disk."""
+        # The folder of the state goes last. It is the lock, so no other start begins before.
         shutil.rmtree(self.runtime, ignore_errors=True)
         shutil.rmtree(FOLDER, ignore_errors=True)
 

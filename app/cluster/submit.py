@@ -63,6 +63,7 @@ def submit(job: str, recipe: str, overrides: list[str], options: Sequence[str] =
     target = _find_target()
     is_given = names_model(job, recipe) or _is_sent_along(recipe)
     location = recipe if is_given else embedded(read_text(recipe), title_of(recipe))
+    # The job reads the recipe again. Reading it here tells of its errors before anything is sent.
     loaded = load_job_recipe(job, location, overrides)
     storage = loaded.storage
     # A relative path is meant from the current folder, not from the job's copy of it.
@@ -299,4 +300,5 @@ def _find_job(api: JobsApi, submission_id: str) -> Job | None:
 
 def _resubmitted_id(submission_id: str) -> str:
     """Return the id under which a lost job is submitted again."""
+    # A fixed name, so that a client that followed the lost job finds the new one by itself.
     return f"{submission_id}-again"

@@ -121,6 +121,7 @@ def _resubmit_lost(cluster: ClusterState, lost_at: float) -> None:
     """Resubmit the jobs that had not ended at ``lost_at``, in seconds since 1970."""
     environment = {**os.environ, **cluster.client_environment()}
     api = JobsApi.of(environment)
+    # A job that began after the loss runs on the new cluster.
     lost = [job for job in _retry_until_up(api.jobs) if not job.has_ended and job.start_time < lost_at * 1000]
     for job in lost:
         # Ray notices that the job is gone, and marks it as failed.
@@ -163,6 +164,7 @@ def _oldest(cluster: ClusterState, name: str) -> psutil.Process:
 
 def _is_alive(process: psutil.Process) -> bool:
     try:
+        # The supervisor is the parent of a relaunched GCS, which becomes a zombie when it dies.
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

@@ -16,6 +16,7 @@ class SearchBudget(Stopper):  # type: ignore[misc] # Ray has no types
     def __init__(self, limits: StopConfig, objective: Objective, epochs: int, seconds: float) -> None:
         """``epochs`` and ``seconds`` were used before the search was resumed; 0 for a new search."""
         self._limits, self._sign = limits, 1.0 if objective.mode == "min" else -1.0
+        # As if the search had never been interrupted: its limits hold for all its parts together.
         self._began, self._epochs = time.monotonic() - seconds, epochs
         self.reason: str | None = None
         """Why the search ends early; None if it does not."""
@@ -47,11 +48,13 @@ class SearchBudget(Stopper):  # type: ignore[misc] # Ray has no types
         patience = self._limits.patience
         if not patience:
             return
+        # Costs are minimized in either mode.
         costs = [math.inf if value is None else self._sign * value for value in study.rung_results]
         if len(costs) <= patience:
             return
         before, recent = min(costs[:-patience]), min(costs[-patience:])
         # Trials without a value do not use up the patience.
+        # The comparison without ``min_delta`` is for a delta of 0: an equal value is not better.
         if before < math.inf and (recent >= before or recent > before - self._limits.min_delta):
             self.reason = f"tune.stop.patience: nothing better in the last {patience} trials that ended or were paused"
 

@@ -86,6 +86,7 @@ def tuned_recipe(recipe: Recipe, trial: ParetoTrial, study_name: str) -> str:
     values = ", ".join(f"{metric} {value:.6g}" for metric, value in trial.values.items())
     tuned = with_values(recipe, {**trial.params, "tuned_from": {"run": study_name, "trial": trial.trial}})
     if tuned.tune is not None:
+        # This recipe starts something new, even if the search itself was resumed.
         tuned = tuned.model_copy(update={"tune": tuned.tune.model_copy(update={"resume": False})})
     header = (
         f"# {values} in {trial.epochs} epochs: trial {trial.trial} of study {study_name}.\n"

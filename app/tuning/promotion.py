@@ -30,6 +30,7 @@ class Promotion:
             return True
         rung = self._rungs.index(epoch)
         self._losses[rung][number] = self._sign * value
+        # It would be promoted at once. So it trains on, instead of pausing and resuming.
         if number in self._best(rung, at_least=0):
             self._promoted[rung].add(number)
         return number in self._promoted[rung]

@@ -131,6 +131,7 @@ class Search:
         config, study = self.config, self.study
         promotion = create_promotion(config, self._train.epochs, study.trials)
         scheduler = create_scheduler(config, self._train.epochs, study.space, promotion)
+        # Before the first new result, so that the scheduler compares it with the old trials.
         replay(scheduler, study.ended)
 
         table = self._table()
@@ -165,13 +166,16 @@ class Search:
             tuner.fit()
         except TuneError as error:
             raise self._explain(error) from error
+        # A resumed search reads the study alone.
         if ray_files.exists():
             ray_files.fs.rm(ray_files.path, recursive=True)
 
+        # The study could not be written. It stays as it is, and the search can be resumed.
         if callback.broken:
             raise callback.broken
         self._end_running(table)
         metrics.update(at_once=True)
+        # A trial that has ended never resumes. A stopped search still needs the checkpoints of the others.
         for trial in study.ended:
             remove_checkpoints(self.folder / TRIALS / f"{trial.number:04d}")
 

@@ -74,6 +74,7 @@ class SearchMetrics(tune.Callback):  # type: ignore[misc] # Ray has no types
         for state, name in _STATES.items():
             yield catalog.TUNE_TRIALS.of(states[state], *self._labels, name)
         yield catalog.TUNE_EPOCHS.of(study.epochs_trained, *self._labels)
+        # With several objectives this is the trial that the RESULT names, too.
         for best in study.best[:1]:
             for objective, value in zip(self._objectives, objective_values(best), strict=False):
                 yield catalog.TUNE_BEST_VALUE.of(value, *self._labels, objective.metric)

@@ -105,6 +105,7 @@ def keep_snapshots(location: StudyLocation, scratch: Scratch | None = None) -> I
     with closing(Snapshots(location.file, location.publish)) as snapshots:
         with explained(location):
             snapshots.take()
+        # From here on, the local file may have results that storage does not have.
         scratch.keep = location.remote is not None
         try:
             with repeat_in_background(
@@ -112,8 +113,10 @@ def keep_snapshots(location: StudyLocation, scratch: Scratch | None = None) -> I
             ):
                 yield _do_nothing if location.remote is None else lambda: try_copy(snapshots.take)
         except BaseException:
+            # Best effort, because the block's own error is the one to raise.
             scratch.keep &= not try_copy(snapshots.take)
             raise
+        # On a disk the study itself is durable, so a failed backup is only a warning.
         if location.remote is None:
             try_copy(snapshots.take)
             return

@@ -121,6 +121,7 @@ class Space:
             RecipeError: the space fails.
         """
         own, tree = self.own_values(), _tree(self.recipe)
+        # A draw with these values enqueued shows which keys their branch has.
         study = optuna.create_study(sampler=RandomSampler(seed=0))
         study.enqueue_trial(own)
         self.suggest(trial := study.ask())
@@ -288,6 +289,7 @@ def _check_values(name: str, key: str, values: Iterable[Value], recipe: Recipe) 
         try:
             with_values(recipe, {key: value})
         except RecipeError as error:
+            # ``load_recipe`` words its errors like this, so the text tells which key one is about.
             if f": {key} is " in str(error):
                 reason = str(error).partition(f": {key} is ")[2].partition("\n")[0]
                 raise RecipeError(f"tune.space {name!r}: {key} may become {reason}") from None

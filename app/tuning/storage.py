@@ -143,6 +143,7 @@ def explained(location: StudyLocation) -> Iterator[None]:
         yield
     except (*DATABASE_ERRORS, OSError, ImportError, RuntimeError) as error:
         cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
+        # SQLAlchemy keeps the driver's own error in ``orig``. Its message is one sentence.
         reason = str(getattr(cause, "orig", cause)).strip().splitlines()[0]
         if "locked" in reason:
             raise StorageError(
@@ -213,6 +214,7 @@ def _check_file(location: StudyLocation, file: Path) -> None:
             f"the study's file {name!r} cannot be written ({error.strerror}): check its rights, or tune.storage"
         ) from error
     try:
+        # Look for damage here: SQLite itself notices it only when it reads the damaged page.
         with closing(sqlite3.connect(file, timeout=LOCK_TIMEOUT_S)) as connection:
             ((answer,), *_) = connection.execute("PRAGMA quick_check").fetchall()
     except sqlite3.DatabaseError as error:

@@ -76,6 +76,7 @@ class SearchStudy:
         """The first objective of each trial that ended or was paused, in that order; None if it has no value."""
         self.exhausted: str | None = None
         """Why there are fewer trials than the recipe says; None while the space has more."""
+        # A paused trial waits for its promotion. The others ran when the search was interrupted.
         self._interrupted = [
             trial.number for trial in self.trials if trial.number in self._open and not is_paused(trial)
         ]
@@ -98,6 +99,7 @@ class SearchStudy:
             StorageError: the storage cannot be opened.
             TuningError: the study exists already, or an earlier one has other objectives.
         """
+        # First, so that an earlier study that cannot be read leaves no new one behind.
         earlier_studies = [load_earlier(earlier_name, where) for earlier_name, where in earlier]
         for earlier_study in earlier_studies:
             require_same_objectives(earlier_study, config)

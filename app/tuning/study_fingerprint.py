@@ -83,11 +83,12 @@ def _stored_training_keys(study: Study, name: str) -> dict[str, Any] | None:
 def _training_keys(recipe: Recipe) -> dict[str, Any]:
     """Return the sections on which every trial depends, as JSON values.
 
-    A plan of ``auto`` counts as the default plan, as which studies recorded it before it was chosen late.
+    A plan of ``auto`` counts as the default plan, because older studies recorded it so.
     """
     if isinstance(recipe.train.plan, AutoPlan):
         recipe = recipe.with_plan(PlanConfig())
     sections = {name: recipe.model_dump(mode="json")[name] for name in _TRAINING_SECTIONS}
+    # Whether a run resumes does not change what it trains.
     sections["train"].pop("resume")
     return sections
 

@@ -105,6 +105,7 @@ def _publish(data: PreparedData, location: UPath) -> None:
 
 def _location(recipe: Recipe, folder: UPath) -> UPath:
     """Return the folder of the recipe's way to prepare data."""
+    # ``model.pretrained`` counts, because its tokenizer or image processor prepares the data.
     return folder / sha256_of(f"{recipe.task} {recipe.model.pretrained} {recipe.data.model_dump_json()}".encode())[:12]
 
 

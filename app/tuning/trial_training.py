@@ -117,6 +117,7 @@ def train_with_workers(
     """Train with Ray Train. The workers wait after each epoch until ``report`` returns, and stop if it raises."""
     folder.mkdir(parents=True, exist_ok=True)
     _await_previous_workers(folder)
+    # Only now, because the previous workers may still have to read the request.
     withdraw_stop_request(folder)
 
     prepared = prepare_data(recipe, data.folder)
@@ -178,4 +179,5 @@ def _forward_reports(
         if record.epoch > last_reported_epoch:
             last_reported_epoch = record.epoch
             report(record)
+        # A repeated epoch was decided before, so its worker goes on at once.
         turns.put(CONTINUE)
