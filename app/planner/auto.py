@@ -47,6 +47,7 @@ def choose_plan(
         return Chosen(default, f"workers [{least}, {most}] grow and shrink: ZeRO 1 fits any number of them")
     cluster = find_cluster()
     if cluster.device.kind == "cpu":
+        # A measured plan beats any prediction.
         if run := _fastest_run(recipe, blueprint, data, cluster):
             plan = default.model_copy(update=run.plan)
             return Chosen(plan, f"the fastest that calibration has run on this machine, {run.step_s:.3g} s a step")
@@ -57,6 +58,7 @@ def choose_plan(
     try:
         subject = subject_of(recipe, blueprint.model, data)
     except PlanError as error:
+        # A model that cannot be measured may still train.
         return Chosen(default, f"ZeRO 1: {error}")
     return _by_prediction(subject, cluster, default)
 

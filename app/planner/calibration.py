@@ -104,6 +104,7 @@ def machine_name() -> str:
 def read_calibration(cluster: Cluster, precision: Precision) -> Calibration | None:
     """Return what was measured with as many workers on this machine; None if nothing was, or it cannot be read."""
     try:
+        # A file of another version counts as none: what it held can be measured again.
         return Calibration.model_validate_json(_file(machine_name(), cluster.devices, precision).read_bytes())
     except (OSError, ValidationError):
         return None

@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _load(path: str, overrides: list[str]) -> Recipe:
     """Load the recipe for this number of processes. A relative storage path is resolved in the current folder."""
+    # torchrun decides the number of processes, so it comes last and beats the recipe.
     recipe = load_recipe(path, [*overrides, f"train.workers={os.environ.get('WORLD_SIZE', '1')}"])
     return recipe.model_copy(update={"storage": recipe.storage and absolute_location(recipe.storage)})
 
@@ -66,6 +67,7 @@ def _lead(worker: Worker, run: Run) -> Outcome:
     except BaseException:
         worker.broadcast(None)
         raise
+    # The mark has to be there until every process has looked for it.
     with marked(run.folder) as mark:
         worker.broadcast((str(run.folder), mark, run.recipe.train.plan))
         require_shared(worker, run.folder, mark)

@@ -114,6 +114,7 @@ def _predictions(model: nn.Module, data: PreparedData, batches: Sequence[Sequenc
         inputs = {name: torch.from_numpy(tensor) for name, tensor in batch.inputs.items()}
         with torch.inference_mode():
             yield rows, batch, logits_of(model(**inputs)).float()
+        # After a batch and not before it, so that a slow model has predictions, too.
         if time.monotonic() > deadline_s:
             return
 

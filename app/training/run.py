@@ -143,6 +143,7 @@ def finish_run(
     weights = run.folder / WEIGHTS
     adapter = run.folder / ADAPTER if recipe.model.adapter else None
     publish_weights(checkpoint, data, recipe, weights, adapter)
+    # The weights are published. What follows is for the report, and cannot fail the run.
     if recipe.train.report_samples:
         evaluating = partial(write_evaluation, weights, data, recipe, run.folder)
         best_effort(evaluating, "the report has no predictions", "the job")

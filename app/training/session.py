@@ -107,6 +107,7 @@ def _run(loop: Loop) -> StopRequest:
             left_out = loop.position.left_out
             if loop.config.non_finite != "rollback":
                 raise
+            # Checkpoints hold ``left_out``, so the limit is for the whole life of the run.
             if len(left_out) >= _MAX_ROLLBACKS:
                 raise NonFiniteLossError(f"{error}; {len(left_out)} were left out, no run leaves out more") from error
             if not loop.checkpoints.has_any():

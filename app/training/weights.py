@@ -61,6 +61,7 @@ def publish_weights(
             _separate(Path(temporary) / WEIGHTS_FILE, recipe, data, adapter)
         if is_hugging_face(model):
             configuration: Any = model.config
+            # transformers sets this when it saves a model. Here only the configuration is saved.
             configuration.architectures = [type(model).__name__]
             if isinstance(data, ClassificationData):
                 configuration.id2label = dict(enumerate(data.labels))

@@ -74,6 +74,7 @@ def _fragment(name: str, parameter: Any, part: HeldPart, layout: Layout, rank: i
     shape = tuple(unpartitioned_shape(parameter))
     # All tensor-parallel ranks hold the same values of a parameter that is not split.
     is_first_replica = layout.tensor_rank(rank) == 0 or tensor_slice.dim is not None
+    # A partition of ZeRO is held once. Without partitions, all data-parallel ranks hold the same.
     is_written_here = part.is_partition or layout.data_rank(rank) == 0
     is_owned = is_first_replica and is_written_here and not is_pipeline_replica(parameter)
     return Fragment(name, tensor_slice, shape, part.start, part.length, part.master, part.offset, is_owned)

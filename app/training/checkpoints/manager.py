@@ -58,6 +58,7 @@ class CheckpointManager:
         # One process lists them, so that all try the same checkpoints in the same order.
         committed = on_first(self._store.committed)
         restored = self._store.newest_readable(committed, self._load)
+        # Only now, because reading has shown which newer checkpoints are damaged.
         if self._worker.is_first:
             self._store.sweep(after=restored[0] if restored else None)
         return restored[1] if restored else None

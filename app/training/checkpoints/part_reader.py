@@ -49,6 +49,7 @@ class PartReader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         """Fill the tensors of ``plan``. Raises StorageError if the data do not match their checksums."""
         stored = self.storage_data
+        # In the order of the file, so that each piece is fetched and verified once.
         items = sorted(plan.items, key=lambda item: attrgetter("relative_path", "offset")(stored[item.storage_index]))
         for name, of_file in groupby(items, key=lambda item: cast(str, stored[item.storage_index].relative_path)):
             file = self._open(name)
@@ -127,7 +128,9 @@ class PartReader(FileSystemReader):
             return narrow(whole, item.storage_offsets, item.lengths)
         first, last = _flat_range(item, shape)
         view.seek(offset_in_file(frame) + first * dtype.itemsize, io.SEEK_SET)
+        # A bytearray, because torch warns of memory that cannot be written.
         values = torch.frombuffer(bytearray(view.read((last - first) * dtype.itemsize)), dtype=dtype)
+        # The range holds whole rows of the stored part. Its strides skip what is beside the rectangle.
         return values.as_strided(item.lengths, frame.stride())
 
     def _stored_as(self, item: ReadItem) -> tuple[Size, torch.dtype]:

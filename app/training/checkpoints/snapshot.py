@@ -51,6 +51,7 @@ def take_snapshot(
                     content[names.parameter(fragment.name, key)] = shards_of(fragment, flat, copy=True)
     rank = torch.distributed.get_rank()
 
+    # Two views: the mean for the export and for other layouts, and this rank's own to resume with the same bits.
     shared, buffers = (
         {names.buffer(name): buffer.detach().to("cpu", copy=True) for name, buffer in found.items()}
         for found in (mean_buffers(engine), buffers_of(engine))

@@ -124,10 +124,12 @@ class CheckpointWriter:
             on_first(partial(self._commit, folder, sums, snapshot), self._group)
             self.last_commit = Commit(time.time(), time.monotonic() - began_s)
         except TrainingError:
+            # This frees a full disk at once. On an object store, ``sweep`` does it at the next start.
             if first and is_local(folder):
                 shutil.rmtree(folder.path, ignore_errors=True)
             raise
         if first:
+            # Outside the try block: the new checkpoint is stored, even if old ones cannot be removed.
             prune = partial(self._store.prune, checkpoint, self._config.num_to_keep, best)
             best_effort(prune, "old checkpoints cannot be removed")
 

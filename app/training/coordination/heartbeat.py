@@ -74,6 +74,7 @@ def require_not_running(run_folder: UPath) -> None:
         if not (beat := read(path)):
             return
         if beat != last_beat:
+            # Each beat restarts the wait. The workers of a killed job write only a few more.
             last_beat, num_beats, deadline = beat, num_beats + 1, time.monotonic() + _TIMEOUT_S
         if num_beats > _MAX_LAST_BEATS:
             raise _running_error(run_folder)

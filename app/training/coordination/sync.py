@@ -113,8 +113,10 @@ class StepSync:
         message = torch.zeros(sum(sizes), dtype=torch.float64)
         losses, requests, lost, interval, polls, busy = torch.split(message, sizes)
         if steps:
+            # The sum over all workers of these shares is the mean.
             losses.copy_(torch.stack([step.result.loss for step in steps]) / self.worker.size)
             busy[self.worker.rank] = sum(step.busy_s for step in steps) / len(steps)
+        # One slot for each kind: a sum of values could not tell the workers' requests apart.
         requests[local_request] = 1.0
         lost.fill_(float(self.has_lost_state()))
         # The first worker decides both, because all workers must agree and their clocks differ.

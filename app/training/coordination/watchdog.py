@@ -97,6 +97,7 @@ class Watchdog:
                 # Silence takes time to show, so the other workers are watched only shortly before the timeout.
                 continue
             cause = self._find_cause()
+            # Ask again: the query takes seconds, in which this worker may have made progress.
             if cause and self._idle_s > self._timeout_s:
                 self._end(f"no progress for {self._timeout_s:g} s: {cause}")
 

@@ -46,10 +46,12 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         values = input.float()
         reduced_dims = [dim for dim in range(values.ndim) if dim != 1]
         shape = [1, -1] + [1] * (values.ndim - 2)
+        # The count is summed, too, because micro-batches of the workers may differ in size.
         count = torch.full((1,), float(values.numel() // values.shape[1]))
         sums = _sum_over_workers(torch.cat([values.sum(reduced_dims), count]))
         mean, total = sums[:-1] / sums[-1], sums[-1].detach()
 
+        # A second all-reduce, of squared deviations: the mean of squares less the squared mean would cancel in float32.
         deviations = values - mean.view(shape)
         variance = _sum_over_workers(deviations.square().sum(reduced_dims)) / total
         # torch normalises by the biased variance, and tracks the unbiased one.

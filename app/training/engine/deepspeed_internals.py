@@ -84,6 +84,7 @@ def _held_under_zero_3(optimizer: Any, parameter: Any) -> HeldPart | None:
     length = max(0, min(size, parameter.ds_numel - start))  # the last partition is padded
     if not length:
         return None
+    # A frozen parameter has no master. Its own partition is all that there is.
     if not parameter.requires_grad:
         return HeldPart(parameter.ds_tensor, 0, start, length, is_partition=True)
     group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]

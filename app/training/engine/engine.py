@@ -56,6 +56,7 @@ def create_engine(blueprint: Blueprint, config: TrainConfig, layout: Layout, tot
     if kind_of(blueprint.model) is ModelKind.STAGED and layout.model_parallel > 1:
         return PipelineEngine.create(blueprint, config, layout, total_steps, loss)
     model = make_in_place(blueprint, config, layout)
+    # Before DeepSpeed copies the weights into its masters.
     if config.prune:
         from app.training.engine.pruning import start_pruned  # other runs do not need it
 
@@ -94,6 +95,7 @@ def buffers_of(engine: TrainingEngine) -> dict[str, Tensor]:
     found = {}
     for module in engine.deepspeed.module.modules():
         for name, buffer in module.named_buffers(recurse=False):
+            # Modules that DeepSpeed adds have no name in the whole model.
             if is_persistent_buffer(module, name) and id(module) in engine.names:
                 found[f"{engine.names[id(module)]}.{name}".lstrip(".")] = buffer
     return found

@@ -57,6 +57,7 @@ class MetricsLog:
     def _write(self) -> None:
         # An earlier write may have ended within a line.
         if self._may_be_torn:
+            # Whole lines of the failed write are removed as well, because all of it is written again.
             self._replace([line for line in self._whole_lines() if line.text not in self._pending])
         self._may_be_torn = True
         with self._path.open("a", encoding="utf-8") as file:
