@@ -56,6 +56,7 @@ class OnnxRuntimeEngine(PooledEngine[onnxruntime.InferenceSession]):
         signature = Signature(_specs(path, session.get_inputs()), _specs(path, session.get_outputs()))
         self._names = [spec.name for spec in signature.outputs]
         self._strings = [spec.name for spec in signature.inputs if spec.dtype.hasobject]
+        # A session may be called from several threads, so all streams share it.
         super().__init__(signature, [session] * settings.streams)
 
     def _run(self, member: onnxruntime.InferenceSession, inputs: Tensors) -> Tensors:

@@ -185,6 +185,7 @@ def _named(name: str, devices: int) -> Cluster:
 
 def this_machine(workers: int) -> Cluster:
     """Return this machine's CPUs, shared by ``workers`` processes. The rates are typical ones: calibration measures."""
+    # Physical cores, because hyperthreads share the units that compute matrix products.
     cores = psutil.cpu_count(logical=False) or 1
     memory = psutil.virtual_memory().total
     share = max(1.0, cores / workers)
@@ -194,6 +195,7 @@ def this_machine(workers: int) -> Cluster:
             kind="cpu",
             memory=memory // workers,
             memory_bandwidth=10e9 * share,
+            # Most processors emulate bf16, which takes longer than fp32.
             half_flops=30e9 * share,
             float_flops=60e9 * share,
             launch_s=_CPU_LAUNCH_S,
@@ -208,6 +210,7 @@ def this_machine(workers: int) -> Cluster:
     )
 
 
+# The first match counts, so the A100 with 80 GB is before the others.
 _GPU_NAMES = (
     ("A100.*80G", "a100-80"),
     ("A100", "a100-40"),
@@ -316,6 +319,7 @@ def _from_file(file: ClusterFile, path: Path) -> Cluster:
                 f"cluster file {str(path)!r} has no {key}, and {file.devices} devices with {per_node} a node need one: "
                 f"add {key}: {{gigabytes_per_s: 25, latency_us: 10}}"
             )
+        # A link that no two devices use costs nothing.
         return given.link() if given else default or Link(math.inf, 0.0)
 
     return Cluster(

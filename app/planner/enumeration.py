@@ -58,6 +58,7 @@ def enumerate_plans(
             continue
         sizes = _micro_batches(global_batch // data, pipeline)
         plans: list[PlanConfig] = []
+        # Checked here, because the rules of a recipe do not know the nodes.
         if tensor > cluster.devices_per_node:
             reason = f"tensor {tensor} would straddle nodes of {cluster.devices_per_node} devices"
             refusals.add("tensor groups stay in a node", reason, len(sizes))

@@ -53,10 +53,12 @@ def optimizer_s(plan: ParallelPlan, cluster: Cluster, stack: Stack, elements: fl
     part = elements / (plan.data if plan.zero_stage or stack.family == "fsdp" else 1)
     if plan.offload == "none":
         return 34 * part / (cluster.device.memory_bandwidth * rates.memory)
+    # 2 bytes each: the gradients of every micro-batch, and the parameters once.
     moved_s = 2 * (plan.accumulation + 1) * part / cluster.host_link.bandwidth
     host_bandwidth = (
         200e9 / cluster.devices_per_node if cluster.device.kind == "gpu" else cluster.device.memory_bandwidth
     )
     update_s = 34 * part / host_bandwidth
+    # 12 bytes are read, and 12 written.
     disk_s = 24 * part * cluster.devices_per_node / cluster.disk_bandwidth if plan.offload == "nvme" else 0.0
     return moved_s + max(update_s, disk_s)

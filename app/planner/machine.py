@@ -118,6 +118,7 @@ def _run_workers(work: Callable[..., T], workers: int, threads: int, *arguments:
     Raises:
         PlanError: one failed, or did not end in time. The others are ended.
     """
+    # Spawned, because torch's threads do not survive a fork.
     context = multiprocessing.get_context("spawn")
     port = _free_port()
     pipes, processes = [], []

@@ -54,6 +54,7 @@ def measure(model: nn.Module, inputs: Mapping[str, Tensor], precision: Precision
         output = fakes.output
 
     traits = traits_of(model)
+    # Inputs of two dimensions are (batch, tokens).
     sequence = max((tensor.shape[1] for tensor in inputs.values() if tensor.dim() == 2), default=1)
     return ModelProfile(
         name=type(model).__name__,

@@ -187,6 +187,7 @@ def _saved_bytes(saved: SavedActivations, plan: ParallelPlan) -> float:
 def _process_bytes(process: ProcessMemory, plan: ParallelPlan) -> float:
     """Return the bytes of a rank beside its tensors. It is in a group along each degree, and in that of all ranks."""
     degrees = sum(degree > 1 for degree in (plan.tensor, plan.data, plan.pipeline, plan.hpz))
+    # With a single degree, its group is that of all ranks.
     groups = degrees + (degrees > 1)
     code = process.compiler if plan.recompute == "full" or plan.tensor * plan.pipeline > 1 else 0.0
     return process.context + groups * process.group + code

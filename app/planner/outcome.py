@@ -60,6 +60,7 @@ def prediction_of(
 
     # Where calibration has run this very plan, the planner named the measured time.
     run = calibration and calibration.measured(subject.name, plan_keys(plan))
+    # Plans that were measured here correct the prediction of this one, too.
     scale = findings.candidates[0].scale if findings.candidates else 1.0
     candidate = replace(candidate, measured_step_s=run.step_s if run else None, scale=scale)
     validation = validation_of(cluster.device, plan)

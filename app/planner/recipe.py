@@ -125,6 +125,7 @@ def calibrate(subject: Subject, cluster: Cluster, data: PreparedData) -> Calibra
     config = subject.recipe.train
     known = read_calibration(cluster, config.precision)
     found = measure_machine(cluster.devices, config.precision, max(1, int(config.cpus_per_worker)))
+    # Plans that ran before stay, because the file is of the same machine.
     calibration = found.with_plans(known.plans if known else [])
     # The rates are kept even if a plan fails to run.
     calibration.save()
@@ -143,6 +144,7 @@ def _candidates_to_run(problem: Problem) -> list[Candidate]:
     usual = price_plan(problem, explicit, parallel_plan(explicit, layout))
     best = list(search(problem).candidates[:_MEASURED_PLANS])
     known = [candidate.config for candidate in best]
+    # An explicit micro-batch has to divide a rank's share, which the default's need not.
     return [*best, usual] if usual and explicit not in known and layout.share % layout.micro_batch == 0 else best
 
 

@@ -145,6 +145,7 @@ class Recorder(TorchDispatchMode):
 
         def pack(tensor: Tensor) -> Tensor:
             key = storage_of(tensor)
+            # Parameters are held anyway, and a tensor that is saved twice is kept once.
             if key not in self._fakes.parameters:
                 self.saved.setdefault(key, (float(tensor.nbytes), key in self._split))
             return tensor
@@ -155,6 +156,7 @@ class Recorder(TorchDispatchMode):
 
 def _per_sample(work: Work) -> Work:
     kernels = work.kernels
+    # A launch takes as long for one sample as for several.
     return work * (1 / SAMPLES) + Work(kernels=kernels * (1 - 1 / SAMPLES))
 
 

@@ -190,6 +190,7 @@ def fewest_devices(problem: Problem) -> tuple[int, Candidate] | None:
         setting = replace(problem.setting, workers=(devices, devices))
         try:
             findings = search(replace(problem, cluster=cluster, setting=setting))
+        # The batch does not divide over this many devices, and so not over twice as many.
         except PlanError:
             return None
         if findings.candidates:

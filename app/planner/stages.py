@@ -29,6 +29,7 @@ def stages_of(profile: ModelProfile, pipeline: int, is_balanced_by_parameters: b
     return tuple(layers[start:end] for start, end in pairwise(bounds))
 
 
+# Cached, because every plan with as many stages asks for the same cuts.
 @lru_cache(maxsize=256)
 def balanced_cuts(weights: Sequence[int], parts: int) -> tuple[int, ...]:
     """Return the bounds of ``parts`` runs of ``weights`` whose largest and smallest sums differ least.

@@ -105,6 +105,7 @@ def step_time(
 
 def _stage_key(stage: Stage, number: int, plan: ParallelPlan) -> object:
     """Return a key that stages of the same layers share. The first and the last send less."""
+    # Profiles of layers that are alike are one object, so their ids are enough.
     return tuple(map(id, stage)), number == 0, number == plan.pipeline - 1
 
 
@@ -143,6 +144,7 @@ def _stage_time(
     # Python launches kernels ahead of a GPU: the slower of both sets the pace. A processor does one after the other.
     alternates = cluster.device.kind == "cpu" or stack.waits_for_kernels
     slack_s = host_s if alternates else max(0.0, host_s - device_s)
+    # The backward pass launches about twice as much as the forward pass.
     return _StageTime(forward + slack_s / 3, backward + 2 * slack_s / 3, tensor_s, send_s)
 
 

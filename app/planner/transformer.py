@@ -120,6 +120,7 @@ def _block_activations(shape: TransformerShape) -> SavedActivations:
     inner = shape.feed_forward * (4 if shape.gated else 2)
     scores = 0.0 if shape.fused_attention else shape.heads * tokens * (2 * number + (1 if shape.dropout else 0))
     statistics = 4.0 * shape.heads if shape.fused_attention else 0.0
+    # The output widths of a block's products, in order: queries, keys, values, attention, feed-forward.
     ends = [hidden, shape.key_value_width, shape.key_value_width, hidden]
     ends += [shape.feed_forward] * (2 if shape.gated else 1) + [hidden]
     return SavedActivations(

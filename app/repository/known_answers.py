@@ -53,6 +53,7 @@ class KnownAnswers:
                 differences.append(np.abs(given[name].astype(np.float64) - right.astype(np.float64)).max(initial=0.0))
             else:
                 differing |= (given[name] != right).reshape(rows, -1).any(axis=1)
+        # Rounded up: among a few rows, even a small share may be one row.
         if differing.sum() > math.ceil(differing_rows * rows):
             return math.inf
         return float(np.max(differences))  # unlike max, it propagates NaN

@@ -192,6 +192,7 @@ class Repository:
                 folder.fs.get_file((folder / file).path, str(target / file))
 
         map_concurrently(folder, copy, files)
+        # The copies are compared, so the engine opens what was verified.
         check_files(folder, files, read_from=target)
         return manifest
 

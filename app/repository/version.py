@@ -43,6 +43,7 @@ def seal(folder: UPath, files: UPath, version: int, name: str, card: ModelCard) 
         version=version,
         created=datetime.now(UTC),
         size_bytes=sum(file.stat().st_size for file in _contents(files)),
+        # Of the source, so that a copy that went wrong does not match.
         files=checksums_of(_contents(files)),
     )
     content = manifest.model_dump_json(indent=1).encode()
@@ -152,6 +153,7 @@ def _add_by_rename(model: UPath, files: UPath, card: ModelCard, next_number: Cal
     try:
         copy_files(files, staged)
         while True:
+            # The manifest has the number, so each attempt seals the version again.
             manifest = seal(staged, files, next_number(), model.name, card)
             if _rename(staged, model / str(manifest.version)):
                 return manifest

@@ -44,6 +44,7 @@ class Lane:
         self._gpu, self._plan = gpu, plan
         self._profile = plan.manifest.key.settings.profile
         self._stream = gpu.cuda.Stream()
+        # One scratch memory for all contexts of the lane, because they never run at the same time.
         self._scratch = gpu.empty(plan.scratch_bytes, dtype=gpu.uint8, device="cuda")
         with gpu.cuda.stream(self._stream):
             self._captured = {

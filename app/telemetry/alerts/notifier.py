@@ -61,6 +61,7 @@ class Outbox:
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._thread.is_alive():
             self._warn("not all was delivered before the end")
+        # This also wakes a retry that sleeps.
         self._too_late.set()
 
     def _deliver_all(self) -> None:
@@ -108,6 +109,7 @@ class Notifier:
     def close(self, timeout_s: float) -> None:
         """Deliver the queued notifications, for at most ``timeout_s`` seconds in total."""
         deadline_s = time.monotonic() + timeout_s
+        # All are told to finish before any is waited for, so that they deliver at the same time.
         for outbox in self._outboxes:
             outbox.finish()
         for outbox in self._outboxes:

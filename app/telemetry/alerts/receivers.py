@@ -115,6 +115,7 @@ class Mail:
             raise DeliveryError(str(error)) from error
         except smtplib.SMTPRecipientsRefused as error:
             codes = {code for code, _ in error.recipients.values()}
+            # If one recipient is refused only for now, another try may reach it.
             raise _refusal(min(codes), "it refused every recipient") from error
         except smtplib.SMTPResponseException as error:
             raise _refusal(error.smtp_code, f"it answered {error.smtp_code}") from error
