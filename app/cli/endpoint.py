@@ -48,6 +48,7 @@ class EndpointClient:
         """
         statistics = self._request("GET", "v2/models/stats", _STATISTICS)
         held = statistics.model_stats if statistics else []
+        # A stage of a cascade has the name CASCADE/STAGE in the statistics.
         return (name, str(version)) in {(model.name.rpartition("/")[2], model.version) for model in held}
 
     def _request(self, method: str, path: str, kind: TypeAdapter[Answer]) -> Answer | None:
@@ -99,6 +100,7 @@ def local_endpoint(cluster: ClusterState, token_file: Path | None = None) -> End
     """
     named = token_file or os.environ.get(TOKEN_FILE_VARIABLE)
     known = Path(named) if named else ENDPOINT_TOKEN_FILE if ENDPOINT_TOKEN_FILE.exists() else None
+    # The file outlives the endpoint that asked for a token, so this one is asked whether it does.
     return EndpointClient(cluster.endpoint, known if known and _needs_token(cluster.endpoint) else None)
 
 

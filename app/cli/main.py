@@ -67,6 +67,7 @@ def up(
     if not monitoring:
         _describe(local.start(dashboard_port, serve_port, grpc_port, num_cpus))
         return
+    # Both are checked before the cluster starts, so that an error leaves nothing to stop.
     receivers = receivers_of(notify)
     watched_by = processes.programs()
     cluster = local.start(dashboard_port, serve_port, grpc_port, num_cpus, watched_by)
@@ -147,6 +148,7 @@ def resume(run_id: str, overrides: Overrides = None, storage: Storage = None) ->
     folder = _train_run(run_id, storage)
     chosen = [f"storage={absolute_location(storage)}"] if storage else []
     config = str(folder / CONFIG_FILE)
+    # ``train.resume`` comes last, so that no override resumes another run.
     raise typer.Exit(send_job("train", config, [*(overrides or []), *chosen, f"train.resume={run_id}"], run_id))
 
 

@@ -101,6 +101,7 @@ def verify(
         with _collected(damages):
             repository.verify_config(name)
     if damages:
+        # ``verify_config`` reads a manifest, too, so it may find the same damage again.
         raise StorageError("\n       ".join(dict.fromkeys(damages)))
 
 

@@ -51,6 +51,7 @@ class Blueprint:
             with silent_fakes(), FakeTensorMode(allow_non_fake_inputs=True), recording:
                 model = build()
             windows = _to_meta(model, recording)
+            # ``make`` would draw these numbers again, and in another order.
             if not torch.equal(before[0], torch.get_rng_state()):
                 raise UnrecordableError("random numbers were drawn at once")
         except Exception:
@@ -95,6 +96,7 @@ class Blueprint:
         for key, (tensor, _) in places.items():
             if key in fresh and isinstance(tensor, nn.Parameter) and key not in self._windows:
                 _put(tensor, finish(tensor.detach()), places, place)
+        # Without given values every operation is needed, and none has to be searched for.
         self._initialize(fresh, places, self._operations_for(fresh) if self._given else self._operations, finish, place)
         return self.model
 

@@ -30,6 +30,7 @@ class DecoderStages:
         if getattr(config, "model_type", None) not in _MODEL_TYPES or not hasattr(model, "lm_head"):
             return None
         window = getattr(config, "sliding_window", None)
+        # ``_Block`` makes a full causal mask. A model with a shorter window needs another one.
         sees_all = window is None or window >= config.max_position_embeddings
         return cls(model) if sees_all else None
 

@@ -117,6 +117,7 @@ def _arguments(factory: Callable[..., Any], given: Mapping[str, Any], facts: Map
     for name in given:
         if name not in names and not takes_any:
             raise RecipeError(f"unknown key model.args.{name}; {did_you_mean(name, names)}")
+    # The recipe's arguments win over properties of the data.
     arguments = {name: value for name, value in facts.items() if name in names} | dict(given)
     for name in names:
         if name not in arguments and parameters[name].default is inspect.Parameter.empty:

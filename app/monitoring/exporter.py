@@ -54,6 +54,7 @@ class ClusterWatch(Collector):
         except (httpx.HTTPError, KeyError, ValueError):
             self._failed_looks += 1
             return
+        # Only now, so that Prometheus never waits for the cluster's API.
         with self._lock:
             self._jobs = jobs
             self._nodes = Counter(node["state"].lower() for node in nodes)

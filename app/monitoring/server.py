@@ -29,6 +29,7 @@ _PAGE_HEADERS = {
     "style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
 }
+# Only requests that read, because this page needs no token.
 _QUERIES = ("query", "query_range", "alerts")
 """What of Prometheus' API the page asks."""
 

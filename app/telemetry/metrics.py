@@ -136,6 +136,7 @@ class Publisher:
                     if old is None or point.value != old.value:
                         self._set_or_increment(point, old.value if old else 0.0)
                 self._published[key] = signature, points
+        # Ray goes on exporting the last value of a gauge that nobody sets any more.
         for key in missing:
             signature, points = self._published[key]
             if signature and points[0].metric.kind is Kind.GAUGE:

@@ -133,6 +133,7 @@ def gpu_peak_flops(name: str, dtype: torch.dtype) -> float | None:
     float32 counts as TF32 if torch may use it in matrix products or convolutions. None, with a warning, for other
     dtypes, for a GPU that is not in the table, and for a slice of one (MIG).
     """
+    # The whole name has to match, because a slice of a GPU has a longer one.
     peak = next((peak for pattern, peak in _GPUS.items() if re.fullmatch(pattern, name)), None)
     if peak is None or dtype not in (torch.float16, torch.bfloat16, torch.float32):
         warn(

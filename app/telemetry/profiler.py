@@ -86,6 +86,7 @@ class _TraceProfiler:
             return
         if self._steps <= self._skipped:
             warn(f"no step was profiled: there were {self._steps}, and train.profile begins after {self._skipped}")
+        # This writes the trace, through ``on_trace_ready``.
         self._try(self._profile.stop)
         self._profile = None
 

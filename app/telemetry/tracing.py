@@ -186,6 +186,7 @@ class RequestTracer:
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind
 
+        # Never the current context, which may hold a span of Ray's own.
         within = _context_of(traceparent) or Context()
         attributes = {"rpc.system": protocol}
         return RequestTrace(self._tracer.start_span("request", within, SpanKind.SERVER, attributes), self._tracer)
