@@ -24,6 +24,7 @@ def connect() -> None:
     Raises:
         ClusterError: the job was started by hand, and there is no cluster.
     """
+    # The steps of a lifecycle share one connection.
     if ray.is_initialized():
         return
     try:

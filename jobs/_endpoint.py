@@ -50,6 +50,7 @@ def endpoint_lock() -> Iterator[bool]:
         ray.kill(holder)
 
 
+# Restarted if only its process dies, so that the job keeps the lock.
 @ray.remote(num_cpus=0, max_restarts=-1)
 class _Holder:
     """An actor whose name is the lock. It ends with its job, so a killed job releases the lock."""
@@ -77,6 +78,7 @@ def roll_out(before: EndpointConfig, after: EndpointConfig, timeout_s: float) ->
             would keep trying the failed configuration, and not replace dead replicas. If ``before`` fails, too, for
             example after a killed job, deploy the model in the error again, or undeploy it.
     """
+    # An empty configuration has no tokens. A rollback to it must not open the endpoint to everybody.
     if not before.models:
         before = before.model_copy(update={"access": after.access})
     try:

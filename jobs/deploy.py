@@ -44,6 +44,7 @@ def deploy(run: Run) -> Outcome:
     """Deploy the production version, or the one that the recipe promotes, and its candidates."""
     recipe, laps = run.recipe, Laps()
     run.until_result.callback(write_page, deployment_page, run.folder)
+    # Before the lock is taken, so that other jobs do not wait for it.
     with stage("verify"):
         model = _planned(run)
     laps.end("reading and verifying the versions")
@@ -63,12 +64,14 @@ def deploy(run: Run) -> Outcome:
         address = start_serve(recipe.serve)
         laps.end("starting Serve")
 
+        # Everything is checked. A run that is refused before this leaves nothing in storage.
         run.hold(run_lock(run.folder))
         run.open()
         began = time.monotonic()
         with stage("load the models"):
             roll_out(before, after, recipe.serve.ready_timeout_s)
         laps.end("loading the models in every replica")
+        # Only versions that every replica has loaded are promoted.
         promote_named(recipe, Repository(run.storage))
         await_routes(address.http)
         laps.end("opening the routes")

@@ -34,6 +34,7 @@ def train(run: Run, prepared: UPath | None = None) -> Outcome:
     connect()
     min_workers = config.worker_counts[0]
     require(resources_of(config, min_workers), f"train.workers, of which there are {min_workers},")
+    # A cluster that grows may still get nodes with more room.
     if not may_grow():
         require_room_for_groups(config.plan, min_workers, worker_slots(config))
     open_run(run, data)

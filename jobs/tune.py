@@ -53,6 +53,7 @@ def tune(run: Run) -> Outcome:
     budget = SearchBudget(config.stop, config.objectives[0], study.epochs_trained, study.seconds)
     search = Search(recipe, config, study, run.folder, budget, may_grow())
     run.hold(run_lock(run.folder))
+    # The first copy is made before the run is opened, so that a run that can be resumed has its study.
     with keep_snapshots(location, scratch) as back_up:
         run.open()
         keep_data(data, own_trial, run.folder / DATA)

@@ -107,6 +107,7 @@ def logs(
     run = find_run(root, run_id)
     printed = 0
     while True:
+        # The status comes before the log, so that the last lines of a run that ends now are printed.
         is_over = run.status != "running"
         content = read(run.path / LOG_FILE)
         if content is None and is_over:
@@ -140,6 +141,7 @@ def track(run_id: RunId, storage: Storage = None) -> None:
                 f"run {run.run_id} is a part of {tracked.parent.name}, which {tracker.name} does not know yet: "
                 f"'rayloom runs track {tracked.parent.name}' first"
             )
+    # Already set: copying ends once the trackers have everything.
     has_ended = threading.Event()
     has_ended.set()
     if not copy_run(run.path, trackers, has_ended, _TRACK_TIMEOUT_S):

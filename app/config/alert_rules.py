@@ -186,8 +186,10 @@ def _direction(metric: str, better: str | None) -> Better:
 
 def _suggestion(text: str) -> str:
     """The sentence with its words put right, if it is a rule then; else every form."""
+    # Each word is compared with all known ones, so their number is bounded.
     first, *others = text.split()[:20] or [""]
     spelled = [next(iter(get_close_matches(word, _WORDS, n=1)), word) for word in others]
+    # The first word is the name of a metric, or a misspelt "nothing".
     for start in (first, "nothing"):
         repaired = " ".join([start, *spelled])
         with suppress(ValueError):

@@ -45,5 +45,6 @@ def recipe_of_model(name: str, section: str, overrides: Sequence[str] = ()) -> R
                 f"override {override!r}: model {name!r} is named without a recipe, and has only {section} and storage: "
                 f"leave {key} out, or give a recipe"
             )
+    # A recipe needs data and a model. Nothing loads these, because the version has both.
     tree = {"name": name, "task": TENSORS, "data": {"source": "none"}, "model": {"factory": "none:none"}}
     return parse_recipe(apply_overrides(tree, overrides), source=name)

@@ -168,6 +168,7 @@ class Recipe(Section):
             unread += [(data.chat, "data.chat.packing"), (data.chat, "data.chat.template")]
         for section, key in unread:
             name = key.rpartition(".")[2]
+            # Compared with the default, because a stored recipe holds every key.
             if (value := getattr(section, name)) != type(section).model_fields[name].default:
                 raise ValueError(f"{key} is {value!r}, which task {self.task} does not read: leave it out")
         return self

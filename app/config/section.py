@@ -19,6 +19,7 @@ def _read_range(given: object) -> object:
     """Accept one number, or two in ascending order."""
     numbers = given if isinstance(given, list | tuple) else [given]
     if (
+        # ``isinstance`` would accept a bool, which is an int.
         not all(type(number) is int and number > 0 for number in numbers)
         or len(numbers) > 2
         or sorted(numbers) != [*numbers]

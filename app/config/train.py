@@ -237,6 +237,7 @@ class TrainConfig(Section):
             return plan
         if not info.data.keys() >= {"precision", "optimizer", "workers", "device", "sync_batch_norm"}:
             return plan
+        # Without validation, because the section is not complete yet.
         if reason := refusal(plan, cls.model_construct(None, **info.data).setting(model=None)):
             raise ValueError(reason)
         return plan

@@ -67,6 +67,7 @@ def list_runs(
         for run_id in list_names(runs_folder(storage, name))
         if recipe is None or recipe_named_in(run_id) == recipe
     ]
+    # Ids begin with the time of the start.
     newest = sorted(paths, key=lambda path: path.name, reverse=True)[:limit]
 
     def summary(path: UPath) -> RunSummary | None:
@@ -107,6 +108,7 @@ def find_run(storage: UPath, named: str) -> RunFolder:
     job, _, run_id = named.rpartition("/")
     names = {name: list_names(runs_folder(storage, name)) for name in ([job] if job else _jobs_in(storage))}
     every = [runs_folder(storage, name) / found for name, ids in names.items() for found in ids]
+    # A whole id comes first, because it may also be the beginning of another one.
     for is_match in (str.__eq__, str.startswith):
         paths = [path for path in every if is_match(path.name, run_id)]
         if len(paths) > 1:

@@ -45,6 +45,7 @@ class Curves:
             entry = parse_line(line)
             if entry is None:
                 continue
+            # The kind of a record is not written. Only epochs have been validated.
             curves = self.of_epochs if "val_loss" in entry else self.of_steps
             step = entry.pop("step")
             for name, value in numbers(entry).items():

@@ -110,6 +110,7 @@ def _add_time(page: Page, run: RunFolder, curves: Curves) -> None:
     in_workers = sum(attempt.seconds for attempt in run.usage)
     amounts: dict[str, float] = {title: phases[name] for name, title in _PHASES.items() if name in phases}
     amounts["start of the workers, and the rest"] = max(0.0, in_workers - sum(phases.values()))
+    # Several attempts may be of several jobs, and the result has the time of the last job alone.
     if run.result and len(run.usage) == 1:
         amounts["before and after the workers"] = max(0.0, run.result.duration_s - in_workers)
     whole = sum(amounts.values()) or 1.0

@@ -57,6 +57,7 @@ class TrackerThread:
     def _copy(self) -> None:
         while not self._has_run_ended.wait(self._interval_s):
             self._try(self._run.advance)
+        # ``finish`` raises nothing while the run must wait for its lifecycle, so it is asked whether it has finished.
         while not (self._try(self._run.finish) and self._run.is_finished):
             time.sleep(_RETRY_S)
 
@@ -72,6 +73,7 @@ def copy_run(
     threads = [TrackerThread(tracker, run) for tracker, run in zip(trackers, runs, strict=True)]
     wait_for_end.wait()
     deadline_s = time.monotonic() + timeout_s
+    # All are told to finish before any is waited for, so that they share the time.
     for thread in threads:
         thread.finish()
     copied = [thread.join(deadline_s) for thread in threads]

@@ -74,6 +74,7 @@ class RunCopy:
         self._read_lines()
         if not self._steps and not self._epochs:
             return
+        # Only steps are thinned out. Epochs are few, and people compare runs by them.
         stride = -(-len(self._steps) // _MAX_STEPS) or 1
         steps = self._steps[::-stride][::-1]  # the last one is always there
         self._tracker.log(progress.run_id, sorted([*steps, *self._epochs], key=lambda point: point.step))
@@ -85,6 +86,7 @@ class RunCopy:
             }
         )
         self._steps, self._epochs = [], []
+        # Otherwise a process that is killed would skip points that the server never got.
         if self._tracker.confirms_points:
             self._save(self._progress)
 
@@ -96,6 +98,7 @@ class RunCopy:
             with tempfile.TemporaryDirectory(prefix="rayloom-tracking-") as temporary:
                 self._tracker.close(self._progress.run_id, ended(list(self._files(Path(temporary)))))
         except Exception:
+            # What was logged since the last close may be lost, so it is read and logged again.
             if not self._tracker.confirms_points:
                 self._start_over()
             raise
@@ -111,6 +114,7 @@ class RunCopy:
             if before is None or before.run_id != run_id:  # of another server, or lost by it: all is copied anew
                 before = Progress(run_id=run_id)
                 self._lines, self._steps, self._epochs = GrowingFile(self._folder / METRICS_FILE), [], []
+            # Saved before the description, so that a try that fails there does not create another run.
             self._save(before.model_copy(update={"has_ended": False}))
             self._tracker.describe(run_id, facts)
             self._is_open = True

@@ -58,6 +58,7 @@ def keep_tracked(
     starting = BestEffort("tracking: the process that copies the run cannot be started, and is tried again", "the job")
     with repeat_in_background(lambda: starting(start), _START_INTERVAL_S, name="tracking"):
         yield
+    # A short run may have ended before the first check.
     starting(start)
     for process in started:
         _finish(process, run_folder.name)
