@@ -5,7 +5,7 @@ from functools import partial
 
 from app.compile.run import compile_model, find_weights
 from app.runs import Outcome, Run
-from app.tasks import find_processor
+from app.tasks import find_served_task
 from jobs._cluster import connect, require
 from jobs._node import run_on_node
 from jobs._runner import main
@@ -13,7 +13,7 @@ from jobs._runner import main
 
 def compile_on_node(run: Run) -> Outcome:
     """Compile on a node with the resources that the recipe reserves. The measurements are those of this node."""
-    find_processor(run.recipe.task)  # raises if the task cannot be compiled
+    find_served_task(run.recipe.task)  # raises if the task cannot be compiled
     find_weights(run)  # raises before the job waits for a node
     reserved = run.recipe.compile.reserved
     connect()

@@ -17,7 +17,7 @@ from app.reports.lifecycle import lifecycle_page, note_part
 from app.reports.run_folder import write_page
 from app.runs import RESULT_FILE, Outcome, Result, Run, Step, execute, has_succeeded, runs_folder
 from app.storage import write_atomically
-from app.tasks import find_processor
+from app.tasks import find_served_task
 from app.training.coordination.heartbeat import require_not_running, run_lock
 from app.training.resume import newest_unfinished, start_or_resume
 from app.training.stop_request import read_stop_request
@@ -49,7 +49,7 @@ class LifecycleMetrics(BaseModel):
 
 def lifecycle(run: Run) -> Outcome:
     """Run every step on the artifacts of the previous one. Each step has its own run."""
-    find_processor(run.recipe.task)  # refuses a task that cannot be compiled, before it is trained
+    find_served_task(run.recipe.task)  # refuses a task that cannot be compiled, before it is trained
     if not run.recipe.compile.chooses_node:
         requested_variants(run.recipe.compile)  # raises if an engine is not available on this machine
     resumes = run.recipe.train.resume or (run.recipe.tune and run.recipe.tune.resume)

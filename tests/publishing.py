@@ -8,6 +8,7 @@ from upath import UPath
 from app.engines.base import ShapeProfile
 from app.repository.manifest import EngineKey, Lineage, ModelCard, ServingDefaults
 from app.repository.repository import Repository
+from app.repository.score import Score
 from app.storage import open_storage
 from app.tensors import Tensor
 
@@ -26,7 +27,7 @@ CARD = ModelCard(
     inputs=(Tensor(name="input_ids", dtype="int64", shape=(-1, -1)),),
     outputs=(Tensor(name="logits", dtype="float32", shape=(-1, 2)),),
     serving=ServingDefaults(max_batch_size=32, preferred_batch_sizes=(8, 16), timeout_us=2000, replicas=2, threads=1),
-    accuracy=0.9,
+    score=Score(value=0.9),
     max_difference=1e-6,
     cosine=1.0,
 )

@@ -27,7 +27,7 @@ from app.errors import ClusterError, RayloomError, RequestError, StorageError
 from app.monitoring import processes
 from app.project.scaffold import create_project
 from app.runs import CONFIG_FILE, runs_folder
-from app.serving.protocol.natural import PredictRequest
+from app.serving.protocol.natural import Prediction, PredictRequest
 from app.storage import absolute_location, to_path
 from app.training.stop_request import StopRequest, request_stop
 
@@ -196,12 +196,19 @@ def predict(
         typer.Option(envvar=TOKEN_FILE_VARIABLE, help="Default: the local cluster's own."),
     ] = None,
 ) -> None:
-    """Send inputs to a deployed model, and print the label and the probability of each."""
+    """Send inputs to a deployed model, and print its answer to each: for a classifier the label and its probability."""
     given = [_read_image(path) for path in inputs] if image else inputs
     client = EndpointClient(endpoint, token_file) if endpoint else local_endpoint(running_cluster(), token_file)
     answer = client.predict(model, PredictRequest(inputs=given))
     for text, prediction in zip(inputs, answer.predictions, strict=True):
-        print(f"{prediction.label}  {prediction.scores[prediction.label]:.3f}  {text}")
+        print(f"{_in_short(prediction)}  {text}")
+
+
+def _in_short(prediction: Prediction) -> str:
+    """Return a label with its probability; the whole answer of another task as JSON."""
+    if prediction.label is None or prediction.scores is None:
+        return prediction.model_dump_json(exclude_none=True)
+    return f"{prediction.label}  {prediction.scores[prediction.label]:.3f}"
 
 
 @recipes.command()

@@ -6,7 +6,7 @@ from app.cli.tables import aligned
 from app.repository.manifest import ImportedFrom, Manifest, Quantization, ServingDefaults
 from app.repository.repository import ListedVersion, Repository
 
-_HEADER = ("model", "version", "aliases", "precision", "engine", "accuracy", "size", "created")
+_HEADER = ("model", "version", "aliases", "precision", "engine", "score", "size", "created")
 
 
 def table_of(repository: Repository) -> Iterator[str]:
@@ -24,7 +24,7 @@ def description_of(manifest: Manifest, aliases: Sequence[str], folder: str) -> I
             ("created", f"{manifest.created:%Y-%m-%d %H:%M:%S} UTC"),
             ("task", manifest.task),
             ("engine", str(key)),
-            ("accuracy", manifest.accuracy_in_words),
+            ("score", manifest.score_in_words),
             (f"to {lineage.baseline}", _parity(manifest)),
             *(("quantized", line) for line in _quantization(manifest.quantization)),
             *(("input", str(tensor)) for tensor in manifest.inputs),
@@ -54,7 +54,7 @@ def _row(listed: ListedVersion) -> tuple[str, ...]:
         *identity,
         manifest.engine_key.precision,
         manifest.engine_key.engine,
-        "" if manifest.accuracy is None else f"{manifest.accuracy:.4f}",
+        str(manifest.score or ""),
         _size(manifest.size_bytes),
         f"{manifest.created:%Y-%m-%d %H:%M} UTC",
     )

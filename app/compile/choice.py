@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from app.compile.records import PublishedAccuracy, VariantRecord
+from app.compile.records import PublishedScore, VariantRecord
 from app.compile.timing import OperatingPoint, Point
 from app.config import ObjectiveConfig
 from app.errors import CompileError
@@ -28,7 +28,7 @@ class Choice:
     """The best setting of the variant."""
 
     serving: ServingDefaults
-    accuracy: PublishedAccuracy | None
+    accuracy: PublishedScore | None
 
 
 def ranked(points: Sequence[OperatingPoint], objective: ObjectiveConfig) -> list[OperatingPoint]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from app.compile.choice import Choice, best_at_length, best_point, ranked, serving_defaults
 from app.compile.files import Log, ModelFile, ModelFiles
 from app.compile.parity import check_signature, compare
-from app.compile.records import BuiltPlan, PublishedAccuracy, VariantRecord
-from app.compile.reference import accuracy_on
+from app.compile.records import BuiltPlan, PublishedScore, VariantRecord
+from app.compile.reference import score_on
 from app.compile.source import Source
 from app.compile.timing import (
     Concurrency,
@@ -25,6 +25,7 @@ from app.compile.variants import BUILT_AHEAD, RequestedVariants, Skipped, Varian
 from app.config import CompileConfig, ComputePrecision
 from app.engines.base import Engine
 from app.errors import CompileError, EngineError
+from app.repository.score import Score
 
 _FINALISTS = 2
 """Number of variants that are measured in every setting. The others are measured with all cores for one batch."""
@@ -92,7 +93,7 @@ class Compilation:
     def choose(self) -> Choice:
         """Measure the best variants in every setting, and choose between the best setting of each.
 
-        Then measure the accuracy of the chosen variant on the test split, once.
+        Then measure the score of the chosen variant on the test split, once.
 
         Raises:
             CompileError: no variant passes the gates, or no setting meets the objective.
@@ -102,7 +103,7 @@ class Compilation:
             self.points += self._measure_other_settings(record)
         point = best_point(self._timed_in_turns([self._best_of(record) for record in finalists]), self.config.objective)
         record, serving = self.record_of(point), serving_defaults(point, self.points, self.config.objective)
-        return Choice(record, point, serving, self._published_accuracy(record, point))
+        return Choice(record, point, serving, self._published_score(record, point))
 
     def baseline_of(self, point: OperatingPoint) -> OperatingPoint | None:
         """Return PyTorch's best point on the same device, if it was measured."""
@@ -126,7 +127,7 @@ class Compilation:
         """Return the files of the whole model, or of the pruned one, which is made when it is first needed."""
         if sparse not in self._files_by_sparsity:
             model = self.source_model.pruned()
-            self._log(f"pruned, two of four weights: accuracy {model.reference.accuracy:.4f}")
+            self._log(f"pruned, two of four weights: {model.reference.score}")
             self._files_by_sparsity[sparse] = ModelFiles(model, self.config, (), self._folder / "sparse", self._log)
         return self._files_by_sparsity[sparse]
 
@@ -145,7 +146,7 @@ class Compilation:
         inherited = [f"in its file {failure}" for failure in file.failures] if file else []
         size_bytes = files.engine_path(variant).stat().st_size if file else self.source_model.size_bytes
 
-        points = self._operating_points(variant, parity.accuracy, size_bytes, measured)
+        points = self._operating_points(variant, parity.score, size_bytes, measured)
         self.points += points
         by_size = [point for point in points if point.is_uniform]
         return VariantRecord(
@@ -182,13 +183,13 @@ class Compilation:
                     measured += self._measure(engine, concurrency)
             except EngineError as error:  # too many streams for the memory
                 self._log(f"{record.variant}, {concurrency}: not measured: {error}")
-        return self._operating_points(record.variant, record.accuracy, record.size_bytes, measured)
+        return self._operating_points(record.variant, record.score, record.size_bytes, measured)
 
     def _operating_points(
-        self, variant: Variant, accuracy: float | None, size_bytes: int, measured: Iterable[Point]
+        self, variant: Variant, score: Score | None, size_bytes: int, measured: Iterable[Point]
     ) -> list[OperatingPoint]:
         choose = partial(best_at_length, objective=self.config.objective)
-        return list(operating_points(variant, accuracy, size_bytes, measured, self.source_model.shares, choose))
+        return list(operating_points(variant, score, size_bytes, measured, self.source_model.shares, choose))
 
     def _best_of(self, record: VariantRecord) -> OperatingPoint:
         """Return a variant's best setting."""
@@ -217,7 +218,7 @@ class Compilation:
         for length, rows in self.source_model.rows_by_length.items():
             sizes = [point.batch_sizes.get(length or 0, point.batch_size)]
             measured += measure(engine, point.concurrency, sizes, {length: rows}, _MIN_CALLS)
-        again = combine_lengths(point.variant, point.accuracy, point.size_bytes, measured, self.source_model.shares)
+        again = combine_lengths(point.variant, point.score, point.size_bytes, measured, self.source_model.shares)
         return again.model_copy(update={"batch_sizes": point.batch_sizes, "latency_p95_ms": point.latency_p95_ms})
 
     def _open(self, variant: Variant, concurrency: Concurrency) -> Engine:
@@ -227,16 +228,17 @@ class Compilation:
         calls = _MIN_CALLS_FOR_PERCENTILE if self.config.objective.latency_ms is not None else _MIN_CALLS
         return measure(engine, concurrency, sorted(self.config.batch_sizes), self.source_model.rows_by_length, calls)
 
-    def _published_accuracy(self, record: VariantRecord, point: OperatingPoint) -> PublishedAccuracy | None:
-        """Measure the accuracy on the test split, or return that on the compared rows. None: they have no classes."""
-        if record.accuracy is None:
+    def _published_score(self, record: VariantRecord, point: OperatingPoint) -> PublishedScore | None:
+        """Measure the score on the test split, or return that on the compared rows. None: they have no labels."""
+        if record.score is None:
             return None
         if (test := self.source_model.load_test()) is None:
             rows = len(self.source_model.reference.rows)
-            return PublishedAccuracy(split=self.source_model.split, rows=rows, accuracy=record.accuracy)
+            return PublishedScore(split=self.source_model.split, rows=rows, score=record.score)
         with closing(self._open(record.variant, point.concurrency)) as engine:
-            accuracy = accuracy_on(engine, test, max(self.config.batch_sizes))
-        return PublishedAccuracy(split="test", rows=len(test), accuracy=accuracy)
+            judge = self.source_model.reference.judge
+            score = score_on(engine, test, judge, max(self.config.batch_sizes))
+        return PublishedScore(split="test", rows=len(test), score=score)
 
     def _skip(self, skipped: Iterable[Skipped]) -> None:
         for variant in skipped:

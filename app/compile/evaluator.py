@@ -50,7 +50,8 @@ class Evaluator:
 
     def failures(self, parity: Parity, precision: ComputePrecision) -> tuple[str, ...]:
         """Return a sentence for each failed gate."""
-        return failures(parity, precision, self._source_model.accuracy_to_keep, self._gates)
+        source = self._source_model
+        return failures(parity, precision, source.score_to_keep, source.reference.judge, self._gates)
 
     def verdict(self, path: Path) -> Verdict:
         """Evaluate an int8 file on all engines. Its failures are those of any engine, its loss is the largest.
@@ -92,8 +93,8 @@ class Evaluator:
             return compare(engine, self._source_model.reference)
 
     def _loss(self, parity: Parity) -> float:
-        """Return lost accuracy, differing rows, lost cosine and relative error, added up; infinite if that is NaN."""
-        to_keep, kept = self._source_model.accuracy_to_keep, parity.accuracy
-        drop = 0.0 if to_keep is None or kept is None else max(0.0, to_keep - kept)
+        """Return the score's drop, differing rows, lost cosine and relative error, added up; infinite for a NaN."""
+        to_keep, kept = self._source_model.score_to_keep, parity.score
+        drop = max(0.0, self._source_model.reference.judge.drop(to_keep, kept)) if to_keep and kept else 0.0
         loss = drop + parity.differing_rows + 1.0 - parity.cosine + parity.relative_error
         return loss if math.isfinite(loss) else math.inf

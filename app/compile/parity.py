@@ -10,26 +10,25 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 
-from app.compile.reference import BATCH, Reference, count_right
+from app.compile.reference import BATCH, Judge, Reference, Tally
 from app.config import ComputePrecision, GatesConfig
 from app.engines.base import Engine, Signature
 from app.errors import CompileError
+from app.repository.score import Score, Scored
 from app.tensors import Tensors
 
 _ROUNDING = 1e-9
 """Tolerance for rounding: 0.90 - 0.89 is slightly above 0.01 in floating point."""
 
 
-class Parity(BaseModel):
+class Parity(Scored):
     """The comparison of an engine's answers with the right ones, over every row of the split."""
 
     # JSON's null could not be read back as a number.
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
 
-    accuracy: float | None
-    """None if the rows have no classes."""
     max_difference: float
     """The largest absolute difference of a number in a float output, such as a logit."""
     cosine: float
@@ -47,18 +46,19 @@ class Parity(BaseModel):
     """The same among the outputs of one number a row."""
 
     def __str__(self) -> str:
-        known = f"accuracy {self.accuracy:.4f}, " if self.accuracy is not None else f"error {self.relative_error:.2%}, "
+        known = f"{self.score}, " if self.score else f"error {self.relative_error:.2%}, "
         differing = f", {self.differing_rows:.2%} of the rows differ in an exact output" if self.differing_rows else ""
         return f"{known}cosine {self.cosine:.5f}, largest difference {self.max_difference:.1e}{differing}"
 
 
 def compare(engine: Engine, reference: Reference, max_rows: int = BATCH) -> Parity:
     """Run every row of the reference in batches of at most ``max_rows``, with one batch in memory at a time."""
-    done, right, differing, cosine, worst_cosine, max_difference = 0, 0, 0, 0.0, np.inf, 0.0
+    done, differing, cosine, worst_cosine, max_difference = 0, 0, 0.0, np.inf, 0.0
+    tally = Tally(reference.judge)
     squares: defaultdict[str, _Squares] = defaultdict(_Squares)
     for batch, expected in reference.batches(max_rows):
         given = engine.run(batch.inputs)
-        right += count_right(given, batch, reference.scores)
+        tally.add(given, batch)
         rows = len(next(iter(expected.values())))
         cosines = np.ones(rows)
         for name, ours, theirs in _float_outputs(given, expected):
@@ -72,7 +72,7 @@ def compare(engine: Engine, reference: Reference, max_rows: int = BATCH) -> Pari
         worst_cosine = np.minimum(worst_cosine, cosines.min())
         done += rows
     return Parity(
-        accuracy=right / done if reference.scores else None,
+        score=tally.score,
         max_difference=float(max_difference),
         cosine=cosine / done,
         worst_cosine=float(worst_cosine),
@@ -136,12 +136,12 @@ def _is_float(output: NDArray[Any]) -> bool:
 
 
 def failures(
-    parity: Parity, precision: ComputePrecision, accuracy: float | None, gates: GatesConfig
+    parity: Parity, precision: ComputePrecision, to_keep: Score | None, judge: Judge, gates: GatesConfig
 ) -> tuple[str, ...]:
     """Return a sentence for each failed gate. A NaN fails every gate.
 
     Args:
-        accuracy: the accuracy of the source model, from which the drop is counted. None if it is unknown.
+        to_keep: the score of the source model, from which the drop is counted. None if it is unknown.
     """
     found = []
     # Each condition is negated, because every comparison with NaN is false.
@@ -150,14 +150,11 @@ def failures(
             f"the largest difference is {parity.max_difference:.1e}: compile.gates.max_difference is "
             f"{gates.max_difference}"
         )
-    if (
-        accuracy is not None
-        and parity.accuracy is not None
-        and not accuracy - parity.accuracy <= gates.max_accuracy_drop + _ROUNDING
-    ):
+    if to_keep and parity.score and not judge.drop(to_keep, parity.score) <= gates.max_accuracy_drop + _ROUNDING:
+        verb = "falls" if to_keep.mode == "max" else "rises"
         found.append(
-            f"the accuracy falls from {accuracy:.4f} to {parity.accuracy:.4f}: compile.gates.max_accuracy_drop is "
-            f"{gates.max_accuracy_drop}"
+            f"the {to_keep.metric.replace('_', ' ')} {verb} from {to_keep.value:.4f} to {parity.score.value:.4f}: "
+            f"compile.gates.max_accuracy_drop is {gates.max_accuracy_drop}"
         )
     if not parity.differing_rows <= gates.max_accuracy_drop + _ROUNDING:
         found.append(
@@ -167,7 +164,7 @@ def failures(
     if not parity.cosine >= gates.min_cosine:
         found.append(f"the mean cosine is {parity.cosine:.4f}: compile.gates.min_cosine is {gates.min_cosine}")
     # In fp32, the absolute difference is stricter. With an accuracy, logits may be scaled without harm.
-    is_whole = parity.accuracy is None and precision != "fp32"
+    is_whole = parity.score is None and precision != "fp32"
     error = parity.relative_error if is_whole else parity.single_error
     # An error at right angles to the right numbers gives just this cosine.
     if not error <= (limit := math.sqrt(1.0 - gates.min_cosine**2)) + _ROUNDING:

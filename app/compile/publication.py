@@ -82,7 +82,7 @@ def _card(compilation: Compilation, choice: Choice, compile_run: UPath, files: P
         outputs=tuple(map(Tensor.of, source_model.signature.outputs)),
         serving=choice.serving,
         quantization=record.quantization,
-        accuracy=choice.accuracy.accuracy if choice.accuracy else None,
+        score=choice.accuracy.score if choice.accuracy else None,
         accuracy_split=choice.accuracy.split if choice.accuracy else source_model.split,
         accuracy_rows=choice.accuracy.rows if choice.accuracy else None,
         scores=source_model.scores,

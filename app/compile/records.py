@@ -6,17 +6,18 @@ from app.compile.parity import Parity
 from app.compile.variants import BUILT_AHEAD, Variant
 from app.config import ComputePrecision
 from app.repository.manifest import Quantization, Split
+from app.repository.score import Scored
 
 
-class PublishedAccuracy(BaseModel):
-    """Accuracy of the published variant, on the test split if there is one, else on the rows it was compared on."""
+class PublishedScore(Scored):
+    """Score of the published variant, on the test split if there is one, else on the rows it was compared on."""
 
     split: Split
     rows: int
-    accuracy: float
 
     def __str__(self) -> str:
-        return f"{self.accuracy:.4f} on the {self.rows:,} rows of the {self.split} split"
+        known = f"{self.score.metric}: {self.score.value:.4f}".replace("_", " ") if self.score else "score: not known"
+        return f"{known} on the {self.rows:,} rows of the {self.split} split"
 
 
 class BuiltPlan(BaseModel):
@@ -62,7 +63,7 @@ class VariantRecord(Variant, Parity):
 
     def __str__(self) -> str:
         latency = ", ".join(f"{value:.2f} ms at batch {batch}" for batch, value in self.latency_ms.items())
-        known = f"accuracy {self.accuracy:.4f}, " if self.accuracy is not None else ""
+        known = f"{self.score}, " if self.score else ""
         baseline = " (baseline)" if self.baseline else ""
         refused = f" (refused: {'; '.join(self.reasons)})" if self.reasons else ""
         return f"{self.variant}: {known}largest difference {self.max_difference:.1e}, {latency}{baseline}{refused}"

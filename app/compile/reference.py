@@ -4,8 +4,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from app.data.prepared import Batch, Dataset
 from app.engines.base import Engine, Signature
+from app.repository.score import Score
+from app.tasks.metrics import Metric
+from app.tasks.objective import select_counted
 from app.tensors import OUTPUT, Tensors, concat_rows, slice_rows
 
 BATCH = 64
@@ -57,25 +64,23 @@ class Reference:
     outputs: Sequence[Tensors]
     """The outputs of each group of ``rows``."""
 
-    scores: str | None = OUTPUT
-    """The output whose highest number is the predicted class. None: rows have no classes, so there is no accuracy."""
-
-    accuracy: float | None = None
-    """Share of the rows that the model classifies correctly."""
+    judge: "Judge"
+    score: Score | None
+    """The score of these outputs."""
 
     @classmethod
-    def of(cls, engine: Engine, split: Dataset, scores: str | None = OUTPUT) -> "Reference":
+    def of(cls, engine: Engine, split: Dataset, judge: "Judge") -> "Reference":
         """Run ``engine`` on the whole split."""
         rows = Rows.of(split, engine.signature)
-        outputs, right = [], 0
+        outputs, tally = [], Tally(judge)
         for group in rows.groups:
             parts = []
             for indices in rows.chunks(group):
                 batch = rows.split.batch(indices)
                 parts.append(engine.run(batch.inputs))
-                right += count_right(parts[-1], batch, scores)
+                tally.add(parts[-1], batch)
             outputs.append(concat_rows(parts))
-        return cls(rows, outputs, scores, right / len(rows) if scores else None)
+        return cls(rows, outputs, judge, tally.score)
 
     def batches(self, max_rows: int = BATCH) -> Iterator[tuple[Batch, Tensors]]:
         """Yield every row with its outputs, in batches of at most ``max_rows``."""
@@ -97,16 +102,49 @@ class EncodedBatches(Iterable[Tensors]):
         return (self.split.batch(indices).inputs for indices in self.indices)
 
 
-def accuracy_on(engine: Engine, split: Dataset, max_rows: int = BATCH) -> float:
-    """Return the share of rows that ``engine`` classifies correctly, in batches of at most ``max_rows``."""
-    rows = Rows.of(split, engine.signature)
-    right = (count_right(engine.run(batch.inputs), batch, OUTPUT) for batch in rows.batches(max_rows))
-    return sum(right) / len(rows)
+@dataclass(frozen=True)
+class Judge:
+    """The metric that the gates keep, and the output that it judges."""
+
+    metric: Metric | None
+    """None: rows have no targets, or the task compares outputs only with each other."""
+
+    output: str = OUTPUT
+
+    def drop(self, before: Score, after: Score) -> float:
+        """Return how much worse ``after`` is, as ``compile.gates.max_accuracy_drop`` limits it."""
+        assert self.metric is not None
+        return self.metric.drop(before.value, after.value)
 
 
-def count_right(outputs: Tensors, batch: Batch, scores: str | None) -> int:
-    """Return the number of rows whose highest score is that of their class; 0 if they have no classes."""
-    return int((outputs[scores].argmax(-1) == batch.targets).sum()) if scores else 0
+class Tally:
+    """Adds up the metric of a judge over batches."""
+
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
+        self._sums: Tensor | None = None
+
+    def add(self, outputs: Tensors, batch: Batch) -> None:
+        """Add the rows of a batch."""
+        if (metric := self._judge.metric) is not None:
+            given = torch.from_numpy(outputs[self._judge.output].astype(np.float32, copy=False))
+            sums = metric.sums(*select_counted(given, torch.from_numpy(batch.targets))).double()
+            self._sums = sums if self._sums is None else self._sums + sums
+
+    @property
+    def score(self) -> Score | None:
+        """The score of all rows so far; None without a metric."""
+        if (metric := self._judge.metric) is None or self._sums is None:
+            return None
+        return Score(metric=metric.name, value=metric.value(self._sums), mode=metric.mode)
+
+
+def score_on(engine: Engine, split: Dataset, judge: Judge, max_rows: int = BATCH) -> Score | None:
+    """Return the score of ``engine`` on a split, in batches of at most ``max_rows``."""
+    tally = Tally(judge)
+    for batch in Rows.of(split, engine.signature).batches(max_rows):
+        tally.add(engine.run(batch.inputs), batch)
+    return tally.score
 
 
 def chunks(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:

@@ -9,12 +9,13 @@ from upath import UPath
 from app.compile.choice import Choice
 from app.compile.compilation import Compilation
 from app.compile.files import ModelFile
-from app.compile.records import BuiltPlan, PublishedAccuracy, VariantRecord
+from app.compile.records import BuiltPlan, PublishedScore, VariantRecord
 from app.compile.timing import OperatingPoint, pareto_front
 from app.compile.variants import BUILT_AHEAD, Skipped
 from app.pages.content import Chart, Series, State
 from app.pages.page import REPORT_FILE, Page
 from app.repository.manifest import Quantization, ServingDefaults
+from app.repository.score import ACCURACY, Score
 from app.storage import write_atomically
 
 DATA_FILE = "report.json"
@@ -30,7 +31,7 @@ class CompileReport(BaseModel):
     """What the variants were compared with."""
 
     validation_rows: int
-    accuracy_to_keep: float | None
+    score_to_keep: Score | None
     files: list[ModelFile]
     variants: list[VariantRecord]
     skipped: list[Skipped]
@@ -44,7 +45,7 @@ class CompileReport(BaseModel):
     """The setting in which the chosen variant is served."""
 
     serving: ServingDefaults | None
-    accuracy: PublishedAccuracy | None = None
+    accuracy: PublishedScore | None = None
     """Accuracy of the chosen variant."""
 
     error: str | None
@@ -66,7 +67,7 @@ def report_of(
         threads=source_model.threads,
         baseline=source_model.baseline,
         validation_rows=len(source_model.reference.rows),
-        accuracy_to_keep=source_model.accuracy_to_keep,
+        score_to_keep=source_model.score_to_keep,
         files=compilation.files,
         variants=compilation.records,
         skipped=compilation.skipped,
@@ -92,8 +93,8 @@ def write_report(report: CompileReport, folder: UPath) -> UPath:
     page.add_heading("Variants")
     page.add_table(*_variants(report))
     if report.points:
-        page.add_heading("Pareto front of accuracy, latency, throughput and size")
-        page.add_table(*_points(report.front, report.point))
+        page.add_heading(f"Pareto front of {_metric(report)}, latency, throughput and size")
+        page.add_table(*_points(report))
         page.add_heading("All measured settings")
         page.add_charts(_settings_chart(report.points, report.front))
     page.add_heading("Files")
@@ -111,21 +112,21 @@ def _facts(report: CompileReport) -> dict[str, object]:
     return {
         "chosen": report.point or f"nothing: {report.error}",
         **serving,
-        **({"published accuracy": report.accuracy} if report.accuracy else {}),
-        f"accuracy of {report.baseline}": f"{_accuracy(report.accuracy_to_keep)} on {report.validation_rows:,} rows",
+        **({"published": report.accuracy} if report.accuracy else {}),
+        f"{_metric(report)} of {report.baseline}": f"{_value(report.score_to_keep)} on {report.validation_rows:,} rows",
         "machine": f"{report.machine}, {report.threads} cores",
     }
 
 
 def _variants(report: CompileReport) -> tuple[list[str], list[list[object]]]:
     sizes = sorted({size for record in report.variants for size in record.latency_ms})
-    columns = ["variant", "size, MB", "accuracy", "largest difference", "cosine"]
+    columns = ["variant", "size, MB", _metric(report), "largest difference", "cosine"]
     columns += [f"ms, batch {size}" for size in sizes] + [f"rows/s, batch {size}" for size in sizes] + ["gates"]
     rows: list[list[object]] = [
         [
             record.variant,
             f"{record.size_bytes / 1e6:.2f}",
-            _accuracy(record.accuracy),
+            _value(record.score),
             f"{record.max_difference:.1e}",
             f"{record.cosine:.5f}",
             *(f"{record.latency_ms[size]:.2f}" for size in sizes),
@@ -144,22 +145,22 @@ def _variants(report: CompileReport) -> tuple[list[str], list[list[object]]]:
     return columns, rows
 
 
-def _points(points: Sequence[OperatingPoint], chosen: OperatingPoint | None) -> tuple[list[str], list[list[object]]]:
-    columns = ["", "variant", "batch", "streams", "threads each", "accuracy", "ms", "p95 ms", "rows/s", "MB"]
+def _points(report: CompileReport) -> tuple[list[str], list[list[object]]]:
+    columns = ["", "variant", "batch", "streams", "threads each", _metric(report), "ms", "p95 ms", "rows/s", "MB"]
     return columns, [
         [
-            "chosen" if point == chosen else "",
+            "chosen" if point == report.point else "",
             point.variant,
             point.batches,
             point.concurrency.streams,
             point.concurrency.threads,
-            _accuracy(point.accuracy),
+            _value(point.score),
             f"{point.latency_ms:.2f}",
             f"{point.latency_p95_ms:.2f}",
             f"{point.throughput:,.0f}",
             f"{point.size_bytes / 1e6:.2f}",
         ]
-        for point in sorted(points, key=lambda point: point.latency_ms)
+        for point in sorted(report.front, key=lambda point: point.latency_ms)
     ]
 
 
@@ -207,10 +208,14 @@ def _settings_chart(points: Sequence[OperatingPoint], front: Sequence[OperatingP
     )
 
 
-def _accuracy(accuracy: float | None) -> str:
-    return "not known" if accuracy is None else f"{accuracy:.4f}"
+def _metric(report: CompileReport) -> str:
+    return report.score_to_keep.metric.replace("_", " ") if report.score_to_keep else ACCURACY
+
+
+def _value(score: Score | None) -> str:
+    return f"{score.value:.4f}" if score else "not known"
 
 
 def _label_of(point: OperatingPoint, is_on_front: bool) -> str:
     place = "\non the Pareto front" if is_on_front else ""
-    return f"{point}\naccuracy {_accuracy(point.accuracy)}, {point.size_bytes / 1e6:.2f} MB{place}"
+    return f"{point}\n{point.score or 'score not known'}, {point.size_bytes / 1e6:.2f} MB{place}"

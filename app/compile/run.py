@@ -9,7 +9,7 @@ from upath import UPath
 from app.compile.compilation import Compilation
 from app.compile.files import Log
 from app.compile.publication import publish
-from app.compile.records import BuiltPlan, PublishedAccuracy, VariantRecord
+from app.compile.records import BuiltPlan, PublishedScore, VariantRecord
 from app.compile.report import report_of, write_report
 from app.compile.source_model import load_source_model
 from app.compile.timing import OperatingPoint
@@ -20,7 +20,7 @@ from app.repository.manifest import ServingDefaults
 from app.repository.repository import Repository
 from app.runs import Outcome, Run, latest_result
 from app.storage import to_path
-from app.tasks import find_processor
+from app.tasks import find_served_task
 from app.telemetry.tracing import stage
 from app.training.coordination.heartbeat import run_lock
 
@@ -34,7 +34,7 @@ class CompileMetrics(BaseModel):
     chosen: VariantRecord
     point: OperatingPoint
     serving: ServingDefaults
-    accuracy: PublishedAccuracy | None
+    accuracy: PublishedScore | None
 
 
 def print_line(line: str) -> None:
@@ -53,7 +53,7 @@ def compile_model(run: Run, log: Log = print_line) -> Outcome:
             meets the objective, and the report says why.
     """
     config = run.recipe.compile
-    find_processor(run.recipe.task)  # raises if the task cannot be compiled
+    find_served_task(run.recipe.task)  # raises if the task cannot be compiled
     requested = requested_variants(config)
     source_model = load_source_model(find_weights(run), run.recipe, usable_cores())
     if requested.calibrated:
@@ -61,8 +61,8 @@ def compile_model(run: Run, log: Log = print_line) -> Outcome:
     run.open()
     rows = len(source_model.reference.rows)
     log(
-        f"weights {source_model.weights}: checksums match; PyTorch on {rows:,} validation samples: accuracy "
-        f"{source_model.accuracy_to_keep:.4f}"
+        f"weights {source_model.weights}: checksums match; PyTorch on {rows:,} validation samples"
+        f"{f': {source_model.score_to_keep}' if source_model.score_to_keep else ''}"
     )
     # Not until the result is written: in a Ray task, the run is a copy of the job's.
     with run_lock(run.folder), tempfile.TemporaryDirectory(prefix="rayloom-compile-") as temporary:
@@ -85,7 +85,7 @@ def choose_and_publish(run: Run, compilation: Compilation, log: Log) -> Outcome:
     baseline = compilation.baseline_of(choice.point)
     comparison = f" (PyTorch: {baseline.latency_ms:.2f} ms, {baseline.throughput:,.0f} rows/s)" if baseline else ""
     log(f"chosen, by {recipe.compile.objective}: {choice.point}{comparison}")
-    log(f"published accuracy: {choice.accuracy or 'not known, because the rows have no classes'}")
+    log(f"published {choice.accuracy or 'score: not known, because the rows have no labels'}")
 
     page = write_report(report_of(compilation, recipe.name, choice), run.folder)
     manifest = publish(compilation, choice, recipe.name, Repository(run.storage), run.folder)

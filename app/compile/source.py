@@ -13,9 +13,10 @@ from upath import UPath
 
 from app.compile.reference import BATCH, Reference, chunks
 from app.config import Precision
-from app.data.classification import LabelledDataset
+from app.data.prepared import Dataset
 from app.engines.base import Engine, EngineSettings, ShapeProfile, Signature
 from app.repository.manifest import Lineage, Split
+from app.repository.score import Score
 from app.tensors import Tensors
 
 CALIBRATION_BATCH = 16
@@ -29,8 +30,8 @@ class Source(ABC):
     threads: int
     """Cores of this machine, which the engines use."""
 
-    accuracy_to_keep: float | None
-    """Accuracy of the model, from which the gates count the accuracy drop. None if the rows have no classes."""
+    score_to_keep: Score | None
+    """Score of the model, from which the gates count its drop. None if the rows have no labels."""
 
     reference: Reference
     """The right answers on the rows that variants are compared on."""
@@ -60,8 +61,8 @@ class Source(ABC):
 
     @property
     def scores(self) -> str | None:
-        """The output whose columns are the labels; None if the model has no labels."""
-        return self.reference.scores
+        """The output that ``predict`` answers by; None if the model takes and gives tensors only."""
+        return self.reference.judge.output
 
     @property
     def sparse(self) -> bool:
@@ -82,14 +83,14 @@ class Source(ABC):
 
     @abstractmethod
     def pruned(self) -> "Source":
-        """Return the model pruned to 2:4 sparsity, with the accuracy to keep of this one. Raises CompileError."""
+        """Return the model pruned to 2:4 sparsity, with the score to keep of this one. Raises CompileError."""
 
     @abstractmethod
     def calibration_batches(self, count: int | None) -> Iterable[Tensors]:
         """Return batches of ``count`` rows for int8's ranges. They can be iterated again. Raises CompileError."""
 
     @abstractmethod
-    def load_test(self) -> LabelledDataset | None:
+    def load_test(self) -> Dataset | None:
         """Read the test split; None if there is none. Only for the published accuracy, never to choose a variant."""
 
     @abstractmethod

@@ -5,22 +5,20 @@ import inspect
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 from upath import UPath
 
 from app.artifacts import ARCHITECTURE_FILE, DATA, RECIPE_FILE, WEIGHTS, WEIGHTS_FILE
 from app.checksums import code_revision, sha256_of, verify_checksums
 from app.compile.export import export_onnx
-from app.compile.reference import EncodedBatches, Reference
+from app.compile.reference import EncodedBatches, Judge, Reference
 from app.compile.source import Source, calibration_indices
 from app.config import Precision, Recipe
-from app.data.classification import ClassificationData, LabelledDataset, load_test, save_labels
+from app.data.prepared import Dataset, PreparedData
 from app.engines.base import Engine, EngineSettings, Signature
 from app.engines.torch import TorchEngine
 from app.errors import CompileError, StorageError
 from app.models.sparsity import prune_2_to_4
 from app.repository.manifest import Lineage
-from app.tensors import OUTPUT, TensorSpec
 from app.training.weights import TrainedModel, load_weights
 
 
@@ -28,12 +26,12 @@ from app.training.weights import TrainedModel, load_weights
 class SourceModel(Source):
     """A model that Rayloom trained, with its data. ``reference`` has PyTorch's answers on the validation split.
 
-    ``accuracy_to_keep`` is the validation accuracy before pruning.
+    ``score_to_keep`` is the validation score before pruning.
     """
 
     trained: TrainedModel
     weights: UPath
-    data: ClassificationData
+    data: PreparedData
     is_pruned: bool = False
 
     @property
@@ -67,10 +65,10 @@ class SourceModel(Source):
     def pruned(self) -> "SourceModel":
         trained = replace(self.trained, model=prune_2_to_4(self.trained.model))
         sparse = _evaluated(trained, self.weights, self.data, self.threads)
-        return replace(sparse, accuracy_to_keep=self.accuracy_to_keep, is_pruned=True)
+        return replace(sparse, score_to_keep=self.score_to_keep, is_pruned=True)
 
-    def load_test(self) -> LabelledDataset | None:
-        return load_test(self.weights.parent / DATA, self.data.processor)
+    def load_test(self) -> Dataset | None:
+        return self.trained.task.load_test(self.trained.recipe, self.weights.parent / DATA)
 
     def require_samples(self, count: int | None) -> None:
         """Raise CompileError if the training split has fewer than ``count`` samples."""
@@ -89,7 +87,7 @@ class SourceModel(Source):
 
     def save_codec(self, folder: UPath) -> None:
         self.trained.processor.save(folder)
-        save_labels(self.trained.labels, folder)
+        self.trained.targets.save(folder)
         if (configuration := self.weights / ARCHITECTURE_FILE).exists():
             configuration.copy(folder / ARCHITECTURE_FILE)
 
@@ -124,14 +122,14 @@ def load_source_model(weights: UPath, recipe: Recipe, threads: int) -> SourceMod
     return _evaluated(trained, weights, data, threads)
 
 
-def _evaluated(trained: TrainedModel, weights: UPath, data: ClassificationData, threads: int) -> SourceModel:
+def _evaluated(trained: TrainedModel, weights: UPath, data: PreparedData, threads: int) -> SourceModel:
     engine = TorchEngine(trained.model, _signature_of(trained), EngineSettings(threads=threads))
-    reference = Reference.of(engine, data.validation)
-    return SourceModel(threads, reference.accuracy, reference, trained, weights, data)
+    reference = Reference.of(engine, data.validation, Judge(trained.task.gate))
+    return SourceModel(threads, reference.score, reference, trained, weights, data)
 
 
 def _signature_of(trained: TrainedModel) -> Signature:
-    return Signature(trained.processor.inputs, (TensorSpec(OUTPUT, np.dtype(np.float32), (-1, len(trained.labels))),))
+    return Signature(trained.processor.inputs, (trained.task.output(trained.targets),))
 
 
 def _check_inputs(trained: TrainedModel, weights: UPath) -> None:
@@ -145,11 +143,11 @@ def _check_inputs(trained: TrainedModel, weights: UPath) -> None:
         ) from error
 
 
-def _prepared_data(weights: UPath, trained: TrainedModel) -> ClassificationData:
+def _prepared_data(weights: UPath, trained: TrainedModel) -> PreparedData:
     folder = weights.parent / DATA
     if weights.name != WEIGHTS or not folder.exists():
         raise StorageError(
             f"{str(weights)!r} has no prepared data beside it: give the {WEIGHTS} folder inside a train run's folder"
         )
     verify_checksums(folder)
-    return ClassificationData.load(folder, type(trained.processor))
+    return trained.task.load(trained.recipe, folder)

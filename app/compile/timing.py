@@ -9,12 +9,13 @@ from itertools import groupby
 from statistics import median
 
 import numpy as np
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from app.compile.source import resized
 from app.compile.variants import Variant
 from app.engines.architecture import Device
 from app.engines.base import Engine
+from app.repository.score import Score, Scored
 from app.tensors import Tensors
 
 _MIN_SECONDS = 0.05
@@ -113,7 +114,7 @@ def _busy(engine: Engine, streams: int, batch: Tensors, min_calls: int) -> list[
         return list(callers.map(call_for_a_while, range(streams)))
 
 
-class OperatingPoint(BaseModel):
+class OperatingPoint(Scored):
     """A variant in one setting: streams, threads, and a batch size for all lengths or for each."""
 
     variant: Variant
@@ -121,7 +122,7 @@ class OperatingPoint(BaseModel):
     batch_size: int
     """Rows of a call; the largest number if it depends on the length."""
 
-    batch_sizes: dict[int, int] = {}
+    batch_sizes: dict[int, int] = Field(default={})
     """Rows of a call by length. Empty if they were not chosen by length; all lengths then have ``batch_size``."""
 
     latency_ms: float
@@ -133,7 +134,6 @@ class OperatingPoint(BaseModel):
     throughput: float
     """Rows per second, for rows of all lengths in their shares."""
 
-    accuracy: float | None
     """None if the rows have no classes."""
 
     size_bytes: int
@@ -159,7 +159,7 @@ class OperatingPoint(BaseModel):
 
 def operating_points(
     variant: Variant,
-    accuracy: float | None,
+    score: Score | None,
     size_bytes: int,
     points: Iterable[Point],
     shares: Mapping[int | None, float],
@@ -188,7 +188,7 @@ def operating_points(
         chosen = [] if None in shares else _chosen(settings, choose)
         by_length = {point.length: point.batch_size for point in chosen}
         for setting in settings if not chosen or chosen in settings else [*settings, chosen]:
-            point = combine_lengths(variant, accuracy, size_bytes, setting, shares)
+            point = combine_lengths(variant, score, size_bytes, setting, shares)
             yield point.model_copy(update={"batch_sizes": by_length}) if setting == chosen else point
 
 
@@ -210,7 +210,7 @@ def _chosen(settings: Sequence[Sequence[Point]], choose: Callable[[Sequence[Poin
 
 def combine_lengths(
     variant: Variant,
-    accuracy: float | None,
+    score: Score | None,
     size_bytes: int,
     points: Sequence[Point],
     shares: Mapping[int | None, float],
@@ -225,13 +225,13 @@ def combine_lengths(
         latency_ms=sum(w * point.latency_ms for w, point in zip(weights, points, strict=True)) / total,
         latency_p95_ms=max(point.latency_p95_ms for point in points),
         throughput=total / sum(w / point.throughput for w, point in zip(weights, points, strict=True)),
-        accuracy=accuracy,
+        score=score,
         size_bytes=size_bytes,
     )
 
 
 def pareto_front(points: Sequence[OperatingPoint]) -> list[OperatingPoint]:
-    """Return the points that no other point dominates in accuracy, latency, throughput and size."""
+    """Return the points that no other point dominates in score, latency, throughput and size."""
     return [point for point in points if not any(_dominates(other, point) for other in points)]
 
 
@@ -243,7 +243,7 @@ def _dominates(one: OperatingPoint, other: OperatingPoint) -> bool:
 
 def _qualities(point: OperatingPoint) -> tuple[float, ...]:
     """Return numbers of which larger ones are better."""
-    return point.accuracy or 0.0, -point.latency_ms, point.throughput, -point.size_bytes
+    return point.score.quality if point.score else 0.0, -point.latency_ms, point.throughput, -point.size_bytes
 
 
 def race(timers: Sequence[Timer]) -> list[OperatingPoint]:

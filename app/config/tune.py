@@ -16,6 +16,7 @@ Sampler = Literal["tpe", "random", "cmaes", "gp", "nsga2", "grid", "qmc"]
 Scheduler = Literal["asha", "hyperband", "median", "pbt", "none"]
 
 _MAXIMIZED = {"val_accuracy", "samples_per_s"}
+_MEASURED_AT_END = {"latency_ms", "parameters"}
 _MIN_RANDOM_TRIALS = 4
 """A sampler learns next to nothing from fewer trials."""
 
@@ -26,6 +27,11 @@ class Objective:
 
     metric: str
     mode: Mode
+
+    @property
+    def is_measured_at_end(self) -> bool:
+        """Whether it is measured once, after the last epoch."""
+        return self.metric in _MEASURED_AT_END
 
 
 def _as_list(given: object) -> object:
@@ -165,7 +171,7 @@ class TuneConfig(Section):
             )
         if several and self.stop.patience:
             raise ValueError("stop.patience needs a single best value, which several metrics do not have: leave it out")
-        if self.scheduler != "none" and (late := {"latency_ms", "parameters"} & set(self.metric)):
+        if self.scheduler != "none" and (late := _MEASURED_AT_END & set(self.metric)):
             raise ValueError(
                 f"metric {late.pop()} is measured after the last epoch, and scheduler {self.scheduler} compares "
                 "epochs: set scheduler to none"

@@ -32,7 +32,7 @@ from app.planner.enumeration import divisors
 from app.planner.report import plan_keys
 from app.planner.search import Candidate
 from app.storage import to_path
-from app.tasks import load_prepared
+from app.tasks import find_task, load_prepared
 from app.training.activity import Activity
 from app.training.data.feed import Feed
 from app.training.engine import create_engine
@@ -242,7 +242,7 @@ def _measure_steps(recipe: Recipe, folder: str, count: int) -> _Steps:
     seed_random(config.seed)
     blueprint = blueprint_of(recipe.model, data.facts)
     steps = min(count, len(data.train) // config.global_batch_size)
-    engine = create_engine(blueprint, config, layout, steps)
+    engine = create_engine(blueprint, config, layout, steps, find_task(recipe.task).objective(config, data))
 
     activity = Activity()
     feed = Feed(data, config, layout, worker, activity)

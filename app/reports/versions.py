@@ -31,7 +31,7 @@ def facts_of(manifest: Manifest) -> dict[str, object]:
     """Return what is known of a version."""
     return {
         "engine": str(manifest.engine_key),
-        "accuracy": manifest.accuracy_in_words,
+        "score": manifest.score_in_words,
         f"difference from {manifest.lineage.baseline}": (
             f"{manifest.max_difference:.1e} at most, cosine {manifest.cosine:.5f}"
         ),

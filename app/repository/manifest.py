@@ -11,12 +11,13 @@ from app.engines.architecture import Device
 from app.engines.base import ShapeProfile, Signature
 from app.engines.registry import runs_module, runs_plans
 from app.errors import RecipeError
+from app.repository.score import Scored
 from app.tensors import OUTPUT, Tensor
 
 MODEL_FILE, PLAN_FILE = "model.onnx", "model.plan"
 
 Split = Literal["test", "validation", "samples"]
-"""The rows on which an accuracy was measured. ``samples`` are those that a person gave for an imported model."""
+"""The rows on which a score was measured. ``samples`` are those that a person gave for an imported model."""
 
 
 class Quantization(BaseModel):
@@ -159,7 +160,7 @@ class ServingDefaults(BaseModel):
         )
 
 
-class ModelCard(BaseModel):
+class ModelCard(Scored):
     """The publisher's description of a model: its contents, its lineage and its measurements."""
 
     task: str
@@ -171,20 +172,14 @@ class ModelCard(BaseModel):
     quantization: Quantization | None = None
     """None for a model in float."""
 
-    accuracy: float | None = None
-    """Accuracy of the published model on the test split; without one, on the split that chose it.
-
-    None for an imported model whose samples have no labels.
-    """
-
     accuracy_split: Split = "validation"
-    """The split on which ``accuracy`` was measured."""
+    """The split on which ``score`` was measured: the test split, or without one that which chose the variant."""
 
     accuracy_rows: PositiveInt | None = None
     """Rows of that split; None in versions that were published before it was recorded."""
 
     scores: str | None = OUTPUT
-    """The output whose columns are the labels; None for an imported model without labels."""
+    """The output that ``predict`` answers by; None for an imported model without labels."""
 
     max_difference: float
     """Largest absolute difference of a logit from PyTorch's, on the validation split."""
@@ -196,11 +191,11 @@ class ModelCard(BaseModel):
     """Share of its rows in which an output of whole numbers, BOOL or strings differs from PyTorch's."""
 
     @property
-    def accuracy_in_words(self) -> str:
-        """The accuracy, and the rows that it was measured on."""
-        if self.accuracy is None:
+    def score_in_words(self) -> str:
+        """The score, and the rows that it was measured on."""
+        if self.score is None:
             return "not known: no labelled rows were given"
-        return f"{self.accuracy:.4f} on the {self.accuracy_split} split"
+        return f"{self.score} on the {self.accuracy_split} split"
 
     @property
     def signature(self) -> Signature:

@@ -20,7 +20,6 @@ from app.training.coordination.sync import LocalStep, StepSync
 from app.training.data.feed import Feed, MicroBatch
 from app.training.engine import TrainingEngine
 from app.training.engine.engine import average_buffers
-from app.training.engine.step import LossTotals
 from app.training.records import EpochRecord, should_stop
 from app.training.reporting.meter import Meter
 from app.training.reporting.recorder import Recorder
@@ -93,7 +92,7 @@ class Loop:
         stopping = self.config.early_stopping
         if not stopping:
             return False
-        values = [float(getattr(record, stopping.metric)) for record in self.records]
+        values = [record.value_of(stopping.metric) for record in self.records]
         if not should_stop(values, stopping):
             return False
         self.worker.print(
@@ -196,10 +195,10 @@ class Loop:
             self.checkpoints.save(self.position, self.records)
         self.recorder.record_epoch(record)
 
-    def _validate(self) -> LossTotals:
-        """Validate, after averaging the buffers of all workers. Each sample counts once over all workers."""
+    def _validate(self) -> dict[str, float]:
+        """Return ``val_loss`` and the metrics, after averaging the buffers of all workers. Each sample counts once."""
         average_buffers(self.engine)
-        return LossTotals.of(self.worker.all_reduce(self.engine.evaluate(self._validation_batches())))
+        return self.engine.objective.values(self.worker.all_reduce(self.engine.evaluate(self._validation_batches())))
 
     def _validation_batches(self) -> Iterator[MicroBatch]:
         for batch in self.feed.validation():

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from app.config import EarlyStoppingConfig, PlanConfig, TrainConfig
 from app.planner.prediction import Prediction
@@ -33,19 +33,36 @@ class StepRecord(Record):
 
 
 class EpochRecord(Record):
-    """One epoch: means over its training steps and over the whole validation split."""
+    """One epoch: means over its training steps, and the metrics of the task over the whole validation split.
 
+    Metrics that are not among its fields are kept beside them, as ``val_NAME``.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    __pydantic_extra__: dict[str, float]
     kind = "epoch"
     train_loss: float
     val_loss: float
-    val_accuracy: float
-    """Share of the targets, classes or tokens, that are the model's first choice."""
+    val_accuracy: float | None = None
+    """Share of the targets, classes or tokens, that are the model's first choice. None for other tasks."""
     val_perplexity: float | None = None
     """exp(``val_loss``). None unless the task is language modelling."""
     samples_per_s: float
     """Mean over its training, including the checkpoints within the epoch."""
     phase_s: dict[str, float] = Field(default={})
     """Seconds of the first worker: data, forward, backward, optimizer, rest_of_step, sync, validation, checkpoint."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The loss and the metrics of the validation split, by their names ``val_NAME``."""
+        given = {name: getattr(self, name) for name in ("val_loss", "val_perplexity", "val_accuracy")}
+        return {name: value for name, value in (given | self.__pydantic_extra__).items() if value is not None}
+
+    def value_of(self, metric: str) -> float:
+        """Return a metric, ``train_loss`` or ``samples_per_s``; NaN if the record has none."""
+        value = getattr(self, metric, None)
+        return math.nan if value is None else float(value)
 
 
 class Ending(BaseModel):
@@ -65,8 +82,11 @@ class Ending(BaseModel):
 class TrainMetrics(BaseModel):
     """The outcome of a run: its best epoch, and totals over all epochs."""
 
+    model_config = ConfigDict(extra="allow")
+
+    __pydantic_extra__: dict[str, float]
     val_loss: float
-    val_accuracy: float
+    val_accuracy: float | None = None
     val_perplexity: float | None = None
     train_loss: float
     best_epoch: int
@@ -93,9 +113,7 @@ class TrainMetrics(BaseModel):
         """Return the outcome of a run with this best epoch and this end."""
         last = ending.records[-1]
         return cls(
-            val_loss=best.val_loss,
-            val_accuracy=best.val_accuracy,
-            val_perplexity=best.val_perplexity,
+            **best.metrics,
             train_loss=best.train_loss,
             best_epoch=best.epoch,
             epochs=last.epoch,
@@ -119,15 +137,10 @@ class StoppedTrainMetrics(BaseModel):
     paused: bool
 
 
-def perplexity(loss: float) -> float:
-    """Return exp of a mean loss in nats; infinity if that is too large for a float."""
-    return math.exp(loss) if loss < 700.0 else math.inf
-
-
 def best_of(records: Iterable[EpochRecord], config: TrainConfig) -> EpochRecord:
     """Return the best epoch; the earliest of equal ones."""
     selection = config.selection
-    return min(records, key=lambda record: selection.cost(getattr(record, selection.metric)))
+    return min(records, key=lambda record: selection.cost(record.value_of(selection.metric)))
 
 
 def should_stop(values: Sequence[float], config: EarlyStoppingConfig) -> bool:

@@ -20,7 +20,7 @@ from app.errors import RecipeError
 from app.repository.repository import Repository
 from app.serving.model.loaded import LoadedModel, load_model
 from app.storage import open_storage
-from app.tasks import find_processor
+from app.tasks import find_served_task
 
 
 def with_resolved_teacher(recipe: Recipe, data: PreparedData, storage: UPath) -> Recipe:
@@ -45,7 +45,7 @@ def with_resolved_teacher(recipe: Recipe, data: PreparedData, storage: UPath) ->
             f"train.teacher.model {title} has the labels {', '.join(labels)}, the data {', '.join(data.labels)}: name "
             "a model that was trained on data like these"
         )
-    if (given := find_processor(manifest.task).modality) != data.processor.modality:
+    if (given := find_served_task(manifest.task).processor.modality) != data.processor.modality:
         raise RecipeError(f"train.teacher.model {title} takes {given}s, the data holds {data.processor.modality}s")
     if recipe.train.plan.pipeline > 1:
         raise RecipeError("train.teacher is only for plans without a pipeline: set train.plan.pipeline to 1")

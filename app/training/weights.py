@@ -12,27 +12,28 @@ from upath import UPath
 from app.artifacts import RECIPE_FILE, WEIGHTS_FILE
 from app.checksums import verify_checksums, write_checksums
 from app.config import Recipe, dump_recipe, load_stored_recipe
-from app.data.classification import ClassificationData, load_labels
 from app.data.prepared import PreparedData
 from app.data.processor import Processor
+from app.data.targets import Targets
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import RecipeError
 from app.models.blueprint import Blueprint
 from app.models.factory import blueprint_of
 from app.models.traits import is_hugging_face
 from app.storage import is_local, local_copy, local_folder, to_path
-from app.tasks import find_processor
+from app.tasks import ServedTask, find_served_task
 from app.training.checkpoints.reader import export_weights
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model in evaluation mode, with the recipe, labels and processor that it was trained with."""
+    """A model in evaluation mode, with the recipe, processor and targets that it was trained with."""
 
     model: nn.Module
     recipe: Recipe
-    labels: list[str]
+    task: ServedTask
     processor: Processor
+    targets: Targets
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,9 @@ class Architecture:
 
     blueprint: Blueprint
     recipe: Recipe
-    labels: list[str]
+    task: ServedTask
     processor: Processor
+    targets: Targets
 
 
 def publish_weights(
@@ -63,9 +65,9 @@ def publish_weights(
             configuration: Any = model.config
             # transformers sets this when it saves a model. Here only the configuration is saved.
             configuration.architectures = [type(model).__name__]
-            if isinstance(data, ClassificationData):
-                configuration.id2label = dict(enumerate(data.labels))
-                configuration.label2id = {label: index for index, label in enumerate(data.labels)}
+            if labels := getattr(data, "labels", None):
+                configuration.id2label = dict(enumerate(labels))
+                configuration.label2id = {label: index for index, label in enumerate(labels)}
             configuration.save_pretrained(temporary)
         for file in to_path(temporary).iterdir():
             file.copy(folder / file.name)
@@ -141,14 +143,16 @@ def read_weights(folder: Path) -> TrainedModel:
             f"{str(path)!r} does not fit {architecture.recipe.model.title}: {error}; restore the "
             "factory's code from when the model was trained"
         ) from error
-    return TrainedModel(model.eval(), architecture.recipe, architecture.labels, architecture.processor)
+    return TrainedModel(
+        model.eval(), architecture.recipe, architecture.task, architecture.processor, architecture.targets
+    )
 
 
 def read_architecture(folder: Path) -> Architecture:
     """Return the trained model without reading its weights. A large model's tensors are not allocated."""
     files = to_path(folder)
     recipe = load_stored_recipe(str(files / RECIPE_FILE))
-    labels = load_labels(files)
-    processor = find_processor(recipe.task).load(files)
-    blueprint = blueprint_of(recipe.model, {"num_labels": len(labels), **processor.facts})
-    return Architecture(blueprint, recipe, labels, processor)
+    task = find_served_task(recipe.task)
+    processor, targets = task.processor.load(files), task.targets.load(files)
+    blueprint = blueprint_of(recipe.model, {"num_labels": targets.num_outputs, **processor.facts})
+    return Architecture(blueprint, recipe, task, processor, targets)

@@ -23,7 +23,7 @@ def objective_of(record: EpochRecord, objective: Objective) -> float:
     Raises:
         NonFiniteLossError: it is NaN or infinite.
     """
-    value = float(getattr(record, objective.metric))
+    value = record.value_of(objective.metric)
     if not math.isfinite(value):
         raise NonFiniteLossError(f"{objective.metric} is {value} after epoch {record.epoch}")
     return value

@@ -122,11 +122,11 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
     def _value(self, record: EpochRecord) -> float | None:
         """Return the first objective, or None if it is only measured at the end."""
         first = self._tune.objectives[0]
-        return objective_of(record, first) if hasattr(record, first.metric) else None
+        return None if first.is_measured_at_end else objective_of(record, first)
 
     def _cost(self, record: EpochRecord) -> float:
         selection = self._trial.train.selection
-        return selection.cost(getattr(record, selection.metric))
+        return selection.cost(record.value_of(selection.metric))
 
     def _newest_checkpoint(self) -> UPath:
         """Wait for the checkpoint of the last reported epoch, and return the newest one.

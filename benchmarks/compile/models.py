@@ -19,7 +19,7 @@ from app.errors import TrainingError
 from app.models.factory import build_model
 from app.runs import Result
 from app.storage import to_path
-from app.tasks import find_processor
+from app.tasks import find_served_task
 from benchmarks.compile import minilm
 from benchmarks.compile.samples import write_pictures, write_sentences
 from benchmarks.launch import python
@@ -106,7 +106,7 @@ def write_weights(recipe: Recipe, answers: int, fill: Callable[[nn.Module], None
         answers: the numbers that the model answers to a row.
         fill: gives the model its weights.
     """
-    data = prepare(recipe.data, find_processor(recipe.task))
+    data = prepare(recipe.data, find_served_task(recipe.task).processor)
     data = replace(data, labels=[str(number) for number in range(answers)])
     torch.manual_seed(0)
     model = build_model(recipe.model, data.facts)

@@ -20,6 +20,7 @@ from app.engines.architecture import architecture_of
 from app.engines.base import ShapeProfile, Signature
 from app.repository.manifest import MODEL_FILE, EngineKey, Lineage, Manifest, ModelCard, ServingDefaults
 from app.repository.repository import Repository
+from app.repository.score import Score
 from app.repository.version import MANIFEST_FILE, SEAL_FILE
 from app.runs import CONFIG_FILE, RESULT_FILE, Result, runs_folder
 from app.storage import is_local, to_path
@@ -86,7 +87,7 @@ def card() -> ModelCard:
         inputs=tuple(map(Tensor.of, _signature().inputs)),
         outputs=tuple(map(Tensor.of, _signature().outputs)),
         serving=ServingDefaults(max_batch_size=32, timeout_us=0, replicas=1, threads=1),
-        accuracy=0.9,
+        score=Score(value=0.9),
         max_difference=1e-6,
         cosine=1.0,
     )

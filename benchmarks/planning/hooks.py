@@ -17,9 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from app.config import ModelConfig, PlanConfig
 from app.models.blueprint import Blueprint
 from app.models.factory import build_model
+from app.tasks.objective import CrossEntropy
 from app.training.activity import Activity
 from app.training.engine import create_engine
-from app.training.engine.step import CrossEntropy
 from app.training.worker import import_deepspeed, start_worker
 from benchmarks.planning.fake_world import FakeRank, connect_neighbours, micro_batches_of
 

@@ -17,7 +17,7 @@ from app.data.classification import ClassificationData
 from app.repository.manifest import MODEL_FILE, Manifest
 from app.repository.repository import Repository
 from app.storage import to_path
-from app.tasks import find_processor
+from app.tasks import find_served_task
 from app.tensors import Tensors
 from benchmarks.compile.models import MODELS
 from benchmarks.launch import python
@@ -142,7 +142,7 @@ def _cores(count: int) -> Iterator[None]:
 
 def _rows(weights: UPath) -> list[Tensors]:
     """Return the rows of the validation split, each padded to its own bucket."""
-    processor = find_processor(load_recipe(str(weights / RECIPE_FILE)).task)
+    processor = find_served_task(load_recipe(str(weights / RECIPE_FILE)).task).processor
     validation = ClassificationData.load(weights.parent / DATA, processor).validation
     return [validation.batch([number]).inputs for number in range(len(validation))]
 

@@ -34,7 +34,6 @@ from app.training.data.batches import DataRank, micro_batches
 from app.training.data.feed import MicroBatch
 from app.training.engine import TrainingEngine, create_engine
 from app.training.engine.optimizer import lr_factor
-from app.training.engine.step import LossTotals
 from app.training.worker import import_deepspeed, leave_process_group, start_worker
 from tests.forks import run_ranks
 from tests.parity.plans import (
@@ -168,7 +167,7 @@ def validate(engine: TrainingEngine, layout: Layout) -> float:
         MicroBatch({"input_ids": tokens[indices][:, :-1]}, tokens[indices][:, 1:]) for indices in parts if indices
     )
     torch.distributed.all_reduce(sums)
-    return LossTotals.of(sums).mean_loss
+    return engine.objective.values(sums)["val_loss"]
 
 
 def compare(row: Row, folder: UPath) -> dict[str, list[float]]:

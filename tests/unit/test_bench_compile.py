@@ -12,6 +12,7 @@ from app.compile.variants import Variant
 from app.config import ComputePrecision, load_recipe
 from app.data.builtin import BUILTIN
 from app.repository.manifest import Quantization
+from app.repository.score import Score
 from benchmarks.compile import goals
 from benchmarks.compile.__main__ import measure
 from benchmarks.compile.coldstart import PHASES, Start, Starts
@@ -143,7 +144,7 @@ def _record(precision: ComputePrecision, cosine: float) -> VariantRecord:
         engine_version="1",
         device="cpu",
         size_bytes=26 if precision == "int8" else 100,
-        accuracy=0.9,
+        score=Score(value=0.9),
         max_difference=0.0,
         cosine=cosine,
         worst_cosine=cosine - 0.08,

@@ -19,6 +19,7 @@ from upath import UPath
 from app.config import DataConfig, ImageConfig, load_recipe
 from app.data.examples import Split
 from app.data.images import ImageProcessor, encode_png
+from app.data.targets import Classes
 from app.data.text import TextProcessor
 from app.engines.base import PooledEngine, Signature
 from app.errors import DeadlineError, RecipeError, StorageError
@@ -34,6 +35,7 @@ from app.serving.model.loaded import LoadedModel
 from app.serving.model.served import ServedModel
 from app.serving.protocol.infer import InferRequest, RequestParameters
 from app.serving.rollout import Rollout
+from app.tasks import find_served_task
 from app.tensors import OUTPUT, Tensor, Tensors, TensorSpec
 from tests.cascades import LEANING, publish_stages
 from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, exported, rows
@@ -84,7 +86,8 @@ def brightness(name: str, blind: float = 0.0, work: int = 1, **changed: Any) -> 
             **changed,
         }
     )
-    return LoadedModel(manifest, engine, ImageProcessor(PIXEL), ["dark", "bright"])
+    task = find_served_task("image-classification")
+    return LoadedModel(manifest, engine, task, ImageProcessor(PIXEL), Classes(["dark", "bright"]))
 
 
 def rule_of(threshold: float) -> CascadeRule:

@@ -45,6 +45,7 @@ from app.errors import CompileError, EngineError
 from app.models.image import small_cnn
 from app.repository.manifest import Quantization
 from app.repository.repository import Repository
+from app.repository.score import Score
 from app.runs import Result, Run, execute
 from app.serving.model.loaded import load_model
 from app.tensors import OUTPUT, Tensors
@@ -314,7 +315,7 @@ def point_of(variant: Variant, batch_size: int, throughput: float) -> OperatingP
         latency_ms=latency_ms,
         latency_p95_ms=latency_ms,
         throughput=throughput,
-        accuracy=0.9,
+        score=Score(value=0.9),
         size_bytes=100,
     )
 
@@ -343,8 +344,10 @@ def test_a_damaged_variant_is_kept_out_with_its_numbers(
     first, second = compilation.records
     assert first.passed
     assert not second.passed
-    assert second.accuracy < source_model.accuracy_to_keep - 0.01
-    drop = f"falls from {source_model.accuracy_to_keep:.4f} to {second.accuracy:.4f}"
+    assert source_model.score_to_keep
+    to_keep = source_model.score_to_keep.value
+    assert second.accuracy < to_keep - 0.01
+    drop = f"falls from {to_keep:.4f} to {second.accuracy:.4f}"
     gate = f"{drop}: compile.gates.max_accuracy_drop is 0.01"
     assert any(gate in reason for reason in second.reasons)
     assert compilation.choose().record == first
@@ -618,7 +621,7 @@ def test_every_length_is_measured_with_rows_that_alone_are_padded_to_it(tmp_path
 
 def test_a_pruned_model_is_to_keep_the_accuracy_of_the_whole_one(source_model: SourceModel) -> None:
     sparse = source_model.pruned()
-    assert sparse.accuracy_to_keep == source_model.accuracy_to_keep
+    assert sparse.score_to_keep == source_model.score_to_keep
     assert not np.array_equal(sparse.reference.outputs[0][OUTPUT], source_model.reference.outputs[0][OUTPUT])
 
 
@@ -656,7 +659,8 @@ def test_a_pruned_variant_below_the_gate_is_kept_out_and_the_others_are_of_the_w
     compilation = Compilation(source_model, config, wanted, tmp_path, print)
     compilation.evaluate()
     sparse, whole = compilation.records
-    assert sparse.accuracy < whole.accuracy == source_model.accuracy_to_keep
+    assert sparse.accuracy < whole.accuracy
+    assert whole.score == source_model.score_to_keep
     assert any("compile.gates.max_accuracy_drop is 0.0" in reason for reason in sparse.reasons)
     assert [(file.name, file.failures == ()) for file in compilation.files] == [("fp32", True), ("fp32 2:4", False)]
     assert compilation.choose().record == whole

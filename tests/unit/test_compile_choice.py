@@ -9,6 +9,7 @@ import pytest
 
 from app.compile.choice import best_at_length, best_point, ranked, serving_defaults
 from app.compile.parity import Parity, failures
+from app.compile.reference import Judge
 from app.compile.timing import (
     Concurrency,
     OperatingPoint,
@@ -22,8 +23,12 @@ from app.compile.timing import (
 from app.compile.variants import Variant, requested_variants
 from app.config import CompileConfig, GatesConfig, ObjectiveConfig
 from app.errors import CompileError
+from app.repository.score import Score
+from app.tasks.metrics import Accuracy
 
-GOOD = Parity(accuracy=0.90, max_difference=1e-6, cosine=1.0, worst_cosine=1.0)
+JUDGE = Judge(Accuracy())
+TO_KEEP = Score(value=0.90)
+GOOD = Parity(score=TO_KEEP, max_difference=1e-6, cosine=1.0, worst_cosine=1.0)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +36,7 @@ GOOD = Parity(accuracy=0.90, max_difference=1e-6, cosine=1.0, worst_cosine=1.0)
     [
         ("fp32", {"max_difference": 2e-4}, "the largest difference is 2.0e-04: compile.gates.max_difference is 0.0001"),
         ("fp32", {"max_difference": nan}, "compile.gates.max_difference"),
-        ("int8", {"accuracy": 0.889}, "falls from 0.9000 to 0.8890: compile.gates.max_accuracy_drop is 0.01"),
+        ("int8", {"score": Score(value=0.889)}, "falls from 0.9000 to 0.8890: compile.gates.max_accuracy_drop is 0.01"),
         ("bf16", {"cosine": 0.98}, "the mean cosine is 0.9800: compile.gates.min_cosine is 0.99"),
         ("bf16", {"cosine": nan}, "compile.gates.min_cosine"),
         (
@@ -42,22 +47,22 @@ GOOD = Parity(accuracy=0.90, max_difference=1e-6, cosine=1.0, worst_cosine=1.0)
         ("fp32", {"single_error": nan}, "the relative error is nan%"),
     ],
 )
-def test_each_gate_refuses(precision: str, change: dict[str, float], words: str) -> None:
+def test_each_gate_refuses(precision: str, change: dict[str, Any], words: str) -> None:
     gates = GatesConfig()
-    assert failures(GOOD, precision, 0.90, gates) == ()
-    (reason,) = failures(GOOD.model_copy(update=change), precision, 0.90, gates)
+    assert failures(GOOD, precision, TO_KEEP, JUDGE, gates) == ()
+    (reason,) = failures(GOOD.model_copy(update=change), precision, TO_KEEP, JUDGE, gates)
     assert words in reason
 
 
 def test_without_an_accuracy_the_relative_error_is_a_gate_below_float32() -> None:
     given = GOOD.model_copy(update={"relative_error": 0.15})
-    assert failures(given, "int8", 0.90, GatesConfig()) == ()
-    (reason,) = failures(given.model_copy(update={"accuracy": None}), "int8", None, GatesConfig())
+    assert failures(given, "int8", TO_KEEP, JUDGE, GatesConfig()) == ()
+    (reason,) = failures(given.model_copy(update={"score": None}), "int8", None, JUDGE, GatesConfig())
     assert "the relative error is 15.00%" in reason
 
 
 def test_a_difference_is_no_gate_below_float32() -> None:
-    assert failures(GOOD.model_copy(update={"max_difference": 0.5}), "int8", 0.90, GatesConfig()) == ()
+    assert failures(GOOD.model_copy(update={"max_difference": 0.5}), "int8", TO_KEEP, JUDGE, GatesConfig()) == ()
 
 
 def point(
@@ -70,7 +75,7 @@ def point(
         latency_ms=latency_ms,
         latency_p95_ms=2 * latency_ms,
         throughput=1e3 * batch * streams / latency_ms,
-        accuracy=accuracy,
+        score=Score(value=accuracy),
         size_bytes=size,
     )
 
@@ -146,7 +151,7 @@ def test_lengths_count_as_rows_have_them() -> None:
         )
 
     points = [measured(16, 2.0, 2000.0), measured(64, 6.0, 500.0)]
-    (joined,) = operating_points(ONE.variant, 0.9, 100, points, {16: 0.75, 64: 0.25}, only)
+    (joined,) = operating_points(ONE.variant, TO_KEEP, 100, points, {16: 0.75, 64: 0.25}, only)
     assert (joined.accuracy, joined.size_bytes) == (0.9, 100)
     assert joined.latency_ms == pytest.approx(3.0)
     assert joined.latency_p95_ms == 7.0
@@ -181,7 +186,7 @@ def points_of(measured: list[Point], **objective: Any) -> tuple[list[OperatingPo
     config = ObjectiveConfig.model_validate(objective)
     shares: dict[int | None, float] = {32: 0.5, 128: 0.5}
     choose = partial(best_at_length, objective=config)
-    return list(operating_points(ONE.variant, 0.9, 100, measured, shares, choose)), config
+    return list(operating_points(ONE.variant, TO_KEEP, 100, measured, shares, choose)), config
 
 
 def test_for_throughput_each_length_gets_the_fastest_size_within_the_limit() -> None:

@@ -21,7 +21,7 @@ from app.training import stop_request
 from app.training.checkpoints.state import Position
 from app.training.coordination.sync import LocalStep, StepSync, SyncedSteps
 from app.training.engine import StepResult
-from app.training.engine.step import Factors, LossTotals
+from app.training.engine.step import Factors
 from app.training.records import EpochRecord
 from app.training.reporting.recorder import Recorder
 from app.training.reporting.sinks import METRICS_FILE, MetricsLog
@@ -76,7 +76,7 @@ def test_a_run_that_was_paused_on_an_epochs_last_batch_still_knows_its_rate() ->
     recorder.record_steps(position, synced(0.4))
     paused = Position.model_validate_json(position.model_dump_json())
     now = 5000.0  # more than an hour later, in another process, with no batch left
-    validated = LossTotals(loss=1.0, correct=1.0, count=2.0)
+    validated = {"val_loss": 0.5, "val_accuracy": 0.5}
     assert begin(paused).make_epoch(paused, validated).samples_per_s == STEPS * 64 / 4.0
 
 

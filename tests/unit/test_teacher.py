@@ -16,8 +16,8 @@ from app.engines.base import Signature
 from app.errors import RecipeError, StorageError
 from app.repository.repository import Repository
 from app.tasks import prepare
+from app.tasks.objective import CrossEntropy
 from app.tensors import TensorSpec
-from app.training.engine.step import CrossEntropy
 from app.training.teacher import TaughtDataset, with_resolved_teacher
 from tests.helpers import ROOT, SGD, folder_of, losses, train_alone
 from tests.toy import publish_version

@@ -67,8 +67,8 @@ def import_model(run: Run, given: Given, log: Log = print_line) -> Outcome:
         reference = source.reference
         # All that can be refused was refused by now, so a refusal leaves no run behind.
         run.open()
-        accuracy = "" if reference.accuracy is None else f": accuracy {reference.accuracy:.4f}"
-        log(f"{model.source}: {source.baseline} on {len(rows.compared):,} {rows.kind} rows{accuracy}")
+        score = f": {reference.score}" if reference.score else ""
+        log(f"{model.source}: {source.baseline} on {len(rows.compared):,} {rows.kind} rows{score}")
         with run_lock(run.folder):
             return choose_and_publish(run, Compilation(source, config, requested, folder / "files", log), log)
 

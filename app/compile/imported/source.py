@@ -16,7 +16,7 @@ from app.checksums import code_revision, sha256_of
 from app.compile.imported.model import ImportedModel
 from app.compile.imported.natural import fingerprint_of, read_natural, select
 from app.compile.imported.samples import TensorRows, random_rows, read_rows, varying_sizes
-from app.compile.reference import EncodedBatches, Reference, Rows
+from app.compile.reference import EncodedBatches, Judge, Reference, Rows
 from app.compile.source import CALIBRATION_BATCH, Source, spread
 from app.config import TENSORS, Precision, Recipe
 from app.data.classification import LabelledDataset, save_labels
@@ -24,6 +24,7 @@ from app.data.prepared import Dataset
 from app.engines.base import Engine, EngineSettings, Signature
 from app.errors import CompileError, EngineError, RecipeError
 from app.repository.manifest import Lineage, Split
+from app.tasks.metrics import Accuracy
 from app.tensors import concat_rows, is_finite, slice_rows
 
 AnyRows = TypeVar("AnyRows", TensorRows, LabelledDataset)
@@ -109,7 +110,7 @@ class ImportedSource(Source):
             "compile.sparsity prunes models that Rayloom has trained: leave it out, or prune before export"
         )
 
-    def load_test(self) -> LabelledDataset | None:
+    def load_test(self) -> Dataset | None:
         return None
 
     def calibration_batches(self, count: int | None) -> EncodedBatches:
@@ -192,24 +193,26 @@ def imported_source(model: ImportedModel, rows: ImportRows, recipe: Recipe, thre
     with closing(model.open_reference(threads)) as engine:
         try:
             _check_outputs(engine, rows)
-            reference = Reference.of(engine, rows.compared, scores)
+            judge = Judge(Accuracy(), scores) if scores else Judge(None)
+            reference = Reference.of(engine, rows.compared, judge)
             _check_classes(reference, rows)
         except EngineError as error:
             raise CompileError(
                 f"the model cannot run {rows.source or 'random rows'}: {error}; give rows of your own with --samples, "
                 "or the sizes that it takes with --size NAME=N"
             ) from error
-    return ImportedSource(threads, reference.accuracy, reference, model, recipe, rows)
+    return ImportedSource(threads, reference.score, reference, model, recipe, rows)
 
 
 def _check_classes(reference: Reference, rows: ImportRows) -> None:
     """Raise CompileError if a row has a class for which the scores have no column."""
-    if reference.scores is None or not isinstance(rows.compared, TensorRows) or rows.compared.classes is None:
+    if reference.judge.metric is None or not isinstance(rows.compared, TensorRows) or rows.compared.classes is None:
         return
-    columns, highest = reference.outputs[0][reference.scores].shape[-1], rows.compared.classes.max()
+    output = reference.judge.output
+    columns, highest = reference.outputs[0][output].shape[-1], rows.compared.classes.max()
     if highest >= columns:
         raise CompileError(
-            f"{rows.source!r} has the class {highest}, and the output {reference.scores!r} has {columns} columns: "
+            f"{rows.source!r} has the class {highest}, and the output {output!r} has {columns} columns: "
             f"expected classes from 0 to {columns - 1}"
         )
 

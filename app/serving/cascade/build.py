@@ -25,7 +25,7 @@ from app.serving.cascade.stages import require_alike
 from app.serving.config import Cascade, VersionConfig
 from app.serving.model.loaded import LoadedModel, load_model
 from app.storage import to_path
-from app.tasks import find_processor
+from app.tasks import find_served_task
 from app.tensors import OUTPUT, Tensors
 
 _TIMED_ROWS, _ROUNDS = 512, 3
@@ -76,7 +76,7 @@ def load_validation(manifest: Manifest) -> Split:
         )
     folder = to_path(manifest.lineage.train_run) / DATA
     verify_checksums(folder)
-    return ClassificationData.load(folder, find_processor(manifest.task)).validation.split
+    return ClassificationData.load(folder, find_served_task(manifest.task).processor).validation.split
 
 
 def calibrate_versions(

@@ -8,13 +8,13 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from upath import UPath
 
 from app.config import TENSORS
-from app.data.classification import LABELS_FILE, load_labels
+from app.data.classification import LABELS_FILE
 from app.data.examples import Input
 from app.data.processor import Processor
+from app.data.targets import Classes, Targets
 from app.engines.base import Engine
 from app.engines.registry import runs_module
 from app.errors import EngineError, RequestError, StorageError
@@ -24,7 +24,7 @@ from app.repository.repository import Repository
 from app.serving.model.engine import open_published, require_known_answers
 from app.serving.protocol.natural import Prediction
 from app.storage import to_path
-from app.tasks import find_processor
+from app.tasks import ServedTask, find_served_task
 from app.tensors import Tensors, TensorSpec, concat_rows, group_by_shape, is_finite
 
 
@@ -39,14 +39,15 @@ class ShapeGroup:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """An engine with its processor and labels, as far as the model has them."""
+    """An engine with its task, processor and targets, as far as the model has them."""
 
     manifest: Manifest
     engine: Engine
-    processor: Processor | None
+    task: ServedTask | None
     """None for an imported model that takes tensors only."""
 
-    labels: list[str]
+    processor: Processor | None
+    targets: Targets | None
     probe: Tensors | None = None
     """Rows that such a model is probed with. A model with a processor gets rows of ones."""
 
@@ -65,10 +66,15 @@ class LoadedModel:
         """The tensors that a request may have."""
         return self.processor.inputs if self.processor else self.manifest.signature.inputs
 
+    @property
+    def labels(self) -> list[str]:
+        """The names of the columns of the output; empty if they have none."""
+        return self.targets.labels if self.targets else []
+
     @cached_property
     def labels_by_output(self) -> dict[str, list[str]]:
         """The names of the classes, by output."""
-        return {self.manifest.scores: self.labels} if self.manifest.scores else {}
+        return {self.manifest.scores: self.labels} if self.manifest.scores and self.labels else {}
 
     def encode(self, inputs: Sequence[Input]) -> list[ShapeGroup]:
         """Return the tensors of natural inputs: texts, or images as bytes or in base64.
@@ -99,15 +105,12 @@ class LoadedModel:
         return self.processor
 
     def decode(self, outputs: Tensors) -> list[Prediction]:
-        """Return labels and probabilities for the logits among a model's outputs, of shape (batch, labels)."""
+        """Return what the task answers for each row of a model's outputs."""
         assert self.manifest.scores is not None
-        return [
-            Prediction(
-                label=self.labels[int(row.argmax())],
-                scores={label: round(float(score), 6) for label, score in zip(self.labels, row, strict=True)},
-            )
-            for row in _softmax(outputs[self.manifest.scores])
-        ]
+        assert self.task is not None
+        assert self.targets is not None
+        answers = self.task.answer(outputs[self.manifest.scores], self.targets)
+        return [Prediction.model_validate(answer) for answer in answers]
 
     def check(self, rows: int = 1, length: int | None = None) -> None:
         """Run rows of ones, or of ``probe``.
@@ -178,8 +181,10 @@ def load_model(
         files = to_path(temporary)
         manifest = Repository(storage).fetch(name, version, files, exclude)
         try:
-            processor = None if manifest.task == TENSORS else find_processor(manifest.task).load(files)
-            labels = load_labels(files) if processor or LABELS_FILE in manifest.files else []
+            task = None if manifest.task == TENSORS else find_served_task(manifest.task)
+            processor = task.processor.load(files) if task else None
+            has_labels = LABELS_FILE in manifest.files
+            targets = task.targets.load(files) if task else Classes.load(files) if has_labels else None
             probe = None if processor else KnownAnswers.load(Path(temporary)).inputs
         except FileNotFoundError as error:
             missing = Path(error.filename).name
@@ -188,7 +193,7 @@ def load_model(
         if runs_module(manifest.engine_key.engine):
             # The code of a module is not part of the version, and may have changed.
             require_known_answers(engine, manifest, Path(temporary))
-        model = LoadedModel(manifest, engine, processor, labels, probe)
+        model = LoadedModel(manifest, engine, task, processor, targets, probe)
     try:
         for length in manifest.engine_key.profile.lengths or (None,):
             model.check(1, length)  # the first call with a shape compiles and allocates
@@ -208,9 +213,3 @@ def _read(given: Input, processor: Processor) -> Input:
         return base64.b64decode(given, validate=True)
     except ValueError as error:  # not base64, or not even ASCII
         raise RequestError(f"an image is not base64 ({error}): encode the content of a PNG or JPEG file") from error
-
-
-def _softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the softmax over the last axis. SciPy's would add 0.1 s of import to the start of every replica."""
-    powers = np.exp(logits - logits.max(-1, keepdims=True))
-    return powers / powers.sum(-1, keepdims=True)  # type: ignore[no-any-return]

@@ -233,7 +233,7 @@ class ServedModel:
     @property
     def natural(self) -> NaturalModel | None:
         """The description of its natural input; None if it takes tensors only."""
-        if self.model.processor is None or not self.model.labels:
+        if self.model.processor is None or self.model.manifest.scores is None:
             return None
         return NaturalModel(
             name=self.model.manifest.name,

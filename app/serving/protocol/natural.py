@@ -4,11 +4,11 @@ import sys
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import BaseModel, NonNegativeInt, PositiveFloat
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat
 
 
 class NaturalModel(BaseModel):
-    """A model, the kind of its natural input, and its labels."""
+    """A model, the kind of its natural input, and its labels, if it has any."""
 
     name: str
     version: str
@@ -37,10 +37,12 @@ class PredictRequest(BaseModel):
 
 
 class Prediction(BaseModel):
-    """The most likely label of an input, and the probability of each."""
+    """What the task answers for an input: of a classifier, the most likely label and the probability of each."""
 
-    label: str
-    scores: dict[str, float]
+    model_config = ConfigDict(extra="allow")
+
+    label: str | None = None
+    scores: dict[str, float] | None = None
     stage: int | None = None
     """The stage of a cascade that answered; None for a single model."""
 

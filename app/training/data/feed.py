@@ -1,5 +1,6 @@
 """One worker's share of the data: micro-batches on its device, read ahead of time if the recipe says so."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -25,7 +26,7 @@ _VALIDATION_EPOCH = 0
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The model's inputs by name, int64 targets of shape (batch, …), and a teacher's logits, if there is one."""
+    """The model's inputs by name, targets of shape (batch, …), and a teacher's logits, if there is one."""
 
     inputs: dict[str, Tensor]
     targets: Tensor
@@ -195,5 +196,6 @@ class _Reader(TorchDataset[MicroBatch]):
         inputs = {name: torch.from_numpy(array) for name, array in batch.inputs.items()}
         targets = torch.from_numpy(batch.targets)
         taught = None if batch.taught is None else torch.from_numpy(batch.taught)
-        targets = targets if request.indices else torch.full_like(targets, IGNORED)
+        if not request.indices:
+            targets = torch.full_like(targets, math.nan if targets.is_floating_point() else IGNORED)
         return MicroBatch(inputs, targets, taught, request.weight)

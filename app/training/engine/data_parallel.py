@@ -12,12 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from app.config import Layout, TrainConfig
 from app.models.traits import kind_of
+from app.tasks.objective import Objective
 from app.telemetry.step_time import Phase
 from app.training.activity import Activity
 from app.training.data.feed import MicroBatch
 from app.training.engine.deepspeed_engine import initialize, names_of
 from app.training.engine.deepspeed_internals import disable_reduction, keep_norm_when_clipping, master_pairs
-from app.training.engine.step import CrossEntropy, Factors, StepResult
+from app.training.engine.step import Factors, StepResult
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ class DataParallelEngine:
     deepspeed: Any
     names: Mapping[int, str]
     layout: Layout
-    loss: CrossEntropy
+    objective: Objective
 
     @classmethod
     def create(
-        cls, model: nn.Module, config: TrainConfig, layout: Layout, total_steps: int, loss: CrossEntropy
+        cls, model: nn.Module, config: TrainConfig, layout: Layout, total_steps: int, objective: Objective
     ) -> Self:
         """Create the engine around ``model``."""
         powersgd = config.plan.powersgd
@@ -43,7 +44,7 @@ class DataParallelEngine:
         if config.torch_compile:
             engine.compile()
         engine.train()
-        return cls(engine, names_of(model), layout, loss)
+        return cls(engine, names_of(model), layout, objective)
 
     def train_step(self, batches: Iterator[MicroBatch], activity: Activity) -> StepResult:
         """Do one optimizer step on this rank's micro-batches."""
@@ -53,7 +54,7 @@ class DataParallelEngine:
             with self._reduction(is_last=number == self.layout.gradient_accumulation):
                 with activity.phase(Phase.FORWARD):
                     output = self.deepspeed(**batch.inputs)
-                    loss = self.loss.mean(output, batch.targets, batch.taught) * self._weight(batch)
+                    loss = self.objective.mean(output, batch.targets, batch.taught) * self._weight(batch)
                 with activity.phase(Phase.BACKWARD):
                     self.deepspeed.backward(loss)
                     self._reduce()
@@ -64,11 +65,11 @@ class DataParallelEngine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> Tensor:
-        """Return ``CrossEntropy.sums`` over this rank's batches, float64 of shape (3,)."""
+        """Return ``Objective.sums`` over this rank's batches, float64."""
         self.deepspeed.eval()
-        sums = torch.zeros(3, dtype=torch.float64, device=self.deepspeed.device)
+        sums = torch.zeros(self.objective.num_sums, dtype=torch.float64, device=self.deepspeed.device)
         for batch in batches:
-            sums += self.loss.sums(self.deepspeed(**batch.inputs), batch.targets)
+            sums += self.objective.sums(self.deepspeed(**batch.inputs), batch.targets)
         self.deepspeed.train()  # not in each step, because it visits all modules
         return sums
 

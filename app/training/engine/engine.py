@@ -15,6 +15,7 @@ from app.models.blueprint import Blueprint, return_freed_memory
 from app.models.splitting import layers_of
 from app.models.staged import Tied
 from app.models.traits import ModelKind, is_hugging_face, kind_of
+from app.tasks.objective import CrossEntropy, Objective
 from app.torch_internals import is_persistent_buffer
 from app.training.activity import Activity
 from app.training.data.feed import MicroBatch
@@ -22,7 +23,7 @@ from app.training.engine.batch_norm import synchronize_batch_norm
 from app.training.engine.data_parallel import DataParallelEngine
 from app.training.engine.pipeline import PipelineEngine
 from app.training.engine.placement import make_in_place
-from app.training.engine.step import CrossEntropy, StepResult
+from app.training.engine.step import StepResult
 
 
 class TrainingEngine(Protocol):
@@ -38,23 +39,33 @@ class TrainingEngine(Protocol):
         """The name that each parameter and module has in the whole model, by ``id``."""
         ...
 
+    @property
+    def objective(self) -> Objective:
+        """The loss and the metrics."""
+        ...
+
     def train_step(self, batches: Iterator[MicroBatch], activity: Activity) -> StepResult:
         """Do one optimizer step on this rank's micro-batches. ``activity`` is told of each phase."""
         ...
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> Tensor:
-        """Return ``CrossEntropy.sums`` over this rank's batches, float64 of shape (3,).
+        """Return ``Objective.sums`` over this rank's batches, float64.
 
         Tensor-parallel ranks each return the sums of the batches that they share. Stages without outputs return zeros.
         """
         ...
 
 
-def create_engine(blueprint: Blueprint, config: TrainConfig, layout: Layout, total_steps: int) -> TrainingEngine:
-    """Create the engine for the blueprint's model under the recipe's plan. Its tensors are made where they stay."""
-    loss = CrossEntropy(config.label_smoothing, config.teacher)
+def create_engine(
+    blueprint: Blueprint, config: TrainConfig, layout: Layout, total_steps: int, objective: Objective | None = None
+) -> TrainingEngine:
+    """Create the engine for the blueprint's model under the recipe's plan. Its tensors are made where they stay.
+
+    The default ``objective`` is cross-entropy without metrics.
+    """
+    objective = objective or Objective(CrossEntropy(config.label_smoothing))
     if kind_of(blueprint.model) is ModelKind.STAGED and layout.model_parallel > 1:
-        return PipelineEngine.create(blueprint, config, layout, total_steps, loss)
+        return PipelineEngine.create(blueprint, config, layout, total_steps, objective)
     model = make_in_place(blueprint, config, layout)
     # Before DeepSpeed copies the weights into its masters.
     if config.prune:
@@ -65,7 +76,7 @@ def create_engine(blueprint: Blueprint, config: TrainConfig, layout: Layout, tot
         model = synchronize_batch_norm(model)
     if config.plan.activation_checkpointing:
         _recompute_activations(model)
-    engine = DataParallelEngine.create(model, config, layout, total_steps, loss)
+    engine = DataParallelEngine.create(model, config, layout, total_steps, objective)
     return_freed_memory()
     return engine
 

@@ -16,13 +16,14 @@ from app.models.splitting import cuts_of, layers_of
 from app.models.staged import Layer, Tied
 from app.models.traits import ModelKind
 from app.storage import no_op
+from app.tasks.objective import Objective
 from app.telemetry.step_time import Phase, phase
 from app.training.activity import Activity
 from app.training.data.feed import MicroBatch
 from app.training.engine.deepspeed_engine import initialize, names_of
 from app.training.engine.deepspeed_internals import forget_last_loss, forget_layer_specs, wrap_instructions
 from app.training.engine.placement import in_precision
-from app.training.engine.step import CrossEntropy, Factors, StepResult
+from app.training.engine.step import Factors, StepResult
 from app.training.engine.tensor_parallel import LinearSplitter
 
 _Micro = tuple[Tensor, Tensor]
@@ -34,22 +35,23 @@ class PipelineEngine:
 
     deepspeed: Any
     names: Mapping[int, str]
+    objective: Objective
 
     @classmethod
     def create(
-        cls, blueprint: Blueprint, config: TrainConfig, layout: Layout, total_steps: int, loss: CrossEntropy
+        cls, blueprint: Blueprint, config: TrainConfig, layout: Layout, total_steps: int, objective: Objective
     ) -> Self:
         """Create the engine for this worker's stage of the model, with its part of the split matrices.
 
         No other tensors of the model are kept in memory.
         """
-        module = _make_stage(blueprint, config, layout, loss)
+        module = _make_stage(blueprint, config, layout, objective)
         names = names_of(blueprint.model)
         engine = initialize(module, config, layout, total_steps, ModelKind.STAGED)
         if config.torch_compile:
             engine.module.compile()
         wrap_instructions(engine, _phase_marker())
-        return cls(engine, names)
+        return cls(engine, names, objective)
 
     def train_step(self, batches: Iterator[MicroBatch], activity: Activity) -> StepResult:
         """Do one optimizer step on this rank's micro-batches. The loss is the mean of all ranks."""
@@ -60,8 +62,8 @@ class PipelineEngine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> Tensor:
-        """Return ``CrossEntropy.sums`` over this rank's batches, float64 of shape (3,). Only the last stage has any."""
-        sums = torch.zeros(3, dtype=torch.float64, device=self.deepspeed.device)
+        """Return ``Objective.sums`` over this rank's batches, float64. Only the last stage has any."""
+        sums = torch.zeros(self.objective.num_sums, dtype=torch.float64, device=self.deepspeed.device)
         for batch in batches:
             self.deepspeed.reset_activation_shape()  # the last batch may be shorter
             forget_last_loss(self.deepspeed)
@@ -101,14 +103,14 @@ def _pairs(batches: Iterator[MicroBatch]) -> Iterator[_Micro]:
         yield tensor, batch.targets
 
 
-def _make_stage(blueprint: Blueprint, config: TrainConfig, layout: Layout, loss: CrossEntropy) -> Any:
+def _make_stage(blueprint: Blueprint, config: TrainConfig, layout: Layout, objective: Objective) -> Any:
     """Return this worker's stage, with its part of the split matrices. DeepSpeed balances stages by parameters."""
     from deepspeed.runtime.pipe.module import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
     def loss_or_sums(output: Tensor, targets: Tensor) -> Tensor:
         is_training = torch.is_grad_enabled()
-        return loss.mean(output, targets) if is_training else loss.sums(output, targets)
+        return objective.mean(output, targets) if is_training else objective.sums(output, targets)
 
     class Stage(PipelineModule):  # type: ignore[misc]
         """A stage that calls ``make`` to create its tensors when it has its layers, before it moves to a device."""

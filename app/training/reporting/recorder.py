@@ -13,8 +13,7 @@ from app.storage import no_op
 from app.telemetry.record import memory_record
 from app.training.checkpoints.state import Position
 from app.training.coordination.sync import SyncedSteps
-from app.training.engine.step import LossTotals
-from app.training.records import EpochRecord, StepRecord, perplexity
+from app.training.records import EpochRecord, StepRecord
 
 Report = Callable[[EpochRecord], None]
 """Reports an epoch outside the run's folder. Every worker calls it."""
@@ -99,18 +98,16 @@ class Recorder:
         )
 
     def make_epoch(
-        self, position: Position, validation: LossTotals, phase_s: Mapping[str, float] = MappingProxyType({})
+        self, position: Position, validation: Mapping[str, float], phase_s: Mapping[str, float] = MappingProxyType({})
     ) -> EpochRecord:
         """Return the record of the epoch that ends at ``position``."""
         return EpochRecord(
             epoch=position.epoch,
             step=position.step,
             train_loss=position.loss_sum / max(position.losses, 1),
-            val_loss=validation.mean_loss,
-            val_accuracy=validation.accuracy,
-            val_perplexity=perplexity(validation.mean_loss) if self.tokens_per_sample else None,
             samples_per_s=position.samples / position.seconds if position.seconds else 0.0,
             phase_s=dict(phase_s),
+            **validation,
         )
 
     def record_epoch(self, record: EpochRecord) -> None:

@@ -116,11 +116,10 @@ class Progress:
         )
 
     def _print_epoch(self, record: EpochRecord, is_best: bool) -> None:
-        perplexity = "" if record.val_perplexity is None else f"val_perplexity {record.val_perplexity:.2f}  "
+        metrics = "  ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
         self._print(
-            f"epoch {record.epoch}/{self._config.epochs}  loss {record.train_loss:.4f}  val_loss {record.val_loss:.4f}"
-            f"  {perplexity}val_accuracy {record.val_accuracy:.4f}{' (best)' if is_best else ''}  "
-            f"{record.samples_per_s:,.0f} samples/s  {self._time_left(record.step)}"
+            f"epoch {record.epoch}/{self._config.epochs}  loss {record.train_loss:.4f}  {metrics}"
+            f"{' (best)' if is_best else ''}  {record.samples_per_s:,.0f} samples/s  {self._time_left(record.step)}"
         )
 
     def _time_left(self, step: int) -> str:

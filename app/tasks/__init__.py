@@ -1,0 +1,16 @@
+"""Tasks, which recipes name. One class says how data are read, learned, judged, compiled and answered."""
+
+from app.tasks.base import ServedTask, Task
+from app.tasks.metrics import Metric
+from app.tasks.registry import find_served_task, find_task, load_prepared, load_with_test, prepare
+
+__all__ = [
+    "Metric",
+    "ServedTask",
+    "Task",
+    "find_served_task",
+    "find_task",
+    "load_prepared",
+    "load_with_test",
+    "prepare",
+]

@@ -1,0 +1,102 @@
+"""The base classes of tasks. ``Task`` is trained. ``ServedTask`` is also compiled and served."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from upath import UPath
+
+from app.config import Recipe, TrainConfig
+from app.data import classification
+from app.data.classification import ClassificationData
+from app.data.prepared import Dataset, PreparedData
+from app.data.processor import Processor
+from app.data.targets import Answer, Targets
+from app.tasks.metrics import Metric
+from app.tensors import OUTPUT, TensorSpec
+
+if TYPE_CHECKING:  # an endpoint answers without torch
+    from torch import Tensor
+
+    from app.tasks.objective import Objective
+
+
+class Task(ABC):
+    """A kind of data that models are trained on, with the loss and the metrics of these models."""
+
+    name: str = ""
+    """The recipe's ``task``. ``find_task`` sets it."""
+
+    metrics: ClassVar[Sequence[Metric]] = ()
+    """What a model is validated by, beside its loss. Recipes call them ``val_NAME``."""
+
+    @abstractmethod
+    def prepare(self, recipe: Recipe) -> PreparedData:
+        """Load, clean, split and encode the data of a recipe. Raises RecipeError or DataError."""
+
+    @abstractmethod
+    def load(self, recipe: Recipe, folder: UPath) -> PreparedData:
+        """Load the data that a run of the recipe has saved in ``folder``."""
+
+    def load_with_test(self, recipe: Recipe, folder: UPath) -> PreparedData:
+        """Load the data with its test split, if it has one, so that a run can save all of it again."""
+        return self.load(recipe, folder)
+
+    def loss(self, outputs: "Tensor", targets: "Tensor") -> "Tensor":
+        """Return the loss of each row, of shape (rows,).
+
+        Args:
+            outputs: what the model returned, float32 of shape (rows, …).
+            targets: ``Batch.targets`` of these rows. Rows that do not count are left out.
+        """
+        raise NotImplementedError
+
+    def objective(self, config: TrainConfig, data: PreparedData) -> "Objective":  # noqa: ARG002
+        """Return what training minimizes, with the metrics: by default the mean of ``loss`` over the rows."""
+        from app.tasks.objective import Objective, RowLoss
+
+        return Objective(RowLoss(self.loss), tuple(self.metrics), data.facts.get("num_labels", 0))
+
+
+class ServedTask(Task):
+    """A task of labelled examples, whose models can be compiled and served.
+
+    A task with data of another kind overrides ``prepare``, ``load``, ``load_with_test`` and ``load_test``.
+    """
+
+    processor: ClassVar[type[Processor]]
+    """Turns natural inputs into tensors, the same in training and behind the endpoint."""
+
+    targets: ClassVar[type[Targets]]
+    """Turns labels into targets, and outputs into what ``predict`` answers."""
+
+    @property
+    def gate(self) -> Metric | None:
+        """The metric that compile keeps within ``compile.gates``. None: outputs are only compared with each other."""
+        return next(iter(self.metrics), None)
+
+    def output(self, targets: Targets) -> TensorSpec:
+        """Return the model's output, whose first dimension is the rows."""
+        return TensorSpec(OUTPUT, np.dtype(np.float32), (-1, targets.num_outputs))
+
+    def answer(self, outputs: NDArray[np.float32], targets: Targets) -> list[Answer]:
+        """Return what ``predict`` answers for each row of the model's output: an object of JSON."""
+        return targets.decode(outputs)
+
+    def prepare(self, recipe: Recipe) -> PreparedData:
+        return classification.prepare(recipe.data, self.processor, recipe.model.pretrained)
+
+    def load(self, recipe: Recipe, folder: UPath) -> PreparedData:  # noqa: ARG002
+        return ClassificationData.load(folder, self.processor)
+
+    def load_with_test(self, recipe: Recipe, folder: UPath) -> PreparedData:
+        data = self.load(recipe, folder)
+        assert isinstance(data, ClassificationData)
+        return replace(data, test=classification.load_test(folder, data.processor))
+
+    def load_test(self, recipe: Recipe, folder: UPath) -> Dataset | None:  # noqa: ARG002
+        """Load the test split; None if there is none. Only compile calls it, for the published version."""
+        return classification.load_test(folder, self.processor.load(folder))

@@ -1,0 +1,82 @@
+"""Metrics: numbers that a model is judged by, made of sums that add up over batches and ranks."""
+
+import math
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+from app.config.tune import Mode
+from app.data.prepared import IGNORED
+
+if TYPE_CHECKING:  # an endpoint names a task without torch
+    from torch import Tensor
+
+_MAX_EXPONENT = 700.0
+"""exp of more is too large for a float."""
+
+
+class Metric(ABC):
+    """A number that a model is judged by. Sums over disjoint rows add up to the sums over all of them."""
+
+    name: ClassVar[str]
+    """Lower-case, with underscores. Records and recipes call it ``val_NAME``."""
+
+    mode: ClassVar[Mode] = "max"
+    """Whether more or less of it is better."""
+
+    of_loss: ClassVar[bool] = False
+    """Whether ``value`` takes the sum of the losses and the number of targets, instead of ``sums``."""
+
+    def size(self, num_outputs: int) -> int:  # noqa: ARG002
+        """Return the number of sums. ``num_outputs``: the columns of the model's output."""
+        return 2
+
+    @abstractmethod
+    def sums(self, outputs: "Tensor", targets: "Tensor") -> "Tensor":
+        """Return sums over rows, of shape (``size``,), on the device of ``outputs``.
+
+        Args:
+            outputs: what the model returned, float32 of shape (rows, …). There may be no row.
+            targets: the targets of these rows.
+        """
+
+    def value(self, sums: "Tensor") -> float:
+        """Return the metric over all rows, from their ``sums``: by default the first sum divided by the second."""
+        total, count = sums.tolist()
+        return float(total / count)
+
+    def drop(self, before: float, after: float) -> float:
+        """Return how much worse ``after`` is, for the gates: of an error (mode ``min``) as a share of it."""
+        if self.mode == "max":
+            return before - after
+        if not before:
+            return float("inf") if after else 0.0
+        return after / before - 1.0
+
+
+class Accuracy(Metric):
+    """Share of the targets that are the model's first choice: a class of each row, or of each of its tokens."""
+
+    name = "accuracy"
+
+    def sums(self, outputs: "Tensor", targets: "Tensor") -> "Tensor":
+        import torch
+
+        correct = (outputs.argmax(-1) == targets).sum()  # no class is ``IGNORED``
+        return torch.stack([correct, (targets != IGNORED).sum()])
+
+
+class Perplexity(Metric):
+    """exp of the mean loss in nats. It is made of the loss's sums, and has none of its own."""
+
+    name, mode = "perplexity", "min"
+    of_loss = True
+
+    def size(self, num_outputs: int) -> int:  # noqa: ARG002
+        return 0
+
+    def sums(self, outputs: "Tensor", targets: "Tensor") -> "Tensor":  # noqa: ARG002
+        return outputs.new_zeros(0)
+
+    def value(self, sums: "Tensor") -> float:
+        loss = super().value(sums)
+        return math.exp(loss) if loss < _MAX_EXPONENT else math.inf

@@ -1,0 +1,131 @@
+"""What training minimizes, and how a validation adds up: losses and metrics as sums over batches and ranks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from app.config import TeacherConfig
+from app.data.prepared import IGNORED
+from app.models.factory import logits_of
+from app.tasks.metrics import Metric
+
+
+class Loss(Protocol):
+    """The loss of a batch, for training as a mean, and for validation as sums."""
+
+    def mean(self, output: object, targets: Tensor, taught: Tensor | None = None) -> Tensor:
+        """Return the mean loss per target, float32 of shape (). ``taught``: a teacher's logits, (batch, classes)."""
+        ...
+
+    def sums(self, output: object, targets: Tensor) -> Tensor:
+        """Return the sum of losses and the number of targets, float64 of shape (2,)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss with the metrics that a validation also measures."""
+
+    loss: Loss
+    metrics: tuple[Metric, ...] = ()
+    num_outputs: int = 0
+    """Columns of the model's output, for metrics that count each of them."""
+
+    @property
+    def num_sums(self) -> int:
+        """The length of ``sums``."""
+        return 2 + sum(metric.size(self.num_outputs) for metric in self.metrics)
+
+    def mean(self, output: object, targets: Tensor, taught: Tensor | None = None) -> Tensor:
+        """Return the mean loss per target, float32 of shape ()."""
+        return self.loss.mean(output, targets, taught)
+
+    def sums(self, output: object, targets: Tensor) -> Tensor:
+        """Return the sums of the loss, then of each metric, float64 of shape (``num_sums``,)."""
+        outputs, counted = select_counted(logits_of(output).float(), targets)
+        parts = [metric.sums(outputs, counted).double() for metric in self.metrics]
+        return torch.cat([self.loss.sums(output, targets), *parts])
+
+    def values(self, sums: Tensor) -> dict[str, float]:
+        """Return ``val_loss``, and ``val_NAME`` of each metric, from ``sums`` of all batches and ranks."""
+        sizes = [2, *(metric.size(self.num_outputs) for metric in self.metrics)]
+        of_loss, *parts = torch.split(sums, sizes)
+        total, count = of_loss.tolist()
+        values = {"val_loss": total / count}
+        for metric, part in zip(self.metrics, parts, strict=True):
+            values[f"val_{metric.name}"] = metric.value(of_loss if metric.of_loss else part)
+        return values
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Cross-entropy between logits (batch, …, classes) and targets, int64 (batch, …). ``IGNORED`` does not count.
+
+    With a teacher, its share of the training loss is the divergence from the teacher's distribution.
+    """
+
+    label_smoothing: float = 0.0
+    teacher: TeacherConfig | None = None
+
+    def mean(self, output: object, targets: Tensor, taught: Tensor | None = None) -> Tensor:
+        """Return the mean loss per target, float32 of shape ().
+
+        Args:
+            taught: the teacher's logits, float32 of shape (batch, classes).
+        """
+        logits, flat = _flatten(output, targets)
+        loss = functional.cross_entropy(logits, flat, ignore_index=IGNORED, label_smoothing=self.label_smoothing)
+        if taught is None or self.teacher is None:
+            return loss
+        return (1.0 - self.teacher.weight) * loss + self.teacher.weight * self._divergence(logits, taught)
+
+    def _divergence(self, logits: Tensor, taught: Tensor) -> Tensor:
+        """Return KL(teacher || student) at the temperature, times its square: so gradients keep their size."""
+        assert self.teacher is not None
+        temperature = self.teacher.temperature
+        ours, theirs = (functional.log_softmax(values / temperature, dim=-1) for values in (logits, taught))
+        divergence = functional.kl_div(ours, theirs, reduction="batchmean", log_target=True)
+        return divergence * temperature**2
+
+    def sums(self, output: object, targets: Tensor) -> Tensor:
+        """Return the sum of losses without smoothing, and the number of targets, float64 of shape (2,)."""
+        logits, flat = _flatten(output, targets)
+        loss = functional.cross_entropy(logits, flat, ignore_index=IGNORED, reduction="sum").double()
+        return torch.stack([loss, (flat != IGNORED).sum().double()])
+
+
+@dataclass(frozen=True)
+class RowLoss:
+    """A function from outputs and targets to the loss of each row, which is averaged over the rows."""
+
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+    def mean(self, output: object, targets: Tensor, taught: Tensor | None = None) -> Tensor:  # noqa: ARG002
+        """Return the mean loss per row; 0 for a batch without rows that count."""
+        losses = self._losses(output, targets)
+        return losses.sum() / max(1, len(losses))
+
+    def sums(self, output: object, targets: Tensor) -> Tensor:
+        """Return the sum of losses and the number of rows, float64 of shape (2,)."""
+        losses = self._losses(output, targets).double()
+        return torch.stack([losses.sum(), losses.new_tensor(len(losses))])
+
+    def _losses(self, output: object, targets: Tensor) -> Tensor:
+        return self.loss(*select_counted(logits_of(output).float(), targets))
+
+
+def select_counted(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows that count: those with a target that is neither ``IGNORED`` nor NaN."""
+    is_target = ~targets.isnan() if targets.is_floating_point() else targets != IGNORED
+    counted = is_target.reshape(len(targets), -1).any(dim=1)
+    return (outputs, targets) if counted.all() else (outputs[counted], targets[counted])
+
+
+def _flatten(output: object, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return float32 logits of shape (targets, classes), and targets of shape (targets,)."""
+    logits = logits_of(output).float()
+    return logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)

@@ -1,0 +1,90 @@
+"""Finds the task that a recipe names: a built-in one, or a class of one's own by its import string."""
+
+from functools import cache
+
+from upath import UPath
+
+from app.config import CHAT, LANGUAGE_MODELING, TENSORS, Recipe
+from app.data.prepared import PreparedData
+from app.errors import RecipeError
+from app.import_string import import_attribute
+from app.tasks.base import ServedTask, Task
+from app.tasks.classification import ImageClassification, TextClassification, classify
+from app.tasks.language import Chat, LanguageModeling
+from app.tasks.metrics import Metric
+
+TASKS: dict[str, type[Task]] = {
+    "text-classification": TextClassification,
+    "image-classification": ImageClassification,
+    LANGUAGE_MODELING: LanguageModeling,
+    CHAT: Chat,
+}
+
+
+@cache
+def find_task(name: str) -> Task:
+    """Return the built-in task of this name, or the one that an import string names.
+
+    An import string may also name a processor, for a classification of the inputs that it reads.
+
+    Raises:
+        RecipeError: there is no such task, or its class is not complete.
+    """
+    if name == TENSORS:
+        raise RecipeError(
+            f"task {name} is that of imported models, which take tensors as they are: only 'rayloom models import' "
+            f"publishes one; expected {', '.join(TASKS)}, or the import string of a task"
+        )
+    found = TASKS.get(name) or import_attribute(name)
+    if isinstance(found, type) and not issubclass(found, Task) and callable(getattr(found, "fit", None)):
+        found = classify(found)
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        kind = found.__name__ if isinstance(found, type) else type(found).__name__
+        raise RecipeError(
+            f"task {name!r} names {kind}: expected a subclass of app.tasks.Task, or a processor like "
+            "app.data.text:TextProcessor"
+        )
+    if missing := _missing(found):
+        raise RecipeError(f"task {name!r} has no {', no '.join(missing)}: add it to the class {found.__name__}")
+    task = found()
+    task.name = name
+    return task
+
+
+def find_served_task(name: str) -> ServedTask:
+    """Return a task whose models can be compiled and served. Raises RecipeError if it has none, or as ``find_task``."""
+    task = find_task(name)
+    if not isinstance(task, ServedTask):
+        served = [known for known, kind in TASKS.items() if issubclass(kind, ServedTask)]
+        raise RecipeError(
+            f"task {name} cannot be compiled or served: expected {', '.join(served)}, or the import string of a "
+            "app.tasks.ServedTask"
+        )
+    return task
+
+
+def _missing(task: type[Task]) -> list[str]:
+    """Return what the class lacks, in the words of its attributes."""
+    parts = sorted(getattr(task, "__abstractmethods__", ()))
+    if task.loss is Task.loss and task.objective is Task.objective:
+        parts.append("loss")
+    if not task.metrics or not all(isinstance(metric, Metric) for metric in task.metrics):
+        parts.append("metrics")
+    if issubclass(task, ServedTask):
+        parts += [part for part in ("processor", "targets") if not hasattr(task, part)]
+    return parts
+
+
+def prepare(recipe: Recipe) -> PreparedData:
+    """Load, clean, split and encode the data of a recipe. Raises RecipeError or DataError."""
+    return find_task(recipe.task).prepare(recipe)
+
+
+def load_prepared(recipe: Recipe, folder: UPath) -> PreparedData:
+    """Load the data that a run of the recipe has saved in ``folder``."""
+    return find_task(recipe.task).load(recipe, folder)
+
+
+def load_with_test(recipe: Recipe, folder: UPath) -> PreparedData:
+    """Load the data of a recipe with its test split, so that a run can save all of it again."""
+    return find_task(recipe.task).load_with_test(recipe, folder)
