@@ -17,8 +17,10 @@ Answer = Mapping[str, Any]
 class Targets(Protocol):
     """What a model's outputs mean, kept with its weights and its versions."""
 
-    labels: list[str]
-    """The names of the output's columns; empty if they have none."""
+    @property
+    def labels(self) -> list[str]:
+        """The names of the output's columns; empty if they have none."""
+        ...
 
     @property
     def num_outputs(self) -> int:

@@ -1,11 +1,13 @@
 """Finds the task that a recipe names: a built-in one, or a class of one's own by its import string."""
 
 from functools import cache
+from typing import cast
 
 from upath import UPath
 
 from app.config import CHAT, LANGUAGE_MODELING, TENSORS, Recipe
 from app.data.prepared import PreparedData
+from app.data.processor import Processor
 from app.errors import RecipeError
 from app.import_string import import_attribute
 from app.tasks.base import ServedTask, Task
@@ -37,7 +39,7 @@ def find_task(name: str) -> Task:
         )
     found = TASKS.get(name) or import_attribute(name)
     if isinstance(found, type) and not issubclass(found, Task) and callable(getattr(found, "fit", None)):
-        found = classify(found)
+        found = classify(cast(type[Processor], found))
     if not (isinstance(found, type) and issubclass(found, Task)):
         kind = found.__name__ if isinstance(found, type) else type(found).__name__
         raise RecipeError(

@@ -11,6 +11,7 @@ from app.compile.source import resized
 from app.compile.source_model import load_source_model
 from app.compile.variants import requested_variants
 from app.config import load_recipe
+from app.data.classification import ClassificationData
 from app.repository.repository import Repository
 from app.storage import to_path
 from benchmarks.compile.coldstart import Starts, measure_starts
@@ -59,7 +60,9 @@ class ModelUnderTest:
         storage, name = self._folder / "storage", self._model.name
         repository, run = Repository(to_path(storage)), to_path(self._folder)
         manifest = publish(self._compilation, self._choice, name, repository, run)
-        text = str(self._subject.data.validation.split.inputs[0])
+        data = self._subject.data
+        assert isinstance(data, ClassificationData)
+        text = str(data.validation.split.inputs[0])
         return measure_starts(storage, f"{manifest.name}/{manifest.version}", self._threads, text, num_rounds)
 
     def _tell(self, line: str) -> None:

@@ -16,7 +16,7 @@ from upath import UPath
 
 from app.compile.compilation import Compilation
 from app.compile.publication import publish
-from app.compile.reference import accuracy_on
+from app.compile.reference import score_on
 from app.compile.source_model import SourceModel, load_source_model
 from app.compile.variants import requested_variants
 from app.config import load_recipe
@@ -133,7 +133,9 @@ def _on_test(weights: UPath) -> tuple[float, int]:
     test = source.load_test()
     assert test
     with closing(source.open_module(EngineSettings(threads=source.threads))) as engine:
-        return accuracy_on(engine, test), len(test)
+        score = score_on(engine, test, source.reference.judge)
+    assert score
+    return score.value, len(test)
 
 
 def _parameters(weights: UPath) -> int:

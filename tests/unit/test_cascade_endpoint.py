@@ -121,7 +121,10 @@ def test_versions_are_calibrated_by_what_each_is_right_in_and_takes() -> None:
             brightness("small", inputs=(Tensor(name="input_ids", dtype="int64", shape=(-1, -1)),)),
             r"small/1 takes input_ids int64 \[-1, -1\], expected pixel_values float32 \[-1, 1, 1, 1\], as large/1",
         ),
-        (replace(brightness("small"), labels=["bright", "dark"]), "has the labels bright, dark, expected dark, bright"),
+        (
+            replace(brightness("small"), targets=Classes(["bright", "dark"])),
+            "has the labels bright, dark, expected dark, bright",
+        ),
         (
             brightness("small", lineage=CARD.lineage.model_copy(update={"data_fingerprint": "e"})),
             "was trained on other data.*same data section",
