@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from app.config.layout import Layout, lay_out
+from app.config.metrics import Mode, TaskMetric, require_mode
 from app.config.plan import AutoPlan, Device, Plan, PlanConfig, Precision
 from app.config.plan_rules import ModelTraits, Setting, refusal
 from app.config.section import SEXAGESIMAL_2_4, Fraction, NumberOrRange, Section, VersionReference, is_stored
@@ -36,10 +37,11 @@ class ScheduleConfig(Section):
 class EarlyStoppingConfig(Section):
     """Stop when the last ``patience`` epochs did not improve on the best epoch before them."""
 
-    metric: Literal["val_loss", "val_accuracy", "val_perplexity"] = Field(
-        default="val_loss", description="metric to watch, by which the best epoch is also chosen"
+    metric: TaskMetric = Field(
+        default="val_loss",
+        description="metric to watch, by which the best epoch is also chosen: val_loss, or val_NAME of the task's",
     )
-    mode: Literal["min", "max"] = Field(default="min", description="max for val_accuracy, min for the others")
+    mode: Mode = Field(default="min", description="max if more of the metric is better, as of val_accuracy")
     patience: PositiveInt = Field(
         default=3, description="number of epochs without an improvement after which training ends"
     )
@@ -49,9 +51,7 @@ class EarlyStoppingConfig(Section):
 
     @model_validator(mode="after")
     def _mode_fits_metric(self) -> Self:
-        expected = "max" if self.metric == "val_accuracy" else "min"
-        if self.mode != expected:
-            raise ValueError(f"metric {self.metric} is better when {expected}imal: set mode to {expected}")
+        require_mode(self.metric, self.mode)
         return self
 
     def cost(self, value: float) -> float:

@@ -5,18 +5,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
+from app.config.metrics import MEASURED_AT_END, MODES, Mode, TrialMetric, require_mode
 from app.config.notify import is_reference
 from app.config.section import IMPORT_STRING, Section
 
-Mode = Literal["min", "max"]
-Metric = Literal[
-    "val_loss", "val_accuracy", "val_perplexity", "train_loss", "samples_per_s", "latency_ms", "parameters"
-]
 Sampler = Literal["tpe", "random", "cmaes", "gp", "nsga2", "grid", "qmc"]
 Scheduler = Literal["asha", "hyperband", "median", "pbt", "none"]
 
-_MAXIMIZED = {"val_accuracy", "samples_per_s"}
-_MEASURED_AT_END = {"latency_ms", "parameters"}
 _MIN_RANDOM_TRIALS = 4
 """A sampler learns next to nothing from fewer trials."""
 
@@ -31,7 +26,7 @@ class Objective:
     @property
     def is_measured_at_end(self) -> bool:
         """Whether it is measured once, after the last epoch."""
-        return self.metric in _MEASURED_AT_END
+        return self.metric in MEASURED_AT_END
 
 
 def _as_list(given: object) -> object:
@@ -52,7 +47,9 @@ def _check_storage(given: str) -> str:
 
 
 Objectives = Annotated[
-    list[Metric], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Metric | list[Metric])
+    list[TrialMetric],
+    Field(min_length=1),
+    BeforeValidator(_as_list, json_schema_input_type=TrialMetric | list[TrialMetric]),
 ]
 Modes = Annotated[list[Mode], BeforeValidator(_as_list, json_schema_input_type=Mode | list[Mode])]
 
@@ -81,9 +78,10 @@ class TuneConfig(Section):
     )
     metric: Objectives = Field(
         default=["val_accuracy"],
-        description="objective, at the epoch whose weights training keeps; several metrics: their Pareto front",
+        description="objective, at the epoch whose weights training keeps: val_loss, val_NAME of the task's metrics, "
+        "train_loss, samples_per_s, latency_ms or parameters; several metrics: their Pareto front",
     )
-    mode: Modes = Field(default=[], description="max or min, one for each metric; default: by the metric")
+    mode: Modes = Field(default=[], description="max or min, one for each metric; default: as built-in metrics need")
     trials: PositiveInt = Field(default=32, description="maximum number of trials")
     epochs: PositiveInt | None = Field(default=None, description="maximum epochs of a trial; default: train.epochs")
     max_steps: PositiveInt | None = Field(
@@ -136,7 +134,7 @@ class TuneConfig(Section):
     @property
     def objectives(self) -> list[Objective]:
         """The metrics with their modes."""
-        modes: list[Mode] = self.mode or [_natural_mode(metric) for metric in self.metric]
+        modes: list[Mode] = self.mode or [MODES.get(metric, "min") for metric in self.metric]
         return [Objective(metric, mode) for metric, mode in zip(self.metric, modes, strict=True)]
 
     @model_validator(mode="after")
@@ -145,9 +143,10 @@ class TuneConfig(Section):
             raise ValueError(f"metric {self.metric} names one twice: leave one out")
         if self.mode and len(self.mode) != len(self.metric):
             raise ValueError(f"mode has {len(self.mode)} entries and metric {len(self.metric)}: give one for each")
+        if not self.mode and (unknown := [metric for metric in self.metric if metric not in MODES]):
+            raise ValueError(f"mode is missing: say whether {unknown[0]} is better at its max or min")
         for objective in self.objectives:
-            if objective.mode != (expected := _natural_mode(objective.metric)):
-                raise ValueError(f"metric {objective.metric} is better when {expected}imal: set mode to {expected}")
+            require_mode(objective.metric, objective.mode)
         return self
 
     @model_validator(mode="after")
@@ -171,13 +170,9 @@ class TuneConfig(Section):
             )
         if several and self.stop.patience:
             raise ValueError("stop.patience needs a single best value, which several metrics do not have: leave it out")
-        if self.scheduler != "none" and (late := _MEASURED_AT_END & set(self.metric)):
+        if self.scheduler != "none" and (late := MEASURED_AT_END & set(self.metric)):
             raise ValueError(
                 f"metric {late.pop()} is measured after the last epoch, and scheduler {self.scheduler} compares "
                 "epochs: set scheduler to none"
             )
         return self
-
-
-def _natural_mode(metric: str) -> Mode:
-    return "max" if metric in _MAXIMIZED else "min"

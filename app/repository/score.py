@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, computed_field, model_validator
 
-from app.config.tune import Mode
+from app.config.metrics import Mode
 
 ACCURACY = "accuracy"
 

@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
-from app.config.tune import Mode
+from app.config.metrics import Mode
 from app.data.prepared import IGNORED
 
 if TYPE_CHECKING:  # an endpoint names a task without torch

@@ -6,6 +6,7 @@ from typing import cast
 from upath import UPath
 
 from app.config import CHAT, LANGUAGE_MODELING, TENSORS, Recipe
+from app.config.metrics import Mode
 from app.data.prepared import PreparedData
 from app.data.processor import Processor
 from app.errors import RecipeError
@@ -79,7 +80,23 @@ def _missing(task: type[Task]) -> list[str]:
 
 def prepare(recipe: Recipe) -> PreparedData:
     """Load, clean, split and encode the data of a recipe. Raises RecipeError or DataError."""
-    return find_task(recipe.task).prepare(recipe)
+    task = find_task(recipe.task)
+    _require_metrics(recipe, task)
+    return task.prepare(recipe)
+
+
+def _require_metrics(recipe: Recipe, task: Task) -> None:
+    """Raise RecipeError if the recipe selects by a metric that the task has not, or in the wrong direction."""
+    modes: dict[str, Mode] = {"val_loss": "min"} | {f"val_{metric.name}": metric.mode for metric in task.metrics}
+    selection = recipe.train.selection
+    objectives = recipe.tune.objectives if recipe.tune else []
+    wanted = [("train.early_stopping", selection.metric, selection.mode)]
+    wanted += [("tune", objective.metric, objective.mode) for objective in objectives]
+    for key, metric, mode in wanted:
+        if metric.startswith("val_") and metric not in modes:
+            raise RecipeError(f"{key}.metric is {metric}, and task {recipe.task} has {', '.join(modes)}: name one")
+        if modes.get(metric, mode) != mode:
+            raise RecipeError(f"{key}.mode is {mode}, and {metric} is better at its {modes[metric]}: set it to that")
 
 
 def load_prepared(recipe: Recipe, folder: UPath) -> PreparedData:

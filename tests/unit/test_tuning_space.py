@@ -215,7 +215,7 @@ def test_a_third_of_the_trials_is_drawn_at_random_unless_the_recipe_says_how_man
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["tune.metric=f1"], "tune.metric.0 is 'f1': expected 'val_loss', 'val_accuracy'"),
+        (["tune.metric=f1"], "tune.metric.0: expected val_loss, val_NAME for a metric of the task, or train_loss"),
         (["tune.mode=min"], "val_accuracy is better when maximal: set mode to max"),
         (["tune.metric=[val_accuracy, parameters]", "tune.mode=[max, min]"], "set scheduler to none"),
         (["tune.sampler=gp"], "learns only from complete trials, of which scheduler asha leaves few"),
