@@ -1,0 +1,50 @@
+"""The names of metrics in recipes, and whether more or less of each is better."""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
+
+Mode = Literal["min", "max"]
+
+MODES: Mapping[str, Mode] = {
+    "val_loss": "min",
+    "val_accuracy": "max",
+    "val_perplexity": "min",
+    "val_mae": "min",
+    "val_rmse": "min",
+    "val_r2": "max",
+    "val_f1": "max",
+    "val_exact_match": "max",
+    "train_loss": "min",
+    "samples_per_s": "max",
+    "latency_ms": "min",
+    "parameters": "min",
+}
+"""The metrics of built-in tasks, and those of a trial. A task of one's own names the modes of its own."""
+
+MEASURED_AT_END = {"latency_ms", "parameters"}
+"""Metrics of a trial that are measured once, after its last epoch."""
+
+
+def _is_of_task(given: str) -> str:
+    if not given.startswith("val_"):
+        raise ValueError(f"expected val_loss, or val_NAME for a metric of the task, got {given!r}")
+    return given
+
+
+def _is_of_trial(given: str) -> str:
+    if not given.startswith("val_") and given not in MODES:
+        others = [name for name in MODES if not name.startswith("val_")]
+        raise ValueError(f"expected val_loss, val_NAME for a metric of the task, or {', '.join(others)}, got {given!r}")
+    return given
+
+
+TaskMetric = Annotated[str, AfterValidator(_is_of_task)]
+TrialMetric = Annotated[str, AfterValidator(_is_of_trial)]
+
+
+def require_mode(metric: str, mode: Mode) -> None:
+    """Raise ValueError if the mode of a known metric is the other one."""
+    if (expected := MODES.get(metric, mode)) != mode:
+        raise ValueError(f"metric {metric} is better when {expected}imal: set mode to {expected}")

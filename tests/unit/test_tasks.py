@@ -1,0 +1,127 @@
+"""Tasks: what a class must have, how validations add up, and what older files say."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from upath import UPath
+
+from app.config import Recipe, load_recipe
+from app.config.metrics import MODES
+from app.data.prepared import IGNORED, PreparedData
+from app.data.targets import Classes
+from app.data.text import TextProcessor
+from app.errors import RecipeError
+from app.repository.manifest import ModelCard
+from app.tasks import Metric, ServedTask, Task, find_served_task, find_task, prepare
+from app.tasks.metrics import Accuracy, Perplexity
+from app.tasks.objective import CrossEntropy, Objective, RowLoss
+from app.tasks.registry import TASKS
+from tests.helpers import ROOT
+from tests.publishing import CARD
+
+DIGITS = str(ROOT / "recipes/digits.yaml")
+
+
+class WithoutMetric(ServedTask):
+    processor, targets = TextProcessor, Classes
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs[:, 0] - targets).abs()
+
+
+class WithoutLoss(ServedTask):
+    processor, metrics = TextProcessor, (Accuracy(),)
+
+
+class WithoutData(Task):
+    metrics = (Accuracy(),)
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs[:, 0] - targets).abs()
+
+    def load(self, recipe: Recipe, folder: UPath) -> PreparedData:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("WithoutMetric", "has no metrics: add it to the class WithoutMetric"),
+        ("WithoutLoss", "has no loss, no targets: add it"),
+        ("WithoutData", "has no prepare: add it"),
+        ("DIGITS", "names str: expected a subclass of app.tasks.Task, or a processor"),
+    ],
+)
+def test_a_class_that_lacks_a_part_is_refused_with_its_name(name: str, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        find_task(f"{__name__}:{name}")
+
+
+def test_a_language_model_is_not_compiled_and_a_processor_makes_a_classification() -> None:
+    with pytest.raises(RecipeError, match="language-modeling cannot be compiled or served: expected text-class"):
+        find_served_task("language-modeling")
+    assert find_served_task("app.data.text:TextProcessor").targets is Classes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train.early_stopping={metric: val_f1, mode: max}"], "early_stopping.metric is val_f1, and task image-class"),
+        (["tune={space: a:b, metric: val_own, mode: max}"], "tune.metric is val_own, .* has val_loss, val_accuracy"),
+    ],
+)
+def test_a_metric_that_the_task_has_not_is_refused_before_data_are_read(overrides: list[str], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        prepare(load_recipe(DIGITS, [*overrides, "data.source=/nowhere"]))
+
+
+def test_the_recipe_knows_the_modes_of_built_in_metrics() -> None:
+    modes = {f"val_{metric.name}": metric.mode for task in TASKS.values() for metric in task.metrics}
+    assert modes == {name: MODES[name] for name in modes}
+
+
+def absolute_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs[:, 0] - targets).abs()
+
+
+class Largest(Metric):
+    """Share of rows over 1; an own metric."""
+
+    name = "over_one"
+
+    def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(outputs[:, 0] > 1).sum(), torch.tensor(len(targets))])
+
+
+@pytest.mark.parametrize(
+    ("objective", "outputs", "targets"),
+    [
+        (Objective(CrossEntropy(), (Accuracy(), Perplexity()), 3), torch.randn(7, 3), torch.randint(3, (7,))),
+        (Objective(CrossEntropy(), (Perplexity(), Accuracy())), torch.randn(7, 4, 3), torch.randint(3, (7, 4))),
+        (Objective(RowLoss(absolute_error), (Largest(),), 1), torch.randn(7, 1), torch.randn(7)),
+    ],
+)
+def test_uneven_parts_and_an_empty_one_add_up_to_the_whole(
+    objective: Objective, outputs: torch.Tensor, targets: torch.Tensor
+) -> None:
+    parts = [slice(0, 2), slice(2, 7)]
+    sums: Any = sum(objective.sums(outputs[part], targets[part]) for part in parts)
+    nothing = torch.full_like(targets[:1], float("nan") if targets.is_floating_point() else IGNORED)
+    sums = sums + objective.sums(outputs[:1], nothing)
+    assert sums.shape == (objective.num_sums,)
+    assert objective.values(sums) == pytest.approx(objective.values(objective.sums(outputs, targets)))
+    assert objective.values(sums)["val_loss"] == pytest.approx(objective.mean(outputs, targets).item())
+
+
+def test_an_accuracy_of_an_older_version_is_its_score() -> None:
+    stored = CARD.model_dump(mode="json", exclude={"score"}) | {"accuracy": 0.75}
+    card = ModelCard.model_validate(stored)
+    assert (card.accuracy, card.score_in_words) == (0.75, "accuracy 0.7500 on the validation split")
+    assert ModelCard.model_validate_json(card.model_dump_json()) == card
+
+
+def test_classes_are_answered_with_probabilities() -> None:
+    (answer,) = Classes(["bad", "good"]).decode(np.array([[0.0, np.log(3.0)]], np.float32))
+    assert answer == {"label": "good", "scores": {"bad": 0.25, "good": 0.75}}
