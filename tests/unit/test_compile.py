@@ -131,7 +131,7 @@ def test_the_figure_of_a_version_is_of_the_test_split_which_chooses_nothing_and_
         reads.append(folder)
         return load_test(folder, processor)
 
-    monkeypatch.setattr("app.compile.source_model.load_test", counted)
+    monkeypatch.setattr("app.data.classification.load_test", counted)
     run, result = compiled(storage, *FAST, f"compile.weights={folder / 'weights'}", "name=tested")
     assert result.status == "succeeded", result.error
     assert result.metrics["chosen"]["accuracy"] > 0.9
@@ -173,7 +173,7 @@ def test_memory_does_not_grow_with_the_split(source_model: SourceModel, tmp_path
     data = replace(source_model.data, validation=validation, train=train)
     settings = EngineSettings(threads=1)
     engine = TorchEngine(source_model.trained.model, source_model.signature, settings)
-    long = replace(source_model, data=data, reference=Reference.of(engine, validation))
+    long = replace(source_model, data=data, reference=Reference.of(engine, validation, source_model.reference.judge))
     compilation = compilation_of(long, tmp_path, on_cpu("onnxruntime", "fp32"), on_cpu("onnxruntime", "int8"))
     compilation.evaluate()
     assert all(record.passed for record in compilation.records)

@@ -40,7 +40,7 @@ from app.compile.imported.formats import open_model
 from app.compile.imported.samples import TensorRows, read_rows
 from app.compile.imported.source import own_rows
 from app.compile.parity import compare, failures
-from app.compile.reference import Reference
+from app.compile.reference import Judge, Reference
 from app.config import BatchingConfig, GatesConfig, ServeConfig
 from app.data.images import encode_png
 from app.engines.base import Signature
@@ -257,7 +257,7 @@ def test_outputs_of_one_number_are_compared_by_relative_error(tmp_path: Path) ->
     pixels, _ = labelled_rows(128)
     rows = TensorRows({"pixels": list(pixels)}, [0] * len(pixels))
     with closing(open_oracle(right)) as engine:
-        reference = Reference.of(engine, rows, None)
+        reference = Reference.of(engine, rows, Judge(None))
     for path, error in ((right, 0.0), (wrong, 0.5), (scaled, 0.01)):
         with closing(open_oracle(path)) as engine:
             parity = compare(engine, reference, max_rows=10)
