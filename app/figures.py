@@ -1,6 +1,6 @@
 """The figures of a job that its RESULT line shows: those that a person wants to see, at most six."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 FIGURES: dict[str, dict[str, str]] = {
@@ -69,19 +69,3 @@ def _find(tree: Any, path: list[str]) -> Any:
 def _rounded(value: Any) -> Any:
     """Round a number to five digits."""
     return float(f"{value:.5g}") if isinstance(value, float) else value
-
-
-def flatten(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested fields by dotted keys, such as ``memory.peak_bytes``."""
-    for name, value in fields.items():
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def numbers(fields: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among nested fields by dotted keys."""
-    return {
-        key: value for key, value in flatten(fields) if isinstance(value, int | float) and not isinstance(value, bool)
-    }

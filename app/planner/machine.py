@@ -33,6 +33,7 @@ from app.planner.report import plan_keys
 from app.planner.search import Candidate
 from app.storage import to_path
 from app.tasks import find_task, load_prepared
+from app.tasks.objective import objective_of
 from app.training.activity import Activity
 from app.training.data.feed import Feed
 from app.training.engine import create_engine
@@ -242,7 +243,7 @@ def _measure_steps(recipe: Recipe, folder: str, count: int) -> _Steps:
     seed_random(config.seed)
     blueprint = blueprint_of(recipe.model, data.facts)
     steps = min(count, len(data.train) // config.global_batch_size)
-    engine = create_engine(blueprint, config, layout, steps, find_task(recipe.task).objective(config, data))
+    engine = create_engine(blueprint, config, layout, steps, objective_of(find_task(recipe.task), config, data))
 
     activity = Activity()
     feed = Feed(data, config, layout, worker, activity)

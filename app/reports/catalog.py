@@ -10,13 +10,13 @@ from upath import UPath
 
 from app.conditional import map_concurrently
 from app.errors import StorageError
-from app.figures import flatten
 from app.reports.curves import Curves
 from app.reports.run_folder import RunFolder, Status, headline
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
 from app.runs import CONFIG_FILE, recipe_named_in, runs_folder
 from app.storage import list_names
+from app.telemetry.record import flatten
 
 JOBS = ("lifecycle", "train", "tune", "compile", "deploy", "undeploy")
 """The jobs whose runs lie in storage, in the order in which their names are searched."""

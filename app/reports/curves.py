@@ -8,9 +8,8 @@ from upath import UPath
 
 from app.artifacts import METRICS_FILE
 from app.conditional import GrowingFile
-from app.figures import numbers
 from app.pages.content import MAX_POINTS, Chart, Kind, Series, thin
-from app.telemetry.record import parse_line
+from app.telemetry.record import numbers, parse_line
 
 Of = Literal["step", "epoch"]
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from upath import UPath
 
-from app.config import Recipe, TrainConfig
+from app.config import Recipe
 from app.data import classification
 from app.data.classification import ClassificationData
 from app.data.prepared import Dataset, PreparedData
@@ -21,8 +21,6 @@ from app.tensors import OUTPUT, TensorSpec
 if TYPE_CHECKING:  # an endpoint answers without torch
     from torch import Tensor
 
-    from app.tasks.objective import Objective
-
 
 class Task(ABC):
     """A kind of data that models are trained on, with the loss and the metrics of these models."""
@@ -32,6 +30,9 @@ class Task(ABC):
 
     metrics: ClassVar[Sequence[Metric]] = ()
     """What a model is validated by, beside its loss. Recipes call them ``val_NAME``."""
+
+    learns_classes: ClassVar[bool] = False
+    """Whether targets are classes. Their loss is cross-entropy, with the recipe's label smoothing and teacher."""
 
     @abstractmethod
     def prepare(self, recipe: Recipe) -> PreparedData:
@@ -46,19 +47,15 @@ class Task(ABC):
         return self.load(recipe, folder)
 
     def loss(self, outputs: "Tensor", targets: "Tensor") -> "Tensor":
-        """Return the loss of each row, of shape (rows,).
+        """Return the loss of each row, of shape (rows,). Training minimizes the mean.
+
+        A task that ``learns_classes`` needs none.
 
         Args:
             outputs: what the model returned, float32 of shape (rows, …).
             targets: ``Batch.targets`` of these rows. Rows that do not count are left out.
         """
         raise NotImplementedError
-
-    def objective(self, config: TrainConfig, data: PreparedData) -> "Objective":  # noqa: ARG002
-        """Return what training minimizes, with the metrics: by default the mean of ``loss`` over the rows."""
-        from app.tasks.objective import Objective, RowLoss
-
-        return Objective(RowLoss(self.loss), tuple(self.metrics), data.facts.get("num_labels", 0))
 
 
 class ServedTask(Task):

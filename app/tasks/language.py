@@ -1,36 +1,26 @@
 """Language modelling and chats: the next token. Their models have a logit per token, and are not compiled."""
 
-from typing import TYPE_CHECKING
-
 from upath import UPath
 
-from app.config import Recipe, TrainConfig
+from app.config import Recipe
 from app.data import language
 from app.data.language import LanguageData
 from app.data.prepared import PreparedData
 from app.tasks.base import Task
 from app.tasks.metrics import Accuracy, Perplexity
 
-if TYPE_CHECKING:
-    from app.tasks.objective import Objective
-
 
 class LanguageModeling(Task):
     """Documents, of which each token is predicted from those before it."""
 
     metrics = (Perplexity(), Accuracy())
+    learns_classes = True
 
     def prepare(self, recipe: Recipe) -> PreparedData:
         return language.prepare(recipe.data, recipe.model.pretrained)
 
     def load(self, recipe: Recipe, folder: UPath) -> PreparedData:  # noqa: ARG002
         return LanguageData.load(folder)
-
-    def objective(self, config: TrainConfig, data: PreparedData) -> "Objective":  # noqa: ARG002
-        """Return the cross-entropy over the vocabulary."""
-        from app.tasks.objective import CrossEntropy, Objective
-
-        return Objective(CrossEntropy(config.label_smoothing), tuple(self.metrics))
 
 
 class Chat(LanguageModeling):

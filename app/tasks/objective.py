@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from app.config import TeacherConfig
-from app.data.prepared import IGNORED
+from app.config import TeacherConfig, TrainConfig
+from app.data.prepared import IGNORED, PreparedData
 from app.models.factory import logits_of
+from app.tasks.base import Task
 from app.tasks.metrics import Metric
 
 
@@ -59,6 +60,13 @@ class Objective:
         for metric, part in zip(self.metrics, parts, strict=True):
             values[f"val_{metric.name}"] = metric.value(of_loss if metric.of_loss else part)
         return values
+
+
+def objective_of(task: Task, config: TrainConfig, data: PreparedData) -> Objective:
+    """Return what a training of the task minimizes, with the task's metrics."""
+    cross_entropy = CrossEntropy(config.label_smoothing, config.teacher)
+    loss = cross_entropy if task.learns_classes else RowLoss(task.loss)
+    return Objective(loss, tuple(task.metrics), data.facts.get("num_labels", 0))
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def find_served_task(name: str) -> ServedTask:
 def _missing(task: type[Task]) -> list[str]:
     """Return what the class lacks, in the words of its attributes."""
     parts = sorted(getattr(task, "__abstractmethods__", ()))
-    if task.loss is Task.loss and task.objective is Task.objective:
+    if task.loss is Task.loss and not task.learns_classes:
         parts.append("loss")
     if not task.metrics or not all(isinstance(metric, Metric) for metric in task.metrics):
         parts.append("metrics")

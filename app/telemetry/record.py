@@ -2,12 +2,11 @@
 
 import json
 import resource
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import orjson
 from pydantic import BaseModel, ConfigDict
-
-from app.figures import numbers
 
 if TYPE_CHECKING:  # who only reads records, such as the command line, may lack torch
     import torch
@@ -26,6 +25,22 @@ class Record(BaseModel):
     def scalars(self) -> dict[str, float]:
         """Return its numbers by their keys, such as ``loss`` and ``memory.peak_bytes``."""
         return numbers(self.model_dump())
+
+
+def flatten(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested fields by dotted keys, such as ``memory.peak_bytes``."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def numbers(fields: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers among nested fields by dotted keys."""
+    return {
+        key: value for key, value in flatten(fields) if isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def tag_of(kind: str, key: str) -> str:

@@ -14,9 +14,8 @@ from upath import UPath
 
 from app.artifacts import METRICS_FILE
 from app.conditional import GrowingFile, read
-from app.figures import numbers
 from app.storage import write_atomically
-from app.telemetry.record import parse_line, tag_of
+from app.telemetry.record import numbers, parse_line, tag_of
 from app.tracking.tracker import Point, RunEnd, RunFacts, Tracker
 
 FILES = (

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ValidationError
 from upath import UPath
 
 from app.conditional import read
-from app.figures import flatten, numbers
 from app.storage import list_names, to_path
+from app.telemetry.record import flatten, numbers
 from app.tracking.copies import RunCopy, read_progress
 from app.tracking.process import PARENT_FILE
 from app.tracking.tracker import PublishedVersion, RunEnd, RunFacts, Status, Tracker

@@ -18,6 +18,7 @@ from app.errors import NonFiniteLossError, TrainingError
 from app.models.factory import blueprint_of
 from app.storage import no_op
 from app.tasks import find_task
+from app.tasks.objective import objective_of
 from app.telemetry.alerts import Alerts, Notification, Notifier
 from app.telemetry.events import EventKind, EventLog
 from app.telemetry.mfu import computes_in_bf16
@@ -271,7 +272,7 @@ def _make_engine(
     # The meter copies the model before the engine splits it.
     meter = Meter.of(blueprint.model, config, layout, worker)
     activity.begin("making DeepSpeed's engine")
-    objective = find_task(recipe.task).objective(config, data)
+    objective = objective_of(find_task(recipe.task), config, data)
     engine = create_engine(blueprint, config, layout, total_steps, objective)
     # Each data-parallel rank has its own dropout.
     seed_random(config.seed + layout.data_rank(worker.rank))

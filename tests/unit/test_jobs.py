@@ -33,7 +33,7 @@ DIGITS, STDLIB = str(ROOT / "recipes/digits.yaml"), str(ROOT / "recipes/stdlib_g
         ("train", [DIGITS, "train.global_batch_size=4096"], 1, "the training split has 1437 samples"),
         ("train", [DIGITS, "train.linear_baseline=true"], 1, "train.linear_baseline is for texts"),
         ("train", [DIGITS, "model.factory=app.models.image:resnet"], 1, "'resnet50'"),
-        ("train", [DIGITS, "task=app.models.image:resnet50"], 1, "expected a class"),
+        ("train", [DIGITS, "task=app.models.image:resnet50"], 1, "expected a subclass of app.tasks.Task"),
         ("compile", [DIGITS, "name=unknown"], 1, "run jobs.train first"),
         ("compile", [DIGITS, "compile.weights=/nowhere"], 1, "/nowhere"),
         ("compile", [STDLIB], 1, "cannot be compiled or served: expected text-classification, image-classification"),

@@ -21,7 +21,7 @@ from app.training import stop_request
 from app.training.checkpoints.state import Position
 from app.training.coordination.sync import LocalStep, StepSync, SyncedSteps
 from app.training.engine import StepResult
-from app.training.engine.step import Factors
+from app.training.engine.deepspeed_engine import Factors
 from app.training.records import EpochRecord
 from app.training.reporting.recorder import Recorder
 from app.training.reporting.sinks import METRICS_FILE, MetricsLog

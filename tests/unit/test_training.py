@@ -15,8 +15,8 @@ from app.models.factory import build_model, logits_of
 from app.runs import CONFIG_FILE, Run
 from app.training.data.batches import DataRank, count_steps, micro_batches, train_batches, validation_batches
 from app.training.engine.batch_norm import synchronize_batch_norm
+from app.training.engine.deepspeed_engine import Factors, StepResult
 from app.training.engine.optimizer import lr_factor
-from app.training.engine.step import Factors, StepResult
 from app.training.records import EpochRecord, best_of, should_stop
 from app.training.resume import start_or_resume
 from tests.helpers import ROOT

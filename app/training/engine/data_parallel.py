@@ -16,9 +16,8 @@ from app.tasks.objective import Objective
 from app.telemetry.step_time import Phase
 from app.training.activity import Activity
 from app.training.data.feed import MicroBatch
-from app.training.engine.deepspeed_engine import initialize, names_of
+from app.training.engine.deepspeed_engine import Factors, StepResult, initialize, names_of
 from app.training.engine.deepspeed_internals import disable_reduction, keep_norm_when_clipping, master_pairs
-from app.training.engine.step import Factors, StepResult
 
 
 @dataclass(frozen=True)

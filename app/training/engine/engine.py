@@ -21,9 +21,9 @@ from app.training.activity import Activity
 from app.training.data.feed import MicroBatch
 from app.training.engine.batch_norm import synchronize_batch_norm
 from app.training.engine.data_parallel import DataParallelEngine
+from app.training.engine.deepspeed_engine import StepResult
 from app.training.engine.pipeline import PipelineEngine
 from app.training.engine.placement import make_in_place
-from app.training.engine.step import StepResult
 
 
 class TrainingEngine(Protocol):

@@ -20,10 +20,9 @@ from app.tasks.objective import Objective
 from app.telemetry.step_time import Phase, phase
 from app.training.activity import Activity
 from app.training.data.feed import MicroBatch
-from app.training.engine.deepspeed_engine import initialize, names_of
+from app.training.engine.deepspeed_engine import Factors, StepResult, initialize, names_of
 from app.training.engine.deepspeed_internals import forget_last_loss, forget_layer_specs, wrap_instructions
 from app.training.engine.placement import in_precision
-from app.training.engine.step import Factors, StepResult
 from app.training.engine.tensor_parallel import LinearSplitter
 
 _Micro = tuple[Tensor, Tensor]
