@@ -15,6 +15,7 @@ from app.config.compile import (
 from app.config.data import CleanConfig, ColumnsConfig, DataConfig, ImageConfig, TokenizerConfig
 from app.config.layout import Layout
 from app.config.loading import dump_recipe, load_recipe, load_stored_recipe, parse_stored_recipe, with_values
+from app.config.metrics import Mode
 from app.config.named_model import load_job_recipe, names_model, recipe_of_model
 from app.config.notify import EmailConfig, NotifyConfig, WebhookConfig
 from app.config.plan import AutoPlan, PlanConfig, Precision
@@ -35,7 +36,7 @@ from app.config.train import (
     TeacherConfig,
     TrainConfig,
 )
-from app.config.tune import Mode, Objective, StopConfig, TuneConfig
+from app.config.tune import Objective, StopConfig, TuneConfig
 
 __all__ = [
     "CHAT",

@@ -87,7 +87,8 @@ def prepare(recipe: Recipe) -> PreparedData:
 
 def _require_metrics(recipe: Recipe, task: Task) -> None:
     """Raise RecipeError if the recipe selects by a metric that the task has not, or in the wrong direction."""
-    modes: dict[str, Mode] = {"val_loss": "min"} | {f"val_{metric.name}": metric.mode for metric in task.metrics}
+    modes: dict[str, Mode] = {"val_loss": "min"}
+    modes |= {f"val_{metric.name}": metric.mode for metric in task.metrics}
     selection = recipe.train.selection
     objectives = recipe.tune.objectives if recipe.tune else []
     wanted = [("train.early_stopping", selection.metric, selection.mode)]
