@@ -52,6 +52,7 @@ def lifecycle(run: Run) -> Outcome:
     find_served_task(run.recipe.task)  # refuses a task that cannot be compiled, before it is trained
     if not run.recipe.compile.chooses_node:
         requested_variants(run.recipe.compile)  # raises if an engine is not available on this machine
+    # Looked up before this run has a folder, so that it does not find itself.
     resumes = run.recipe.train.resume or (run.recipe.tune and run.recipe.tune.resume)
     previous = newest_unfinished(run.storage, run.job, run.recipe.name) if resumes else None
     run.hold(run_lock(run.folder))
@@ -61,12 +62,14 @@ def lifecycle(run: Run) -> Outcome:
     best = load_recipe(tuned.artifacts["best_recipe"]) if tuned else run.recipe
     recipe = _with(best, "train", resume=run.recipe.train.resume)
     training = start_or_resume("train", recipe)
+    # Trials that read the same data have prepared them already.
     prepared = find_data(recipe, runs_folder(run.storage, "tune") / tuned.run_id / DATA) if tuned else None
     trained = _step(run, training, partial(train, prepared=prepared))
     require_no_request(training)
     compiled = _step(
         run, Run.start("compile", _with(recipe, "compile", weights=trained.artifacts["weights"])), compile_on_node
     )
+    # Without a version, deploy would serve the one that is already in production.
     version = int(compiled.artifacts["model"].rpartition("/")[2])
     deployed = _step(run, Run.start("deploy", _with(recipe, "serve", version=version)), deploy)
     steps = [*([tuned] if tuned else []), trained, compiled, deployed]

@@ -253,7 +253,7 @@ def _describe_supervisor(cluster: ClusterState) -> None:
 
 
 def _describe_monitoring(cluster: ClusterState) -> None:
-    """How many of the processes that watch the cluster run. Nobody restarts them."""
+    """Print how many of the processes that watch the cluster run. Nobody restarts them."""
     if cluster.monitoring:
         wanted, running = len(cluster.monitoring.model_dump(exclude_none=True)), len(cluster.watchers())
         print(f"monitoring {running} of {wanted} processes run; their logs are in {processes.CONFIGURATION}")

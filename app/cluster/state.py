@@ -107,7 +107,7 @@ class ClusterState(BaseModel):
         return self._marked(MARK)
 
     def watchers(self) -> list[psutil.Process]:
-        """Every process that watches this cluster from outside: Prometheus, Alertmanager and what they read."""
+        """Return every process that watches this cluster from outside: Prometheus, Alertmanager and what they read."""
         return self._marked(WATCHER_MARK)
 
     def supervisors(self) -> list[psutil.Process]:

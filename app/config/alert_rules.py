@@ -116,7 +116,7 @@ def parse_rule(sentence: str) -> Rule:
 
 
 def _read(text: str) -> Rule | None:
-    """The rule, or None if the sentence has none of the forms."""
+    """Return the rule, or None if the sentence has none of the forms."""
     parts = _SENTENCE.fullmatch(text)
     if parts is None:
         return None
@@ -173,7 +173,7 @@ def known_direction(metric: str) -> Better | None:
 
 
 def _direction(metric: str, better: str | None) -> Better:
-    """Which way is better: as the sentence says, else as the metric's last words tell."""
+    """Return which way is better: as the sentence says, or else as the metric's last words tell."""
     if better:
         return "higher" if better == "higher" else "lower"
     if (known := known_direction(metric)) is None:
@@ -185,7 +185,7 @@ def _direction(metric: str, better: str | None) -> Better:
 
 
 def _suggestion(text: str) -> str:
-    """The sentence with its words put right, if it is a rule then; else every form."""
+    """Return the sentence with its spelling corrected if that makes it a rule, or else every form of a rule."""
     # Each word is compared with all known ones, so their number is bounded.
     first, *others = text.split()[:20] or [""]
     spelled = [next(iter(get_close_matches(word, _WORDS, n=1)), word) for word in others]

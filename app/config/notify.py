@@ -12,12 +12,12 @@ _REFERENCE = re.compile(r"env:[A-Za-z_]\w*|file:/.+")
 
 
 def is_reference(text: str) -> bool:
-    """Whether ``text`` says where a secret lies: ``env:NAME`` or ``file:/PATH``."""
+    """Return whether ``text`` says where a secret lies: ``env:NAME`` or ``file:/PATH``."""
     return _REFERENCE.fullmatch(text) is not None
 
 
 def check_url(url: str) -> str:
-    """``url``, if notifications can be posted there. Raises ValueError, without showing what it may hide."""
+    """Return ``url``, if notifications can be posted there. Raises ValueError, without showing what it may hide."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
         raise ValueError("expected a URL such as https://example.org/hook, or env:NAME or file:/PATH that holds it")

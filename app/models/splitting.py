@@ -19,6 +19,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
             it is named.
     """
     layers = _require_stages(model).layers()
+    # By identity, because a layer has other names for its parameters than the model.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     held: dict[int, Layer] = {}
     for position, layer in enumerate(layers):

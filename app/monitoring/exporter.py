@@ -68,6 +68,7 @@ class ClusterWatch(Collector):
     def collect(self) -> Iterable[Metric]:
         """Return what the last look found, when Prometheus asks."""
         with self._lock:
+            # A list, because a generator would run after the lock is released.
             return list(self._collect())
 
     def _collect(self) -> Iterator[Metric]:

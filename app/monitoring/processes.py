@@ -61,6 +61,7 @@ def start(cluster: ClusterState, notify: NotifyConfig, retention: str) -> None:
     prometheus, alertmanager = f"{LOOPBACK}:{ports.prometheus}", f"{LOOPBACK}:{ports.alertmanager}"
     _launch(
         cluster,
+        # With -P, Python does not import a package 'app' of the current folder.
         [sys.executable, "-P", "-m", "app.monitoring.server"],
         [f"--port={ports.server}", f"--prometheus=http://{prometheus}"],
     )

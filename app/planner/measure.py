@@ -210,6 +210,7 @@ def _hooks(
     """Close a layer where a block begins or ends."""
 
     def before(_: nn.Module, args: Any) -> None:
+        # Only the first block closes what is before it. What lies between two blocks counts to the later one.
         if not found:
             first = next((leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)), None)
             close("input", [], first)

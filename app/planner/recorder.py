@@ -136,6 +136,7 @@ class Recorder(TorchDispatchMode):
             self.column_cuts += 1
             self.column_inputs |= {storage_of(tensor) for tensor in activations}
         self.row_cuts += bool(cut == "rowwise" and work.matmul_flops)
+        # The outputs of a matrix cut by rows are summed over the workers, so they are whole again.
         if is_split and cut != "rowwise":
             self._split |= {storage_of(tensor) for tensor in outputs}
 

@@ -104,6 +104,7 @@ def search(problem: Problem) -> Findings:
     ]
     candidates = _helpful(candidates)
     candidates.sort(key=lambda candidate: candidate.time.step_s)
+    # Sorted by time, except that the plan to take is the first.
     if candidates:
         chosen = best_of([(candidate.time.step_s, candidate.memory.total) for candidate in candidates])
         candidates.insert(0, candidates.pop(chosen))

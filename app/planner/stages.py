@@ -41,6 +41,8 @@ def balanced_cuts(weights: Sequence[int], parts: int) -> tuple[int, ...]:
     if count <= parts:
         return tuple(min(part, count) for part in range(parts + 1))
 
+    # Dynamic programming. Row ``part``, column ``end``: the best way to cut the first ``end`` weights into ``part``
+    # runs, with its largest and smallest sum, its cost, and where its last run begins.
     sums = np.concatenate([[0.0], np.cumsum(weights)])
     largest = np.full((parts + 1, count + 1), np.inf)
     smallest, cost = largest.copy(), largest.copy()
@@ -53,6 +55,7 @@ def balanced_cuts(weights: Sequence[int], parts: int) -> tuple[int, ...]:
             lowest = np.minimum(smallest[part - 1, :end], last)
             with np.errstate(invalid="ignore"):  # infinity less infinity: no such cut
                 costs = np.nan_to_num(highest - lowest, nan=np.inf)
+            # The search goes from the back, so the last of equal costs wins, as in DeepSpeed.
             cut = end - 1 - int(np.argmin(costs[::-1]))
             position[part, end], cost[part, end] = cut, costs[cut]
             largest[part, end], smallest[part, end] = highest[cut], lowest[cut]

@@ -61,6 +61,7 @@ def transformer_profile(name: str, shape: TransformerShape) -> ModelProfile:
         feed_forward=shape.feed_forward,
         sequence=sequence,
         vocabulary=vocabulary,
+        # A token and its target, 64 bits each.
         sample_bytes=16.0 * sequence,
         output_bytes=sequence * vocabulary * PRECISION_BYTES[shape.precision],
     )
@@ -69,6 +70,7 @@ def transformer_profile(name: str, shape: TransformerShape) -> ModelProfile:
 def _block(shape: TransformerShape) -> LayerProfile:
     """Return one block: attention and the feed-forward part."""
     whole, split = _block_work(shape)
+    # Two norms, each with a weight and a bias.
     norms = 4 * shape.hidden
     return LayerProfile(
         name="block",
@@ -78,6 +80,7 @@ def _block(shape: TransformerShape) -> LayerProfile:
         split_work=split,
         saved=_block_activations(shape),
         boundary_bytes=shape.sequence * shape.hidden * PRECISION_BYTES[shape.precision],
+        # By columns: queries, keys, values and the first feed-forward matrices. By rows: the last matrix of each part.
         column_cuts=5 if shape.gated else 4,
         column_inputs=2,
         row_cuts=2,

@@ -88,7 +88,7 @@ class RunFolder:
         return State(self.status, _MOODS[self.status])
 
     def _is_alive(self) -> bool:
-        """Whether the heartbeat is fresh, by the clocks of this machine and of storage."""
+        """Return whether the heartbeat is fresh, by the clocks of this machine and of storage."""
         file = self.path / HEARTBEAT_FILE
         try:
             written: datetime = file.fs.modified(file.path)

@@ -89,7 +89,7 @@ def _latest(curves: Curves) -> dict[str, float]:
 
 
 def _add_lineage(page: Page, run: RunFolder) -> None:
-    """The chain from data to weights; what came of the weights is on the pages of later jobs."""
+    """Add the chain from data to weights. What came of the weights is on the pages of later jobs."""
     recipe, artifacts = run.recipe, run.result.artifacts if run.result else {}
     steps: dict[str, object] = {"data": recipe.get("data", {}).get("source", "unknown")}
     if trial := recipe.get("tuned_from"):
@@ -104,7 +104,7 @@ def _add_lineage(page: Page, run: RunFolder) -> None:
 
 
 def _add_time(page: Page, run: RunFolder, curves: Curves) -> None:
-    """Where the time went, as the first worker saw it, and what it cost."""
+    """Add where the time went, as the first worker saw it, and what it cost."""
     page.add_heading("Time and cost")
     phases = curves.total("phase_s.")
     in_workers = sum(attempt.seconds for attempt in run.usage)

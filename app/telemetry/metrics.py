@@ -132,6 +132,7 @@ class Publisher:
             before, published = self._published.get(key, (None, []))
             if signature != before:
                 points = list(value.points())
+                # Each report takes time, so a histogram reports only the buckets that changed.
                 for point, old in zip_longest(points, published):
                     if old is None or point.value != old.value:
                         self._set_or_increment(point, old.value if old else 0.0)

@@ -63,6 +63,7 @@ class RaplCounter:
 
     def read(self) -> float:
         """Return the joules since the first call. Raises OSError if no package can be read."""
+        # Names with two colons are zones within a package, whose energy the package counts already.
         packages = [path for path in sorted(self.folder.glob("intel-rapl:*")) if path.name.count(":") == 1]
         if not packages:
             raise FileNotFoundError(f"{self.folder} has no package of intel-rapl")

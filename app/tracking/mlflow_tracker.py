@@ -86,6 +86,7 @@ class MlflowTracker:
         self._client.set_terminated(run_id, _STATUS[end.status], end_time=_milliseconds(end.time_s))
         if self._register_versions and end.version:
             self._register(run_id, end.version)
+        # Their storage may fail alone. The next try of ``close`` adds only the missing files.
         for file in end.files:
             if (run_id, file.name) not in self._uploaded:
                 self._client.log_artifact(run_id, str(file))

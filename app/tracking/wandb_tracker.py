@@ -47,7 +47,9 @@ class WandbTracker:
             group=facts.parent or new_id,
             job_type=facts.job,
             mode=self._config.mode,
+            # A process that was killed may have created this run already.
             resume="allow",
+            # A search is open at the same time as its trials.
             reinit="create_new",
             save_code=False,
             settings=settings,

@@ -40,6 +40,7 @@ def with_resolved_teacher(recipe: Recipe, data: PreparedData, storage: UPath) ->
     if manifest.scores is None or LABELS_FILE not in manifest.files:
         raise RecipeError(f"train.teacher.model {title} has no labels: import it with --labels, or name another")
     labels = load_labels(repository.folder(name, manifest.version))
+    # Their order may differ. ``TaughtDataset`` reorders the logits.
     if sorted(labels) != sorted(data.labels):
         raise RecipeError(
             f"train.teacher.model {title} has the labels {', '.join(labels)}, the data {', '.join(data.labels)}: name "

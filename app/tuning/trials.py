@@ -125,6 +125,7 @@ def warm_start(study: Study, earlier: Study, space: Space) -> None:
     """Add an earlier study's trials to ``study`` if the space could have drawn them, and enqueue its best values."""
     for trial in earlier.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
         params = last_params(trial, space)
+        # Only what the earlier study trained itself. It may be named beside a study that it learned from.
         if {LEARNED_FROM, DUPLICATE_OF} & trial.user_attrs.keys() or not space.contains(params):
             continue
         study.add_trial(

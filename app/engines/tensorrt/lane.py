@@ -107,7 +107,7 @@ class _Buffer:
 
     @classmethod
     def allocate(cls, gpu: Any, shape: Shape, dtype: str) -> Self:
-        """Zeros: what is there before the first batch must be valid, too, for it may be an index."""
+        """Allocate zeros. What is there before the first batch must be valid, too, because it may be an index."""
         kind = getattr(gpu, dtype)
         return cls(gpu.zeros(shape, dtype=kind, pin_memory=True), gpu.zeros(shape, dtype=kind, device="cuda"))
 

@@ -150,7 +150,7 @@ class BatchingStatistics:
     """The time of the first request; None before it."""
 
     def answered(self, seconds: Sequence[float], queue_s: Sequence[float]) -> None:
-        """Requests were answered together. Each took so long, and waited so long of it."""
+        """Count requests that were answered together: how long each took, and how long of that it waited."""
         self.success.add(sum(seconds), len(seconds))
         self.queue.add(sum(queue_s), len(queue_s))
         for request_s in seconds:
@@ -161,7 +161,7 @@ class BatchingStatistics:
             self.first_answer_s = seconds[0]
 
     def called(self, rows: int, time: ComputeTime) -> None:
-        """The engine has answered a call of so many rows."""
+        """Count a call of ``rows`` rows that the engine has answered."""
         self.batches[rows].add(time)
         self.engine_s.add(time.infer_s)
         self.batch_rows.add(rows)

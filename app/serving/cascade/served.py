@@ -39,6 +39,7 @@ async def route(rule: CascadeRule, num_rows: int, ask: Ask) -> tuple[Tensors, ND
     indices: list[NDArray[np.intp]] = []
     answered: list[Tensors] = []
     stages = np.empty(num_rows, np.intp)
+    # The last stage is sure of every row, so afterwards each row has an answer.
     for stage in rule.asked:
         answers = await ask(stage, rows)
         sure = rule.is_sure(stage, answers[OUTPUT])

@@ -216,6 +216,7 @@ def _split(body: bytes, count: int) -> tuple[list[bytes], list[bytes]]:
         start = body.find(b"[", found)
         stop = body.find(b"}", start)
         quote = body.find(b'"', start, stop)
+        # From the right, because arrays may be nested.
         end = body.rfind(b"]", start, stop if quote < 0 else quote) + 1
         if not 0 < start < end:
             break

@@ -138,6 +138,7 @@ def _server(endpoint: Endpoint) -> APIRouter:
 def _models(endpoint: Endpoint) -> APIRouter:
     router = APIRouter(prefix="/v2/models", tags=["models"])
 
+    # Before the routes that begin with a name, because the first match answers.
     @router.get("/stats")
     async def all_statistics() -> Statistics:
         """Return the statistics of all models."""
@@ -178,6 +179,7 @@ def _repository(endpoint: Endpoint) -> APIRouter:
     @router.post("/index")
     async def repository_index(request: Request) -> list[ModelIndex]:
         """List the served models and their versions."""
+        # Only checked. All that is listed is ready, so its filter changes nothing.
         parse_body(IndexRequest, await read_body(request.headers, request.receive))
         return endpoint.index
 

@@ -63,6 +63,7 @@ def _read(
             getattr(state, name) == getattr(layout, name) for name in ("workers", "tensor", "pipeline")
         )
         prefix = names.own(dist.get_rank(), "")
+        # What a rank alone had is of use only to a rank in the same place.
         own = saved.read({name for name in saved.names if name.startswith(prefix)}) if has_same_layout else {}
     except RayloomError:
         raise

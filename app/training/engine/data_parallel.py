@@ -58,6 +58,7 @@ class DataParallelEngine:
                     self.deepspeed.backward(loss)
                     self._reduce()
             with activity.phase(Phase.OPTIMIZER):
+                # DeepSpeed wants this call for each micro-batch. It steps after the last one.
                 self.deepspeed.step()
             losses.append(loss.detach())
         return StepResult.of(self.deepspeed, factors, torch.stack(losses).mean())

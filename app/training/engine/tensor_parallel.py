@@ -24,6 +24,7 @@ class LinearSplitter:
         """
         from deepspeed.module_inject.layers import set_autotp_mode
 
+        # By default DeepSpeed's layers add the bias in place, which breaks gradients.
         set_autotp_mode(training=True)
         self._module, self._group = module, group
         self._placed: set[int] = set()
@@ -32,6 +33,7 @@ class LinearSplitter:
         for parent in module.modules():
             for child_name, child in parent.named_children():
                 if (name := names.get(id(child), "")) in cuts:
+                    # A layer may have several places in the model. Its part replaces it in all of them.
                     _, _, places = self._waiting.setdefault(child, (cuts[name], name, []))
                     places.append((parent, child_name))
                     if cuts[name] == "colwise":
