@@ -72,7 +72,7 @@ def start_serve(config: ServeConfig) -> Address:
             "restart the cluster"
         )
     else:
-        give_to_haproxy(config.tls)  # it may be another one
+        give_to_haproxy(config.tls)  # the certificate may be another one
     return desired
 
 
@@ -103,6 +103,7 @@ def _listens_on() -> Address | None:
 
 def _require_free(host: str, port: int, key: str) -> None:
     with socket.socket() as probe:
+        # Otherwise a port whose connections were just closed would count as taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

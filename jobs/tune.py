@@ -47,6 +47,7 @@ def tune(run: Run) -> Outcome:
     require(resources_of(own_trial.train, workers), "a trial's workers")
     if workers > 1:
         require_dashboard("a trial's workers")
+    # It compares trials that run at the same time.
     if config.scheduler == "pbt":
         require(resources_of(own_trial.train, 2 * workers), "the two trials of the smallest population")
     study = _study(run, locate, space, config)

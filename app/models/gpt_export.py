@@ -49,7 +49,9 @@ def _as_neox(model: Any) -> Any:
         hidden_dropout=dropout,
         attention_dropout=0.0,
         attention_bias=False,
+        # Otherwise attention and the feed-forward part would read the same input.
         use_parallel_residual=False,
+        # The whole head turns. By default GPT-NeoX turns a quarter.
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
     )
     tensors = {"gpt_neox.embed_in.weight": model.tokens.weight, **_norm("gpt_neox.final_layer_norm", model.norm)}

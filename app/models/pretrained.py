@@ -69,6 +69,7 @@ def build_configured(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module
             raise RecipeError(
                 f"unknown key model.args.{name} of a {keys['model_type']}; {did_you_mean(name, list(keys))}"
             )
+    # Training needs no cache, and with one transformers does not keep packed conversations apart.
     keys |= {"use_cache": False, **config.args}
     if "num_labels" not in facts:
         auto, keys["pad_token_id"] = AutoModelForCausalLM, None  # blocks are not padded, so every token is trained
@@ -141,7 +142,9 @@ def match_weights(model: nn.Module, location: str) -> WeightMatch:
         RecipeError: the weights are of another model: a tensor is missing or has another shape. It is named.
     """
     folder = open_pretrained(location)
+    # keep_vars keeps the identity of tensors, by which tied ones are known.
     state = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    # The folder has the names of the model without an adapter.
     plain = {name.replace(BASE, "."): name for name in state if not is_of_adapter(name)}
     rename = _renaming(model, {name: state[given] for name, given in plain.items()}, folder)
     sources: dict[str, tuple[Path, str]] = {}

@@ -102,6 +102,7 @@ def _by_prediction(subject: Subject, cluster: Cluster, default: PlanConfig) -> C
     gain = usual.step_s / best.step_s - 1
     if validation is None:
         return Chosen(default, "ZeRO 1: predictions for this hardware are not validated", usual)
+    # A gain within the error of predictions may be none.
     if gain <= validation.p90:
         return Chosen(default, f"ZeRO 1: within {max(gain, 0):.0%} of the fastest of {len(findings.candidates)}", usual)
     text = f"predicted {gain:.0%} faster than ZeRO 1 (± {validation.p90:.0%})"

@@ -82,6 +82,7 @@ def step_time(
     """
     times: dict[object, tuple[_StageTime, float]] = {}
     keys = [_stage_key(stage, number, plan) for number, stage in enumerate(stages)]
+    # Stages that are alike are timed once: a long pipeline has many.
     for number, (stage, key) in enumerate(zip(stages, keys, strict=True)):
         if key not in times:
             sent = traffic(profile, plan, stack, stage, number)
@@ -91,6 +92,7 @@ def step_time(
 
     busiest = max(range(len(stages)), key=lambda number: times[keys[number]][0].total_s)
     worst, micro_batches = times[keys[busiest]][0], plan.accumulation
+    # The busiest stage sets the pace. The others add their time once, while the pipeline fills and drains.
     through = sum(times[key][0].total_s for key in keys) - worst.total_s
     data_s = max(reduced_s for _, reduced_s in times.values())
     return StepEstimate(
@@ -123,6 +125,7 @@ def _stage_time(
     work = _fused(sum((_rank_work(layer.whole_work, layer.split_work, plan) for layer in stage), Work()), stack)
     elements = held_parameters(stage, plan.tensor)
     weights = elements * profile.element_bytes
+    # A gradient is read, and the sum that it is added to is read and written.
     added = elements * (profile.element_bytes + 2 * stack.accumulated_bytes(profile.precision))
     added += elements * (_QUANTIZED_WEIGHTS * plan.quantized_weights + _QUANTIZED_GRADIENTS * plan.quantized_gradients)
 
@@ -259,6 +262,7 @@ def collective_s(collective: Collective, plan: ParallelPlan, cluster: Cluster, r
     ranks = collective.ranks
     rate = min((node_rate, *([here * network_rate] if nodes > 1 else [])))
     passes = _PASSES[collective.kind]
+    # A ring has one step less than ranks. As many as there are nodes, less one, cross the network.
     ring_s = (nodes - 1) * cluster.network.latency_s + (ranks - nodes) * cluster.node_link.latency_s
     tree_s = math.log2(max(nodes, 1)) * cluster.network.latency_s + (here - 1) * cluster.node_link.latency_s
     latency_s = passes * (min(ring_s, tree_s) if collective.kind == "all_reduce" else ring_s * _RING_STEP)

@@ -207,6 +207,7 @@ class _Timeline(NamedTuple):
 
     def covered(self, events: Sequence[_Event]) -> NDArray[np.bool_]:
         """Return which pieces lie in at least one of ``events``."""
+        # The running sum counts the events that lie over each piece.
         changes = np.zeros(len(self.edges), dtype=np.int64)
         np.add.at(changes, np.searchsorted(self.edges, [event.start for event in events]), 1)
         np.add.at(changes, np.searchsorted(self.edges, [event.end for event in events]), -1)

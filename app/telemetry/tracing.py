@@ -107,6 +107,7 @@ def stage(name: str, parent: str | None = None, **attributes: str) -> Iterator[N
         return
     from opentelemetry import trace
 
+    # Only the outermost stage of a process has its parent elsewhere.
     is_within = trace.get_current_span().get_span_context().is_valid
     context = None if is_within else _context_of(parent or os.environ.get(PARENT))
     with tracer.start_as_current_span(name, context, attributes=attributes):

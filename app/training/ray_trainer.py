@@ -38,6 +38,7 @@ class LightTrainer(DataParallelTrainer):  # type: ignore[misc] # Ray has no type
         self._worker_counts, self._stays_on_nodes = worker_counts, stays_on_nodes
 
     def _create_default_callbacks(self) -> list[Any]:
+        # That callback starts an actor for datasets, and the workers read their data themselves.
         return [
             callback for callback in super()._create_default_callbacks() if not isinstance(callback, DatasetsCallback)
         ]

@@ -66,6 +66,7 @@ def prepare_run(
     data = _data_of(run, prepared)
     print(f"data {recipe.data.source}: {f'as prepared in {prepared}' if prepared else data.summary}", flush=True)
     blueprint = _blueprint_of(run, data)
+    # Again, because now it has the configuration of a pretrained model.
     recipe = run.recipe
     # This and ``_texts_of`` are called for their errors only.
     count_steps(recipe.train, len(data.train))
@@ -225,6 +226,7 @@ def _is_saved(run: Run) -> bool:
 def _check_plan(config: TrainConfig, model: nn.Module, data: PreparedData) -> None:
     """Refuse a plan that the model or data cannot run, and DeepSpeed keys that contradict it. Warn if it is costly."""
     inputs = data.train.batch([0]).inputs
+    # Only packed conversations come with positions.
     if "position_ids" in inputs:
         require_apart(model)
     if reason := refusal(config.plan, config.setting(traits_of(model), inputs)):

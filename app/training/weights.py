@@ -57,6 +57,7 @@ def publish_weights(
     """
     folder.mkdir(parents=True, exist_ok=True)
     model = blueprint_of(recipe.model, data.facts).model
+    # Libraries write local files only, and ``folder`` may lie in an object store.
     with tempfile.TemporaryDirectory(prefix="rayloom-weights-") as temporary:
         export_weights(checkpoint, Path(temporary) / WEIGHTS_FILE)
         if recipe.model.adapter:
@@ -92,6 +93,7 @@ def _separate(file: Path, recipe: Recipe, data: PreparedData, folder: UPath | No
                 for written in to_path(temporary).iterdir():
                     written.copy(folder / written.name)
             write_checksums(folder)
+    # Otherwise it would be published beside the merged weights.
     adapted.unlink()
 
 
