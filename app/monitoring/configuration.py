@@ -42,6 +42,7 @@ def write_configuration(folder: Path, targets: Targets, notify: NotifyConfig) ->
     Raises:
         DeliveryError: a secret of the receivers cannot be read here. Nothing was written.
     """
+    # First, so that a secret that cannot be read leaves nothing behind.
     alertmanager = alertmanager_configuration(notify)
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(FILES / RULES_FILE, folder / RULES_FILE)
@@ -102,7 +103,7 @@ def alertmanager_configuration(notify: NotifyConfig) -> dict[str, Any]:
 
 
 def _webhook(config: WebhookConfig) -> dict[str, Any]:
-    """Alertmanager cannot sign. So it shows the secret, which signs a recipe's own notifications, as a token."""
+    """Return the webhook. Alertmanager cannot sign, so it shows the secret that signs our own messages as a token."""
     token = (
         {"type": "Bearer", "credentials": read_secret("notify.webhook.secret", config.secret)} if config.secret else {}
     )

@@ -97,6 +97,7 @@ class _TraceProfiler:
     def _write_trace(self, profile: profiler.profile) -> None:
         """Write the trace. In the first worker, also print and write its summary."""
         steps = self._steps - self._skipped
+        # ``close`` has warned that no step was profiled.
         if steps < 1:
             return
         with tempfile.TemporaryDirectory(prefix="rayloom-profile-") as temporary:

@@ -59,6 +59,7 @@ class TrackedRun:
         """Copy what is new, unless the run must wait. Raise what the tracker raises: a later call tries again."""
         if self.must_wait:
             return
+        # The run comes first, because its trials name it as their parent.
         self._copy.advance()
         for name in sorted(set(list_names(self._folder / TRIALS)) - self._ended_trials):
             note = self._note_of(name)
