@@ -12,7 +12,7 @@ from app.config.compile import (
     GatesConfig,
     ObjectiveConfig,
 )
-from app.config.data import CleanConfig, ColumnsConfig, DataConfig, ImageConfig, TokenizerConfig
+from app.config.data import CleanConfig, ColumnsConfig, DataConfig, ImageConfig, ShardsConfig, TokenizerConfig
 from app.config.layout import Layout
 from app.config.loading import dump_recipe, load_recipe, load_stored_recipe, parse_stored_recipe, with_values
 from app.config.metrics import Mode
@@ -81,6 +81,7 @@ __all__ = [
     "ScheduleConfig",
     "ServeConfig",
     "Setting",
+    "ShardsConfig",
     "StopConfig",
     "TeacherConfig",
     "TensorParallelConfig",

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import ByteSize, Field, PositiveInt, field_validator, model_validator
 
 from app.config.section import Section
 
@@ -61,6 +61,36 @@ class ChatConfig(Section):
     )
 
 
+_MIN_SHARD_BYTES = 4096
+
+
+class ShardsConfig(Section):
+    """Data that does not fit into memory: prepared once as shards in storage, and streamed from there."""
+
+    size: ByteSize = Field(default=ByteSize(32_000_000), description="bytes of a shard, such as 32MB")
+    window: ByteSize = Field(
+        default=ByteSize(256_000_000),
+        description="bytes of consecutive samples, over all streams, that are shuffled together; more mix better",
+    )
+    cache: ByteSize = Field(
+        default=ByteSize(8_000_000_000), description="bytes of a node's disk that shards read from elsewhere may take"
+    )
+    memory: ByteSize = Field(
+        default=ByteSize(1_000_000_000), description="bytes that preparation holds at a time, beside the libraries"
+    )
+
+    @model_validator(mode="after")
+    def _cache_holds_windows(self) -> Self:
+        if self.size < _MIN_SHARD_BYTES:
+            raise ValueError(f"size is {self.size} bytes, less than a shard can be: give {_MIN_SHARD_BYTES} or more")
+        if self.cache < 2 * self.window:
+            raise ValueError(
+                f"cache is {self.cache} bytes and window {self.window}: the cache holds the window that is read and "
+                f"the next one, so give cache {2 * self.window} bytes or more, or lower window"
+            )
+        return self
+
+
 class DataConfig(Section):
     """The source of the examples, and how they become batches."""
 
@@ -96,6 +126,21 @@ class DataConfig(Section):
         description="for language modelling and chat: tokens of a sample, and the maximum that the model reads",
     )
     chat: ChatConfig = ChatConfig()
+    shards: ShardsConfig | None = Field(
+        default=None, description="prepare the data as shards, and stream them; default: hold all of it in memory"
+    )
+    group_column: str | None = Field(
+        default=None,
+        description="with shards: column whose rows with equal values stay in one split; default: each row on its own",
+    )
+
+    @model_validator(mode="after")
+    def _shards_can_be_made(self) -> Self:
+        if self.group_column is not None and self.shards is None:
+            raise ValueError(f"group_column is {self.group_column!r}, which only data in shards has: set shards: {{}}")
+        if self.shards and self.test_source is not None:
+            raise ValueError("test_source cannot be read with shards: use test_fraction, or leave shards out")
+        return self
 
     @model_validator(mode="after")
     def _splits_leave_room(self) -> Self:

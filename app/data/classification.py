@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,8 @@ from upath import UPath
 
 from app.checksums import write_checksums
 from app.config import DataConfig
-from app.data.examples import CleaningReport, Examples, Split, clean
-from app.data.prepared import Batch
+from app.data.examples import CleaningReport, Examples, LabelledSplit, Split, clean
+from app.data.prepared import SHARDS_FILE, Batch, ShardedSamples
 from app.data.processor import PretrainedProcessor, Processor
 from app.data.sources import load_examples, load_test_examples
 from app.errors import DataError
@@ -33,21 +33,26 @@ _TRAIN, _VALIDATION, _TEST = "train", "validation", "test"
 class LabelledDataset:
     """A split whose inputs a processor turns into tensors."""
 
-    split: Split
+    split: LabelledSplit
     processor: Processor
 
     def __len__(self) -> int:
         return len(self.split)
 
+    @property
+    def shards(self) -> ShardedSamples | None:
+        """The shards that the split lies in; None if it is in memory."""
+        return getattr(self.split, "shards", None)
+
     @cached_property
-    def lengths(self) -> NDArray[np.int64]:
+    def lengths(self) -> NDArray[np.int64] | Sequence[int]:
         """Number of characters of each text, of shape (samples,). 0 for pictures, which all have one size."""
-        lengths = (len(item) if isinstance(item, str) else 0 for item in self.split.inputs)
-        return np.fromiter(lengths, np.int64, len(self))
+        lengths = self.split.lengths
+        return lengths if self.shards else np.array(lengths, np.int64)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        inputs = self.processor.encode([self.split.inputs[index] for index in indices])
-        return Batch(inputs, np.array([self.split.classes[index] for index in indices], np.int64))
+        inputs, classes = self.split.take(indices)
+        return Batch(self.processor.encode(inputs), np.array(classes, np.int64))
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,10 @@ class ClassificationData:
     def load(cls, folder: UPath, processor_type: type[Processor]) -> Self:
         """Load the data that ``save`` wrote, without the test split."""
         processor = processor_type.load(folder)
+        if (folder / SHARDS_FILE).exists():
+            from app.data.sharded_data import load_sharded  # pyarrow takes a while to import
+
+            return cast(Self, load_sharded(folder, processor))
         return cls(
             LabelledDataset(_load_split(folder, _TRAIN), processor),
             LabelledDataset(_load_split(folder, _VALIDATION), processor),
@@ -186,6 +195,10 @@ def split(examples: Examples, config: DataConfig) -> tuple[Split, Split, list[st
 
 def load_test(folder: UPath, processor: Processor) -> LabelledDataset | None:
     """Return the test split that ``save`` wrote, or None. Only jobs that publish or save it again call it."""
+    if (folder / SHARDS_FILE).exists():
+        from app.data.sharded_data import load_sharded_test
+
+        return load_sharded_test(folder, processor)
     return LabelledDataset(_load_split(folder, _TEST), processor) if (folder / f"{_TEST}.parquet").exists() else None
 
 

@@ -1,9 +1,9 @@
 """Raw examples, as a source gives them and as a split keeps them, and their cleaning before the split."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, Protocol, Self
 
 from pydantic import BaseModel
 from upath import UPath
@@ -31,6 +31,27 @@ class Examples:
         return zip(self.inputs, self.labels, strict=True)
 
 
+class LabelledSplit(Protocol):
+    """Inputs with the class of each, an index into the labels; in memory or in shards."""
+
+    @property
+    def inputs(self) -> Sequence[Input]: ...
+
+    @property
+    def classes(self) -> Sequence[int]: ...
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Number of characters of each text; 0 for pictures, which all have one size."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def take(self, indices: Sequence[int]) -> tuple[list[Input], list[int]]:
+        """Return inputs and classes in the order of ``indices``."""
+        ...
+
+
 @dataclass(frozen=True)
 class Split:
     """Inputs with the class of each, an index into the labels."""
@@ -40,6 +61,15 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.inputs)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of characters of each text; 0 for pictures, which all have one size."""
+        return [len(item) if isinstance(item, str) else 0 for item in self.inputs]
+
+    def take(self, indices: Sequence[int]) -> tuple[list[Input], list[int]]:
+        """Return inputs and classes in the order of ``indices``."""
+        return [self.inputs[index] for index in indices], [self.classes[index] for index in indices]
 
 
 _REPORT_FILE = "cleaning.json"

@@ -15,6 +15,8 @@ from app.storage import write_atomically
 from app.tensors import Tensors
 
 _REPORT_FILE = "data.json"
+SHARDS_FILE = "shards.json"
+"""In a folder of prepared data whose splits lie in shards elsewhere: where they lie."""
 
 IGNORED = -100
 """A target that counts in no loss and no accuracy."""
@@ -48,6 +50,54 @@ class Dataset(Protocol):
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return the samples of ``indices``, in this order. Raises DataError for one that cannot be read."""
         ...
+
+
+class ShardedSamples(Protocol):
+    """The shards of a split, of which training makes its order. A dataset that has them keeps them as ``shards``."""
+
+    shard_rows: list[int]
+    """Number of rows of each shard."""
+    first_rows: NDArray[np.int64]
+    """Index of the first row of each shard."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def window_rows(self) -> int:
+        """Number of rows that are shuffled together."""
+        ...
+
+    @property
+    def has_one_length(self) -> bool:
+        """Whether all rows have the same length."""
+        ...
+
+    @property
+    def longest(self) -> int:
+        """Index of a row with the greatest length."""
+        ...
+
+    def lengths_of(self, shard: int) -> NDArray[np.int32]:
+        """Return the length of each row of a shard."""
+        ...
+
+    def prefetch(self, shards: Sequence[int]) -> None:
+        """Have these shards downloaded in the background."""
+        ...
+
+
+def shards_of(dataset: Dataset) -> ShardedSamples | None:
+    """Return the shards that a dataset lies in; None if it is in memory."""
+    shards: ShardedSamples | None = getattr(dataset, "shards", None)
+    return shards
+
+
+def longest_sample(dataset: Dataset) -> int:
+    """Return the index of a sample with the greatest length."""
+    if shards := shards_of(dataset):
+        return shards.longest
+    lengths = dataset.lengths
+    return max(range(len(lengths)), key=lambda index: int(lengths[index]))
 
 
 class PreparedData(Protocol):

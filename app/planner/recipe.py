@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from app.config import AutoPlan, PlanConfig, Recipe, TrainConfig
 from app.config.layout import lay_out
-from app.data.prepared import PreparedData
+from app.data.prepared import PreparedData, longest_sample
 from app.errors import PlanError
 from app.models.factory import blueprint_of
 from app.planner.calibration import Calibration, read_calibration
@@ -54,7 +54,7 @@ def subject_name(recipe: Recipe, num_parameters: int, data: PreparedData) -> str
     config = recipe.train
     return (
         f"{recipe.model.factory or recipe.model.pretrained}, {num_parameters} parameters, samples of "
-        f"{max(map(int, data.train.lengths))}, batch {config.global_batch_size}, {config.precision}, "
+        f"{int(data.train.lengths[longest_sample(data.train)])}, batch {config.global_batch_size}, {config.precision}, "
         f"{config.optimizer.name}"
     )
 
@@ -75,9 +75,8 @@ def subject_of(recipe: Recipe, model: nn.Module, data: PreparedData) -> Subject:
 
 def longest_inputs(data: PreparedData) -> dict[str, Tensor]:
     """Return the inputs of the split's longest sample, since memory must hold it."""
-    lengths = data.train.lengths
-    longest = max(range(len(lengths)), key=lambda number: int(lengths[number]))
-    return {name: torch.as_tensor(array) for name, array in data.train.batch([longest]).inputs.items()}
+    longest = data.train.batch([longest_sample(data.train)])
+    return {name: torch.as_tensor(array) for name, array in longest.inputs.items()}
 
 
 def problem_of(subject: Subject, cluster: Cluster, calibration: Calibration | None = None) -> Problem:

@@ -53,9 +53,8 @@ def evaluate(weights: UPath, data: PreparedData, recipe: Recipe) -> Evaluation:
     if size > _MAX_WEIGHTS_BYTES:
         return Evaluation(rows=0, of=len(split), skipped=f"the weights take {size / 2**30:.1f} GiB, more than 1 GiB")
     chosen = np.unique(np.linspace(0, len(split) - 1, min(recipe.train.report_samples, len(split)), dtype=int))
-    lengths = np.asarray(split.lengths)
     # Rows of similar lengths need little padding in a batch.
-    ordered = chosen[np.argsort(lengths[chosen], kind="stable")].tolist()
+    ordered = sorted(chosen.tolist(), key=lambda row: int(split.lengths[row]))
     rows = _batch_rows(data)
     batches = [ordered[first : first + rows] for first in range(0, len(ordered), rows)]
     predictions = _predictions(_load_model(weights, data, recipe), data, batches)

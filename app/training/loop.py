@@ -58,7 +58,7 @@ class Loop:
         state = self.checkpoints.restore()
         if state:
             self.worker.print(f"going on from step {state.position.step:,} of {self.total_steps:,}")
-            if state.is_in_another_order and self.worker.is_first:
+            if state.is_in_another_order(self.checkpoints.epoch_order) and self.worker.is_first:
                 warn(
                     f"the checkpoint of step {state.position.step:,} is from a version of Rayloom that shuffled epochs "
                     f"differently: the rest of epoch {state.position.epoch} repeats some samples and skips others, and "

@@ -13,7 +13,7 @@ from app.artifacts import CHECKPOINTS, FAILURE_FILE
 from app.conditional import read
 from app.config import Layout, Recipe, TrainConfig
 from app.config.alerts import Act
-from app.data.prepared import PreparedData
+from app.data.prepared import PreparedData, shards_of
 from app.errors import NonFiniteLossError, TrainingError
 from app.models.factory import blueprint_of
 from app.storage import no_op
@@ -31,8 +31,9 @@ from app.training.checkpoints.manager import CheckpointManager
 from app.training.checkpoints.state import Position
 from app.training.coordination.sync import StepSync
 from app.training.coordination.watchdog import Watchdog
-from app.training.data.batches import count_steps
+from app.training.data.batches import EPOCH_ORDER, count_steps
 from app.training.data.feed import Feed
+from app.training.data.streams import STREAM_ORDER
 from app.training.engine import TrainingEngine, create_engine
 from app.training.loop import Loop
 from app.training.records import Ending, EpochRecord
@@ -168,7 +169,9 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
     stack.callback(engine.deepspeed.destroy)
     stop_signals = _listen_for_stops(run_folder, worker, alerts, stack)
     # With ``mirror.flush``, the logs in storage are never behind a committed checkpoint.
-    checkpoints = CheckpointManager(run_folder / CHECKPOINTS, engine, config, layout, worker, activity, mirror.flush)
+    order = STREAM_ORDER if shards_of(data.train) else EPOCH_ORDER
+    folder = run_folder / CHECKPOINTS
+    checkpoints = CheckpointManager(folder, engine, config, layout, worker, activity, mirror.flush, order)
     stack.callback(checkpoints.close)
     metrics = RunMetrics(attempt.publish, run_folder.name, recipe, total_steps, lambda: checkpoints.last_commit)
 

@@ -38,9 +38,17 @@ class Snapshot:
 
 
 def take_snapshot(
-    engine: TrainingEngine, layout: Layout, position: Position, records: list[EpochRecord], precision: Precision
+    engine: TrainingEngine,
+    layout: Layout,
+    position: Position,
+    records: list[EpochRecord],
+    precision: Precision,
+    epoch_order: str = EPOCH_ORDER,
 ) -> Snapshot:
-    """Copy the part of the engine's state that this process writes. Collective."""
+    """Copy the part of the engine's state that this process writes. Collective.
+
+    ``epoch_order`` names the order of samples that ``position`` counts in.
+    """
     fragments = fragments_of(engine, layout)
     optimizer = engine.deepspeed.basic_optimizer
     content: Content = {}
@@ -64,7 +72,7 @@ def take_snapshot(
     state = TrainState(
         # The loop counts on while the snapshot is written.
         position=position.model_copy(deep=True),
-        epoch_order=EPOCH_ORDER,
+        epoch_order=epoch_order,
         records=records,
         workers=layout.workers,
         tensor=layout.tensor,

@@ -3,7 +3,6 @@
 from pydantic import BaseModel, ConfigDict
 
 from app.config import Precision
-from app.training.data.batches import EPOCH_ORDER
 from app.training.engine.deepspeed_internals import LossScale
 from app.training.records import EpochRecord
 
@@ -35,7 +34,7 @@ class TrainState(BaseModel):
 
     position: Position
     epoch_order: str | None = None
-    """``EPOCH_ORDER`` of the version that wrote the checkpoint. None for versions that did not record it."""
+    """Name of the order in which the samples were read. None for versions that did not record it."""
     records: list[EpochRecord]
     """The epochs so far, for early stopping and for the choice of the best epoch."""
     workers: int
@@ -50,9 +49,8 @@ class TrainState(BaseModel):
     shapes: dict[str, list[int]]
     """Shape of every parameter in the whole model, by name."""
 
-    @property
-    def is_in_another_order(self) -> bool:
-        """Whether ``position`` counts batches that contain other samples in this version."""
+    def is_in_another_order(self, epoch_order: str) -> bool:
+        """Whether ``position`` counts batches that contain other samples in ``epoch_order``."""
         epoch, left_out = self.position.epoch, self.position.left_out
         counts_batches = self.position.batches_done > 0 or any(number >= epoch for number, _ in left_out)
-        return counts_batches and self.epoch_order != EPOCH_ORDER
+        return counts_batches and self.epoch_order != epoch_order

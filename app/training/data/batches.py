@@ -13,7 +13,7 @@ Indices = NDArray[np.int64]
 Lengths = NDArray[np.int64] | Sequence[int]
 EPOCH_ORDER = "numpy-1"
 """Name of the sample order of ``train_batches``. A change of the order needs a new name."""
-_BATCHES_PER_SORT = 32
+BATCHES_PER_SORT = 32
 """Number of batches whose samples are sorted by length together. More pad less, fewer mix better."""
 
 
@@ -49,7 +49,7 @@ def train_batches(lengths: Lengths, batch_size: int, seed: int, epoch: int) -> I
     # NumPy takes no negative seeds.
     generator = np.random.default_rng((seed % 2**64, epoch))
     order = generator.permutation(len(lengths))[: len(lengths) // batch_size * batch_size]
-    group = np.arange(len(order)) // (_BATCHES_PER_SORT * batch_size)
+    group = np.arange(len(order)) // (BATCHES_PER_SORT * batch_size)
     by_length = np.lexsort((np.asarray(lengths)[order], group))
     # Batches are shuffled again, because sorting has put the short ones of each group first.
     return generator.permutation(order[by_length].reshape(-1, batch_size))

@@ -12,14 +12,16 @@ from torch.utils.data import DataLoader, Sampler, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
 from app.config import Layout, TrainConfig
-from app.data.prepared import IGNORED, Dataset, PreparedData
+from app.data.prepared import IGNORED, Dataset, PreparedData, shards_of
 from app.models.precision import TORCH_DTYPES
 from app.telemetry.step_time import Phase
 from app.training.activity import Activity
 from app.training.data.batches import DataRank, Indices, micro_batches, train_batches, validation_batches
+from app.training.data.streams import StreamOrder, sharded_validation_batches
 from app.training.worker import Worker, seed_random
 
 Split = Literal["train", "validation"]
+SplitBatch = Callable[[int], list[tuple[Indices, float | None]]]
 _VALIDATION_EPOCH = 0
 """Validation draws the same random numbers in every epoch. Training epochs begin at 1."""
 
@@ -72,8 +74,12 @@ class Feed:
     worker: Worker
     activity: Activity
     loader: "Loader" = field(init=False)
+    _order: StreamOrder | None = field(init=False)
+    """The order of samples in shards. None: the samples are in memory."""
 
     def __post_init__(self) -> None:
+        shards = shards_of(self.data.train)
+        self._order = shards and StreamOrder(shards, self.config.global_batch_size, self.config.seed)
         self.loader = Loader(self.data, self.config, self.worker.device, self.activity)
 
     @property
@@ -83,19 +89,45 @@ class Feed:
 
     def train(self, epoch: int, batch_numbers: Sequence[int]) -> Iterator[MicroBatch]:
         """Yield the micro-batches of these global batches of ``epoch``, in order."""
-        batches = train_batches(self.data.train.lengths, self.config.global_batch_size, self.config.seed, epoch)
         accumulation = self.layout.gradient_accumulation
-        weigh = self._weigher()
+        split = self._split_from_shards(epoch) if self._order else self._split_from_memory(epoch)
         return self.loader.read(
-            self._request("train", epoch, number * accumulation + place, indices, weigh(indices, batches[number]))
+            self._request("train", epoch, number * accumulation + place, indices, weight)
             for number in batch_numbers
-            for place, indices in enumerate(micro_batches(batches[number], self._rank, accumulation))
+            for place, (indices, weight) in enumerate(split(number))
         )
+
+    def _split_from_memory(self, epoch: int) -> SplitBatch:
+        """Return a function that splits a global batch of the epoch into this rank's weighted micro-batches."""
+        batches = train_batches(self.data.train.lengths, self.config.global_batch_size, self.config.seed, epoch)
+        weigh = self._weigher()
+
+        def split(number: int) -> list[tuple[Indices, float | None]]:
+            parts = micro_batches(batches[number], self._rank, self.layout.gradient_accumulation)
+            return [(indices, weigh(indices, batches[number])) for indices in parts]
+
+        return split
+
+    def _split_from_shards(self, epoch: int) -> SplitBatch:
+        """Return the same function for samples in shards. Each batch is computed when it is split."""
+        assert self._order
+        order, rank = self._order, self._rank
+
+        def split(number: int) -> list[tuple[Indices, float | None]]:
+            share = order.share(epoch, number, rank)
+            return [(indices, None) for indices in np.array_split(share, self.layout.gradient_accumulation)]
+
+        return split
 
     def validation(self) -> Iterator[MicroBatch]:
         """Yield the validation split, each sample once over all workers."""
         # Twice the size of training: without a backward pass a batch takes less memory.
-        batches = validation_batches(self.data.validation.lengths, self._rank, 2 * self.layout.micro_batch)
+        size, shards = 2 * self.layout.micro_batch, shards_of(self.data.validation)
+        batches: Iterable[Indices] = (
+            sharded_validation_batches(shards, self._rank, size)
+            if shards
+            else validation_batches(self.data.validation.lengths, self._rank, size)
+        )
         return self.loader.read(
             self._request("validation", _VALIDATION_EPOCH, number, indices) for number, indices in enumerate(batches)
         )

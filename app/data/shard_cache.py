@@ -1,0 +1,167 @@
+"""Shards as memory-mapped files on this machine: in place on a disk, else copies in a cache of bounded size."""
+
+import fcntl
+import os
+import secrets
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from app.checksums import sha256_of_file
+from app.data.shards import Shard, require_intact
+from app.errors import StorageError
+from app.storage import is_local, to_path
+
+_MAX_OPEN = 256
+"""Memory-mapped shards of a process. They take address space, and pages that the kernel takes back."""
+_DOWNLOADS = 4
+_LOCK_FILE = ".lock"
+
+
+def cache_folder() -> Path:
+    """Return the cache of shards, which all processes of a machine share.
+
+    It is ``shards`` in ``$RAYLOOM_CACHE``, else in ``~/.cache/rayloom``.
+    """
+    return Path(os.environ.get("RAYLOOM_CACHE") or "~/.cache/rayloom").expanduser() / "shards"
+
+
+class ShardCache:
+    """Opens the shards of a folder. Each is compared with its checksum before it is read.
+
+    It can be pickled, and used after a fork: each process opens the files itself.
+    """
+
+    def __init__(self, location: str, shards: Sequence[Shard], max_bytes: int) -> None:
+        """``location`` is the folder of ``shards``, and ``max_bytes`` the size of the cache on this machine's disk."""
+        self._location, self._shards, self._max_bytes = location, shards, max_bytes
+        self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_location": self._location, "_shards": self._shards, "_max_bytes": self._max_bytes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._process = os.getpid()
+        self._root = to_path(self._location)
+        self._open: OrderedDict[int, pa.RecordBatch] = OrderedDict()
+        self._downloads: ThreadPoolExecutor | None = None
+
+    def open(self, number: int) -> pa.RecordBatch:
+        """Return the rows of a shard, memory-mapped.
+
+        Raises:
+            StorageError: the shard is missing, torn or was changed.
+        """
+        self._notice_fork()
+        if number in self._open:
+            self._open.move_to_end(number)
+            return self._open[number]
+        shard = self._shards[number]
+        path = self._local_file(shard)
+        try:
+            with pa.memory_map(str(path)) as mapped, pa.ipc.open_file(mapped) as file:
+                rows = file.get_batch(0)
+        except FileNotFoundError:
+            # Another process has made room in between.
+            return self.open(number)
+        except pa.ArrowInvalid as error:
+            raise StorageError(f"shard {str(path)!r} cannot be read ({error}): prepare the data again") from error
+        self._open[number] = rows
+        if len(self._open) > _MAX_OPEN:
+            self._open.popitem(last=False)
+        return rows
+
+    def prefetch(self, numbers: Sequence[int]) -> None:
+        """Download these shards in the background. An error is raised when the shard is opened."""
+        self._notice_fork()
+        if is_local(self._root):
+            return
+        if self._downloads is None:
+            self._downloads = ThreadPoolExecutor(_DOWNLOADS, thread_name_prefix="shards")
+        for number in numbers:
+            if number not in self._open:
+                self._downloads.submit(self._local_file, self._shards[number])
+
+    def close(self) -> None:
+        """Drop downloads that have not begun."""
+        if self._downloads and self._process == os.getpid():
+            self._downloads.shutdown(wait=True, cancel_futures=True)
+        self._forget()
+
+    def _notice_fork(self) -> None:
+        if self._process != os.getpid():
+            self._forget()
+
+    def _local_file(self, shard: Shard) -> Path:
+        """Return a verified file of this machine. Raises StorageError if it is missing, torn or was changed."""
+        source = self._root / shard.name
+        if is_local(self._root):
+            path = Path(source.path)
+            try:
+                require_intact(str(source), shard, sha256_of_file(path))
+            except FileNotFoundError as error:
+                raise _missing(str(source)) from error
+            return path
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        cached = folder / f"{shard.sha256}.arrow"
+        # Processes of a machine want the same shard at about the same time: one downloads it.
+        with _locked(folder / f".{shard.sha256[:2]}{_LOCK_FILE}"):
+            try:
+                os.utime(cached)
+            except FileNotFoundError:
+                self._download(shard, cached)
+        return cached
+
+    def _download(self, shard: Shard, cached: Path) -> None:
+        source = self._root / shard.name
+        temporary = cached.with_name(f".{cached.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            source.fs.get_file(source.path, str(temporary))
+            require_intact(str(source), shard, sha256_of_file(temporary))
+            with _locked(cached.parent / _LOCK_FILE):
+                _make_room(cached.parent, self._max_bytes - shard.bytes)
+                temporary.rename(cached)
+        except FileNotFoundError as error:
+            raise _missing(str(source)) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _make_room(folder: Path, max_bytes: int) -> None:
+    """Remove the files that were used longest ago. A process that has mapped one goes on reading it."""
+    files = []
+    for path in folder.glob("*.arrow"):
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            continue
+        files.append((status.st_mtime_ns, status.st_size, path))
+    total = sum(size for _, size, _ in files)
+    for _, size, path in sorted(files):
+        if total <= max_bytes:
+            return
+        path.unlink(missing_ok=True)
+        total -= size
+
+
+def _missing(path: str) -> StorageError:
+    return StorageError(
+        f"shard {path!r} is missing: delete its folder with 'rayloom data delete', and prepare the data again"
+    )
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,226 @@
+"""Splits that lie in shards: read by index, without holding more than what is asked for."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Self, TypeVar, overload
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pydantic import BaseModel
+from upath import UPath
+
+from app.config import ShardsConfig
+from app.data.examples import Input
+from app.data.prepared import SHARDS_FILE, Batch
+from app.data.shard_cache import ShardCache
+from app.data.shards import LENGTH, Shard, ShardIndex
+from app.errors import StorageError
+from app.storage import to_path, write_atomically
+
+INPUT, CLASS, TOKENS = "input", "class", "tokens"
+"""Columns of shards: of labelled examples the first two, of language modelling the last."""
+Item = TypeVar("Item")
+
+
+class ShardReference(BaseModel):
+    """Where a run's shards lie. A run keeps this file in place of the data."""
+
+    location: str
+    sha256: str
+    """``ShardIndex.sha256`` when the run began."""
+    config: ShardsConfig
+
+    @classmethod
+    def find(cls, folder: UPath) -> Self | None:
+        """Return the reference in a folder of prepared data; None if the data lie in the folder itself."""
+        file = folder / SHARDS_FILE
+        return cls.model_validate_json(file.read_bytes()) if file.exists() else None
+
+    def save(self, folder: UPath) -> None:
+        """Write the reference for ``find``."""
+        write_atomically(folder / SHARDS_FILE, self.model_dump_json(indent=1).encode())
+
+    @cached_property
+    def index(self) -> ShardIndex:
+        """The index of the shards. Raises StorageError if it is missing, or of other shards."""
+        index = ShardIndex.load(to_path(self.location))
+        if index.sha256 != self.sha256:
+            raise StorageError(
+                f"the shards in {self.location!r} are not those that the run began with: their sha256 is "
+                f"{index.sha256[:12]}…, expected {self.sha256[:12]}…; start a new run"
+            )
+        return index
+
+    def open(self, split: str) -> "ShardedRows":
+        """Return the rows of a split."""
+        return ShardedRows(self.location, self.index.splits.get(split, []), self.config)
+
+
+class ShardedRows:
+    """The rows of a split, numbered from 0 over its shards in the order of the index."""
+
+    def __init__(self, location: str, shards: Sequence[Shard], config: ShardsConfig) -> None:
+        self._cache = ShardCache(location, shards, config.cache)
+        self._shards, self._config = shards, config
+        self.shard_rows = [shard.rows for shard in shards]
+        """Number of rows of each shard."""
+        self.first_rows: NDArray[np.int64] = np.concatenate([[0], np.cumsum(self.shard_rows)]).astype(np.int64)
+        """Index of the first row of each shard, and the number of all rows."""
+
+    def __len__(self) -> int:
+        return int(self.first_rows[-1])
+
+    @cached_property
+    def window_rows(self) -> int:
+        """Number of rows of ``data.shards.window``."""
+        return int(self._config.window * len(self) / max(1, sum(shard.bytes for shard in self._shards)))
+
+    @cached_property
+    def has_one_length(self) -> bool:
+        """Whether all rows have the same length."""
+        return len({length for shard in self._shards for length in (shard.min_length, shard.max_length)}) <= 1
+
+    @cached_property
+    def longest(self) -> int:
+        """Index of a row with the greatest length."""
+        number = max(range(len(self._shards)), key=lambda place: self._shards[place].max_length)
+        return int(self.first_rows[number] + np.argmax(self.lengths_of(number)))
+
+    def lengths_of(self, shard: int) -> NDArray[np.int32]:
+        """Return the length of each row of a shard."""
+        lengths: NDArray[np.int32] = self._cache.open(shard).column(LENGTH).to_numpy()
+        return lengths
+
+    def prefetch(self, shards: Sequence[int]) -> None:
+        """Have these shards downloaded in the background."""
+        self._cache.prefetch(shards)
+
+    def read(self, indices: Sequence[int] | NDArray[np.int64]) -> pa.Table:
+        """Return rows in the order of ``indices``.
+
+        Raises:
+            StorageError: a shard is missing, torn or was changed.
+        """
+        numbers = np.asarray(indices, np.int64)
+        order, groups = self._by_shard(numbers)
+        parts = [self._cache.open(shard).take(pa.array(rows)) for shard, rows in groups]
+        table = pa.Table.from_batches(parts)
+        inverse = np.empty_like(order)
+        inverse[order] = np.arange(len(order))
+        return table if len(groups) == 1 and len(order) == 1 else table.combine_chunks().take(pa.array(inverse))
+
+    def read_blocks(self, indices: Sequence[int] | NDArray[np.int64], column: str) -> NDArray[Any]:
+        """Return a column of lists of one size, as an array of shape (rows, size)."""
+        order, groups = self._by_shard(np.asarray(indices, np.int64))
+        parts = []
+        for shard, rows in groups:
+            lists = self._cache.open(shard).column(column)
+            parts.append(lists.flatten().to_numpy().reshape(-1, lists.type.list_size)[rows])
+        blocks = np.concatenate(parts)
+        result = np.empty_like(blocks)
+        result[order] = blocks
+        return result
+
+    def _by_shard(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[tuple[int, NDArray[np.int64]]]]:
+        """Return the order that sorts indices by row, and the rows of each shard in it."""
+        order = np.argsort(indices, kind="stable")
+        ordered = indices[order]
+        places = np.searchsorted(self.first_rows, ordered, side="right") - 1
+        shards, starts = np.unique(places, return_index=True)
+        parts = np.split(ordered, starts[1:])
+        return order, [(int(shard), rows - self.first_rows[shard]) for shard, rows in zip(shards, parts, strict=True)]
+
+
+class ShardLengths(Sequence[int]):
+    """The length of each row. A shard is opened when one of its lengths is asked for."""
+
+    def __init__(self, rows: ShardedRows) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        shard = int(np.searchsorted(self._rows.first_rows, index, side="right")) - 1
+        return int(self._rows.lengths_of(shard)[index - self._rows.first_rows[shard]])
+
+
+class ShardColumn(Sequence[Item]):
+    """One column of the rows, read row by row: for pages and baselines, which look at a few."""
+
+    def __init__(self, rows: ShardedRows, column: str) -> None:
+        self._rows, self._column = rows, column
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        item: Item = self._rows.read([index])[self._column][0].as_py()
+        return item
+
+
+class ShardedSplit:
+    """Labelled examples in shards."""
+
+    def __init__(self, shards: ShardedRows) -> None:
+        self.shards = shards
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    @property
+    def inputs(self) -> Sequence[Input]:
+        """The input of each row."""
+        return ShardColumn(self.shards, INPUT)
+
+    @property
+    def classes(self) -> Sequence[int]:
+        """The class of each row, an index into the labels."""
+        return ShardColumn(self.shards, CLASS)
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """The number of characters of each text; 0 for pictures."""
+        return ShardLengths(self.shards)
+
+    def take(self, indices: Sequence[int]) -> tuple[list[Input], list[int]]:
+        """Return inputs and classes in the order of ``indices``."""
+        rows = self.shards.read(indices)
+        return rows[INPUT].to_pylist(), rows[CLASS].to_pylist()
+
+
+class ShardedBlocks:
+    """Blocks of tokens in shards. Each row has one token more than a block, which is only a target."""
+
+    def __init__(self, shards: ShardedRows, block_length: int) -> None:
+        self.shards, self.block_length = shards, block_length
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Equal lengths: blocks are not padded."""
+        return ShardLengths(self.shards)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Return ``input_ids`` and targets, each int64 of shape (batch, block_length)."""
+        tokens = self.shards.read_blocks(indices, TOKENS).astype(np.int64)
+        return Batch({"input_ids": tokens[:, :-1]}, tokens[:, 1:])

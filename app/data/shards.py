@@ -1,0 +1,179 @@
+"""Shards: Arrow files of bounded size in a folder, with an index that has their rows and checksums.
+
+A folder is complete when it has its index, which is written last.
+"""
+
+from datetime import datetime
+from io import BytesIO
+from typing import Any, Self
+
+import pyarrow as pa
+from pydantic import BaseModel, ValidationError
+from upath import UPath
+
+from app.checksums import sha256_of
+from app.conditional import read
+from app.errors import DataError, StorageError
+from app.storage import write_atomically
+
+INDEX_FILE = "index.json"
+FORMAT = "arrow-1"
+"""The layout of shards, and the way that they are made. A change of either needs a new name."""
+LENGTH = "length"
+"""Column of every shard: the length of each sample, int32."""
+
+
+class Shard(BaseModel):
+    """One file of samples."""
+
+    name: str
+    rows: int
+    bytes: int
+    sha256: str
+    min_length: int
+    max_length: int
+
+
+class ShardIndex(BaseModel):
+    """What a folder of shards holds, and how it was made."""
+
+    format: str = FORMAT
+    fingerprint: str
+    """sha256 of the source and of the settings."""
+    created: datetime
+    task: str
+    source: str
+    settings: dict[str, Any]
+    columns: dict[str, str]
+    """Arrow's type of each column, by name."""
+    splits: dict[str, list[Shard]]
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Rows by split."""
+        return {split: sum(shard.rows for shard in shards) for split, shards in self.splits.items()}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all shards."""
+        return sum(shard.bytes for shards in self.splits.values() for shard in shards)
+
+    @property
+    def sha256(self) -> str:
+        """sha256 over the checksums of all shards: everything that the model can see, in order."""
+        lines = (f"{split} {shard.sha256}\n" for split, shards in self.splits.items() for shard in shards)
+        return sha256_of("".join(lines).encode())
+
+    def save(self, folder: UPath) -> None:
+        """Write the index, which completes the folder."""
+        write_atomically(folder / INDEX_FILE, self.model_dump_json(indent=1).encode())
+
+    @classmethod
+    def load(cls, folder: UPath) -> Self:
+        """Return the index of a folder.
+
+        Raises:
+            StorageError: there is none, it cannot be read, or another version of Rayloom wrote it.
+        """
+        if (index := cls.find(folder)) is None:
+            raise StorageError(
+                f"{str(folder)!r} has no {INDEX_FILE}: its shards were deleted, or are not complete; make them with "
+                "'rayloom submit prepare RECIPE'"
+            )
+        return index
+
+    @classmethod
+    def find(cls, folder: UPath) -> Self | None:
+        """Return the index of a folder; None if there is none. Raises StorageError if it cannot be read."""
+        content = read(folder / INDEX_FILE)
+        if content is None:
+            return None
+        try:
+            index = cls.model_validate_json(content)
+        except ValidationError as error:
+            raise StorageError(
+                f"{str(folder / INDEX_FILE)!r} is not an index of shards ({error.error_count()} errors): delete the "
+                "folder, and prepare the data again"
+            ) from error
+        if index.format != FORMAT:
+            raise StorageError(
+                f"{str(folder)!r} has shards in the format {index.format!r}, expected {FORMAT!r}: delete the folder, "
+                "and prepare the data again"
+            )
+        return index
+
+
+class ShardWriter:
+    """Writes rows as shards, one at a time: it holds the rows of one shard in memory, and its file's content."""
+
+    def __init__(self, folder: UPath, prefix: str, schema: pa.Schema, size: int) -> None:
+        """Name the files ``PREFIX-NUMBER.arrow``. ``size`` is the number of bytes of rows at which a file is full."""
+        self._folder, self._prefix, self._schema, self._size = folder, prefix, schema, size
+        self._batches: list[pa.RecordBatch] = []
+        self._bytes = 0
+        self.shards: list[Shard] = []
+        """The shards that are written."""
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Add rows. Raises DataError if their columns are not those of the other shards."""
+        if batch.schema != self._schema:
+            raise DataError(f"rows have the columns {batch.schema.names}: expected {self._schema.names}")
+        while batch.num_rows:
+            # The same rows give the same shards, however they are split into batches.
+            count = min(batch.num_rows, self._rows_left(batch))
+            self._batches.append(batch.slice(0, count))
+            self._bytes += self._batches[-1].nbytes
+            batch = batch.slice(count)
+            if self._bytes >= self._size:
+                self._write()
+
+    def close(self) -> list[Shard]:
+        """Write what is left, and return all shards."""
+        if self._batches:
+            self._write()
+        return self.shards
+
+    def _rows_left(self, batch: pa.RecordBatch) -> int:
+        """Return the number of rows of the batch that fit, or the one row that fills the shard."""
+        room, low, high = self._size - self._bytes, 1, batch.num_rows
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if batch.slice(0, middle).nbytes >= room else (middle + 1, high)
+        return low
+
+    def _write(self) -> None:
+        rows = pa.Table.from_batches(self._batches, self._schema).combine_chunks()
+        # A slice would be written with the padding of what it was cut from.
+        rows = rows.take(pa.array(range(rows.num_rows), pa.int64()))
+        self._batches, self._bytes = [], 0
+        content = _to_file(rows)
+        name = f"{self._prefix}-{len(self.shards):03d}.arrow"
+        write_atomically(self._folder / name, content)
+        lengths = rows[LENGTH].to_numpy()
+        self.shards.append(
+            Shard(
+                name=name,
+                rows=rows.num_rows,
+                bytes=len(content),
+                sha256=sha256_of(content),
+                min_length=int(lengths.min()),
+                max_length=int(lengths.max()),
+            )
+        )
+
+
+def _to_file(rows: pa.Table) -> bytes:
+    """Return an Arrow file with one record batch, whose columns can be memory-mapped."""
+    buffer = BytesIO()
+    with pa.ipc.new_file(buffer, rows.schema) as file:
+        file.write_table(rows)
+    return buffer.getvalue()
+
+
+def require_intact(path: str, shard: Shard, found: str) -> None:
+    """Compare a shard's checksum with that of the index. Raises StorageError."""
+    if found != shard.sha256:
+        raise StorageError(
+            f"shard {path!r} is torn or was changed: its sha256 is {found[:12]}…, the index has {shard.sha256[:12]}…; "
+            "delete its folder with 'rayloom data delete', and prepare the data again"
+        )

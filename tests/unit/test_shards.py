@@ -1,0 +1,226 @@
+"""Shards: written whole, refused when torn, and read in an order that does not depend on the number of workers."""
+
+import itertools
+import os
+import pickle
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from upath import UPath
+
+from app.config import ShardsConfig, load_recipe
+from app.config.layout import lay_out
+from app.config.plan import PlanConfig
+from app.data.shard_cache import cache_folder
+from app.data.sharded import ShardedRows
+from app.data.shards import Shard, ShardIndex, ShardWriter
+from app.errors import RecipeError, StorageError
+from app.storage import to_path
+from app.training.data.batches import DataRank
+from app.training.data.streams import StreamOrder, sharded_validation_batches
+
+SCHEMA = pa.schema({"input": pa.string(), "class": pa.int32(), "length": pa.int32()})
+ROWS, BATCH = 3001, 24
+
+
+def texts(count: int = ROWS) -> list[str]:
+    """Texts of different lengths, each with its own number."""
+    return [f"{number} " + "x" * (number * 7919 % 97) for number in range(count)]
+
+
+def write_shards(folder: UPath, size: int = 9000, batch: int = 100) -> list[Shard]:
+    """Write the texts as shards, in batches of rows."""
+    writer = ShardWriter(folder, "train", SCHEMA, size)
+    for start in range(0, ROWS, batch):
+        group = texts()[start : start + batch]
+        columns = [group, [0] * len(group), [len(text) for text in group]]
+        writer.add(pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], SCHEMA))
+    return writer.close()
+
+
+@pytest.fixture
+def location(storage: str) -> str:
+    """A folder for shards, on a disk and on S3."""
+    return f"{storage}/data/some"
+
+
+def rows_of(location: str, **config: object) -> ShardedRows:
+    """Write shards, and open them."""
+    shards = write_shards(to_path(location))
+    return ShardedRows(location, shards, ShardsConfig.model_validate({"window": 60_000, **config}))
+
+
+def test_shards_are_the_same_however_rows_arrive(tmp_path: Path) -> None:
+    some = [shard.sha256 for shard in write_shards(UPath(tmp_path / "a"), batch=100)]
+    others = [shard.sha256 for shard in write_shards(UPath(tmp_path / "b"), batch=777)]
+    assert some == others
+    assert len(some) > 10
+
+
+def test_rows_come_back_in_the_order_that_is_asked_for(location: str) -> None:
+    rows, given = rows_of(location), texts()
+    asked = np.random.default_rng(0).integers(ROWS, size=200)
+    assert rows.read(asked)["input"].to_pylist() == [given[index] for index in asked]
+    assert rows.read([5])["input"].to_pylist() == [given[5]]
+    assert len(given[rows.longest]) == max(map(len, given))
+    copied = pickle.loads(pickle.dumps(rows))  # a loader process under spawn
+    assert copied.read([7])["input"].to_pylist() == [given[7]]
+
+
+def test_a_forked_process_reads_what_its_parent_has_opened(location: str) -> None:
+    rows, given = rows_of(location), texts()
+    rows.read([0])
+    rows.prefetch(range(len(rows.shard_rows)))
+    child = os.fork()
+    if not child:
+        os._exit(0 if rows.read([0, 2000])["input"].to_pylist() == [given[0], given[2000]] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_torn_shard_is_refused(location: str) -> None:
+    rows = rows_of(location)
+    torn = sorted(to_path(location).iterdir(), key=str)[1]
+    content = bytearray(torn.read_bytes())
+    content[-500] ^= 1
+    torn.write_bytes(bytes(content))
+    assert rows.read([0]).num_rows == 1
+    with pytest.raises(StorageError, match=r"train-001\.arrow' is torn or was changed: its sha256 is .* the index has"):
+        rows.read([rows.first_rows[1]])
+    assert not [path for path in cache_folder().rglob("*") if "tmp" in path.name]
+
+
+def test_a_missing_shard_and_another_index_are_refused(location: str) -> None:
+    rows = rows_of(location)
+    folder = to_path(location)
+    (folder / "train-002.arrow").unlink()
+    with pytest.raises(StorageError, match=r"train-002\.arrow' is missing"):
+        rows.read([rows.first_rows[2]])
+    with pytest.raises(StorageError, match=r"has no index\.json"):
+        ShardIndex.load(folder)
+    empty = ShardIndex(
+        fingerprint="", created=datetime.now(UTC), task="", source="", settings={}, columns={}, splits={}
+    )
+    empty.model_copy(update={"format": "arrow-0"}).save(folder)
+    with pytest.raises(StorageError, match=r"format 'arrow-0', expected 'arrow-1'"):
+        ShardIndex.load(folder)
+
+
+def test_the_cache_stays_within_its_size(s3: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3.items():
+        monkeypatch.setenv(name, value)
+    UPath("s3://cached").mkdir(exist_ok=True)
+    rows = rows_of("s3://cached/data", window=20_000, cache=40_000)
+    for start in range(0, ROWS, 50):
+        rows.read(range(start, min(start + 50, ROWS)))
+        assert sum(path.stat().st_size for path in cache_folder().glob("*.arrow")) <= 40_000
+    given = texts()
+    assert rows.read([0, ROWS - 1])["input"].to_pylist() == [given[0], given[-1]]
+
+
+def order_of(rows: ShardedRows, seed: int = 0, batch: int = BATCH) -> StreamOrder:
+    return StreamOrder(rows, batch, seed)
+
+
+@pytest.mark.parametrize("batch", [24, 7, 64, 3001])
+def test_an_epoch_has_each_sample_once_but_those_of_an_incomplete_batch(tmp_path: Path, batch: int) -> None:
+    order = order_of(rows_of(str(tmp_path)), batch=batch)
+    left_out = []
+    for epoch in (1, 2):
+        seen = Counter(
+            np.concatenate([order.batch(epoch, number) for number in range(order.batches_per_epoch)]).tolist()
+        )
+        assert set(seen.values()) == {1}
+        assert len(seen) == ROWS // batch * batch
+        left_out.append(set(range(ROWS)) - set(seen))
+    assert ROWS % batch == 0 or left_out[0] != left_out[1]
+
+
+@pytest.mark.parametrize("batch", [24, 16])
+def test_ranks_share_the_batches_of_one(tmp_path: Path, batch: int) -> None:
+    rows = rows_of(str(tmp_path))
+    for epoch, number in itertools.product((1, 3), (0, 1, 50, ROWS // batch - 1)):
+        whole = order_of(rows, batch=batch).batch(epoch, number)
+        for size in (1, 2, 4, 8):
+            shares = [order_of(rows, batch=batch).share(epoch, number, DataRank(rank, size)) for rank in range(size)]
+            assert np.array_equal(np.concatenate(shares), whole)
+
+
+def test_a_run_goes_on_exactly_on_one_two_four_and_one_workers(tmp_path: Path) -> None:
+    """Each world begins with an order of its own, which knows nothing but the epoch and the number of the batch."""
+    rows = rows_of(str(tmp_path))
+    undisturbed = order_of(rows)
+    batches = undisturbed.batches_per_epoch
+    positions = [(epoch, number) for epoch in (1, 2) for number in range(batches)]
+    seen = []
+    for size, start, stop in ((1, 0, 75), (2, 75, 130), (4, 130, 201), (1, 201, len(positions))):
+        orders = [order_of(rows) for _ in range(size)]
+        for epoch, number in positions[start:stop]:
+            shares = [order.share(epoch, number, DataRank(rank, size)) for rank, order in enumerate(orders)]
+            seen.append(np.concatenate(shares))
+    assert all(np.array_equal(mine, undisturbed.batch(*at)) for mine, at in zip(seen, positions, strict=True))
+
+
+def test_a_rank_reads_shards_of_its_own(tmp_path: Path) -> None:
+    rows = rows_of(str(tmp_path), window=1_000_000)
+    order, size = order_of(rows, batch=32), 2
+    assert order.num_streams == 16
+    opened = []
+    for rank in range(size):
+        shares = [order.share(1, number, DataRank(rank, size)) for number in range(order.batches_per_epoch)]
+        opened.append(set((np.searchsorted(rows.first_rows, np.concatenate(shares), side="right") - 1).tolist()))
+    # They share the shard at the border of their streams, and the one where the epoch begins and ends.
+    assert len(opened[0] & opened[1]) <= 2
+
+
+def test_batches_are_shuffled_and_of_similar_lengths(tmp_path: Path) -> None:
+    rows = rows_of(str(tmp_path))
+    order = order_of(rows)
+    first, second = (order.batch(epoch, 0) for epoch in (1, 2))
+    assert not np.array_equal(np.sort(first), np.sort(second))
+    lengths = np.array([len(text) for text in texts()])
+    padded = [lengths[order.batch(1, number)].max() for number in range(order.batches_per_epoch)]
+    assert np.mean(padded) < 0.75 * lengths.max()
+    assert abs(np.corrcoef(np.arange(len(padded)), padded)[0, 1]) < 0.3
+
+
+def test_the_first_batch_of_any_step_reads_one_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_of(str(tmp_path))
+    order, read = order_of(rows, batch=7), set[int]()  # of one stream
+    lengths_of = rows.lengths_of
+    monkeypatch.setattr(rows, "lengths_of", lambda shard: read.add(shard) or lengths_of(shard))
+    order.batch(1, 200)
+    assert len(read) < len(rows.shard_rows) / 2
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_validate_each_sample_once_in_as_many_batches(tmp_path: Path, size: int) -> None:
+    rows = rows_of(str(tmp_path))
+    shares = [list(sharded_validation_batches(rows, DataRank(rank, size), 5)) for rank in range(size)]
+    assert len({len(share) for share in shares}) == 1
+    seen = Counter(index for share in shares for batch in share for index in batch.tolist())
+    assert seen == Counter(range(ROWS))
+
+
+def test_every_plan_shares_out_a_sharded_batch(tmp_path: Path) -> None:
+    layout = lay_out(PlanConfig(micro_batch=3), BATCH, workers=4)
+    order = order_of(rows_of(str(tmp_path)))
+    share = order.share(1, 0, DataRank(1, layout.data))
+    assert [len(part) for part in np.array_split(share, layout.gradient_accumulation)] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("data.shards={cache: 1MB}", "cache is 1000000 bytes and window 256000000"),
+        ("data.shards={size: 10}", "size is 10 bytes"),
+        ("data.shards={size: big}", "data.shards.size"),
+        ("data.group_column=author", "which only data in shards has"),
+    ],
+)
+def test_wrong_keys_are_refused(key: str, told: str) -> None:
+    with pytest.raises(RecipeError, match=told):
+        load_recipe("recipes/reviews.yaml", [key])
