@@ -12,6 +12,31 @@ class CleanConfig(Section):
 
     drop_empty: bool = Field(default=True, description="drop empty examples")
     deduplicate: bool = Field(default=True, description="keep one of several equal examples")
+    min_length: PositiveInt | None = Field(
+        default=None, description="drop texts with fewer characters; not for chat; default: any length"
+    )
+    max_length: PositiveInt | None = Field(
+        default=None, description="drop texts with more characters; not for chat; default: any length"
+    )
+    near_duplicates: Annotated[float, Field(ge=0.5, le=1.0)] | None = Field(
+        default=None,
+        description="with shards: drop texts whose word sequences of five are at least so similar to an earlier text "
+        "(Jaccard index, estimated by MinHash), such as 0.8; default: keep them",
+    )
+
+    def length_refused(self, item: str | bytes) -> Literal["too_short", "too_long"] | None:
+        """Return why the length of a text is refused; None if it is not. Pictures have no length."""
+        if isinstance(item, bytes):
+            return None
+        if self.min_length is not None and len(item) < self.min_length:
+            return "too_short"
+        return "too_long" if self.max_length is not None and len(item) > self.max_length else None
+
+    @model_validator(mode="after")
+    def _lengths_ascend(self) -> Self:
+        if self.min_length and self.max_length and self.min_length > self.max_length:
+            raise ValueError(f"min_length {self.min_length} is more than max_length {self.max_length}: swap them")
+        return self
 
 
 class ColumnsConfig(Section):
@@ -138,6 +163,8 @@ class DataConfig(Section):
     def _shards_can_be_made(self) -> Self:
         if self.group_column is not None and self.shards is None:
             raise ValueError(f"group_column is {self.group_column!r}, which only data in shards has: set shards: {{}}")
+        if self.clean.near_duplicates is not None and self.shards is None:
+            raise ValueError("clean.near_duplicates are found in data in shards only: set shards: {}")
         if self.shards and self.test_source is not None:
             raise ValueError("test_source cannot be read with shards: use test_fraction, or leave shards out")
         return self

@@ -174,6 +174,17 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _shards_are_not_held_in_memory(self) -> Self:
+        if self.data.shards is None:
+            return self
+        if self.task == CHAT:
+            raise ValueError(f"data.shards are not for task {CHAT} yet: leave them out")
+        for key, value in (("teacher", self.train.teacher), ("linear_baseline", self.train.linear_baseline)):
+            if value:
+                raise ValueError(f"train.{key} reads all data into memory, which data.shards avoids: leave one out")
+        return self
+
+    @model_validator(mode="after")
     def _pretrained_brings_its_processor(self) -> Self:
         if self.model.pretrained is not None and ":" not in self.task:
             for key in ("tokenizer", "image"):

@@ -15,7 +15,7 @@ from upath import UPath
 
 from app.checksums import write_checksums
 from app.config import DataConfig
-from app.data.examples import CleaningReport, Examples, LabelledSplit, Split, clean
+from app.data.examples import CleaningReport, Examples, Input, LabelledSplit, Split, clean
 from app.data.prepared import SHARDS_FILE, Batch, ShardedSamples
 from app.data.processor import PretrainedProcessor, Processor
 from app.data.sources import load_examples, load_test_examples
@@ -156,7 +156,7 @@ def prepare(config: DataConfig, processor_type: type[Processor], pretrained: str
     else:
         train, test = _hold_out(train, len(examples), config)
 
-    processor = _fit(processor_type, train, config, pretrained)
+    processor = fit_processor(processor_type, train.inputs, config, pretrained)
     return ClassificationData(
         LabelledDataset(train, processor),
         LabelledDataset(validation, processor),
@@ -167,10 +167,13 @@ def prepare(config: DataConfig, processor_type: type[Processor], pretrained: str
     )
 
 
-def _fit(processor_type: type[Processor], train: Split, config: DataConfig, pretrained: str | None) -> Processor:
+def fit_processor(
+    processor_type: type[Processor], inputs: Sequence[Input], config: DataConfig, pretrained: str | None
+) -> Processor:
+    """Return a processor fitted on inputs, or that of a pretrained model if the type can read it."""
     if pretrained is not None and issubclass(processor_type, PretrainedProcessor):
         return processor_type.from_pretrained(open_pretrained(pretrained), config)
-    return processor_type.fit(train.inputs, config)
+    return processor_type.fit(inputs, config)
 
 
 def split(examples: Examples, config: DataConfig) -> tuple[Split, Split, list[str]]:

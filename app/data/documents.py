@@ -31,6 +31,8 @@ def clean_documents(contents: Iterable[bytes | str], config: CleanConfig) -> tup
             dropped["not_text"] += 1
         elif not text.strip() and config.drop_empty:
             dropped["empty"] += 1
+        elif reason := config.length_refused(text):
+            dropped[reason] += 1
         elif text in seen and config.deduplicate:
             dropped["duplicate"] += 1
         else:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol, Self, get_args
 
 from pydantic import BaseModel
 from upath import UPath
@@ -73,7 +73,11 @@ class Split:
 
 
 _REPORT_FILE = "cleaning.json"
-Reason = Literal["not_text", "empty", "unlabelled", "duplicate", "conflicting", "in_test", "no_answer"]
+Reason = Literal[
+    "not_text", "empty", "unlabelled", "duplicate", "conflicting", "in_test", "no_answer",
+    "too_short", "too_long", "near_duplicate", "unreadable",
+]  # fmt: skip
+REASONS: tuple[Reason, ...] = get_args(Reason)
 _WORDS: dict[Reason, str] = {
     "not_text": "not text in UTF-8",
     "empty": "empty",
@@ -82,6 +86,10 @@ _WORDS: dict[Reason, str] = {
     "conflicting": "under several labels",
     "in_test": "also in data.test_source",
     "no_answer": "without an answer in the first data.block_length tokens",
+    "too_short": "shorter than data.clean.min_length",
+    "too_long": "longer than data.clean.max_length",
+    "near_duplicate": "near duplicates",
+    "unreadable": "not a picture that can be decoded",
 }
 
 
@@ -94,6 +102,8 @@ class CleaningReport(BaseModel):
     dropped: dict[Reason, int]
     cut: int = 0
     """Conversations that are kept in part."""
+    examples: dict[Reason, list[str]] = {}
+    """A few of those dropped for each reason, shortened. Only data in shards have them."""
 
     @property
     def reasons(self) -> dict[str, int]:
@@ -156,6 +166,8 @@ def _reason_to_drop(
 ) -> Reason | None:
     if not key and config.drop_empty:
         return "empty"
+    if reason := config.length_refused(key):
+        return reason
     if not label:
         return "unlabelled"
     if key in seen and config.deduplicate:

@@ -7,7 +7,6 @@ from typing import Self
 from upath import UPath
 
 from app.checksums import sha256_of, write_checksums
-from app.config import DataConfig
 from app.data.classification import ClassificationData, LabelledDataset, load_labels
 from app.data.examples import CleaningReport
 from app.data.processor import Processor
@@ -120,12 +119,6 @@ class ShardedLanguageData:
             ShardedBlocks(reference.open(split), tokenizer.facts["max_length"]) for split in (TRAIN, VALIDATION)
         )
         return cls(train, validation, tokenizer, CleaningReport.load(folder), reference)
-
-
-def open_shards(folder: UPath, sha256: str, config: DataConfig) -> ShardReference:
-    """Return a reference to prepared shards, for the runs of a recipe."""
-    assert config.shards is not None
-    return ShardReference(location=str(folder), sha256=sha256, config=config.shards)
 
 
 def _reference_in(folder: UPath) -> ShardReference:

@@ -2,7 +2,7 @@
 
 from app.tasks.base import ServedTask, Task
 from app.tasks.metrics import Metric
-from app.tasks.registry import find_served_task, find_task, load_prepared, load_with_test, prepare
+from app.tasks.registry import find_served_task, find_task, load_prepared, load_with_test, prepare, prepare_shards
 
 __all__ = [
     "Metric",
@@ -13,4 +13,5 @@ __all__ = [
     "load_prepared",
     "load_with_test",
     "prepare",
+    "prepare_shards",
 ]

@@ -15,11 +15,14 @@ from app.data.classification import ClassificationData
 from app.data.prepared import Dataset, PreparedData
 from app.data.processor import Processor
 from app.data.targets import Answer, Targets
+from app.errors import RecipeError
 from app.tasks.metrics import Metric
 from app.tensors import OUTPUT, TensorSpec
 
 if TYPE_CHECKING:  # an endpoint answers without torch
     from torch import Tensor
+
+    from app.data.preparation.prepare import RunUnits
 
 
 class Task(ABC):
@@ -41,6 +44,10 @@ class Task(ABC):
     @abstractmethod
     def load(self, recipe: Recipe, folder: UPath) -> PreparedData:
         """Load the data that a run of the recipe has saved in ``folder``."""
+
+    def prepare_shards(self, recipe: Recipe, run_units: "RunUnits") -> PreparedData:  # noqa: ARG002
+        """Return the data of a recipe with ``data.shards``. ``run_units`` does the work on the parts of the source."""
+        raise RecipeError(f"task {self.name} cannot be prepared in shards: leave data.shards out")
 
     def load_with_test(self, recipe: Recipe, folder: UPath) -> PreparedData:
         """Load the data with its test split, if it has one, so that a run can save all of it again."""
@@ -85,6 +92,13 @@ class ServedTask(Task):
 
     def prepare(self, recipe: Recipe) -> PreparedData:
         return classification.prepare(recipe.data, self.processor, recipe.model.pretrained)
+
+    def prepare_shards(self, recipe: Recipe, run_units: "RunUnits") -> PreparedData:
+        if type(self).prepare is not ServedTask.prepare:
+            return super().prepare_shards(recipe, run_units)
+        from app.data.preparation.data import prepare_sharded  # other recipes do not need pyarrow
+
+        return prepare_sharded(recipe, self.processor, run_units)
 
     def load(self, recipe: Recipe, folder: UPath) -> PreparedData:  # noqa: ARG002
         return ClassificationData.load(folder, self.processor)

@@ -1,13 +1,18 @@
 """Language modelling and chats: the next token. Their models have a logit per token, and are not compiled."""
 
+from typing import TYPE_CHECKING
+
 from upath import UPath
 
 from app.config import Recipe
 from app.data import language
 from app.data.language import LanguageData
-from app.data.prepared import PreparedData
+from app.data.prepared import SHARDS_FILE, PreparedData
 from app.tasks.base import Task
 from app.tasks.metrics import Accuracy, Perplexity
+
+if TYPE_CHECKING:
+    from app.data.preparation.prepare import RunUnits
 
 
 class LanguageModeling(Task):
@@ -19,8 +24,17 @@ class LanguageModeling(Task):
     def prepare(self, recipe: Recipe) -> PreparedData:
         return language.prepare(recipe.data, recipe.model.pretrained)
 
+    def prepare_shards(self, recipe: Recipe, run_units: "RunUnits") -> PreparedData:
+        from app.data.preparation.data import prepare_sharded  # other recipes do not need pyarrow
+
+        return prepare_sharded(recipe, None, run_units)
+
     def load(self, recipe: Recipe, folder: UPath) -> PreparedData:  # noqa: ARG002
-        return LanguageData.load(folder)
+        if not (folder / SHARDS_FILE).exists():
+            return LanguageData.load(folder)
+        from app.data.sharded_data import ShardedLanguageData
+
+        return ShardedLanguageData.load(folder)
 
 
 class Chat(LanguageModeling):

@@ -1,7 +1,7 @@
 """Finds the task that a recipe names: a built-in one, or a class of one's own by its import string."""
 
 from functools import cache
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from upath import UPath
 
@@ -15,6 +15,9 @@ from app.tasks.base import ServedTask, Task
 from app.tasks.classification import ImageClassification, TextClassification, classify
 from app.tasks.language import Chat, LanguageModeling
 from app.tasks.metrics import Metric
+
+if TYPE_CHECKING:
+    from app.data.preparation.prepare import RunUnits
 
 TASKS: dict[str, type[Task]] = {
     "text-classification": TextClassification,
@@ -80,9 +83,21 @@ def _missing(task: type[Task]) -> list[str]:
 
 def prepare(recipe: Recipe) -> PreparedData:
     """Load, clean, split and encode the data of a recipe. Raises RecipeError or DataError."""
+    if recipe.data.shards:
+        return prepare_shards(recipe)
     task = find_task(recipe.task)
     _require_metrics(recipe, task)
     return task.prepare(recipe)
+
+
+def prepare_shards(recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
+    """Return the data of a recipe with ``data.shards``. The shards are made unless they are there.
+
+    ``run_units`` does the work on the parts of the source, in this process unless it is given.
+    """
+    task = find_task(recipe.task)
+    _require_metrics(recipe, task)
+    return task.prepare_shards(recipe, run_units)
 
 
 def _require_metrics(recipe: Recipe, task: Task) -> None:

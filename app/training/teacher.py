@@ -86,7 +86,7 @@ class TaughtDataset:
         return len(self.split)
 
     @property
-    def lengths(self) -> NDArray[np.int64]:
+    def lengths(self) -> NDArray[np.int64] | Sequence[int]:
         """Those of the split."""
         return self.split.lengths
 

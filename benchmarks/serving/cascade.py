@@ -22,7 +22,7 @@ from app.compile.source_model import load_source_model
 from app.compile.variants import requested_variants
 from app.config import load_recipe
 from app.data.classification import load_test
-from app.data.examples import Split
+from app.data.examples import LabelledSplit
 from app.repository.repository import Repository
 from app.serving.cascade.build import load_validation
 from app.serving.cascade.calibration import calibrate
@@ -130,7 +130,7 @@ def measure(folder: Path) -> Findings:
     )
 
 
-def _load_test(model: LoadedModel) -> Split:
+def _load_test(model: LoadedModel) -> LabelledSplit:
     """Return the images of the test files, which no training and no calibration saw."""
     test = load_test(_train_run(model) / DATA, model.natural_processor)
     assert test
@@ -165,7 +165,7 @@ def _publish(name: str, weights: UPath, repository: Repository) -> None:
         publish(compilation, compilation.choose(), name, repository, to_path(compiled))
 
 
-def _batches(model: LoadedModel, split: Split, size: int) -> list[Tensors]:
+def _batches(model: LoadedModel, split: LabelledSplit, size: int) -> list[Tensors]:
     processor = model.natural_processor
     return [processor.encode(split.inputs[start : start + size]) for start in range(0, len(split), size)]
 

@@ -13,7 +13,7 @@ from app.artifacts import DATA
 from app.checksums import verify_checksums
 from app.config import CascadeConfig, ServeConfig
 from app.data.classification import ClassificationData
-from app.data.examples import Split
+from app.data.examples import LabelledSplit
 from app.engines.base import infer_many
 from app.errors import RecipeError
 from app.repository.manifest import Manifest
@@ -62,7 +62,7 @@ def build_cascade(config: CascadeConfig, production: VersionConfig, serve: Serve
     return Cascade(before=before, rule=rule)
 
 
-def load_validation(manifest: Manifest) -> Split:
+def load_validation(manifest: Manifest) -> LabelledSplit:
     """Return the validation split of the run that trained a version.
 
     Raises:
@@ -80,7 +80,7 @@ def load_validation(manifest: Manifest) -> Split:
 
 
 def calibrate_versions(
-    models: Sequence[LoadedModel], policies: Sequence[BatchingPolicy], validation: Split, accuracy_floor: float
+    models: Sequence[LoadedModel], policies: Sequence[BatchingPolicy], validation: LabelledSplit, accuracy_floor: float
 ) -> CascadeRule:
     """Return the rule of a cascade. The time per row of each stage is measured here, in full calls.
 

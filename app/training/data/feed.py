@@ -79,7 +79,7 @@ class Feed:
 
     def __post_init__(self) -> None:
         shards = shards_of(self.data.train)
-        self._order = shards and StreamOrder(shards, self.config.global_batch_size, self.config.seed)
+        self._order = StreamOrder(shards, self.config.global_batch_size, self.config.seed) if shards else None
         self.loader = Loader(self.data, self.config, self.worker.device, self.activity)
 
     @property

@@ -164,7 +164,8 @@ def sharded_validation_batches(samples: ShardedSamples, data_rank: DataRank, siz
         segments = order.segments(start, min(start + count, len(samples)))
         samples.prefetch([shard for shard, _, _ in order.segments(start, min(start + 2 * count, len(samples)))])
         if samples.has_one_length:
-            lengths = np.zeros(min(count, len(samples) - start), np.int32)
+            lengths = np.zeros(min(count, len(samples) - start), np.int64)
         else:
-            lengths = np.concatenate([samples.lengths_of(shard)[first:last] for shard, first, last in segments])
+            parts = [samples.lengths_of(shard)[first:last] for shard, first, last in segments]
+            lengths = np.concatenate(parts).astype(np.int64)
         yield from (start + batch for batch in validation_batches(lengths, data_rank, size))

@@ -1,0 +1,1 @@
+"""Preparation of data that do not fit into memory: source → units → survey → shards."""

@@ -1,0 +1,226 @@
+"""Preparation from the source to an index of shards. It goes on where an earlier one was interrupted."""
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from upath import UPath
+
+from app.config import Recipe
+from app.data.classification import save_labels
+from app.data.examples import REASONS, CleaningReport, Input, Modality, Reason
+from app.data.preparation.progress import UnitProgress
+from app.data.preparation.survey import KEPT, SPLITS, Sample, Surveys, resolve
+from app.data.preparation.units import cut_units, fingerprint_of, list_files
+from app.data.preparation.work import EXAMPLES, UnitResult, UnitWork
+from app.data.preparation.writers import block_schema, labelled_schema
+from app.data.shards import FORMAT, Shard, ShardIndex
+from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer
+from app.errors import DataError
+from app.pretrained import open_pretrained
+from app.storage import list_names, write_atomically
+
+SHARDS = "data"
+"""Folder of storage that has the shards of each source and way to prepare it."""
+SAMPLE_FILE = "sample.arrow"
+SAMPLE_BYTES = 32_000_000
+"""Bytes of the source, about, of which a tokenizer is learned."""
+_UNIT_SHARDS = 8
+_MAX_UNREADABLE = 0.01
+_UNREAD = {"shards", "buckets", "image", "tokenizer", "block_length", "chat"}
+"""Keys that the shards of labelled examples do not depend on: processors read them."""
+
+RunUnits = Callable[[Callable[[int], int], Sequence[int]], Iterable[int]]
+"""Calls a function with the number of each unit, and yields each number when that unit is done."""
+
+
+@dataclass(frozen=True)
+class Preparer:
+    """Prepares the data of one recipe."""
+
+    recipe: Recipe
+    modality: Modality
+    storage: UPath
+    run_units: RunUnits = map
+
+    def prepare(self) -> UPath:
+        """Return the folder of the shards. They are made unless they are there.
+
+        Raises:
+            DataError: the source cannot be read, or has too few rows.
+        """
+        config = self.recipe.data
+        assert config.shards is not None
+        files = list_files(config, self.modality, self.recipe.is_language_model)
+        settings = self._settings()
+        fingerprint = fingerprint_of(files, settings)
+        folder = self.storage / SHARDS / fingerprint[:16]
+        if ShardIndex.find(folder) is not None:
+            return folder
+        units = cut_units(files, _UNIT_SHARDS * config.shards.size)
+        fraction = min(1.0, SAMPLE_BYTES / max(1, sum(unit.bytes for unit in units)))
+        work = UnitWork(str(folder), config, tuple(units), self.modality, self.recipe.is_language_model, fraction)
+        self._run("reading", work, work.survey, "survey-")
+        report, labels = self._decide(work)
+        self._save_codec(work, labels)
+        self._run("writing shards", work, work.write, "unit-")
+        self._publish(work, folder, fingerprint, settings, report)
+        return folder
+
+    def _settings(self) -> dict[str, Any]:
+        """Return everything but the source that the shards depend on."""
+        config, is_language_model = self.recipe.data, self.recipe.is_language_model
+        assert config.shards is not None
+        unread = {"shards", "buckets", "image", "chat"} if is_language_model else _UNREAD
+        read = config.model_dump(mode="json", exclude=unread)
+        pretrained = self.recipe.model.pretrained if is_language_model else None
+        kind = "language-modeling" if is_language_model else self.modality
+        return {"format": FORMAT, "kind": kind, "pretrained": pretrained, "size": config.shards.size, **read}
+
+    def _run(self, what: str, work: UnitWork, function: Callable[[int], int], prefix: str) -> None:
+        """Work on the units that have no file of this prefix yet."""
+        done = {int(name.removeprefix(prefix)[:5]) for name in list_names(work.work) if name.startswith(prefix)}
+        left = [unit.number for unit in work.units if unit.number not in done]
+        progress = UnitProgress(what, [unit.bytes for unit in work.units], done, time.monotonic)
+        for number in self.run_units(function, left):
+            progress.add(number)
+
+    def _decide(self, work: UnitWork) -> tuple[CleaningReport, list[str]]:
+        """Decide which rows are kept, and return how many were dropped, and the labels of those kept."""
+        surveys = Surveys.of([work.survey_file(unit.number) for unit in work.units])
+        config, total = self.recipe.data, int(surveys.starts[-1])
+        assert config.shards is not None
+        if not total:
+            raise DataError(f"data.source {config.source!r} has no rows: give a source that has some")
+        with tempfile.TemporaryFile(prefix="rayloom-codes-") as file:
+            # A byte for each row of the source: on a disk, since there may be very many.
+            file.truncate(total)
+            codes = np.memmap(file, np.uint8, "r+", shape=(total,))
+            for start, survey in surveys:
+                codes[start : start + len(survey.codes)] = survey.codes
+            resolve(surveys, config.clean, codes, config.shards.memory)
+            return self._count(work, surveys, codes)
+
+    def _count(self, work: UnitWork, surveys: Surveys, codes: NDArray[np.uint8]) -> tuple[CleaningReport, list[str]]:
+        """Save the decision for each unit, and check that there is enough in each split."""
+        kept = np.zeros((len(surveys.labels) + 1, len(SPLITS)), np.int64)
+        dropped: Counter[Reason] = Counter()
+        for unit, (start, survey) in zip(work.units, surveys, strict=True):
+            part = codes[start : start + len(survey.codes)]
+            write_atomically(work.codes_file(unit.number), part.tobytes())
+            chosen = part == KEPT
+            np.add.at(kept, (surveys.labels_of(survey)[chosen], survey.splits[chosen]), 1)
+            for code, count in zip(*np.unique(part[~chosen], return_counts=True), strict=True):
+                dropped[REASONS[code - 1]] += int(count)
+        self._require_readable(dropped["unreadable"], len(codes))
+        what = "documents" if self.recipe.is_language_model else "examples"
+        report = CleaningReport(what=what, given=len(codes), kept=int(kept.sum()), dropped=dropped)
+        self._require_splits(kept.sum(axis=0), str(report))
+        if self.recipe.is_language_model:
+            return report, []
+        self._require_classes(surveys.labels, kept)
+        return report, [label for label, row in zip(surveys.labels, kept, strict=False) if row.sum()]
+
+    def _require_readable(self, unreadable: int, total: int) -> None:
+        if unreadable > _MAX_UNREADABLE * total:
+            raise DataError(
+                f"data.source {self.recipe.data.source!r} has {unreadable:,} pictures of {total:,} that cannot be "
+                f"decoded, more than {_MAX_UNREADABLE:.0%}: repair or remove them"
+            )
+
+    def _require_splits(self, sizes: NDArray[np.int64], report: str) -> None:
+        config = self.recipe.data
+        fractions = (1.0, config.validation_fraction, config.test_fraction or 0.0)
+        for split, size, fraction in zip(SPLITS, sizes.tolist(), fractions, strict=True):
+            if fraction and not size:
+                raise DataError(
+                    f"data.source {config.source!r} leaves the {split} split empty ({report}); rows are split by the "
+                    f"hash of {config.group_column or 'their content'}: give more data or other fractions"
+                )
+
+    def _require_classes(self, labels: list[str], kept: NDArray[np.int64]) -> None:
+        source = f"data.source {self.recipe.data.source!r}"
+        found = [label for label, row in zip(labels, kept, strict=False) if row.sum()]
+        if len(found) < 2:
+            raise DataError(f"{source} has the classes {found} after cleaning: expected two or more")
+        for label, (train, *others) in zip(labels, kept.tolist(), strict=False):
+            if not train and sum(others):
+                raise DataError(
+                    f"{source} has no training example of {label!r}: its {sum(others)} are in other splits; give more"
+                )
+
+    def _save_codec(self, work: UnitWork, labels: list[str]) -> None:
+        """Save what the shards are written with, and the sample that a processor is fitted on."""
+        folder = work.work.parent
+        inputs, rows = [], []
+        for unit in work.units:
+            sample = Sample.load(work.sample_file(unit.number))
+            codes = np.frombuffer(work.codes_file(unit.number).read_bytes(), np.uint8)
+            splits = Surveys.of([work.survey_file(unit.number)])
+            survey = next(iter(splits))[1]
+            for row, item in zip(sample.rows.tolist(), sample.inputs, strict=True):
+                if codes[row] == KEPT and survey.splits[row] == SPLITS.index("train"):
+                    inputs.append(item)
+                    rows.append(row)
+        if work.sample_fraction < 1.0:
+            print(
+                f"what is learned from texts is learned from a sample of {len(inputs):,} training "
+                f"{'documents' if work.is_language_model else 'examples'}",
+                flush=True,
+            )
+        if not work.is_language_model:
+            save_labels(labels, folder)
+            Sample(np.array(rows, np.int64), inputs).save(folder / SAMPLE_FILE)
+            return
+        if not (folder / SETTINGS_FILE).exists():  # it is written last
+            self._fit_tokenizer(inputs).save(folder)
+
+    def _fit_tokenizer(self, documents: Sequence[Input]) -> LanguageTokenizer:
+        config, pretrained = self.recipe.data, self.recipe.model.pretrained
+        if pretrained is not None:
+            return LanguageTokenizer.from_pretrained(open_pretrained(pretrained), config)
+        return LanguageTokenizer.fit((document for document in documents if isinstance(document, str)), config)
+
+    def _publish(
+        self, work: UnitWork, folder: UPath, fingerprint: str, settings: dict[str, Any], report: CleaningReport
+    ) -> None:
+        """Write the report and the index, and remove what is no longer needed."""
+        splits: dict[str, list[Shard]] = {split: [] for split in SPLITS}
+        examples: dict[Reason, list[str]] = {}
+        for unit in work.units:
+            result = UnitResult.model_validate_json(work.result_file(unit.number).read_bytes())
+            for split, shards in result.shards.items():
+                splits[split] += shards
+            for reason, shown in result.examples.items():
+                examples[reason] = [*examples.get(reason, []), *shown][:EXAMPLES]
+        self._require_blocks(splits)
+        report.model_copy(update={"examples": examples}).save(folder)
+        schema = (
+            block_schema(LanguageTokenizer.load(folder)) if work.is_language_model else labelled_schema(self.modality)
+        )
+        index = ShardIndex(
+            fingerprint=fingerprint,
+            created=datetime.now(UTC),
+            task=self.recipe.task,
+            source=self.recipe.data.source,
+            settings=settings,
+            columns={field.name: str(field.type) for field in schema},
+            splits={split: shards for split, shards in splits.items() if shards},
+        )
+        index.save(folder)
+        work.work.fs.rm(work.work.path, recursive=True)
+
+    def _require_blocks(self, splits: dict[str, list[Shard]]) -> None:
+        config = self.recipe.data
+        for split in ("train", "validation"):
+            if not splits[split]:
+                raise DataError(
+                    f"data.source {config.source!r} has too few tokens in its {split} documents for one block: give "
+                    f"more text, or lower data.block_length, which is {config.block_length}"
+                )

@@ -1,0 +1,171 @@
+"""The files of a source, cut into units: pieces of bounded size that are surveyed and written one by one.
+
+Units do not depend on who works on them. So a cluster and a single process write the same shards, and an interrupted
+preparation goes on with the units that are left.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from upath import UPath
+
+from app.checksums import sha256_of
+from app.config import DataConfig
+from app.data.builtin import BUILTIN, BUILTIN_DOCUMENTS
+from app.data.examples import Modality
+from app.data.sources import IMAGE_SUFFIXES, Source, find_builtin, open_source
+from app.errors import DataError
+from app.storage import to_path
+
+Kind = Literal["parquet", "arrow", "csv", "jsonl", "text", "image", "builtin"]
+_TABLES: dict[str, Kind] = {
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".csv": "csv",
+    ".jsonl": "jsonl",
+}
+MAX_DOCUMENT_BYTES = 16 * 2**20
+"""A larger text file is read as several documents, which are cut at ends of lines."""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file of the source, as a listing gives it."""
+
+    path: str
+    kind: Kind
+    bytes: int
+    version: str
+    """The store's ETag, or the time of the last change."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A file, or a part of it.
+
+    Parts are counted in row groups of Parquet, in record batches of Arrow, and in bytes of JSON lines and text.
+    """
+
+    path: str
+    kind: Kind
+    bytes: int
+    start: int = 0
+    stop: int | None = None
+    """None: the end of the file."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Pieces that are read one after another."""
+
+    number: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that are read."""
+        return sum(piece.bytes for piece in self.pieces)
+
+
+def list_files(config: DataConfig, modality: Modality, is_language_model: bool) -> list[SourceFile]:
+    """List the files of ``data.source``, sorted by path. It takes one listing, however many there are.
+
+    Raises:
+        DataError: the source does not exist, or has no file that the task reads.
+    """
+    source = Source(config.source)
+    known: dict[str, Any] = dict(BUILTIN_DOCUMENTS if is_language_model else BUILTIN)
+    if find_builtin(source, known) is not None:
+        return [SourceFile(config.source, "builtin", 0, "")]
+    root = open_source(source)
+    files = sorted(_listed(root), key=lambda file: str(file[0]))
+    found = [
+        SourceFile(str(path), kind, int(info["size"]), str(info.get("ETag") or info.get("mtime") or ""))
+        for path, info in files
+        if (kind := _kind_of(path, modality, is_language_model)) and not _is_hidden(path, root)
+    ]
+    if not found:
+        expected = "PNG or JPEG files in a folder for each class" if modality == "image" else f"{', '.join(_TABLES)}"
+        raise DataError(f"{source} has none of the files that the task reads: expected {expected}")
+    return found
+
+
+def fingerprint_of(files: Sequence[SourceFile], settings: dict[str, Any]) -> str:
+    """Return the sha256 of a source and of the settings that shards depend on."""
+    content = json.dumps([settings, [asdict(file) for file in files]], sort_keys=True)
+    return sha256_of(content.encode())
+
+
+def cut_units(files: Sequence[SourceFile], unit_bytes: int) -> list[Unit]:
+    """Cut files into units of about ``unit_bytes``. A csv file is one piece: its rows cannot be found from inside."""
+    units: list[Unit] = []
+    pieces: list[Piece] = []
+    for piece in (piece for file in files for piece in _cut(file, unit_bytes)):
+        if pieces and sum(other.bytes for other in pieces) + piece.bytes > unit_bytes:
+            units.append(Unit(len(units), tuple(pieces)))
+            pieces = []
+        pieces.append(piece)
+    return [*units, Unit(len(units), tuple(pieces))]
+
+
+def _cut(file: SourceFile, unit_bytes: int) -> Iterator[Piece]:
+    if file.kind == "text" and file.bytes > MAX_DOCUMENT_BYTES:
+        yield from _cut_bytes(file, min(unit_bytes, MAX_DOCUMENT_BYTES))
+    elif file.bytes <= unit_bytes or file.kind in ("csv", "text", "image", "builtin"):
+        yield Piece(file.path, file.kind, file.bytes)
+    elif file.kind == "jsonl":
+        yield from _cut_bytes(file, unit_bytes)
+    else:
+        sizes = _parquet_sizes(file) if file.kind == "parquet" else _arrow_sizes(file)
+        for number, size in enumerate(sizes):
+            yield Piece(file.path, file.kind, size, number, number + 1)
+
+
+def _cut_bytes(file: SourceFile, size: int) -> Iterator[Piece]:
+    for start in range(0, file.bytes, size):
+        stop = min(start + size, file.bytes)
+        yield Piece(file.path, file.kind, stop - start, start, stop)
+
+
+def _parquet_sizes(file: SourceFile) -> list[int]:
+    """Return the bytes of each row group. Raises DataError if the file is not Parquet."""
+    try:
+        with to_path(file.path).open("rb") as opened, pq.ParquetFile(opened) as table:
+            groups = [table.metadata.row_group(number) for number in range(table.metadata.num_row_groups)]
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{file.path!r} is not a parquet table ({error}): write it again") from error
+    return [group.total_byte_size for group in groups]
+
+
+def _arrow_sizes(file: SourceFile) -> list[int]:
+    """Return an equal share of the bytes for each record batch. Raises DataError if the file is not Arrow."""
+    try:
+        with to_path(file.path).open("rb") as opened, pa.ipc.open_file(opened) as table:
+            count: int = table.num_record_batches
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{file.path!r} is not an Arrow file ({error}): write it again") from error
+    return [file.bytes // max(1, count)] * count
+
+
+def _listed(root: UPath) -> list[tuple[UPath, dict[str, Any]]]:
+    if root.is_file():
+        return [(root, root.fs.info(root.path))]
+    found: dict[str, dict[str, Any]] = root.fs.find(root.path, detail=True)
+    return [(root / name.removeprefix(root.path.rstrip("/")).lstrip("/"), info) for name, info in found.items()]
+
+
+def _is_hidden(path: UPath, root: UPath) -> bool:
+    return path != root and any(part.startswith(".") for part in path.relative_to(root).parts)
+
+
+def _kind_of(path: UPath, modality: Modality, is_language_model: bool) -> Kind | None:
+    """Return how a file is read; None: the task does not read it."""
+    suffix = path.suffix.lower()
+    if modality == "image":
+        return "image" if suffix in IMAGE_SUFFIXES else None
+    return _TABLES.get(suffix) or ("text" if is_language_model else None)

@@ -1,0 +1,138 @@
+"""The work on one unit: the survey, and later the shards. It runs in this process or in any other of a cluster."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel
+from upath import UPath
+
+from app.config import DataConfig
+from app.data.classification import load_labels
+from app.data.examples import REASONS, Input, Modality, Reason
+from app.data.preparation.rows import Columns, read_unit
+from app.data.preparation.survey import KEPT, SPLITS, Cleaner, SplitRule, Survey, Surveyor
+from app.data.preparation.units import Unit
+from app.data.preparation.writers import BlockWriter, LabelledWriter, SplitWriter
+from app.data.shards import Shard
+from app.data.tokenizer import LanguageTokenizer
+from app.storage import to_path, write_atomically
+
+EXAMPLES = 10
+"""Dropped rows of each reason that are shown."""
+_MAX_EXAMPLE = 120
+WORK = ".work"
+"""Folder of what a preparation needs until it ends."""
+
+
+class UnitResult(BaseModel):
+    """The shards of a unit, by split, and some of the rows that were dropped."""
+
+    shards: dict[str, list[Shard]]
+    examples: dict[Reason, list[str]]
+
+
+@dataclass(frozen=True)
+class UnitWork:
+    """What the work on any unit needs. It can be pickled."""
+
+    folder: str
+    config: DataConfig
+    units: tuple[Unit, ...]
+    modality: Modality
+    is_language_model: bool
+    sample_fraction: float
+
+    @property
+    def work(self) -> UPath:
+        """The folder of files that are needed until the preparation ends."""
+        return to_path(self.folder) / WORK
+
+    def survey_file(self, number: int) -> UPath:
+        """The survey of a unit."""
+        return self.work / f"survey-{number:05d}.arrow"
+
+    def sample_file(self, number: int) -> UPath:
+        """The sample of a unit."""
+        return self.work / f"sample-{number:05d}.arrow"
+
+    def codes_file(self, number: int) -> UPath:
+        """One byte for each row of a unit: whether it is kept."""
+        return self.work / f"codes-{number:05d}.bin"
+
+    def result_file(self, number: int) -> UPath:
+        """The ``UnitResult`` of a unit, written when its shards are."""
+        return self.work / f"unit-{number:05d}.json"
+
+    def survey(self, number: int) -> int:
+        """Survey a unit, and return its number."""
+        rule = SplitRule(self.config.seed, self.config.validation_fraction, self.config.test_fraction or 0.0)
+        surveyor = Surveyor(self._cleaner, rule, self.sample_fraction)
+        for rows in read_unit(self.units[number], self._columns):
+            surveyor.add(rows)
+        survey, sample = surveyor.finish()
+        sample.save(self.sample_file(number))
+        survey.save(self.survey_file(number))  # last: it says that the unit is done
+        return number
+
+    def write(self, number: int) -> int:
+        """Write the shards of a unit, and return its number."""
+        survey = Survey.load(self.survey_file(number))
+        codes = np.frombuffer(self.codes_file(number).read_bytes(), np.uint8)
+        examples: dict[Reason, list[str]] = {}
+        writers = {split: self._writer(split, number) for split in SPLITS}
+        for start, inputs, labels in self._cleaned(number):
+            part = slice(start, start + len(inputs))
+            self._add(writers, inputs, labels, codes[part], survey.splits[part])
+            _collect(examples, inputs, codes[part])
+        shards = {split: writer.close() for split, writer in writers.items()}
+        result = UnitResult(shards=shards, examples=examples)
+        write_atomically(self.result_file(number), result.model_dump_json().encode())
+        return number
+
+    def _cleaned(self, number: int) -> Iterator[tuple[int, list[Input | None], list[str]]]:
+        """Yield the first row, cleaned inputs and labels of each batch of a unit."""
+        start, cleaner = 0, self._cleaner
+        for rows in read_unit(self.units[number], self._columns):
+            yield start, [cleaner.clean(item) for item in rows.inputs], list(rows.labels or [""] * len(rows.inputs))
+            start += len(rows.inputs)
+
+    @staticmethod
+    def _add(
+        writers: dict[str, SplitWriter],
+        inputs: list[Input | None],
+        labels: list[str],
+        codes: NDArray[np.uint8],
+        splits: NDArray[np.uint8],
+    ) -> None:
+        for place, split in enumerate(SPLITS):
+            chosen = np.flatnonzero((codes == KEPT) & (splits == place)).tolist()
+            kept = [item for row in chosen if (item := inputs[row]) is not None]
+            if kept:
+                writers[split].add(kept, [labels[row] for row in chosen])
+
+    def _writer(self, split: str, number: int) -> SplitWriter:
+        assert self.config.shards is not None
+        folder, prefix, size = to_path(self.folder), f"{split}-{number:05d}", self.config.shards.size
+        if self.is_language_model:
+            return BlockWriter(folder, prefix, size, LanguageTokenizer.load(folder))
+        return LabelledWriter(folder, prefix, self.modality, size, load_labels(folder))
+
+    @property
+    def _columns(self) -> Columns:
+        columns = self.config.columns
+        return Columns(columns.input, None if self.is_language_model else columns.label, self.config.group_column)
+
+    @property
+    def _cleaner(self) -> Cleaner:
+        return Cleaner(self.config.clean, not self.is_language_model, self.modality == "image")
+
+
+def _collect(examples: dict[Reason, list[str]], inputs: list[Input | None], codes: NDArray[np.uint8]) -> None:
+    """Keep the first few rows that are dropped for each reason."""
+    for row in np.flatnonzero(codes != KEPT).tolist():
+        shown = examples.setdefault(REASONS[codes[row] - 1], [])
+        if len(shown) < EXAMPLES:
+            item = inputs[row]
+            shown.append(item[:_MAX_EXAMPLE] if isinstance(item, str) else "(not a text)")

@@ -1,0 +1,85 @@
+"""The rows of one split of a unit as shards: labelled inputs as they are, or documents as blocks of tokens."""
+
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import numpy as np
+import pyarrow as pa
+from upath import UPath
+
+from app.data.examples import Input, Modality
+from app.data.sharded import CLASS, INPUT, TOKENS
+from app.data.shards import LENGTH, Shard, ShardWriter
+from app.data.tokenizer import LanguageTokenizer
+
+
+class SplitWriter(Protocol):
+    """Writes the rows of one split of a unit."""
+
+    def add(self, inputs: Sequence[Input], labels: Sequence[str]) -> None:
+        """Add cleaned rows. Documents have no labels."""
+        ...
+
+    def close(self) -> list[Shard]:
+        """Write what is left, and return all shards."""
+        ...
+
+
+def labelled_schema(modality: Modality) -> pa.Schema:
+    """Return the columns of labelled inputs."""
+    kind = pa.string() if modality == "text" else pa.binary()
+    return pa.schema({INPUT: kind, CLASS: pa.int32(), LENGTH: pa.int32()})
+
+
+def block_schema(tokenizer: LanguageTokenizer) -> pa.Schema:
+    """Return the columns of blocks. Each has one token more than the model reads, which is only a target."""
+    dtype = np.min_scalar_type(tokenizer.facts["vocab_size"] - 1)
+    block = pa.list_(pa.from_numpy_dtype(dtype), tokenizer.facts["max_length"] + 1)
+    return pa.schema({TOKENS: block, LENGTH: pa.int32()})
+
+
+class LabelledWriter:
+    """Writes inputs and their classes."""
+
+    def __init__(self, folder: UPath, prefix: str, modality: Modality, size: int, labels: Sequence[str]) -> None:
+        self._schema = labelled_schema(modality)
+        self._shards = ShardWriter(folder, prefix, self._schema, size)
+        self._class_of = {label: place for place, label in enumerate(labels)}
+
+    def add(self, inputs: Sequence[Input], labels: Sequence[str]) -> None:
+        """Add cleaned rows."""
+        lengths = [len(item) if isinstance(item, str) else 0 for item in inputs]
+        columns = [inputs, [self._class_of[label] for label in labels], lengths]
+        arrays = [pa.array(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
+        self._shards.add(pa.record_batch(arrays, self._schema))
+
+    def close(self) -> list[Shard]:
+        """Write what is left, and return all shards."""
+        return self._shards.close()
+
+
+class BlockWriter:
+    """Tokenises documents, and writes them in blocks. Tokens at the end that fill no block are left out."""
+
+    def __init__(self, folder: UPath, prefix: str, size: int, tokenizer: LanguageTokenizer) -> None:
+        self._schema = block_schema(tokenizer)
+        self._shards = ShardWriter(folder, prefix, self._schema, size)
+        self._tokenizer, self._length = tokenizer, tokenizer.facts["max_length"]
+        self._rest = tokenizer.join([])
+
+    def add(self, inputs: Sequence[Input], labels: Sequence[str]) -> None:  # noqa: ARG002
+        """Add cleaned documents."""
+        tokens = np.concatenate([self._rest, self._tokenizer.join(cast(Sequence[str], inputs))])
+        # The last token is only a target.
+        count = max(len(tokens) - 1, 0) // self._length
+        self._rest = tokens[count * self._length :]
+        if not count:
+            return
+        windows = np.lib.stride_tricks.sliding_window_view(tokens, self._length + 1)[:: self._length][:count]
+        blocks = pa.FixedSizeListArray.from_arrays(pa.array(windows.reshape(-1)), self._length + 1)
+        lengths = pa.array(np.full(count, self._length, np.int32))
+        self._shards.add(pa.record_batch([blocks.cast(self._schema.field(TOKENS).type), lengths], self._schema))
+
+    def close(self) -> list[Shard]:
+        """Write what is left, and return all shards."""
+        return self._shards.close()

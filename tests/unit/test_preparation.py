@@ -1,0 +1,362 @@
+"""Preparation as shards: every format, in units, cleaned and split as told, the same bytes whoever works on it."""
+
+import csv
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image
+from upath import UPath
+
+from app.config import Recipe, load_recipe
+from app.data.preparation import prepare as preparing
+from app.data.preparation.progress import UnitProgress
+from app.data.preparation.units import cut_units, list_files
+from app.data.sharded_data import ShardedClassificationData, ShardedLanguageData
+from app.data.shards import ShardIndex
+from app.errors import DataError, RecipeError
+from app.storage import open_storage, to_path
+from app.tasks import load_prepared, load_with_test, prepare, prepare_shards
+
+WORDS = ["river", "stone", "lantern", "orchard", "velvet", "copper", "meadow", "harbour", "thistle", "ember"]
+
+
+def text(number: int) -> str:
+    """A text of its own for each number."""
+    source = random.Random(number)
+    return f"{number}: " + " ".join(source.choices(WORDS, k=source.randint(3, 30)))
+
+
+ROWS = [(text(number), ("good", "bad", "fair")[number % 3], f"author {number // 20}") for number in range(1200)]
+
+
+def write_table(
+    path: Path, rows: Sequence[tuple[str, ...]], names: Sequence[str] = ("text", "label", "author")
+) -> None:
+    """Write rows in the format that the file's name has."""
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    table = pa.table(dict(zip(names, columns, strict=True)))
+    if path.suffix == ".parquet":
+        pa.parquet.write_table(table, path, row_group_size=100)
+    elif path.suffix == ".arrow":
+        with pa.ipc.new_file(path, table.schema) as file:
+            file.write_table(table, max_chunksize=100)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([names, *rows])
+    else:
+        lines = [json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False) for row in rows]
+        path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def recipe_of(source: Path | str, *overrides: str) -> Recipe:
+    """A recipe of small shards."""
+    shards = "data.shards={size: 5KB, window: 20KB}"
+    return load_recipe(
+        "recipes/reviews.yaml", [f"data.source={source}", "train.linear_baseline=false", shards, *overrides]
+    )
+
+
+def prepared(source: Path | str, *overrides: str) -> ShardedClassificationData:
+    """The data of such a recipe."""
+    data = prepare(recipe_of(source, *overrides))
+    assert isinstance(data, ShardedClassificationData)
+    return data
+
+
+def rows_in(data: ShardedClassificationData) -> dict[str, list[tuple[Any, str]]]:
+    """The inputs and labels of each split."""
+    splits = {"train": data.train, "validation": data.validation, "test": data.test}
+    return {
+        name: [(item, data.labels[label]) for item, label in zip(*split.split.take(range(len(split))), strict=True)]
+        for name, split in splits.items()
+        if split
+    }
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "csv", "jsonl"])
+def test_every_format_gives_every_row_once_in_many_units(tmp_path: Path, suffix: str) -> None:
+    for part in range(2):
+        write_table(tmp_path / f"part{part}.{suffix}", ROWS[600 * part : 600 * (part + 1)])
+    recipe = recipe_of(tmp_path, "data.test_fraction=0.1")
+    files = list_files(recipe.data, "text", is_language_model=False)
+    assert suffix == "csv" or len(cut_units(files, 20_000)) > 4
+    data = prepared(tmp_path, "data.test_fraction=0.1")
+    found = rows_in(data)
+    assert Counter(row for rows in found.values() for row in rows) == Counter((item, label) for item, label, _ in ROWS)
+    assert 80 < len(found["validation"]) < 160
+    assert 80 < len(found["test"]) < 160
+    assert data.rows == {name: len(rows) for name, rows in found.items()}
+
+
+def test_a_row_stays_in_its_split_when_the_data_grow(tmp_path: Path) -> None:
+    write_table(tmp_path / "some.jsonl", ROWS[:700])
+    before = rows_in(prepared(tmp_path / "some.jsonl"))
+    write_table(tmp_path / "more.jsonl", ROWS)
+    after = rows_in(prepared(tmp_path / "more.jsonl"))
+    assert set(before["train"]) <= set(after["train"])
+    assert set(before["validation"]) <= set(after["validation"])
+
+
+def test_rows_of_a_group_are_in_one_split(tmp_path: Path) -> None:
+    write_table(tmp_path / "rows.csv", ROWS)
+    found = rows_in(prepared(tmp_path / "rows.csv", "data.group_column=author", "data.test_fraction=0.2"))
+    author = {item: group for item, _, group in ROWS}
+    groups = [{author[item] for item, _ in rows} for rows in found.values()]
+    assert len(groups) == 3
+    assert sum(map(len, groups)) == len(set().union(*groups)) == 60
+
+
+def test_what_is_dropped_is_what_the_data_in_memory_drop(tmp_path: Path) -> None:
+    odd = [
+        ("  ", "good"),
+        (ROWS[3][0], ROWS[3][1]),
+        (ROWS[4][0], "good"),
+        (f" {ROWS[5][0]} ", ROWS[5][1]),
+        (text(-1), ""),
+    ]
+    write_table(tmp_path / "rows.parquet", [*ROWS[:300], *((*row, "") for row in odd), *ROWS[300:]])
+    source = tmp_path / "rows.parquet"
+    sharded = prepared(source).report
+    in_memory = prepare(load_recipe("recipes/reviews.yaml", [f"data.source={source}", "train.linear_baseline=false"]))
+    assert sharded.model_copy(update={"examples": {}}) == in_memory.report
+    assert sharded.dropped == {"empty": 1, "duplicate": 3, "conflicting": 1, "unlabelled": 1}
+    assert sharded.examples["conflicting"] == [ROWS[4][0]]
+
+
+def test_texts_of_other_lengths_are_dropped_in_shards_and_in_memory(tmp_path: Path) -> None:
+    write_table(tmp_path / "rows.csv", ROWS)
+    keys = ["data.clean={min_length: 60, max_length: 120}"]
+    sharded = prepared(tmp_path / "rows.csv", *keys).report
+    keys += [f"data.source={tmp_path / 'rows.csv'}", "train.linear_baseline=false"]
+    in_memory = prepare(load_recipe("recipes/reviews.yaml", keys)).report
+    assert sharded.dropped == in_memory.dropped
+    assert sharded.dropped["too_short"] == sum(len(item) < 60 for item, _, _ in ROWS)
+    assert sharded.dropped["too_long"] == sum(len(item) > 120 for item, _, _ in ROWS)
+    assert all(len(item) > 120 for item in sharded.examples["too_long"]) or len(sharded.examples["too_long"]) == 10
+
+
+def test_all_who_work_on_it_write_the_same_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_table(tmp_path / "rows.jsonl", ROWS)
+    here = prepared(tmp_path / "rows.jsonl").reference
+
+    def elsewhere(work: Callable[[int], int], numbers: Sequence[int]) -> Iterable[int]:
+        with ThreadPoolExecutor(3) as pool:
+            yield from pool.map(work, reversed(numbers))
+
+    monkeypatch.setenv("RAYLOOM_STORAGE", str(tmp_path / "other"))
+    there = prepare_shards(recipe_of(tmp_path / "rows.jsonl"), elsewhere)
+    assert isinstance(there, ShardedClassificationData)
+    assert there.reference.location != here.location
+    assert there.reference.sha256 == here.sha256
+    assert there.fingerprint == prepared(tmp_path / "rows.jsonl").fingerprint
+
+
+def test_a_second_preparation_reads_nothing_and_an_interrupted_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_table(tmp_path / "rows.jsonl", ROWS)
+    recipe = recipe_of(tmp_path / "rows.jsonl")
+    done: list[int] = []
+
+    def interrupted(work: Callable[[int], int], numbers: Sequence[int]) -> Iterable[int]:
+        for number in numbers:
+            if len(done) == 8:  # in the midst of the shards
+                raise KeyboardInterrupt
+            done.append(number)
+            yield work(number)
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare_shards(recipe, interrupted)
+    (folder,) = (open_storage(None) / preparing.SHARDS).iterdir()
+    assert ShardIndex.find(folder) is None
+    before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.arrow")}
+    resumed = prepare(recipe)
+    assert "writing shards: goes on after 2 of 6 parts" in capsys.readouterr().out
+    after = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.arrow")}
+    assert before.items() <= after.items()
+    assert not [path for path in folder.rglob("*") if path.name.startswith(".")]
+
+    def forbidden(work: Callable[[int], int], numbers: Sequence[int]) -> Iterable[int]:
+        raise AssertionError("it is prepared already")
+
+    again = prepare_shards(recipe, forbidden)
+    monkeypatch.setenv("RAYLOOM_STORAGE", str(tmp_path / "other"))
+    assert again.fingerprint == resumed.fingerprint == prepare(recipe).fingerprint
+
+
+def test_other_settings_make_other_shards_and_other_windows_do_not(tmp_path: Path) -> None:
+    write_table(tmp_path / "rows.csv", ROWS)
+    source = tmp_path / "rows.csv"
+    first = prepared(source).reference.location
+    wider = recipe_of(source, "data.shards={size: 5KB, window: 90KB}", "data.buckets=[16]")
+    same = prepare(wider)
+    assert isinstance(same, ShardedClassificationData)
+    assert same.reference.location == first
+    assert prepared(source, "data.seed=1").reference.location != first
+    write_table(source, ROWS[:-1])
+    assert prepared(source).reference.location != first
+
+
+def test_a_run_keeps_a_reference_and_refuses_other_shards(tmp_path: Path, storage: str) -> None:
+    write_table(tmp_path / "rows.csv", ROWS)
+    recipe = recipe_of(tmp_path / "rows.csv", f"storage={storage}", "data.test_fraction=0.1")
+    data = prepare(recipe)
+    folder = to_path(f"{storage}/runs/train/some/data")
+    data.save(folder)
+    loaded = load_with_test(recipe, folder)
+    assert loaded.fingerprint == data.fingerprint
+    assert loaded.rows == data.rows
+    assert np.array_equal(loaded.train.batch([5, 3]).targets, data.train.batch([5, 3]).targets)
+    index = ShardIndex.load(to_path(data.reference.location))  # type: ignore[attr-defined]
+    index.splits["train"].pop()
+    index.save(to_path(data.reference.location))  # type: ignore[attr-defined]
+    with pytest.raises(Exception, match="are not those that the run began with"):
+        load_prepared(recipe, folder)
+
+
+def language_recipe(source: Path, *overrides: str) -> Recipe:
+    keys = [f"data.source={source}", "data.block_length=16", "data.tokenizer.vocab_size=300"]
+    return load_recipe("recipes/stdlib_gpt.yaml", [*keys, "data.shards={size: 5KB, window: 20KB}", *overrides])
+
+
+def test_documents_become_blocks_of_tokens(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(300):
+        (folder / f"{number:03}.txt").write_text(text(number), encoding="utf-8")
+    (folder / "odd.txt").write_bytes(b"\xff\xfe")
+    write_table(folder / "more.csv", [(text(number),) for number in range(300, 400)], ["text"])
+    data = prepare(language_recipe(folder))
+    assert isinstance(data, ShardedLanguageData)
+    assert (data.report.given, data.report.kept, data.report.dropped) == (401, 400, {"not_text": 1})
+    batch = data.train.batch([1, 0])
+    assert batch.inputs["input_ids"].shape == batch.targets.shape == (2, 16)
+    assert np.array_equal(batch.inputs["input_ids"][:, 1:], batch.targets[:, :-1])
+    train = "".join(data.tokenizer.decode(data.train.batch([row]).inputs["input_ids"][0].tolist()) for row in range(50))
+    assert sum(text(number) in train for number in range(400)) > 5
+    blocks = (len(data.train) + len(data.validation)) * 16
+    assert blocks > 0.9 * sum(len(data.tokenizer.encode(text(number))) + 1 for number in range(400))
+
+
+def test_a_large_text_is_read_in_parts_without_losing_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.data.preparation.units.MAX_DOCUMENT_BYTES", 2000)
+    lines = [text(number) for number in range(1000)]
+    (tmp_path / "all.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    data = prepare(language_recipe(tmp_path / "all.txt", "data.tokenizer={kind: bytes}"))
+    assert data.report.kept > 20
+    assert data.report.given == data.report.kept
+    tokens = (len(data.train) + len(data.validation)) * 16  # type: ignore[attr-defined]
+    size = (tmp_path / "all.txt").stat().st_size
+    assert size - 16 * 2 * 10 < tokens <= size + data.report.kept
+
+
+def test_pictures_that_cannot_be_decoded_are_counted_or_refused(tmp_path: Path) -> None:
+    for label, level in (("dark", 0), ("light", 200)):
+        (tmp_path / label).mkdir()
+        for number in range(150):
+            Image.new("L", (8, 8), level + number % 50).resize((8 + number // 50, 8)).save(
+                tmp_path / label / f"{number}.png"
+            )
+    (tmp_path / "dark" / "torn.png").write_bytes(b"\x89PNG nothing")
+    shards = "data.shards={size: 5KB, window: 20KB}"
+    recipe = load_recipe("recipes/digits.yaml", [f"data.source={tmp_path}", shards])
+    data = prepare(recipe)
+    assert data.report.dropped == {"unreadable": 1}
+    assert data.train.batch([0, 1]).inputs["pixel_values"].shape[0] == 2
+    for number in range(9):
+        (tmp_path / "dark" / f"torn{number}.png").write_bytes(b"\x89PNG nothing")
+    with pytest.raises(DataError, match="10 pictures of 310 that cannot be decoded, more than 1%"):
+        prepare(recipe)
+
+
+def broken(folder: Path, name: str) -> Path:
+    """A folder of two good files and a bad one."""
+    write_table(folder / "a.jsonl", ROWS[:100])
+    write_table(folder / "b.csv", ROWS[100:200])
+    match name:
+        case "missing":
+            write_table(folder / "c.parquet", [row[:1] for row in ROWS[200:210]], ["text"])
+        case "json":
+            (folder / "c.jsonl").write_text('{"text": "a", "label": "b"}\n{"text": \n')
+        case "list":
+            (folder / "c.jsonl").write_text('{"text": "a", "label": "b"}\n[1]\n')
+        case "parquet":
+            (folder / "c.parquet").write_bytes(b"PAR1 this is none")
+        case "csv":
+            (folder / "c.csv").write_text("text,label\na,good\nb,bad,more\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("missing", r"data\.columns\.label is 'label', which '.*c\.parquet' does not have: it has text"),
+        ("json", r"c\.jsonl' has a line at byte 28 that is not JSON"),
+        ("list", r"c\.jsonl' has a line at byte 28 that is a list: expected an object"),
+        ("parquet", r"c\.parquet' cannot be read as parquet"),
+        ("csv", r"c\.csv' cannot be read as csv \(CSV parse error: Row #3: Expected 2 columns, got 3"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, name: str, told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        prepare(recipe_of(broken(tmp_path, name)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "overrides", "told"),
+    [
+        (ROWS[:1], [], "leaves the validation split empty"),
+        ([(text(number), "good", "") for number in range(50)], [], r"has the classes \['good'\] after cleaning"),
+        ([("", "", "")] * 3, [], "leaves the train split empty"),
+    ],
+)
+def test_too_little_data_is_refused(
+    tmp_path: Path, rows: list[tuple[str, ...]], overrides: list[str], told: str
+) -> None:
+    write_table(tmp_path / "rows.parquet", rows)
+    with pytest.raises(DataError, match=told):
+        prepare(recipe_of(tmp_path / "rows.parquet", *overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["train.linear_baseline=true"], "train.linear_baseline reads all data into memory"),
+        (["data.test_source=x.csv"], "test_source cannot be read with shards"),
+        (["data.clean.near_duplicates=0.2"], "near_duplicates"),
+        (["data.clean={min_length: 9, max_length: 3}"], "min_length 9 is more than max_length 3"),
+    ],
+)
+def test_keys_that_shards_do_not_go_with_are_refused(overrides: list[str], told: str) -> None:
+    with pytest.raises(RecipeError, match=told):
+        recipe_of("rows.csv", *overrides)
+
+
+def test_progress_says_how_much_time_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    progress = UnitProgress("reading", [1_000_000] * 10, {0}, lambda: now[0])
+    for number, seconds in ((1, 5.0), (2, 12.0), (3, 18.0)):
+        now[0] = seconds
+        progress.add(number)
+    told = capsys.readouterr().out.splitlines()
+    assert told == ["reading: goes on after 1 of 10 parts", "reading: 3 of 10 parts, 3 of 10 MB, about 42.0 s left"]
+
+
+def test_a_source_on_s3_is_prepared(s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3.items():
+        monkeypatch.setenv(name, value)
+    UPath("s3://prepared").mkdir(exist_ok=True)
+    write_table(tmp_path / "rows.parquet", ROWS)
+    to_path("s3://prepared/source/rows.parquet").write_bytes((tmp_path / "rows.parquet").read_bytes())
+    data = prepare(recipe_of("s3://prepared/source", "storage=s3://prepared/storage"))
+    assert sum(data.rows.values()) == len(ROWS)
+    local = prepare(recipe_of(tmp_path / "rows.parquet"))
+    assert data.fingerprint == local.fingerprint
