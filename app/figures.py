@@ -4,6 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 FIGURES: dict[str, dict[str, str]] = {
+    "prepare": {
+        "data": "artifacts.data",
+        "train_rows": "metrics.rows.train",
+        "validation_rows": "metrics.rows.validation",
+        "dropped": "metrics.dropped",
+        "shards": "metrics.shards",
+        "bytes": "metrics.bytes",
+    },
     "train": {
         "val_accuracy": "metrics.val_accuracy",
         "val_loss": "metrics.val_loss",

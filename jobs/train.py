@@ -18,6 +18,7 @@ from app.training.stop_request import StopRequest, request_stop
 from app.warnings import warn
 from jobs._cluster import connect, may_grow, require, training_cluster
 from jobs._runner import main, on_sigterm
+from jobs._shards import prepare_on_cluster
 
 _RESOURCES_TIMEOUT_S = 15.0
 
@@ -28,6 +29,7 @@ def train(run: Run, prepared: UPath | None = None) -> Outcome:
     ``prepared`` is the folder of data that another job has prepared for this recipe.
     """
     with stage("prepare"):
+        prepare_on_cluster(run, prepared)
         data = prepare_run(run, training_cluster, prepared)
     config = run.recipe.train
     _set_timeouts(config)

@@ -26,6 +26,7 @@ from app.tuning.trial_config import trial_recipe
 from app.tuning.trial_data import add_plans, keep_data, prepare_trials
 from jobs._cluster import connect, may_grow, require, require_dashboard, training_cluster
 from jobs._runner import main, on_sigterm
+from jobs._shards import prepare_on_cluster
 
 
 def tune(run: Run) -> Outcome:
@@ -39,6 +40,7 @@ def tune(run: Run) -> Outcome:
     location = locate(run.run_id)
     check_scheduler(config, trial_recipe(recipe, {}, config).train, space)
     with stage("prepare"):
+        prepare_on_cluster(run)
         data, recipe = prepare_trials(run, config, space, training_cluster)
     own_trial = trial_recipe(recipe, {}, config)
     space = add_plans(space, own_trial, data, config, training_cluster(own_trial.train))

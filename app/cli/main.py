@@ -11,6 +11,7 @@ import typer
 from upath import UPath
 
 from app.cli.check import check
+from app.cli.data import data
 from app.cli.endpoint import TOKEN_FILE_VARIABLE, EndpointClient, local_endpoint
 from app.cli.models import models
 from app.cli.monitoring import Notify, receivers_of, write_files
@@ -36,6 +37,7 @@ recipes = typer.Typer(no_args_is_help=True, help="Look at recipes.")
 app.add_typer(recipes, name="recipe")
 app.add_typer(models, name="models")
 app.add_typer(runs, name="runs")
+app.add_typer(data, name="data")
 app.command()(plan)
 app.command(name="monitoring")(write_files)
 app.command()(check)
@@ -126,7 +128,7 @@ def submit(
         bool, typer.Option("--json", help="End with the whole result, and not only its figures.")
     ] = False,
 ) -> None:
-    """Send a job (plan, train, tune, compile, deploy, undeploy, lifecycle) to the cluster and follow it to its end."""
+    """Send a job (plan, prepare, train, tune, compile, deploy, undeploy, lifecycle) to the cluster, and follow it."""
     given = [*([recipe] if recipe else []), *(overrides or [])]
     if recipe_option is not None:
         given.insert(0, recipe_option)

@@ -86,15 +86,10 @@ class ShardedSamples(Protocol):
         ...
 
 
-def shards_of(dataset: Dataset) -> ShardedSamples | None:
-    """Return the shards that a dataset lies in; None if it is in memory."""
-    shards: ShardedSamples | None = getattr(dataset, "shards", None)
-    return shards
-
-
 def longest_sample(dataset: Dataset) -> int:
     """Return the index of a sample with the greatest length."""
-    if shards := shards_of(dataset):
+    shards: ShardedSamples | None = getattr(dataset, "shards", None)
+    if shards:
         return shards.longest
     lengths = dataset.lengths
     return max(range(len(lengths)), key=lambda index: int(lengths[index]))

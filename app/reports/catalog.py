@@ -18,7 +18,7 @@ from app.runs import CONFIG_FILE, recipe_named_in, runs_folder
 from app.storage import list_names
 from app.telemetry.record import flatten
 
-JOBS = ("lifecycle", "train", "tune", "compile", "deploy", "undeploy")
+JOBS = ("lifecycle", "prepare", "train", "tune", "compile", "deploy", "undeploy")
 """The jobs whose runs lie in storage, in the order in which their names are searched."""
 
 _ID_TIME = "%Y%m%d-%H%M%S"

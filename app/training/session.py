@@ -13,7 +13,7 @@ from app.artifacts import CHECKPOINTS, FAILURE_FILE
 from app.conditional import read
 from app.config import Layout, Recipe, TrainConfig
 from app.config.alerts import Act
-from app.data.prepared import PreparedData, shards_of
+from app.data.prepared import PreparedData
 from app.errors import NonFiniteLossError, TrainingError
 from app.models.factory import blueprint_of
 from app.storage import no_op
@@ -31,7 +31,7 @@ from app.training.checkpoints.manager import CheckpointManager
 from app.training.checkpoints.state import Position
 from app.training.coordination.sync import StepSync
 from app.training.coordination.watchdog import Watchdog
-from app.training.data.batches import EPOCH_ORDER, count_steps
+from app.training.data.batches import EPOCH_ORDER, count_steps, shards_of
 from app.training.data.feed import Feed
 from app.training.data.streams import STREAM_ORDER
 from app.training.engine import TrainingEngine, create_engine

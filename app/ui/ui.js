@@ -134,7 +134,7 @@ async function showRuns(view) {
 }
 
 function runsPanel() {
-  const job = make("select", {id: "job"}, ["", "lifecycle", "train", "tune", "compile", "deploy"].map((name) =>
+  const job = make("select", {id: "job"}, ["", "lifecycle", "prepare", "train", "tune", "compile", "deploy"].map((name) =>
     make("option", {value: name}, name || "all")));
   const recipe = make("input", {id: "recipe", type: "search", placeholder: "all", value: filters.recipe});
   const compare = make("button", {id: "compare", type: "button", className: "main", disabled: chosen.size < 2}, "Compare");

@@ -4,6 +4,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.faults.ledger import RECIPE, expected, written_in
 from tests.helpers import folder_of, steps_of, wait_until
 from tests.launch import EVERY_STEPS, Launch, Launched, newest_step
@@ -12,19 +14,22 @@ from tests.tables import Faults
 EPOCHS = 3
 
 
-def test_two_processes_then_one_then_four(launch: Launch, tmp_path: Path, faults: Faults) -> None:
+SHARDS = ["data.shards={size: 40KB, window: 80KB}"]
+
+
+@pytest.mark.parametrize("data", [[], SHARDS], ids=["memory", "shards"])
+def test_two_processes_then_one_then_four(launch: Launch, tmp_path: Path, faults: Faults, data: list[str]) -> None:
     storage = tmp_path / "storage"
 
     def start(processes: int, name: str) -> Launched:
         (tmp_path / name).mkdir(exist_ok=True)
         keeping = [f"train.checkpoint.every_steps={EVERY_STEPS}", "train.resume=latest", "train.early_stopping=null"]
         ledger = ["model.factory=tests.faults.models:LedgerCnn", f"model.args.folder={tmp_path / name}"]
-        overrides = [*keeping, *ledger, f"name={name}", f"train.epochs={EPOCHS}", "model.args.pause_s=0.05"]
+        overrides = [*keeping, *ledger, *data, f"name={name}", f"train.epochs={EPOCHS}", "model.args.pause_s=0.05"]
         return launch.torchrun("-m", "app.training", RECIPE, *overrides, processes=processes)
 
-    with faults(
-        "T12", "torchrun: stopped, on with 2, 1, 4 processes", "each sample once an epoch; loss within 1e-6 of 2's"
-    ) as fault:
+    told = f"torchrun{', data in shards' if data else ''}: stopped, on with 2, 1, 4 processes"
+    with faults("T12", told, "each sample once an epoch; loss within 1e-6 of 2's") as fault:
         whole = start(2, "whole").result()
         stops = []
         for processes in (2, 1):
@@ -35,8 +40,8 @@ def test_two_processes_then_one_then_four(launch: Launch, tmp_path: Path, faults
             stops.append(run.result()["metrics"]["steps"])
         parts = start(4, "parts").result()
         assert parts["metrics"]["resumed_from_step"] == stops[-1]
-        assert written_in(tmp_path / "whole") == expected(EPOCHS)
-        assert written_in(tmp_path / "parts") == expected(EPOCHS)
+        assert written_in(tmp_path / "whole") == expected(EPOCHS, data)
+        assert written_in(tmp_path / "parts") == expected(EPOCHS, data)
 
         steps, reference = steps_of(folder_of(parts)), steps_of(folder_of(whole))
         assert [record["step"] for record in steps] == [record["step"] for record in reference]

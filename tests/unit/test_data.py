@@ -44,6 +44,7 @@ def test_reviews_are_cleaned_as_counted() -> None:
         "kept": 17_363,
         "dropped": {"empty": 1, "duplicate": 17_713, "conflicting": 47},
         "cut": 0,
+        "examples": {},
     }
     assert len(set(kept.inputs)) == len(kept) == 17_363
     assert "17,713 exact duplicates" in str(report)

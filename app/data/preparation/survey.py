@@ -4,7 +4,7 @@ The rows themselves are not kept. What is dropped is decided afterwards, from th
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 
@@ -20,6 +20,7 @@ from app.data.preparation.rows import Rows
 from app.storage import write_atomically
 
 Hashes = NDArray[np.uint64]
+_COLUMNS = ("high", "low", "splits", "codes", "labels")
 KEPT = 0
 """Code of a row that is kept. Others are 1 + the place of the reason in ``REASONS``."""
 SPLITS = ("train", "validation", "test")
@@ -66,16 +67,15 @@ class Survey:
 
     def save(self, path: UPath) -> None:
         """Write the survey for ``load``."""
-        names = ("high", "low", "splits", "codes", "labels")
-        rows = pa.table({name: pa.array(getattr(self, name)) for name in names})
+        rows = pa.table({name: pa.array(getattr(self, name)) for name in _COLUMNS})
         write_tables(path, rows, pa.table({"label_names": pa.array(self.label_names, pa.string())}))
 
     @classmethod
     def load(cls, path: UPath) -> "Survey":
         """Return what ``save`` wrote."""
         rows, names = read_tables(path, 2)
-        columns = (rows[name].to_numpy() for name in ("high", "low", "splits", "codes", "labels"))
-        return cls(*columns, names["label_names"].to_pylist())
+        high, low, splits, codes, labels = (rows[name].to_numpy() for name in _COLUMNS)
+        return cls(high, low, splits, codes, labels, names["label_names"].to_pylist())
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,8 @@ class Surveyor:
         self._digests += digests
         for group in rows.groups or ():
             self._groups += hashlib.blake2b(group.encode(), digest_size=8).digest()
-        for item, label in zip(cleaned, rows.labels or [None] * len(cleaned), strict=True):
+        labels: Sequence[str | None] = rows.labels or [None] * len(cleaned)
+        for item, label in zip(cleaned, labels, strict=True):
             self._codes.append(self._cleaner.code(item, label))
             self._labels.append(self._label_names.setdefault(label, len(self._label_names)) if label else -1)
         low = np.frombuffer(digests, np.uint64)[1::2]

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.config import TrainConfig
+from app.data.prepared import Dataset, ShardedSamples
 from app.errors import TrainingError
 
 Indices = NDArray[np.int64]
@@ -23,6 +24,12 @@ class DataRank:
 
     rank: int
     size: int
+
+
+def shards_of(dataset: Dataset) -> ShardedSamples | None:
+    """Return the shards that a dataset lies in; None if it is in memory."""
+    shards: ShardedSamples | None = getattr(dataset, "shards", None)
+    return shards
 
 
 def count_steps(config: TrainConfig, num_samples: int) -> int:

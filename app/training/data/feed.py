@@ -12,11 +12,18 @@ from torch.utils.data import DataLoader, Sampler, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
 from app.config import Layout, TrainConfig
-from app.data.prepared import IGNORED, Dataset, PreparedData, shards_of
+from app.data.prepared import IGNORED, Dataset, PreparedData
 from app.models.precision import TORCH_DTYPES
 from app.telemetry.step_time import Phase
 from app.training.activity import Activity
-from app.training.data.batches import DataRank, Indices, micro_batches, train_batches, validation_batches
+from app.training.data.batches import (
+    DataRank,
+    Indices,
+    micro_batches,
+    shards_of,
+    train_batches,
+    validation_batches,
+)
 from app.training.data.streams import StreamOrder, sharded_validation_batches
 from app.training.worker import Worker, seed_random
 

@@ -1,0 +1,95 @@
+"""The commands ``rayloom data``: list, show and delete data that was prepared as shards."""
+
+from typing import Annotated
+
+import typer
+
+from app.cli.options import Storage, chosen_storage
+from app.cli.tables import aligned
+from app.data.examples import CleaningReport
+from app.errors import RequestError, StorageError
+
+data = typer.Typer(no_args_is_help=True, help="Look at data that was prepared as shards, and delete it.")
+
+
+@data.command("list")
+def list_command(storage: Storage = None) -> None:
+    """List prepared data, the newest first, and how many runs read each."""
+    from app.data.preparation.collection import list_shards  # pyarrow takes a while to import
+
+    found = list_shards(chosen_storage(storage))
+    if not found:
+        print("no data: 'rayloom submit prepare RECIPE' makes some, from a recipe with data.shards")
+        return
+    rows = [("data", "source", "rows", "size", "created, UTC", "runs")]
+    for one in found:
+        index = one.index
+        if index is None:
+            rows.append((one.name, "incomplete", "", "", "", str(len(one.runs))))
+            continue
+        created = f"{index.created:%Y-%m-%d %H:%M}"
+        rows.append(
+            (one.name, index.source, f"{sum(index.rows.values()):,}", _size(index.bytes), created, str(len(one.runs)))
+        )
+    print("\n".join(aligned(rows)))
+
+
+@data.command()
+def show(
+    name: Annotated[str, typer.Argument(help="The data's name, or its beginning.")], storage: Storage = None
+) -> None:
+    """Show where data came from, what was dropped, with examples, and which runs read it."""
+    from app.data.preparation.collection import find_shards
+
+    found = find_shards(chosen_storage(storage), name)
+    index = found.index
+    if index is None:
+        raise StorageError(
+            f"data {found.name} is incomplete: its preparation is under way, or was interrupted and goes on with "
+            "'rayloom submit prepare RECIPE'"
+        )
+    report = CleaningReport.load(found.path)
+    rows = [
+        ("data", found.name),
+        ("source", index.source),
+        ("task", index.task),
+        ("created", f"{index.created:%Y-%m-%d %H:%M:%S} UTC"),
+        *((split, f"{count:,} rows in {len(index.splits[split]):,} shards") for split, count in index.rows.items()),
+        ("size", _size(index.bytes)),
+        ("cleaning", str(report)),
+        *((reason.replace("_", " "), repr(text)) for reason, texts in report.examples.items() for text in texts),
+        *((key, str(value)) for key, value in index.settings.items()),
+        *(("run", run) for run in found.runs),
+        ("folder", str(found.path)),
+    ]
+    print("\n".join(aligned(rows)))
+
+
+@data.command()
+def delete(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME...]", help="Names, or their beginnings.")] = None,
+    unused: Annotated[bool, typer.Option("--unused", help="All complete data that no run reads.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also data that runs read.")] = False,
+    storage: Storage = None,
+) -> None:
+    """Delete prepared data. Runs that read it can no longer go on or be compiled."""
+    from app.data.preparation.collection import delete_shards, find_shards, list_shards
+
+    if bool(names) == unused:
+        raise RequestError("give the names of data, or --unused, and not both")
+    root = chosen_storage(storage)
+    found = [one for one in list_shards(root) if one.index and not one.runs] if unused else []
+    found += [find_shards(root, name) for name in names or ()]
+    for one in found:
+        if one.runs and not force:
+            raise StorageError(
+                f"data {one.name} is read by {', '.join(one.runs[:3])}{' and others' if len(one.runs) > 3 else ''}: "
+                "delete these runs first with 'rayloom runs delete', or give --force"
+            )
+    for one in found:
+        delete_shards(one)
+        print(f"deleted {one.name}")
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"

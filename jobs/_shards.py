@@ -1,0 +1,57 @@
+"""Preparation of data in shards on the nodes of the cluster, a Ray task for each unit of the source."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from upath import UPath
+
+from app.artifacts import DATA
+from app.data.prepared import PreparedData
+from app.errors import ClusterError
+from app.runs import Run
+from app.tasks import prepare_shards
+from jobs._cluster import connect
+
+_TASKS_AHEAD = 64
+"""Tasks that wait for a node at a time."""
+
+
+def prepare_on_cluster(run: Run, prepared: UPath | None = None) -> PreparedData | None:
+    """Make the shards of a run's recipe, if it has any and they are not there. Return the data.
+
+    A run that goes on, or that gets the folder ``prepared`` of another job, keeps the data that it has.
+    """
+    if run.recipe.data.shards is None or prepared is not None or (run.folder / DATA).exists():
+        return None
+    return prepare_shards(run.recipe, _run_units)
+
+
+def _run_units(work: Callable[[int], int], units: Sequence[int]) -> Iterator[int]:
+    """Yield the number of each unit when its task is done. Units are files in storage, so nothing else is sent.
+
+    Raises:
+        ClusterError: a node or process was lost, several times.
+        RayloomError: what ``work`` raises.
+    """
+    if not units:
+        return
+    connect()
+    shared = ray.put(work)  # it names every file of the source
+    waiting = list(units)[::-1]
+    running: list[ray.ObjectRef] = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < _TASKS_AHEAD:
+                running.append(_work_on.remote(shared, waiting.pop()))
+            done, running = ray.wait(running)
+            yield from map(ray.get, done)
+    except RayTaskError as error:
+        raise error.cause from error
+    except RayError as error:
+        raise ClusterError(f"the preparation was lost with its node ({str(error).strip()}): submit it again") from error
+
+
+@ray.remote(name="prepare", num_cpus=1, max_retries=3)  # type: ignore[untyped-decorator]
+def _work_on(work: Callable[[int], int], unit: int) -> int:
+    return work(unit)

@@ -1,0 +1,52 @@
+"""Prepare a recipe's data as shards on the Ray cluster: python -m jobs.prepare RECIPE [key=value …]"""
+
+import sys
+
+from pydantic import BaseModel
+
+from app.data.examples import Reason
+from app.data.sharded_data import ShardedClassificationData, ShardedLanguageData
+from app.errors import RecipeError
+from app.runs import Outcome, Run
+from app.telemetry.tracing import stage
+from jobs._runner import main
+from jobs._shards import prepare_on_cluster
+
+
+class PrepareMetrics(BaseModel):
+    """What was prepared."""
+
+    rows: dict[str, int]
+    """By split."""
+    given: int
+    dropped: int
+    dropped_by_reason: dict[Reason, int]
+    shards: int
+    bytes: int
+
+
+def prepare(run: Run) -> Outcome:
+    """Make the shards, unless they are there."""
+    if run.recipe.data.shards is None:
+        raise RecipeError(
+            f"recipe {run.recipe.name} has no data.shards, and its data are held in memory: set data.shards={{}}"
+        )
+    run.open()
+    with stage("prepare"):
+        data = prepare_on_cluster(run)
+    assert isinstance(data, ShardedClassificationData | ShardedLanguageData)
+    print(data.summary, flush=True)
+    index, report = data.reference.index, data.report
+    metrics = PrepareMetrics(
+        rows=index.rows,
+        given=report.given,
+        dropped=sum(report.dropped.values()),
+        dropped_by_reason=report.dropped,
+        shards=sum(map(len, index.splits.values())),
+        bytes=index.bytes,
+    )
+    return Outcome(metrics, {"data": data.reference.location})
+
+
+if __name__ == "__main__":
+    sys.exit(main("prepare", prepare))
