@@ -143,6 +143,38 @@ def test_texts_of_other_lengths_are_dropped_in_shards_and_in_memory(tmp_path: Pa
     assert all(len(item) > 120 for item in sharded.examples["too_long"]) or len(sharded.examples["too_long"]) == 10
 
 
+def planted(count: int = 600) -> tuple[list[str], list[str]]:
+    """Unlike texts, and copies of a tenth of them in which one word in a hundred is another."""
+    source = random.Random(0)
+    words = [f"{word}{number}" for word in WORDS for number in range(300)]
+    texts = [source.choices(words, k=source.randint(100, 180)) for _ in range(count)]
+    copies = []
+    for words_of_one in texts[::10]:
+        copy = list(words_of_one)
+        copy[source.randrange(len(copy))] = "other"
+        copies.append(" ".join(copy))
+    return [" ".join(one) for one in texts], copies
+
+
+def test_near_duplicates_are_found_and_nothing_else(tmp_path: Path) -> None:
+    texts, copies = planted()
+    unlike = ["short", "short one", "全然不同的一句话在这里", "另外一句与它毫不相干的话语"]
+    rows = [(item, ("good", "bad")[place % 2], "") for place, item in enumerate([*texts, *unlike, *copies])]
+    write_table(tmp_path / "rows.jsonl", rows)
+    data = prepared(tmp_path / "rows.jsonl", "data.clean={near_duplicates: 0.8}")
+    kept = {item for rows in rows_in(data).values() for item, _ in rows}
+    assert {*texts, *unlike} <= kept  # precision
+    assert len(kept & set(copies)) <= 0.05 * len(copies)  # recall
+    assert data.report.dropped == {"near_duplicate": len(rows) - len(kept)}
+    assert len(data.report.examples["near_duplicate"]) == 10
+    few_at_a_time = recipe_of(tmp_path / "rows.jsonl", "data.clean={near_duplicates: 0.8}", "data.seed=1")
+    shards = few_at_a_time.data.shards
+    assert shards is not None
+    bounded = few_at_a_time.data.model_copy(update={"shards": shards.model_copy(update={"memory": 9000})})
+    again = prepare(few_at_a_time.model_copy(update={"data": bounded}))
+    assert again.report.dropped == data.report.dropped
+
+
 def test_all_who_work_on_it_write_the_same_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_table(tmp_path / "rows.jsonl", ROWS)
     here = prepared(tmp_path / "rows.jsonl").reference
@@ -333,6 +365,7 @@ def test_too_little_data_is_refused(
         (["train.linear_baseline=true"], "train.linear_baseline reads all data into memory"),
         (["data.test_source=x.csv"], "test_source cannot be read with shards"),
         (["data.clean.near_duplicates=0.2"], "near_duplicates"),
+        (["data.clean.near_duplicates=0.9", "data.shards=null"], "found in data in shards only"),
         (["data.clean={min_length: 9, max_length: 3}"], "min_length 9 is more than max_length 3"),
     ],
 )

@@ -15,6 +15,7 @@ from upath import UPath
 from app.config import Recipe
 from app.data.classification import save_labels
 from app.data.examples import REASONS, CleaningReport, Input, Modality, Reason
+from app.data.preparation.near_duplicates import NearDuplicates
 from app.data.preparation.progress import UnitProgress
 from app.data.preparation.survey import KEPT, SPLITS, Sample, Surveys, resolve
 from app.data.preparation.units import cut_units, fingerprint_of, list_files
@@ -105,6 +106,9 @@ class Preparer:
             for start, survey in surveys:
                 codes[start : start + len(survey.codes)] = survey.codes
             resolve(surveys, config.clean, codes, config.shards.memory)
+            if threshold := config.clean.near_duplicates:
+                files = [work.signature_files(unit.number) for unit in work.units]
+                NearDuplicates(files, surveys.starts, threshold, config.shards.memory).drop(codes)
             return self._count(work, surveys, codes)
 
     def _count(self, work: UnitWork, surveys: Surveys, codes: NDArray[np.uint8]) -> tuple[CleaningReport, list[str]]:

@@ -11,6 +11,7 @@ from upath import UPath
 from app.config import DataConfig
 from app.data.classification import load_labels
 from app.data.examples import REASONS, Input, Modality, Reason
+from app.data.preparation.near_duplicates import PERMUTATIONS, SignatureFiles, signatures_of
 from app.data.preparation.rows import Columns, read_unit
 from app.data.preparation.survey import KEPT, SPLITS, Cleaner, SplitRule, Survey, Surveyor
 from app.data.preparation.units import Unit
@@ -57,6 +58,10 @@ class UnitWork:
         """The sample of a unit."""
         return self.work / f"sample-{number:05d}.arrow"
 
+    def signature_files(self, number: int) -> SignatureFiles:
+        """The signatures of a unit, for near duplicates."""
+        return SignatureFiles(self.work, number)
+
     def codes_file(self, number: int) -> UPath:
         """One byte for each row of a unit: whether it is kept."""
         return self.work / f"codes-{number:05d}.bin"
@@ -69,9 +74,14 @@ class UnitWork:
         """Survey a unit, and return its number."""
         rule = SplitRule(self.config.seed, self.config.validation_fraction, self.config.test_fraction or 0.0)
         surveyor = Surveyor(self._cleaner, rule, self.sample_fraction)
+        signatures = [np.empty((0, PERMUTATIONS), np.uint32)]
         for rows in read_unit(self.units[number], self._columns):
-            surveyor.add(rows)
+            cleaned = surveyor.add(rows)
+            if self.config.clean.near_duplicates:
+                signatures.append(signatures_of(cleaned))
         survey, sample = surveyor.finish()
+        if self.config.clean.near_duplicates:
+            self.signature_files(number).save(np.concatenate(signatures), self.config.clean.near_duplicates)
         sample.save(self.sample_file(number))
         survey.save(self.survey_file(number))  # last: it says that the unit is done
         return number
