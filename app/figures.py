@@ -6,8 +6,8 @@ from typing import Any
 FIGURES: dict[str, dict[str, str]] = {
     "prepare": {
         "data": "artifacts.data",
-        "train_rows": "metrics.rows.train",
-        "validation_rows": "metrics.rows.validation",
+        "train_rows": "metrics.train_rows",
+        "validation_rows": "metrics.validation_rows",
         "dropped": "metrics.dropped",
         "shards": "metrics.shards",
         "bytes": "metrics.bytes",

@@ -5,7 +5,7 @@ import sys
 from pydantic import BaseModel
 
 from app.data.examples import Reason
-from app.data.sharded_data import ShardedClassificationData, ShardedLanguageData
+from app.data.sharded_data import TEST, TRAIN, VALIDATION, ShardedClassificationData, ShardedLanguageData
 from app.errors import RecipeError
 from app.runs import Outcome, Run
 from app.telemetry.tracing import stage
@@ -16,8 +16,9 @@ from jobs._shards import prepare_on_cluster
 class PrepareMetrics(BaseModel):
     """What was prepared."""
 
-    rows: dict[str, int]
-    """By split."""
+    train_rows: int
+    validation_rows: int
+    test_rows: int
     given: int
     dropped: int
     dropped_by_reason: dict[Reason, int]
@@ -38,7 +39,9 @@ def prepare(run: Run) -> Outcome:
     print(data.summary, flush=True)
     index, report = data.reference.index, data.report
     metrics = PrepareMetrics(
-        rows=index.rows,
+        train_rows=index.rows.get(TRAIN, 0),
+        validation_rows=index.rows.get(VALIDATION, 0),
+        test_rows=index.rows.get(TEST, 0),
         given=report.given,
         dropped=sum(report.dropped.values()),
         dropped_by_reason=report.dropped,

@@ -192,6 +192,13 @@ def test_train_a_language_model(reader: Reader) -> None:
     assert "RESULT " in reader.paste_all("train_a_language_model.md")
 
 
+def test_train_on_large_data(reader: Reader) -> None:
+    shown = reader.paste_all("train_on_large_data.md")
+    assert "RESULT " in shown
+    assert "reviews.csv" in shown
+    assert "deleted " in shown
+
+
 def test_compile_a_model(reader: Reader) -> None:
     reader.publish("reviews", 1)
     reader.publish("digits", 1)

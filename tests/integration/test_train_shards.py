@@ -37,8 +37,9 @@ def test_a_cluster_prepares_the_shards_that_a_process_does_and_trains_on_them(
 ) -> None:
     storage = f"storage={tmp_path / 'storage'}"
     prepared = submit(cluster, "prepare", *DIGITS, storage)
-    assert prepared["metrics"]["rows"].keys() == {"train", "validation", "test"}
-    assert sum(prepared["metrics"]["rows"].values()) == prepared["metrics"]["given"] == 1797
+    rows = [prepared["metrics"][f"{split}_rows"] for split in ("train", "validation", "test")]
+    assert min(rows) > 0
+    assert sum(rows) == prepared["metrics"]["given"] == 1797
     index = ShardIndex.load(to_path(prepared["artifacts"]["data"]))
     here: Any = prepare(load_recipe(DIGITS[0], [*DIGITS[1:], f"storage={tmp_path / 'other'}"]))
     assert here.reference.sha256 == index.sha256

@@ -17,11 +17,13 @@ from app.tuning.outcome import TuneMetrics
 from jobs._runner import main
 from jobs.deploy import DeployMetrics
 from jobs.plan import PlanMetrics
+from jobs.prepare import PrepareMetrics
 from jobs.undeploy import UndeployMetrics
 from tests.helpers import ROOT, result_line
 
 DIGITS = str(ROOT / "recipes/digits.yaml")
 METRICS: dict[str, type[BaseModel]] = {
+    "prepare": PrepareMetrics,
     "train": TrainMetrics,
     "tune": TuneMetrics,
     "compile": CompileMetrics,
