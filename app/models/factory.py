@@ -105,6 +105,7 @@ def _build_if_small(build: Callable[[], nn.Module]) -> nn.Module | None:
         with _SizeLimit():
             return build()
     except _TooLarge:
+        # The model is built again, and must get the same numbers.
         restore_random_states(*before)
         return None
 

@@ -92,6 +92,7 @@ def findings(storage: UPath, subject: str | None, ask: Ask | None) -> list[Findi
     Raises:
         StorageError: the storage has neither a run nor a model of that name.
     """
+    # A named run may be of any age.
     last = None if subject else 1
     runs = [folder for job in ("train", "tune") for folder in newest_first(runs_folder(storage, job))[:last]]
     models = list_names(storage / "models") if (storage / "models").exists() else []

@@ -68,6 +68,7 @@ def enumerate_plans(
             plain = base.model_copy(update=keys)
             plans.extend(plain.model_copy(update=option) for option in _options(plain, cluster))
         for plan in plans:
+            # A refused plan counts once for each micro-batch, as those that run do.
             if broken := broken_rule(plan, setting):
                 refusals.add(broken.name, broken.reason, len(sizes))
                 continue

@@ -152,6 +152,7 @@ class _Event(NamedTuple):
 
 def _read_events(trace: bytes) -> list[_Event]:
     """Return all spans of a trace."""
+    # "X" marks events with a start and a duration. Others, such as names of threads, have none.
     entries = [entry for entry in json.loads(trace)["traceEvents"] if entry.get("ph") == "X"]
     launches = {
         entry["args"]["correlation"]: entry["ts"]
@@ -188,6 +189,7 @@ def _by_share(events: Iterable[_Event], phases: Sequence[_Event]) -> dict[_Share
     starts = [event.start for event in phases]
     shares: dict[_Share, list[_Event]] = {share: [] for share in _Share}
     for event in events:
+        # Phases are never nested, so only the last one that began can hold the event.
         index = bisect_right(starts, event.launched) - 1
         found = phases[index].phase if index >= 0 and event.launched <= phases[index].end else None
         shares[_SHARES[found] if found else _Share.OTHER].append(event)

@@ -145,6 +145,7 @@ class TrackedRun:
         if self._folder.parent.name != "compile" or "model" not in artifacts:
             return None
         name, _, number = artifacts["model"].rpartition("/")
+        # The folder is runs/compile/ID in the storage.
         storage = self._folder.parent.parent.parent
         return PublishedVersion(name, int(number), str(storage / "models" / name / number))
 

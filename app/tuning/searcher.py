@@ -32,6 +32,7 @@ class StudySearcher(Searcher):  # type: ignore[misc] # Ray has no types
             return None
         proposal = self._next()
         if proposal is None:
+            # Trials that run may come back: paused and then promoted, or put back because their actor was busy.
             return None if self._running else str(Searcher.FINISHED)
         self._running += 1
         return {
