@@ -1,6 +1,6 @@
 """The outcome of a search: its metrics, and the recipe with the best values."""
 
-from typing import Any, Self
+from typing import Self
 
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import BaseModel
@@ -101,7 +101,8 @@ def _pareto_trial(metrics: list[str], trial: FrozenTrial) -> ParetoTrial:
 
 
 def _why_none(ended: list[FrozenTrial]) -> str:
-    causes: list[Any] = [trial.user_attrs[CAUSE] for trial in ended if CAUSE in trial.user_attrs]
-    if not causes:
+    failed = [trial for trial in ended if CAUSE in trial.user_attrs]
+    if not failed:
         return "the search ended first"
-    return f"trial {ended[-1].number}, after {epochs_of(ended[-1])} epochs: {causes[-1]}"
+    last = failed[-1]
+    return f"trial {last.number}, after {epochs_of(last)} epochs: {last.user_attrs[CAUSE]}"
