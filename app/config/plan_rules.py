@@ -22,8 +22,6 @@ class ModelTraits:
     None if its matrices cannot be split.
     """
     checkpoints_activations: bool
-    is_adapted: bool = False
-    """Whether an adapter is trained beside frozen weights: LoRA, not DoRA."""
 
 
 @dataclass(frozen=True)
@@ -159,16 +157,6 @@ def _staged_tensor_takes_zero_1_in_low_precision(plan: PlanConfig, setting: Sett
     return None
 
 
-def _adapter_takes_zero_2(plan: PlanConfig, setting: Setting) -> str | None:
-    is_adapted = setting.model is not None and setting.model.is_adapted
-    if is_adapted and plan.zero_stage == 3 and setting.workers[1] > 1:
-        return (
-            "an adapter (lora without dora) on several workers takes zero_stage 0, 1 or 2, got 3, which "
-            "was not shown equal to one process yet"
-        )
-    return None
-
-
 def _offload_takes_zero(plan: PlanConfig, _: Setting) -> str | None:
     if plan.offload != "none" and plan.zero_stage == 0:
         return "offload moves a split optimizer: zero_stage 1, 2 or 3, got 0"
@@ -275,7 +263,6 @@ _RULES: tuple[Rule, ...] = (
     _pipeline_takes_zero_1,
     _tensor_takes_zero_1,
     _staged_tensor_takes_zero_1_in_low_precision,
-    _adapter_takes_zero_2,
     _offload_takes_zero,
     _nvme_takes_a_path,
     _offload_takes_adamw,

@@ -18,7 +18,15 @@ from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from app.models.recording import Operation, Recording, UnrecordableError, Window, fake_attributes, silent_fakes
+from app.models.recording import (
+    Operation,
+    Recording,
+    UnrecordableError,
+    Window,
+    fake_attributes,
+    silent_fakes,
+    swappable_fakes,
+)
 from app.storage import no_op
 
 Finish = Callable[[Tensor], Tensor]
@@ -48,7 +56,7 @@ class Blueprint:
         """
         before, recording = random_states(), Recording()
         try:
-            with silent_fakes(), FakeTensorMode(allow_non_fake_inputs=True), recording:
+            with silent_fakes(), swappable_fakes(), FakeTensorMode(allow_non_fake_inputs=True), recording:
                 model = build()
             windows = _to_meta(model, recording)
             # ``make`` would draw these numbers again, and in another order.

@@ -146,6 +146,31 @@ def silent_fakes() -> Iterator[None]:
         logger.setLevel(level)
 
 
+@contextmanager
+def swappable_fakes() -> Iterator[None]:
+    """Let ``nn.Module.to`` convert fake parameters, which it does by ``torch.utils.swap_tensors``.
+
+    torch refuses to swap a tensor that has weak references. The fake mode's memo holds some, but only to tensors whose
+    operation is new to it. So the first build in a process was not recorded, later ones were, and the two drew other
+    random values. Attributes that a factory set stay with the parameter, as they do in a conversion of real ones.
+    """
+    swap, of_fakes = torch.utils.swap_tensors, fake_attributes()
+
+    def swap_fakes(first: Any, second: Any) -> None:
+        for tensor in (first, second):
+            if isinstance(tensor, FakeTensor):
+                tensor.fake_mode.fake_tensor_converter.tensor_memo.clear()
+        kept = {name: value for name, value in first.__dict__.items() if name not in of_fakes}
+        swap(first, second)  # type: ignore[no-untyped-call]
+        first.__dict__.update(kept)
+
+    torch.utils.swap_tensors = swap_fakes
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = swap
+
+
 @cache
 def fake_attributes() -> frozenset[str]:
     """Return the attributes that every fake parameter has, as opposed to those that a factory set."""

@@ -34,11 +34,6 @@ def has_adapter(model: nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
-def _has_magnitudes(model: nn.Module) -> bool:
-    """Return whether the adapter is DoRA's."""
-    return any("lora_magnitude_vector" in name for name, _ in model.named_parameters())
-
-
 def require_apart(model: nn.Module) -> None:
     """Raise RecipeError unless the model keeps conversations apart that are packed into a row.
 
@@ -69,16 +64,12 @@ def traits_of(model: nn.Module) -> ModelTraits:
             return ModelTraits(name, layers, divisor, checkpoints_activations=True)
         case ModelKind.HUGGING_FACE:
             if has_adapter(model):
-                title = f"{name} with an adapter"
-                return ModelTraits(
-                    title, None, None, checkpoints_activations=True, is_adapted=not _has_magnitudes(model)
-                )
+                return ModelTraits(f"{name} with an adapter", None, None, checkpoints_activations=True)
             # With grouped queries there are fewer heads of keys and values, and these must be divided.
             divisor = _first_number(model.config, "num_key_value_heads", "num_attention_heads", "n_head")
             return ModelTraits(name, None, divisor, checkpoints_activations=True)
         case ModelKind.PLAIN:
-            is_adapted = has_adapter(model) and not _has_magnitudes(model)
-            return ModelTraits(name, None, None, checkpoints_activations=False, is_adapted=is_adapted)
+            return ModelTraits(name, None, None, checkpoints_activations=False)
 
 
 def _common_width(model: nn.Module) -> int | None:

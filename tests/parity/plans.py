@@ -84,8 +84,11 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
         "ZeRO 3, offload": {"zero_stage": 3, "offload": "cpu", "offload_param": "cpu"},
         **{f"pretrained, ZeRO {stage}": {"zero_stage": stage, "model": "pretrained llama"} for stage in (1, 3)},
         "pretrained, ZeRO 3, bf16": {"zero_stage": 3, "precision": "bf16", "model": "pretrained llama"},
-        **{f"LoRA, ZeRO {stage}": {"zero_stage": stage, "model": "LoRA"} for stage in range(3)},
-        **{f"DoRA, ZeRO {stage}": {"zero_stage": stage, "model": "DoRA"} for stage in (0, 1, 3)},
+        **{f"LoRA, ZeRO {stage}": {"zero_stage": stage, "model": "LoRA"} for stage in range(4)},
+        **{
+            f"LoRA, ZeRO {stage}, bf16": {"zero_stage": stage, "precision": "bf16", "model": "LoRA"} for stage in (1, 3)
+        },
+        **{f"DoRA, ZeRO {stage}": {"zero_stage": stage, "model": "DoRA"} for stage in range(4)},
         "Llama, tensor 2, ZeRO 0": {"tensor": 2, "zero_stage": 0, "model": "llama"},
         "Llama, tensor 2, ZeRO 1": {"tensor": 2, "model": "llama"},
         "Llama, pipeline 2": {"pipeline": 2, "micro_batch": 4, "model": "llama"},
@@ -190,7 +193,7 @@ SELECTIONS = {
                 *("ZeRO 3, offload, adamw", "Llama, tensor 2, ZeRO 0, sgd", "Llama, tensor 2, ZeRO 1, adamw"),
                 *("Llama, pipeline 2, sgd", "Llama, pipeline 2, bf16, adamw"),
                 *("tensor 2, recomputed activations, adamw",),
-                *("LoRA, ZeRO 1, adamw", "DoRA, ZeRO 3, adamw"),
+                *("LoRA, ZeRO 1, adamw", "LoRA, ZeRO 1, bf16, adamw", "LoRA, ZeRO 3, adamw", "DoRA, ZeRO 3, adamw"),
                 *("pretrained, ZeRO 3, adamw", "pretrained, tensor 2, adamw", "pretrained, pipeline 2, adamw"),
                 *("tensor 2, adamw", "tensor 2, bf16, sgd", "pipeline 2, adamw", "pipeline 2, bf16, sgd"),
                 *("pipeline 2, recomputed activations, adamw", "pipeline 2, learned positions, untied, sgd"),

@@ -180,7 +180,17 @@ def compare(row: Row, folder: UPath) -> dict[str, list[float]]:
         writer.save(take, best=None)
     losses += train(engine, layout, range(HALF, STEPS))
     writer.wait()
-    return {"plan": [*losses, validate(engine, layout)], "plain": plain_losses(row.model, row.config.optimizer.name)}
+    found = {"plan": [*losses, validate(engine, layout)], "plain": plain_losses(row.model, row.config.optimizer.name)}
+    return found | ({"state": [state_per_trained_value(engine, row)]} if MODELS[row.model].adapter else {})
+
+
+def state_per_trained_value(engine: TrainingEngine, row: Row) -> float:
+    """The optimizer's numbers for each trained value, over all ranks that share them."""
+    states = engine.deepspeed.basic_optimizer.state.values()
+    held = torch.tensor([float(sum(value.numel() for state in states for value in state.values() if value.ndim))])
+    torch.distributed.all_reduce(held)
+    copies = 1 if row.config.plan.zero_stage else row.config.workers
+    return held.item() / copies / blueprint(row.model).num_trained
 
 
 def go_on(row: Row, folder: UPath) -> dict[str, list[float]]:

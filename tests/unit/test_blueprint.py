@@ -183,7 +183,9 @@ def test_loaded_weights_are_not_initialised_and_other_buffers_are(build: Build) 
 def test_loaded_weights_have_the_models_type_and_stay_shared() -> None:
     state = Varied().state_dict()
     del state["tied.weight"]
-    model = Blueprint.of(lambda: Varied().half()).load(state)
+    blueprint = Blueprint.of(lambda: Varied().half())
+    assert blueprint.model.scale.is_meta, "the conversion was not recorded"
+    model = blueprint.load(state)
     assert model.tied.weight is model.linear.weight
     assert model.tied.weight.dtype == torch.float16
     assert model.scale.is_special
