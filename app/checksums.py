@@ -48,8 +48,12 @@ def write_checksums(folder: UPath, sums: Mapping[str, str] | None = None) -> Non
     """Write the checksums of all files of ``folder``, or the given ones, atomically."""
     if sums is None:
         sums = checksums_of(file for file in folder.iterdir() if file.is_file() and file.name != CHECKSUMS_FILE)
-    lines = [f"{sha256}  {name}\n" for name, sha256 in sorted(sums.items())]
-    write_atomically(folder / CHECKSUMS_FILE, "".join(lines).encode())
+    write_atomically(folder / CHECKSUMS_FILE, checksum_lines(sums))
+
+
+def checksum_lines(sums: Mapping[str, str]) -> bytes:
+    """Return what ``sha256sum`` prints for files with these checksums, sorted by name."""
+    return "".join(f"{sha256}  {name}\n" for name, sha256 in sorted(sums.items())).encode()
 
 
 def read_checksums(folder: UPath) -> dict[str, str]:

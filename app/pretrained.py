@@ -12,7 +12,7 @@ from typing import Any
 from filelock import FileLock
 from upath import UPath
 
-from app.checksums import sha256_of
+from app.checksums import checksum_lines, checksums_of, sha256_of
 from app.errors import RecipeError
 from app.storage import HOME, is_local, to_path
 
@@ -100,6 +100,11 @@ class PretrainedFolder:
                 "transformers, or download the whole folder"
             )
         return [self.path / name for name in names]
+
+    def weights_sha256(self) -> str:
+        """Return the checksum of the weights. Of several files it is that of the lines that ``sha256sum`` prints."""
+        sums = checksums_of(self.weights_files)
+        return next(iter(sums.values())) if len(sums) == 1 else sha256_of(checksum_lines(sums))
 
 
 def open_pretrained(location: str) -> PretrainedFolder:

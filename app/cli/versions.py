@@ -35,6 +35,7 @@ def description_of(manifest: Manifest, aliases: Sequence[str], folder: str) -> I
             ("code", lineage.code),
             *([("trial", lineage.trial)] if lineage.trial else []),
             *([("teacher", lineage.teacher)] if lineage.teacher else []),
+            *([("pretrained", lineage.pretrained)] if lineage.pretrained else []),
             *([("train run", lineage.train_run)] if lineage.train_run else []),
             *(("imported", line) for line in _imported(lineage.imported)),
             ("compile run", lineage.compile_run),

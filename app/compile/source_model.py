@@ -97,6 +97,9 @@ class SourceModel(Source):
             train_run=str(self.weights.parent),
             trial=str(recipe.tuned_from) if recipe.tuned_from else None,
             teacher=recipe.train.teacher.model if recipe.train.teacher else None,
+            pretrained=f"{recipe.model.pretrained} sha256:{recipe.model.weights_sha256}"
+            if recipe.model.pretrained
+            else None,
             compile_run=compile_run,
             recipe=sha256_of(recipe.model_dump_json().encode()),
             data_fingerprint=self.data.fingerprint,

@@ -67,6 +67,11 @@ class ModelConfig(Section):
     configuration: dict[str, Any] | None = Field(
         default=None, description="configuration of the pretrained model; a run writes it into its own recipe"
     )
+    weights_sha256: str | None = Field(
+        default=None,
+        description="sha256 of the pretrained model's safetensors file, or of the lines that sha256sum prints for "
+        "several; a run writes it into its own recipe",
+    )
 
     @property
     def title(self) -> str:
@@ -76,7 +81,7 @@ class ModelConfig(Section):
     @property
     def as_given(self) -> "ModelConfig":
         """The section as a person writes it."""
-        return self.model_copy(update={"configuration": None})
+        return self.model_copy(update={"configuration": None, "weights_sha256": None})
 
     @model_validator(mode="after")
     def _has_a_source(self) -> Self:
@@ -146,9 +151,9 @@ class Recipe(Section):
         teacher = self.train.teacher.model_copy(update={"model": model})
         return self.model_copy(update={"train": self.train.model_copy(update={"teacher": teacher})})
 
-    def with_configuration(self, configuration: dict[str, Any]) -> "Recipe":
-        """Return the recipe with the configuration of its pretrained model."""
-        return self.model_copy(update={"model": self.model.model_copy(update={"configuration": configuration})})
+    def with_model(self, model: ModelConfig) -> "Recipe":
+        """Return the recipe with another section ``model``. It is not checked."""
+        return self.model_copy(update={"model": model})
 
     @model_validator(mode="after")
     def _task_reads_keys(self) -> Self:

@@ -50,13 +50,16 @@ class _ImageSettings(ImageConfig):
 class ImageProcessor:
     """``pixel_values``, float32 of shape (batch, channels, size, size), from -1 (black) to 1 (white).
 
-    A pretrained model has a scale of its own.
+    A pretrained model has a scale of its own. Its ``preprocessor_config.json`` is kept for transformers to read.
     """
 
     modality: ClassVar[Modality] = "image"
 
-    def __init__(self, config: ImageConfig, preprocessing: Preprocessing | None = None) -> None:
-        self._config, self._preprocessing = config, preprocessing
+    def __init__(
+        self, config: ImageConfig, preprocessing: Preprocessing | None = None, given: bytes | None = None
+    ) -> None:
+        """``given`` is the content of the pretrained model's ``preprocessor_config.json``."""
+        self._config, self._preprocessing, self._given = config, preprocessing, given
 
     @classmethod
     def fit(cls, inputs: Sequence[Input], config: DataConfig) -> Self:  # noqa: ARG003
@@ -72,7 +75,7 @@ class ImageProcessor:
                 f"{folder} has no image processor: expected {IMAGE_FILE}; write it with save_pretrained of the model's "
                 "image processor"
             )
-        return cls(*_read_preprocessing(folder, given))
+        return cls(*_read_preprocessing(folder, given), folder.companions[IMAGE_FILE])
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -128,11 +131,14 @@ class ImageProcessor:
     def save(self, folder: UPath) -> None:
         settings = _ImageSettings(**self._config.model_dump(), preprocessing=self._preprocessing)
         write_atomically(folder / SETTINGS_FILE, settings.model_dump_json(exclude_none=True).encode())
+        if self._given is not None:
+            write_atomically(folder / IMAGE_FILE, self._given)
 
     @classmethod
     def load(cls, folder: UPath) -> Self:
         settings = _ImageSettings.model_validate_json((folder / SETTINGS_FILE).read_bytes())
-        return cls(ImageConfig(size=settings.size, channels=settings.channels), settings.preprocessing)
+        given = (folder / IMAGE_FILE).read_bytes() if settings.preprocessing else None
+        return cls(ImageConfig(size=settings.size, channels=settings.channels), settings.preprocessing, given)
 
 
 def _read_preprocessing(folder: PretrainedFolder, given: Mapping[str, Any]) -> tuple[ImageConfig, Preprocessing]:

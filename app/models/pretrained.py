@@ -107,6 +107,24 @@ def _require_suits(location: str, keys: Mapping[str, Any], facts: Mapping[str, i
             )
 
 
+def described(config: ModelConfig) -> ModelConfig:
+    """Return the section with what its folder holds: the configuration, and the checksum of the weights.
+
+    Raises:
+        RecipeError: the weights are not those that the section was described with, or as ``read_configuration``.
+    """
+    assert config.pretrained is not None
+    folder = open_pretrained(config.pretrained)
+    configuration = None if config.factory else read_configuration(config.pretrained)
+    sha256 = folder.weights_sha256()
+    if config.weights_sha256 not in (None, sha256):
+        raise RecipeError(
+            f"{folder} has other weights than before: their sha256 is {sha256[:12]}…, model.weights_sha256 of the run "
+            f"is {config.weights_sha256[:12]}…; restore the folder, or start a new run without weights_sha256"
+        )
+    return config.model_copy(update={"configuration": configuration, "weights_sha256": sha256})
+
+
 @dataclass(frozen=True)
 class WeightMatch:
     """Where each tensor of a model comes from."""

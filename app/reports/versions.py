@@ -19,6 +19,8 @@ def trail_of(manifest: Manifest, storage: UPath) -> dict[str, object]:
         steps["trial"] = link_to_run("tune", search, lineage.trial)
     if lineage.imported:
         steps["imported from"] = str(lineage.imported)
+    if lineage.pretrained:
+        steps["weights from"] = lineage.pretrained
     if lineage.train_run:
         steps["training and checkpoint"] = _link(lineage.train_run, storage)
     steps["compilation"] = _link(lineage.compile_run, storage)

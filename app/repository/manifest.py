@@ -92,6 +92,9 @@ class Lineage(BaseModel):
     teacher: str | None = None
     """The model that training distilled, as NAME/VERSION, if any."""
 
+    pretrained: str | None = None
+    """The model whose weights training started from, with their sha256, if any."""
+
     compile_run: str
     recipe: str
     data_fingerprint: str

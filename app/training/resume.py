@@ -41,7 +41,7 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
     earlier = _recipe_of(runs / run_id)
     _check_same(recipe, earlier, run_id)
     print(f"run {run_id} goes on", flush=True)
-    return Run.start(job, _with_plan_of(earlier, recipe), run_id)
+    return Run.start(job, _with_plan_of(earlier, recipe).with_model(earlier.model), run_id)
 
 
 def _with_plan_of(earlier: Recipe, recipe: Recipe) -> Recipe:
@@ -79,7 +79,7 @@ def _recipe_of(run: UPath) -> Recipe:
 
 
 def _as_given(recipe: Recipe) -> Recipe:
-    return recipe.model_copy(update={"model": recipe.model.as_given})
+    return recipe.with_model(recipe.model.as_given)
 
 
 def _check_same(recipe: Recipe, earlier: Recipe, run_id: str) -> None:

@@ -17,7 +17,7 @@ from app.data.prepared import DataReport, PreparedData
 from app.errors import RecipeError, StorageError
 from app.models.blueprint import Blueprint
 from app.models.factory import blueprint_of
-from app.models.pretrained import match_weights, read_configuration
+from app.models.pretrained import described, match_weights
 from app.models.traits import kind_of, require_apart, traits_of
 from app.pages.page import REPORT_FILE
 from app.planner.auto import choose_plan
@@ -49,7 +49,8 @@ def prepare_run(
     """Prepare the data, and check everything that can be checked before a worker starts. Write nothing.
 
     A plan of ``auto`` is replaced in the run's recipe, so that a resumed run keeps it. The recipe also gets the
-    configuration of a pretrained model, so that the model can be built without its folder.
+    configuration of a pretrained model, so that the model can be built without its folder. A run that has a checkpoint
+    does not open the folder.
 
     Args:
         run: the run, whose folder may not exist yet.
@@ -93,14 +94,16 @@ def prepare_run(
 def _blueprint_of(run: Run, data: PreparedData) -> Blueprint:
     """Return the blueprint of the run's model, and tell where its weights come from.
 
-    The run's recipe gets the configuration of a pretrained model.
+    The run's recipe gets the configuration of a pretrained model, and the checksum of its weights.
     """
     model = run.recipe.model
-    if model.pretrained and model.factory is None:
-        run.recipe = run.recipe.with_configuration(read_configuration(model.pretrained))
+    reads_folder = model.pretrained is not None and not CheckpointStore(run.folder / CHECKPOINTS).committed()
+    if reads_folder:
+        run.recipe = run.recipe.with_model(described(model))
     blueprint = blueprint_of(run.recipe.model, data.facts, adapted=True)
     print(f"model {model.factory or model.pretrained}: {blueprint.num_parameters:,} parameters", flush=True)
-    if model.pretrained:
+    if reads_folder:
+        assert model.pretrained is not None
         match = match_weights(blueprint.model, model.pretrained)
         print(f"weights of {model.pretrained}: {match}", flush=True)
     if model.adapter:

@@ -29,6 +29,7 @@ from app.telemetry.usage import Counter, GpuCounter, RaplCounter, UsageMeter, be
 from app.training.activity import Activity
 from app.training.checkpoints.manager import CheckpointManager
 from app.training.checkpoints.state import Position
+from app.training.checkpoints.store import CheckpointStore
 from app.training.coordination.sync import StepSync
 from app.training.coordination.watchdog import Watchdog
 from app.training.data.batches import EPOCH_ORDER, count_steps, shards_of
@@ -42,7 +43,7 @@ from app.training.reporting.recorder import Recorder, Report, Sink
 from app.training.reporting.run_metrics import Publish, RunMetrics
 from app.training.reporting.sinks import MetricsLog, Progress
 from app.training.stop_request import StopRequest, StopSignals
-from app.training.worker import Worker, seed_random
+from app.training.worker import Worker, on_first, seed_random
 from app.warnings import warn
 
 _MAX_ROLLBACKS = 3
@@ -164,7 +165,9 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
     run_folder, config, layout = attempt.run_folder, recipe.train, recipe.train.layout(worker.size)
     activity = Activity(watchdog.beat, watchdog.report_progress)
     total_steps = count_steps(config, len(data.train))
-    engine, meter = _make_engine(recipe, data, layout, total_steps, worker, activity)
+    # One process looks for a checkpoint, so that all build the model in the same way.
+    is_resumed = bool(on_first(CheckpointStore(run_folder / CHECKPOINTS).committed))
+    engine, meter = _make_engine(recipe, data, layout, total_steps, worker, activity, is_resumed)
     # Otherwise its gradient hooks keep the model alive until the process ends.
     stack.callback(engine.deepspeed.destroy)
     stop_signals = _listen_for_stops(run_folder, worker, alerts, stack)
@@ -259,16 +262,25 @@ def _make_alerts(recipe: Recipe, run_id: str, worker: Worker, events: EventLog) 
 
 
 def _make_engine(
-    recipe: Recipe, data: PreparedData, layout: Layout, total_steps: int, worker: Worker, activity: Activity
+    recipe: Recipe,
+    data: PreparedData,
+    layout: Layout,
+    total_steps: int,
+    worker: Worker,
+    activity: Activity,
+    is_resumed: bool,
 ) -> tuple[TrainingEngine, Meter]:
-    """Build the model with the same weights in every worker. Return the engine that trains it, and its meter."""
+    """Build the model with the same weights in every worker. Return the engine that trains it, and its meter.
+
+    A resumed run gets its weights from a checkpoint, so the folder of a pretrained model may be gone.
+    """
     config = recipe.train
     if worker.is_first:
         _warn_of_emulated_bf16(config, worker)
     seed_random(config.seed)
     activity.begin("building the model")
     blueprint = blueprint_of(recipe.model, data.facts, adapted=True)
-    if recipe.model.pretrained:
+    if recipe.model.pretrained and not is_resumed:
         from app.models.pretrained import with_pretrained_weights
 
         blueprint = with_pretrained_weights(blueprint, recipe.model.pretrained)

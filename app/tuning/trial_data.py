@@ -39,9 +39,7 @@ def prepare_trials(
     # ``prepare_run`` writes the chosen plan into the recipe of this run, which is the trial's.
     prepared = replace(run, recipe=trial)
     data = prepare_run(prepared, find_cluster)
-    planned = run.recipe.with_plan(prepared.recipe.train.plan)
-    configuration = prepared.recipe.model.configuration
-    return data, planned.with_configuration(configuration) if configuration else planned
+    return data, run.recipe.with_plan(prepared.recipe.train.plan).with_model(prepared.recipe.model)
 
 
 def add_plans(space: Space, recipe: Recipe, data: PreparedData, config: TuneConfig, cluster: Cluster) -> Space:

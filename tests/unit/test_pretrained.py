@@ -1,19 +1,28 @@
 """Training that starts from the weights of a folder in Hugging Face's layout."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
 from PIL import Image
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer
+from transformers import (
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoTokenizer,
+)
 from upath import UPath
 
+from app.compile.run import compile_model
 from app.config import Recipe, load_recipe
 from app.data.images import ImageProcessor, encode_png
 from app.data.processor import Processor
@@ -23,7 +32,9 @@ from app.models import factory
 from app.models.factory import blueprint_of, logits_of
 from app.models.pretrained import match_weights, read_configuration, with_pretrained_weights
 from app.pretrained import open_pretrained
-from app.runs import Run
+from app.repository.repository import Repository
+from app.runs import Outcome, Run, execute
+from app.serving.config import DeployedModel, EndpointConfig
 from app.tasks import prepare
 from app.training.resume import start_or_resume
 from app.training.run import export_checkpoint, finish_run, open_run, prepare_run
@@ -31,6 +42,8 @@ from app.training.session import train
 from app.training.weights import load_weights
 from app.training.worker import start_worker
 from tests.pretrained import BERT, write_decoder, write_encoder, write_image_model, write_opinions
+from tests.serving import serving
+from tests.toy import version_config
 
 LEARNING = ("train.optimizer.lr=0.002", "train.epochs=15", "train.early_stopping=null")
 TEXTS = ["the film was good", "bad", "it was a very very poor book , was it not"]
@@ -42,6 +55,12 @@ def recipe_of(tmp_path: Path, folder: Path, *overrides: str, recipe: str = "digi
     train = ["train.workers=1", "train.epochs=2", "train.global_batch_size=8", f"storage={tmp_path / 'storage'}"]
     model = ["model.factory=null", "model.args={}", f"model.pretrained={folder}"]
     return load_recipe(f"recipes/{recipe}.yaml", [*task, *data, *train, *model, *overrides])
+
+
+def train_alone(run: Run) -> Outcome:
+    data = prepare_run(run)
+    open_run(run, data)
+    return finish_run(run, data, train(run.recipe, data, start_worker(run.recipe.train), run.folder))
 
 
 def made(recipe: Recipe) -> torch.nn.Module:
@@ -167,6 +186,13 @@ def test_an_image_classifier_starts_from_its_folder(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, folder, *images)
     data, model = prepare(recipe), made(recipe)
     assert data.facts == {"num_labels": 10, "channels": 3, "image_size": 16}
+    data.save(UPath(tmp_path / "data"))
+    kept = ImageProcessor.load(UPath(tmp_path / "data"))
+    np.testing.assert_array_equal(
+        kept.encode(data.train.split.inputs[:1])["pixel_values"][0], data.train.batch([0]).inputs["pixel_values"][0]
+    )
+    read = AutoImageProcessor.from_pretrained(tmp_path / "data")
+    assert read.size["height"] == 16
     pixels = torch.from_numpy(data.train.batch([0, 1]).inputs["pixel_values"])
     reference = AutoModelForImageClassification.from_pretrained(folder).eval()
     assert torch.equal(model.vit(pixels).last_hidden_state, reference.vit(pixels).last_hidden_state)
@@ -195,6 +221,46 @@ def test_a_run_keeps_all_that_the_trained_model_needs(tmp_path: Path, capfd: pyt
     run.until_result.close()
     resumed = recipe_of(tmp_path, folder, *LEARNING, f"train.resume={run.run_id}")
     assert start_or_resume("train", resumed).run_id == run.run_id
+
+
+def test_a_model_is_compiled_and_served_without_the_folder_that_it_came_from(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "bert")
+    sha256 = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    recipe = recipe_of(tmp_path, folder, *LEARNING, "compile.precisions=[fp32]", "compile.batch_sizes=[1]")
+    assert execute(Run.start("train", recipe), train_alone).status == "succeeded"
+    shutil.rmtree(folder)
+    assert execute(Run.start("compile", recipe), compile_model).status == "succeeded"
+    storage = tmp_path / "storage"
+    manifest = Repository(UPath(storage)).manifest("digits", 1)
+    assert manifest.lineage.pretrained == f"{folder} sha256:{sha256}"
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= set(manifest.files)
+    served = DeployedModel(production=version_config(storage, 1, "digits"))
+    with serving() as server:
+        server.run(server.endpoint.update(EndpointConfig(models={"digits": served})))
+        answer = httpx.post(f"http://{server.http}/v1/models/digits/predict", json={"inputs": TEXTS[:2]}).json()
+    assert [prediction["label"] for prediction in answer["predictions"]] == ["positive", "negative"]
+
+
+@pytest.mark.parametrize("adapter", ["null", "{lora: {rank: 2}}"])
+def test_only_a_run_without_a_checkpoint_needs_the_folder_again(adapter: str, tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "bert")
+    keys = [f"model.adapter={adapter}", "train.early_stopping=null", "train.checkpoint.every_steps=1"]
+    first = Run.start("train", recipe_of(tmp_path, folder, *keys, "train.max_steps=1"))
+    data = prepare_run(first)
+    open_run(first, data)
+    assert train(first.recipe, data, start_worker(first.recipe.train), first.folder).step == 1
+    first.until_result.close()
+    folder.rename(tmp_path / "away")
+    second = start_or_resume("train", recipe_of(tmp_path, folder, *keys, f"train.resume={first.run_id}"))
+    data = prepare_run(second)
+    assert second.recipe.model == first.recipe.model
+    assert train(second.recipe, data, start_worker(second.recipe.train), second.folder).step > 1
+    shutil.rmtree(second.folder / "checkpoints")
+    with pytest.raises(RecipeError, match="does not exist: give a folder"):
+        prepare_run(second)
+    write_encoder(folder, labels=2)
+    with pytest.raises(RecipeError, match="has other weights than before: their sha256 is"):
+        prepare_run(second)
 
 
 def _without(name: str) -> Callable[[Path], object]:
