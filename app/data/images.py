@@ -141,11 +141,26 @@ class ImageProcessor:
         return cls(ImageConfig(size=settings.size, channels=settings.channels), settings.preprocessing, given)
 
 
+def _sizes(given: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the size that an image is resized to, and the size that is cut out of it; empty where there is none."""
+
+    def as_square(size: Any) -> dict[str, int]:
+        return {"height": size, "width": size} if isinstance(size, int) else size or {}
+
+    kind = str(given.get("image_processor_type") or given.get("feature_extractor_type"))
+    if not kind.startswith("ConvNext"):
+        return as_square(given.get("size")), as_square(given.get("crop_size")) if given.get("do_center_crop") else {}
+    # ResNets have this processor too. Below 384 it cuts a share of each side, ``crop_pct``.
+    size = given.get("size")
+    edge = size if isinstance(size, int) else (size or {}).get("shortest_edge", 384)
+    if edge >= 384:
+        return as_square(edge), {}
+    return {"shortest_edge": int(edge / given.get("crop_pct", 224 / 256))}, as_square(edge)
+
+
 def _read_preprocessing(folder: PretrainedFolder, given: Mapping[str, Any]) -> tuple[ImageConfig, Preprocessing]:
     """Return the shape and the scale of ``preprocessor_config.json``. Raises RecipeError if images are not square."""
-    resized, cut = given.get("size"), given.get("crop_size") if given.get("do_center_crop") else None
-    resized = {"height": resized, "width": resized} if isinstance(resized, int) else resized or {}
-    cut = {"height": cut, "width": cut} if isinstance(cut, int) else cut
+    resized, cut = _sizes(given)
     final = cut or resized
     edge = resized.get("shortest_edge")
     if final.get("height") is None or final.get("height") != final.get("width") or not given.get("do_resize", True):

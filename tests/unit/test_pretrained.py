@@ -159,9 +159,15 @@ def test_texts_become_what_the_folders_tokenizer_makes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{}, {"size": {"shortest_edge": 20}, "do_center_crop": True, "crop_size": {"height": 16, "width": 16}}],
+    [
+        {},
+        {"size": {"shortest_edge": 20}, "do_center_crop": True, "crop_size": {"height": 16, "width": 16}},
+        {"size": {"shortest_edge": 16}, "crop_pct": 0.875, "image_processor_type": "ConvNextImageProcessor"},
+        {"size": {"shortest_edge": 384}, "crop_pct": 0.875, "image_processor_type": "ConvNextImageProcessor"},
+    ],
 )
 def test_images_become_what_the_folders_processor_makes(given: dict[str, Any], tmp_path: Path) -> None:
+    from transformers.models.convnext.image_processing_pil_convnext import ConvNextImageProcessorPil
     from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
     folder = write_image_model(tmp_path / "vit", **given)
@@ -170,7 +176,8 @@ def test_images_become_what_the_folders_processor_makes(given: dict[str, Any], t
     pixels = np.random.default_rng(0).integers(0, 256, (30, 24), dtype=np.uint8)
     content = encode_png(pixels)
     settings = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
-    reference = ViTImageProcessorPil(**settings)
+    kind = ConvNextImageProcessorPil if "crop_pct" in given else ViTImageProcessorPil
+    reference = kind(**settings)
     expected = reference(Image.fromarray(pixels).convert("RGB"), return_tensors="np")["pixel_values"]
     for one in (processor, ImageProcessor.load(UPath(tmp_path / "saved"))):
         assert np.allclose(one.encode([content])["pixel_values"], expected, atol=1e-5)
