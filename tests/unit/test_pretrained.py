@@ -221,7 +221,7 @@ def test_a_run_keeps_all_that_the_trained_model_needs(tmp_path: Path, capfd: pyt
     assert (config["id2label"], config["hidden_size"]) == ({"0": "negative", "1": "positive"}, 32)
     encoded = {name: torch.from_numpy(array) for name, array in trained.processor.encode(TEXTS[:2]).items()}
     with torch.no_grad():
-        assert [trained.labels[index] for index in logits_of(trained.model(**encoded)).argmax(-1)] == [
+        assert [trained.targets.labels[index] for index in logits_of(trained.model(**encoded)).argmax(-1)] == [
             "positive",
             "negative",
         ]
