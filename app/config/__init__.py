@@ -1,6 +1,7 @@
 """The recipe as typed values. Every other part of Rayloom imports it, and it imports none of them."""
 
 from app.config.alerts import AlertConfig
+from app.config.augment import AugmentConfig, AugmentImageConfig, AugmentTextConfig, RandAugmentConfig
 from app.config.cascade import CascadeConfig
 from app.config.compile import (
     PLAN_ENGINES,
@@ -45,6 +46,9 @@ __all__ = [
     "TENSORS",
     "AdapterConfig",
     "AlertConfig",
+    "AugmentConfig",
+    "AugmentImageConfig",
+    "AugmentTextConfig",
     "AutoPlan",
     "BatchingConfig",
     "CalibrationConfig",
@@ -76,6 +80,7 @@ __all__ = [
     "Precision",
     "ProfileConfig",
     "PruneConfig",
+    "RandAugmentConfig",
     "Recipe",
     "Role",
     "ScheduleConfig",

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 
+from app.config.augment import AugmentConfig
 from app.config.layout import Layout, lay_out
 from app.config.metrics import Mode, TaskMetric, require_mode
 from app.config.plan import AutoPlan, Device, Plan, PlanConfig, Precision
@@ -138,6 +139,9 @@ class TrainConfig(Section):
         default=0.0, description="share of the target that is spread evenly over all classes"
     )
     teacher: TeacherConfig | None = Field(default=None, description="model to distil; default: none")
+    augment: AugmentConfig | None = Field(
+        default=None, description="random changes of the training samples; default: none"
+    )
     prune: PruneConfig | None = Field(default=None, description="trained weights to prune and train on; default: none")
     linear_baseline: bool = Field(
         default=False, description="for texts: also fit a linear model on the same split as a baseline"
@@ -241,6 +245,14 @@ class TrainConfig(Section):
         if reason := refusal(plan, cls.model_construct(None, **info.data).setting(model=None)):
             raise ValueError(reason)
         return plan
+
+    @model_validator(mode="after")
+    def _teacher_sees_the_same_samples(self) -> Self:
+        if self.teacher and self.augment:
+            raise ValueError(
+                "a teacher gives its logits once for each sample, and augment changes samples: leave one of them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _global_batch_divides(self, info: ValidationInfo) -> Self:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self, cast
+from typing import TYPE_CHECKING, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +17,14 @@ from app.checksums import write_checksums
 from app.config import DataConfig
 from app.data.examples import CleaningReport, Examples, Input, LabelledSplit, Split, clean
 from app.data.prepared import SHARDS_FILE, Batch, ShardedSamples
-from app.data.processor import PretrainedProcessor, Processor
+from app.data.processor import AugmentingProcessor, PretrainedProcessor, Processor
 from app.data.sources import load_examples, load_test_examples
 from app.errors import DataError
 from app.pretrained import open_pretrained
 from app.storage import write_atomically
+
+if TYPE_CHECKING:  # most runs change no samples
+    from app.data.augmentation import Augmentation
 
 LABELS_FILE = "labels.json"
 LINEAR_BASELINE = "linear baseline (character 1- and 2-grams, TF-IDF, logistic regression)"
@@ -53,6 +56,13 @@ class LabelledDataset:
     def batch(self, indices: Sequence[int]) -> Batch:
         inputs, classes = self.split.take(indices)
         return Batch(self.processor.encode(inputs), np.array(classes, np.int64))
+
+    def changed_batch(self, indices: Sequence[int], augmentation: "Augmentation", epoch: int) -> Batch:
+        """Return the samples as they are in an epoch of training. Raises DataError for one that cannot be read."""
+        inputs, classes = self.split.take(indices)
+        assert isinstance(self.processor, AugmentingProcessor)
+        changes = [augmentation.of(index, epoch) for index in indices]
+        return Batch(self.processor.encode_changed(inputs, changes), np.array(classes, np.int64))
 
 
 @dataclass(frozen=True)

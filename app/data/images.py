@@ -1,7 +1,7 @@
 """Images as normalised arrays, decoded and resized by Pillow."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -18,6 +18,7 @@ from app.storage import write_atomically
 from app.tensors import Tensors, TensorSpec
 
 SETTINGS_FILE = "image.json"
+ImageChange = Callable[[Image.Image], Image.Image]
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
 _MAX_PIXELS = 2**26
 """Decoding takes eight bytes of memory per pixel, however small the file is."""
@@ -89,7 +90,12 @@ class ImageProcessor:
     def encode(self, inputs: Sequence[Input]) -> Tensors:
         return {"pixel_values": np.stack([self._decode(item) for item in inputs])}
 
-    def _decode(self, item: Input) -> NDArray[np.float32]:
+    def encode_changed(self, inputs: Sequence[Input], changes: Sequence[ImageChange]) -> Tensors:
+        """Return the batch with the changes of ``app.data.augmentation``, which are made before resizing."""
+        changed = [self._decode(item, change) for item, change in zip(inputs, changes, strict=True)]
+        return {"pixel_values": np.stack(changed)}
+
+    def _decode(self, item: Input, change: ImageChange | None = None) -> NDArray[np.float32]:
         """Return one image, float32 of shape (channels, size, size)."""
         size = (self._config.size, self._config.size)
         try:
@@ -98,7 +104,8 @@ class ImageProcessor:
                 # Opening reads the header only, so nothing is decoded yet.
                 if image.width * image.height > _MAX_PIXELS:
                     raise Image.DecompressionBombError(f"{image.width} x {image.height} pixels")
-                pixels = self._resized(image.convert("L" if self._config.channels == 1 else "RGB"))
+                converted = image.convert("L" if self._config.channels == 1 else "RGB")
+                pixels = self._resized(change(converted) if change else converted)
         except Image.DecompressionBombError as error:  # Pillow's own limit is higher
             raise DataError(f"an image is too large ({error}): scale it down to {_MAX_PIXELS} pixels") from error
         except Exception as error:

@@ -1,7 +1,7 @@
 """The protocol that turns natural input into a model's tensors, shared by training, compilation and serving."""
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Protocol, Self, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 from upath import UPath
 
@@ -9,6 +9,9 @@ from app.config import DataConfig
 from app.data.examples import Input, Modality
 from app.pretrained import PretrainedFolder
 from app.tensors import Tensors, TensorSpec
+
+Change = Callable[[Any], Any]
+"""Changes one input for training: a text, or a decoded ``PIL.Image.Image``."""
 
 
 class Processor(Protocol):
@@ -52,4 +55,13 @@ class PretrainedProcessor(Protocol):
     @classmethod
     def from_pretrained(cls, folder: PretrainedFolder, config: DataConfig) -> Processor:
         """Return the folder's own processor. Raises RecipeError if the folder has none, or the data do not suit it."""
+        ...
+
+
+@runtime_checkable
+class AugmentingProcessor(Protocol):
+    """A processor that changes inputs while it encodes them, for ``train.augment``."""
+
+    def encode_changed(self, inputs: Sequence[Any], changes: Sequence[Change]) -> Tensors:
+        """Return one batch, with ``changes[i]`` made to ``inputs[i]``. Raises DataError as ``encode`` does."""
         ...

@@ -1,7 +1,7 @@
 """Texts as token ids, by a byte-pair tokenizer of Hugging Face ``tokenizers``, padded to length buckets."""
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Self, cast
 
 import numpy as np
@@ -109,7 +109,15 @@ class TextProcessor:
         for item in inputs:
             if not isinstance(item, str):
                 raise DataError(f"got {type(item).__name__} as an input: expected a text")
-        rows = self._tokenizer.encode_batch(cast(list[str], list(inputs)))
+        return self._encode_texts(cast(Sequence[str], inputs))
+
+    def encode_changed(self, inputs: Sequence[Input], changes: Sequence[Callable[[str], str]]) -> Tensors:
+        """Return the batch with the changes of ``app.data.augmentation``."""
+        texts = cast(Sequence[str], inputs)
+        return self._encode_texts([change(text) for change, text in zip(changes, texts, strict=True)])
+
+    def _encode_texts(self, texts: Sequence[str]) -> Tensors:
+        rows = self._tokenizer.encode_batch(list(texts))
         length = self._buckets[bisect.bisect_left(self._buckets, max(len(row.ids) for row in rows))]
         for row in rows:
             row.pad(length, pad_id=self._pad_id)

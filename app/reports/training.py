@@ -7,6 +7,7 @@ from app.data.prepared import DataReport
 from app.pages.content import Picture, State
 from app.pages.page import Page
 from app.pages.words import duration, number, percent
+from app.reports.augmentation import AugmentedSamples
 from app.reports.curves import Curves, Of, read_curves
 from app.reports.evaluation import EVALUATION_FILE, Evaluation
 from app.reports.run_folder import RunFolder, cost_of, link_to_run
@@ -59,6 +60,8 @@ def training_page(path: UPath) -> Page:
     else:
         page.add_text("No step has been recorded yet.")
     _add_time(page, run, curves)
+    if augmented := AugmentedSamples.load(path):
+        augmented.add_to(page)
     _add_evaluation(page, path)
     _add_data(page, path)
     _add_events(page, events)

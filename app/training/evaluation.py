@@ -7,6 +7,7 @@ import base64
 import io
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import safetensors.torch
@@ -24,6 +25,9 @@ from app.data.tokenizer import LanguageTokenizer
 from app.models.factory import blueprint_of, logits_of
 from app.reports.evaluation import EVALUATION_FILE, Evaluation, WorstSample
 from app.storage import local_copy, write_atomically
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 _MAX_SECONDS = 30.0
 _MAX_WEIGHTS_BYTES = 2**30
@@ -123,7 +127,7 @@ def _worst_of_class(data: ClassificationData, loss: float, row: int, predicted: 
     given = split.inputs[row]
     return WorstSample(
         loss=loss,
-        text=_shorten(given) if isinstance(given, str) else None,
+        text=shorten(given) if isinstance(given, str) else None,
         png_base64=None if isinstance(given, str) else _to_png(given),
         label=data.labels[split.classes[row]],
         predicted=data.labels[predicted],
@@ -135,10 +139,11 @@ def _worst_of_class(data: ClassificationData, loss: float, row: int, predicted: 
 def _text_of(data: PreparedData, row: int) -> str:
     tokenizer: LanguageTokenizer = getattr(data, "tokenizer")  # noqa: B009 - of documents and chats
     tokens: NDArray[np.int64] = data.validation.batch([row]).inputs["input_ids"][0]
-    return _shorten(tokenizer.decode(tokens.tolist()))
+    return shorten(tokenizer.decode(tokens.tolist()))
 
 
-def _shorten(text: str) -> str:
+def shorten(text: str) -> str:
+    """Return a text, or as much of it as a page shows."""
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} …"
 
 
@@ -146,10 +151,14 @@ def _to_png(content: bytes) -> str:
     """Return an image, made small, as PNG in base64."""
     from PIL import Image
 
-    buffer = io.BytesIO()
     with Image.open(io.BytesIO(content)) as image:
         # PNG cannot hold all modes that images have, such as CMYK.
-        small = image.convert("L" if image.mode in ("1", "L") else "RGB")
-        small.thumbnail((_PICTURE_SIZE, _PICTURE_SIZE))
-        small.save(buffer, "PNG")
+        return small_png(image.convert("L" if image.mode in ("1", "L") else "RGB"))
+
+
+def small_png(image: "Image.Image") -> str:
+    """Return a small copy of a grey or RGB image, as PNG in base64."""
+    small, buffer = image.copy(), io.BytesIO()
+    small.thumbnail((_PICTURE_SIZE, _PICTURE_SIZE))
+    small.save(buffer, "PNG")
     return base64.b64encode(buffer.getvalue()).decode()

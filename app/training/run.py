@@ -12,7 +12,8 @@ from app.artifacts import ADAPTER, CHECKPOINTS, DATA, FAILURE_FILE, METRICS_FILE
 from app.checksums import CHECKSUMS_FILE, verify_checksums
 from app.config import AutoPlan, TrainConfig, load_stored_recipe, refusal
 from app.config.layout import MAX_MICRO_BATCH
-from app.data.classification import LINEAR_BASELINE, ClassificationData, linear_baseline
+from app.data.augmentation import augmentation_of
+from app.data.classification import LINEAR_BASELINE, ClassificationData, LabelledDataset, linear_baseline
 from app.data.prepared import DataReport, PreparedData
 from app.errors import RecipeError, StorageError
 from app.models.blueprint import Blueprint
@@ -30,6 +31,7 @@ from app.runs import CONFIG_FILE, Outcome, Run
 from app.storage import to_path
 from app.tasks import load_prepared, load_with_test, prepare
 from app.telemetry.profiler import PROFILE
+from app.training.augmented_samples import augmented_samples
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.coordination.heartbeat import run_lock
 from app.training.data.batches import count_steps
@@ -69,7 +71,7 @@ def prepare_run(
     blueprint = _blueprint_of(run, data)
     # Again, because now it has the configuration of a pretrained model.
     recipe = run.recipe
-    # This and ``_texts_of`` are called for their errors only.
+    # This, ``augmentation_of`` and ``_texts_of`` are called for their errors only.
     count_steps(recipe.train, len(data.train))
     if isinstance(recipe.train.plan, AutoPlan):
         chosen = choose_plan(recipe, blueprint, data, partial(find_cluster, recipe.train))
@@ -86,6 +88,7 @@ def prepare_run(
         run.recipe = recipe = with_resolved_teacher(recipe, data, run.storage)
         assert recipe.train.teacher
         print(f"teacher {recipe.train.teacher.model}: gives its logits for each batch", flush=True)
+    augmentation_of(recipe.train, data)
     if recipe.train.linear_baseline:
         _texts_of(data)
     return data
@@ -129,6 +132,8 @@ def open_run(run: Run, data: PreparedData) -> None:
     if not _is_saved(run):
         data.save(run.folder / DATA)
         DataReport.of(run.recipe.data.source, data).save(run.folder)
+    if (augmentation := augmentation_of(run.recipe.train, data)) and isinstance(data.train, LabelledDataset):
+        augmented_samples(augmentation, data.train).save(run.folder)
 
 
 def finish_run(

@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader, Sampler, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
 from app.config import Layout, TrainConfig
-from app.data.prepared import IGNORED, Dataset, PreparedData
+from app.data.augmentation import Augmentation, augmentation_of
+from app.data.classification import LabelledDataset
+from app.data.prepared import IGNORED, Batch, Dataset, PreparedData
 from app.models.precision import TORCH_DTYPES
 from app.telemetry.step_time import Phase
 from app.training.activity import Activity
@@ -69,6 +71,11 @@ class BatchRequest:
     entropy: tuple[int, ...]
     """Seed sequence of the loader process while it reads this micro-batch: seed, epoch, rank, number."""
     weight: float | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, which random changes of the samples depend on."""
+        return self.entropy[1]
 
 
 @dataclass
@@ -180,7 +187,7 @@ class Loader:
         self._batches: Iterator[MicroBatch] = iter(())
         workers = config.loader.num_workers
         self._loader: DataLoader[MicroBatch] | None = DataLoader(
-            _Reader({"train": data.train, "validation": data.validation}),
+            _Reader(data, augmentation_of(config, data) if config.augment else None),
             # A request is a whole micro-batch already.
             batch_size=None,
             sampler=self._requests,
@@ -223,18 +230,26 @@ class _Requests(Sampler[BatchRequest]):
 class _Reader(TorchDataset[MicroBatch]):
     """Reads requested micro-batches, in a process of the loader or in the training process."""
 
-    def __init__(self, splits: Mapping[Split, Dataset]) -> None:
-        self._splits = splits
+    def __init__(self, data: PreparedData, augmentation: Augmentation | None) -> None:
+        self._splits: Mapping[Split, Dataset] = {"train": data.train, "validation": data.validation}
+        self._augmentation = augmentation
 
     def __getitem__(self, request: BatchRequest) -> MicroBatch:
         if get_worker_info() is not None:
             # Only the loader's own processes are seeded. Checkpoints save the random state of the training process.
             seed_random(int(np.random.SeedSequence(request.entropy).generate_state(1, np.uint64)[0]))
         # An empty batch has the shape of one sample that does not count, because some ranks must compute along.
-        batch = self._splits[request.split].batch(request.indices or [0])
+        batch = self._read(request, request.indices or [0])
         inputs = {name: torch.from_numpy(array) for name, array in batch.inputs.items()}
         targets = torch.from_numpy(batch.targets)
         taught = None if batch.taught is None else torch.from_numpy(batch.taught)
         if not request.indices:
             targets = torch.full_like(targets, math.nan if targets.is_floating_point() else IGNORED)
         return MicroBatch(inputs, targets, taught, request.weight)
+
+    def _read(self, request: BatchRequest, indices: list[int]) -> Batch:
+        samples = self._splits[request.split]
+        if self._augmentation is None or request.split != "train":
+            return samples.batch(indices)
+        assert isinstance(samples, LabelledDataset)
+        return samples.changed_batch(indices, self._augmentation, request.epoch)

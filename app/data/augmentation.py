@@ -1,0 +1,191 @@
+"""Random changes of training samples. Each is drawn from the seed, the epoch and the sample's row alone.
+
+So a sample changes in the same way on any number of workers, and in a run that was resumed.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageEnhance, ImageOps
+from PIL.Image import Resampling, Transform
+
+from app.config import AugmentConfig, AugmentImageConfig, AugmentTextConfig, RandAugmentConfig, TrainConfig
+from app.data.classification import LabelledDataset
+from app.data.examples import Modality
+from app.data.prepared import PreparedData
+from app.data.processor import AugmentingProcessor, Change
+from app.errors import RecipeError
+from app.storage import to_path
+
+Generator = np.random.Generator
+_ASPECT = math.log(4 / 3)
+"""A part that is cut out is at most so much wider or taller than the image, as a logarithm."""
+_MAX_MAGNITUDE = 10.0
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """The changes of a run's training samples."""
+
+    change: Callable[[Any, Generator], Any]
+    seed: int
+
+    def of(self, row: int, epoch: int) -> Change:
+        """Return the change of a sample in an epoch."""
+        # NumPy takes no negative seeds.
+        entropy = (self.seed % 2**64, epoch, row)
+        return lambda item: self.change(item, np.random.default_rng(entropy))
+
+
+def augmentation_of(train: TrainConfig, data: PreparedData) -> Augmentation | None:
+    """Return the changes of training samples that ``train.augment`` describes; None if it describes none.
+
+    Raises:
+        RecipeError: the task's inputs are of another kind, its processor changes none, or the synonyms cannot be read.
+    """
+    config = train.augment or AugmentConfig()
+    kinds: list[Modality] = [kind for kind in ("image", "text") if getattr(config, kind) is not None]
+    if not kinds:
+        return None
+    if not isinstance(data.train, LabelledDataset):
+        raise RecipeError("train.augment changes labelled samples, and the task learns from tokens: leave it out")
+    processor = data.train.processor
+    if kinds != [processor.modality]:
+        given = " and ".join(f"{kind}s" for kind in kinds)
+        raise RecipeError(
+            f"train.augment has changes of {given}, and the task learns from {processor.modality}s: leave out what "
+            "does not fit"
+        )
+    if not isinstance(processor, AugmentingProcessor):
+        raise RecipeError(
+            f"train.augment needs a processor that changes inputs: {type(processor).__name__} has no encode_changed"
+        )
+    if config.text:
+        return Augmentation(TextAugmentation(config.text), train.seed)
+    assert config.image
+    return Augmentation(partial(change_image, config.image), train.seed)
+
+
+class TextAugmentation:
+    """Changes texts by a list of synonyms, by leaving words out, and by swapping neighbours."""
+
+    def __init__(self, config: AugmentTextConfig) -> None:
+        """Raises RecipeError if the synonyms cannot be read."""
+        self._config = config
+        groups = _read_synonyms(config.synonyms) if config.synonyms else []
+        self._others = {word: [other for other in group if other != word] for group in groups for word in group}
+        # The longest first: a word may begin with another one.
+        words = sorted(self._others, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(_whole_word, words)) or "(?!)")
+
+    def __call__(self, text: str, generator: Generator) -> str:
+        """Return the changed text."""
+        text = self._pattern.sub(partial(self._replaced, generator), text)
+        space = " " if " " in text.strip() else ""
+        words = text.split() if space else list(text)
+        words = _swapped(words, self._config.swap, generator)
+        return space.join(_thinned(words, self._config.drop, generator))
+
+    def _replaced(self, generator: Generator, found: re.Match[str]) -> str:
+        if generator.random() >= self._config.synonym_share:
+            return found[0]
+        return str(generator.choice(self._others[found[0]]))
+
+
+def _read_synonyms(location: str) -> list[list[str]]:
+    try:
+        lines = to_path(location).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"train.augment.text.synonyms {location!r} cannot be read: {error}") from error
+    groups = [[word.strip() for word in line.split(",") if word.strip()] for line in lines if line.strip()]
+    if short := next((number for number, group in enumerate(groups, 1) if len(set(group)) < 2), None):
+        raise RecipeError(
+            f"train.augment.text.synonyms {location!r} has one word only in its group {short}: give two or more, "
+            "separated by commas"
+        )
+    return groups
+
+
+def _whole_word(word: str) -> str:
+    """Return a pattern for a word. Scripts without spaces have no boundaries to look for."""
+    return rf"\b{re.escape(word)}\b" if word.isascii() else re.escape(word)
+
+
+def _swapped(words: list[str], share: float, generator: Generator) -> list[str]:
+    if share:
+        for place in np.flatnonzero(generator.random(max(0, len(words) - 1)) < share):
+            words[place : place + 2] = words[place + 1], words[place]
+    return words
+
+
+def _thinned(words: list[str], share: float, generator: Generator) -> list[str]:
+    if not share or not words:
+        return words
+    draws = generator.random(len(words))
+    draws[draws.argmax()] = 1.0  # one stays, whatever is drawn
+    return [word for word, draw in zip(words, draws, strict=True) if draw >= share]
+
+
+def change_image(config: AugmentImageConfig, image: Image.Image, generator: Generator) -> Image.Image:
+    """Return a changed image, grey or RGB as the given one."""
+    if config.crop is not None:
+        image = _cropped(image, config.crop, generator)
+    if config.flip and generator.random() < config.flip:
+        image = ImageOps.mirror(image)
+    if config.color:
+        for enhance in (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color):
+            image = enhance(image).enhance(1.0 + generator.uniform(-config.color, config.color))
+    if config.rand_augment is not None:
+        image = _rand_augmented(image, config.rand_augment, generator)
+    return image
+
+
+def _cropped(image: Image.Image, min_share: float, generator: Generator) -> Image.Image:
+    """Return a part of at least this share of the area, of another aspect, from a place of its own."""
+    share, aspect = generator.uniform(min_share, 1.0), math.exp(generator.uniform(-_ASPECT, _ASPECT))
+    width = min(image.width, max(1, round(image.width * math.sqrt(share * aspect))))
+    height = min(image.height, max(1, round(image.height * math.sqrt(share / aspect))))
+    left, top = (int(generator.integers(room + 1)) for room in (image.width - width, image.height - height))
+    return image.crop((left, top, left + width, top + height))
+
+
+def _rand_augmented(image: Image.Image, config: RandAugmentConfig, generator: Generator) -> Image.Image:
+    """Apply operations of RandAugment (Cubuk et al. 2019, arXiv:1909.13719), each in a direction of its own."""
+    strength = config.magnitude / _MAX_MAGNITUDE
+    for number in generator.integers(len(_OPERATIONS), size=config.operations):
+        sign = 1.0 if generator.random() < 0.5 else -1.0
+        image = _OPERATIONS[number](image, strength, sign)
+    return image
+
+
+def _moved(image: Image.Image, matrix: tuple[float, ...]) -> Image.Image:
+    return image.transform(image.size, Transform.AFFINE, matrix, Resampling.BILINEAR)
+
+
+def _enhanced(kind: Callable[[Image.Image], Any], image: Image.Image, strength: float, sign: float) -> Image.Image:
+    changed: Image.Image = kind(image).enhance(1.0 + 0.9 * strength * sign)
+    return changed
+
+
+# The strongest changes are those of the paper's implementation: 30 degrees, 0.3 of shear, 0.45 of the width.
+_OPERATIONS: tuple[Callable[[Image.Image, float, float], Image.Image], ...] = (
+    lambda image, strength, sign: image,  # noqa: ARG005
+    lambda image, strength, sign: ImageOps.autocontrast(image),  # noqa: ARG005
+    lambda image, strength, sign: ImageOps.equalize(image),  # noqa: ARG005
+    lambda image, strength, sign: image.rotate(30.0 * strength * sign, Resampling.BILINEAR),
+    lambda image, strength, sign: ImageOps.posterize(image, 8 - round(4 * strength)),  # noqa: ARG005
+    lambda image, strength, sign: ImageOps.solarize(image, 256 - round(256 * strength)),  # noqa: ARG005
+    lambda image, strength, sign: _moved(image, (1, 0.3 * strength * sign, 0, 0, 1, 0)),
+    lambda image, strength, sign: _moved(image, (1, 0, 0, 0.3 * strength * sign, 1, 0)),
+    lambda image, strength, sign: _moved(image, (1, 0, 0.45 * strength * sign * image.width, 0, 1, 0)),
+    lambda image, strength, sign: _moved(image, (1, 0, 0, 0, 1, 0.45 * strength * sign * image.height)),
+    *(
+        partial(_enhanced, kind)
+        for kind in (ImageEnhance.Color, ImageEnhance.Contrast, ImageEnhance.Brightness, ImageEnhance.Sharpness)
+    ),
+)

@@ -1,0 +1,53 @@
+"""``augmentation.json``: ten training samples before and after ``train.augment``, kept for the run's page."""
+
+from typing import Self
+
+from pydantic import BaseModel
+from upath import UPath
+
+from app.conditional import read
+from app.pages.content import Picture
+from app.pages.page import Page
+from app.storage import write_atomically
+
+_FILE = "augmentation.json"
+
+
+class ShownInput(BaseModel):
+    """A text, or a picture as PNG in base64."""
+
+    text: str = ""
+    png_base64: str | None = None
+
+    @property
+    def cell(self) -> str | Picture:
+        """The input in a table of the page."""
+        return Picture(self.png_base64, "a sample") if self.png_base64 else self.text
+
+
+class AugmentedSamples(BaseModel):
+    """Samples as they are, each with what training sees of it in the first epochs."""
+
+    before: list[ShownInput]
+    after: list[list[ShownInput]]
+    """For each sample the epochs 1, 2 and 3."""
+
+    def save(self, run_folder: UPath) -> None:
+        """Write the samples for ``load``."""
+        write_atomically(run_folder / _FILE, self.model_dump_json().encode())
+
+    @classmethod
+    def load(cls, run_folder: UPath) -> Self | None:
+        """Return what ``save`` wrote; None for a run without ``train.augment``."""
+        content = read(run_folder / _FILE)
+        return None if content is None else cls.model_validate_json(content)
+
+    def add_to(self, page: Page) -> None:
+        """Add a table of the samples to a page."""
+        page.add_heading("Augmentation")
+        epochs = [f"epoch {number}" for number in range(1, 1 + len(self.after[0]))]
+        rows = [
+            [sample.cell, *(shown.cell for shown in changed)]
+            for sample, changed in zip(self.before, self.after, strict=True)
+        ]
+        page.add_table(["sample", *epochs], rows)
