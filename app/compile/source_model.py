@@ -127,7 +127,7 @@ def load_source_model(weights: UPath, recipe: Recipe, threads: int) -> SourceMod
 
 def _evaluated(trained: TrainedModel, weights: UPath, data: PreparedData, threads: int) -> SourceModel:
     engine = TorchEngine(trained.model, _signature_of(trained), EngineSettings(threads=threads))
-    reference = Reference.of(engine, data.validation, Judge(trained.task.gate))
+    reference = Reference.of(engine, data.validation, Judge(trained.task.gate_of(trained.targets)))
     return SourceModel(threads, reference.score, reference, trained, weights, data)
 
 

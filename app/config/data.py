@@ -43,7 +43,19 @@ class ColumnsConfig(Section):
     """The columns of a csv, jsonl or parquet source."""
 
     input: str = Field(default="text", description="column of the text")
-    label: str = Field(default="label", description="column of the class; language modelling has none")
+    label: str = Field(
+        default="label", description="column of the class, the number or the labels; language modelling has none"
+    )
+    separator: Annotated[str, Field(min_length=1)] = Field(
+        default="|", description="for several labels in one text: what is between them"
+    )
+    features: Annotated[list[str], Field(min_length=1)] | None = Field(
+        default=None, description="for tabular tasks: columns that the model reads; default: all but label"
+    )
+    categories: list[str] = Field(
+        default=[],
+        description="for tabular tasks: columns of categories although they look like numbers, such as postal codes",
+    )
 
 
 class TokenizerConfig(Section):

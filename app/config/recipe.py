@@ -17,6 +17,12 @@ from app.config.tune import TuneConfig
 
 ImportString = Annotated[str, Field(pattern=rf"^{IMPORT_STRING}$")]
 LANGUAGE_MODELING, CHAT = "language-modeling", "chat"
+LABELLED = (
+    *("text-classification", "image-classification", "tabular-classification"),
+    *("text-regression", "tabular-regression", "text-multilabel", "tabular-multilabel"),
+)
+"""The built-in tasks whose models can be compiled and served."""
+
 TENSORS = "tensors"
 """The task of an imported model without a processor: tensors in, tensors out. It is not trained here."""
 _BYTE_TOKENS = 257  # one for each byte and one for the end of a document
@@ -111,12 +117,10 @@ class Recipe(Section):
     name: Name = Field(description="name of the recipe, and of the model that it publishes")
     task: Annotated[
         str,
-        Field(
-            pattern=rf"^(text-classification|image-classification|{LANGUAGE_MODELING}|{CHAT}|{TENSORS}|{IMPORT_STRING})$"
-        ),
+        Field(pattern=rf"^({'|'.join(LABELLED)}|{LANGUAGE_MODELING}|{CHAT}|{TENSORS}|{IMPORT_STRING})$"),
     ] = Field(
-        description=f"text-classification, image-classification, {LANGUAGE_MODELING} or {CHAT}; or the import path of "
-        "a processor of your own"
+        description=f"{', '.join(LABELLED)}, {LANGUAGE_MODELING} or {CHAT}; or the import path of a task or a "
+        "processor of your own"
     )
     storage: str | None = Field(
         default=None, description="URI or absolute path; default: $RAYLOOM_STORAGE, else ~/.rayloom/storage"
@@ -169,6 +173,10 @@ class Recipe(Section):
                 unread.append((data.columns, "data.columns.input"))
         elif ":" not in self.task:
             unread = [(data, "data.block_length"), (data.tokenizer, "data.tokenizer.kind")]
+        if ":" not in self.task and not self.task.startswith("tabular-"):
+            unread += [(data.columns, "data.columns.features"), (data.columns, "data.columns.categories")]
+        if ":" not in self.task and not self.task.endswith("-multilabel"):
+            unread.append((data.columns, "data.columns.separator"))
         if self.task != CHAT:
             unread += [(data.chat, "data.chat.packing"), (data.chat, "data.chat.template")]
         for section, key in unread:

@@ -1,6 +1,10 @@
 """Built-in examples and documents: real data that is installed with packages, without a download."""
 
+import ast
+import json
 import sysconfig
+import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.resources import files
@@ -72,10 +76,51 @@ def _reviews() -> Examples:
     return Examples("text", inputs, labels)
 
 
+def _table(name: str) -> Examples:
+    """Return a table that scikit-learn brings: ``diabetes``, ``wine`` or ``breast_cancer``."""
+    from sklearn import datasets
+
+    found = getattr(datasets, f"load_{name}")()
+    names = getattr(found, "target_names", None)
+    labels = [str(target) for target in found.target] if names is None else [str(names[t]) for t in found.target]
+    rows = (dict(zip(found.feature_names, row, strict=True)) for row in found.data.tolist())
+    return Examples("row", [json.dumps({str(key): value for key, value in row.items()}) for row in rows], labels)
+
+
+def _functions() -> Examples:
+    """Return the functions of the standard library, each with the modules that it names, of the 20 that most name.
+
+    The labels are the modules that a function's own code uses by name, such as ``os`` in ``os.path``.
+    """
+    found: list[tuple[str, list[str]]] = []
+    for content in _standard_library():
+        text = content.decode("utf-8", "replace")
+        try:
+            tree = ast.parse(text)
+        except (SyntaxError, ValueError):  # templates and samples
+            continue
+        lines = text.split("\n")
+        imported = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                used = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)} & imported
+                code = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+                found.append((code, sorted(used)))
+    counts = Counter(module for _, modules in found for module in modules)
+    known = {module for module, _ in counts.most_common(20)}
+    chosen = [(code, [module for module in modules if module in known]) for code, modules in found]
+    chosen = [(code, modules) for code, modules in chosen if modules]
+    return Examples("text", [code for code, _ in chosen], [json.dumps(modules) for _, modules in chosen])
+
+
 BUILTIN: dict[str, Callable[[], Examples]] = {
+    "breast_cancer": partial(_table, "breast_cancer"),
+    "diabetes": partial(_table, "diabetes"),
     "digits": _digits,
     "fashion": partial(_fashion, TRAIN_FILES),
+    "functions": _functions,
     "reviews": _reviews,
+    "wine": partial(_table, "wine"),
 }
 BUILTIN_TEST: dict[str, Callable[[], Examples]] = {"fashion": partial(_fashion, TEST_FILES)}
 """Test splits of the built-in sets that were published with one, by ``data.test_source``."""

@@ -1,13 +1,12 @@
-"""Data of a classification task: labelled examples, cleaned and split, with the processor that reads them."""
+"""Labelled examples, cleaned and split, with the processor that reads the inputs and the targets of the labels."""
 
 import hashlib
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +18,7 @@ from app.data.examples import CleaningReport, Examples, Input, LabelledSplit, Sp
 from app.data.prepared import SHARDS_FILE, Batch, ShardedSamples
 from app.data.processor import AugmentingProcessor, PretrainedProcessor, Processor
 from app.data.sources import load_examples, load_test_examples
+from app.data.targets import Classes, Targets
 from app.errors import DataError
 from app.pretrained import open_pretrained
 from app.storage import write_atomically
@@ -26,7 +26,6 @@ from app.storage import write_atomically
 if TYPE_CHECKING:  # most runs change no samples
     from app.data.augmentation import Augmentation
 
-LABELS_FILE = "labels.json"
 LINEAR_BASELINE = "linear baseline (character 1- and 2-grams, TF-IDF, logistic regression)"
 _TRAIN, _VALIDATION, _TEST = "train", "validation", "test"
 """File names of the splits, without suffix."""
@@ -38,6 +37,8 @@ class LabelledDataset:
 
     split: LabelledSplit
     processor: Processor
+    targets: Targets | None = None
+    """None: ``split`` has classes."""
 
     def __len__(self) -> int:
         return len(self.split)
@@ -49,25 +50,30 @@ class LabelledDataset:
 
     @cached_property
     def lengths(self) -> NDArray[np.int64] | Sequence[int]:
-        """Number of characters of each text, of shape (samples,). 0 for pictures, which all have one size."""
+        """Number of characters of each text, of shape (samples,). 0 for other inputs, which all have one size."""
+        if self.processor.modality == "row":
+            return np.zeros(len(self), np.int64)
         lengths = self.split.lengths
         return lengths if self.shards else np.array(lengths, np.int64)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        inputs, classes = self.split.take(indices)
-        return Batch(self.processor.encode(inputs), np.array(classes, np.int64))
+        inputs, values = self.split.take(indices)
+        return Batch(self.processor.encode(inputs), self._batch_of(values))
 
     def changed_batch(self, indices: Sequence[int], augmentation: "Augmentation", epoch: int) -> Batch:
         """Return the samples as they are in an epoch of training. Raises DataError for one that cannot be read."""
-        inputs, classes = self.split.take(indices)
+        inputs, values = self.split.take(indices)
         assert isinstance(self.processor, AugmentingProcessor)
         changes = [augmentation.of(index, epoch) for index in indices]
-        return Batch(self.processor.encode_changed(inputs, changes), np.array(classes, np.int64))
+        return Batch(self.processor.encode_changed(inputs, changes), self._batch_of(values))
+
+    def _batch_of(self, values: Sequence[Any]) -> NDArray[Any]:
+        return self.targets.batch(values) if self.targets else np.array(values, np.int64)
 
 
 @dataclass(frozen=True)
 class ClassificationData:
-    """The splits, the label of each class index, the processor fitted on the training split, the cleaning report."""
+    """The splits, the names of the output's columns, the processor fitted on the training split, and the report."""
 
     train: LabelledDataset
     validation: LabelledDataset
@@ -78,13 +84,18 @@ class ClassificationData:
     """The test split, used once, on the published version. ``load`` leaves it out: see ``load_test``."""
 
     @property
+    def targets(self) -> Targets:
+        """What the model's outputs mean."""
+        return self.train.targets or Classes(self.labels)
+
+    @property
     def facts(self) -> Mapping[str, int]:
-        """The number of labels, and the processor's facts."""
-        return {"num_labels": len(self.labels), **self.processor.facts}
+        """The columns of the output, and the processor's facts."""
+        return {"num_labels": self.targets.num_outputs, **self.processor.facts}
 
     @property
     def tokens_per_sample(self) -> None:
-        """None: a sample has one target, its class."""
+        """None: the targets of a sample are not tokens."""
 
     @property
     def rows(self) -> Mapping[str, int]:
@@ -101,13 +112,13 @@ class ClassificationData:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 over every input and class of the training and validation splits, in order."""
+        """sha256 over every input and label of the training and validation splits, in order."""
         digest = hashlib.sha256(json.dumps(self.labels).encode())
         for split in (self.train.split, self.validation.split):
             for item, label in zip(split.inputs, split.classes, strict=True):
                 content = item.encode() if isinstance(item, str) else item
                 # With its length, an input cannot run into the next one.
-                digest.update(b"%d %d " % (label, len(content)) + content)
+                digest.update(f"{label} {len(content)} ".encode() + content)
         return digest.hexdigest()
 
     def save(self, folder: UPath) -> None:
@@ -125,55 +136,65 @@ class ClassificationData:
         write_checksums(folder)
 
     def save_codec(self, folder: UPath) -> None:
-        """Write the labels and the processor's own files."""
-        save_labels(self.labels, folder)
+        """Write the files of the targets and of the processor."""
+        self.targets.save(folder)
         self.processor.save(folder)
 
     @classmethod
-    def load(cls, folder: UPath, processor_type: type[Processor]) -> Self:
+    def load(cls, folder: UPath, processor_type: type[Processor], targets_type: type[Targets] = Classes) -> Self:
         """Load the data that ``save`` wrote, without the test split."""
         processor = processor_type.load(folder)
         if (folder / SHARDS_FILE).exists():
             from app.data.sharded_data import load_sharded  # pyarrow takes a while to import
 
             return cast(Self, load_sharded(folder, processor))
+        targets = targets_type.load(folder)
         return cls(
-            LabelledDataset(_load_split(folder, _TRAIN), processor),
-            LabelledDataset(_load_split(folder, _VALIDATION), processor),
-            load_labels(folder),
+            LabelledDataset(_load_split(folder, _TRAIN), processor, targets),
+            LabelledDataset(_load_split(folder, _VALIDATION), processor, targets),
+            targets.labels,
             processor,
             CleaningReport.load(folder),
         )
 
 
-def prepare(config: DataConfig, processor_type: type[Processor], pretrained: str | None = None) -> ClassificationData:
-    """Load, clean and split the examples, and fit the processor. Equal configurations give equal data.
+def prepare(
+    config: DataConfig,
+    processor_type: type[Processor],
+    pretrained: str | None = None,
+    targets_type: type[Targets] = Classes,
+) -> ClassificationData:
+    """Load, clean and split the examples, and fit the processor and the targets. Equal configurations give equal data.
 
     ``pretrained`` is the location of a model whose processor is used instead, if the processor's type can read it.
 
     Raises:
-        DataError: the source cannot be read, has inputs of a kind that the task does not take, or has too few examples
-            or classes.
+        DataError: the source cannot be read, has inputs or labels of a kind that the task does not take, or has too few
+            examples.
     """
-    examples = load_examples(config)
+    examples = load_examples(config, processor_type.modality)
     _require_modality(examples, processor_type, f"data.source {config.source!r}")
     # The test inputs come first, because cleaning drops the examples that are among them.
-    test_examples = _load_test_source(config, processor_type) if config.test_source else None
-    examples, report = clean(examples, config.clean, frozenset(test_examples.inputs if test_examples else ()))
-    train, validation, labels = split(examples, config)
+    test_examples = _load_test_source(config, processor_type, targets_type) if config.test_source else None
+    in_test = frozenset(test_examples.inputs if test_examples else ())
+    examples, report = clean(examples, config.clean, in_test, targets_type.labels_agree)
+    targets = targets_type.fit(examples.labels, config)
+    train, validation = split(examples, targets, config)
     if test_examples:
-        test: Split | None = _to_test_split(test_examples, labels, config)
+        source = f"data.test_source {config.test_source!r}"
+        test: Split | None = Split(test_examples.inputs, targets.read(test_examples.labels, source))
     else:
-        train, test = _hold_out(train, len(examples), config)
+        train, test = _hold_out(train, len(examples), targets, config)
 
     processor = fit_processor(processor_type, train.inputs, config, pretrained)
+    targets = targets.fitted(train.classes)
     return ClassificationData(
-        LabelledDataset(train, processor),
-        LabelledDataset(validation, processor),
-        labels,
+        LabelledDataset(train, processor, targets),
+        LabelledDataset(validation, processor, targets),
+        targets.labels,
         processor,
         report,
-        LabelledDataset(test, processor) if test else None,
+        LabelledDataset(test, processor, targets) if test else None,
     )
 
 
@@ -186,36 +207,31 @@ def fit_processor(
     return processor_type.fit(inputs, config)
 
 
-def split(examples: Examples, config: DataConfig) -> tuple[Split, Split, list[str]]:
-    """Return a seeded split with the same share of each class on both sides, and the labels in order."""
-    counts = Counter(examples.labels)
-    if len(counts) < 2:
-        raise DataError(f"data.source {config.source!r} has the classes {sorted(counts)} after cleaning: expected two")
-    if rare := sorted(label for label, count in counts.items() if count < 2):
-        raise DataError(
-            f"data.source {config.source!r} has one example only of {', '.join(rare)}: each class needs two or more"
-        )
-    labels = sorted(counts)
-    train, validation = _split_off(
-        _to_split(examples, labels),
+def split(examples: Examples, targets: Targets, config: DataConfig) -> tuple[Split, Split]:
+    """Return a seeded split. Of classes, both sides have the same shares."""
+    classes = f" of {len(targets.labels)} classes" if targets.labels else ""
+    return _split_off(
+        Split(examples.inputs, targets.read(examples.labels, f"data.source {config.source!r}")),
         config.validation_fraction,
+        targets,
         config.seed,
-        f"{len(examples)} examples of {len(labels)} classes cannot be split with data.validation_fraction "
+        f"{len(examples)} examples{classes} cannot be split with data.validation_fraction "
         f"{config.validation_fraction}: give more examples or another fraction",
     )
-    return train, validation, labels
 
 
-def load_test(folder: UPath, processor: Processor) -> LabelledDataset | None:
+def load_test(folder: UPath, processor: Processor, targets: Targets | None = None) -> LabelledDataset | None:
     """Return the test split that ``save`` wrote, or None. Only jobs that publish or save it again call it."""
     if (folder / SHARDS_FILE).exists():
         from app.data.sharded_data import load_sharded_test
 
         return load_sharded_test(folder, processor)
-    return LabelledDataset(_load_split(folder, _TEST), processor) if (folder / f"{_TEST}.parquet").exists() else None
+    if not (folder / f"{_TEST}.parquet").exists():
+        return None
+    return LabelledDataset(_load_split(folder, _TEST), processor, targets)
 
 
-def _hold_out(train: Split, num_examples: int, config: DataConfig) -> tuple[Split, Split | None]:
+def _hold_out(train: Split, num_examples: int, targets: Targets, config: DataConfig) -> tuple[Split, Split | None]:
     """Hold out ``data.test_fraction`` of all examples from the training split; the validation split is unchanged."""
     if config.test_fraction is None:
         return train, None
@@ -223,6 +239,7 @@ def _hold_out(train: Split, num_examples: int, config: DataConfig) -> tuple[Spli
     return _split_off(
         train,
         size,
+        targets,
         config.seed,
         f"{len(train)} examples remain outside the validation split, and {size} of them cannot be held out with "
         f"data.test_fraction {config.test_fraction}: each class needs at least one in every split; give more "
@@ -230,8 +247,8 @@ def _hold_out(train: Split, num_examples: int, config: DataConfig) -> tuple[Spli
     )
 
 
-def _split_off(whole: Split, size: float, seed: int, failure: str) -> tuple[Split, Split]:
-    """Split off a share or a number of the examples, with the same share of each class.
+def _split_off(whole: Split, size: float, targets: Targets, seed: int, failure: str) -> tuple[Split, Split]:
+    """Split off a share or a number of the examples, of classes with the same share of each.
 
     Raises:
         DataError: with the message ``failure``, if there are too few examples.
@@ -239,34 +256,19 @@ def _split_off(whole: Split, size: float, seed: int, failure: str) -> tuple[Spli
     # The import takes a second, and other tasks do not need it.
     from sklearn.model_selection import train_test_split
 
+    strata = targets.strata(whole.classes)
     try:
-        parts = train_test_split(whole.inputs, whole.classes, test_size=size, random_state=seed, stratify=whole.classes)
+        parts = train_test_split(whole.inputs, whole.classes, test_size=size, random_state=seed, stratify=strata)
     except ValueError as error:
         raise DataError(failure) from error
     return Split(parts[0], parts[2]), Split(parts[1], parts[3])
 
 
-def _load_test_source(config: DataConfig, processor_type: type[Processor]) -> Examples:
+def _load_test_source(config: DataConfig, processor_type: type[Processor], targets_type: type[Targets]) -> Examples:
     """Load the examples of ``data.test_source``, cleaned on their own."""
-    examples = load_test_examples(config)
+    examples = load_test_examples(config, processor_type.modality)
     _require_modality(examples, processor_type, f"data.test_source {config.test_source!r}")
-    return clean(examples, config.clean)[0]
-
-
-def _to_test_split(examples: Examples, labels: Sequence[str], config: DataConfig) -> Split:
-    """Return ``data.test_source`` as a split. Raises DataError if it has labels that the training split has not."""
-    if unknown := sorted(set(examples.labels) - set(labels)):
-        raise DataError(
-            f"data.test_source {config.test_source!r} has the label {unknown[0]!r}, but data.source {config.source!r} "
-            f"has only {', '.join(labels)}: give a test source with these labels only"
-        )
-    return _to_split(examples, labels)
-
-
-def _to_split(examples: Examples, labels: Sequence[str]) -> Split:
-    """Replace each label by its class, the index of the label."""
-    class_of = {label: index for index, label in enumerate(labels)}
-    return Split(examples.inputs, [class_of[label] for label in examples.labels])
+    return clean(examples, config.clean, labels_agree=targets_type.labels_agree)[0]
 
 
 def _require_modality(examples: Examples, processor_type: type[Processor], source: str) -> None:
@@ -282,18 +284,9 @@ def _load_split(folder: UPath, name: str) -> Split:
 
     with (folder / f"{name}.parquet").open("rb") as file:
         table = pd.read_parquet(file)
-    return Split(table["input"].tolist(), table["class"].tolist())
-
-
-def save_labels(labels: list[str], folder: UPath) -> None:
-    """Write the labels, in the order of the classes."""
-    write_atomically(folder / LABELS_FILE, json.dumps(labels, ensure_ascii=False, indent=1).encode())
-
-
-def load_labels(folder: UPath) -> list[str]:
-    """Return the labels that ``save_labels`` wrote."""
-    labels: list[str] = json.loads((folder / LABELS_FILE).read_bytes())
-    return labels
+    # A list comes back as an array.
+    values = [value.tolist() if isinstance(value, np.ndarray) else value for value in table["class"].tolist()]
+    return Split(table["input"].tolist(), values)
 
 
 def linear_baseline(data: ClassificationData) -> float:

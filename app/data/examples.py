@@ -1,9 +1,9 @@
 """Raw examples, as a source gives them and as a split keeps them, and their cleaning before the split."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, Self, get_args
+from typing import Any, Literal, Protocol, Self, get_args
 
 from pydantic import BaseModel
 from upath import UPath
@@ -11,9 +11,12 @@ from upath import UPath
 from app.config import CleanConfig
 from app.storage import write_atomically
 
-Modality = Literal["text", "image"]
+Modality = Literal["text", "image", "row"]
 Input = str | bytes
-"""A text; or an image, as the content of a PNG or JPEG file."""
+"""A text; an image, as the content of a PNG or JPEG file; or a row of a table, as an object of JSON."""
+
+Natural = Input | Mapping[str, Any]
+"""An input as a request has it: an image may be in base64, and a row is an object."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class LabelledSplit(Protocol):
     def inputs(self) -> Sequence[Input]: ...
 
     @property
-    def classes(self) -> Sequence[int]: ...
+    def classes(self) -> Sequence[Any]: ...
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -47,17 +50,17 @@ class LabelledSplit(Protocol):
 
     def __len__(self) -> int: ...
 
-    def take(self, indices: Sequence[int]) -> tuple[list[Input], list[int]]:
+    def take(self, indices: Sequence[int]) -> tuple[list[Input], list[Any]]:
         """Return inputs and classes in the order of ``indices``."""
         ...
 
 
 @dataclass(frozen=True)
 class Split:
-    """Inputs with the class of each, an index into the labels."""
+    """Inputs with the class of each, an index into the labels; of other targets, with the value of each."""
 
     inputs: list[Input]
-    classes: list[int]
+    classes: list[Any]
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -67,7 +70,7 @@ class Split:
         """Number of characters of each text; 0 for pictures, which all have one size."""
         return [len(item) if isinstance(item, str) else 0 for item in self.inputs]
 
-    def take(self, indices: Sequence[int]) -> tuple[list[Input], list[int]]:
+    def take(self, indices: Sequence[int]) -> tuple[list[Input], list[Any]]:
         """Return inputs and classes in the order of ``indices``."""
         return [self.inputs[index] for index in indices], [self.classes[index] for index in indices]
 
@@ -126,33 +129,37 @@ class CleaningReport(BaseModel):
 
 
 def clean(
-    examples: Examples, config: CleanConfig, in_test: Collection[Input] = frozenset()
+    examples: Examples, config: CleanConfig, in_test: Collection[Input] = frozenset(), labels_agree: bool = True
 ) -> tuple[Examples, CleaningReport]:
     """Drop examples that would harm training or validation. The first of several equal inputs is kept.
 
     An input with several labels has no right answer, so all of its copies are dropped. Texts are compared without the
     white space around them. Cleaning comes before the split, because a duplicate on both sides of it would be a
     validation example that the model was trained on. For the same reason examples whose input is in ``in_test``, the
-    cleaned test inputs, are dropped, whatever their label.
+    cleaned test inputs, are dropped, whatever their label. Without ``labels_agree``, as of measured numbers, only
+    examples with equal inputs and labels are duplicates.
     """
     labels_of: dict[Input, set[str]] = {}
     for item, label in examples:
         if label:
             labels_of.setdefault(_strip(item), set()).add(label)
 
-    seen: set[Input] = set()
+    seen: set[Hashable] = set()
     dropped: Counter[Reason] = Counter()
     inputs, labels = [], []
     for item, label in examples:
         key = _strip(item)
-        if reason := "in_test" if key in in_test else _reason_to_drop(key, label, labels_of, seen, config):
+        example = key if labels_agree else (key, label)
+        is_conflicting = labels_agree and len(labels_of.get(key, ())) > 1
+        is_seen = example in seen and config.deduplicate
+        if reason := "in_test" if key in in_test else _reason_to_drop(key, label, is_seen, is_conflicting, config):
             dropped[reason] += 1
         else:
             inputs.append(key)
             labels.append(label)
         # An unlabelled example is dropped, so a labelled copy that comes later is no duplicate.
         if label:
-            seen.add(key)
+            seen.add(example)
     report = CleaningReport(what="examples", given=len(examples), kept=len(inputs), dropped=dropped)
     return Examples(examples.modality, inputs, labels), report
 
@@ -161,17 +168,15 @@ def _strip(item: Input) -> Input:
     return item.strip() if isinstance(item, str) else item
 
 
-def _reason_to_drop(
-    key: Input, label: str, labels_of: dict[Input, set[str]], seen: set[Input], config: CleanConfig
-) -> Reason | None:
+def _reason_to_drop(key: Input, label: str, is_seen: bool, is_conflicting: bool, config: CleanConfig) -> Reason | None:
     if not key and config.drop_empty:
         return "empty"
     if reason := config.length_refused(key):
         return reason
     if not label:
         return "unlabelled"
-    if key in seen and config.deduplicate:
+    if is_seen:
         return "duplicate"
-    if len(labels_of[key]) > 1:
+    if is_conflicting:
         return "conflicting"
     return None

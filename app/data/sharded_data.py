@@ -7,10 +7,11 @@ from typing import Self
 from upath import UPath
 
 from app.checksums import sha256_of, write_checksums
-from app.data.classification import ClassificationData, LabelledDataset, load_labels
+from app.data.classification import ClassificationData, LabelledDataset
 from app.data.examples import CleaningReport
 from app.data.processor import Processor
 from app.data.sharded import ShardedBlocks, ShardedSplit, ShardReference
+from app.data.targets import load_labels
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
 

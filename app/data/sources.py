@@ -8,7 +8,7 @@ from upath import UPath
 
 from app.config import ColumnsConfig, DataConfig
 from app.data.builtin import BUILTIN, BUILTIN_TEST
-from app.data.examples import Examples
+from app.data.examples import Examples, Modality
 from app.data.idx import TEST_FILES, TRAIN_FILES, IdxFiles, holds_idx, read_idx_folder
 from app.errors import DataError
 from app.import_string import did_you_mean
@@ -30,20 +30,20 @@ class Source:
         return f"{self.key} {self.uri!r}"
 
 
-def load_examples(config: DataConfig) -> Examples:
-    """Read every example of ``config.source``.
+def load_examples(config: DataConfig, modality: Modality = "text") -> Examples:
+    """Read every example of ``config.source``. ``modality`` is how a table is read: as texts, or as rows.
 
     Raises:
         DataError: the source does not exist, its format is unknown, a column is missing, or there are no rows.
     """
     source = Source(config.source)
-    examples = _read(source, BUILTIN, TRAIN_FILES, config.columns)
+    examples = _read(source, BUILTIN, TRAIN_FILES, config.columns, modality)
     if not examples:
         raise DataError(f"{source} has no examples: give a source with at least two a class")
     return examples
 
 
-def load_test_examples(config: DataConfig) -> Examples:
+def load_test_examples(config: DataConfig, modality: Modality = "text") -> Examples:
     """Read every example of ``config.test_source``, in the formats of ``data.source``. IDX folders have test files.
 
     Raises:
@@ -51,20 +51,24 @@ def load_test_examples(config: DataConfig) -> Examples:
     """
     assert config.test_source is not None
     source = Source(config.test_source, "data.test_source")
-    examples = _read(source, BUILTIN_TEST, TEST_FILES, config.columns)
+    examples = _read(source, BUILTIN_TEST, TEST_FILES, config.columns, modality)
     if not examples:
         raise DataError(f"{source} has no examples: give a source that has some")
     return examples
 
 
 def _read(
-    source: Source, known: Mapping[str, Callable[[], Examples]], idx_files: IdxFiles, columns: ColumnsConfig
+    source: Source,
+    known: Mapping[str, Callable[[], Examples]],
+    idx_files: IdxFiles,
+    columns: ColumnsConfig,
+    modality: Modality,
 ) -> Examples:
     if (builtin := find_builtin(source, known)) is not None:
         return builtin()
     path = open_source(source)
     if not path.is_dir():
-        return _read_examples(path, source, columns)
+        return _read_table(path, source, columns, modality)
     return read_idx_folder(path, idx_files) if holds_idx(path, idx_files) else _read_image_folder(path)
 
 
@@ -93,12 +97,15 @@ def open_source(source: Source) -> UPath:
     return path
 
 
-def _read_examples(path: UPath, source: Source, columns: ColumnsConfig) -> Examples:
-    """Read a table with a column of texts and one of labels."""
-    from app.data.tables import read_table
+def _read_table(path: UPath, source: Source, columns: ColumnsConfig, modality: Modality) -> Examples:
+    """Read a table with a column of texts and one of labels; or as rows, whose other columns are features."""
+    from app.data.tables import read_rows, read_table
 
     if path.suffix not in TABLE_SUFFIXES:
         raise DataError(f"{source} ends in {path.suffix!r}: expected {', '.join(TABLE_SUFFIXES)} or a folder")
+    if modality == "row":
+        rows, labels = read_rows(path, columns)
+        return Examples("row", list(rows), labels)
     texts, labels = read_table(path, {"input": columns.input, "label": columns.label})
     return Examples("text", list(texts), labels)
 

@@ -1,21 +1,37 @@
-"""The protocol that turns labels into a model's targets, and its outputs into answers."""
+"""What a model's outputs mean: the protocol that turns labels into targets, and outputs into answers."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol, Self
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel
 from upath import UPath
 
-from app.data.classification import load_labels, save_labels
+from app.config import DataConfig
+from app.errors import DataError
+from app.storage import write_atomically
+
+LABELS_FILE, NUMBERS_FILE = "labels.json", "numbers.json"
 
 Answer = Mapping[str, Any]
 """What ``predict`` says of one input: an object of JSON."""
 
 
 class Targets(Protocol):
-    """What a model's outputs mean, kept with its weights and its versions."""
+    """Turns the labels of examples into targets, and outputs into answers. Weights and versions keep it."""
+
+    labels_agree: ClassVar[bool]
+    """Whether equal inputs have equal labels. Cleaning then drops inputs with several, which have no right answer."""
+
+    @classmethod
+    def fit(cls, labels: Sequence[str], config: DataConfig) -> Self:
+        """Return the targets of examples with these labels. Raises DataError if nothing can be learned from them."""
+        ...
 
     @property
     def labels(self) -> list[str]:
@@ -25,6 +41,22 @@ class Targets(Protocol):
     @property
     def num_outputs(self) -> int:
         """Columns of the model's output. A model factory receives it as ``num_labels``."""
+        ...
+
+    def read(self, labels: Sequence[str], source: str) -> list[Any]:
+        """Return the value of each label, as a split keeps it. Raises DataError for one that cannot be, or is new."""
+        ...
+
+    def strata(self, values: Sequence[Any]) -> Sequence[int] | None:
+        """Return the class of each value, if both sides of a split shall have the same shares; None if by chance."""
+        ...
+
+    def fitted(self, values: Sequence[Any]) -> Self:
+        """Return the targets with what is learned from the values of the training split alone."""
+        ...
+
+    def batch(self, values: Sequence[Any]) -> NDArray[Any]:
+        """Return targets for training, of shape (rows, …): int64 for classes, else float32."""
         ...
 
     def decode(self, outputs: NDArray[np.float32]) -> list[Answer]:
@@ -41,24 +73,55 @@ class Targets(Protocol):
         ...
 
 
+@runtime_checkable
+class HasTargets(Protocol):
+    """Data whose labels were read by targets."""
+
+    @property
+    def targets(self) -> Targets: ...
+
+
 @dataclass(frozen=True)
 class Classes:
     """Each row has one of several labels. The output has a logit for each, of shape (rows, labels)."""
 
+    labels_agree: ClassVar[bool] = True
     labels: list[str]
+
+    @classmethod
+    def fit(cls, labels: Sequence[str], config: DataConfig) -> Self:
+        counts = Counter(labels)
+        if len(counts) < 2:
+            raise DataError(
+                f"data.source {config.source!r} has the classes {sorted(counts)} after cleaning: expected two"
+            )
+        if rare := sorted(label for label, count in counts.items() if count < 2):
+            raise DataError(
+                f"data.source {config.source!r} has one example only of {', '.join(rare)}: each class needs two or more"
+            )
+        return cls(sorted(counts))
 
     @property
     def num_outputs(self) -> int:
         return len(self.labels)
 
+    def read(self, labels: Sequence[str], source: str) -> list[int]:
+        """Return the class of each label: its index."""
+        return _indices(self.labels, labels, source)
+
+    def strata(self, values: Sequence[int]) -> Sequence[int]:
+        return values
+
+    def fitted(self, values: Sequence[int]) -> Self:  # noqa: ARG002
+        return self
+
+    def batch(self, values: Sequence[int]) -> NDArray[np.int64]:
+        return np.array(values, np.int64)
+
     def decode(self, outputs: NDArray[np.float32]) -> list[Answer]:
         """Return the most likely label of each row, and the probability of each label."""
         return [
-            {
-                "label": self.labels[int(row.argmax())],
-                "scores": {label: round(float(score), 6) for label, score in zip(self.labels, row, strict=True)},
-            }
-            for row in softmax(outputs)
+            {"label": self.labels[int(row.argmax())], "scores": _by_label(self.labels, row)} for row in softmax(outputs)
         ]
 
     def save(self, folder: UPath) -> None:
@@ -69,7 +132,158 @@ class Classes:
         return cls(load_labels(folder))
 
 
+@dataclass(frozen=True)
+class LabelSets:
+    """Each row has any number of labels. The output has a logit for each label, of shape (rows, labels).
+
+    Labels are given as a list, or as one text in which ``data.columns.separator`` is between them.
+    """
+
+    labels_agree: ClassVar[bool] = True
+    labels: list[str]
+    separator: str = "|"
+
+    @classmethod
+    def fit(cls, labels: Sequence[str], config: DataConfig) -> Self:
+        separator = config.columns.separator
+        found = sorted({label for given in labels for label in split_labels(given, separator)})
+        if not found:
+            raise DataError(f"data.source {config.source!r} has no labels: expected one or more in some rows")
+        return cls(found, separator)
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.labels)
+
+    def read(self, labels: Sequence[str], source: str) -> list[list[int]]:
+        """Return the indices of the labels of each row, ascending."""
+        return [sorted(_indices(self.labels, split_labels(given, self.separator), source)) for given in labels]
+
+    def strata(self, values: Sequence[list[int]]) -> None:  # noqa: ARG002
+        return None
+
+    def fitted(self, values: Sequence[list[int]]) -> Self:  # noqa: ARG002
+        return self
+
+    def batch(self, values: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        """Return 1 where a row has the label, else 0, of shape (rows, labels)."""
+        targets = np.zeros((len(values), len(self.labels)), np.float32)
+        for row, classes in enumerate(values):
+            targets[row, list(classes)] = 1.0
+        return targets
+
+    def decode(self, outputs: NDArray[np.float32]) -> list[Answer]:
+        """Return the labels of each row whose probability is at least a half, and the probability of each label."""
+        return [
+            {
+                "labels": [label for label, score in zip(self.labels, row, strict=True) if score >= 0.5],
+                "scores": _by_label(self.labels, row),
+            }
+            for row in 1.0 / (1.0 + np.exp(-outputs))
+        ]
+
+    def save(self, folder: UPath) -> None:
+        save_labels(self.labels, folder)
+
+    @classmethod
+    def load(cls, folder: UPath) -> Self:
+        return cls(load_labels(folder))
+
+
+class Scale(BaseModel):
+    """The mean and the standard deviation of the training split's numbers."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Each row has a number. The output is that number, scaled to mean 0 and deviation 1, of shape (rows, 1)."""
+
+    labels_agree: ClassVar[bool] = False
+    labels: ClassVar[list[str]] = []
+    num_outputs: ClassVar[int] = 1
+    scale: Scale
+
+    @classmethod
+    def fit(cls, labels: Sequence[str], config: DataConfig) -> Self:
+        targets = cls(Scale())
+        if len(set(targets.read(labels, f"data.source {config.source!r}"))) < 2:
+            raise DataError(f"data.source {config.source!r} has one and the same number in all rows: expected several")
+        return targets
+
+    def read(self, labels: Sequence[str], source: str) -> list[float]:
+        return [_number(label, source) for label in labels]
+
+    def strata(self, values: Sequence[float]) -> None:  # noqa: ARG002
+        return None
+
+    def fitted(self, values: Sequence[float]) -> Self:
+        return replace(self, scale=Scale(mean=float(np.mean(values)), std=float(np.std(values)) or 1.0))
+
+    def batch(self, values: Sequence[float]) -> NDArray[np.float32]:
+        """Return scaled numbers, of shape (rows,)."""
+        return ((np.array(values) - self.scale.mean) / self.scale.std).astype(np.float32)
+
+    def decode(self, outputs: NDArray[np.float32]) -> list[Answer]:
+        """Return the number of each row."""
+        return [{"value": float(value) * self.scale.std + self.scale.mean} for value in outputs[:, 0]]
+
+    def save(self, folder: UPath) -> None:
+        write_atomically(folder / NUMBERS_FILE, self.scale.model_dump_json().encode())
+
+    @classmethod
+    def load(cls, folder: UPath) -> Self:
+        return cls(Scale.model_validate_json((folder / NUMBERS_FILE).read_bytes()))
+
+
+def save_labels(labels: list[str], folder: UPath) -> None:
+    """Write the labels, in the order of the classes."""
+    write_atomically(folder / LABELS_FILE, json.dumps(labels, ensure_ascii=False, indent=1).encode())
+
+
+def load_labels(folder: UPath) -> list[str]:
+    """Return the labels that ``save_labels`` wrote."""
+    labels: list[str] = json.loads((folder / LABELS_FILE).read_bytes())
+    return labels
+
+
+def split_labels(given: str, separator: str) -> list[str]:
+    """Return the labels of one row: of a list in JSON, as tables give lists, or of a text with separators."""
+    if given.startswith("["):
+        try:
+            return [str(label) for label in json.loads(given)]
+        except ValueError:
+            pass
+    return [label for part in given.split(separator) if (label := part.strip())]
+
+
 def softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the softmax over the last axis. SciPy's would add 0.1 s of import to the start of every replica."""
     powers = np.exp(logits - logits.max(-1, keepdims=True))
     return powers / powers.sum(-1, keepdims=True)  # type: ignore[no-any-return]
+
+
+def _by_label(labels: Sequence[str], scores: NDArray[np.float32]) -> dict[str, float]:
+    return {label: round(float(score), 6) for label, score in zip(labels, scores, strict=True)}
+
+
+def _indices(known: Sequence[str], labels: Sequence[str], source: str) -> list[int]:
+    class_of = {label: index for index, label in enumerate(known)}
+    if unknown := sorted(set(labels) - set(known)):
+        raise DataError(
+            f"{source} has the label {unknown[0]!r}, but data.source has only {', '.join(known)}: give a source with "
+            "these labels only"
+        )
+    return [class_of[label] for label in labels]
+
+
+def _number(label: str, source: str) -> float:
+    try:
+        value = float(label)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise DataError(f"{source} has the label {label!r}: a regression learns numbers; give numbers, or another task")
+    return value

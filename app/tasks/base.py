@@ -14,7 +14,7 @@ from app.data import classification
 from app.data.classification import ClassificationData
 from app.data.prepared import Dataset, PreparedData
 from app.data.processor import Processor
-from app.data.targets import Answer, Targets
+from app.data.targets import Answer, Classes, HasTargets, Targets
 from app.errors import RecipeError
 from app.tasks.metrics import Metric
 from app.tensors import OUTPUT, TensorSpec
@@ -53,6 +53,10 @@ class Task(ABC):
         """Load the data with its test split, if it has one, so that a run can save all of it again."""
         return self.load(recipe, folder)
 
+    def metrics_of(self, data: PreparedData) -> tuple[Metric, ...]:  # noqa: ARG002
+        """Return the metrics for these data."""
+        return tuple(self.metrics)
+
     def loss(self, outputs: "Tensor", targets: "Tensor") -> "Tensor":
         """Return the loss of each row, of shape (rows,). Training minimizes the mean.
 
@@ -82,6 +86,14 @@ class ServedTask(Task):
         """The metric that compile keeps within ``compile.gates``. None: outputs are only compared with each other."""
         return next(iter(self.metrics), None)
 
+    def gate_of(self, targets: Targets) -> Metric | None:
+        """Return the gate for these targets."""
+        return self.gate.bind(targets) if self.gate else None
+
+    def metrics_of(self, data: PreparedData) -> tuple[Metric, ...]:
+        assert isinstance(data, HasTargets)
+        return tuple(metric.bind(data.targets) for metric in self.metrics)
+
     def output(self, targets: Targets) -> TensorSpec:
         """Return the model's output, whose first dimension is the rows."""
         return TensorSpec(OUTPUT, np.dtype(np.float32), (-1, targets.num_outputs))
@@ -91,23 +103,27 @@ class ServedTask(Task):
         return targets.decode(outputs)
 
     def prepare(self, recipe: Recipe) -> PreparedData:
-        return classification.prepare(recipe.data, self.processor, recipe.model.pretrained)
+        return classification.prepare(recipe.data, self.processor, recipe.model.pretrained, self.targets)
 
     def prepare_shards(self, recipe: Recipe, run_units: "RunUnits") -> PreparedData:
-        if type(self).prepare is not ServedTask.prepare:
+        if (
+            type(self).prepare is not ServedTask.prepare
+            or self.targets is not Classes
+            or self.processor.modality == "row"
+        ):
             return super().prepare_shards(recipe, run_units)
         from app.data.preparation.data import prepare_sharded  # other recipes do not need pyarrow
 
         return prepare_sharded(recipe, self.processor, run_units)
 
     def load(self, recipe: Recipe, folder: UPath) -> PreparedData:  # noqa: ARG002
-        return ClassificationData.load(folder, self.processor)
+        return ClassificationData.load(folder, self.processor, self.targets)
 
     def load_with_test(self, recipe: Recipe, folder: UPath) -> PreparedData:
         data = self.load(recipe, folder)
         assert isinstance(data, ClassificationData)
-        return replace(data, test=classification.load_test(folder, data.processor))
+        return replace(data, test=classification.load_test(folder, data.processor, data.targets))
 
     def load_test(self, recipe: Recipe, folder: UPath) -> Dataset | None:  # noqa: ARG002
         """Load the test split; None if there is none. Only compile calls it, for the published version."""
-        return classification.load_test(folder, self.processor.load(folder))
+        return classification.load_test(folder, self.processor.load(folder), self.targets.load(folder))

@@ -2,6 +2,7 @@
 
 from app.data.images import ImageProcessor
 from app.data.processor import Processor
+from app.data.tabular import TabularProcessor
 from app.data.targets import Classes
 from app.data.text import TextProcessor
 from app.tasks.base import ServedTask
@@ -20,6 +21,12 @@ class TextClassification(Classification):
     """Texts, each with one label."""
 
     processor = TextProcessor
+
+
+class TabularClassification(Classification):
+    """Rows of a table, each with one label."""
+
+    processor = TabularProcessor
 
 
 class ImageClassification(Classification):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from app.config.metrics import Mode
 from app.data.prepared import IGNORED
+from app.data.targets import Targets
 
 if TYPE_CHECKING:  # an endpoint names a task without torch
     from torch import Tensor
@@ -26,9 +27,12 @@ class Metric(ABC):
     of_loss: ClassVar[bool] = False
     """Whether ``value`` takes the sum of the losses and the number of targets, instead of ``sums``."""
 
-    def size(self, num_outputs: int) -> int:  # noqa: ARG002
-        """Return the number of sums. ``num_outputs``: the columns of the model's output."""
-        return 2
+    size: int = 2
+    """The number of sums."""
+
+    def bind(self, targets: Targets) -> "Metric":  # noqa: ARG002
+        """Return the metric for these targets, if it depends on their labels or scale."""
+        return self
 
     @abstractmethod
     def sums(self, outputs: "Tensor", targets: "Tensor") -> "Tensor":
@@ -71,8 +75,7 @@ class Perplexity(Metric):
     name, mode = "perplexity", "min"
     of_loss = True
 
-    def size(self, num_outputs: int) -> int:  # noqa: ARG002
-        return 0
+    size = 0
 
     def sums(self, outputs: "Tensor", targets: "Tensor") -> "Tensor":  # noqa: ARG002
         return outputs.new_zeros(0)

@@ -33,13 +33,11 @@ class Objective:
 
     loss: Loss
     metrics: tuple[Metric, ...] = ()
-    num_outputs: int = 0
-    """Columns of the model's output, for metrics that count each of them."""
 
     @property
     def num_sums(self) -> int:
         """The length of ``sums``."""
-        return 2 + sum(metric.size(self.num_outputs) for metric in self.metrics)
+        return 2 + sum(metric.size for metric in self.metrics)
 
     def mean(self, output: object, targets: Tensor, taught: Tensor | None = None) -> Tensor:
         """Return the mean loss per target, float32 of shape ()."""
@@ -53,7 +51,7 @@ class Objective:
 
     def values(self, sums: Tensor) -> dict[str, float]:
         """Return ``val_loss``, and ``val_NAME`` of each metric, from ``sums`` of all batches and ranks."""
-        sizes = [2, *(metric.size(self.num_outputs) for metric in self.metrics)]
+        sizes = [2, *(metric.size for metric in self.metrics)]
         of_loss, *parts = torch.split(sums, sizes)
         total, count = of_loss.tolist()
         values = {"val_loss": total / count}
@@ -66,7 +64,7 @@ def objective_of(task: Task, config: TrainConfig, data: PreparedData) -> Objecti
     """Return what a training of the task minimizes, with the task's metrics."""
     cross_entropy = CrossEntropy(config.label_smoothing, config.teacher)
     loss = cross_entropy if task.learns_classes else RowLoss(task.loss)
-    return Objective(loss, tuple(task.metrics), data.facts.get("num_labels", 0))
+    return Objective(loss, task.metrics_of(data))
 
 
 @dataclass(frozen=True)

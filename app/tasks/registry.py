@@ -12,9 +12,11 @@ from app.data.processor import Processor
 from app.errors import RecipeError
 from app.import_string import import_attribute
 from app.tasks.base import ServedTask, Task
-from app.tasks.classification import ImageClassification, TextClassification, classify
+from app.tasks.classification import ImageClassification, TabularClassification, TextClassification, classify
 from app.tasks.language import Chat, LanguageModeling
 from app.tasks.metrics import Metric
+from app.tasks.multilabel import TabularMultiLabel, TextMultiLabel
+from app.tasks.regression import TabularRegression, TextRegression
 
 if TYPE_CHECKING:
     from app.data.preparation.prepare import RunUnits
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
 TASKS: dict[str, type[Task]] = {
     "text-classification": TextClassification,
     "image-classification": ImageClassification,
+    "tabular-classification": TabularClassification,
+    "text-regression": TextRegression,
+    "tabular-regression": TabularRegression,
+    "text-multilabel": TextMultiLabel,
+    "tabular-multilabel": TabularMultiLabel,
     LANGUAGE_MODELING: LanguageModeling,
     CHAT: Chat,
 }

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from upath import UPath
 
 from app.config import Recipe
-from app.data.classification import LABELS_FILE, ClassificationData, LabelledDataset, load_labels
+from app.data.classification import ClassificationData, LabelledDataset
 from app.data.examples import Input
 from app.data.prepared import Batch, PreparedData
+from app.data.targets import LABELS_FILE, load_labels
 from app.errors import RecipeError
 from app.repository.repository import Repository
 from app.serving.model.loaded import LoadedModel, load_model

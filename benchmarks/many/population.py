@@ -14,8 +14,8 @@ from upath import UPath
 from app.checksums import sha256_of
 from app.config import Recipe, dump_recipe, load_recipe
 from app.config.data import ImageConfig
-from app.data.classification import save_labels
 from app.data.images import ImageProcessor
+from app.data.targets import save_labels
 from app.engines.architecture import architecture_of
 from app.engines.base import ShapeProfile, Signature
 from app.repository.manifest import MODEL_FILE, EngineKey, Lineage, Manifest, ModelCard, ServingDefaults

@@ -35,6 +35,7 @@ from app.data.classification import LabelledDataset, load_test
 from app.data.examples import Split
 from app.data.prepared import Batch
 from app.data.processor import Processor
+from app.data.targets import Targets
 from app.engines.architecture import usable_cores
 from app.engines.base import Engine, EngineSettings
 from app.engines.onnxruntime import open_oracle
@@ -127,9 +128,9 @@ def test_the_figure_of_a_version_is_of_the_test_split_which_chooses_nothing_and_
     replace(source_model.data, test=LabelledDataset(wrong, source_model.data.processor)).save(folder / "data")
     reads: list[UPath] = []
 
-    def counted(folder: UPath, processor: Processor) -> LabelledDataset | None:
+    def counted(folder: UPath, processor: Processor, targets: Targets) -> LabelledDataset | None:
         reads.append(folder)
-        return load_test(folder, processor)
+        return load_test(folder, processor, targets)
 
     monkeypatch.setattr("app.data.classification.load_test", counted)
     run, result = compiled(storage, *FAST, f"compile.weights={folder / 'weights'}", "name=tested")

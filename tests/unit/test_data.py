@@ -19,6 +19,7 @@ from app.data.classification import ClassificationData, load_test, prepare, spli
 from app.data.examples import Examples, clean
 from app.data.images import ImageProcessor
 from app.data.sources import load_examples
+from app.data.targets import Classes
 from app.data.text import TextProcessor
 from app.errors import DataError
 
@@ -53,8 +54,8 @@ def test_reviews_are_cleaned_as_counted() -> None:
 def test_the_split_is_stratified_fixed_and_does_not_leak(reviews: ClassificationData) -> None:
     config = DataConfig(source="builtin:reviews")
     cleaned, _ = clean(load_examples(config), config.clean)
-    assert split(cleaned, config) == (reviews.train.split, reviews.validation.split, reviews.labels)
-    assert split(cleaned, DataConfig(source="builtin:reviews", seed=1))[1] != reviews.validation.split
+    assert split(cleaned, reviews.targets, config) == (reviews.train.split, reviews.validation.split)
+    assert split(cleaned, reviews.targets, DataConfig(source="builtin:reviews", seed=1))[1] != reviews.validation.split
     assert not set(reviews.train.split.inputs) & set(reviews.validation.split.inputs)
     assert len(reviews.validation) == pytest.approx(0.1 * 17_363, abs=1)
     shares = [Counter(part.classes)[1] / len(part) for part in (reviews.train.split, reviews.validation.split)]
@@ -241,7 +242,10 @@ def test_many_labels_are_split_in_seconds() -> None:
     labels = [f"label {number}" for number in range(20_000)] * 2
     examples = Examples("text", [str(number) for number in range(len(labels))], labels)
     began = time.process_time()
-    train, validation, found = split(examples, DataConfig(source="labels.csv", validation_fraction=0.5))
+    config = DataConfig(source="labels.csv", validation_fraction=0.5)
+    targets = Classes.fit(labels, config)
+    train, validation = split(examples, targets, config)
+    found = targets.labels
     assert time.process_time() - began < 3.0
     assert found == sorted(set(labels))
     assert [found[label] for label in train.classes] == [labels[int(str(given))] for given in train.inputs]

@@ -98,9 +98,9 @@ class Largest(Metric):
 @pytest.mark.parametrize(
     ("objective", "outputs", "targets"),
     [
-        (Objective(CrossEntropy(), (Accuracy(), Perplexity()), 3), torch.randn(7, 3), torch.randint(3, (7,))),
+        (Objective(CrossEntropy(), (Accuracy(), Perplexity())), torch.randn(7, 3), torch.randint(3, (7,))),
         (Objective(CrossEntropy(), (Perplexity(), Accuracy())), torch.randn(7, 4, 3), torch.randint(3, (7, 4))),
-        (Objective(RowLoss(absolute_error), (Largest(),), 1), torch.randn(7, 1), torch.randn(7)),
+        (Objective(RowLoss(absolute_error), (Largest(),)), torch.randn(7, 1), torch.randn(7)),
     ],
 )
 def test_uneven_parts_and_an_empty_one_add_up_to_the_whole(

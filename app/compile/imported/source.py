@@ -19,8 +19,9 @@ from app.compile.imported.samples import TensorRows, random_rows, read_rows, var
 from app.compile.reference import EncodedBatches, Judge, Reference, Rows
 from app.compile.source import CALIBRATION_BATCH, Source, spread
 from app.config import TENSORS, Precision, Recipe
-from app.data.classification import LabelledDataset, save_labels
+from app.data.classification import LabelledDataset
 from app.data.prepared import Dataset
+from app.data.targets import save_labels
 from app.engines.base import Engine, EngineSettings, Signature
 from app.errors import CompileError, EngineError, RecipeError
 from app.repository.manifest import Lineage, Split

@@ -1,7 +1,7 @@
 """Prepared data in shards, from a recipe."""
 
 from app.config import Recipe
-from app.data.classification import LabelledDataset, fit_processor, load_labels
+from app.data.classification import LabelledDataset, fit_processor
 from app.data.examples import CleaningReport
 from app.data.preparation.prepare import SAMPLE_FILE, Preparer, RunUnits
 from app.data.preparation.survey import Sample
@@ -10,6 +10,7 @@ from app.data.processor import Processor
 from app.data.sharded import ShardedBlocks, ShardedSplit, ShardReference
 from app.data.sharded_data import TEST, TRAIN, VALIDATION, ShardedClassificationData, ShardedLanguageData
 from app.data.shards import ShardIndex
+from app.data.targets import load_labels
 from app.data.tokenizer import LanguageTokenizer
 from app.storage import open_storage
 

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from upath import UPath
 
 from app.config import Recipe
-from app.data.classification import save_labels
 from app.data.examples import REASONS, CleaningReport, Input, Modality, Reason
 from app.data.preparation.near_duplicates import NearDuplicates
 from app.data.preparation.progress import UnitProgress
@@ -22,6 +21,7 @@ from app.data.preparation.units import cut_units, fingerprint_of, list_files
 from app.data.preparation.work import EXAMPLES, UnitResult, UnitWork
 from app.data.preparation.writers import block_schema, labelled_schema
 from app.data.shards import FORMAT, Shard, ShardIndex
+from app.data.targets import save_labels
 from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer
 from app.errors import DataError
 from app.pretrained import open_pretrained

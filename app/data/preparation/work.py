@@ -9,7 +9,6 @@ from pydantic import BaseModel
 from upath import UPath
 
 from app.config import DataConfig
-from app.data.classification import load_labels
 from app.data.examples import REASONS, Input, Modality, Reason
 from app.data.preparation.near_duplicates import PERMUTATIONS, SignatureFiles, signatures_of
 from app.data.preparation.rows import Columns, read_unit
@@ -17,6 +16,7 @@ from app.data.preparation.survey import KEPT, SPLITS, Cleaner, SplitRule, Survey
 from app.data.preparation.units import Unit
 from app.data.preparation.writers import BlockWriter, LabelledWriter, SplitWriter
 from app.data.shards import Shard
+from app.data.targets import load_labels
 from app.data.tokenizer import LanguageTokenizer
 from app.storage import to_path, write_atomically
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from app.artifacts import ARCHITECTURE_FILE, RECIPE_FILE, WEIGHTS_FILE
-from app.data.classification import LABELS_FILE
+from app.data.targets import LABELS_FILE
 from app.errors import RecipeError
 from app.repository.known_answers import ANSWERS_FILE
 from app.repository.manifest import MODEL_FILE, PLAN_FILE, Manifest

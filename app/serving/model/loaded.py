@@ -1,8 +1,9 @@
 """A version of a model in memory: its engine, with the processor for natural input and the labels."""
 
 import base64
+import json
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,10 +12,9 @@ import numpy as np
 from upath import UPath
 
 from app.config import TENSORS
-from app.data.classification import LABELS_FILE
-from app.data.examples import Input
+from app.data.examples import Input, Natural
 from app.data.processor import Processor
-from app.data.targets import Classes, Targets
+from app.data.targets import LABELS_FILE, Classes, Targets
 from app.engines.base import Engine
 from app.engines.registry import runs_module
 from app.errors import EngineError, RequestError, StorageError
@@ -76,8 +76,8 @@ class LoadedModel:
         """The names of the classes, by output."""
         return {self.manifest.scores: self.labels} if self.manifest.scores and self.labels else {}
 
-    def encode(self, inputs: Sequence[Input]) -> list[ShapeGroup]:
-        """Return the tensors of natural inputs: texts, or images as bytes or in base64.
+    def encode(self, inputs: Sequence[Natural]) -> list[ShapeGroup]:
+        """Return the tensors of natural inputs: texts, images as bytes or in base64, or rows as objects.
 
         Inputs are grouped by shape, so that no text is padded to the length of a longer one.
 
@@ -86,7 +86,7 @@ class LoadedModel:
         """
         processor = self.natural_processor
         if not inputs:
-            raise RequestError("inputs is an empty list: give at least one text or image")
+            raise RequestError("inputs is an empty list: give at least one text, image or row")
         # Each alone, because encoding them together would pad all to the longest.
         rows = [processor.encode([_read(item, processor)]) for item in inputs]
         return [
@@ -206,7 +206,15 @@ def load_model(
     return model
 
 
-def _read(given: Input, processor: Processor) -> Input:
+def _read(given: Natural, processor: Processor) -> Input:
+    if isinstance(given, Mapping) != (processor.modality == "row"):
+        expected = {"row": "an object with a value for each column", "image": "an image"}
+        raise RequestError(
+            f"an input is {'an object' if isinstance(given, Mapping) else 'no object'}: expected "
+            f"{expected.get(processor.modality, 'a text')}, which the model takes"
+        )
+    if isinstance(given, Mapping):
+        return json.dumps(given)
     if processor.modality == "text" or isinstance(given, bytes):
         return given
     try:

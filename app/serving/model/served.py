@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from app.data.examples import Input
+from app.data.examples import Natural
 from app.errors import DeadlineError, EngineError, OverloadError, RequestError
 from app.serving.batching.batcher import Batcher
 from app.serving.batching.groups import BatchingPolicy
@@ -85,7 +85,7 @@ class ServedModel:
             predictions=self.model.decode(outputs),
         )
 
-    async def _encode(self, inputs: Sequence[Input], deadline_s: float) -> list[ShapeGroup]:
+    async def _encode(self, inputs: Sequence[Natural], deadline_s: float) -> list[ShapeGroup]:
         """Return the tensors of natural inputs.
 
         Raises:
@@ -101,7 +101,7 @@ class ServedModel:
         finally:
             self._encoding -= 1
 
-    def _read(self, inputs: Sequence[Input], deadline_s: float) -> list[ShapeGroup]:
+    def _read(self, inputs: Sequence[Natural], deadline_s: float) -> list[ShapeGroup]:
         # Checked in the encoder's thread: the request may have waited there behind long texts.
         if time.monotonic() >= deadline_s:
             raise DeadlineError("the request's time was over before it could be read: try again, or allow more time")
@@ -130,8 +130,8 @@ class ServedModel:
             if not self._users:
                 self._unused.set()
 
-    async def run_natural(self, inputs: Sequence[Input], *, priority: int, deadline_s: float) -> Tensors:
-        """Read texts or images, and run those of each shape together. Raises as ``predict``.
+    async def run_natural(self, inputs: Sequence[Natural], *, priority: int, deadline_s: float) -> Tensors:
+        """Read texts, images or rows, and run those of each shape together. Raises as ``predict``.
 
         Args:
             inputs: one item per row; an image as bytes or in base64.
@@ -240,6 +240,7 @@ class ServedModel:
             version=self.version,
             input=self.model.processor.modality,
             labels=self.model.labels,
+            columns=getattr(self.model.processor, "columns", []),
         )
 
     @property

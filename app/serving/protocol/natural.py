@@ -2,9 +2,11 @@
 
 import sys
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat
+
+from app.data.examples import Modality, Natural
 
 
 class NaturalModel(BaseModel):
@@ -12,21 +14,23 @@ class NaturalModel(BaseModel):
 
     name: str
     version: str
-    input: Literal["text", "image"]
+    input: Modality
     labels: list[str]
+    columns: list[str] = []
+    """Of a model that takes rows: what each has a value for."""
 
 
 class PredictRequest(BaseModel):
-    """The body of ``predict``: one text or image, or several. In JSON an image is base64."""
+    """The body of ``predict``: one text, image or row, or several. In JSON an image is base64, and a row an object."""
 
-    inputs: str | bytes | list[str]
+    inputs: str | bytes | dict[str, Any] | list[str | dict[str, Any]]
     timeout_s: PositiveFloat | None = None
     """Time until the answer. The server may allow less."""
     priority: NonNegativeInt = 0
     """1 is the most urgent; 0 means the default."""
 
     @property
-    def listed(self) -> Sequence[str | bytes]:
+    def listed(self) -> Sequence[Natural]:
         """The inputs as a list, even if there is only one."""
         return self.inputs if isinstance(self.inputs, list) else [self.inputs]
 
