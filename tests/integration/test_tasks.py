@@ -1,0 +1,121 @@
+"""Each built-in task beside the oldest ones, and one of one's own: trained, compiled, served and asked over HTTP."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from upath import UPath
+
+from app.compile.run import compile_model
+from app.config import load_recipe
+from app.repository.repository import Repository
+from app.runs import Run, execute
+from app.serving.config import DeployedModel, EndpointConfig, VersionConfig
+from app.tasks import prepare
+from tests.helpers import ROOT, SGD, losses, train_alone
+from tests.serving import serving
+
+OWN = [
+    "task=tests.own_task:AboveMean",
+    "name=own",
+    "train.early_stopping={metric: val_same_side, mode: max}",
+    "tune=null",
+]
+FAST = ["compile.engines=[openvino, onnxruntime]", "compile.batch_sizes=[1, 8]", "compile.precisions=[fp32, int8]"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A recipe with the name of the task's first metric, and the worst value that training may reach."""
+
+    recipe: str
+    metric: str
+    mode: str
+    bound: float
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> str:
+        return str(ROOT / f"recipes/{self.recipe}.yaml")
+
+
+TASKS = [
+    Task("diabetes", "mae", "min", 55.0),
+    Task("breast_cancer", "accuracy", "max", 0.93),
+    Task("functions", "f1", "max", 0.4, ("train.epochs=4",)),
+    Task("diabetes", "same_side", "max", 0.65, tuple(OWN)),
+]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What became of a task."""
+
+    task: Task
+    trained: dict[str, Any]
+    compiled: dict[str, Any]
+    answer: dict[str, Any]
+    model: dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=TASKS, ids=lambda task: task.metric)
+def chain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chain]:
+    task: Task = request.param
+    storage = tmp_path_factory.mktemp("storage")
+    overrides = [*task.overrides, f"storage={storage}", "train.workers=1"]
+    trained = train_alone(*overrides, recipe=task.path)
+    recipe = load_recipe(task.path, [*overrides, *FAST])
+    result = execute(Run.start("compile", recipe), compile_model)
+    assert result.status == "succeeded", result.error
+    manifest = Repository(UPath(storage)).manifest(recipe.name, 1)
+    config = EndpointConfig(models=[DeployedModel(production=VersionConfig.of(str(storage), manifest, recipe.serve))])
+    row = prepare(recipe).validation.split.inputs[0]  # type: ignore[attr-defined]
+    given = json.loads(row) if row.startswith("{") else row
+    with serving() as server:
+        server.run(server.endpoint.update(config))
+        client = httpx.Client(base_url=f"http://{server.http}")
+        (model,) = client.get("/v1/models").json()
+        answer = client.post(f"/v1/models/{recipe.name}/predict", json={"inputs": [given]})
+        assert answer.status_code == 200, answer.text
+        refused = client.post(f"/v1/models/{recipe.name}/predict", json={"inputs": {"age": 1} if row[0] == "{" else {}})
+        assert refused.status_code == 400
+        yield Chain(task, trained, result.metrics, answer.json()["predictions"][0], model)
+
+
+def test_the_metric_is_trained_published_and_kept_by_the_gate(chain: Chain) -> None:
+    task, reached = chain.task, chain.trained["metrics"][f"val_{chain.task.metric}"]
+    assert reached <= task.bound if task.mode == "min" else reached >= task.bound
+    score = chain.compiled["accuracy"]["score"]
+    assert (score["metric"], score["mode"]) == (task.metric, task.mode)
+    assert score["value"] == pytest.approx(reached, rel=0.02)
+    assert {record["precision"] for record in chain.compiled["variants"]} >= {"fp32", "int8"}
+
+
+def test_predict_answers_in_the_words_of_the_task(chain: Chain) -> None:
+    answer, labels = chain.answer, chain.model["labels"]
+    match chain.task.metric:
+        case "mae":
+            assert 25 < answer["value"] < 346
+            assert chain.model["input"] == "row"
+            assert "bmi" in chain.model["columns"]
+        case "accuracy":
+            assert answer["label"] in labels == ["benign", "malignant"]
+            assert sum(answer["scores"].values()) == pytest.approx(1.0, abs=1e-4)
+        case "f1":
+            assert set(answer["labels"]) == {label for label in labels if answer["scores"][label] >= 0.5}
+        case _:
+            assert answer == {"above": answer["above"]}
+
+
+@pytest.mark.parametrize("task", TASKS[:3], ids=lambda task: task.metric)
+def test_two_ranks_train_and_validate_as_one(task: Task, tmp_path: Path) -> None:
+    plain = [*SGD, "train.precision=fp32", "train.optimizer.lr=0.02", f"storage={tmp_path}"]
+    one = train_alone(*plain, recipe=task.path)
+    two = train_alone(*plain, "train.workers=2", "train.plan={zero_stage: 1}", processes=2, recipe=task.path)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-4)
+    for name in (name for name in one["metrics"] if name.startswith("val_") and one["metrics"][name] is not None):
+        assert two["metrics"][name] == pytest.approx(one["metrics"][name], rel=1e-4, abs=1e-6), name
