@@ -20,11 +20,8 @@ from tests.helpers import ROOT, SGD, losses, train_alone
 from tests.serving import serving
 
 OWN = [
-    "task=tests.own_task:AboveMean",
-    "name=own",
-    "train.early_stopping={metric: val_same_side, mode: max}",
-    "tune=null",
-]
+    "task=tests.own_task:AboveMean", "name=own", "train.early_stopping={metric: val_same_side, mode: max}", "tune=null"
+]  # fmt: skip
 FAST = ["compile.engines=[openvino, onnxruntime]", "compile.batch_sizes=[1, 8]", "compile.precisions=[fp32, int8]"]
 
 
@@ -72,7 +69,8 @@ def chain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     result = execute(Run.start("compile", recipe), compile_model)
     assert result.status == "succeeded", result.error
     manifest = Repository(UPath(storage)).manifest(recipe.name, 1)
-    config = EndpointConfig(models=[DeployedModel(production=VersionConfig.of(str(storage), manifest, recipe.serve))])
+    version = VersionConfig.of(str(storage), manifest, recipe.serve)
+    config = EndpointConfig(models={recipe.name: DeployedModel(production=version)})
     row = prepare(recipe).validation.split.inputs[0]  # type: ignore[attr-defined]
     given = json.loads(row) if row.startswith("{") else row
     with serving() as server:
