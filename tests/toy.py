@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 from upath import UPath
 
-from app.data.classification import save_labels
 from app.data.processor import Processor
+from app.data.targets import save_labels
 from app.engines.architecture import architecture_of
 from app.engines.base import Signature
 from app.repository.repository import Repository

@@ -181,8 +181,7 @@ def prepare(
     targets = targets_type.fit(examples.labels, config)
     train, validation = split(examples, targets, config)
     if test_examples:
-        source = f"data.test_source {config.test_source!r}"
-        test: Split | None = Split(test_examples.inputs, targets.read(test_examples.labels, source))
+        test: Split | None = Split(test_examples.inputs, targets.read(test_examples.labels, config, "test_source"))
     else:
         train, test = _hold_out(train, len(examples), targets, config)
 
@@ -211,7 +210,7 @@ def split(examples: Examples, targets: Targets, config: DataConfig) -> tuple[Spl
     """Return a seeded split. Of classes, both sides have the same shares."""
     classes = f" of {len(targets.labels)} classes" if targets.labels else ""
     return _split_off(
-        Split(examples.inputs, targets.read(examples.labels, f"data.source {config.source!r}")),
+        Split(examples.inputs, targets.read(examples.labels, config)),
         config.validation_fraction,
         targets,
         config.seed,

@@ -43,8 +43,12 @@ class Targets(Protocol):
         """Columns of the model's output. A model factory receives it as ``num_labels``."""
         ...
 
-    def read(self, labels: Sequence[str], source: str) -> list[Any]:
-        """Return the value of each label, as a split keeps it. Raises DataError for one that cannot be, or is new."""
+    def read(self, labels: Sequence[str], config: DataConfig, key: str = "source") -> list[Any]:
+        """Return the value of each label, as a split keeps it. ``key``: the one of ``data`` that names their source.
+
+        Raises:
+            DataError: a label cannot be read, or no row of ``data.source`` has it.
+        """
         ...
 
     def strata(self, values: Sequence[Any]) -> Sequence[int] | None:
@@ -105,9 +109,9 @@ class Classes:
     def num_outputs(self) -> int:
         return len(self.labels)
 
-    def read(self, labels: Sequence[str], source: str) -> list[int]:
+    def read(self, labels: Sequence[str], config: DataConfig, key: str = "source") -> list[int]:
         """Return the class of each label: its index."""
-        return _indices(self.labels, labels, source)
+        return _indices(self.labels, labels, config, key)
 
     def strata(self, values: Sequence[int]) -> Sequence[int]:
         return values
@@ -155,9 +159,9 @@ class LabelSets:
     def num_outputs(self) -> int:
         return len(self.labels)
 
-    def read(self, labels: Sequence[str], source: str) -> list[list[int]]:
+    def read(self, labels: Sequence[str], config: DataConfig, key: str = "source") -> list[list[int]]:
         """Return the indices of the labels of each row, ascending."""
-        return [sorted(_indices(self.labels, split_labels(given, self.separator), source)) for given in labels]
+        return [sorted(_indices(self.labels, split_labels(given, self.separator), config, key)) for given in labels]
 
     def strata(self, values: Sequence[list[int]]) -> None:  # noqa: ARG002
         return None
@@ -209,12 +213,12 @@ class Numbers:
     @classmethod
     def fit(cls, labels: Sequence[str], config: DataConfig) -> Self:
         targets = cls(Scale())
-        if len(set(targets.read(labels, f"data.source {config.source!r}"))) < 2:
+        if len(set(targets.read(labels, config))) < 2:
             raise DataError(f"data.source {config.source!r} has one and the same number in all rows: expected several")
         return targets
 
-    def read(self, labels: Sequence[str], source: str) -> list[float]:
-        return [_number(label, source) for label in labels]
+    def read(self, labels: Sequence[str], config: DataConfig, key: str = "source") -> list[float]:
+        return [_number(label, f"data.{key} {getattr(config, key)!r}") for label in labels]
 
     def strata(self, values: Sequence[float]) -> None:  # noqa: ARG002
         return None
@@ -269,12 +273,12 @@ def _by_label(labels: Sequence[str], scores: NDArray[np.float32]) -> dict[str, f
     return {label: round(float(score), 6) for label, score in zip(labels, scores, strict=True)}
 
 
-def _indices(known: Sequence[str], labels: Sequence[str], source: str) -> list[int]:
+def _indices(known: Sequence[str], labels: Sequence[str], config: DataConfig, key: str) -> list[int]:
     class_of = {label: index for index, label in enumerate(known)}
-    if unknown := sorted(set(labels) - set(known)):
+    if unknown := sorted(set(labels) - class_of.keys()):
         raise DataError(
-            f"{source} has the label {unknown[0]!r}, but data.source has only {', '.join(known)}: give a source with "
-            "these labels only"
+            f"data.{key} {getattr(config, key)!r} has the label {unknown[0]!r}, but data.source {config.source!r} has "
+            f"only {', '.join(known)}: give a source with these labels only"
         )
     return [class_of[label] for label in labels]
 

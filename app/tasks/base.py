@@ -14,7 +14,7 @@ from app.data import classification
 from app.data.classification import ClassificationData
 from app.data.prepared import Dataset, PreparedData
 from app.data.processor import Processor
-from app.data.targets import Answer, Classes, HasTargets, Targets
+from app.data.targets import Answer, Classes, Targets
 from app.errors import RecipeError
 from app.tasks.metrics import Metric
 from app.tensors import OUTPUT, TensorSpec
@@ -53,10 +53,6 @@ class Task(ABC):
         """Load the data with its test split, if it has one, so that a run can save all of it again."""
         return self.load(recipe, folder)
 
-    def metrics_of(self, data: PreparedData) -> tuple[Metric, ...]:  # noqa: ARG002
-        """Return the metrics for these data."""
-        return tuple(self.metrics)
-
     def loss(self, outputs: "Tensor", targets: "Tensor") -> "Tensor":
         """Return the loss of each row, of shape (rows,). Training minimizes the mean.
 
@@ -89,10 +85,6 @@ class ServedTask(Task):
     def gate_of(self, targets: Targets) -> Metric | None:
         """Return the gate for these targets."""
         return self.gate.bind(targets) if self.gate else None
-
-    def metrics_of(self, data: PreparedData) -> tuple[Metric, ...]:
-        assert isinstance(data, HasTargets)
-        return tuple(metric.bind(data.targets) for metric in self.metrics)
 
     def output(self, targets: Targets) -> TensorSpec:
         """Return the model's output, whose first dimension is the rows."""

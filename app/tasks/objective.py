@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from app.config import TeacherConfig, TrainConfig
 from app.data.prepared import IGNORED, PreparedData
+from app.data.targets import HasTargets
 from app.models.factory import logits_of
 from app.tasks.base import Task
 from app.tasks.metrics import Metric
@@ -64,7 +65,9 @@ def objective_of(task: Task, config: TrainConfig, data: PreparedData) -> Objecti
     """Return what a training of the task minimizes, with the task's metrics."""
     cross_entropy = CrossEntropy(config.label_smoothing, config.teacher)
     loss = cross_entropy if task.learns_classes else RowLoss(task.loss)
-    return Objective(loss, task.metrics_of(data))
+    # Data without labels, such as documents, have no targets to bind to.
+    metrics = [metric.bind(data.targets) if isinstance(data, HasTargets) else metric for metric in task.metrics]
+    return Objective(loss, tuple(metrics))
 
 
 @dataclass(frozen=True)

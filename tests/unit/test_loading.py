@@ -16,7 +16,7 @@ import torch
 from upath import UPath
 
 from app.config import BatchingConfig, ServeConfig, TensorParallelConfig
-from app.data.classification import save_labels
+from app.data.targets import save_labels
 from app.engines import architecture
 from app.engines.architecture import architecture_of
 from app.engines.base import Engine, EngineSettings, ShapeProfile
