@@ -65,6 +65,10 @@ FIGURES: dict[str, dict[str, str]] = {
 def figures_of(job: str, result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures of a job's ``result.json``; those that it lacks are left out, as of a job that was stopped."""
     found = {name: _find(result, path.split(".")) for name, path in FIGURES.get(job, {}).items()}
+    if job == "train":
+        metrics = result.get("metrics") or {}
+        others = [name for name in metrics if name.startswith("val_") and name not in found]
+        found = {name: metrics[name] for name in others[:2]} | found
     return {name: _rounded(value) for name, value in found.items() if value is not None}
 
 

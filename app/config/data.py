@@ -150,6 +150,11 @@ class DataConfig(Section):
         "builtin:fashion or a folder of IDX files: their test files",
     )
     seed: int = Field(default=0, description="seed of the split")
+    sampling: Literal["natural", "balanced"] = Field(
+        default="natural",
+        description="for classes: how often training reads a row in an epoch. natural: once; balanced: so that all "
+        "labels come equally often",
+    )
     columns: ColumnsConfig = ColumnsConfig()
     clean: CleanConfig = CleanConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -177,6 +182,8 @@ class DataConfig(Section):
             raise ValueError(f"group_column is {self.group_column!r}, which only data in shards has: set shards: {{}}")
         if self.clean.near_duplicates is not None and self.shards is None:
             raise ValueError("clean.near_duplicates are found in data in shards only: set shards: {}")
+        if self.shards and self.sampling != "natural":
+            raise ValueError(f"sampling {self.sampling} is for data in memory: leave it out, or leave shards out")
         if self.shards and self.test_source is not None:
             raise ValueError("test_source cannot be read with shards: use test_fraction, or leave shards out")
         return self

@@ -138,6 +138,11 @@ class TrainConfig(Section):
     label_smoothing: Fraction = Field(
         default=0.0, description="share of the target that is spread evenly over all classes"
     )
+    class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(gt=0.0)]] | None = Field(
+        default=None,
+        description="for classes: weight of each label in the training loss, scaled to a mean of 1 over the rows; "
+        "balanced: by how rare the label is; default: all 1",
+    )
     teacher: TeacherConfig | None = Field(default=None, description="model to distil; default: none")
     augment: AugmentConfig | None = Field(
         default=None, description="random changes of the training samples; default: none"

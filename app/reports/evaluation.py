@@ -1,21 +1,84 @@
 """``evaluation.json``: what a trained model predicts of its validation split, kept for the run's page."""
 
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel
 
 EVALUATION_FILE = "evaluation.json"
+_BINS = 10
 
 
 class WorstSample(BaseModel):
     """A sample with a high loss."""
 
     loss: float
-    """In nats; of language modelling the mean over the tokens of the block."""
+    """In nats for classes; of language modelling the mean over the tokens of the block."""
     text: str | None = None
     png_base64: str | None = None
     label: str | None = None
     predicted: str | None = None
     probability: float | None = None
-    """That the model gives the true label."""
+    """That the model gives the true label. None: the task has no single true label."""
+
+
+class LabelScore(BaseModel):
+    """How well a model finds one label."""
+
+    label: str
+    rows: int
+    """That have the label."""
+    precision: float | None
+    """Share of the rows for which it is predicted that have it. None: it is never predicted."""
+    recall: float | None
+    """Share of the rows that have it for which it is predicted. None: no row has it."""
+    f1: float
+    """Harmonic mean of both; 0 if no prediction is right."""
+
+    @classmethod
+    def of(cls, label: str, right: int, predicted: int, true: int) -> Self:
+        """Return the scores from the numbers of rows."""
+        return cls(
+            label=label,
+            rows=true,
+            precision=right / predicted if predicted else None,
+            recall=right / true if true else None,
+            f1=2 * right / (predicted + true) if right else 0.0,
+        )
+
+
+class ReliabilityBin(BaseModel):
+    """Predictions of similar probability."""
+
+    probability: float
+    """Their mean."""
+    right: float
+    """Share of them that is right."""
+    count: int
+
+
+class Calibration(BaseModel):
+    """How far the probabilities of a model are from how often it is right."""
+
+    error: float
+    """Expected calibration error (Naeini et al. 2015): the mean distance of both, weighed by the size of the bins."""
+    bins: list[ReliabilityBin]
+    """Of equal width, from 0 to 1. Empty ones are left out."""
+
+    @classmethod
+    def of(cls, probabilities: NDArray[Any], right: NDArray[np.bool_]) -> Self:
+        """Return the calibration of predictions, by the probability of each and whether it is right."""
+        numbers = np.minimum((probabilities * _BINS).astype(int), _BINS - 1)
+        bins = []
+        for number in range(_BINS):
+            chosen = numbers == number
+            if count := int(chosen.sum()):
+                mean, share = float(probabilities[chosen].mean()), float(right[chosen].mean())
+                bins.append(ReliabilityBin(probability=mean, right=share, count=count))
+        distance = sum(part.count * abs(part.probability - part.right) for part in bins)
+        return cls(error=distance / max(1, len(probabilities)), bins=bins)
 
 
 class Evaluation(BaseModel):
@@ -25,9 +88,12 @@ class Evaluation(BaseModel):
     """That were evaluated."""
     of: int
     """Rows of the split."""
-    labels: list[str] = []
+    labels: Sequence[str] = []
     matrix: list[list[int]] | None = None
     """``matrix[i][j]``: rows of label i for which label j was predicted. None: too many labels, or none."""
+    scores: list[LabelScore] = []
+    calibration: Calibration | None = None
+    """None: the task has no probabilities."""
     worst: list[WorstSample] = []
     skipped: str | None = None
     """Why nothing was evaluated."""

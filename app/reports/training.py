@@ -1,10 +1,12 @@
 """The page of a training run, from the files in its folder. The run may be under way."""
 
+from collections.abc import Iterable
+
 from upath import UPath
 
 from app.conditional import read
 from app.data.prepared import DataReport
-from app.pages.content import Picture, State
+from app.pages.content import Chart, Picture, Series, State
 from app.pages.page import Page
 from app.pages.words import duration, number, percent
 from app.reports.augmentation import AugmentedSamples
@@ -55,6 +57,7 @@ def training_page(path: UPath) -> Page:
     _add_lineage(page, run)
     page.add_heading("Curves")
     charts = [curves.chart(title, label, names, **options) for title, label, names, options in _CHARTS]
+    charts[1:1] = [_metric_chart(curves, name) for name in _other_metrics(curves.of_epochs)]
     if drawn := [chart for chart in charts if chart is not None]:
         page.add_charts(*drawn)
     else:
@@ -75,13 +78,28 @@ def _add_summary(page: Page, run: RunFolder, curves: Curves) -> None:
     if result and result.error:
         page.add_error(result.error)
     metrics = result.metrics if result else _latest(curves)
+    titles = _FIGURES | {name: _title_of(name) for name in _other_metrics(metrics)}
     figures: dict[str, object] = {
-        title: number(metrics[name]) for name, title in _FIGURES.items() if metrics.get(name) is not None
+        title: number(metrics[name]) for name, title in titles.items() if metrics.get(name) is not None
     }
     if result:
         figures["time"] = duration(result.duration_s)
     if figures:
         page.add_figures(figures)
+
+
+def _other_metrics(names: Iterable[str]) -> list[str]:
+    """Return the metrics of the task that have no title here."""
+    return [name for name in names if name.startswith("val_") and name not in _FIGURES]
+
+
+def _title_of(metric: str) -> str:
+    return f"validation {metric.removeprefix('val_').replace('_', ' ')}"
+
+
+def _metric_chart(curves: Curves, name: str) -> Chart | None:
+    title = name.removeprefix("val_").replace("_", " ")
+    return curves.chart(title.capitalize(), title, {"validation": ("epoch", name)})
 
 
 def _latest(curves: Curves) -> dict[str, float]:
@@ -136,24 +154,56 @@ def _add_evaluation(page: Page, path: UPath) -> None:
     page.add_text(f"The weights of the best epoch, on {found.rows:,} of {found.of:,} rows.")
     if found.matrix:
         page.add_matrix(found.labels, found.matrix)
-    if not found.worst:
-        return
-    page.add_heading("Worst samples")
-    if found.labels:
-        columns = ["input", "label", "predicted", "probability of the label", "loss"]
-        rows = [
-            [
-                Picture(sample.png_base64, "the input") if sample.png_base64 else sample.text or "",
-                sample.label or "",
-                State(sample.predicted or "", "good" if sample.predicted == sample.label else "bad"),
-                f"{sample.probability or 0.0:.4f}",
-                f"{sample.loss:.3f}",
-            ]
-            for sample in found.worst
+    _add_scores(page, found)
+    if found.worst:
+        page.add_heading("Worst samples")
+        page.add_table(*_worst_table(found))
+
+
+def _add_scores(page: Page, found: Evaluation) -> None:
+    """Add how well each label is found, and how far probabilities can be trusted."""
+    if found.scores:
+        page.add_heading("Scores by label")
+        columns = ["label", "rows", "precision", "recall", "F1"]
+        rows: list[list[object]] = [
+            [score.label, f"{score.rows:,}", _share(score.precision), _share(score.recall), _share(score.f1)]
+            for score in found.scores
         ]
         page.add_table(columns, rows)
-    else:
-        page.add_table(["text", "mean loss"], [[sample.text or "", f"{sample.loss:.3f}"] for sample in found.worst])
+    if (calibration := found.calibration) is not None:
+        page.add_heading("Calibration")
+        page.add_text(
+            f"Expected calibration error {calibration.error:.4f}: the mean distance between the probability of a "
+            "prediction and how often such predictions are right."
+        )
+        bins = calibration.bins
+        reached = Series(
+            "right", [part.probability for part in bins], [part.right for part in bins], "both",
+            [f"{part.count:,} predictions" for part in bins],
+        )  # fmt: skip
+        ideal = Series("as often as said", [0.0, 1.0], [0.0, 1.0])
+        page.add_charts(Chart("Reliability", "probability", "share that is right", [reached, ideal]))
+
+
+def _worst_table(found: Evaluation) -> tuple[list[str], list[list[object]]]:
+    if found.worst[0].label is None:
+        return ["text", "mean loss"], [[sample.text or "", f"{sample.loss:.3f}"] for sample in found.worst]
+    has_probability = found.worst[0].probability is not None
+    columns = ["input", "label", "predicted", *(["probability of the label"] if has_probability else []), "loss"]
+    return columns, [
+        [
+            Picture(sample.png_base64, "the input") if sample.png_base64 else sample.text or "",
+            sample.label or "",
+            State(sample.predicted or "", "good" if sample.predicted == sample.label else "bad"),
+            *([f"{sample.probability or 0.0:.4f}"] if has_probability else []),
+            f"{sample.loss:.3f}",
+        ]
+        for sample in found.worst
+    ]
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
 
 
 def _add_data(page: Page, path: UPath) -> None:

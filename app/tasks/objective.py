@@ -1,16 +1,19 @@
 """What training minimizes, and how a validation adds up: losses and metrics as sums over batches and ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from app.config import TeacherConfig, TrainConfig
+from app.data.classification import ClassificationData
 from app.data.prepared import IGNORED, PreparedData
 from app.data.targets import HasTargets
+from app.errors import RecipeError
 from app.models.factory import logits_of
 from app.tasks.base import Task
 from app.tasks.metrics import Metric
@@ -63,11 +66,33 @@ class Objective:
 
 def objective_of(task: Task, config: TrainConfig, data: PreparedData) -> Objective:
     """Return what a training of the task minimizes, with the task's metrics."""
-    cross_entropy = CrossEntropy(config.label_smoothing, config.teacher)
+    weights = class_weights(config.class_weights, data) if config.class_weights else None
+    cross_entropy = CrossEntropy(config.label_smoothing, config.teacher, weights)
     loss = cross_entropy if task.learns_classes else RowLoss(task.loss)
     # Data without labels, such as documents, have no targets to bind to.
     metrics = [metric.bind(data.targets) if isinstance(data, HasTargets) else metric for metric in task.metrics]
     return Objective(loss, tuple(metrics))
+
+
+def class_weights(given: Literal["balanced"] | Mapping[str, float], data: PreparedData) -> tuple[float, ...]:
+    """Return the weight of each class, with a mean of 1 over the training rows.
+
+    Raises:
+        RecipeError: ``given`` names other labels than the data have.
+    """
+    assert isinstance(data, ClassificationData)  # recipes of other tasks are refused
+    counts = np.bincount(np.asarray(data.train.split.classes, np.int64), minlength=len(data.labels))
+    if given == "balanced":
+        weights = 1.0 / np.maximum(counts, 1)
+    else:
+        if sorted(given) != sorted(data.labels):
+            raise RecipeError(
+                f"train.class_weights has the labels {', '.join(given)}: expected {', '.join(data.labels)}, each with "
+                "a weight"
+            )
+        weights = np.array([given[label] for label in data.labels])
+    scaled: list[float] = (weights * counts.sum() / (weights * counts).sum()).tolist()
+    return tuple(scaled)
 
 
 @dataclass(frozen=True)
@@ -79,6 +104,8 @@ class CrossEntropy:
 
     label_smoothing: float = 0.0
     teacher: TeacherConfig | None = None
+    weights: tuple[float, ...] | None = None
+    """The weight of each class in training, with a mean of 1 over the rows. None: all 1."""
 
     def mean(self, output: object, targets: Tensor, taught: Tensor | None = None) -> Tensor:
         """Return the mean loss per target, float32 of shape ().
@@ -87,10 +114,24 @@ class CrossEntropy:
             taught: the teacher's logits, float32 of shape (batch, classes).
         """
         logits, flat = _flatten(output, targets)
-        loss = functional.cross_entropy(logits, flat, ignore_index=IGNORED, label_smoothing=self.label_smoothing)
+        loss = self._labelled(logits, flat)
         if taught is None or self.teacher is None:
             return loss
         return (1.0 - self.teacher.weight) * loss + self.teacher.weight * self._divergence(logits, taught)
+
+    def _labelled(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy with the labels.
+
+        torch would divide by the weights of the micro-batch, so that a row would count differently on each rank.
+        """
+        smoothing = self.label_smoothing
+        if self.weights is None:
+            return functional.cross_entropy(logits, targets, ignore_index=IGNORED, label_smoothing=smoothing)
+        weights = logits.new_tensor(self.weights)
+        total = functional.cross_entropy(
+            logits, targets, weights, ignore_index=IGNORED, label_smoothing=smoothing, reduction="sum"
+        )
+        return total / (targets != IGNORED).sum().clamp(min=1)
 
     def _divergence(self, logits: Tensor, taught: Tensor) -> Tensor:
         """Return KL(teacher || student) at the temperature, times its square: so gradients keep their size."""

@@ -93,7 +93,7 @@ def prepare(recipe: Recipe) -> PreparedData:
     if recipe.data.shards:
         return prepare_shards(recipe)
     task = find_task(recipe.task)
-    _require_metrics(recipe, task)
+    _require_keys(recipe, task)
     return task.prepare(recipe)
 
 
@@ -103,8 +103,25 @@ def prepare_shards(recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
     ``run_units`` does the work on the parts of the source, in this process unless it is given.
     """
     task = find_task(recipe.task)
-    _require_metrics(recipe, task)
+    _require_keys(recipe, task)
     return task.prepare_shards(recipe, run_units)
+
+
+def _require_keys(recipe: Recipe, task: Task) -> None:
+    """Raise RecipeError if the recipe has keys for classes, and the task has none, or metrics that the task has not."""
+    if not (isinstance(task, ServedTask) and task.learns_classes):
+        for key, is_set in (
+            ("train.class_weights", recipe.train.class_weights is not None),
+            ("train.label_smoothing", recipe.train.label_smoothing > 0.0 and not task.learns_classes),
+            ("train.teacher", recipe.train.teacher is not None),
+            ("data.sampling", recipe.data.sampling != "natural"),
+            ("serve.cascade", recipe.serve.cascade is not None),
+        ):
+            if is_set:
+                raise RecipeError(
+                    f"{key} is for rows with one label each, and task {recipe.task} has none: leave it out"
+                )
+    _require_metrics(recipe, task)
 
 
 def _require_metrics(recipe: Recipe, task: Task) -> None:

@@ -1,13 +1,16 @@
-"""Predictions of a trained model for the validation split: a confusion matrix, and the samples with the largest loss.
+"""Predictions of a trained model for the validation split: scores by label, calibration, and the worst samples.
 
 The page of a run shows them, so samples, time and the size of the model are bounded.
 """
 
 import base64
+import heapq
 import io
+import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors.torch
@@ -21,10 +24,12 @@ from app.artifacts import WEIGHTS_FILE
 from app.config import Recipe
 from app.data.classification import ClassificationData
 from app.data.prepared import IGNORED, Batch, PreparedData
+from app.data.targets import Answer, Classes, LabelSets, Targets, softmax
 from app.data.tokenizer import LanguageTokenizer
 from app.models.factory import blueprint_of, logits_of
-from app.reports.evaluation import EVALUATION_FILE, Evaluation, WorstSample
+from app.reports.evaluation import EVALUATION_FILE, Calibration, Evaluation, LabelScore, WorstSample
 from app.storage import local_copy, write_atomically
+from app.tasks import ServedTask, find_task
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -62,7 +67,10 @@ def evaluate(weights: UPath, data: PreparedData, recipe: Recipe) -> Evaluation:
     rows = _batch_rows(data)
     batches = [ordered[first : first + rows] for first in range(0, len(ordered), rows)]
     predictions = _predictions(_load_model(weights, data, recipe), data, batches)
-    return _of_classes(data, predictions) if isinstance(data, ClassificationData) else _of_tokens(data, predictions)
+    task = find_task(recipe.task)
+    if isinstance(data, ClassificationData) and isinstance(task, ServedTask):
+        return _of_examples(data, task, predictions)
+    return _of_tokens(data, predictions)
 
 
 def _load_model(weights: UPath, data: PreparedData, recipe: Recipe) -> nn.Module:
@@ -75,23 +83,81 @@ def _batch_rows(data: PreparedData) -> int:
     return max(1, _BATCH_TOKENS // data.tokens_per_sample) if data.tokens_per_sample else _BATCH_ROWS
 
 
-def _of_classes(data: ClassificationData, predictions: Iterable[Prediction]) -> Evaluation:
-    counts = np.zeros((len(data.labels), len(data.labels)), np.int64)
-    losses: list[tuple[float, int, int]] = []  # loss, row, predicted class
-    for rows, batch, logits in predictions:
-        predicted = logits.argmax(-1)
-        targets = torch.from_numpy(batch.targets)
-        np.add.at(counts, (batch.targets, predicted.numpy()), 1)
-        values = functional.cross_entropy(logits, targets, reduction="none")
-        losses += zip(values.tolist(), rows, predicted.tolist(), strict=True)
-    worst = sorted(losses, reverse=True)[:_WORST_SAMPLES]
+def _of_examples(data: ClassificationData, task: ServedTask, predictions: Iterable[Prediction]) -> Evaluation:
+    """Return the worst samples of any task, and for labels their scores and the calibration."""
+    worst: list[tuple[float, int, NDArray[np.float32]]] = []  # loss, row, outputs
+    counts, num_rows = _LabelCounts.of(data.targets), 0
+    for rows, batch, outputs in predictions:
+        targets, given = torch.from_numpy(batch.targets), outputs.numpy()
+        losses = functional.cross_entropy(outputs, targets, reduction="none") if task.learns_classes else None
+        found = task.loss(outputs, targets) if losses is None else losses
+        worst += zip(found.tolist(), rows, given, strict=True)
+        worst = heapq.nlargest(_WORST_SAMPLES, worst, key=lambda sample: sample[0])
+        num_rows += len(rows)
+        if counts:
+            counts.add(given, batch.targets)
     return Evaluation(
-        rows=len(losses),
+        rows=num_rows,
         of=len(data.validation),
-        labels=data.labels,
-        matrix=counts.tolist() if len(data.labels) <= _MAX_LABELS else None,
-        worst=[_worst_of_class(data, *sample) for sample in worst],
+        labels=data.targets.labels,
+        matrix=counts.matrix.tolist() if counts and counts.matrix is not None else None,
+        scores=counts.scores(data.targets.labels) if counts else [],
+        calibration=counts.calibration if counts else None,
+        worst=[_worst_example(data, task, *sample) for sample in worst],
     )
+
+
+@dataclass
+class _LabelCounts:
+    """Rows by label, over batches of outputs."""
+
+    right: NDArray[np.int64]
+    """Rows with each label for which it is predicted, of shape (labels,)."""
+    predicted: NDArray[np.int64]
+    true: NDArray[np.int64]
+    matrix: NDArray[np.int64] | None
+    """Of classes: rows by true and by predicted label. None: there are too many, or rows have several labels."""
+    probabilities: list[NDArray[np.float32]] = field(default_factory=list)
+    hits: list[NDArray[np.bool_]] = field(default_factory=list)
+    """Whether each prediction whose probability is counted is right."""
+
+    @classmethod
+    def of(cls, targets: Targets) -> "_LabelCounts | None":
+        """Return counts of nothing yet; None for targets without labels."""
+        if not isinstance(targets, Classes | LabelSets):
+            return None
+        num = targets.num_outputs
+        matrix = np.zeros((num, num), np.int64) if isinstance(targets, Classes) and num <= _MAX_LABELS else None
+        return cls(*(np.zeros(num, np.int64) for _ in range(3)), matrix)
+
+    def add(self, outputs: NDArray[np.float32], targets: NDArray[Any]) -> None:
+        """Add rows: of classes, int64 targets of shape (rows,); of sets of labels, 0 and 1 of shape (rows, labels)."""
+        if targets.ndim == 1:
+            probabilities = softmax(outputs)
+            chosen = outputs.argmax(-1)
+            self.probabilities.append(probabilities.max(-1))
+            self.hits.append(chosen == targets)
+            if self.matrix is not None:
+                np.add.at(self.matrix, (targets, chosen), 1)
+            num = len(self.true)
+            given, true = np.eye(num, dtype=bool)[chosen], np.eye(num, dtype=bool)[targets]
+        else:
+            given, true = outputs > 0, targets > 0.5
+            self.probabilities.append((1.0 / (1.0 + np.exp(-outputs))).ravel())
+            self.hits.append(true.ravel())
+        self.right += (given & true).sum(0)
+        self.predicted += given.sum(0)
+        self.true += true.sum(0)
+
+    def scores(self, labels: Sequence[str]) -> list[LabelScore]:
+        """Return the scores of each label."""
+        counts = zip(labels, self.right.tolist(), self.predicted.tolist(), self.true.tolist(), strict=True)
+        return [LabelScore.of(*of_label) for of_label in counts]
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """The calibration of all predictions; None if there are none."""
+        return Calibration.of(np.concatenate(self.probabilities), np.concatenate(self.hits)) if self.hits else None
 
 
 def _of_tokens(data: PreparedData, predictions: Iterable[Prediction]) -> Evaluation:
@@ -122,18 +188,39 @@ def _predictions(model: nn.Module, data: PreparedData, batches: Sequence[Sequenc
             return
 
 
-def _worst_of_class(data: ClassificationData, loss: float, row: int, predicted: int) -> WorstSample:
+def _worst_example(
+    data: ClassificationData, task: ServedTask, loss: float, row: int, outputs: NDArray[np.float32]
+) -> WorstSample:
     split = data.validation.split
     given = split.inputs[row]
+    (answer,) = task.answer(outputs[None], data.targets)
     return WorstSample(
         loss=loss,
         text=shorten(given) if isinstance(given, str) else None,
         png_base64=None if isinstance(given, str) else _to_png(given),
-        label=data.labels[split.classes[row]],
-        predicted=data.labels[predicted],
+        label=_in_words(split.classes[row], data.targets.labels),
+        predicted=_in_short(answer),
         # The loss is the negative logarithm of the label's probability.
-        probability=float(np.exp(-loss)),
+        probability=float(np.exp(-loss)) if task.learns_classes else None,
     )
+
+
+def _in_words(value: Any, labels: Sequence[str]) -> str:
+    """Return the value of an example: a class, several classes, or a number."""
+    if not labels:
+        return str(value)
+    return ", ".join(labels[index] for index in (value if isinstance(value, list) else [value])) or "none"
+
+
+def _in_short(answer: Answer) -> str:
+    """Return what a task answers, in a few words."""
+    values = {name: value for name, value in answer.items() if name != "scores"}
+    (value, *others) = values.values()
+    if others:
+        return json.dumps(values, ensure_ascii=False)
+    if isinstance(value, list):
+        return ", ".join(value) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _text_of(data: PreparedData, row: int) -> str:

@@ -30,6 +30,7 @@ from app.reports.training import training_page
 from app.runs import CONFIG_FILE, Outcome, Run
 from app.storage import to_path
 from app.tasks import load_prepared, load_with_test, prepare
+from app.tasks.objective import class_weights
 from app.telemetry.profiler import PROFILE
 from app.training.augmented_samples import augmented_samples
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
@@ -71,7 +72,7 @@ def prepare_run(
     blueprint = _blueprint_of(run, data)
     # Again, because now it has the configuration of a pretrained model.
     recipe = run.recipe
-    # This, ``augmentation_of`` and ``_texts_of`` are called for their errors only.
+    # This, ``augmentation_of``, ``_texts_of`` and ``class_weights`` are called for their errors only.
     count_steps(recipe.train, len(data.train))
     if isinstance(recipe.train.plan, AutoPlan):
         chosen = choose_plan(recipe, blueprint, data, partial(find_cluster, recipe.train))
@@ -91,6 +92,8 @@ def prepare_run(
     augmentation_of(recipe.train, data)
     if recipe.train.linear_baseline:
         _texts_of(data)
+    if recipe.train.class_weights:
+        class_weights(recipe.train.class_weights, data)
     return data
 
 
@@ -281,6 +284,6 @@ def skipped_workers(config: TrainConfig) -> str | None:
 
 def _texts_of(data: PreparedData) -> ClassificationData:
     """Return ``data`` if the linear baseline can be fitted on it. Raises RecipeError otherwise."""
-    if not isinstance(data, ClassificationData) or data.processor.modality != "text":
+    if not isinstance(data, ClassificationData) or data.processor.modality != "text" or not data.labels:
         raise RecipeError("train.linear_baseline is for texts with labels: set it to false")
     return data

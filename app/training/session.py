@@ -13,6 +13,7 @@ from app.artifacts import CHECKPOINTS, FAILURE_FILE
 from app.conditional import read
 from app.config import Layout, Recipe, TrainConfig
 from app.config.alerts import Act
+from app.data.classification import ClassificationData
 from app.data.prepared import PreparedData
 from app.errors import NonFiniteLossError, TrainingError
 from app.models.factory import blueprint_of
@@ -184,7 +185,8 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
         progress = Progress(config, total_steps, position.step, records)
         return (*_open_logs(mirror, position.step, records, stack), alerts, progress, metrics)
 
-    feed = Feed(_with_teacher(data, recipe) if config.teacher else data, config, layout, worker, activity)
+    taught = _with_teacher(data, recipe) if config.teacher else data
+    feed = Feed(taught, config, layout, worker, activity, _classes_to_balance(data, recipe))
     stack.callback(feed.close)
     # A search may answer only when its other trials have.
     report = watchdog.rest()(attempt.report)
@@ -204,6 +206,14 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
         activity=activity,
         events=events,
     )
+
+
+def _classes_to_balance(data: PreparedData, recipe: Recipe) -> Sequence[int] | None:
+    """Return the class of each training sample; None unless all classes shall come equally often."""
+    if recipe.data.sampling == "natural":
+        return None
+    assert isinstance(data, ClassificationData)  # recipes of other tasks are refused
+    return data.train.split.classes
 
 
 def _with_teacher(data: PreparedData, recipe: Recipe) -> PreparedData:

@@ -41,7 +41,7 @@ def actors(cluster: dict[str, str]) -> dict[str, str]:
 def test_the_best_weights_are_kept_and_checked() -> None:
     result = train_alone("train.epochs=3", "train.early_stopping.patience=1")
     trained = load_weights(UPath(result["artifacts"]["weights"]))
-    assert trained.labels == [str(digit) for digit in range(10)]
+    assert trained.targets.labels == [str(digit) for digit in range(10)]
     assert result["metrics"]["val_accuracy"] > 0.5
     folder = Path(result["artifacts"]["weights"])
     flip(folder / "model.safetensors")

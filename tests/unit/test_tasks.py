@@ -9,6 +9,7 @@ from upath import UPath
 
 from app.config import Recipe, load_recipe
 from app.config.metrics import MODES
+from app.data.classification import ClassificationData
 from app.data.prepared import IGNORED, PreparedData
 from app.data.targets import Classes
 from app.data.text import TextProcessor
@@ -16,8 +17,9 @@ from app.errors import RecipeError
 from app.repository.manifest import ModelCard
 from app.tasks import Metric, ServedTask, Task, find_served_task, find_task, prepare
 from app.tasks.metrics import Accuracy, Perplexity
-from app.tasks.objective import CrossEntropy, Objective, RowLoss
+from app.tasks.objective import CrossEntropy, Objective, RowLoss, class_weights
 from app.tasks.registry import TASKS
+from app.training.data.batches import train_batches
 from tests.helpers import ROOT
 from tests.publishing import CARD
 
@@ -125,3 +127,32 @@ def test_an_accuracy_of_an_older_version_is_its_score() -> None:
 def test_classes_are_answered_with_probabilities() -> None:
     (answer,) = Classes(["bad", "good"]).decode(np.array([[0.0, np.log(3.0)]], np.float32))
     assert answer == {"label": "good", "scores": {"bad": 0.25, "good": 0.75}}
+
+
+def test_balanced_batches_have_all_classes_equally_often() -> None:
+    classes = np.array([0] * 90 + [1] * 9 + [2])
+    batches = train_batches([0] * 100, 20, seed=0, epoch=1, classes=classes.tolist())
+    assert sorted(np.bincount(classes[batches.ravel()]).tolist()) == [33, 33, 34]
+    assert set(np.bincount(batches.ravel()[classes[batches.ravel()] == 1])[90:].tolist()) <= {3, 4}
+    assert not np.array_equal(batches, train_batches([0] * 100, 20, seed=0, epoch=2, classes=classes.tolist()))
+
+
+def test_weights_of_classes_keep_the_mean_and_add_up_over_ranks() -> None:
+    data = prepare(load_recipe(DIGITS, ["data.validation_fraction=0.2"]))
+    weights = class_weights({str(digit): 1.0 + digit for digit in range(10)}, data)
+    assert isinstance(data, ClassificationData)
+    of_rows = np.array(weights)[data.train.split.classes]
+    assert of_rows.mean() == pytest.approx(1.0)
+    assert weights[9] / weights[0] == pytest.approx(10.0)
+    loss, outputs, targets = CrossEntropy(weights=weights), torch.randn(9, 10), torch.arange(9)
+    parts = 4 * loss.mean(outputs[:4], targets[:4]) + 5 * loss.mean(outputs[4:], targets[4:])
+    assert parts.item() / 9 == pytest.approx(loss.mean(outputs, targets).item())
+    with pytest.raises(RecipeError, match=r"train.class_weights has the labels 1: expected 0, 1"):
+        class_weights({"1": 2.0}, data)
+    assert np.ptp(class_weights("balanced", data)) < 0.1  # the digits come about equally often
+
+
+@pytest.mark.parametrize("key", ["train.class_weights=balanced", "data.sampling=balanced", "train.label_smoothing=0.1"])
+def test_keys_for_classes_are_refused_where_rows_have_numbers(key: str) -> None:
+    with pytest.raises(RecipeError, match=f"{key.partition('=')[0]} is for rows with one label each"):
+        prepare(load_recipe(str(ROOT / "recipes/diabetes.yaml"), [key]))

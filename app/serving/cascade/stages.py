@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from app.artifacts import ARCHITECTURE_FILE, RECIPE_FILE, WEIGHTS_FILE
-from app.data.targets import LABELS_FILE
+from app.data.targets import LABELS_FILE, Classes
 from app.errors import RecipeError
 from app.repository.known_answers import ANSWERS_FILE
 from app.repository.manifest import MODEL_FILE, PLAN_FILE, Manifest
@@ -16,6 +16,11 @@ _ENGINES = (MODEL_FILE, PLAN_FILE, WEIGHTS_FILE, ARCHITECTURE_FILE, RECIPE_FILE)
 def require_alike(models: Sequence[LoadedModel]) -> None:
     """Raise RecipeError, which names the difference, if a stage cannot answer in place of the last."""
     *earlier, last = models
+    if not isinstance(last.targets, Classes):
+        raise RecipeError(
+            f"serve.cascade: {last.manifest.name}/{last.version} gives no probability of one label, by which a stage "
+            "knows whether it is sure: leave the cascade out"
+        )
     for model in earlier:
         if difference := _difference(model, last):
             raise RecipeError(

@@ -47,19 +47,38 @@ def count_steps(config: TrainConfig, num_samples: int) -> int:
     return min(config.epochs * per_epoch, config.max_steps or config.epochs * per_epoch)
 
 
-def train_batches(lengths: Lengths, batch_size: int, seed: int, epoch: int) -> Indices:
+def train_batches(
+    lengths: Lengths, batch_size: int, seed: int, epoch: int, classes: Sequence[int] | None = None
+) -> Indices:
     """Return the global batches of an epoch, as indices into the split, of shape (batches, batch_size).
 
     Samples are shuffled, then sorted by length within groups of batches, so that a batch pads little.
-    An incomplete last batch is left out of this epoch, whatever the lengths of its samples.
+    An incomplete last batch is left out of this epoch, whatever the lengths of its samples. With ``classes``, the class
+    of each sample, all classes come equally often: samples of rare ones are repeated, some of frequent ones left out.
     """
     # NumPy takes no negative seeds.
     generator = np.random.default_rng((seed % 2**64, epoch))
-    order = generator.permutation(len(lengths))[: len(lengths) // batch_size * batch_size]
+    shuffled = generator.permutation(len(lengths)) if classes is None else _balanced(np.asarray(classes), generator)
+    order = shuffled[: len(lengths) // batch_size * batch_size]
     group = np.arange(len(order)) // (BATCHES_PER_SORT * batch_size)
     by_length = np.lexsort((np.asarray(lengths)[order], group))
     # Batches are shuffled again, because sorting has put the short ones of each group first.
     return generator.permutation(order[by_length].reshape(-1, batch_size))
+
+
+def _balanced(classes: Indices, generator: np.random.Generator) -> Indices:
+    """Return as many samples as there are, shuffled, with the same number of each class, give or take one.
+
+    The samples of a class are repeated as whole permutations, so that each comes about equally often.
+    """
+    found = generator.permutation(np.unique(classes))
+    shares = [len(part) for part in np.array_split(classes, len(found))]
+    chosen = []
+    for label, share in zip(found, shares, strict=True):
+        members = np.flatnonzero(classes == label)
+        rounds = [generator.permutation(members) for _ in range(-(-share // len(members)))]
+        chosen.append(np.concatenate(rounds)[:share])
+    return generator.permutation(np.concatenate(chosen))
 
 
 def micro_batches(batch: Indices, data_rank: DataRank, count: int) -> list[Indices]:

@@ -87,6 +87,8 @@ class Feed:
     layout: Layout
     worker: Worker
     activity: Activity
+    classes: Sequence[int] | None = None
+    """The class of each training sample, if all classes shall come equally often."""
     loader: "Loader" = field(init=False)
     _order: StreamOrder | None = field(init=False)
     """The order of samples in shards. None: the samples are in memory."""
@@ -113,7 +115,8 @@ class Feed:
 
     def _split_from_memory(self, epoch: int) -> SplitBatch:
         """Return a function that splits a global batch of the epoch into this rank's weighted micro-batches."""
-        batches = train_batches(self.data.train.lengths, self.config.global_batch_size, self.config.seed, epoch)
+        train, batch_size = self.data.train, self.config.global_batch_size
+        batches = train_batches(train.lengths, batch_size, self.config.seed, epoch, self.classes)
         weigh = self._weigher()
 
         def split(number: int) -> list[tuple[Indices, float | None]]:
