@@ -117,7 +117,7 @@ class _LabelCounts:
     true: NDArray[np.int64]
     matrix: NDArray[np.int64] | None
     """Of classes: rows by true and by predicted label. None: there are too many, or rows have several labels."""
-    probabilities: list[NDArray[np.float32]] = field(default_factory=list)
+    probabilities: list[NDArray[np.floating[Any]]] = field(default_factory=list)
     hits: list[NDArray[np.bool_]] = field(default_factory=list)
     """Whether each prediction whose probability is counted is right."""
 
@@ -128,7 +128,8 @@ class _LabelCounts:
             return None
         num = targets.num_outputs
         matrix = np.zeros((num, num), np.int64) if isinstance(targets, Classes) and num <= _MAX_LABELS else None
-        return cls(*(np.zeros(num, np.int64) for _ in range(3)), matrix)
+        right, predicted, true = np.zeros((3, num), np.int64)
+        return cls(right, predicted, true, matrix)
 
     def add(self, outputs: NDArray[np.float32], targets: NDArray[Any]) -> None:
         """Add rows: of classes, int64 targets of shape (rows,); of sets of labels, 0 and 1 of shape (rows, labels)."""
