@@ -6,7 +6,7 @@ INSTALLED_BENCH := .venv/.installed-bench
 INSTALLED_MUTATION := .venv/.installed-mutation
 
 .NOTPARALLEL:  # what is installed for two goals goes into one environment
-.PHONY: help install demo test test-slow test-faults test-gpu mutation bench-training bench-tuning bench-compile bench-serving bench-planning bench-finetuning bench-many bench-monitoring coverage docs lint format
+.PHONY: help install demo test test-slow test-faults test-gpu mutation bench-training bench-tuning bench-compile bench-serving bench-planning bench-finetuning bench-many bench-monitoring bench-data coverage docs lint format
 
 help:
 	@echo "make demo            from a fresh clone to a prediction: install, start a cluster, tune, train, compile, deploy, ask"
@@ -23,6 +23,7 @@ help:
 	@echo "make bench-planning  the planner beside published runs and this machine, into benchmarks/planning/RESULTS.md; the machine must be quiet"
 	@echo "make bench-finetuning  fine-tuning beside its peers, into benchmarks/finetuning/RESULTS.md; the machine must be quiet"
 	@echo "make bench-many      the cost of many runs, trials, versions and models, into benchmarks/many/RESULTS.md"
+	@echo "make bench-data      preparing and reading shards beside Hugging Face datasets and Ray Data, into benchmarks/data/RESULTS.md; the machine must be quiet"
 	@echo "make bench-monitoring  what metrics and traces cost, into benchmarks/monitoring/RESULTS.md; needs Prometheus and wrk; the machine must be quiet"
 	@echo "make docs            the documentation as a site, into build/docs; a warning or a page of long sentences is an error"
 	@echo "make lint            ruff, mypy and the rules between the parts"
@@ -98,6 +99,9 @@ bench-finetuning: $(INSTALLED_BENCH)
 
 bench-many: $(INSTALLED_BENCH)
 	@$(BIN)/python -m benchmarks.many
+
+bench-data: $(INSTALLED_BENCH)
+	@$(BIN)/python -m benchmarks.data
 
 bench-monitoring: $(INSTALLED_BENCH)
 	@$(BIN)/python -m benchmarks.monitoring

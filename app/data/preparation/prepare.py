@@ -16,7 +16,7 @@ from app.config import Recipe
 from app.data.examples import REASONS, CleaningReport, Input, Modality, Reason
 from app.data.preparation.near_duplicates import NearDuplicates
 from app.data.preparation.progress import UnitProgress
-from app.data.preparation.survey import KEPT, SPLITS, Sample, Surveys, resolve
+from app.data.preparation.survey import KEPT, SPLITS, Sample, Survey, Surveys, resolve
 from app.data.preparation.units import cut_units, fingerprint_of, list_files
 from app.data.preparation.work import EXAMPLES, UnitResult, UnitWork
 from app.data.preparation.writers import block_schema, labelled_schema
@@ -30,8 +30,8 @@ from app.storage import list_names, write_atomically
 SHARDS = "data"
 """Folder of storage that has the shards of each source and way to prepare it."""
 SAMPLE_FILE = "sample.arrow"
-SAMPLE_BYTES = 32_000_000
-"""Bytes of the source, about, of which a tokenizer is learned."""
+SAMPLE_BYTES = 16_000_000
+"""Bytes of texts, about, of which a tokenizer is learned."""
 _UNIT_SHARDS = 8
 _MAX_UNREADABLE = 0.01
 _UNREAD = {"shards", "buckets", "image", "tokenizer", "block_length", "chat"}
@@ -162,28 +162,28 @@ class Preparer:
     def _save_codec(self, work: UnitWork, labels: list[str]) -> None:
         """Save what the shards are written with, and the sample that a processor is fitted on."""
         folder = work.work.parent
-        inputs, rows = [], []
-        for unit in work.units:
-            sample = Sample.load(work.sample_file(unit.number))
-            codes = np.frombuffer(work.codes_file(unit.number).read_bytes(), np.uint8)
-            splits = Surveys.of([work.survey_file(unit.number)])
-            survey = next(iter(splits))[1]
-            for row, item in zip(sample.rows.tolist(), sample.inputs, strict=True):
-                if codes[row] == KEPT and survey.splits[row] == SPLITS.index("train"):
-                    inputs.append(item)
-                    rows.append(row)
-        if work.sample_fraction < 1.0:
-            print(
-                f"what is learned from texts is learned from a sample of {len(inputs):,} training "
-                f"{'documents' if work.is_language_model else 'examples'}",
-                flush=True,
-            )
+        sample, is_whole = self._sample(work)
+        if not is_whole:
+            what = "documents" if work.is_language_model else "examples"
+            print(f"tokenizers are learned from a sample of {len(sample.inputs):,} training {what}", flush=True)
         if not work.is_language_model:
             save_labels(labels, folder)
-            Sample(np.array(rows, np.int64), inputs).save(folder / SAMPLE_FILE)
-            return
-        if not (folder / SETTINGS_FILE).exists():  # it is written last
-            self._fit_tokenizer(inputs).save(folder)
+            sample.save(folder / SAMPLE_FILE)
+        elif not (folder / SETTINGS_FILE).exists():  # it is written last
+            self._fit_tokenizer(sample.inputs).save(folder)
+
+    def _sample(self, work: UnitWork) -> tuple[Sample, bool]:
+        """Return a sample of the training rows that are kept, and whether it has all of them."""
+        inputs: list[Input] = []
+        for unit in work.units:
+            sample, survey = Sample.load(work.sample_file(unit.number)), Survey.load(work.survey_file(unit.number))
+            codes = np.frombuffer(work.codes_file(unit.number).read_bytes(), np.uint8)
+            is_kept = (codes == KEPT) & (survey.splits == SPLITS.index("train"))
+            inputs += [item for row, item in zip(sample.rows, sample.inputs, strict=True) if is_kept[row]]
+        # The texts of a compressed file take more than the file.
+        step = max(1, -(-sum(map(len, inputs)) // SAMPLE_BYTES))
+        inputs = inputs[::step]
+        return Sample(np.arange(len(inputs)), inputs), work.sample_fraction == 1.0 and step == 1
 
     def _fit_tokenizer(self, documents: Sequence[Input]) -> LanguageTokenizer:
         config, pretrained = self.recipe.data, self.recipe.model.pretrained

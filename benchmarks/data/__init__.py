@@ -1,0 +1,1 @@
+"""Data that does not fit into memory: prepared, read, and cleaned of near duplicates."""

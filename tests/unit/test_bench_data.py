@@ -1,0 +1,36 @@
+"""The benchmark of data: its texts, and the goals that follow from what readers took."""
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from benchmarks.data.__main__ import _reading_goals
+from benchmarks.data.corpus import write_texts
+from benchmarks.data.readers import Share
+
+
+def test_texts_are_as_large_as_asked_and_the_same_each_time(tmp_path: Path) -> None:
+    rows = write_texts(tmp_path / "a.parquet", 1)
+    assert write_texts(tmp_path / "b.parquet", 1) == rows
+    table = pq.read_table(tmp_path / "a.parquet")
+    assert table.equals(pq.read_table(tmp_path / "b.parquet"))
+    assert table.num_rows == rows
+    assert sum(map(len, table["text"].to_pylist())) >= 1e6
+
+
+def test_goals_follow_from_the_slowest_process_and_the_best_other() -> None:
+    def shares(rows: int, wall_s: float, peak: int = 100_000_000) -> list[Share]:
+        return [Share(rows, rows * 2000, wall_s, 1.0, 1.0, peak), Share(rows, rows * 2000, wall_s / 2, 1.0, 0.5, peak)]
+
+    found = {
+        ("Rayloom", "10 MB, cold"): shares(60_000, 2.0),
+        ("Rayloom", "90 MB, cold"): shares(60_000, 2.0, 120_000_000),
+        ("Rayloom", "from the middle on"): shares(10, 0.1),
+        ("datasets", "10 MB"): shares(20_000, 2.0),
+        ("Ray Data", "10 MB"): shares(10_000, 2.0),
+    }
+    goals = {goal.what: goal for goal in _reading_goals(found, 10, 90)}
+    assert goals["rows/s, cold, to the best other"].reached == "3.0"
+    assert goals["rows/s, cold, to the best other"].verdict == "reached"
+    assert goals["90 MB, cold"].reached == "60,000 and 120"
+    assert goals["the same, to that of 10 MB"].verdict == "**missed**"
