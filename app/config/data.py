@@ -113,13 +113,19 @@ class ShardsConfig(Section):
         default=ByteSize(8_000_000_000), description="bytes of a node's disk that shards read from elsewhere may take"
     )
     memory: ByteSize = Field(
-        default=ByteSize(1_000_000_000), description="bytes that preparation holds at a time, beside the libraries"
+        default=ByteSize(1_000_000_000),
+        description="bytes of hashes that preparation compares at a time; at least eight times size",
     )
 
     @model_validator(mode="after")
     def _cache_holds_windows(self) -> Self:
         if self.size < _MIN_SHARD_BYTES:
             raise ValueError(f"size is {self.size} bytes, less than a shard can be: give {_MIN_SHARD_BYTES} or more")
+        if self.memory < 8 * self.size:
+            raise ValueError(
+                f"memory is {self.memory} bytes, and a shard has {self.size}: preparation builds a shard of each split "
+                f"and its file in memory, so give memory {8 * self.size} bytes or more, or lower size"
+            )
         if self.cache < 2 * self.window:
             raise ValueError(
                 f"cache is {self.cache} bytes and window {self.window}: the cache holds the window that is read and "

@@ -2,7 +2,9 @@
 
 import csv
 import json
+import os
 import random
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +22,7 @@ from app.data.preparation import prepare as preparing
 from app.data.preparation.progress import UnitProgress
 from app.data.preparation.units import cut_units, list_files
 from app.data.sharded_data import ShardedClassificationData, ShardedLanguageData
-from app.data.shards import ShardIndex
+from app.data.shards import ShardIndex, ShardWriter
 from app.errors import DataError, RecipeError
 from app.storage import open_storage, to_path
 from app.tasks import load_prepared, load_with_test, prepare, prepare_shards
@@ -170,7 +172,7 @@ def test_near_duplicates_are_found_and_nothing_else(tmp_path: Path) -> None:
     few_at_a_time = recipe_of(tmp_path / "rows.jsonl", "data.clean={near_duplicates: 0.8}", "data.seed=1")
     shards = few_at_a_time.data.shards
     assert shards is not None
-    bounded = few_at_a_time.data.model_copy(update={"shards": shards.model_copy(update={"memory": 9000})})
+    bounded = few_at_a_time.data.model_copy(update={"shards": shards.model_copy(update={"memory": 40_000})})
     again = prepare(few_at_a_time.model_copy(update={"data": bounded}))
     assert again.report.dropped == data.report.dropped
 
@@ -191,30 +193,32 @@ def test_all_who_work_on_it_write_the_same_shards(tmp_path: Path, monkeypatch: p
     assert there.fingerprint == prepared(tmp_path / "rows.jsonl").fingerprint
 
 
-def test_a_second_preparation_reads_nothing_and_an_interrupted_one_goes_on(
+def test_a_killed_preparation_goes_on_and_a_second_one_does_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_table(tmp_path / "rows.jsonl", ROWS)
     recipe = recipe_of(tmp_path / "rows.jsonl")
-    done: list[int] = []
+    child = os.fork()
+    if not child:
+        write = ShardWriter._write
 
-    def interrupted(work: Callable[[int], int], numbers: Sequence[int]) -> Iterable[int]:
-        for number in numbers:
-            if len(done) == 8:  # in the midst of the shards
-                raise KeyboardInterrupt
-            done.append(number)
-            yield work(number)
+        def killed(writer: ShardWriter) -> None:
+            if "00002" in writer._prefix and writer.shards:  # the second shard of the third unit
+                os.kill(os.getpid(), signal.SIGKILL)
+            write(writer)
 
-    with pytest.raises(KeyboardInterrupt):
-        prepare_shards(recipe, interrupted)
+        monkeypatch.setattr(ShardWriter, "_write", killed)
+        prepare(recipe)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     (folder,) = (open_storage(None) / preparing.SHARDS).iterdir()
     assert ShardIndex.find(folder) is None
-    before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*-*.arrow")}
+    before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*-0000[01]-*.arrow")}
+    assert len(before) > 4
+
     resumed = prepare(recipe)
     assert "writing shards: goes on after 2 of 6 parts" in capsys.readouterr().out
-    after = {path.name: path.stat().st_mtime_ns for path in folder.glob("*-*.arrow")}
-    assert len(before) > 4
-    assert before.items() <= after.items()
+    assert before == {path.name: path.stat().st_mtime_ns for path in folder.glob("*-0000[01]-*.arrow")}
     assert not [path for path in folder.rglob("*") if path.name.startswith(".")]
 
     def forbidden(work: Callable[[int], int], numbers: Sequence[int]) -> Iterable[int]:
@@ -310,6 +314,19 @@ def test_pictures_that_cannot_be_decoded_are_counted_or_refused(tmp_path: Path) 
         prepare(recipe)
 
 
+def test_groups_are_of_tables_only(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a text")
+    with pytest.raises(DataError, match=r"group_column is 'author', and '.*text\.txt' is no table"):
+        prepare(language_recipe(tmp_path, "data.group_column=author"))
+
+
+def test_a_line_that_does_not_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.data.preparation.rows._MAX_LINE_BYTES", 1000)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "x" * 1200, "label": "a"}))
+    with pytest.raises(DataError, match=r"rows\.jsonl' has a line of more than 1,000 bytes"):
+        prepare(recipe_of(tmp_path / "rows.jsonl"))
+
+
 def broken(folder: Path, name: str) -> Path:
     """A folder of two good files and a bad one."""
     write_table(folder / "a.jsonl", ROWS[:100])
@@ -365,6 +382,7 @@ def test_too_little_data_is_refused(
         (["train.linear_baseline=true"], "train.linear_baseline reads all data into memory"),
         (["data.test_source=x.csv"], "test_source cannot be read with shards"),
         (["data.clean.near_duplicates=0.2"], "near_duplicates"),
+        (["data.shards={size: 1GB}"], "memory is 1000000000 bytes, and a shard has 1000000000"),
         (["data.clean.near_duplicates=0.9", "data.shards=null"], "found in data in shards only"),
         (["data.clean={min_length: 9, max_length: 3}"], "min_length 9 is more than max_length 3"),
     ],

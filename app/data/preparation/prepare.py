@@ -17,7 +17,7 @@ from app.data.examples import REASONS, CleaningReport, Input, Modality, Reason
 from app.data.preparation.near_duplicates import NearDuplicates
 from app.data.preparation.progress import UnitProgress
 from app.data.preparation.survey import KEPT, SPLITS, Sample, Survey, Surveys, resolve
-from app.data.preparation.units import cut_units, fingerprint_of, list_files
+from app.data.preparation.units import TABLE_KINDS, cut_units, fingerprint_of, list_files
 from app.data.preparation.work import EXAMPLES, UnitResult, UnitWork
 from app.data.preparation.writers import block_schema, labelled_schema
 from app.data.shards import FORMAT, Shard, ShardIndex
@@ -59,6 +59,10 @@ class Preparer:
         config = self.recipe.data
         assert config.shards is not None
         files = list_files(config, self.modality, self.recipe.is_language_model)
+        if config.group_column and (file := next((file for file in files if file.kind not in TABLE_KINDS), None)):
+            raise DataError(
+                f"data.group_column is {config.group_column!r}, and {file.path!r} is no table: leave it out"
+            )
         settings = self._settings()
         fingerprint = fingerprint_of(files, settings)
         folder = self.storage / SHARDS / fingerprint[:16]

@@ -1,7 +1,9 @@
 """The rows of a unit, read in batches of bounded size from every format."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, BinaryIO
 
 import orjson
@@ -9,6 +11,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
+from app.conditional import map_concurrently
 from app.data.builtin import BUILTIN, BUILTIN_DOCUMENTS
 from app.data.examples import Input
 from app.data.preparation.units import Piece, Unit
@@ -17,6 +20,9 @@ from app.errors import DataError
 from app.storage import to_path
 
 _BATCH_ROWS, _BATCH_BYTES = 4096, 4 * 2**20
+_FILES = 64
+"""Whole files that are read together."""
+_MAX_LINE_BYTES = 64 * 2**20
 _CSV_BLOCK_BYTES = 16 * 2**20
 """A row of a csv file must fit into a block."""
 
@@ -51,13 +57,42 @@ def read_unit(unit: Unit, columns: Columns) -> Iterator[Rows]:
     Raises:
         DataError: a file cannot be read, or lacks a column. The message names the file and the row.
     """
-    for piece in unit.pieces:
-        try:
-            yield from _READERS[piece.kind](piece, columns)
-        except FileNotFoundError as error:
-            raise DataError(f"{piece.path!r} is gone: the source changed; prepare it again") from error
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{piece.path!r} cannot be read as {piece.kind} ({error}): write it again") from error
+    for is_whole, pieces in groupby(unit.pieces, _is_read_whole):
+        if is_whole:
+            yield from _read_whole(list(pieces))
+            continue
+        for piece in pieces:
+            with _named_in_errors(piece):
+                yield from _READERS[piece.kind](piece, columns)
+
+
+@contextmanager
+def _named_in_errors(piece: Piece) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DataError(f"{piece.path!r} is gone: the source changed; prepare it again") from error
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{piece.path!r} cannot be read as {piece.kind} ({error}): write it again") from error
+
+
+def _is_read_whole(piece: Piece) -> bool:
+    return piece.kind == "image" or (piece.kind == "text" and piece.stop is None)
+
+
+def _read_whole(pieces: Sequence[Piece]) -> Iterator[Rows]:
+    """Yield small files, several at a time. From an object store they are read concurrently."""
+
+    def content_of(piece: Piece) -> bytes:
+        with _named_in_errors(piece):
+            content: bytes = to_path(piece.path).read_bytes()
+            return content
+
+    for start in range(0, len(pieces), _FILES):
+        some = pieces[start : start + _FILES]
+        contents = map_concurrently(to_path(some[0].path), content_of, some)
+        labels = [to_path(piece.path).parent.name for piece in some] if some[0].kind == "image" else None
+        yield Rows(contents, labels)
 
 
 def _read_parquet(piece: Piece, columns: Columns) -> Iterator[Rows]:
@@ -131,35 +166,37 @@ def _parse(line: bytes, path: str, offset: int) -> Mapping[str, Any]:
 def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that begin in a piece, each with the position of its first byte."""
     with to_path(piece.path).open("rb") as file:
-        position = _go_to_line(file, piece.start)
-        while (piece.stop is None or position < piece.stop) and (line := file.readline()):
+        position = _go_to_line(file, piece.start, piece.path)
+        while (piece.stop is None or position < piece.stop) and (line := _read_line(file, piece.path)):
             yield position, line
             position += len(line)
 
 
-def _go_to_line(file: BinaryIO, start: int) -> int:
+def _go_to_line(file: BinaryIO, start: int, path: str) -> int:
     """Go to the first line that begins at ``start`` or after it, and return its position."""
     if not start:
         return 0
     # If the byte before is the end of a line, the line begins here.
     file.seek(start - 1)
-    return start - 1 + len(file.readline())
+    return start - 1 + len(_read_line(file, path))
+
+
+def _read_line(file: BinaryIO, path: str) -> bytes:
+    line = file.readline(_MAX_LINE_BYTES + 1)
+    if len(line) > _MAX_LINE_BYTES:
+        raise DataError(
+            f"{path!r} has a line of more than {_MAX_LINE_BYTES:,} bytes before byte {file.tell():,}: break it up"
+        )
+    return line
 
 
 def _read_text(piece: Piece, columns: Columns) -> Iterator[Rows]:  # noqa: ARG001
-    if piece.stop is None:
-        yield Rows([to_path(piece.path).read_bytes()])
-        return
+    assert piece.stop is not None
     with to_path(piece.path).open("rb") as file:
-        first, last = _go_to_line(file, piece.start), _go_to_line(file, piece.stop)
+        first, last = (_go_to_line(file, position, piece.path) for position in (piece.start, piece.stop))
         file.seek(first)
         if content := file.read(last - first):
             yield Rows([content])
-
-
-def _read_image(piece: Piece, columns: Columns) -> Iterator[Rows]:  # noqa: ARG001
-    path = to_path(piece.path)
-    yield Rows([path.read_bytes()], [path.parent.name])
 
 
 def _read_builtin(piece: Piece, columns: Columns) -> Iterator[Rows]:
@@ -183,7 +220,6 @@ _READERS: dict[str, Callable[[Piece, Columns], Iterator[Rows]]] = {
     "csv": _read_csv,
     "jsonl": _read_jsonl,
     "text": _read_text,
-    "image": _read_image,
     "builtin": _read_builtin,
 }
 

@@ -124,8 +124,14 @@ class Cleaner:
 
     def clean(self, item: Input) -> Input | None:
         """Return an input as training sees it; None if it is not a text in UTF-8, or not a picture."""
+        if self.is_image and not (isinstance(item, bytes) and _is_picture(item)):
+            return None
+        return self.convert(item)
+
+    def convert(self, item: Input) -> Input | None:
+        """Return an input as training sees it, without a look at pictures."""
         if self.is_image:
-            return item if isinstance(item, bytes) and _is_picture(item) else None
+            return item
         if isinstance(item, bytes):
             try:
                 item = item.decode("utf-8")

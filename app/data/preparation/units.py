@@ -29,6 +29,7 @@ _TABLES: dict[str, Kind] = {
     ".csv": "csv",
     ".jsonl": "jsonl",
 }
+TABLE_KINDS = frozenset(_TABLES.values())
 MAX_DOCUMENT_BYTES = 16 * 2**20
 """A larger text file is read as several documents, which are cut at ends of lines."""
 

@@ -92,7 +92,7 @@ class UnitWork:
         codes = np.frombuffer(self.codes_file(number).read_bytes(), np.uint8)
         examples: dict[Reason, list[str]] = {}
         writers = {split: self._writer(split, number) for split in SPLITS}
-        for start, inputs, labels in self._cleaned(number):
+        for start, inputs, labels in self._converted(number):
             part = slice(start, start + len(inputs))
             self._add(writers, inputs, labels, codes[part], survey.splits[part])
             _collect(examples, inputs, codes[part])
@@ -101,11 +101,11 @@ class UnitWork:
         write_atomically(self.result_file(number), result.model_dump_json().encode())
         return number
 
-    def _cleaned(self, number: int) -> Iterator[tuple[int, list[Input | None], list[str]]]:
-        """Yield the first row, cleaned inputs and labels of each batch of a unit."""
+    def _converted(self, number: int) -> Iterator[tuple[int, list[Input | None], list[str]]]:
+        """Yield the first row, the converted inputs and the labels of each batch of a unit."""
         start, cleaner = 0, self._cleaner
         for rows in read_unit(self.units[number], self._columns):
-            yield start, [cleaner.clean(item) for item in rows.inputs], list(rows.labels or [""] * len(rows.inputs))
+            yield start, [cleaner.convert(item) for item in rows.inputs], list(rows.labels or [""] * len(rows.inputs))
             start += len(rows.inputs)
 
     @staticmethod
