@@ -94,8 +94,8 @@ def _tokenise(folder: Path, source: Path) -> tuple[Prepared, Prepared]:
     for number in range(2):
         ours = _prepare("language-modeling", str(source), str(folder / f"tokens{number}"))
         runs.append((ours, _prepare("plain", str(source), str(folder / f"plain{number}"))))
-    ours, plain = zip(*runs, strict=True)
-    return min(ours, key=lambda run: run["cpu_s"]), min(plain, key=lambda run: run["cpu_s"])
+    ours, others = zip(*runs, strict=True)
+    return min(ours, key=lambda run: run["cpu_s"]), min(others, key=lambda run: run["cpu_s"])
 
 
 def _source(prepared: Prepared, name: str, seek: bool = False) -> Source:

@@ -42,7 +42,7 @@ def s3_of(folder: Path) -> Iterator[None]:
     """Serve the folders in ``folder`` as buckets. The environment names the server inside the context."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [Path(sys.executable).with_name("rclone"), "serve", "s3", "--addr", f"127.0.0.1:{port}"]
+    command = [str(Path(sys.executable).with_name("rclone")), "serve", "s3", "--addr", f"127.0.0.1:{port}"]
     # Without these, it tells of old listings and gives tags that s3fs takes for checksums.
     options = ["--auth-key", "key,secret", "--dir-cache-time", "0s", "--etag-hash", "", str(folder)]
     server = subprocess.Popen([*command, *options], stderr=subprocess.DEVNULL)
