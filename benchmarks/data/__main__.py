@@ -90,12 +90,15 @@ def _prepare(task: str, source: str, storage: str = "s3://bench/storage") -> Pre
 
 def _tokenise(folder: Path, source: Path) -> tuple[Prepared, Prepared]:
     """Tokenise the same texts from a disk with and without the library, in turns. Return the faster run of each."""
-    runs: list[tuple[Prepared, Prepared]] = []
+    ours, plain = [], []
     for number in range(2):
-        ours = _prepare("language-modeling", str(source), str(folder / f"tokens{number}"))
-        runs.append((ours, _prepare("plain", str(source), str(folder / f"plain{number}"))))
-    ours, others = zip(*runs, strict=True)
-    return min(ours, key=lambda run: run["cpu_s"]), min(others, key=lambda run: run["cpu_s"])
+        ours.append(_prepare("language-modeling", str(source), str(folder / f"tokens{number}")))
+        plain.append(_prepare("plain", str(source), str(folder / f"plain{number}")))
+    return min(ours, key=_cpu_s), min(plain, key=_cpu_s)
+
+
+def _cpu_s(prepared: Prepared) -> float:
+    return float(prepared["cpu_s"])
 
 
 def _source(prepared: Prepared, name: str, seek: bool = False) -> Source:
