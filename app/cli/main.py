@@ -4,8 +4,9 @@ import base64
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from upath import UPath
@@ -190,8 +191,9 @@ def export(
 @app.command()
 def predict(
     model: str,
-    inputs: Annotated[list[str], typer.Argument(help="Texts, or with --image the paths of images.")],
+    inputs: Annotated[list[str], typer.Argument(help="Texts; paths of images with --image; rows with --row.")],
     image: Annotated[bool, typer.Option("--image", help="The inputs are paths of images.")] = False,
+    row: Annotated[bool, typer.Option("--row", help="The inputs are rows of a table, as objects of JSON.")] = False,
     endpoint: Annotated[str | None, typer.Option(help="Default: the local cluster's.")] = None,
     token_file: Annotated[
         Path | None,
@@ -199,11 +201,23 @@ def predict(
     ] = None,
 ) -> None:
     """Send inputs to a deployed model, and print its answer to each: for a classifier the label and its probability."""
-    given = [_read_image(path) for path in inputs] if image else inputs
+    read: Callable[[str], Any] = _read_image if image else _read_row if row else str
+    given = [read(item) for item in inputs]
     client = EndpointClient(endpoint, token_file) if endpoint else local_endpoint(running_cluster(), token_file)
     answer = client.predict(model, PredictRequest(inputs=given))
     for text, prediction in zip(inputs, answer.predictions, strict=True):
         print(f"{_in_short(prediction)}  {text}")
+
+
+def _read_row(text: str) -> dict[str, Any]:
+    """Return a row. Raises RequestError if the text is no object of JSON."""
+    try:
+        row = json.loads(text)
+    except ValueError as error:
+        raise RequestError(f"a row is no JSON ({error}): give an object such as '{{\"age\": 40}}'") from error
+    if not isinstance(row, dict):
+        raise RequestError(f"a row is {text}: expected an object such as '{{\"age\": 40}}'")
+    return row
 
 
 def _in_short(prediction: Prediction) -> str:

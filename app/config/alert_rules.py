@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
+from app.config.metrics import MODES
+
 Unit = Literal["s", "steps", "epochs"]
 Better = Literal["higher", "lower"]
 
@@ -99,6 +101,7 @@ _BETTER: dict[str, Better] = {
     "perplexity": "lower",
     "accuracy": "higher",
     "samples_per_s": "higher",
+    **{name: "higher" if mode == "max" else "lower" for name, mode in MODES.items()},
 }
 
 

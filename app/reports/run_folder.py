@@ -14,6 +14,7 @@ from app.conditional import read
 from app.pages.content import Link, Mood, State
 from app.pages.page import REPORT_FILE, Page
 from app.pages.words import energy, hours, number
+from app.repository.score import Scored
 from app.runs import CONFIG_FILE, RESULT_FILE, Result
 from app.telemetry.usage import Usage, read_usage
 from app.training.coordination.heartbeat import HEARTBEAT_FILE
@@ -117,7 +118,8 @@ def headline(result: Result) -> str:
     metrics = result.metrics
     if result.job == "compile" and "chosen" in metrics:
         chosen = metrics["chosen"]
-        return f"{chosen['engine']} {chosen['precision']}, accuracy {number(chosen['accuracy'])}"
+        score = Scored.model_validate(chosen).score
+        return f"{chosen['engine']} {chosen['precision']}{f', {score}' if score else ''}"
     if result.job == "lifecycle":
         metrics = metrics.get("train", {})
     words = {
@@ -128,6 +130,7 @@ def headline(result: Result) -> str:
         "ready_s": "s until ready",
         "replicas": "replicas",
     }
+    words |= {name: name for name in metrics if name.startswith("val_")}
     known = {title: metrics[name] for name, title in words.items() if metrics.get(name) is not None}
     return ", ".join(f"{title} {number(value)}" for title, value in known.items())
 

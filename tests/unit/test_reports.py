@@ -4,6 +4,7 @@ import json
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 from upath import UPath
@@ -13,7 +14,7 @@ from app.config import load_recipe
 from app.data.prepared import DataReport
 from app.models.factory import blueprint_of
 from app.reports.deployment import DeploymentRecord, Laps, deployment_page
-from app.reports.evaluation import EVALUATION_FILE
+from app.reports.evaluation import EVALUATION_FILE, Calibration
 from app.reports.lifecycle import lifecycle_page, note_part
 from app.reports.run_folder import RunFolder, cost_of
 from app.reports.training import training_page
@@ -58,9 +59,53 @@ def test_a_model_is_run_on_a_bounded_part_of_the_validation_split(recipe_name: s
         assert sum(map(sum, found.matrix)) == 100
         assert [sample for sample in found.worst if sample.png_base64 and sample.label in found.labels] == found.worst
         assert found.worst[0].probability == pytest.approx(2.718281828 ** -losses[0], rel=1e-3)
+        matrix = np.array(found.matrix)
+        for label, score in enumerate(found.scores):
+            true, predicted, right = matrix[label].sum(), matrix[:, label].sum(), matrix[label, label]
+            assert (score.label, score.rows) == (str(label), true)
+            assert score.recall == pytest.approx(right / true)
+            assert score.precision == (pytest.approx(right / predicted) if predicted else None)
+        assert found.calibration is not None
+        assert sum(part.count for part in found.calibration.bins) == 100
     else:
         assert found.matrix is None
         assert "happy families" in str(found.worst[0].text)
+
+
+def test_a_calibration_is_the_distance_of_probability_and_truth() -> None:
+    generator = np.random.default_rng(0)
+    probabilities = generator.uniform(0.0, 1.0, 20_000)
+    honest = Calibration.of(probabilities, generator.uniform(0.0, 1.0, 20_000) < probabilities)
+    boastful = Calibration.of(probabilities, generator.uniform(0.0, 1.0, 20_000) < probabilities - 0.2)
+    assert (len(honest.bins), sum(part.count for part in honest.bins)) == (10, 20_000)
+    assert honest.error < 0.02
+    assert boastful.error == pytest.approx(0.18, abs=0.02)  # 0.2, but no share is less than 0
+    assert Calibration.of(np.array([1.0]), np.array([True])).error == 0.0
+
+
+@pytest.mark.parametrize("recipe_name", ["diabetes", "breast_cancer"])
+def test_rows_of_a_table_are_in_the_report_with_what_was_predicted(recipe_name: str, tmp_path: Path) -> None:
+    recipe = load_recipe(str(ROOT / f"recipes/{recipe_name}.yaml"))
+    data = prepare(recipe)
+    folder = write_run(UPath(tmp_path), RUN, metrics={"val_loss": 0.5, "val_mae": 44.25})
+    (folder / "w").mkdir()
+    safetensors.torch.save_model(blueprint_of(recipe.model, data.facts).model, str(folder / "w" / WEIGHTS_FILE))
+    write_evaluation(folder / "w", data, recipe, folder)
+    found = evaluate(folder / "w", data, recipe)
+    page = training_page(folder).to_html()
+    assert "validation mae" in page
+    assert "44.25" in page
+    if recipe_name == "diabetes":
+        assert (found.scores, found.calibration) == ([], None)
+        worst = found.worst[0]
+        scale = data.targets.scale  # type: ignore[attr-defined]
+        error = (float(worst.label or "nan") - float(worst.predicted or "nan")) / scale.std
+        assert worst.loss == pytest.approx(error**2, rel=1e-3)
+        assert "Scores by label" not in page
+    else:
+        assert {score.label for score in found.scores} == {"benign", "malignant"}
+        assert "Scores by label" in page
+        assert "Expected calibration error" in page
 
 
 def test_the_page_of_a_training_tells_where_it_stood_and_what_it_survived(tmp_path: Path) -> None:
