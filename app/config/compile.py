@@ -31,7 +31,11 @@ class GatesConfig(Section):
     max_difference: PositiveFloat = Field(
         default=1.0e-4, description="for fp32: maximum absolute difference of a logit from PyTorch's"
     )
-    max_accuracy_drop: Fraction = Field(default=0.01, description="maximum drop from PyTorch's validation accuracy")
+    max_accuracy_drop: Fraction = Field(
+        default=0.01,
+        description="maximum drop from PyTorch's validation accuracy, or of the task's own metric; of an error, maximum "
+        "rise as a share of it",
+    )
     min_cosine: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         default=0.99,
         description="minimum mean cosine similarity of a row's logits to PyTorch's; the sine of this angle limits the "

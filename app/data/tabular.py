@@ -69,7 +69,7 @@ class TabularProcessor:
             raise DataError(f"data.columns.categories has {unknown[0]!r}: the columns are {', '.join(names)}")
         numbers, categories = [], []
         for name in names:
-            values = [row[name] for row in rows if row.get(name) is not None]
+            values = [row[name] for row in rows if not _is_missing(row.get(name))]
             parsed = None if name in config.columns.categories else _parse_numbers(values)
             if parsed is None:
                 categories.append(CategoryColumn(name=name, values=sorted({_category(value) for value in values})))
@@ -117,7 +117,7 @@ class TabularProcessor:
         return row
 
     def _number(self, row: Mapping[str, Any], column: NumberColumn) -> float:
-        if (value := row[column.name]) is None or value == "":
+        if _is_missing(value := row[column.name]):
             return 0.0
         (number,) = _parse_numbers([value]) or (math.nan,)
         if not math.isfinite(number):
@@ -126,7 +126,10 @@ class TabularProcessor:
 
     def _row_categories(self, row: Mapping[str, Any]) -> list[int]:
         columns = zip(self._categories, self._indices, self._unknown, strict=True)
-        return [indices.get(_category(row[column.name]), unknown) for column, indices, unknown in columns]
+        return [
+            unknown if _is_missing(value := row[column.name]) else indices.get(_category(value), unknown)
+            for column, indices, unknown in columns
+        ]
 
     def save(self, folder: UPath) -> None:
         settings = _Settings(numbers=self._numbers, categories=self._categories)
@@ -155,6 +158,10 @@ def _parse_numbers(values: Sequence[Any]) -> list[float] | None:
     except (TypeError, ValueError):
         return None
     return numbers if numbers and len(numbers) == len(values) and all(map(math.isfinite, numbers)) else None
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or value == ""
 
 
 def _category(value: Any) -> str:

@@ -1,5 +1,6 @@
 """Tasks: what a class must have, how validations add up, and what older files say."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 from upath import UPath
 
-from app.config import Recipe, load_recipe
+from app.config import Recipe, TrainConfig, load_recipe
 from app.config.metrics import MODES
 from app.data.classification import ClassificationData
 from app.data.prepared import IGNORED, PreparedData
@@ -20,6 +21,7 @@ from app.tasks.metrics import Accuracy, Perplexity
 from app.tasks.objective import CrossEntropy, Objective, RowLoss, class_weights
 from app.tasks.registry import TASKS
 from app.training.data.batches import train_batches
+from app.training.records import EpochRecord, best_of, should_stop
 from tests.helpers import ROOT
 from tests.publishing import CARD
 
@@ -156,3 +158,18 @@ def test_weights_of_classes_keep_the_mean_and_add_up_over_ranks() -> None:
 def test_keys_for_classes_are_refused_where_rows_have_numbers(key: str) -> None:
     with pytest.raises(RecipeError, match=f"{key.partition('=')[0]} is for rows with one label each"):
         prepare(load_recipe(str(ROOT / "recipes/diabetes.yaml"), [key]))
+
+
+def test_the_best_epoch_is_chosen_by_a_metric_of_ones_own() -> None:
+    fields = {"train_loss": 1.0, "val_loss": 1.0, "samples_per_s": 1.0}
+    given = [
+        EpochRecord.model_validate({"epoch": epoch, "step": epoch, "val_own": own, **fields})
+        for epoch, own in enumerate([0.5, 0.75, math.nan, 0.7], start=1)
+    ]
+    records = [EpochRecord.model_validate_json(record.model_dump_json()) for record in given]
+    assert [record.metrics["val_own"] for record in records[:2]] == [0.5, 0.75]
+    config = TrainConfig.model_validate({"early_stopping": {"metric": "val_own", "mode": "max", "patience": 2}})
+    assert best_of(records, config).epoch == 2
+    assert config.early_stopping is not None
+    assert should_stop([record.value_of("val_own") for record in records], config.early_stopping)
+    assert math.isnan(records[0].value_of("val_accuracy")), "a task without one"

@@ -216,6 +216,7 @@ def test_a_third_of_the_trials_is_drawn_at_random_unless_the_recipe_says_how_man
     ("overrides", "words"),
     [
         (["tune.metric=f1"], "tune.metric.0: expected val_loss, val_NAME for a metric of the task, or train_loss"),
+        (["tune.metric=val_own", "tune.mode=[]"], "mode is missing: say whether val_own is better at its max or min"),
         (["tune.mode=min"], "val_accuracy is better when maximal: set mode to max"),
         (["tune.metric=[val_accuracy, parameters]", "tune.mode=[max, min]"], "set scheduler to none"),
         (["tune.sampler=gp"], "learns only from complete trials, of which scheduler asha leaves few"),

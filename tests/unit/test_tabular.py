@@ -1,0 +1,158 @@
+"""Tables, numbers and sets of labels: how files become tensors, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import f1_score, mean_absolute_error, r2_score, root_mean_squared_error
+from upath import UPath
+
+from app.config import ColumnsConfig, DataConfig, Recipe
+from app.data.classification import ClassificationData
+from app.data.tabular import TabularProcessor
+from app.data.targets import LabelSets, Numbers, Scale
+from app.errors import DataError
+from app.models.tabular import mlp
+from app.tasks import load_with_test, prepare
+from app.tasks.multilabel import F1, ExactMatch
+from app.tasks.regression import MeanAbsoluteError, RootMeanSquaredError, RSquared
+
+ROWS = [("34", "red", "10115", 0.5), ("28", "blue", "10117", 1.5), ("", "red", "10115", 2.5), ("40", "", "10119", 3.5)]
+CONFIG = DataConfig(source="-", columns=ColumnsConfig(categories=["code"]))
+
+
+def row(age: Any = 34, colour: Any = "red", code: Any = "10115") -> str:
+    return json.dumps({"age": age, "colour": colour, "code": code})
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """A csv whose rows come five times, each with another number to predict."""
+    lines = [f"{age},{colour},{code},{number + repeat}" for repeat in range(5) for age, colour, code, number in ROWS]
+    (tmp_path / "rows.csv").write_text("\n".join(["age,colour,code,price", *lines]), encoding="utf-8")
+    return tmp_path / "rows.csv"
+
+
+def recipe_of(table: Path, task: str = "tabular-regression", **columns: Any) -> Recipe:
+    data = {"source": str(table), "columns": {"label": "price", **columns}, "test_fraction": 0.2}
+    return Recipe.model_validate({"name": "rows", "task": task, "data": data, "model": {"factory": "a:b"}})
+
+
+def test_a_csv_becomes_numbers_and_categories_and_is_read_as_it_was_written(table: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(table, categories=["code"])
+    data = prepare(recipe)
+    assert isinstance(data, ClassificationData)
+    assert data.rows == {"train": 14, "validation": 2, "test": 4}, "equal rows with other numbers are no duplicates"
+    assert data.facts == {"num_labels": 1, "num_numbers": 1, "num_categories": 7, "num_category_columns": 2}
+    batch = data.train.batch(range(14))
+    assert {name: (array.dtype, array.shape) for name, array in batch.inputs.items()} == {
+        "numbers": (np.float32, (14, 1)),
+        "categories": (np.int64, (14, 2)),
+    }
+    values = data.train.split.classes
+    assert batch.targets == pytest.approx((np.array(values) - np.mean(values)) / np.std(values))
+    (answer,) = data.targets.decode(batch.targets[:1, None])
+    assert answer["value"] == pytest.approx(values[0])
+    data.save(UPath(tmp_path / "data"))
+    loaded = load_with_test(recipe, UPath(tmp_path / "data"))
+    assert loaded.fingerprint == data.fingerprint
+    assert loaded.rows == data.rows
+    assert np.array_equal(loaded.train.batch([3]).targets, batch.targets[3:4])
+
+
+def test_unknown_values_are_the_mean_or_a_category_of_their_own() -> None:
+    processor = TabularProcessor.fit([row(age, colour, code) for age, colour, code, _ in ROWS], CONFIG)
+    assert processor.columns == ["age", "colour", "code"]
+    known, unknown = (processor.encode([item]) for item in (row(), row(None, "green", None)))
+    assert known["numbers"][0, 0] == pytest.approx(0.0, abs=1e-6), "34 is the mean of 34, 28 and 40"
+    assert unknown["numbers"][0, 0] == 0.0
+    assert unknown["categories"].tolist() == [[0, 3]]
+    assert known["categories"].tolist() == [[2, 4]]
+    outputs = mlp(num_labels=3, **processor.facts)(**{name: torch.from_numpy(array) for name, array in known.items()})
+    assert outputs.shape == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("{", "a row is no JSON"),
+        ("[1]", r"a row is '\[1\]': expected an object"),
+        (json.dumps({"age": 1, "colour": "red"}), "a row has no 'code': expected age, colour, code"),
+        (row(age="old"), "a row has 'old' for 'age': expected a number, or null"),
+        (row(age=True), "a row has True for 'age'"),
+        (row(age="inf"), "a row has 'inf' for 'age'"),
+    ],
+)
+def test_a_row_that_cannot_be_read_is_refused(given: str, words: str) -> None:
+    processor = TabularProcessor.fit([row(age, colour, code) for age, colour, code, _ in ROWS], CONFIG)
+    with pytest.raises(DataError, match=words):
+        processor.encode([given])
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"label": "cost"}, "data.columns.label is 'cost', which .*rows.csv' does not have: it has age, colour, code"),
+        ({"features": ["age", "size"]}, "data.columns.features.1 is 'size', which"),
+        ({"categories": ["size"]}, "data.columns.categories has 'size': the columns are age, colour, code"),
+        ({"label": "colour"}, "has the label 'red': a regression learns numbers"),
+    ],
+)
+def test_columns_that_do_not_fit_are_named(table: Path, columns: dict[str, Any], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        prepare(recipe_of(table, **columns))
+
+
+def test_several_labels_are_read_from_lists_and_from_texts(tmp_path: Path) -> None:
+    config = DataConfig(source="x.csv", columns=ColumnsConfig(separator=","))
+    targets = LabelSets.fit(['["bill", "late"]', "late, broken", "[]"], config)
+    assert targets.labels == ["bill", "broken", "late"]
+    assert targets.read(["broken,bill", "[]"], config) == [[0, 1], []]
+    assert targets.batch([[0, 1], []]).tolist() == [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
+    (answer,) = targets.decode(np.array([[2.0, -2.0, 0.0]], np.float32))
+    assert answer["labels"] == ["bill", "late"]
+    assert answer["scores"] == pytest.approx({"bill": 0.880797, "broken": 0.119203, "late": 0.5})
+    with pytest.raises(DataError, match=r"data.source 'x.csv' has the label 'odd', but .* only bill, broken, late"):
+        targets.read(["odd"], config)
+    lines = [json.dumps({"text": f"text {number}", "label": ["a"] * (number % 2) + ["b"]}) for number in range(20)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    data = prepare(
+        Recipe.model_validate(
+            {
+                "name": "sets",
+                "task": "text-multilabel",
+                "data": {"source": str(tmp_path / "rows.jsonl")},
+                "model": {"factory": "a:b"},
+            }
+        )
+    )
+    assert isinstance(data, ClassificationData)
+    assert data.targets.labels == ["a", "b"]
+    assert sorted(map(len, data.train.split.classes)) == [1] * 9 + [2] * 9
+
+
+def test_metrics_are_those_of_scikit_learn() -> None:
+    generator = np.random.default_rng(0)
+    given, true = generator.normal(size=(2, 50))
+    targets = Numbers(Scale(mean=100.0, std=7.0))
+    outputs, expected = torch.from_numpy(given)[:, None], torch.from_numpy(true)
+    for metric, function, scale in (
+        (MeanAbsoluteError(), mean_absolute_error, 7.0),
+        (RootMeanSquaredError(), root_mean_squared_error, 7.0),
+        (RSquared(), r2_score, 1.0),
+    ):
+        sums = metric.bind(targets).sums(outputs, expected)
+        assert metric.value(sums) == pytest.approx(scale * function(true, given)), metric.name
+    scores, labels = generator.normal(size=(40, 5)), generator.integers(0, 2, (40, 5))
+    outputs, expected = torch.from_numpy(scores), torch.from_numpy(labels).float()
+    assert F1().value(F1().sums(outputs, expected)) == pytest.approx(f1_score(labels, scores > 0, average="micro"))
+    assert ExactMatch().value(ExactMatch().sums(outputs, expected)) == np.mean(((scores > 0) == labels).all(axis=1))
+
+
+def test_the_gate_counts_a_rise_of_an_error_as_a_share_of_it() -> None:
+    assert MeanAbsoluteError().drop(40.0, 41.0) == pytest.approx(0.025)
+    assert F1().drop(0.9, 0.88) == pytest.approx(0.02)
+    assert MeanAbsoluteError().drop(0.0, 0.1) == float("inf")
