@@ -33,8 +33,8 @@ class GatesConfig(Section):
     )
     max_accuracy_drop: Fraction = Field(
         default=0.01,
-        description="maximum drop from PyTorch's validation accuracy, or of the task's own metric; of an error, maximum "
-        "rise as a share of it",
+        description="maximum drop from PyTorch's validation accuracy, or that of the task's own metric; of an error, "
+        "maximum rise as a share of it",
     )
     min_cosine: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         default=0.99,

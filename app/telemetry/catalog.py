@@ -52,6 +52,7 @@ TRAIN_EPOCH = _gauge("train_epoch", _RUN, "The epoch under way.")
 TRAIN_LOSS = _gauge("train_loss", _RUN, "Loss of the last step that was reported.")
 TRAIN_VAL_LOSS = _gauge("train_val_loss", _RUN, "Validation loss of the last epoch.")
 TRAIN_VAL_ACCURACY_RATIO = _gauge("train_val_accuracy_ratio", _RUN, "Validation accuracy of the last epoch.")
+TRAIN_VAL_METRIC = _gauge("train_val_metric", (*_RUN, "metric"), "Another metric of the task in the last epoch.")
 TRAIN_LEARNING_RATE = _gauge("train_learning_rate", _RUN, "Learning rate of the last step.")
 TRAIN_GRADIENT_NORM = _gauge("train_gradient_norm", _RUN, "Norm of the last step's gradient, before clipping.")
 TRAIN_SAMPLES_PER_SECOND = _gauge("train_samples_per_second", _RUN, "Samples of all workers together.")
@@ -81,6 +82,7 @@ TRAIN_FAILURES = _counter("train_failures", ("run",), "How often workers failed.
 
 TRAINING = (
     TRAIN_STEP, TRAIN_STEPS_PLANNED, TRAIN_EPOCH, TRAIN_LOSS, TRAIN_VAL_LOSS, TRAIN_VAL_ACCURACY_RATIO,
+    TRAIN_VAL_METRIC,
     TRAIN_LEARNING_RATE, TRAIN_GRADIENT_NORM, TRAIN_SAMPLES_PER_SECOND, TRAIN_TOKENS_PER_SECOND, TRAIN_MFU_RATIO,
     TRAIN_DATA_STALL_RATIO, TRAIN_COMMUNICATION_RATIO, TRAIN_MEMORY_PEAK_BYTES, TRAIN_MEMORY_FRAGMENTATION_RATIO,
     TRAIN_STEP_SECONDS, TRAIN_RANK_BUSY_SECONDS, TRAIN_REPORT_TIMESTAMP_SECONDS, TRAIN_CHECKPOINT_TIMESTAMP_SECONDS,

@@ -238,15 +238,26 @@ def test_a_run_publishes_its_newest_figures() -> None:
     ]  # fmt: skip
     metrics.append(*steps)
     metrics.append(
-        EpochRecord(epoch=1, step=2, train_loss=1.5, val_loss=math.pi, val_accuracy=0.5, samples_per_s=128.0)
+        EpochRecord.model_validate(
+            {
+                "epoch": 1,
+                "step": 2,
+                "train_loss": 1.5,
+                "val_loss": math.pi,
+                "val_accuracy": 0.5,
+                "val_f1": 0.25,
+                "samples_per_s": 128.0,
+            }
+        )  # fmt: skip
     )
     expected = {
         "step": 2, "steps_planned": 90, "epoch": 1, "loss": 1.0, "learning_rate": 0.1, "gradient_norm": 3.0,
         "samples_per_second": 128.0, "data_stall_ratio": 0.01, "step_seconds": 0.5, "memory_peak_bytes": 4096,
-        "val_loss": math.pi, "val_accuracy_ratio": 0.5, "report_timestamp_seconds": 1010.0,
+        "val_loss": math.pi, "val_accuracy_ratio": 0.5, "val_metric": 0.25, "report_timestamp_seconds": 1010.0,
         "checkpoint_timestamp_seconds": 1000.0, "checkpoint_seconds": 0.25, "rank_busy_seconds": 0.3,
     }  # fmt: skip
     assert {name: sample.value for name, sample in published.items()} == {
         f"rayloom_train_{name}": value for name, value in expected.items()
     }
+    assert published["rayloom_train_val_metric"].labels == ("run-1", "digits", "val_f1")
     assert published["rayloom_train_rank_busy_seconds"].labels == ("run-1", "digits", "1")

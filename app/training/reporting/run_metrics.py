@@ -48,6 +48,9 @@ class RunMetrics:
             case (*_, EpochRecord() as epoch):
                 self._set(catalog.TRAIN_VAL_LOSS, epoch.val_loss)
                 self._set(catalog.TRAIN_VAL_ACCURACY_RATIO, epoch.val_accuracy)
+                for name, value in epoch.metrics.items():
+                    if name not in ("val_loss", "val_accuracy"):
+                        self._set(catalog.TRAIN_VAL_METRIC, value, name)
         self._set(catalog.TRAIN_REPORT_TIMESTAMP_SECONDS, self._clock())
         if commit := self._last_commit():
             self._set(catalog.TRAIN_CHECKPOINT_TIMESTAMP_SECONDS, commit.time_s)
