@@ -248,7 +248,7 @@ def test_a_run_publishes_its_newest_figures() -> None:
                 "val_f1": 0.25,
                 "samples_per_s": 128.0,
             }
-        )  # fmt: skip
+        )
     )
     expected = {
         "step": 2, "steps_planned": 90, "epoch": 1, "loss": 1.0, "learning_rate": 0.1, "gradient_norm": 3.0,

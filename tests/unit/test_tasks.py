@@ -1,6 +1,8 @@
 """Tasks: what a class must have, how validations add up, and what older files say."""
 
 import math
+import sys
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from app.tasks.objective import CrossEntropy, Objective, RowLoss, class_weights
 from app.tasks.registry import TASKS
 from app.training.data.batches import train_batches
 from app.training.records import EpochRecord, best_of, should_stop
-from tests.helpers import ROOT
+from tests.helpers import ROOT, documented
 from tests.publishing import CARD
 
 DIGITS = str(ROOT / "recipes/digits.yaml")
@@ -173,3 +175,17 @@ def test_the_best_epoch_is_chosen_by_a_metric_of_ones_own() -> None:
     assert config.early_stopping is not None
     assert should_stop([record.value_of("val_own") for record in records], config.early_stopping)
     assert math.isnan(records[0].value_of("val_accuracy")), "a task without one"
+
+
+def test_the_task_of_the_guide_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("guide_of_tasks")
+    vars(module).update(documented("how-to/bring_your_own_task.md", __name__="guide_of_tasks"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    task = find_served_task("guide_of_tasks:Tickets")
+    (metric,) = task.metrics
+    outputs, targets = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]]), torch.tensor([1, 2])
+    assert metric.value(metric.sums(outputs, targets)) == 0.5
+    objective = Objective(RowLoss(task.loss), (metric,))
+    assert objective.values(objective.sums(outputs, targets)) == pytest.approx(
+        {"val_loss": torch.nn.functional.cross_entropy(outputs, targets).item(), "val_top2": 0.5}
+    )
