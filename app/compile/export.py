@@ -54,13 +54,21 @@ def export_onnx(
     _require_one_file(path)
 
 
+def trace(model: nn.Module, specs: Sequence[TensorSpec], sample: Tensors) -> ExportedProgram:
+    """Return the model as one graph of operators, with the names that ``export_onnx`` notes in an ONNX file's nodes.
+
+    Raises:
+        CompileError: the model cannot be traced.
+    """
+    with _quiet():
+        return _traced(model, {spec.name: torch.from_numpy(sample[spec.name]) for spec in specs}, _dynamic(specs))
+
+
 def export_outputs(
     model: nn.Module, specs: Sequence[TensorSpec], sample: Tensors, outputs: Sequence[str], path: Path
 ) -> None:
     """Write a model with several outputs as one float32 ONNX file. Arguments and errors as for ``export_onnx``."""
-    inputs = {spec.name: torch.from_numpy(sample[spec.name]) for spec in specs}
-    with _quiet():
-        program = _traced(model, inputs, _dynamic(specs))
+    program = trace(model, specs, sample)
     program_to_onnx(program, [spec.name for spec in specs], outputs, path)
 
 

@@ -1,6 +1,7 @@
 """The files that are made of one source model: ONNX files, each checked against PyTorch, and TensorRT plans."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -183,7 +184,10 @@ class ModelFiles:
         fp32_path, samples = self._onnx_path("fp32"), self.source_model.calibration_batches(calibration.samples)
         if precision == "fp8":
             return quantize_fp8(fp32_path, samples, path)
-        return find_quantization(fp32_path, samples, calibration, self.evaluator.verdict, path, self._log)
+        finetune = None
+        if (given := self._config.int8.finetune) is not None:
+            finetune = partial(self.source_model.write_finetuned, config=given, log=self._log)
+        return find_quantization(fp32_path, samples, calibration, self.evaluator.verdict, path, self._log, finetune)
 
     def _failures(self, precision: ComputePrecision, path: Path, parity: Parity | None) -> tuple[str, ...]:
         """Return the failed gates. An int8 file is evaluated on several engines, the others on one at most."""

@@ -1,7 +1,7 @@
 """What is compiled: a model with rows of its data, and the answers with which every file and variant is compared."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from upath import UPath
 
+from app.compile.quantization.finetune import Rounding
 from app.compile.reference import BATCH, Reference, chunks
-from app.config import Precision
+from app.config import Int8FinetuneConfig, Precision
 from app.data.prepared import Dataset
 from app.engines.base import Engine, EngineSettings, ShapeProfile, Signature
 from app.repository.manifest import Lineage, Split
@@ -88,6 +89,15 @@ class Source(ABC):
     @abstractmethod
     def calibration_batches(self, count: int | None) -> Iterable[Tensors]:
         """Return batches of ``count`` rows for int8's ranges. They can be iterated again. Raises CompileError."""
+
+    @abstractmethod
+    def write_finetuned(
+        self, roundings: Mapping[str, Rounding], path: Path, config: Int8FinetuneConfig, log: Callable[[str], None]
+    ) -> None:
+        """Train the model with these roundings, and write it in float32. Raises CompileError if it cannot be trained.
+
+        The model itself stays as it is, because the other variants and all gates are measured by it.
+        """
 
     @abstractmethod
     def load_test(self) -> Dataset | None:

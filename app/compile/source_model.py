@@ -2,23 +2,27 @@
 
 import copy
 import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from upath import UPath
 
 from app.artifacts import ARCHITECTURE_FILE, DATA, RECIPE_FILE, WEIGHTS, WEIGHTS_FILE
 from app.checksums import code_revision, sha256_of, verify_checksums
-from app.compile.export import export_onnx
-from app.compile.reference import EncodedBatches, Judge, Reference
+from app.compile.export import export_onnx, trace
+from app.compile.quantization.finetune import Rounding, train_rounded
+from app.compile.reference import EncodedBatches, Judge, Reference, Rows, chunks
 from app.compile.source import Source, calibration_indices
-from app.config import Precision, Recipe
+from app.config import Int8FinetuneConfig, Precision, Recipe
 from app.data.prepared import Dataset, PreparedData
 from app.engines.base import Engine, EngineSettings, Signature
 from app.engines.torch import TorchEngine
 from app.errors import CompileError, StorageError
 from app.models.sparsity import prune_2_to_4
 from app.repository.manifest import Lineage
+from app.tensors import Tensors
 from app.training.weights import TrainedModel, load_weights
 
 
@@ -62,6 +66,26 @@ class SourceModel(Source):
         files = {name: self.weights / name for name in (WEIGHTS_FILE, RECIPE_FILE, ARCHITECTURE_FILE)}
         return {name: file for name, file in files.items() if file.exists()}
 
+    def write_finetuned(
+        self, roundings: Mapping[str, Rounding], path: Path, config: Int8FinetuneConfig, log: Callable[[str], None]
+    ) -> None:
+        model, specs = copy.deepcopy(self.trained.model), self.signature.inputs
+        rows = Rows.of(self.data.train, self.signature)
+
+        def batches(epoch: int) -> Iterator[Tensors]:
+            """Return the inputs of an epoch in a seeded order, in batches of one padded length."""
+            order = np.random.default_rng(epoch)
+            shuffled = (order.permutation(np.asarray(group)) for group in rows.groups)
+            every = [part for group in shuffled for part in chunks(group.tolist(), config.batch_size)]
+            # A program that was traced with several rows may not take one.
+            kept = (every[index] for index in order.permutation(len(every)) if len(every[index]) > 1)
+            return (rows.split.batch(indices).inputs for indices in kept)
+
+        program = trace(model, specs, self.sample)
+        state = train_rounded(program, roundings, self.trained.model, batches, config, log)
+        model.load_state_dict(state, strict=False)
+        export_onnx(model, specs, self.sample, path)
+
     def pruned(self) -> "SourceModel":
         trained = replace(self.trained, model=prune_2_to_4(self.trained.model))
         sparse = _evaluated(trained, self.weights, self.data, self.threads)
@@ -97,9 +121,7 @@ class SourceModel(Source):
             train_run=str(self.weights.parent),
             trial=str(recipe.tuned_from) if recipe.tuned_from else None,
             teacher=recipe.train.teacher.model if recipe.train.teacher else None,
-            pretrained=f"{recipe.model.pretrained} sha256:{recipe.model.weights_sha256}"
-            if recipe.model.pretrained
-            else None,
+            pretrained=recipe.model.origin,
             compile_run=compile_run,
             recipe=sha256_of(recipe.model_dump_json().encode()),
             data_fingerprint=self.data.fingerprint,

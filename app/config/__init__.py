@@ -11,6 +11,7 @@ from app.config.compile import (
     ComputePrecision,
     EngineName,
     GatesConfig,
+    Int8FinetuneConfig,
     ObjectiveConfig,
 )
 from app.config.data import CleanConfig, ColumnsConfig, DataConfig, ImageConfig, ShardsConfig, TokenizerConfig
@@ -65,6 +66,7 @@ __all__ = [
     "EngineName",
     "GatesConfig",
     "ImageConfig",
+    "Int8FinetuneConfig",
     "Layout",
     "LoaderConfig",
     "LoraConfig",

@@ -25,6 +25,24 @@ class CalibrationConfig(Section):
     )
 
 
+class Int8FinetuneConfig(Section):
+    """Training with the rounding of int8, on the training split, towards the logits of the float model."""
+
+    epochs: PositiveInt = Field(default=1, description="passes over the training split")
+    lr: PositiveFloat = Field(default=1.0e-5, description="learning rate of AdamW")
+    batch_size: Annotated[int, Field(ge=2)] = Field(default=32, description="samples in a step")
+
+
+class Int8Config(Section):
+    """How int8 is made, beside its calibration."""
+
+    finetune: Int8FinetuneConfig | None = Field(
+        default=None,
+        description="train with int8's rounding where no calibration passes the gates with every layer in int8; "
+        "default: leave layers in float at once",
+    )
+
+
 class GatesConfig(Section):
     """The limits that a variant must keep to be published."""
 
@@ -85,6 +103,7 @@ class CompileConfig(Section):
         description="auto: all engines of this machine, and torch as a baseline; torch is published only if named",
     )
     calibration: CalibrationConfig = CalibrationConfig()
+    int8: Int8Config = Int8Config()
     gates: GatesConfig = GatesConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     sparsity: Literal["none", "2:4"] = Field(

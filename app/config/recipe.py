@@ -85,6 +85,12 @@ class ModelConfig(Section):
         return f"model.factory {self.factory!r}" if self.factory else f"model.pretrained {self.pretrained!r}"
 
     @property
+    def origin(self) -> str | None:
+        """The pretrained model, with the sha256 of its weights if a run has noted it; None if there is none."""
+        sha256 = f" sha256:{self.weights_sha256}" if self.weights_sha256 else ""
+        return f"{self.pretrained}{sha256}" if self.pretrained else None
+
+    @property
     def as_given(self) -> "ModelConfig":
         """The section as a person writes it."""
         return self.model_copy(update={"configuration": None, "weights_sha256": None})

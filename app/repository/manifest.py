@@ -33,9 +33,13 @@ class Quantization(BaseModel):
     weights_only: bool = False
     """Whether the weights of exempt nodes are in int8 all the same, so that only their inputs are float."""
 
+    finetuned: bool = False
+    """Whether the weights were trained with the rounding of int8."""
+
     def __str__(self) -> str:
         but = " but for weights" if self.weights_only else ""
-        return f"{self.method}, smoothing {self.smoothing:g}, {len(self.exempt)} nodes in float{but}"
+        trained = ", fine-tuned" if self.finetuned else ""
+        return f"{self.method}, smoothing {self.smoothing:g}, {len(self.exempt)} nodes in float{but}{trained}"
 
 
 class EngineKey(BaseModel):

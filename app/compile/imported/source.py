@@ -16,9 +16,10 @@ from app.checksums import code_revision, sha256_of
 from app.compile.imported.model import ImportedModel
 from app.compile.imported.natural import fingerprint_of, read_natural, select
 from app.compile.imported.samples import TensorRows, random_rows, read_rows, varying_sizes
+from app.compile.quantization.finetune import Rounding
 from app.compile.reference import EncodedBatches, Judge, Reference, Rows
 from app.compile.source import CALIBRATION_BATCH, Source, spread
-from app.config import TENSORS, Precision, Recipe
+from app.config import TENSORS, Int8FinetuneConfig, Precision, Recipe
 from app.data.classification import LabelledDataset
 from app.data.prepared import Dataset
 from app.data.targets import save_labels
@@ -110,6 +111,15 @@ class ImportedSource(Source):
         raise CompileError(
             "compile.sparsity prunes models that Rayloom has trained: leave it out, or prune before export"
         )
+
+    def write_finetuned(
+        self,
+        roundings: Mapping[str, Rounding],  # noqa: ARG002
+        path: Path,  # noqa: ARG002
+        config: Int8FinetuneConfig,  # noqa: ARG002
+        log: Callable[[str], None],  # noqa: ARG002
+    ) -> None:
+        raise CompileError("compile.int8.finetune trains models that Rayloom has trained: leave it out")
 
     def load_test(self) -> Dataset | None:
         return None

@@ -54,6 +54,15 @@ def largest_by_channel(
     return largest
 
 
+def values_of(source: Path, layers: Sequence[Layer]) -> Iterator[str]:
+    """Yield the name of the value at each port that the layers quantize, in their order."""
+    nodes = {node.name: node for node in load_model(source).graph}
+    for port in (port for layer in layers for port in layer.activations):
+        value = nodes[port.node].inputs[port.index]
+        assert value is not None
+        yield str(value.name)
+
+
 def _readers(model: ir.Model, layers: Sequence[Layer]) -> dict[str, str]:
     """Return the values that layers quantize, each with a node that reads it."""
     nodes = {node.name: node for node in model.graph}

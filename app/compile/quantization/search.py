@@ -1,6 +1,5 @@
 """Find how to quantize a model: the calibration that passes the gates, and the layers that have to stay in float."""
 
-import shutil
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -11,11 +10,12 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from numpy.typing import NDArray
 
-from app.compile.quantization.observe import observe
+from app.compile.quantization.finetune import Finetune, roundings_of
+from app.compile.quantization.observe import observe, values_of
 from app.compile.quantization.qdq import FP8, INT8, write_quantized
 from app.compile.quantization.ranges import Histogram, threshold
 from app.compile.quantization.scheme import Layer, find_layers, load_model
-from app.compile.quantization.smoothing import STRENGTH, smooth
+from app.compile.quantization.smoothing import STRENGTH, Factors, find_factors, smooth
 from app.config import CalibrationConfig, CalibrationMethod
 from app.engines.onnxruntime import open_oracle
 from app.errors import CompileError
@@ -62,18 +62,20 @@ def find_quantization(
     evaluate: EvaluateFile,
     target: Path,
     log: Callable[[str], None],
+    finetune: Finetune | None = None,
 ) -> Quantization:
     """Write ``source`` in int8 to ``target``: an attempt that passes, or if none does, the closest one.
 
-    The calibration methods are tried in turn. If none passes with all layers in int8, the most sensitive layers stay in
-    float with the closest method, at most half of all layers. If this also passes with their weights in int8, these
-    are quantized.
+    The calibration methods are tried in turn. If none passes with all layers in int8, the closest one is fine-tuned, if
+    ``finetune`` is given. If that does not pass either, the most sensitive layers stay in float with the closest
+    attempt, at most half of all layers. If this also passes with their weights in int8, these are quantized.
 
     Args:
         source: a float32 file, as ``export_onnx`` writes it.
         samples: batches of inputs of the training split. They are iterated several times.
         evaluate: compares a file with PyTorch. Calls may be slow, so there are few.
         log: called with a line for each attempt.
+        finetune: writes the float model trained with the rounding of an attempt.
 
     Raises:
         CompileError: there are too few samples, the model has nothing to quantize, or a value is not finite or always
@@ -82,13 +84,18 @@ def find_quantization(
     with _prepared(source, samples, target) as prepared:
         search = _Search(prepared, evaluate, log)
         methods = _AUTO if config.method == "auto" else (config.method,)
-        attempt = search.by_method(methods) or search.by_exemption(next(iter(samples)))
+        attempt = (
+            search.by_method(methods)
+            or (search.by_finetuning(finetune) if finetune else None)
+            or search.by_exemption(next(iter(samples)))
+        )
         attempt.write(prepared.file.with_name("passed.onnx")).replace(target)
     return Quantization(
         method=attempt.method,
         smoothing=prepared.smoothing,
         exempt=tuple(layer.name for layer in attempt.exempt),
         weights_only=attempt.weights_only,
+        finetuned=attempt.is_finetuned,
     )
 
 
@@ -114,7 +121,13 @@ class _Prepared:
     file: Path
     layers: tuple[Layer, ...]
     histograms: Mapping[str, Histogram]
-    smoothing: float
+    factors: Factors
+    """Of smoothing."""
+
+    @property
+    def smoothing(self) -> float:
+        """The degree of smoothing; 0 if there is nothing to smooth."""
+        return STRENGTH if self.factors else 0.0
 
     def thresholds(self, method: CalibrationMethod) -> dict[str, float]:
         """Return the clipping threshold of each quantized value, by name."""
@@ -131,11 +144,10 @@ def _prepared(source: Path, samples: Iterable[Tensors], target: Path) -> Iterato
             "int8 and fp8 out of compile.precisions"
         )
     with TemporaryDirectory(prefix=".quantization-", dir=target.parent) as folder:
-        smoothed = Path(folder) / "smoothed.onnx"
-        smoothing = STRENGTH if smooth(source, samples, smoothed) else 0.0
-        file = smoothed if smoothing else Path(shutil.copy(source, Path(folder) / "float.onnx"))
+        file, factors = Path(folder) / "float.onnx", find_factors(source, samples)
+        smooth(source, factors, file)
         layers = tuple(find_layers(load_model(file)))
-        yield _Prepared(file, layers, observe(file, layers, samples), smoothing)
+        yield _Prepared(file, layers, observe(file, layers, samples), factors)
 
 
 def _check_samples(samples: Iterable[Tensors]) -> None:
@@ -157,13 +169,29 @@ class _Attempt:
     prepared: _Prepared
     method: CalibrationMethod
     thresholds: Mapping[str, float]
+    is_finetuned: bool = False
     exempt: tuple[Layer, ...] = ()
     weights_only: bool = False
     """Whether exempt layers still have int8 weights, which are most of a file's size."""
 
     def __str__(self) -> str:
+        trained = ", fine-tuned" if self.is_finetuned else ""
         left = f", {len(self.exempt)} of {len(self.prepared.layers)} layers in float" if self.exempt else ""
-        return f"{self.method}{left}{' except for weights' if self.weights_only else ''}"
+        return f"{self.method}{trained}{left}{' except for weights' if self.weights_only else ''}"
+
+    def finetuned(self, finetune: Finetune) -> "_Attempt":
+        """Train with the rounding of this attempt, and return one with the trained weights and the same scales."""
+        before, smoothed = self.prepared, self.prepared.file.with_name("finetuned.onnx")
+        trained = smoothed.with_name("trained.onnx")
+        finetune(roundings_of(before.file, before.layers, self.thresholds), trained)
+        smooth(trained, before.factors, smoothed)
+        layers = tuple(find_layers(load_model(smoothed)))
+        # Another export of the model has other names in the same order.
+        names = [list(values_of(file, found)) for file, found in ((before.file, before.layers), (smoothed, layers))]
+        thresholds = {new: self.thresholds[old] for old, new in zip(*names, strict=True)}
+        return replace(
+            self, prepared=replace(before, file=smoothed, layers=layers), thresholds=thresholds, is_finetuned=True
+        )
 
     def write(self, target: Path) -> Path:
         layers = [layer for layer in self.prepared.layers if layer not in self.exempt]
@@ -187,6 +215,12 @@ class _Search:
         attempts = (_Attempt(self._prepared, method, self._prepared.thresholds(method)) for method in methods)
         return next((attempt for attempt in attempts if self._passes(attempt)), None)
 
+    def by_finetuning(self, finetune: Finetune) -> _Attempt | None:
+        """Train the closest attempt with its own rounding. Return it with the trained weights, or None if it fails."""
+        closest, _ = self._closest
+        attempt = closest.finetuned(finetune)
+        return attempt if self._passes(attempt) else None
+
     def by_exemption(self, samples: Tensors) -> _Attempt:
         """Return the closest method with as few of the most sensitive layers in float as pass.
 
@@ -195,7 +229,8 @@ class _Search:
         """
         closest, _ = self._closest
         self._log(f"int8: no calibration passes with every layer in int8; ranking the layers of the closest, {closest}")
-        ranked = _most_sensitive_first(self._prepared.file, self._prepared.layers, closest.thresholds, samples)
+        prepared = closest.prepared
+        ranked = _most_sensitive_first(prepared.file, prepared.layers, closest.thresholds, samples)
         max_exempt = len(ranked) // 2
 
         def exempting(count: int) -> _Attempt:

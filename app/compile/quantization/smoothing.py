@@ -5,7 +5,8 @@ all of them leaves few bits for the others. Each channel j is divided by s_j = m
 weights are multiplied by s_j. In float, the product stays the same.
 """
 
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,20 +39,41 @@ class _Group:
         return tensor.numpy().T if _transposed(node) else tensor.numpy()
 
 
-def smooth(source: Path, samples: Iterable[Tensors], target: Path) -> bool:
-    """Write the model with smoothed inputs of the products after layer norms. Return False if it has none."""
-    model = load_model(source)
-    groups = [group for value in _values(model) if (group := _group(value)) is not None]
+Factors = Mapping[str, NDArray[np.float32]]
+"""What each channel of a value is divided by, by the value's name."""
+
+
+def find_factors(source: Path, samples: Iterable[Tensors]) -> Factors:
+    """Return the factors of the inputs of the products after layer norms; none if the model has none."""
+    groups = _groups(load_model(source))
     if not groups:
-        return False
-    largest = largest_by_channel(source, [str(group.value.name) for group in groups], samples)
-    for group in groups:
-        # All products read the same value, so their weights share one factor for each channel.
-        weights = np.concatenate([np.abs(group.weight(node)) for node in group.users], axis=1).max(axis=1)
-        _divide(model.graph, group, _factors(largest[str(group.value.name)], weights))
+        return {}
+    largest = largest_by_channel(source, list(groups), samples)
+    # All products read the same value, so their weights share one factor for each channel.
+    weights = {
+        name: np.concatenate([np.abs(group.weight(node)) for node in group.users], axis=1).max(axis=1)
+        for name, group in groups.items()
+    }
+    return {name: _factors(largest[name], weights[name]) for name in groups}
+
+
+def smooth(source: Path, factors: Factors, target: Path) -> None:
+    """Write the model with the inputs of products divided by ``factors``, and their weights multiplied.
+
+    The factors may be of another export of the same model. Names differ between two, the order does not.
+    """
+    if not factors:
+        shutil.copy(source, target)
+        return
+    model = load_model(source)
+    for group, by_channel in zip(_groups(model).values(), factors.values(), strict=True):
+        _divide(model.graph, group, by_channel)
     RemoveUnusedNodesPass()(model)
     ir.save(model, target)
-    return True
+
+
+def _groups(model: ir.Model) -> "dict[str, _Group]":
+    return {str(value.name): group for value in _values(model) if (group := _group(value)) is not None}
 
 
 def _values(model: ir.Model) -> list[ir.Value]:
