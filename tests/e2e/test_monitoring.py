@@ -60,6 +60,7 @@ TRAINING = [
 ]  # fmt: skip
 
 
+SHADOW = "RayloomShadowDisagrees"
 SILENCE = "nothing reported for 5 s"
 NOT_FINITE = ["train.workers=1", "train.optimizer.lr=1e20"]
 REPEAT_S = 5.0
@@ -272,7 +273,11 @@ def test_each_fault_is_told_once_within_a_minute(
             seconds["RayloomDiskFills"] = site.await_alert("RayloomDiskFills", 60.0 + MAX_S)
             row.saw(f"after {seconds['RayloomDiskFills']:.0f} s")
     time.sleep(2 * REPEAT_S)
-    assert site.told() - before == Counter([*seconds])
+    told_alerts = site.told() - before
+    # The shadow answers otherwise than the cascade, so the first test's requests are the cause of a right alert. Its
+    # window is five minutes, so it comes in this test only on a slow machine.
+    assert told_alerts.pop(SHADOW, 0) <= 1
+    assert told_alerts == Counter([*seconds])
     assert dict(hook.requests[0][0])["Authorization"] == "Bearer a-secret"
     told = [alert for _, content in hook.requests for alert in json.loads(content).get("alerts", [])]
     (run_failed,) = [alert for alert in told if alert["labels"]["alertname"] == "RayloomRunFailed"]
