@@ -10,7 +10,7 @@ from torch import Tensor
 
 from app.data.tabular import TabularProcessor
 from app.data.targets import Numbers, Targets
-from app.tasks import Metric, ServedTask
+from app.tasks import Metric, ServedTask, sum_and_count
 
 
 class SameSide(Metric):
@@ -19,8 +19,7 @@ class SameSide(Metric):
     name = "same_side"
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        same = (outputs[:, 0] > 0) == (targets > 0)
-        return torch.stack([same.sum(), torch.tensor(len(same))])
+        return sum_and_count((outputs[:, 0] > 0) == (targets > 0))
 
 
 class AboveMean(ServedTask):

@@ -1,7 +1,7 @@
 """Tasks, which recipes name. One class says how data are read, learned, judged, compiled and answered."""
 
 from app.tasks.base import ServedTask, Task
-from app.tasks.metrics import Metric
+from app.tasks.metrics import Metric, sum_and_count
 from app.tasks.registry import find_served_task, find_task, load_prepared, load_with_test, prepare, prepare_shards
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "load_with_test",
     "prepare",
     "prepare_shards",
+    "sum_and_count",
 ]

@@ -57,6 +57,13 @@ class Metric(ABC):
         return after / before - 1.0
 
 
+def sum_and_count(values: "Tensor") -> "Tensor":
+    """Return the sum of a value of each row and the number of rows, of shape (2,), from which ``value`` is the mean."""
+    import torch
+
+    return torch.stack([values.double().sum(), values.new_tensor(len(values), dtype=torch.float64)])
+
+
 class Accuracy(Metric):
     """Share of the targets that are the model's first choice: a class of each row, or of each of its tokens."""
 

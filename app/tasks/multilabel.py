@@ -6,7 +6,7 @@ from app.data.tabular import TabularProcessor
 from app.data.targets import LabelSets
 from app.data.text import TextProcessor
 from app.tasks.base import ServedTask
-from app.tasks.metrics import Metric
+from app.tasks.metrics import Metric, sum_and_count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,10 +36,7 @@ class ExactMatch(Metric):
     name = "exact_match"
 
     def sums(self, outputs: "Tensor", targets: "Tensor") -> "Tensor":
-        import torch
-
-        right = ((outputs > 0) == (targets > 0.5)).all(dim=1)
-        return torch.stack([right.sum(), right.new_tensor(len(right), dtype=torch.int64)])
+        return sum_and_count(((outputs > 0) == (targets > 0.5)).all(dim=1))
 
 
 class MultiLabel(ServedTask):

@@ -8,7 +8,7 @@ from app.data.tabular import TabularProcessor
 from app.data.targets import Numbers, Targets
 from app.data.text import TextProcessor
 from app.tasks.base import ServedTask
-from app.tasks.metrics import Metric
+from app.tasks.metrics import Metric, sum_and_count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,7 @@ class MeanAbsoluteError(_Error):
 
     def sums(self, outputs: "Tensor", targets: "Tensor") -> "Tensor":
         differences = (outputs[:, 0] - targets).abs().double() * self.scale
-        return _sum_and_count(differences)
+        return sum_and_count(differences)
 
 
 class RootMeanSquaredError(_Error):
@@ -44,7 +44,7 @@ class RootMeanSquaredError(_Error):
 
     def sums(self, outputs: "Tensor", targets: "Tensor") -> "Tensor":
         differences = (outputs[:, 0] - targets).double() * self.scale
-        return _sum_and_count(differences.square())
+        return sum_and_count(differences.square())
 
     def value(self, sums: "Tensor") -> float:
         return math.sqrt(super().value(sums))
@@ -63,7 +63,7 @@ class RSquared(Metric):
         given, expected = outputs[:, 0].double(), targets.double()
         return torch.cat(
             [
-                _sum_and_count((given - expected).square()),
+                sum_and_count((given - expected).square()),
                 torch.stack([expected.sum(), expected.square().sum()]),
             ]
         )
@@ -94,9 +94,3 @@ class TabularRegression(Regression):
     """Rows of a table, each with a number."""
 
     processor = TabularProcessor
-
-
-def _sum_and_count(values: "Tensor") -> "Tensor":
-    import torch
-
-    return torch.stack([values.sum(), values.new_tensor(len(values))])

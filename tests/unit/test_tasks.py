@@ -18,7 +18,7 @@ from app.data.targets import Classes
 from app.data.text import TextProcessor
 from app.errors import RecipeError
 from app.repository.manifest import ModelCard
-from app.tasks import Metric, ServedTask, Task, find_served_task, find_task, prepare
+from app.tasks import Metric, ServedTask, Task, find_served_task, find_task, prepare, sum_and_count
 from app.tasks.metrics import Accuracy, Perplexity
 from app.tasks.objective import CrossEntropy, Objective, RowLoss, class_weights
 from app.tasks.registry import TASKS
@@ -98,7 +98,7 @@ class Largest(Metric):
     name = "over_one"
 
     def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return torch.stack([(outputs[:, 0] > 1).sum(), torch.tensor(len(targets))])
+        return sum_and_count(outputs[:, 0] > 1)
 
 
 @pytest.mark.parametrize(
