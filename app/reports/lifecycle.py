@@ -47,8 +47,9 @@ def lifecycle_page(path: UPath) -> Page:
 def _figures(run: RunFolder, parts: dict[str, RunFolder]) -> dict[str, object]:
     figures: dict[str, object] = {}
     trained = parts["train"].result if "train" in parts else None
-    if trained and "val_accuracy" in trained.metrics:
-        figures["validation accuracy"] = number(trained.metrics["val_accuracy"])
+    for name, value in trained.metrics.items() if trained else ():
+        if name.startswith("val_") and name != "val_loss" and value is not None:
+            figures[f"validation {name.removeprefix('val_').replace('_', ' ')}"] = number(value)
     deployed = parts["deploy"].result if "deploy" in parts else None
     if deployed and "model" in deployed.artifacts:
         figures["version"] = deployed.artifacts["model"]
