@@ -8,6 +8,7 @@ from upath import UPath
 from app.artifacts import DATA
 from app.data.classification import ClassificationData, LabelledDataset
 from app.data.examples import CleaningReport, Split
+from app.data.targets import Classes
 from app.repository.repository import Repository
 from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, exported
 from tests.toy import LABELS, publish_version
@@ -18,9 +19,10 @@ LEANING = np.array([0, 0, 2], np.float32)
 
 def publish_stages(storage: UPath) -> UPath:
     """Put 'tiny' and 'toy' into production; of the 32 validation rows all are as 'toy' leans."""
-    run, dataset = storage / "runs/train/toy", LabelledDataset(Split([*TEXTS, *TEXTS], [2] * 32), PROCESSOR)
+    targets = Classes(LABELS)
+    run, dataset = storage / "runs/train/toy", LabelledDataset(Split([*TEXTS, *TEXTS], [2] * 32), PROCESSOR, targets)
     report = CleaningReport(what="examples", given=64, kept=64, dropped={})
-    ClassificationData(dataset, dataset, LABELS, PROCESSOR, report).save(run / DATA)
+    ClassificationData(dataset, dataset, targets, PROCESSOR, report).save(run / DATA)
     for name, model in (("tiny", exported()), ("toy", _leaning(exported()))):
         version = publish_version(storage, name, model, SIGNATURE, PROCESSOR, LABELS, train_run=str(run))
         Repository(storage).promote(name, version)

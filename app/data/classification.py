@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +37,7 @@ class LabelledDataset:
 
     split: LabelledSplit
     processor: Processor
-    targets: Targets | None = None
-    """None: ``split`` has classes."""
+    targets: Targets
 
     def __len__(self) -> int:
         return len(self.split)
@@ -58,35 +57,32 @@ class LabelledDataset:
 
     def batch(self, indices: Sequence[int]) -> Batch:
         inputs, values = self.split.take(indices)
-        return Batch(self.processor.encode(inputs), self._batch_of(values))
+        return Batch(self.processor.encode(inputs), self.targets.batch(values))
 
     def changed_batch(self, indices: Sequence[int], augmentation: "Augmentation", epoch: int) -> Batch:
         """Return the samples as they are in an epoch of training. Raises DataError for one that cannot be read."""
         inputs, values = self.split.take(indices)
         assert isinstance(self.processor, AugmentingProcessor)
         changes = [augmentation.of(index, epoch) for index in indices]
-        return Batch(self.processor.encode_changed(inputs, changes), self._batch_of(values))
-
-    def _batch_of(self, values: Sequence[Any]) -> NDArray[Any]:
-        return self.targets.batch(values) if self.targets else np.array(values, np.int64)
+        return Batch(self.processor.encode_changed(inputs, changes), self.targets.batch(values))
 
 
 @dataclass(frozen=True)
 class ClassificationData:
-    """The splits, the names of the output's columns, the processor fitted on the training split, and the report."""
+    """The splits, what the model's outputs mean, the processor fitted on the training split, and the report."""
 
     train: LabelledDataset
     validation: LabelledDataset
-    labels: list[str]
+    targets: Targets
     processor: Processor
     report: CleaningReport
     test: LabelledDataset | None = None
     """The test split, used once, on the published version. ``load`` leaves it out: see ``load_test``."""
 
     @property
-    def targets(self) -> Targets:
-        """What the model's outputs mean."""
-        return self.train.targets or Classes(self.labels)
+    def labels(self) -> list[str]:
+        """The names of the output's columns; empty if they have none."""
+        return self.targets.labels
 
     @property
     def facts(self) -> Mapping[str, int]:
@@ -143,16 +139,15 @@ class ClassificationData:
     @classmethod
     def load(cls, folder: UPath, processor_type: type[Processor], targets_type: type[Targets] = Classes) -> Self:
         """Load the data that ``save`` wrote, without the test split."""
-        processor = processor_type.load(folder)
+        processor, targets = processor_type.load(folder), targets_type.load(folder)
         if (folder / SHARDS_FILE).exists():
             from app.data.sharded_data import load_sharded  # pyarrow takes a while to import
 
-            return cast(Self, load_sharded(folder, processor))
-        targets = targets_type.load(folder)
+            return cast(Self, load_sharded(folder, processor, targets))
         return cls(
             LabelledDataset(_load_split(folder, _TRAIN), processor, targets),
             LabelledDataset(_load_split(folder, _VALIDATION), processor, targets),
-            targets.labels,
+            targets,
             processor,
             CleaningReport.load(folder),
         )
@@ -190,7 +185,7 @@ def prepare(
     return ClassificationData(
         LabelledDataset(train, processor, targets),
         LabelledDataset(validation, processor, targets),
-        targets.labels,
+        targets,
         processor,
         report,
         LabelledDataset(test, processor, targets) if test else None,
@@ -219,12 +214,12 @@ def split(examples: Examples, targets: Targets, config: DataConfig) -> tuple[Spl
     )
 
 
-def load_test(folder: UPath, processor: Processor, targets: Targets | None = None) -> LabelledDataset | None:
+def load_test(folder: UPath, processor: Processor, targets: Targets) -> LabelledDataset | None:
     """Return the test split that ``save`` wrote, or None. Only jobs that publish or save it again call it."""
     if (folder / SHARDS_FILE).exists():
         from app.data.sharded_data import load_sharded_test
 
-        return load_sharded_test(folder, processor)
+        return load_sharded_test(folder, processor, targets)
     if not (folder / f"{_TEST}.parquet").exists():
         return None
     return LabelledDataset(_load_split(folder, _TEST), processor, targets)

@@ -11,7 +11,7 @@ from app.data.classification import ClassificationData, LabelledDataset
 from app.data.examples import CleaningReport
 from app.data.processor import Processor
 from app.data.sharded import ShardedBlocks, ShardedSplit, ShardReference
-from app.data.targets import load_labels
+from app.data.targets import Targets
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
 
@@ -42,23 +42,23 @@ class ShardedClassificationData(ClassificationData):
         write_checksums(folder)
 
 
-def load_sharded(folder: UPath, processor: Processor) -> ShardedClassificationData:
+def load_sharded(folder: UPath, processor: Processor, targets: Targets) -> ShardedClassificationData:
     """Return the data that ``save`` wrote, without the test split."""
     reference = _reference_in(folder)
     return ShardedClassificationData(
-        train=LabelledDataset(ShardedSplit(reference.open(TRAIN)), processor),
-        validation=LabelledDataset(ShardedSplit(reference.open(VALIDATION)), processor),
-        labels=load_labels(folder),
+        train=LabelledDataset(ShardedSplit(reference.open(TRAIN)), processor, targets),
+        validation=LabelledDataset(ShardedSplit(reference.open(VALIDATION)), processor, targets),
+        targets=targets,
         processor=processor,
         report=CleaningReport.load(folder),
         reference=reference,
     )
 
 
-def load_sharded_test(folder: UPath, processor: Processor) -> LabelledDataset | None:
+def load_sharded_test(folder: UPath, processor: Processor, targets: Targets) -> LabelledDataset | None:
     """Return the test split of the data that ``save`` wrote, or None."""
     rows = _reference_in(folder).open(TEST)
-    return LabelledDataset(ShardedSplit(rows), processor) if len(rows) else None
+    return LabelledDataset(ShardedSplit(rows), processor, targets) if len(rows) else None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from app.artifacts import DATA, RECIPE_FILE, WEIGHTS, WEIGHTS_FILE
 from app.checksums import write_checksums
 from app.config import Recipe, dump_recipe, load_recipe
 from app.data.classification import prepare
+from app.data.targets import Classes
 from app.engines.architecture import usable_cores
 from app.errors import TrainingError
 from app.models.factory import build_model
@@ -107,7 +108,7 @@ def write_weights(recipe: Recipe, answers: int, fill: Callable[[nn.Module], None
         fill: gives the model its weights.
     """
     data = prepare(recipe.data, find_served_task(recipe.task).processor)
-    data = replace(data, labels=[str(number) for number in range(answers)])
+    data = replace(data, targets=Classes([str(number) for number in range(answers)]))
     torch.manual_seed(0)
     model = build_model(recipe.model, data.facts)
     fill(model)

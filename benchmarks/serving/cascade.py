@@ -132,7 +132,8 @@ def measure(folder: Path) -> Findings:
 
 def _load_test(model: LoadedModel) -> LabelledSplit:
     """Return the images of the test files, which no training and no calibration saw."""
-    test = load_test(_train_run(model) / DATA, model.natural_processor)
+    assert model.targets
+    test = load_test(_train_run(model) / DATA, model.natural_processor, model.targets)
     assert test
     return test.split
 

@@ -125,7 +125,8 @@ def test_the_figure_of_a_version_is_of_the_test_split_which_chooses_nothing_and_
     shutil.copytree(weights.parent.path, folder.path)
     right = source_model.data.validation.split
     wrong = Split(right.inputs[:100], [(label + (row >= 40)) % 10 for row, label in enumerate(right.classes[:100])])
-    replace(source_model.data, test=LabelledDataset(wrong, source_model.data.processor)).save(folder / "data")
+    test = LabelledDataset(wrong, source_model.data.processor, source_model.trained.targets)
+    replace(source_model.data, test=test).save(folder / "data")
     reads: list[UPath] = []
 
     def counted(folder: UPath, processor: Processor, targets: Targets) -> LabelledDataset | None:

@@ -90,7 +90,7 @@ def test_a_test_split_is_taken_out_of_training_alone_and_left_on_disk(tmp_path: 
     data.save(UPath(tmp_path / "with"))
     loaded = ClassificationData.load(UPath(tmp_path / "with"), ImageProcessor)
     assert loaded.test is None
-    tested = load_test(UPath(tmp_path / "with"), loaded.processor)
+    tested = load_test(UPath(tmp_path / "with"), loaded.processor, loaded.targets)
     assert tested is not None
     assert tested.split == data.test.split
     before.save(UPath(tmp_path / "without"))

@@ -12,6 +12,7 @@ from app.data.examples import Split
 from app.data.images import ImageProcessor
 from app.data.processor import Processor
 from app.data.sources import load_examples
+from app.data.targets import Classes
 from app.data.text import TextProcessor
 from app.engines.base import Signature
 from app.errors import CompileError, DataError, RecipeError
@@ -59,7 +60,7 @@ def read_natural(path: Path, processor: Processor, labels: Sequence[str]) -> Lab
     if unknown := sorted(set(examples.labels) - set(classes)):
         raise DataError(f"{str(path)!r} has the label {unknown[0]!r}, and the labels are {', '.join(labels)}")
     split = Split(examples.inputs, [classes[label] for label in examples.labels])
-    return LabelledDataset(split, processor)
+    return LabelledDataset(split, processor, Classes(list(labels)))
 
 
 def select(rows: LabelledDataset, indices: Sequence[int]) -> LabelledDataset:

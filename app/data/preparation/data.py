@@ -10,7 +10,7 @@ from app.data.processor import Processor
 from app.data.sharded import ShardedBlocks, ShardedSplit, ShardReference
 from app.data.sharded_data import TEST, TRAIN, VALIDATION, ShardedClassificationData, ShardedLanguageData
 from app.data.shards import ShardIndex
-from app.data.targets import load_labels
+from app.data.targets import Classes
 from app.data.tokenizer import LanguageTokenizer
 from app.storage import open_storage
 
@@ -39,13 +39,13 @@ def prepare_sharded(recipe: Recipe, processor_type: type[Processor] | None, run_
         return ShardedLanguageData(train, validation, tokenizer, report, reference)
     sample = Sample.load(folder / SAMPLE_FILE)
     processor = fit_processor(processor_type, sample.inputs, recipe.data, recipe.model.pretrained)
-    test = reference.open(TEST)
+    targets, test = Classes.load(folder), reference.open(TEST)
     return ShardedClassificationData(
-        train=LabelledDataset(ShardedSplit(reference.open(TRAIN)), processor),
-        validation=LabelledDataset(ShardedSplit(reference.open(VALIDATION)), processor),
-        labels=load_labels(folder),
+        train=LabelledDataset(ShardedSplit(reference.open(TRAIN)), processor, targets),
+        validation=LabelledDataset(ShardedSplit(reference.open(VALIDATION)), processor, targets),
+        targets=targets,
         processor=processor,
         report=report,
-        test=LabelledDataset(ShardedSplit(test), processor) if len(test) else None,
+        test=LabelledDataset(ShardedSplit(test), processor, targets) if len(test) else None,
         reference=reference,
     )
