@@ -95,7 +95,7 @@ def test_a_test_split_is_taken_out_of_training_alone_and_left_on_disk(tmp_path: 
     assert tested.split == data.test.split
     before.save(UPath(tmp_path / "without"))
     assert before.test is None
-    assert load_test(UPath(tmp_path / "without"), before.processor) is None
+    assert load_test(UPath(tmp_path / "without"), before.processor, before.targets) is None
 
 
 def test_what_is_in_the_test_source_is_neither_trained_nor_validated_on(tmp_path: Path) -> None:
