@@ -12,6 +12,8 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     PreTrainedTokenizerFast,
+    ResNetConfig,
+    ResNetForImageClassification,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -88,3 +90,16 @@ def write_opinions(file: Path, rows: int = 60) -> Path:
         lines.append(json.dumps({"text": f"{text} {'a ' * (row // 6)}", "label": label}))
     file.write_text("\n".join(lines), encoding="utf-8")
     return file
+
+
+def write_resnet50(folder: Path, size: int) -> Path:
+    """Write a whole ResNet-50 with fresh weights, for pictures of ``size`` x ``size`` pixels."""
+    torch.manual_seed(3)
+    ResNetForImageClassification(ResNetConfig(num_labels=5)).save_pretrained(folder)
+    content = {
+        "do_normalize": True, "do_resize": True, "feature_extractor_type": "ConvNextFeatureExtractor",
+        "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225], "resample": 3, "crop_pct": 0.875,
+        "size": size,
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(content), encoding="utf-8")
+    return folder

@@ -41,7 +41,7 @@ from app.training.run import export_checkpoint, finish_run, open_run, prepare_ru
 from app.training.session import train
 from app.training.weights import load_weights
 from app.training.worker import start_worker
-from tests.pretrained import BERT, write_decoder, write_encoder, write_image_model, write_opinions
+from tests.pretrained import BERT, write_decoder, write_encoder, write_image_model, write_opinions, write_resnet50
 from tests.serving import serving
 from tests.toy import version_config
 
@@ -246,6 +246,38 @@ def test_a_model_is_compiled_and_served_without_the_folder_that_it_came_from(tmp
         server.run(server.endpoint.update(EndpointConfig(models={"digits": served})))
         answer = httpx.post(f"http://{server.http}/v1/models/digits/predict", json={"inputs": TEXTS[:2]}).json()
     assert [prediction["label"] for prediction in answer["predictions"]] == ["positive", "negative"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpu_resnet50", "gpu_bert"])
+def test_a_recipe_for_a_machine_with_gpus_trains_some_steps_on_a_cpu(name: str, tmp_path: Path) -> None:
+    short = ["train.global_batch_size=4", "train.max_steps=4", "train.early_stopping=null"]
+    if name == "gpu_bert":
+        folder = write_encoder(
+            tmp_path / "bert", hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12
+        )
+        source, parameters = write_opinions(tmp_path / "texts.jsonl"), 85e6  # the vocabulary has 21 words
+        short.append("data.buckets=[16, 32]")  # the small tokenizer reads no more than 64
+    else:
+        folder, source, parameters = write_resnet50(tmp_path / "resnet", 64), tmp_path / "photos", 23e6
+        generator = np.random.default_rng(0)
+        for number in range(40):
+            (source / str(number % 2)).mkdir(parents=True, exist_ok=True)
+            pixels = generator.integers(0, 128, (80, 96), dtype=np.uint8) + np.uint8(number % 2 * 127)
+            (source / str(number % 2) / f"{number}.png").write_bytes(encode_png(pixels))
+    keys = [f"model.pretrained={folder}", f"data.source={source}", f"storage={tmp_path / 'storage'}"]
+    on_cpu = ["train.device=cpu", "train.precision=fp32", "train.cpus_per_worker=1", "train.loader.num_workers=0"]
+    run = Run.start("train", load_recipe(f"recipes/{name}.yaml", [*keys, *on_cpu, *short]))
+    data = prepare_run(run)
+    assert sum(parameter.numel() for parameter in blueprint_of(run.recipe.model, data.facts).model.parameters()) > (
+        parameters
+    )
+    open_run(run, data)
+    assert train(run.recipe, data, start_worker(run.recipe.train), run.folder).step == 4
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) >= 4
+    assert all(0 < loss < 5 for loss in losses)
 
 
 @pytest.mark.parametrize("adapter", ["null", "{lora: {rank: 2}}"])
