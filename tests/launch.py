@@ -75,8 +75,10 @@ class Launched:
         return processes_where(lambda process: process.environ().get(MARK) == self.mark)
 
     def ranks(self) -> dict[int, int]:
-        """The pid of each rank that torchrun has started."""
-        return {int(process.environ()["RANK"]): process.pid for process in self.left() if "RANK" in process.environ()}
+        """The pid of each rank that torchrun has started. Their children, such as ``tee``, inherit the rank."""
+        found = {process.pid: process for process in self.left() if "RANK" in process.environ()}
+        own = [process for process in found.values() if process.ppid() not in found]
+        return {int(process.environ()["RANK"]): process.pid for process in own}
 
 
 class Launch:

@@ -88,7 +88,7 @@ def open_source(source: Source) -> UPath:
         path = to_path(source.uri).expanduser()
         is_there = path.exists()
     except Exception as error:  # each protocol's driver has errors of its own
-        raise DataError(f"{source} cannot be opened ({error}): check the URI") from error
+        raise DataError(f"{source} cannot be opened ({error}): check the URI and the credentials") from error
     if not is_there:
         raise DataError(
             f"{source} does not exist: give builtin:NAME, or the path or URI of a csv, jsonl "
