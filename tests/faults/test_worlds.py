@@ -25,7 +25,7 @@ def test_two_processes_then_one_then_four(launch: Launch, tmp_path: Path, faults
         (tmp_path / name).mkdir(exist_ok=True)
         keeping = [f"train.checkpoint.every_steps={EVERY_STEPS}", "train.resume=latest", "train.early_stopping=null"]
         ledger = ["model.factory=tests.faults.models:LedgerCnn", f"model.args.folder={tmp_path / name}"]
-        overrides = [*keeping, *ledger, *data, f"name={name}", f"train.epochs={EPOCHS}", "model.args.pause_s=0.2"]
+        overrides = [*keeping, *ledger, *data, f"name={name}", f"train.epochs={EPOCHS}", "model.args.pause_s=0.05"]
         return launch.torchrun("-m", "app.training", RECIPE, *overrides, processes=processes)
 
     told = f"torchrun{', data in shards' if data else ''}: stopped, on with 2, 1, 4 processes"
