@@ -57,7 +57,7 @@ def show(
         *((split, f"{count:,} rows in {len(index.splits[split]):,} shards") for split, count in index.rows.items()),
         ("size", _size(index.bytes)),
         ("cleaning", str(report)),
-        *((reason.replace("_", " "), repr(text)) for reason, texts in report.examples.items() for text in texts),
+        *((words, repr(text)) for words, text in report.shown),
         *((key, str(value)) for key, value in index.settings.items()),
         *(("run", run) for run in found.runs),
         ("folder", str(found.path)),

@@ -113,6 +113,11 @@ class CleaningReport(BaseModel):
         """How many were dropped, by the reason in words."""
         return {words: self.dropped[reason] for reason, words in _WORDS.items() if reason in self.dropped}
 
+    @property
+    def shown(self) -> list[tuple[str, str]]:
+        """The examples, each after its reason in words."""
+        return [(words, text) for reason, words in _WORDS.items() for text in self.examples.get(reason, ())]
+
     def __str__(self) -> str:
         reasons = [f"{count:,} {words}" for words, count in self.reasons.items()]
         cut = f"; cut at data.block_length tokens: {self.cut:,}" if self.cut else ""

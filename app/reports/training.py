@@ -221,6 +221,8 @@ def _add_data(page: Page, path: UPath) -> None:
             **{f"rows for {split}": f"{count:,}" for split, count in report.rows.items()},
         }
     )
+    if cleaning.shown:
+        page.add_table(["dropped", "example"], cleaning.shown)
 
 
 def _add_events(page: Page, events: list[Event]) -> None:

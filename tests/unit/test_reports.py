@@ -138,6 +138,27 @@ def test_the_page_of_a_training_tells_where_it_stood_and_what_it_survived(tmp_pa
         assert words in page, words
 
 
+def test_a_page_shows_some_of_what_was_dropped_and_predictions_of_data_in_shards(tmp_path: Path) -> None:
+    folder = write_run(UPath(tmp_path), RUN, metrics={"val_loss": 0.5})
+    rows = [f"text number {number},{number % 2}" for number in range(200)]
+    (tmp_path / "rows.csv").write_text("\n".join(["text,label", *rows, "text number <7>,1", "text number <7>,0"]))
+    keys = [
+        f"data.source={tmp_path / 'rows.csv'}",
+        "data.shards={size: 5KB, window: 9KB}",
+        "train.linear_baseline=false",
+    ]
+    recipe = load_recipe(str(ROOT / "recipes/reviews.yaml"), keys)
+    data = prepare(recipe)
+    DataReport.of(recipe.data.source, data).save(folder)
+    (folder / "w").mkdir()
+    safetensors.torch.save_model(blueprint_of(recipe.model, data.facts).model, str(folder / "w" / WEIGHTS_FILE))
+    write_evaluation(folder / "w", data, recipe, folder)
+    page = training_page(folder).to_html()
+    assert "under several labels" in page
+    assert "text number &lt;7&gt;" in page
+    assert f"{len(data.validation)} of {len(data.validation)} rows" in page
+
+
 def test_a_page_is_made_of_whatever_a_run_has(tmp_path: Path) -> None:
     folder = write_run(UPath(tmp_path), RUN, status=None)
     page = training_page(folder).to_html()
