@@ -34,6 +34,7 @@ Data reads in one process with the CPUs of both. Near duplicates are planted: on
 the texts is another.
 """
 
+_TOKENISED_MB = 20
 Prepared = Mapping[str, Any]
 
 
@@ -74,10 +75,11 @@ def _measure(folder: Path, small: int, large: int) -> tuple[list[Goal], list[str
         shares["Rayloom", "from the middle on"] = read("Rayloom", seek)
         for reader in list(READERS)[1:]:
             shares[reader, f"{small} MB"] = read(reader, _source(prepared["small"], "small"))
-    tokenised, plain = _tokenise(folder, bucket / "small.parquet")
+    write_texts(folder / "few.parquet", _TOKENISED_MB)
+    tokenised, plain = _tokenise(folder, folder / "few.parquet")
     near = _near_duplicates(folder)
-    goals = [*_reading_goals(shares, small, large), *_preparing_goals(prepared, tokenised, plain, small, large)]
-    return [*goals, *near], [_reading_table(shares), "", _preparing_table(prepared, tokenised, plain, sizes, small)]
+    goals = [*_reading_goals(shares, small, large), *_preparing_goals(prepared, tokenised, plain, large)]
+    return [*goals, *near], [_reading_table(shares), "", _preparing_table(prepared, tokenised, plain, sizes)]
 
 
 def _prepare(task: str, source: str, storage: str = "s3://bench/storage") -> Prepared:
@@ -154,22 +156,28 @@ def _reading_table(shares: Mapping[tuple[str, str], Sequence[Share]]) -> str:
     return table(["reader", "texts", "rows/s", "MB/s", "CPU s", "first batch, s", "memory, MB"], rows)
 
 
-def _preparing_goals(
-    prepared: Mapping[str, Prepared], tokenised: Prepared, plain: Prepared, small: int, large: int
-) -> list[Goal]:
+def _preparing_goals(prepared: Mapping[str, Prepared], tokenised: Prepared, plain: Prepared, large: int) -> list[Goal]:
     peak = prepared["large"]["peak"] / 2**30
     share = plain["cpu_s"] / tokenised["cpu_s"]
     return [
         Goal(f"peak memory of preparing {large} MB in one file", "≤ 2 GiB", f"{peak:.2f} GiB", verdict(peak <= 2)),
-        Goal(f"tokenising {small} MB, CPU to the plain steps", "≥ 0.8 as fast", f"{share:.2f}", verdict(share >= 0.8)),
+        Goal(
+            f"tokenising {_TOKENISED_MB} MB, CPU to the plain steps",
+            "≥ 0.8 as fast",
+            f"{share:.2f}",
+            verdict(share >= 0.8),
+        ),
     ]
 
 
 def _preparing_table(
-    prepared: Mapping[str, Prepared], tokenised: Prepared, plain: Prepared, sizes: Mapping[int, str], small: int
+    prepared: Mapping[str, Prepared], tokenised: Prepared, plain: Prepared, sizes: Mapping[int, str]
 ) -> str:
     rows = [(f"{size} MB of examples, S3 to S3", prepared[name]) for size, name in sizes.items()]
-    rows += [(f"{small} MB, tokenised, on a disk", tokenised), (f"{small} MB, plain pyarrow and tokenizers", plain)]
+    rows += [
+        (f"{_TOKENISED_MB} MB, tokenised, on a disk", tokenised),
+        (f"{_TOKENISED_MB} MB, plain pyarrow and tokenizers", plain),
+    ]
     cells = [
         [
             what,
