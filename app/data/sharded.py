@@ -1,6 +1,6 @@
 """Splits that lie in shards: read by index, without holding more than what is asked for."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, Self, TypeVar, overload
 
@@ -96,6 +96,11 @@ class ShardedRows:
         """Have these shards downloaded in the background."""
         self._cache.prefetch(shards)
 
+    def column(self, name: str) -> Iterator[Any]:
+        """Yield a column of all rows, a shard at a time."""
+        for shard in range(len(self.shard_rows)):
+            yield from self._cache.open(shard).column(name).to_pylist()
+
     def read(self, indices: Sequence[int] | NDArray[np.int64]) -> pa.Table:
         """Return rows in the order of ``indices``.
 
@@ -141,6 +146,9 @@ class ShardLengths(Sequence[int]):
     def __len__(self) -> int:
         return len(self._rows)
 
+    def __iter__(self) -> Iterator[int]:
+        return self._rows.column(LENGTH)
+
     @overload
     def __getitem__(self, index: int) -> int: ...
     @overload
@@ -155,13 +163,16 @@ class ShardLengths(Sequence[int]):
 
 
 class ShardColumn(Sequence[Item]):
-    """One column of the rows, read row by row: for pages and baselines, which look at a few."""
+    """One column of the rows. Single rows are for pages, which look at a few."""
 
     def __init__(self, rows: ShardedRows, column: str) -> None:
         self._rows, self._column = rows, column
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def __iter__(self) -> Iterator[Item]:
+        return self._rows.column(self._column)
 
     @overload
     def __getitem__(self, index: int) -> Item: ...

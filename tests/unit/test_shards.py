@@ -16,7 +16,7 @@ from app.config import ShardsConfig, load_recipe
 from app.config.layout import lay_out
 from app.config.plan import PlanConfig
 from app.data.shard_cache import cache_folder
-from app.data.sharded import ShardedRows
+from app.data.sharded import ShardColumn, ShardedRows, ShardLengths
 from app.data.shards import Shard, ShardIndex, ShardWriter
 from app.errors import RecipeError, StorageError
 from app.storage import to_path
@@ -67,6 +67,8 @@ def test_rows_come_back_in_the_order_that_is_asked_for(location: str) -> None:
     assert rows.read(asked)["input"].to_pylist() == [given[index] for index in asked]
     assert rows.read([5])["input"].to_pylist() == [given[5]]
     assert len(given[rows.longest]) == max(map(len, given))
+    assert list(ShardColumn[str](rows, "input")) == given
+    assert np.array_equal(np.asarray(ShardLengths(rows)), [len(text) for text in given])
     copied = pickle.loads(pickle.dumps(rows))  # a loader process under spawn
     assert copied.read([7])["input"].to_pylist() == [given[7]]
 

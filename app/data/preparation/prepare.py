@@ -34,7 +34,7 @@ SAMPLE_BYTES = 16_000_000
 """Bytes of texts, about, of which a tokenizer is learned."""
 _UNIT_SHARDS = 8
 _MAX_UNREADABLE = 0.01
-_UNREAD = {"shards", "buckets", "image", "tokenizer", "block_length", "chat"}
+_UNREAD = {"shards", "buckets", "image", "tokenizer", "block_length", "chat", "sampling"}
 """Keys that the shards of labelled examples do not depend on: processors read them."""
 
 RunUnits = Callable[[Callable[[int], int], Sequence[int]], Iterable[int]]
@@ -82,7 +82,7 @@ class Preparer:
         """Return everything but the source that the shards depend on."""
         config, is_language_model = self.recipe.data, self.recipe.is_language_model
         assert config.shards is not None
-        unread = {"shards", "buckets", "image", "chat"} if is_language_model else _UNREAD
+        unread = {"shards", "buckets", "image", "chat", "sampling"} if is_language_model else _UNREAD
         read = config.model_dump(mode="json", exclude=unread)
         pretrained = self.recipe.model.pretrained if is_language_model else None
         kind = "language-modeling" if is_language_model else self.modality
