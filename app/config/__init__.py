@@ -23,7 +23,17 @@ from app.config.notify import EmailConfig, NotifyConfig, WebhookConfig
 from app.config.plan import AutoPlan, PlanConfig, Precision
 from app.config.plan_rules import ModelTraits, Setting, refusal
 from app.config.reading import embedded, read_text, title_of
-from app.config.recipe import CHAT, LANGUAGE_MODELING, TENSORS, AdapterConfig, LoraConfig, ModelConfig, Recipe
+from app.config.recipe import (
+    CHAT,
+    LANGUAGE_MODELING,
+    SENTENCE_EMBEDDING,
+    TENSORS,
+    TOKEN_CLASSIFICATION,
+    AdapterConfig,
+    LoraConfig,
+    ModelConfig,
+    Recipe,
+)
 from app.config.rollout import Percent, Role
 from app.config.serve import BatchingConfig, ServeConfig, TensorParallelConfig, TlsConfig
 from app.config.tracking import TrackingConfig, WandbConfig
@@ -44,7 +54,9 @@ __all__ = [
     "CHAT",
     "LANGUAGE_MODELING",
     "PLAN_ENGINES",
+    "SENTENCE_EMBEDDING",
     "TENSORS",
+    "TOKEN_CLASSIFICATION",
     "AdapterConfig",
     "AlertConfig",
     "AugmentConfig",

@@ -56,6 +56,18 @@ class ColumnsConfig(Section):
         default=[],
         description="for tabular tasks: columns of categories although they look like numbers, such as postal codes",
     )
+    anchor: str = Field(default="anchor", description="for sentence-embedding: column of a text, such as a question")
+    positive: str = Field(
+        default="positive",
+        description="for sentence-embedding: column of the text that belongs to it, such as the answer",
+    )
+    tokens: str = Field(default="tokens", description="for token-classification: field of a text's words, a list")
+    tags: str = Field(default="tags", description="for token-classification: field of the class of each of these words")
+    spans: str = Field(
+        default="spans",
+        description="for token-classification, in place of tokens and tags: field of a list of {start, end, label}, in "
+        "characters of the text in the field input",
+    )
 
 
 class TokenizerConfig(Section):

@@ -23,6 +23,7 @@ LABELLED = (
 )
 """The built-in tasks whose models can be compiled and served."""
 
+SENTENCE_EMBEDDING, TOKEN_CLASSIFICATION = "sentence-embedding", "token-classification"
 TENSORS = "tensors"
 """The task of an imported model without a processor: tensors in, tensors out. It is not trained here."""
 _BYTE_TOKENS = 257  # one for each byte and one for the end of a document
@@ -123,10 +124,13 @@ class Recipe(Section):
     name: Name = Field(description="name of the recipe, and of the model that it publishes")
     task: Annotated[
         str,
-        Field(pattern=rf"^({'|'.join(LABELLED)}|{LANGUAGE_MODELING}|{CHAT}|{TENSORS}|{IMPORT_STRING})$"),
+        Field(
+            pattern=rf"^({'|'.join(LABELLED)}|{SENTENCE_EMBEDDING}|{TOKEN_CLASSIFICATION}|{LANGUAGE_MODELING}|{CHAT}|"
+            rf"{TENSORS}|{IMPORT_STRING})$"
+        ),
     ] = Field(
-        description=f"{', '.join(LABELLED)}, {LANGUAGE_MODELING} or {CHAT}; or the import path of a task or a "
-        "processor of your own"
+        description=f"{', '.join(LABELLED)}, {SENTENCE_EMBEDDING}, {TOKEN_CLASSIFICATION}, {LANGUAGE_MODELING} or "
+        f"{CHAT}; or the import path of a task or a processor of your own"
     )
     storage: str | None = Field(
         default=None, description="URI or absolute path; default: $RAYLOOM_STORAGE, else ~/.rayloom/storage"
@@ -177,12 +181,24 @@ class Recipe(Section):
 
             if self.task == CHAT:
                 unread.append((data.columns, "data.columns.input"))
+        elif self.task == SENTENCE_EMBEDDING:
+            unread = [(data.columns, "data.columns.label"), (data.columns, "data.columns.input"), (data, "data.image")]
+            unread += [(self.train, "train.teacher"), (self.train, "train.linear_baseline")]
+            unread += [(self.train, "train.label_smoothing"), (data, "data.shards")]
+        elif self.task == TOKEN_CLASSIFICATION:
+            unread = [(data.columns, "data.columns.label"), (data, "data.image"), (data, "data.shards")]
+            unread += [(self.train, "train.teacher"), (self.train, "train.linear_baseline")]
         elif ":" not in self.task:
             unread = [(data, "data.block_length"), (data.tokenizer, "data.tokenizer.kind")]
         if ":" not in self.task and not self.task.startswith("tabular-"):
             unread += [(data.columns, "data.columns.features"), (data.columns, "data.columns.categories")]
         if ":" not in self.task and not self.task.endswith("-multilabel"):
             unread.append((data.columns, "data.columns.separator"))
+        if self.task != SENTENCE_EMBEDDING and ":" not in self.task:
+            unread += [(data.columns, "data.columns.anchor"), (data.columns, "data.columns.positive")]
+            unread += [(self.train, "train.temperature")]
+        if self.task != TOKEN_CLASSIFICATION and ":" not in self.task:
+            unread += [(data.columns, f"data.columns.{key}") for key in ("tokens", "tags", "spans")]
         if self.task != CHAT:
             unread += [(data.chat, "data.chat.packing"), (data.chat, "data.chat.template")]
         for section, key in unread:
@@ -190,6 +206,16 @@ class Recipe(Section):
             # Compared with the default, because a stored recipe holds every key.
             if (value := getattr(section, name)) != type(section).model_fields[name].default:
                 raise ValueError(f"{key} is {value!r}, which task {self.task} does not read: leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _pairs_are_compared_whole(self) -> Self:
+        for key in ("tensor", "pipeline"):
+            if self.task == SENTENCE_EMBEDDING and (degree := getattr(self.train.plan, key)) > 1:
+                raise ValueError(
+                    f"train.plan.{key} is {degree}: task {SENTENCE_EMBEDDING} compares the vectors of whole batches "
+                    "between data-parallel ranks; leave it out, and split the model with zero_stage 3"
+                )
         return self
 
     @model_validator(mode="after")

@@ -143,6 +143,9 @@ class TrainConfig(Section):
         description="for classes: weight of each label in the training loss, scaled to a mean of 1 over the rows; "
         "balanced: by how rare the label is; default: all 1",
     )
+    temperature: Annotated[float, Field(gt=0.0)] = Field(
+        default=0.05, description="for sentence-embedding: by which the loss divides cosines"
+    )
     teacher: TeacherConfig | None = Field(default=None, description="model to distil; default: none")
     augment: AugmentConfig | None = Field(
         default=None, description="random changes of the training samples; default: none"

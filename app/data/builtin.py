@@ -1,10 +1,14 @@
 """Built-in examples and documents: real data that is installed with packages, without a download."""
 
 import ast
+import io
 import json
+import keyword
 import sysconfig
 import textwrap
-from collections import Counter
+import tokenize
+import zlib
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.resources import files
@@ -112,6 +116,55 @@ def _functions() -> Examples:
     chosen = [(code, modules) for code, modules in chosen if modules]
     return Examples("text", [code for code, _ in chosen], [json.dumps(modules) for _, modules in chosen])
 
+
+def _docstrings() -> Iterator[tuple[str, str]]:
+    """Yield each documented function of the standard library: the docstring's first paragraph, and its code without."""
+    for content in _standard_library():
+        try:
+            tree = ast.parse(content)
+        except SyntaxError:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (told := ast.get_docstring(node)):
+                # The code must not repeat what it is found by.
+                node.body = node.body[1:] or [ast.Pass()]
+                yield " ".join(told.partition("\n\n")[0].split()), ast.unparse(node)
+
+
+BUILTIN_PAIRS: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {"docstrings": _docstrings}
+"""Pairs of texts that belong together."""
+
+_KINDS = {tokenize.STRING: "STRING", tokenize.NUMBER: "NUMBER", tokenize.COMMENT: "COMMENT"}
+_LINES_KEPT = 40
+"""One line of so many is kept: about 4,000."""
+
+
+def _python_lines() -> Iterator[tuple[str, list[tuple[int, int, str]]]]:
+    """Yield lines of the standard library's code, with the spans of keywords, strings, numbers and comments."""
+    for content in _standard_library():
+        try:
+            tokens = list(tokenize.tokenize(io.BytesIO(content).readline))
+        except (tokenize.TokenError, SyntaxError):
+            continue
+        lines: defaultdict[int, list[tuple[int, int, str]]] = defaultdict(list)
+        unfinished: set[int] = set()
+        texts: dict[int, str] = {}
+        for kind, string, (row, start), (last_row, end), line in tokens:
+            if row != last_row or kind == getattr(tokenize, "FSTRING_START", None):
+                unfinished.update(range(row, last_row + 1))  # a string over several lines is no span of one
+                continue
+            texts[row] = line
+            if label := _KINDS.get(kind) or ("KEYWORD" if keyword.iskeyword(string) else None):
+                lines[row].append((start, end, label))
+        for row, spans in lines.items():
+            text = texts[row].strip()
+            if row not in unfinished and zlib.crc32(text.encode()) % _LINES_KEPT == 0:
+                indent = len(texts[row]) - len(texts[row].lstrip())
+                yield text, [(start - indent, end - indent, label) for start, end, label in spans]
+
+
+BUILTIN_SPANS: dict[str, Callable[[], Iterator[tuple[str, list[tuple[int, int, str]]]]]] = {"python": _python_lines}
+"""Texts with labelled spans: first character, end and label."""
 
 BUILTIN: dict[str, Callable[[], Examples]] = {
     "breast_cancer": partial(_table, "breast_cancer"),

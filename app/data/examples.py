@@ -99,7 +99,7 @@ _WORDS: dict[Reason, str] = {
 class CleaningReport(BaseModel):
     """The number of items given, kept, and dropped for each reason."""
 
-    what: Literal["examples", "documents", "conversations"]
+    what: Literal["examples", "documents", "conversations", "pairs", "texts"]
     given: int
     kept: int
     dropped: dict[Reason, int]

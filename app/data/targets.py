@@ -22,16 +22,8 @@ Answer = Mapping[str, Any]
 """What ``predict`` says of one input: an object of JSON."""
 
 
-class Targets(Protocol):
-    """Turns the labels of examples into targets, and outputs into answers. Weights and versions keep it."""
-
-    labels_agree: ClassVar[bool]
-    """Whether equal inputs have equal labels. Cleaning then drops inputs with several, which have no right answer."""
-
-    @classmethod
-    def fit(cls, labels: Sequence[str], config: DataConfig) -> Self:
-        """Return the targets of examples with these labels. Raises DataError if nothing can be learned from them."""
-        ...
+class Outputs(Protocol):
+    """What a model's outputs mean, kept with its weights and its versions."""
 
     @property
     def labels(self) -> list[str]:
@@ -41,6 +33,31 @@ class Targets(Protocol):
     @property
     def num_outputs(self) -> int:
         """Columns of the model's output. A model factory receives it as ``num_labels``."""
+        ...
+
+    def decode(self, outputs: NDArray[np.float32]) -> list[Answer]:
+        """Return what ``predict`` answers for each row of ``outputs``."""
+        ...
+
+    def save(self, folder: UPath) -> None:
+        """Write everything that ``load`` needs."""
+        ...
+
+    @classmethod
+    def load(cls, folder: UPath) -> Self:
+        """Return what ``save`` wrote. Raises FileNotFoundError."""
+        ...
+
+
+class Targets(Outputs, Protocol):
+    """Turns the labels of examples into targets, and outputs into answers."""
+
+    labels_agree: ClassVar[bool]
+    """Whether equal inputs have equal labels. Cleaning then drops inputs with several, which have no right answer."""
+
+    @classmethod
+    def fit(cls, labels: Sequence[str], config: DataConfig) -> Self:
+        """Return the targets of examples with these labels. Raises DataError if nothing can be learned from them."""
         ...
 
     def read(self, labels: Sequence[str], config: DataConfig, key: str = "source") -> list[Any]:
@@ -63,26 +80,13 @@ class Targets(Protocol):
         """Return targets for training, of shape (rows, …): int64 for classes, else float32."""
         ...
 
-    def decode(self, outputs: NDArray[np.float32]) -> list[Answer]:
-        """Return what ``predict`` answers for each row of ``outputs``."""
-        ...
-
-    def save(self, folder: UPath) -> None:
-        """Write everything that ``load`` needs."""
-        ...
-
-    @classmethod
-    def load(cls, folder: UPath) -> Self:
-        """Return what ``save`` wrote. Raises FileNotFoundError."""
-        ...
-
 
 @runtime_checkable
 class HasTargets(Protocol):
-    """Data whose labels were read by targets."""
+    """Data that say what the outputs mean."""
 
     @property
-    def targets(self) -> Targets: ...
+    def targets(self) -> Outputs: ...
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,11 @@ class TextProcessor:
             "attention_mask": np.array([row.attention_mask for row in rows], np.int64),
         }
 
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """Return the first character and the end of each token of a text that is encoded alone."""
+        found: list[tuple[int, int]] = self._tokenizer.encode(text).offsets
+        return found
+
     def save(self, folder: UPath) -> None:
         write_atomically(folder / TOKENIZER_FILE, self._tokenizer.to_str(pretty=True).encode())
         settings = _TextSettings(

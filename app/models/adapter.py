@@ -53,6 +53,8 @@ def is_head(name: str, model: nn.Module) -> bool:
     prefix = str(getattr(model, "base_model_prefix", ""))
     if not prefix:
         return not any(part.isdigit() for part in name.split("."))
+    if not hasattr(model, prefix):  # it is a base model itself
+        return name.startswith("pooler.")
     inside = name.removeprefix(f"{prefix}.")
     return inside == name or inside.startswith("pooler.")
 

@@ -57,9 +57,11 @@ def build_configured(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module
     """
     from transformers import (
         AutoConfig,
+        AutoModel,
         AutoModelForCausalLM,
         AutoModelForImageClassification,
         AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
     )
 
     assert config.pretrained is not None
@@ -71,12 +73,16 @@ def build_configured(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module
             )
     # Training needs no cache, and with one transformers does not keep packed conversations apart.
     keys |= {"use_cache": False, **config.args}
-    if "num_labels" not in facts:
+    auto: Any
+    if "dimensions" in facts:
+        auto = AutoModel
+    elif "num_labels" not in facts:
         auto, keys["pad_token_id"] = AutoModelForCausalLM, None  # blocks are not padded, so every token is trained
     elif "channels" in facts:
         auto, keys["num_labels"] = AutoModelForImageClassification, facts["num_labels"]
     else:
-        auto, keys["num_labels"] = AutoModelForSequenceClassification, facts["num_labels"]
+        auto = AutoModelForTokenClassification if "per_token" in facts else AutoModelForSequenceClassification
+        keys["num_labels"] = facts["num_labels"]
         keys["pad_token_id"] = facts.get("pad_id", 0)  # a decoder finds the last token by it
     _require_suits(config.pretrained, keys, facts)
     configuration = AutoConfig.for_model(**keys)
@@ -88,6 +94,10 @@ def build_configured(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module
             f"model.pretrained {config.pretrained!r} is a {keys['model_type']}, of which transformers makes no {task}: "
             f"{str(error).splitlines()[0]}"
         ) from error
+    if "dimensions" in facts:
+        from app.models.embedding import mean_pooled
+
+        return mean_pooled(model)
     return model
 
 

@@ -1,5 +1,7 @@
 """Models of text."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -66,6 +68,12 @@ class EncoderClassifier(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return logits (batch, labels) for ids and mask, each int64 of shape (batch, length)."""
+        hidden, absent = self.encode(input_ids, attention_mask)
+        logits: Tensor = self.classifier(self.dropout(_pool(hidden, absent.unsqueeze(-1))))
+        return logits
+
+    def encode(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a vector of each token, (batch, length, width), and where no token is, bool of (batch, length)."""
         absent = attention_mask == 0
         if self.training and self.token_dropout:
             dropped = torch.rand(input_ids.shape, device=input_ids.device) < self.token_dropout
@@ -74,9 +82,7 @@ class EncoderClassifier(nn.Module):
         hidden = self.embedding_dropout(self.tokens(input_ids) + self.positions(positions))
         neighbors = self.convolution(hidden.masked_fill(absent.unsqueeze(-1), 0.0).transpose(1, 2))
         hidden = hidden + functional.gelu(neighbors.transpose(1, 2))
-        hidden = self.encoder(hidden, src_key_padding_mask=absent)
-        logits: Tensor = self.classifier(self.dropout(_pool(hidden, absent.unsqueeze(-1))))
-        return logits
+        return self.encoder(hidden, src_key_padding_mask=absent), absent
 
 
 def _pool(hidden: Tensor, absent: Tensor) -> Tensor:
@@ -86,4 +92,18 @@ def _pool(hidden: Tensor, absent: Tensor) -> Tensor:
     return torch.cat([mean, maximum], dim=-1)
 
 
-encoder_classifier = EncoderClassifier
+class TokenClassifier(EncoderClassifier):
+    """``EncoderClassifier`` with the linear layer on each token."""
+
+    def __init__(self, vocab_size: int, num_labels: int, max_length: int, unknown_id: int, **args: Any) -> None:
+        """Create the model with fresh weights. The arguments are those of ``EncoderClassifier``."""
+        super().__init__(vocab_size, num_labels, max_length, unknown_id, **args)
+        self.classifier = nn.Linear(self.tokens.embedding_dim, num_labels)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return logits (batch, length, labels) for ids and mask, each int64 of shape (batch, length)."""
+        logits: Tensor = self.classifier(self.dropout(self.encode(input_ids, attention_mask)[0]))
+        return logits
+
+
+encoder_classifier, token_classifier = EncoderClassifier, TokenClassifier

@@ -17,7 +17,7 @@ from app.serving.cascade.served import ServedCascade
 from app.serving.model.served import ServedModel
 from app.serving.protocol.infer import InferRequest, InferResponse
 from app.serving.protocol.management import ModelIndex, ModelMetadata, ModelStatistics
-from app.serving.protocol.natural import PredictRequest, PredictResponse
+from app.serving.protocol.natural import Prediction, PredictRequest, PredictResponse
 from app.tensors import Tensors, TensorSpec
 
 Response = TypeVar("Response", InferResponse, PredictResponse)
@@ -160,13 +160,24 @@ def _agree(ours: NDArray[Any], theirs: NDArray[Any]) -> NDArray[np.bool_]:
 def _compared(response: InferResponse | PredictResponse, scores: str | None) -> Tensors:
     """Return the first choices of an answer: of a row one, or one for each of its tokens. Without any, all outputs."""
     if isinstance(response, PredictResponse):
-        return {"label": np.array([prediction.label for prediction in response.predictions])}
+        answers = [prediction.model_extra or {} for prediction in response.predictions]
+        if any("embedding" in answer for answer in answers):
+            return {"embedding": np.array([answer["embedding"] for answer in answers])}
+        return {"label": np.array([_without_scores(prediction) for prediction in response.predictions])}
     if scores is None or scores not in response.outputs:
         return response.outputs
     given = response.outputs[scores]
     if given.dtype.hasobject:  # classes as "score:number:label", the best first
         return {scores: np.array([bytes(row.flat[0]).partition(b":")[2] for row in given])}
     return {scores: given.argmax(axis=-1)}
+
+
+def _without_scores(prediction: Prediction) -> str:
+    """Return what was chosen: the label, or the entities of a text."""
+    entities = (prediction.model_extra or {}).get("entities")
+    if prediction.label is None and entities is not None:
+        return str([(entity["label"], entity["start"], entity["end"]) for entity in entities])
+    return str(prediction.label)
 
 
 @dataclass(frozen=True)

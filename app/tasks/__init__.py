@@ -1,10 +1,11 @@
 """Tasks, which recipes name. One class says how data are read, learned, judged, compiled and answered."""
 
-from app.tasks.base import ServedTask, Task
+from app.tasks.base import Encoded, ServedTask, Task
 from app.tasks.metrics import Metric, sum_and_count
 from app.tasks.registry import find_served_task, find_task, load_prepared, load_with_test, prepare, prepare_shards
 
 __all__ = [
+    "Encoded",
     "Metric",
     "ServedTask",
     "Task",

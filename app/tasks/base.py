@@ -1,28 +1,39 @@
 """The base classes of tasks. ``Task`` is trained. ``ServedTask`` is also compiled and served."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from upath import UPath
 
-from app.config import Recipe
+from app.config import Recipe, TrainConfig
 from app.data import classification
 from app.data.classification import ClassificationData
+from app.data.examples import Natural
 from app.data.prepared import Dataset, PreparedData
 from app.data.processor import Processor
-from app.data.targets import Answer, Classes, Targets
+from app.data.targets import Answer, Classes, Outputs, Targets
 from app.errors import RecipeError
 from app.tasks.metrics import Metric
-from app.tensors import OUTPUT, TensorSpec
+from app.tensors import OUTPUT, Tensors, TensorSpec
 
 if TYPE_CHECKING:  # an endpoint answers without torch
     from torch import Tensor
 
     from app.data.preparation.prepare import RunUnits
+    from app.tasks.objective import Loss
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Natural inputs, and the tensors that the processor made of them."""
+
+    inputs: Sequence[Natural]
+    tensors: Tensors
+    processor: Processor
 
 
 class Task(ABC):
@@ -64,6 +75,10 @@ class Task(ABC):
         """
         raise NotImplementedError
 
+    def batch_loss(self, config: TrainConfig, data: PreparedData) -> "Loss | None":  # noqa: ARG002
+        """Return a loss that is not a mean over rows, such as one that compares them. None: ``loss`` is used."""
+        return None
+
 
 class ServedTask(Task):
     """A task of labelled examples, whose models can be compiled and served.
@@ -74,7 +89,7 @@ class ServedTask(Task):
     processor: ClassVar[type[Processor]]
     """Turns natural inputs into tensors, the same in training and behind the endpoint."""
 
-    targets: ClassVar[type[Targets]]
+    targets: ClassVar[type[Outputs]]
     """Turns labels into targets, and outputs into what ``predict`` answers."""
 
     @property
@@ -82,20 +97,33 @@ class ServedTask(Task):
         """The metric that compile keeps within ``compile.gates``. None: outputs are only compared with each other."""
         return next(iter(self.metrics), None)
 
-    def gate_of(self, targets: Targets) -> Metric | None:
+    def gate_of(self, targets: Outputs) -> Metric | None:
         """Return the gate for these targets."""
         return self.gate.bind(targets) if self.gate else None
 
-    def output(self, targets: Targets) -> TensorSpec:
+    def facts(self, targets: Outputs) -> Mapping[str, int]:
+        """Return what a model factory may need to know of the targets, by the name of its argument."""
+        return {"num_labels": targets.num_outputs}
+
+    def output(self, targets: Outputs) -> TensorSpec:
         """Return the model's output, whose first dimension is the rows."""
         return TensorSpec(OUTPUT, np.dtype(np.float32), (-1, targets.num_outputs))
 
-    def answer(self, outputs: NDArray[np.float32], targets: Targets) -> list[Answer]:
+    def answer(self, outputs: NDArray[np.float32], targets: Outputs) -> list[Answer]:
         """Return what ``predict`` answers for each row of the model's output: an object of JSON."""
         return targets.decode(outputs)
 
+    def answer_natural(self, outputs: NDArray[np.float32], targets: Outputs, given: Encoded) -> list[Answer]:  # noqa: ARG002
+        """Return ``answer`` for natural inputs, which it may look at."""
+        return self.answer(outputs, targets)
+
+    @property
+    def _targets(self) -> type[Targets]:
+        """The type of the targets, of a task of labelled examples."""
+        return cast(type[Targets], self.targets)
+
     def prepare(self, recipe: Recipe) -> PreparedData:
-        return classification.prepare(recipe.data, self.processor, recipe.model.pretrained, self.targets)
+        return classification.prepare(recipe.data, self.processor, recipe.model.pretrained, self._targets)
 
     def prepare_shards(self, recipe: Recipe, run_units: "RunUnits") -> PreparedData:
         if (
@@ -109,7 +137,7 @@ class ServedTask(Task):
         return prepare_sharded(recipe, self.processor, run_units)
 
     def load(self, recipe: Recipe, folder: UPath) -> PreparedData:  # noqa: ARG002
-        return ClassificationData.load(folder, self.processor, self.targets)
+        return ClassificationData.load(folder, self.processor, self._targets)
 
     def load_with_test(self, recipe: Recipe, folder: UPath) -> PreparedData:
         data = self.load(recipe, folder)
@@ -118,4 +146,4 @@ class ServedTask(Task):
 
     def load_test(self, recipe: Recipe, folder: UPath) -> Dataset | None:  # noqa: ARG002
         """Load the test split; None if there is none. Only compile calls it, for the published version."""
-        return classification.load_test(folder, self.processor.load(folder), self.targets.load(folder))
+        return classification.load_test(folder, self.processor.load(folder), self._targets.load(folder))

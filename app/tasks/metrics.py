@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from app.config.metrics import Mode
 from app.data.prepared import IGNORED
-from app.data.targets import Targets
+from app.data.targets import Outputs
 
 if TYPE_CHECKING:  # an endpoint names a task without torch
     from torch import Tensor
@@ -25,12 +25,12 @@ class Metric(ABC):
     """Whether more or less of it is better."""
 
     of_loss: ClassVar[bool] = False
-    """Whether ``value`` takes the sum of the losses and the number of targets, instead of ``sums``."""
+    """Whether ``value`` takes the sums of the loss in a validation, so that the metric needs none of its own."""
 
     size: int = 2
     """The number of sums."""
 
-    def bind(self, targets: Targets) -> "Metric":  # noqa: ARG002
+    def bind(self, targets: Outputs) -> "Metric":  # noqa: ARG002
         """Return the metric for these targets, if it depends on their labels or scale."""
         return self
 
@@ -84,8 +84,8 @@ class Perplexity(Metric):
 
     size = 0
 
-    def sums(self, outputs: "Tensor", targets: "Tensor") -> "Tensor":  # noqa: ARG002
-        return outputs.new_zeros(0)
+    def sums(self, outputs: "Tensor", targets: "Tensor") -> "Tensor":
+        raise NotImplementedError  # a validation has those of the loss
 
     def value(self, sums: "Tensor") -> float:
         loss = super().value(sums)

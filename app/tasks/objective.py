@@ -22,13 +22,33 @@ from app.tasks.metrics import Metric
 class Loss(Protocol):
     """The loss of a batch, for training as a mean, and for validation as sums."""
 
+    @property
+    def num_sums(self) -> int:
+        """The length of ``sums``."""
+        ...
+
     def mean(self, output: object, targets: Tensor, taught: Tensor | None = None) -> Tensor:
         """Return the mean loss per target, float32 of shape (). ``taught``: a teacher's logits, (batch, classes)."""
         ...
 
     def sums(self, output: object, targets: Tensor) -> Tensor:
-        """Return the sum of losses and the number of targets, float64 of shape (2,)."""
+        """Return sums that add up over batches and ranks, float64 of shape (``num_sums``,)."""
         ...
+
+    def value(self, sums: Tensor) -> float:
+        """Return the loss over all of them, from their ``sums``."""
+        ...
+
+
+class MeanLoss:
+    """A loss that is a mean over targets. Its sums are those of the losses and the number of targets."""
+
+    num_sums = 2
+
+    def value(self, sums: Tensor) -> float:
+        """Return the mean loss."""
+        total, count = sums.tolist()
+        return float(total / count)
 
 
 @dataclass(frozen=True)
@@ -41,7 +61,11 @@ class Objective:
     @property
     def num_sums(self) -> int:
         """The length of ``sums``."""
-        return 2 + sum(metric.size for metric in self.metrics)
+        return sum(self._sizes)
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [self.loss.num_sums, *(0 if metric.of_loss else metric.size for metric in self.metrics)]
 
     def mean(self, output: object, targets: Tensor, taught: Tensor | None = None) -> Tensor:
         """Return the mean loss per target, float32 of shape ()."""
@@ -50,15 +74,13 @@ class Objective:
     def sums(self, output: object, targets: Tensor) -> Tensor:
         """Return the sums of the loss, then of each metric, float64 of shape (``num_sums``,)."""
         outputs, counted = select_counted(logits_of(output).float(), targets)
-        parts = [metric.sums(outputs, counted).double() for metric in self.metrics]
+        parts = [metric.sums(outputs, counted).double() for metric in self.metrics if not metric.of_loss]
         return torch.cat([self.loss.sums(output, targets), *parts])
 
     def values(self, sums: Tensor) -> dict[str, float]:
         """Return ``val_loss``, and ``val_NAME`` of each metric, from ``sums`` of all batches and ranks."""
-        sizes = [2, *(metric.size for metric in self.metrics)]
-        of_loss, *parts = torch.split(sums, sizes)
-        total, count = of_loss.tolist()
-        values = {"val_loss": total / count}
+        of_loss, *parts = torch.split(sums, self._sizes)
+        values = {"val_loss": self.loss.value(of_loss)}
         for metric, part in zip(self.metrics, parts, strict=True):
             values[f"val_{metric.name}"] = metric.value(of_loss if metric.of_loss else part)
         return values
@@ -68,7 +90,8 @@ def objective_of(task: Task, config: TrainConfig, data: PreparedData) -> Objecti
     """Return what a training of the task minimizes, with the task's metrics."""
     weights = class_weights(config.class_weights, data) if config.class_weights else None
     cross_entropy = CrossEntropy(config.label_smoothing, config.teacher, weights)
-    loss = cross_entropy if task.learns_classes else RowLoss(task.loss)
+    of_rows = cross_entropy if task.learns_classes else RowLoss(task.loss)
+    loss = task.batch_loss(config, data) or of_rows
     # Data without labels, such as documents, have no targets to bind to.
     metrics = [metric.bind(data.targets) if isinstance(data, HasTargets) else metric for metric in task.metrics]
     return Objective(loss, tuple(metrics))
@@ -96,7 +119,7 @@ def class_weights(given: Literal["balanced"] | Mapping[str, float], data: Prepar
 
 
 @dataclass(frozen=True)
-class CrossEntropy:
+class CrossEntropy(MeanLoss):
     """Cross-entropy between logits (batch, …, classes) and targets, int64 (batch, …). ``IGNORED`` does not count.
 
     With a teacher, its share of the training loss is the divergence from the teacher's distribution.
@@ -149,7 +172,7 @@ class CrossEntropy:
 
 
 @dataclass(frozen=True)
-class RowLoss:
+class RowLoss(MeanLoss):
     """A function from outputs and targets to the loss of each row, which is averaged over the rows."""
 
     loss: Callable[[Tensor, Tensor], Tensor]

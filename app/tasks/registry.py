@@ -5,18 +5,21 @@ from typing import TYPE_CHECKING, cast
 
 from upath import UPath
 
-from app.config import CHAT, LANGUAGE_MODELING, TENSORS, Recipe
+from app.config import CHAT, LANGUAGE_MODELING, SENTENCE_EMBEDDING, TENSORS, TOKEN_CLASSIFICATION, Recipe
 from app.config.metrics import Mode
 from app.data.prepared import PreparedData
 from app.data.processor import Processor
+from app.data.targets import Classes
 from app.errors import RecipeError
 from app.import_string import import_attribute
 from app.tasks.base import ServedTask, Task
 from app.tasks.classification import ImageClassification, TabularClassification, TextClassification, classify
+from app.tasks.embedding import SentenceEmbedding
 from app.tasks.language import Chat, LanguageModeling
 from app.tasks.metrics import Metric
 from app.tasks.multilabel import TabularMultiLabel, TextMultiLabel
 from app.tasks.regression import TabularRegression, TextRegression
+from app.tasks.tagging import TokenClassification
 
 if TYPE_CHECKING:
     from app.data.preparation.prepare import RunUnits
@@ -31,6 +34,8 @@ TASKS: dict[str, type[Task]] = {
     "tabular-multilabel": TabularMultiLabel,
     LANGUAGE_MODELING: LanguageModeling,
     CHAT: Chat,
+    SENTENCE_EMBEDDING: SentenceEmbedding,
+    TOKEN_CLASSIFICATION: TokenClassification,
 }
 
 
@@ -79,7 +84,7 @@ def find_served_task(name: str) -> ServedTask:
 def _missing(task: type[Task]) -> list[str]:
     """Return what the class lacks, in the words of its attributes."""
     parts = sorted(getattr(task, "__abstractmethods__", ()))
-    if task.loss is Task.loss and not task.learns_classes:
+    if task.loss is Task.loss and task.batch_loss is Task.batch_loss and not task.learns_classes:
         parts.append("loss")
     if not task.metrics or not all(isinstance(metric, Metric) for metric in task.metrics):
         parts.append("metrics")
@@ -109,7 +114,7 @@ def prepare_shards(recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
 
 def _require_keys(recipe: Recipe, task: Task) -> None:
     """Raise RecipeError if the recipe has keys for classes, and the task has none, or metrics that the task has not."""
-    if not (isinstance(task, ServedTask) and task.learns_classes):
+    if not (isinstance(task, ServedTask) and task.learns_classes and issubclass(task.targets, Classes)):
         for key, is_set in (
             ("train.class_weights", recipe.train.class_weights is not None),
             ("train.label_smoothing", recipe.train.label_smoothing > 0.0 and not task.learns_classes),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from app.data.tabular import TabularProcessor
-from app.data.targets import Numbers, Targets
+from app.data.targets import Numbers, Outputs
 from app.data.text import TextProcessor
 from app.tasks.base import ServedTask
 from app.tasks.metrics import Metric, sum_and_count
@@ -21,7 +21,7 @@ class _Error(Metric):
     mode = "min"
     scale: float = 1.0
 
-    def bind(self, targets: Targets) -> Self:
+    def bind(self, targets: Outputs) -> Self:
         """Return the metric in the unit of these numbers."""
         assert isinstance(targets, Numbers)
         return type(self)(targets.scale.std)

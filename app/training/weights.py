@@ -14,7 +14,7 @@ from app.checksums import verify_checksums, write_checksums
 from app.config import Recipe, dump_recipe, load_stored_recipe
 from app.data.prepared import PreparedData
 from app.data.processor import Processor
-from app.data.targets import Targets
+from app.data.targets import Outputs
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import RecipeError
 from app.models.blueprint import Blueprint
@@ -33,7 +33,7 @@ class TrainedModel:
     recipe: Recipe
     task: ServedTask
     processor: Processor
-    targets: Targets
+    targets: Outputs
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Architecture:
     recipe: Recipe
     task: ServedTask
     processor: Processor
-    targets: Targets
+    targets: Outputs
 
 
 def publish_weights(
@@ -156,5 +156,5 @@ def read_architecture(folder: Path) -> Architecture:
     recipe = load_stored_recipe(str(files / RECIPE_FILE))
     task = find_served_task(recipe.task)
     processor, targets = task.processor.load(files), task.targets.load(files)
-    blueprint = blueprint_of(recipe.model, {"num_labels": targets.num_outputs, **processor.facts})
+    blueprint = blueprint_of(recipe.model, {**task.facts(targets), **processor.facts})
     return Architecture(blueprint, recipe, task, processor, targets)

@@ -14,7 +14,7 @@ from upath import UPath
 from app.config import TENSORS
 from app.data.examples import Input, Natural
 from app.data.processor import Processor
-from app.data.targets import LABELS_FILE, Classes, Targets
+from app.data.targets import LABELS_FILE, Classes, Outputs
 from app.engines.base import Engine
 from app.engines.registry import runs_module
 from app.errors import EngineError, RequestError, StorageError
@@ -24,7 +24,7 @@ from app.repository.repository import Repository
 from app.serving.model.engine import open_published, require_known_answers
 from app.serving.protocol.natural import Prediction
 from app.storage import to_path
-from app.tasks import ServedTask, find_served_task
+from app.tasks import Encoded, ServedTask, find_served_task
 from app.tensors import Tensors, TensorSpec, concat_rows, group_by_shape, is_finite
 
 
@@ -35,6 +35,8 @@ class ShapeGroup:
     tensors: Tensors
     indices: list[int]
     """The index of each row in the request."""
+    inputs: Sequence[Natural]
+    """The natural input of each row."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class LoadedModel:
     """None for an imported model that takes tensors only."""
 
     processor: Processor | None
-    targets: Targets | None
+    targets: Outputs | None
     probe: Tensors | None = None
     """Rows that such a model is probed with. A model with a processor gets rows of ones."""
 
@@ -90,7 +92,8 @@ class LoadedModel:
         # Each alone, because encoding them together would pad all to the longest.
         rows = [processor.encode([_read(item, processor)]) for item in inputs]
         return [
-            ShapeGroup(concat_rows([rows[index] for index in indices]), indices) for indices in group_by_shape(rows)
+            ShapeGroup(concat_rows([rows[index] for index in indices]), indices, [inputs[index] for index in indices])
+            for indices in group_by_shape(rows)
         ]
 
     @property
@@ -104,12 +107,17 @@ class LoadedModel:
             )
         return self.processor
 
-    def decode(self, outputs: Tensors) -> list[Prediction]:
-        """Return what the task answers for each row of a model's outputs."""
+    def decode(self, outputs: Tensors, group: ShapeGroup | None = None) -> list[Prediction]:
+        """Return what the task answers for each row of the outputs. ``group``: the inputs of these rows."""
         assert self.manifest.scores is not None
         assert self.task is not None
         assert self.targets is not None
-        answers = self.task.answer(outputs[self.manifest.scores], self.targets)
+        scored = outputs[self.manifest.scores]
+        if group is None:
+            answers = self.task.answer(scored, self.targets)
+        else:
+            given = Encoded(group.inputs, group.tensors, self.natural_processor)
+            answers = self.task.answer_natural(scored, self.targets, given)
         return [Prediction.model_validate(answer) for answer in answers]
 
     def check(self, rows: int = 1, length: int | None = None) -> None:

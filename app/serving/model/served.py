@@ -78,11 +78,16 @@ class ServedModel:
     async def predict(self, request: PredictRequest) -> PredictResponse:
         """Answer natural input with labels. Raises as ``run``, and DataError if an input cannot be read."""
         deadline_s = self.policy.deadline_s(time.monotonic(), request.timeout_s)
-        outputs = await self.run_natural(request.listed, priority=request.priority, deadline_s=deadline_s)
+        answered = await self._run_natural(request.listed, request.priority, deadline_s)
+        predictions = {
+            index: prediction
+            for group, outputs in answered
+            for index, prediction in zip(group.indices, self.model.decode(outputs, group), strict=True)
+        }
         return PredictResponse(
             model_name=self.model.manifest.name,
             model_version=self.version,
-            predictions=self.model.decode(outputs),
+            predictions=[predictions[index] for index in range(len(predictions))],
         )
 
     async def _encode(self, inputs: Sequence[Natural], deadline_s: float) -> list[ShapeGroup]:
@@ -131,20 +136,28 @@ class ServedModel:
                 self._unused.set()
 
     async def run_natural(self, inputs: Sequence[Natural], *, priority: int, deadline_s: float) -> Tensors:
-        """Read texts, images or rows, and run those of each shape together. Raises as ``predict``.
+        """Read texts, images or rows, and return their outputs, which all have one shape. Raises as ``predict``.
 
         Args:
             inputs: one item per row; an image as bytes or in base64.
             priority: as for ``run``.
             deadline_s: time by which the answer is due, on the clock ``time.monotonic``.
         """
+        answered = await self._run_natural(inputs, priority, deadline_s)
+        return restore_order([group.indices for group, _ in answered], [outputs for _, outputs in answered])
+
+    async def _run_natural(
+        self, inputs: Sequence[Natural], priority: int, deadline_s: float
+    ) -> list[tuple[ShapeGroup, Tensors]]:
+        """Read texts or images, and run those of each shape together. Raises as ``predict``."""
         with self.lease(), self.latencies.timed():
             with self._reading():
                 _check_rows("inputs", len(inputs))
                 groups = await self._encode(inputs, deadline_s)
             # One after the other, so that a list takes a single place in the queue.
-            answers = [await self._run(group.tensors, priority, deadline_s - time.monotonic()) for group in groups]
-        return restore_order([group.indices for group in groups], answers)
+            return [
+                (group, await self._run(group.tensors, priority, deadline_s - time.monotonic())) for group in groups
+            ]
 
     async def run(self, tensors: Tensors, *, priority: int = 0, timeout_s: float | None = None) -> Tensors:
         """Run one request, batched with others.

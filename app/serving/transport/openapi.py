@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from app.serving.protocol.embeddings import EmbeddingsRequest
 from app.serving.protocol.natural import PredictRequest
 from app.serving.protocol.tensors import DTYPES
 
@@ -54,6 +55,14 @@ PREDICT: dict[str, Any] = {
     }
 }
 """The body of ``predict``."""
+
+EMBEDDINGS: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": EmbeddingsRequest.model_json_schema()}},
+    }
+}
+"""The body of ``embeddings``."""
 
 
 def describe_infer(api: FastAPI) -> None:

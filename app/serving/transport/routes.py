@@ -13,6 +13,7 @@ from app.errors import RayloomError
 from app.pages.assets import STYLE, page_headers
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.compression import decompress
+from app.serving.protocol.embeddings import EmbeddingsRequest, EmbeddingsResponse
 from app.serving.protocol.infer import LIMITS
 from app.serving.protocol.management import (
     IndexRequest,
@@ -31,7 +32,7 @@ from app.serving.protocol.model_config import config_json, model_config
 from app.serving.protocol.natural import NaturalModel, PredictRequest, PredictResponse
 from app.serving.transport.asgi import read_body
 from app.serving.transport.errors import ErrorResponse, error_response
-from app.serving.transport.openapi import PREDICT, describe_infer
+from app.serving.transport.openapi import EMBEDDINGS, PREDICT, describe_infer
 
 DOCS_ASSETS = "/docs/assets"
 """The path of the scripts and styles of ``/docs``."""
@@ -67,7 +68,13 @@ def routes(endpoint: Endpoint) -> FastAPI:
         """The page with the models, and a form to try one."""
         return HTMLResponse(PAGE, headers=PAGE_HEADERS)
 
-    for router in (_natural(endpoint), _server(endpoint), _models(endpoint), _repository(endpoint)):
+    for router in (
+        _natural(endpoint),
+        _embeddings(endpoint),
+        _server(endpoint),
+        _models(endpoint),
+        _repository(endpoint),
+    ):
         api.include_router(router)
     describe_infer(api)
     return api
@@ -106,10 +113,34 @@ def _natural(endpoint: Endpoint) -> APIRouter:
     return router
 
 
+def _embeddings(endpoint: Endpoint) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["natural input"])
+
+    @router.post("/embeddings", openapi_extra=EMBEDDINGS)
+    async def embeddings(request: Request, response: Response) -> EmbeddingsResponse:
+        """Return the vectors of texts, in OpenAI's format."""
+        with endpoint.traffic.counted("natural", request.headers.get("traceparent")) as asked:
+            if asked.traceparent:
+                response.headers["traceparent"] = request.state.traceparent = asked.traceparent
+            body = await _read_content(request)
+            asked.received = len(body)
+            given = parse_body(EmbeddingsRequest, body)
+            target = endpoint.route(given.model)
+            asked.model, asked.version = given.model, target.version
+            return EmbeddingsResponse.of(given, await target.predict(given.as_predict()))
+
+    return router
+
+
+async def _read_content(request: Request) -> bytes:
+    """Read a body, and undo its compression. Raises RequestError."""
+    received = await read_body(request.headers, request.receive)
+    return bytes(decompress(received, request.headers.get("content-encoding", ""), LIMITS.json_bytes))
+
+
 async def _read_predict(request: Request) -> PredictRequest:
     """Read an image or JSON. Raises RequestError."""
-    received = await read_body(request.headers, request.receive)
-    body = decompress(received, request.headers.get("content-encoding", ""), LIMITS.json_bytes)
+    body = await _read_content(request)
     is_image = request.headers.get("content-type", "").lower().startswith("image/")
     return PredictRequest(inputs=body) if is_image else parse_body(PredictRequest, body)
 

@@ -1,0 +1,263 @@
+"""Data of sentence embeddings: pairs of texts that belong together, cleaned and split."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+from upath import UPath
+
+from app.checksums import write_checksums
+from app.config import DataConfig
+from app.data.builtin import BUILTIN_PAIRS
+from app.data.classification import fit_processor
+from app.data.examples import CleaningReport, Reason
+from app.data.prepared import Batch
+from app.data.processor import Processor
+from app.data.sources import TABLE_SUFFIXES, Source, find_builtin, open_source
+from app.data.vectors import Vectors
+from app.errors import DataError
+from app.storage import write_atomically
+
+Pair = tuple[str, str]
+"""An anchor, such as a question, and its positive, such as the answer."""
+
+MAX_HELD_OUT = 2000
+"""Pairs of a held-out split at most. Each is compared with all others of it."""
+_TRAIN, _VALIDATION, _TEST = "train", "validation", "test"
+
+
+@dataclass(frozen=True)
+class PairDataset:
+    """Pairs to learn from. A batch of n pairs has 2 n rows of inputs: the anchors, then their positives.
+
+    Its targets are int64 of shape (pairs, 2): numbers of the anchor and of the positive, equal for equal texts.
+    """
+
+    pairs: Sequence[Pair]
+    processor: Processor
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """Number of characters of the longer text of each pair, of shape (pairs,)."""
+        return np.array([max(map(len, pair)) for pair in self.pairs], np.int64)
+
+    @cached_property
+    def _numbers(self) -> NDArray[np.int64]:
+        known: dict[str, int] = {}
+        return np.array([[known.setdefault(text, len(known)) for text in pair] for pair in self.pairs], np.int64)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        texts = [self.pairs[index][side] for side in (0, 1) for index in indices]
+        return Batch(self.processor.encode(texts), self._numbers[list(indices)])
+
+
+@dataclass(frozen=True)
+class HeldOutTexts:
+    """Both texts of each held-out pair, as one row each: an anchor, its positive, the next anchor.
+
+    The targets of a row are its index and the number of rows, int64 of shape (rows, 2). By them vectors of all batches
+    and ranks are put together.
+    """
+
+    pairs: Sequence[Pair]
+    processor: Processor
+
+    @cached_property
+    def texts(self) -> list[str]:
+        """All texts, in the order of the rows."""
+        return [text for pair in self.pairs for text in pair]
+
+    def __len__(self) -> int:
+        return 2 * len(self.pairs)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """Number of characters of each text, of shape (rows,)."""
+        return np.array([len(text) for text in self.texts], np.int64)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        inputs = self.processor.encode([self.texts[index] for index in indices])
+        return Batch(inputs, np.array([(index, len(self)) for index in indices], np.int64))
+
+
+@dataclass(frozen=True)
+class PairData:
+    """The splits, the processor, the size of the model's vectors, and the cleaning report."""
+
+    train: PairDataset
+    validation: HeldOutTexts
+    processor: Processor
+    targets: Vectors
+    report: CleaningReport
+    test: HeldOutTexts | None = None
+
+    @property
+    def facts(self) -> Mapping[str, int]:
+        """The size of the vectors, and the processor's facts."""
+        return {"dimensions": self.targets.dimensions, **self.processor.facts}
+
+    @property
+    def tokens_per_sample(self) -> None:
+        """None: the targets of a sample are not tokens."""
+
+    @property
+    def _splits(self) -> dict[str, Sequence[Pair]]:
+        held_out = {_VALIDATION: self.validation} | ({_TEST: self.test} if self.test else {})
+        return {_TRAIN: self.train.pairs} | {name: split.pairs for name, split in held_out.items()}
+
+    @property
+    def rows(self) -> Mapping[str, int]:
+        """The pairs of each split."""
+        return {name: len(pairs) for name, pairs in self._splits.items()}
+
+    @property
+    def summary(self) -> str:
+        tested = f", testing the published version on {self.rows[_TEST]:,}" if self.test else ""
+        return (
+            f"{self.report}\ntraining on {self.rows[_TRAIN]:,} pairs, finding {self.rows[_VALIDATION]:,} held-out "
+            f"positives by their anchors{tested}"
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 over every pair of the training and validation splits, in order."""
+        return hashlib.sha256(json.dumps([self.train.pairs, self.validation.pairs]).encode()).hexdigest()
+
+    def save(self, folder: UPath) -> None:
+        """Write the splits as parquet, and the files of the targets and of the processor."""
+        import pandas as pd
+
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, pairs in self._splits.items():
+            table = pd.DataFrame(list(pairs), columns=["anchor", "positive"])
+            write_atomically(folder / f"{name}.parquet", table.to_parquet())
+        self.save_codec(folder)
+        self.report.save(folder)
+        write_checksums(folder)
+
+    def save_codec(self, folder: UPath) -> None:
+        """Write the files of the targets and of the processor."""
+        self.targets.save(folder)
+        self.processor.save(folder)
+
+    @classmethod
+    def load(cls, folder: UPath, processor_type: type[Processor]) -> Self:
+        """Load the data that ``save`` wrote, without the test split."""
+        processor = processor_type.load(folder)
+        return cls(
+            PairDataset(_load_pairs(folder, _TRAIN), processor),
+            HeldOutTexts(_load_pairs(folder, _VALIDATION), processor),
+            processor,
+            Vectors.load(folder),
+            CleaningReport.load(folder),
+        )
+
+
+def load_test(folder: UPath, processor: Processor) -> HeldOutTexts | None:
+    """Return the test split that ``save`` wrote; None if there is none."""
+    return HeldOutTexts(_load_pairs(folder, _TEST), processor) if (folder / f"{_TEST}.parquet").exists() else None
+
+
+def prepare(
+    config: DataConfig, processor_type: type[Processor], targets: Vectors, pretrained: str | None = None
+) -> PairData:
+    """Load, clean and split pairs, and fit the processor on the texts to learn from. Equal configurations, equal data.
+
+    No text of a held-out pair is in another pair, so exactly one positive is right, and none was learned.
+
+    Raises:
+        DataError: the source cannot be read, or has too few pairs.
+    """
+    pairs, report = _clean(_read(Source(config.source), config), config)
+    test: list[Pair] | None = None
+    if config.test_source is not None:
+        source = Source(config.test_source, "data.test_source")
+        whole = _clean(_read(source, config), config)[0]
+        _, test = _hold_out(whole, len(whole), config.seed, source)
+        tested = {text for pair in test for text in pair}
+        kept = [pair for pair in pairs if not tested.intersection(pair)]
+        report.dropped["in_test"] = len(pairs) - len(kept)
+        report, pairs = report.model_copy(update={"kept": len(kept)}), kept
+    source = Source(config.source)
+    train, validation = _hold_out(pairs, round(config.validation_fraction * len(pairs)), config.seed, source)
+    if config.test_fraction is not None:
+        train, test = _hold_out(train, round(config.test_fraction * len(pairs)), config.seed, source)
+    if not train:
+        raise DataError(f"{source} has {len(pairs)} pairs, and none is left to learn from: give more pairs")
+    processor = fit_processor(processor_type, [text for pair in train for text in pair], config, pretrained)
+    return PairData(
+        PairDataset(train, processor),
+        HeldOutTexts(validation, processor),
+        processor,
+        targets,
+        report,
+        HeldOutTexts(test, processor) if test else None,
+    )
+
+
+def _read(source: Source, config: DataConfig) -> list[Pair]:
+    """Return all pairs of a source."""
+    if (builtin := find_builtin(source, BUILTIN_PAIRS)) is not None:
+        return list(builtin())
+    from app.data.tables import read_table  # pandas takes a quarter of a second
+
+    path = open_source(source)
+    if path.suffix not in TABLE_SUFFIXES:
+        raise DataError(f"{source} ends in {path.suffix!r}: pairs are in a table, {', '.join(TABLE_SUFFIXES)}")
+    columns = {"anchor": config.columns.anchor, "positive": config.columns.positive}
+    return list(zip(*read_table(path, columns), strict=True))
+
+
+def _clean(given: Sequence[Pair], config: DataConfig) -> tuple[list[Pair], CleaningReport]:
+    """Drop pairs with an empty text, two equal texts or a length that is refused, and all but one of equal pairs."""
+    dropped: Counter[Reason] = Counter()
+    kept: dict[Pair, None] = {}
+    for anchor, positive in given:
+        pair = anchor.strip(), positive.strip()
+        if not all(pair):
+            dropped["empty"] += 1
+        elif pair[0] == pair[1] or (pair in kept and config.clean.deduplicate):
+            dropped["duplicate"] += 1
+        elif reasons := [reason for text in pair if (reason := config.clean.length_refused(text))]:
+            dropped[reasons[0]] += 1
+        else:
+            kept[pair] = None
+    report = CleaningReport(what="pairs", given=len(given), kept=len(kept), dropped=dict(dropped))
+    return list(kept), report
+
+
+def _hold_out(pairs: Sequence[Pair], count: int, seed: int, source: Source) -> tuple[list[Pair], list[Pair]]:
+    """Split off at most ``count`` pairs, by chance, of those whose texts are in no other pair.
+
+    Raises:
+        DataError: there are fewer than two such pairs.
+    """
+    uses = Counter(text for pair in pairs for text in pair)
+    alone = [index for index, pair in enumerate(pairs) if all(uses[text] == 1 for text in pair)]
+    # NumPy takes no negative seeds.
+    drawn = np.random.default_rng(seed % 2**64).permutation(alone)[: min(max(count, 2), MAX_HELD_OUT)]
+    if len(drawn) < 2:
+        raise DataError(
+            f"{source} has {len(pairs)} pairs, of which {len(alone)} have texts that are in no other pair: held-out "
+            "pairs are of these, and at least two are needed; give more pairs"
+        )
+    held_out = {int(index) for index in drawn}
+    rest = [pair for index, pair in enumerate(pairs) if index not in held_out]
+    return rest, [pairs[index] for index in sorted(held_out)]
+
+
+def _load_pairs(folder: UPath, name: str) -> list[Pair]:
+    import pandas as pd
+
+    with (folder / f"{name}.parquet").open("rb") as file:
+        table = pd.read_parquet(file)
+    return list(zip(table["anchor"].tolist(), table["positive"].tolist(), strict=True))

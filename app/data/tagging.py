@@ -1,0 +1,220 @@
+"""Data of token classification: texts whose words have classes, cleaned and split."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from upath import UPath
+
+from app.checksums import write_checksums
+from app.config import DataConfig
+from app.data.builtin import BUILTIN_SPANS
+from app.data.classification import fit_processor
+from app.data.examples import CleaningReport, Reason
+from app.data.prepared import IGNORED, Batch
+from app.data.sources import Source, find_builtin, open_source
+from app.data.tagged_texts import TaggedText, read_jsonl, tagged_by_spans
+from app.data.tags import Tags, Word, WordRule, first_tokens
+from app.data.text import TextProcessor
+from app.errors import DataError
+from app.storage import write_atomically
+
+_TRAIN, _VALIDATION, _TEST = "train", "validation", "test"
+
+
+@dataclass(frozen=True)
+class TaggedDataset:
+    """A split. The targets are int64 of shape (batch, length): the class at a word's first token, else ``IGNORED``."""
+
+    rows: Sequence[tuple[str, Sequence[Word]]]
+    processor: TextProcessor
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """Number of characters of each text, of shape (rows,)."""
+        return np.array([len(text) for text, _ in self.rows], np.int64)
+
+    @cached_property
+    def num_targets(self) -> NDArray[np.int64]:
+        """Number of words of each row that the model reads. The loss of a step is a mean over these."""
+        return np.array([(self._targets(index) != IGNORED).sum() for index in range(len(self))], np.int64)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        inputs = self.processor.encode([self.rows[index][0] for index in indices])
+        targets = np.full(inputs["input_ids"].shape, IGNORED, np.int64)
+        for row, index in enumerate(indices):
+            found = self._targets(index)
+            targets[row, : len(found)] = found
+        return Batch(inputs, targets)
+
+    def _targets(self, index: int) -> NDArray[np.int64]:
+        text, words = self.rows[index]
+        offsets = self.processor.offsets(text)
+        targets = np.full(len(offsets), IGNORED, np.int64)
+        for word, token in zip(words, first_tokens(words, offsets), strict=True):
+            if token is not None:
+                targets[token] = word.tag
+        return targets
+
+
+@dataclass(frozen=True)
+class TaggedData:
+    """The splits, the processor, the types of entities, and the cleaning report."""
+
+    train: TaggedDataset
+    validation: TaggedDataset
+    processor: TextProcessor
+    targets: Tags
+    report: CleaningReport
+    test: TaggedDataset | None = None
+
+    @property
+    def labels(self) -> list[str]:
+        """The names of the classes."""
+        return self.targets.labels
+
+    @property
+    def facts(self) -> Mapping[str, int]:
+        """The number of classes, that each token has one, and the processor's facts."""
+        return {"num_labels": self.targets.num_outputs, "per_token": 1, **self.processor.facts}
+
+    @property
+    def tokens_per_sample(self) -> None:
+        """None: not every token has a target."""
+
+    @property
+    def _splits(self) -> dict[str, TaggedDataset]:
+        return {_TRAIN: self.train, _VALIDATION: self.validation} | ({_TEST: self.test} if self.test else {})
+
+    @property
+    def rows(self) -> Mapping[str, int]:
+        """The texts of each split."""
+        return {name: len(split) for name, split in self._splits.items()}
+
+    @property
+    def summary(self) -> str:
+        tested = f", testing the published version on {len(self.test):,}" if self.test else ""
+        return (
+            f"{self.report}\ntraining on {len(self.train):,} texts with {', '.join(self.targets.types)}, validating on "
+            f"{len(self.validation):,}{tested}"
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 over every text and class of the training and validation splits, in order."""
+        content = [self.labels, self.train.rows, self.validation.rows]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    def save(self, folder: UPath) -> None:
+        """Write the splits as JSON, and the files of the targets and of the processor."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, split in self._splits.items():
+            write_atomically(folder / f"{name}.json", json.dumps(split.rows).encode())
+        self.save_codec(folder)
+        self.report.save(folder)
+        write_checksums(folder)
+
+    def save_codec(self, folder: UPath) -> None:
+        """Write the files of the targets and of the processor."""
+        self.targets.save(folder)
+        self.processor.save(folder)
+
+    @classmethod
+    def load(cls, folder: UPath) -> Self:
+        """Load the data that ``save`` wrote, without the test split."""
+        processor = TextProcessor.load(folder)
+        return cls(
+            TaggedDataset(_load_rows(folder, _TRAIN), processor),
+            TaggedDataset(_load_rows(folder, _VALIDATION), processor),
+            processor,
+            Tags.load(folder),
+            CleaningReport.load(folder),
+        )
+
+
+def load_test(folder: UPath) -> TaggedDataset | None:
+    """Return the test split that ``save`` wrote; None if there is none."""
+    there = (folder / f"{_TEST}.json").exists()
+    return TaggedDataset(_load_rows(folder, _TEST), TextProcessor.load(folder)) if there else None
+
+
+def prepare(config: DataConfig, pretrained: str | None = None) -> TaggedData:
+    """Load, clean and split texts, and fit the processor. Equal configurations give equal data.
+
+    Raises:
+        DataError: the source cannot be read, has too few texts, or no word of it is in an entity.
+    """
+    source = Source(config.source)
+    given, rule = _read(source, config)
+    texts, report = _clean(given, config)
+    tests: list[TaggedText] = []
+    if config.test_source is not None:
+        tests = _clean(_read(Source(config.test_source, "data.test_source"), config)[0], config)[0]
+        held_out = {text.text for text in tests}
+        kept = [text for text in texts if text.text not in held_out]
+        dropped: dict[Reason, int] = report.dropped | {"in_test": len(texts) - len(kept)}
+        report, texts = report.model_copy(update={"kept": len(kept), "dropped": dropped}), kept
+    types = sorted({kind for text in texts for kind in text.types})
+    if not types:
+        raise DataError(f"{source} has no word in an entity: expected tags other than O, or spans, in some rows")
+    targets = Tags(types, rule)
+    rows = [text.numbered(targets) for text in texts]
+    order = np.random.default_rng(config.seed % 2**64).permutation(len(rows)).tolist()
+    sizes = [max(1, round(share * len(rows))) for share in (config.validation_fraction, config.test_fraction or 0)]
+    validation, test, train = (
+        [rows[index] for index in sorted(part)]
+        for part in np.split(np.array(order, int), np.cumsum([sizes[0], sizes[1] if config.test_fraction else 0]))
+    )
+    if not train:
+        raise DataError(f"{source} has {len(rows)} texts after cleaning, and none is left to learn from: give more")
+    test += [text.numbered(targets) for text in tests]
+    processor = cast(TextProcessor, fit_processor(TextProcessor, [text for text, _ in train], config, pretrained))
+    return TaggedData(
+        TaggedDataset(train, processor),
+        TaggedDataset(validation, processor),
+        processor,
+        targets,
+        report,
+        TaggedDataset(test, processor) if test else None,
+    )
+
+
+def _read(source: Source, config: DataConfig) -> tuple[list[TaggedText], WordRule]:
+    """Return all texts of a source, and how they are split into words."""
+    if (builtin := find_builtin(source, BUILTIN_SPANS)) is not None:
+        return [tagged_by_spans(text, spans, str(source)) for text, spans in builtin()], "letters"
+    path = open_source(source)
+    if path.suffix != ".jsonl":
+        raise DataError(f"{source} ends in {path.suffix!r}: tokens with tags, or texts with spans, are in .jsonl")
+    return read_jsonl(path, str(source), config.columns)
+
+
+def _clean(given: Sequence[TaggedText], config: DataConfig) -> tuple[list[TaggedText], CleaningReport]:
+    """Drop texts without a word or of a length that is refused, and all but the first of equal texts."""
+    dropped: Counter[Reason] = Counter()
+    kept: dict[str, TaggedText] = {}
+    for text in given:
+        if not text.words:
+            dropped["empty"] += 1
+        elif text.text in kept:
+            dropped["duplicate"] += 1
+        elif reason := config.clean.length_refused(text.text):
+            dropped[reason] += 1
+        else:
+            kept[text.text] = text
+    report = CleaningReport(what="texts", given=len(given), kept=len(kept), dropped=dict(dropped))
+    return list(kept.values()), report
+
+
+def _load_rows(folder: UPath, name: str) -> list[tuple[str, list[Word]]]:
+    rows = json.loads((folder / f"{name}.json").read_bytes())
+    return [(text, [Word(*word) for word in words]) for text, words in rows]

@@ -1,0 +1,122 @@
+"""Sentence embeddings: vectors of texts, near each other if the texts belong together."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from upath import UPath
+
+from app.config import Recipe, TrainConfig
+from app.data import pairs
+from app.data.pairs import HeldOutTexts, PairData
+from app.data.prepared import Dataset, PreparedData
+from app.data.targets import Answer, Outputs
+from app.data.text import TextProcessor
+from app.data.vectors import Vectors
+from app.errors import RecipeError
+from app.pretrained import open_pretrained
+from app.tasks.base import Encoded, ServedTask
+from app.tasks.metrics import Metric
+
+if TYPE_CHECKING:  # an endpoint answers without torch
+    from torch import Tensor
+
+    from app.tasks.objective import Loss
+
+
+class Retrieval(Metric):
+    """How well anchors find their own positives among all positives of a split, by cosine."""
+
+    of_loss = True
+
+    def sums(self, outputs: "Tensor", targets: "Tensor") -> "Tensor":
+        """Return the vectors at their places. ``targets``: the index of each row and the number of all, (rows, 2)."""
+        from app.tasks.contrastive import stack_vectors
+
+        return stack_vectors(outputs, targets[:, 0], int(targets[0, 1]))
+
+    def ranks(self, sums: "Tensor") -> "Tensor":
+        """Return the rank of each anchor's own positive, from 1, of shape (anchors,). A tie counts as worse."""
+        from app.tasks.contrastive import cosines
+
+        found = cosines(sums)
+        return (found >= found.diagonal()[:, None]).sum(1)
+
+
+class RecallAt1(Retrieval):
+    """Share of the anchors whose nearest positive is their own."""
+
+    name = "recall_at_1"
+
+    def value(self, sums: "Tensor") -> float:
+        return float((self.ranks(sums) == 1).double().mean())
+
+
+class MeanReciprocalRank(Retrieval):
+    """Mean of 1 / rank of the own positive (MRR)."""
+
+    name = "mrr"
+
+    def value(self, sums: "Tensor") -> float:
+        return float(self.ranks(sums).double().reciprocal().mean())
+
+
+class SentenceEmbedding(ServedTask):
+    """Vectors of texts, learned from pairs of texts with the other pairs of the batch as negatives."""
+
+    processor = TextProcessor
+    targets = Vectors
+    metrics = (RecallAt1(), MeanReciprocalRank())
+
+    def batch_loss(self, config: TrainConfig, data: PreparedData) -> "Loss":
+        from app.tasks.contrastive import Contrastive
+
+        return Contrastive(config.temperature, len(data.validation), data.facts["dimensions"])
+
+    def facts(self, targets: Outputs) -> dict[str, int]:
+        return {"dimensions": targets.num_outputs}
+
+    def prepare(self, recipe: Recipe) -> PairData:
+        targets = Vectors(_dimensions_of(recipe))
+        return pairs.prepare(recipe.data, self.processor, targets, recipe.model.pretrained)
+
+    def load(self, recipe: Recipe, folder: UPath) -> PairData:  # noqa: ARG002
+        return PairData.load(folder, self.processor)
+
+    def load_test(self, recipe: Recipe, folder: UPath) -> Dataset | None:  # noqa: ARG002
+        return pairs.load_test(folder, self.processor.load(folder))
+
+    def load_with_test(self, recipe: Recipe, folder: UPath) -> PairData:
+        test = self.load_test(recipe, folder)
+        assert test is None or isinstance(test, HeldOutTexts)
+        return replace(self.load(recipe, folder), test=test)
+
+    def answer_natural(self, outputs: NDArray[np.float32], targets: Outputs, given: Encoded) -> list[Answer]:
+        """Return the vector of each text, and how many tokens the text has."""
+        tokens = given.tensors["attention_mask"].sum(1).tolist()
+        return [{**answer, "tokens": n} for answer, n in zip(self.answer(outputs, targets), tokens, strict=True)]
+
+
+def _dimensions_of(recipe: Recipe) -> int:
+    """Return the size of the model's vectors.
+
+    Raises:
+        RecipeError: the recipe does not say it.
+    """
+    model = recipe.model
+    if model.factory is None and model.pretrained is not None:
+        given = model.args.get("hidden_size", open_pretrained(model.pretrained).config.get("hidden_size"))
+        if not isinstance(given, int):
+            raise RecipeError(
+                f"model.pretrained {model.pretrained!r} has no hidden_size in its config.json, which is the size of a "
+                "vector: name a factory that returns vectors, with model.args.dimensions"
+            )
+        return given
+    dimensions = model.args.get("dimensions")
+    if not isinstance(dimensions, int) or dimensions < 1:
+        raise RecipeError(
+            f"model.args.dimensions is {dimensions!r}: task {recipe.task} needs the size of the model's vectors, such "
+            "as 128"
+        )
+    return dimensions

@@ -1,0 +1,175 @@
+"""Sentence embeddings: pairs, the contrastive loss over ranks, metrics over batches, and OpenAI's endpoint."""
+
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed
+from upath import UPath
+
+from app.cluster.ports import unused
+from app.config import load_recipe
+from app.data.pairs import PairData
+from app.errors import DataError, RecipeError
+from app.models.factory import blueprint_of
+from app.models.pretrained import match_weights
+from app.tasks import find_served_task, load_prepared, prepare
+from app.tasks.contrastive import Contrastive
+from app.tasks.embedding import MeanReciprocalRank, RecallAt1
+from app.tasks.objective import objective_of
+from tests.pretrained import write_encoder
+
+RECIPE = {
+    "name": "pairs",
+    "task": "sentence-embedding",
+    "model": {
+        "factory": "app.models.embedding:text_embedder",
+        "args": {"dimensions": 8, "layers": 1, "width": 8, "heads": 2},
+    },
+}
+
+
+def write_pairs(file: Path, rows: int = 40) -> Path:
+    lines = [{"anchor": f"what is number {row}", "positive": f"it is the {row}th number"} for row in range(rows)]
+    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    return file
+
+
+def prepared(tmp_path: Path, *overrides: str, rows: int = 40) -> PairData:
+    data = {"source": str(write_pairs(tmp_path / "pairs.jsonl", rows)), "buckets": [16]}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(RECIPE | {"data": data}), encoding="utf-8")
+    found = prepare(load_recipe(str(tmp_path / "recipe.yaml"), list(overrides)))
+    assert isinstance(found, PairData)
+    return found
+
+
+def test_pairs_are_cleaned_split_without_leaks_and_saved(tmp_path: Path) -> None:
+    file = write_pairs(tmp_path / "pairs.jsonl", 30)
+    more = [("what is number 0", "zero"), ("what is number 1", "it is the 1th number"), ("", "nothing"), ("a", "a")]
+    with file.open("a", encoding="utf-8") as opened:
+        opened.write(
+            "\n" + "\n".join(json.dumps(dict(zip(("anchor", "positive"), pair, strict=True))) for pair in more)
+        )
+    config = RECIPE | {"data": {"source": str(file), "buckets": [16], "validation_fraction": 0.3, "test_fraction": 0.2}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(config), encoding="utf-8")
+    recipe = load_recipe(str(tmp_path / "recipe.yaml"))
+    data = prepare(recipe)
+    assert isinstance(data, PairData)
+    assert data.report.dropped == {"duplicate": 2, "empty": 1}
+    assert data.rows == {"train": 16, "validation": 9, "test": 6}
+    assert data.test is not None
+    learned = {text for pair in data.train.pairs for text in pair}
+    assert {"what is number 0", "zero"} <= learned
+    assert not learned & {*data.validation.texts, *data.test.texts}
+    data.save(UPath(tmp_path / "data"))
+    again = load_prepared(recipe, UPath(tmp_path / "data"))
+    assert again.fingerprint == data.fingerprint
+    test: Any = find_served_task(recipe.task).load_test(recipe, UPath(tmp_path / "data"))
+    assert test.pairs == data.test.pairs
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rows", "words"),
+    [
+        ([], 1, "1 pairs, of which 1 have texts that are in no other pair"),
+        ([], 2, "2 pairs, and none is left to learn from"),
+        (["data.columns.positive=answer"], 9, "data.columns.positive is 'answer', .* it has anchor, positive"),
+        (["data.source=builtin:digits"], 9, "no built-in set 'digits' for this task"),
+        (["model.args={}"], 9, "model.args.dimensions is None"),
+        (["train.plan.tensor=2", "train.workers=2"], 9, "train.plan.tensor is 2: task sentence-embedding compares"),
+        (["train.label_smoothing=0.1"], 9, "train.label_smoothing is 0.1, which task sentence-embedding does not read"),
+    ],
+)
+def test_what_cannot_be_learned_is_refused(tmp_path: Path, overrides: list[str], rows: int, words: str) -> None:
+    with pytest.raises((DataError, RecipeError), match=words):
+        prepared(tmp_path, *overrides, rows=rows)
+
+
+def test_the_validation_is_the_same_however_it_is_shared_out(tmp_path: Path) -> None:
+    data = prepared(tmp_path, "data.validation_fraction=0.4")
+    vectors = torch.nn.functional.normalize(torch.randn(len(data.validation), 8), dim=-1)
+    recipe = load_recipe(str(tmp_path / "recipe.yaml"))
+    objective = objective_of(find_served_task("sentence-embedding"), recipe.train, data)
+    expected = vectors[0::2] @ vectors[1::2].T
+    ranks = (expected >= expected.diagonal()[:, None]).sum(1)
+    parts = [
+        objective.sums(vectors[rows], torch.from_numpy(data.validation.batch(rows).targets))
+        for rows in ([0, 5, 7], list({*range(32)} - {0, 5, 7}))
+    ]
+    # A rank without samples computes along on one that does not count.
+    parts.append(objective.sums(vectors[:1], torch.full((1, 2), -100)))
+    found = objective.values(torch.stack(parts).sum(0))
+    assert found["val_recall_at_1"] == pytest.approx(float((ranks == 1).double().mean()))
+    assert found["val_mrr"] == pytest.approx(float((1 / ranks).double().mean()))
+    own = torch.nn.functional.cross_entropy(expected / recipe.train.temperature, torch.arange(16))
+    assert found["val_loss"] == pytest.approx(float(own), rel=1e-5)
+    targets = torch.from_numpy(data.validation.batch(range(32)).targets)
+    for metric in (RecallAt1(), MeanReciprocalRank()):  # as compile measures them
+        assert metric.value(metric.sums(vectors, targets)) == pytest.approx(found[f"val_{metric.name}"])
+
+
+WEIGHT = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+ROWS = torch.randn(2, 7, 6, generator=torch.Generator().manual_seed(2))
+"""Anchors and positives of seven pairs."""
+NUMBERS = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 1], [8, 9], [0, 11], [12, 13]])
+"""Pairs 0 and 3 have one positive, 0 and 5 one anchor."""
+
+
+def gradient_of(rows: list[int], ranks: int) -> tuple[float, torch.Tensor]:
+    """The share of the loss and its gradient that a rank with these pairs adds to the mean over ranks."""
+    weight = WEIGHT.clone().requires_grad_()
+    loss = Contrastive(0.1, 0, 4).mean((ROWS[:, rows].flatten(0, 1) @ weight), NUMBERS[rows])
+    weighed = loss * len(rows) * ranks / len(NUMBERS)
+    weighed.backward()
+    assert weight.grad is not None
+    return float(weighed.detach()), weight.grad
+
+
+def as_rank(rank: int, port: int, answers: Any) -> None:
+    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    loss, gradient = gradient_of([[0, 2, 4, 6], [1, 3, 5]][rank], 2)
+    answers.put((loss, gradient.tolist()))
+    distributed.destroy_process_group()
+
+
+def test_two_ranks_have_the_loss_and_gradient_of_one() -> None:
+    context, (port,) = multiprocessing.get_context("spawn"), unused(1)
+    answers = context.Queue()
+    workers = [context.Process(target=as_rank, args=(rank, port, answers)) for rank in (0, 1)]
+    for worker in workers:
+        worker.start()
+    found = [answers.get(timeout=60) for _ in workers]
+    for worker in workers:
+        worker.join()
+    loss, gradient = gradient_of(list(range(7)), 1)
+    assert np.mean([part for part, _ in found]) == pytest.approx(loss, rel=1e-6)
+    assert np.allclose(np.mean([part for _, part in found], axis=0), gradient, atol=1e-6)
+
+
+def test_another_pair_of_the_same_text_is_no_negative() -> None:
+    rows = ROWS[:, [0, 3]]
+    loss = Contrastive(0.1, 0, 4).mean(rows.flatten(0, 1), NUMBERS[[0, 3]])
+    assert float(loss) == 0.0  # neither has a negative
+
+
+def test_a_pretrained_encoder_is_pooled_and_keeps_its_names(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "encoder")
+    data = prepared(tmp_path, "model.factory=null", f"model.pretrained={folder}", "model.args={}")
+    recipe = load_recipe(
+        str(tmp_path / "recipe.yaml"), ["model.factory=null", f"model.pretrained={folder}", "model.args={}"]
+    )
+    assert data.facts["dimensions"] == 32
+    model = blueprint_of(recipe.model, data.facts).model.eval()
+    match = match_weights(model, str(folder))
+    assert not [name for name in match.fresh if not name.startswith("pooler.")]
+    long, short = data.processor.encode(["good", "the good book"]), data.processor.encode(["good"])
+    with torch.inference_mode():
+        vectors, alone = (
+            model(**{name: torch.from_numpy(array) for name, array in given.items()}) for given in (long, short)
+        )
+    assert torch.allclose(vectors.norm(dim=1), torch.ones(2))
+    assert torch.allclose(vectors[:1], alone, atol=1e-6)
