@@ -95,13 +95,13 @@ def test_code_is_highlighted_over_http(tmp_path: Path) -> None:
         score = compiled["accuracy"]["score"]
         assert (score["metric"], compiled["accuracy"]["split"]) == ("entity_f1", "test")
         texts = ["return 'a b' + x", "for name in names:  # each of the names that are not empty, in their order, once"]
-        answers = post(client, "/v1/models/python-tokens/predict", inputs=texts)["predictions"]
+        answers = post(client, "/v1/models/python_tokens/predict", inputs=texts)["predictions"]
         for text, answer in zip(texts, answers, strict=True):
             assert all(text[e["start"] : e["end"]] == e["text"] for e in answer["entities"])
         found = [{(e["label"], e["text"]) for e in answer["entities"]} for answer in answers]
         assert ("KEYWORD", "return") in found[0]
         assert {("KEYWORD", "for"), ("KEYWORD", "in")} <= found[1]
-        refused = client.post("/v1/embeddings", json={"model": "python-tokens", "input": "x = 1"})
+        refused = client.post("/v1/embeddings", json={"model": "python_tokens", "input": "x = 1"})
         assert refused.status_code == 400
         assert "answers labels, not vectors" in refused.json()["error"]
 
