@@ -1,6 +1,7 @@
 """Tables, numbers and sets of labels: how files become tensors, and what is refused."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,18 @@ import torch
 from sklearn.metrics import f1_score, mean_absolute_error, r2_score, root_mean_squared_error
 from upath import UPath
 
+from app.compile.export import export_onnx
 from app.config import ColumnsConfig, DataConfig, Recipe
 from app.data.classification import ClassificationData
 from app.data.tabular import TabularProcessor
 from app.data.targets import LabelSets, Numbers, Scale
+from app.engines.onnxruntime import open_oracle
 from app.errors import DataError
 from app.models.tabular import mlp
 from app.tasks import load_with_test, prepare
 from app.tasks.multilabel import F1, ExactMatch
 from app.tasks.regression import MeanAbsoluteError, RootMeanSquaredError, RSquared
+from app.tensors import OUTPUT
 
 ROWS = [("34", "red", "10115", 0.5), ("28", "blue", "10117", 1.5), ("", "red", "10115", 2.5), ("40", "", "10119", 3.5)]
 CONFIG = DataConfig(source="-", columns=ColumnsConfig(categories=["code"]))
@@ -156,3 +160,20 @@ def test_the_gate_counts_a_rise_of_an_error_as_a_share_of_it() -> None:
     assert MeanAbsoluteError().drop(40.0, 41.0) == pytest.approx(0.025)
     assert F1().drop(0.9, 0.88) == pytest.approx(0.02)
     assert MeanAbsoluteError().drop(0.0, 0.1) == float("inf")
+
+
+@pytest.mark.parametrize(
+    "rows", [[{"age": 1, "colour": "red"}, {"age": 2, "colour": "blue"}], [{"a": "x"}, {"a": "y"}]]
+)
+def test_a_table_with_or_without_numbers_is_exported(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    given = [json.dumps(row) for row in rows]
+    processor = TabularProcessor.fit(given, DataConfig(source="-"))
+    model = mlp(num_labels=2, **processor.facts).eval()
+    tensors = processor.encode(given)
+    export_onnx(model, processor.inputs, tensors, tmp_path / "model.onnx", "fp32")
+    with closing(open_oracle(tmp_path / "model.onnx")) as engine:
+        three = processor.encode([*given, given[0]])
+        outputs = engine.run(three)[OUTPUT]
+    with torch.no_grad():
+        expected = model(**{name: torch.from_numpy(array) for name, array in three.items()})
+    np.testing.assert_allclose(outputs, expected.numpy(), atol=1e-6)
