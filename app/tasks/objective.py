@@ -88,10 +88,11 @@ class Objective:
 
 def objective_of(task: Task, config: TrainConfig, data: PreparedData) -> Objective:
     """Return what a training of the task minimizes, with the task's metrics."""
-    weights = class_weights(config.class_weights, data) if config.class_weights else None
-    cross_entropy = CrossEntropy(config.label_smoothing, config.teacher, weights)
-    of_rows = cross_entropy if task.learns_classes else RowLoss(task.loss)
-    loss = task.batch_loss(config, data) or of_rows
+    if task.learns_classes:
+        weights = class_weights(config.class_weights, data) if config.class_weights else None
+        loss: Loss = CrossEntropy(config.label_smoothing, config.teacher, weights)
+    else:
+        loss = task.batch_loss(config, data) or RowLoss(task.loss)
     # Data without labels, such as documents, have no targets to bind to.
     metrics = [metric.bind(data.targets) if isinstance(data, HasTargets) else metric for metric in task.metrics]
     return Objective(loss, tuple(metrics))
