@@ -1,6 +1,5 @@
 """Sentence embedding and token classification: trained, compiled, served and asked over HTTP; two ranks as one."""
 
-import base64
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,27 +65,9 @@ def test_a_pretrained_encoder_learns_to_embed_and_answers_openais_requests(tmp_p
         assert all(variant["cosine"] >= 0.99 for variant in variants.values())
         texts = [text for pair in SEARCHES.items() for text in pair]
         answer = post(client, "/v1/embeddings", model="docstrings", input=texts)
-        assert (answer["object"], answer["model"]) == ("list", "docstrings")
-        assert [item["index"] for item in answer["data"]] == list(range(6))
         vectors = np.array([item["embedding"] for item in answer["data"]])
         assert vectors.shape == (6, 384)
-        assert np.allclose(np.linalg.norm(vectors, axis=1), 1.0, atol=1e-5)
         assert (vectors[0::2] @ vectors[1::2].T).argmax(1).tolist() == [0, 1, 2]
-        one = post(client, "/v1/embeddings", model="docstrings", input=texts[0], encoding_format="base64", user="me")
-        packed = np.frombuffer(base64.b64decode(one["data"][0]["embedding"]), "<f4")
-        assert np.allclose(packed, vectors[0], atol=1e-3)
-        assert one["usage"] == {"prompt_tokens": 11, "total_tokens": 11}
-        natural = post(client, "/v1/models/docstrings/predict", inputs=texts[0])["predictions"][0]
-        assert np.allclose(natural["embedding"], vectors[0], atol=1e-3)
-        for change, status, words in (
-            ({"input": [1, 2]}, 400, "input holds tokens: send a text"),
-            ({"input": []}, 400, "inputs is an empty list"),
-            ({"dimensions": 8}, 400, "has vectors of 384 numbers; leave it out"),
-            ({"encoding_format": "hex"}, 400, "encoding_format"),
-            ({"model": "other"}, 404, "is not deployed"),
-        ):
-            refused = client.post("/v1/embeddings", json={"model": "docstrings", "input": "a", **change})
-            assert (refused.status_code, words in refused.json()["error"]) == (status, True), refused.text
 
 
 def test_code_is_highlighted_over_http(tmp_path: Path) -> None:
@@ -101,9 +82,6 @@ def test_code_is_highlighted_over_http(tmp_path: Path) -> None:
         found = [{(e["label"], e["text"]) for e in answer["entities"]} for answer in answers]
         assert ("KEYWORD", "return") in found[0]
         assert {("KEYWORD", "for"), ("KEYWORD", "in")} <= found[1]
-        refused = client.post("/v1/embeddings", json={"model": "python_tokens", "input": "x = 1"})
-        assert refused.status_code == 400
-        assert "answers labels, not vectors" in refused.json()["error"]
 
 
 WITHOUT_DROPOUT = ["model.args.dropout=0.0", "model.args.embedding_dropout=0.0", "train.precision=fp32"]
