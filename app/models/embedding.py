@@ -1,5 +1,6 @@
 """Models that give a text a vector of length 1."""
 
+import inspect
 from functools import cache
 from typing import Any
 
@@ -27,8 +28,11 @@ def mean_pooled(model: nn.Module) -> nn.Module:
 
     Its parameters keep their names, so transformers reads the weights.
     """
+    changed: Any = model
     encoder: Any = type(model)  # a type can be hashed, which mypy does not see
-    model.__class__ = _mean_pooled(encoder)
+    if "add_pooling_layer" in inspect.signature(encoder.__init__).parameters:
+        changed.pooler = None  # nothing would train it, because its output is not used
+    changed.__class__ = _mean_pooled(encoder)
     return model
 
 

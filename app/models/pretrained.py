@@ -55,14 +55,7 @@ def build_configured(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module
     Raises:
         RecipeError: ``model.args`` has an unknown key, or the data do not suit the model.
     """
-    from transformers import (
-        AutoConfig,
-        AutoModel,
-        AutoModelForCausalLM,
-        AutoModelForImageClassification,
-        AutoModelForSequenceClassification,
-        AutoModelForTokenClassification,
-    )
+    from transformers import AutoConfig
 
     assert config.pretrained is not None
     keys = dict(config.configuration or read_configuration(config.pretrained))
@@ -73,17 +66,8 @@ def build_configured(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module
             )
     # Training needs no cache, and with one transformers does not keep packed conversations apart.
     keys |= {"use_cache": False, **config.args}
-    auto: Any
-    if "dimensions" in facts:
-        auto = AutoModel
-    elif "num_labels" not in facts:
-        auto, keys["pad_token_id"] = AutoModelForCausalLM, None  # blocks are not padded, so every token is trained
-    elif "channels" in facts:
-        auto, keys["num_labels"] = AutoModelForImageClassification, facts["num_labels"]
-    else:
-        auto = AutoModelForTokenClassification if "per_token" in facts else AutoModelForSequenceClassification
-        keys["num_labels"] = facts["num_labels"]
-        keys["pad_token_id"] = facts.get("pad_id", 0)  # a decoder finds the last token by it
+    auto, given = _class_for(facts)
+    keys |= given
     _require_suits(config.pretrained, keys, facts)
     configuration = AutoConfig.for_model(**keys)
     try:
@@ -99,6 +83,22 @@ def build_configured(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module
 
         return mean_pooled(model)
     return model
+
+
+def _class_for(facts: Mapping[str, int]) -> tuple[Any, dict[str, Any]]:
+    """Return the class of transformers for data with these facts, and keys of the configuration that follow."""
+    import transformers
+
+    if "dimensions" in facts:
+        return transformers.AutoModel, {}
+    if "num_labels" not in facts:
+        return transformers.AutoModelForCausalLM, {"pad_token_id": None}  # blocks are not padded
+    keys = {"num_labels": facts["num_labels"]}
+    if "channels" in facts:
+        return transformers.AutoModelForImageClassification, keys
+    keys["pad_token_id"] = facts.get("pad_id", 0)  # a decoder finds the last token by it
+    kind = "Token" if "per_token" in facts else "Sequence"
+    return getattr(transformers, f"AutoModelFor{kind}Classification"), keys
 
 
 def _require_suits(location: str, keys: Mapping[str, Any], facts: Mapping[str, int]) -> None:
