@@ -26,7 +26,7 @@ from jobs._endpoint import (
     roll_out,
     running_replicas,
 )
-from jobs._ingress import start_serve
+from jobs._ingress import Address, start_serve
 from jobs._node import run_on_node
 from jobs._runner import main
 
@@ -77,6 +77,12 @@ def deploy(run: Run) -> Outcome:
         laps.end("opening the routes")
     ready_s = round(time.monotonic() - began, 3)
     DeploymentRecord(model=model, phases_s=laps.seconds).save(run.folder)
+    return _outcome(run, model, address, ready_s)
+
+
+def _outcome(run: Run, model: DeployedModel, address: Address, ready_s: float) -> Outcome:
+    """Say where the model answers, and return the result of the job."""
+    recipe = run.recipe
     version = model.production.version
     print(f"{recipe.name}, version {version}, answers at {address.http}, and over gRPC at {address.grpc}", flush=True)
     if file := token_file_of(recipe.serve):

@@ -39,13 +39,7 @@ def start(
         ClusterError: a cluster is up already, a port is taken, no token can be made, or Ray does not start.
     """
     started = time.monotonic()
-    known = state.read_state()
-    if known and known.processes():
-        raise ClusterError(
-            f"a cluster is up already, dashboard {known.dashboard}: use it, or stop it with 'rayloom down'"
-        )
-    if known:
-        known.forget()  # it ended without 'rayloom down', for example with the machine
+    _require_none()
     dashboard = ports.choose(dashboard_port, 8265, "--dashboard-port")
     serve = ports.choose(serve_port, 8000, "--serve-port", besides=(dashboard,))
     grpc = ports.choose(grpc_port, 8001, "--grpc-port", besides=(dashboard, serve))
@@ -76,6 +70,17 @@ def start(
         stop(cluster)
         raise
     return cluster
+
+
+def _require_none() -> None:
+    """Forget a cluster that has ended. Raises ClusterError if one is up."""
+    known = state.read_state()
+    if known and known.processes():
+        raise ClusterError(
+            f"a cluster is up already, dashboard {known.dashboard}: use it, or stop it with 'rayloom down'"
+        )
+    if known:
+        known.forget()  # it ended without 'rayloom down', for example with the machine
 
 
 def stop(cluster: ClusterState) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import ray
 from ray import tune
 from ray.tune.error import TuneError
+from ray.tune.schedulers import TrialScheduler
 from ray.util import metrics as ray_metrics
 from upath import UPath
 
@@ -137,38 +138,14 @@ class Search:
         table = self._table()
         callback = StudyCallback(study, config, self.folder / TRIALS, self.budget, table, promotion, back_up)
         metrics = SearchMetrics(Publisher(ray_metrics).publish, study, self.recipe.name, config.objectives)
-        ray_files = self.folder / "ray"
-        parameters = {"recipe": self.recipe.model_dump_json(), "run_folder": str(self.folder), "mark": mark}
-        trainable = tune.with_parameters(TrialActor, **parameters)
-        tuner = tune.Tuner(
-            tune.with_resources(trainable, self._actor_resources),
-            tune_config=tune.TuneConfig(
-                # The searcher says when there are enough trials.
-                num_samples=-1,
-                search_alg=StudySearcher(study, config.trials, promotion, self.concurrency),
-                scheduler=scheduler,
-                # Without it, Ray Tune runs one trial at a time.
-                max_concurrent_trials=self.max_concurrency,
-                reuse_actors=self.reuses_actors,
-            ),
-            run_config=tune.RunConfig(
-                name="tune",
-                storage_path=str(ray_files),
-                callbacks=[callback, metrics, *self._notes(promotion)],
-                stop=self.budget,
-                # ``StudyCallback`` sets each trial's own limit.
-                failure_config=tune.FailureConfig(max_failures=config.retries),
-                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False, num_to_keep=_CHECKPOINTS_TO_KEEP),
-                verbose=0,
-            ),
-        )
+        tuner = self._tuner(mark, scheduler, promotion, [callback, metrics, *self._notes(promotion)])
         try:
             tuner.fit()
         except TuneError as error:
             raise self._explain(error) from error
         # A resumed search reads the study alone.
-        if ray_files.exists():
-            ray_files.fs.rm(ray_files.path, recursive=True)
+        if self._ray_files.exists():
+            self._ray_files.fs.rm(self._ray_files.path, recursive=True)
 
         # The study could not be written. It stays as it is, and the search can be resumed.
         if callback.broken:
@@ -178,6 +155,39 @@ class Search:
         # A trial that has ended never resumes. A stopped search still needs the checkpoints of the others.
         for trial in study.ended:
             remove_checkpoints(self.folder / TRIALS / f"{trial.number:04d}")
+
+    def _tuner(
+        self, mark: str, scheduler: TrialScheduler, promotion: Promotion | None, callbacks: list[tune.Callback]
+    ) -> tune.Tuner:
+        """Return Ray's tuner of the trials that are left."""
+        parameters = {"recipe": self.recipe.model_dump_json(), "run_folder": str(self.folder), "mark": mark}
+        trainable = tune.with_parameters(TrialActor, **parameters)
+        return tune.Tuner(
+            tune.with_resources(trainable, self._actor_resources),
+            tune_config=tune.TuneConfig(
+                # The searcher says when there are enough trials.
+                num_samples=-1,
+                search_alg=StudySearcher(self.study, self.config.trials, promotion, self.concurrency),
+                scheduler=scheduler,
+                # Without it, Ray Tune runs one trial at a time.
+                max_concurrent_trials=self.max_concurrency,
+                reuse_actors=self.reuses_actors,
+            ),
+            run_config=tune.RunConfig(
+                name="tune",
+                storage_path=str(self._ray_files),
+                callbacks=callbacks,
+                stop=self.budget,
+                # ``StudyCallback`` sets each trial's own limit.
+                failure_config=tune.FailureConfig(max_failures=self.config.retries),
+                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False, num_to_keep=_CHECKPOINTS_TO_KEEP),
+                verbose=0,
+            ),
+        )
+
+    @property
+    def _ray_files(self) -> UPath:
+        return self.folder / "ray"
 
     def _end_running(self, table: Table) -> None:
         """Record the trials that are left as pruned."""
