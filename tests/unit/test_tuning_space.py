@@ -96,7 +96,9 @@ def test_of_a_space_with_very_many_branches_a_thousand_are_walked(define: Callab
     assert draws == 1000
 
 
-@pytest.mark.parametrize("file", ["digits", "fashion", "reviews", "stdlib_gpt"])
+@pytest.mark.parametrize(
+    "file", ["digits", "fashion", "reviews", "stdlib_gpt", "diabetes", "breast_cancer", "functions"]
+)
 def test_the_spaces_that_come_with_rayloom_fit_their_recipes(file: str) -> None:
     own = load_recipe(ROOT / f"recipes/{file}.yaml")
     assert own.tune is not None
