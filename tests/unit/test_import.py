@@ -263,7 +263,7 @@ def test_outputs_of_one_number_are_compared_by_relative_error(tmp_path: Path) ->
             parity = compare(engine, reference, max_rows=10)
         assert parity.single_error == parity.relative_error == pytest.approx(error, rel=1e-4)
         assert parity.cosine == 1.0
-        assert bool(failures(parity, "int8", None, GatesConfig())) is (error == 0.5)
+        assert bool(failures(parity, "int8", None, Judge(None), GatesConfig())) is (error == 0.5)
 
 
 def lengthwise(path: Path, operator: str = "Relu", **attributes: object) -> Path:
