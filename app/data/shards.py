@@ -17,7 +17,7 @@ from app.errors import DataError, StorageError
 from app.storage import write_atomically
 
 INDEX_FILE = "index.json"
-FORMAT = "arrow-1"
+FORMAT = "arrow-2"
 """The layout of shards, and the way that they are made. A change of either needs a new name."""
 LENGTH = "length"
 """Column of every shard: the length of each sample, int32."""

@@ -111,10 +111,11 @@ class LanguageTokenizer:
     def save(self, folder: UPath) -> None:
         """Write everything that ``load`` needs."""
         write_atomically(folder / TOKENIZER_FILE, self.to_json().encode())
-        settings = _TokenizerSettings(max_length=self._max_length, end=self._end, companions=[*self._companions])
-        write_atomically(folder / SETTINGS_FILE, settings.model_dump_json().encode())
         for name, content in self._companions.items():
             write_atomically(folder / name, content)
+        settings = _TokenizerSettings(max_length=self._max_length, end=self._end, companions=[*self._companions])
+        # Last: who finds the settings finds the rest.
+        write_atomically(folder / SETTINGS_FILE, settings.model_dump_json().encode())
 
     def to_json(self) -> str:
         """Return the tokenizer as JSON that Hugging Face's libraries read."""

@@ -23,6 +23,7 @@ from app.data.preparation.progress import UnitProgress
 from app.data.preparation.units import cut_units, list_files
 from app.data.sharded_data import ShardedClassificationData, ShardedLanguageData
 from app.data.shards import ShardIndex, ShardWriter
+from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer
 from app.errors import DataError, RecipeError
 from app.storage import open_storage, to_path
 from app.tasks import load_prepared, load_with_test, prepare, prepare_shards
@@ -293,6 +294,35 @@ def test_a_large_text_is_read_in_parts_without_losing_a_line(tmp_path: Path, mon
     tokens = (len(data.train) + len(data.validation)) * 16  # type: ignore[attr-defined]
     size = (tmp_path / "all.txt").stat().st_size
     assert size - 16 * 2 * 10 < tokens <= size + data.report.kept
+
+
+def test_a_tokenizer_is_learned_from_parts_of_few_large_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preparing, "SAMPLE_BYTES", 60_000)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    lines = [text(number) for number in range(6000)]
+    for part in range(8):
+        (folder / f"{part}.txt").write_text("\n".join(lines[part::8]), encoding="utf-8")
+    data = prepare(language_recipe(folder, "data.validation_fraction=0.3"))
+    assert isinstance(data, ShardedLanguageData)
+    assert data.tokenizer.facts["vocab_size"] == 300
+    assert "a sample of" in (told := capsys.readouterr().out)
+    assert 2 < int(told.partition("a sample of ")[2].split()[0]) < 30
+
+    monkeypatch.setattr(preparing, "SAMPLE_BYTES", 1)
+    with pytest.raises(DataError, match=r"has no training row in the sample of 1 bytes .*: give more or shorter rows"):
+        prepare(language_recipe(folder, "data.validation_fraction=0.3", "data.seed=1"))
+
+
+def test_the_settings_of_a_tokenizer_are_written_last(tmp_path: Path) -> None:
+    recipe = language_recipe(tmp_path)
+    tokenizer = LanguageTokenizer.fit(["some text"], recipe.data)
+    (tmp_path / "tokenizer_config.json").mkdir()  # it cannot be written
+    with pytest.raises(OSError, match=r"tokenizer_config\.json"):
+        tokenizer.save(to_path(tmp_path))
+    assert not (tmp_path / SETTINGS_FILE).exists()
 
 
 def test_pictures_that_cannot_be_decoded_are_counted_or_refused(tmp_path: Path) -> None:

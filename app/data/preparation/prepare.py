@@ -167,8 +167,13 @@ class Preparer:
         """Save what the shards are written with, and the sample that a processor is fitted on."""
         folder = work.work.parent
         sample, is_whole = self._sample(work)
+        if not sample.inputs and self.recipe.model.pretrained is None:
+            raise DataError(
+                f"data.source {self.recipe.data.source!r} has no training row in the sample of {SAMPLE_BYTES:,} bytes "
+                "that a tokenizer is learned from: give more or shorter rows, or another data.seed"
+            )
         if not is_whole:
-            what = "documents" if work.is_language_model else "examples"
+            what = "parts of documents" if work.is_language_model else "examples"
             print(f"tokenizers are learned from a sample of {len(sample.inputs):,} training {what}", flush=True)
         if not work.is_language_model:
             save_labels(labels, folder)

@@ -26,6 +26,8 @@ KEPT = 0
 SPLITS = ("train", "validation", "test")
 _SPLIT_SALT, _SAMPLE_SALT = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
 """Odd numbers, by which the same hash gives unrelated fractions."""
+_SLICE = 4096
+"""Characters of a document that are in the sample together, or not."""
 
 
 def code_of(reason: Reason) -> int:
@@ -154,7 +156,7 @@ class Surveyor:
     """Surveys the rows of one unit."""
 
     def __init__(self, cleaner: Cleaner, rule: SplitRule, sample_fraction: float) -> None:
-        """``sample_fraction`` is the share of the rows that are kept as a sample."""
+        """``sample_fraction`` is the share of the rows, or of the text of documents, that is kept as a sample."""
         self._cleaner, self._rule, self._sample_fraction = cleaner, rule, sample_fraction
         self._digests, self._groups, self._codes = bytearray(), bytearray(), bytearray()
         self._labels: list[int] = []
@@ -173,12 +175,26 @@ class Surveyor:
         for item, label in zip(cleaned, labels, strict=True):
             self._codes.append(self._cleaner.code(item, label))
             self._labels.append(self._label_names.setdefault(label, len(self._label_names)) if label else -1)
-        low = np.frombuffer(digests, np.uint64)[1::2]
-        for place in np.flatnonzero(fractions_of(low, _SAMPLE_SALT) < self._sample_fraction).tolist():
-            item = cleaned[place]
-            if item is not None and self._codes[first + place] == KEPT:
+        lows = np.frombuffer(digests, np.uint64)[1::2]
+        is_sampled = fractions_of(lows, _SAMPLE_SALT) < self._sample_fraction
+        for place, item in enumerate(cleaned):
+            if item is None or self._codes[first + place] != KEPT:
+                continue
+            if self._is_sliced(item):
+                self._sample += [(first + place, part) for part in self._slices(item, lows[place])]
+            elif is_sampled[place]:
                 self._sample.append((first + place, item))
         return cleaned
+
+    def _is_sliced(self, item: Input) -> bool:
+        """Return whether the sample has parts of an input: of a long document, unless it has all."""
+        return self._sample_fraction < 1.0 and not self._cleaner.strips and len(item) > _SLICE
+
+    def _slices(self, item: Input, low: np.uint64) -> Iterator[Input]:
+        """Yield the slices of a document that are in the sample. A few whole documents may be too many or none."""
+        keys = low ^ np.arange(-(-len(item) // _SLICE), dtype=np.uint64)
+        for place in np.flatnonzero(fractions_of(keys, _SAMPLE_SALT) < self._sample_fraction).tolist():
+            yield item[place * _SLICE : (place + 1) * _SLICE]
 
     def finish(self) -> tuple[Survey, Sample]:
         """Return what is known of the rows, and the sample."""

@@ -30,8 +30,11 @@ _TABLES: dict[str, Kind] = {
     ".jsonl": "jsonl",
 }
 TABLE_KINDS = frozenset(_TABLES.values())
-MAX_DOCUMENT_BYTES = 16 * 2**20
-"""A larger text file is read as several documents, which are cut at ends of lines."""
+MAX_DOCUMENT_BYTES = 2**20
+"""A larger text file is read as several documents, which are cut at ends of lines.
+
+Documents are whole in a split: a few large ones could leave a split empty.
+"""
 
 
 @dataclass(frozen=True)
