@@ -3,10 +3,11 @@
 import fcntl
 import os
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ _MAX_OPEN = 256
 """Memory-mapped shards of a process. They take address space, and pages that the kernel takes back."""
 _DOWNLOADS = 4
 _LOCK_FILE = ".lock"
+_MAX_DOWNLOAD_S = 3600
+"""Age from which a temporary file is what a killed process left."""
 
 
 def cache_folder() -> Path:
@@ -32,7 +35,7 @@ def cache_folder() -> Path:
 
 
 class ShardCache:
-    """Opens the shards of a folder. Each is compared with its checksum before it is read.
+    """Opens the shards of a folder. Each process compares each with its checksum before it reads it first.
 
     It can be pickled, and used after a fork: each process opens the files itself.
     """
@@ -53,6 +56,7 @@ class ShardCache:
         self._process = os.getpid()
         self._root = to_path(self._location)
         self._open: OrderedDict[int, pa.RecordBatch] = OrderedDict()
+        self._verified: set[str] = set()
         self._downloads: ThreadPoolExecutor | None = None
 
     def open(self, number: int) -> pa.RecordBatch:
@@ -116,11 +120,21 @@ class ShardCache:
         cached = folder / f"{shard.sha256}.arrow"
         # Processes of a machine want the same shard at about the same time: one downloads it.
         with _locked(folder / f".{shard.sha256[:2]}{_LOCK_FILE}"):
-            try:
-                os.utime(cached)
-            except FileNotFoundError:
+            if not self._is_cached(shard, cached):
                 self._download(shard, cached)
+            self._verified.add(shard.sha256)
         return cached
+
+    def _is_cached(self, shard: Shard, cached: Path) -> bool:
+        """Return whether the cache has an intact copy. One that a broken disk or a crash tore is removed."""
+        try:
+            os.utime(cached)
+            if shard.sha256 in self._verified or sha256_of_file(cached) == shard.sha256:
+                return True
+        except FileNotFoundError:
+            return False
+        cached.unlink(missing_ok=True)
+        return False
 
     def _download(self, shard: Shard, cached: Path) -> None:
         source = self._root / shard.name
@@ -128,6 +142,8 @@ class ShardCache:
         try:
             source.fs.get_file(source.path, str(temporary))
             require_intact(str(source), shard, sha256_of_file(temporary))
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())  # else a crash could leave the new name with no content
             with _locked(cached.parent / _LOCK_FILE):
                 _make_room(cached.parent, self._max_bytes - shard.bytes)
                 temporary.rename(cached)
@@ -139,6 +155,7 @@ class ShardCache:
 
 def _make_room(folder: Path, max_bytes: int) -> None:
     """Remove the files that were used longest ago. A process that has mapped one goes on reading it."""
+    _sweep(folder)
     files = []
     for path in folder.glob("*.arrow"):
         try:
@@ -152,6 +169,14 @@ def _make_room(folder: Path, max_bytes: int) -> None:
             return
         path.unlink(missing_ok=True)
         total -= size
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the temporary files of killed processes."""
+    for path in folder.glob(".*.tmp"):
+        with suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > _MAX_DOWNLOAD_S:
+                path.unlink()
 
 
 def _missing(path: str) -> StorageError:

@@ -15,7 +15,7 @@ from upath import UPath
 from app.config import ShardsConfig, load_recipe
 from app.config.layout import lay_out
 from app.config.plan import PlanConfig
-from app.data.shard_cache import cache_folder
+from app.data.shard_cache import ShardCache, cache_folder
 from app.data.sharded import ShardColumn, ShardedRows, ShardLengths
 from app.data.shards import Shard, ShardIndex, ShardWriter
 from app.errors import RecipeError, StorageError
@@ -121,6 +121,31 @@ def test_the_cache_stays_within_its_size(s3: dict[str, str], monkeypatch: pytest
         assert sum(path.stat().st_size for path in cache_folder().glob("*.arrow")) <= 40_000
     given = texts()
     assert rows.read([0, ROWS - 1])["input"].to_pylist() == [given[0], given[-1]]
+
+
+def test_a_torn_copy_in_the_cache_is_downloaded_again(s3: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3.items():
+        monkeypatch.setenv(name, value)
+    UPath("s3://torn").mkdir(exist_ok=True)
+    rows_of("s3://torn/data").read([0])
+    (cached,) = cache_folder().glob("*.arrow")
+    whole = cached.read_bytes()
+    cached.write_bytes(whole[:-500])
+    left = cached.with_name(".left.arrow.1234.tmp")
+    left.write_bytes(b"")
+    os.utime(left, (0, 0))
+    rows = rows_of("s3://torn/data")
+    assert rows.read([0])["input"].to_pylist() == texts(1)
+    assert cached.read_bytes() == whole
+    assert not left.exists()
+
+    cached.write_bytes(whole[:-500])
+    shard = to_path("s3://torn/data/train-000.arrow")
+    shard.write_bytes(whole[:-400])
+    reader = ShardCache("s3://torn/data", rows._shards, 10**6)
+    with pytest.raises(StorageError, match=r"train-000\.arrow' is torn or was changed"):
+        reader.open(0)
+    assert not cached.exists()
 
 
 def order_of(rows: ShardedRows, seed: int = 0, batch: int = BATCH) -> StreamOrder:
