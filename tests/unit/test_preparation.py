@@ -230,6 +230,33 @@ def test_a_killed_preparation_goes_on_and_a_second_one_does_nothing(
     assert again.fingerprint == resumed.fingerprint == prepare(recipe).fingerprint
 
 
+@pytest.mark.parametrize("changed", ["rows", "content", "label", "file"])
+def test_a_source_that_changes_between_the_passes_is_refused(tmp_path: Path, changed: str) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    write_table(source / "rows.jsonl", ROWS)
+    passes = 0
+
+    def run_units(work: Callable[[int], int], numbers: Sequence[int]) -> Iterable[int]:
+        nonlocal passes
+        if passes == 1:
+            rows = {
+                "rows": [*ROWS[:5], *ROWS[3:5], *ROWS[5:]],
+                "content": [*ROWS[:9], (ROWS[9][0].upper(), *ROWS[9][1:]), *ROWS[10:]],
+                "label": [*ROWS[:9], (ROWS[9][0], "best", ROWS[9][2]), *ROWS[10:]],
+                "file": ROWS,
+            }[changed]
+            write_table(source / ("more.jsonl" if changed == "file" else "rows.jsonl"), rows)
+        passes += 1
+        yield from map(work, numbers)
+
+    told = r"changed while it was prepared \(1 files" if changed == "file" else "changed since the first pass"
+    with pytest.raises(DataError, match=rf"{told}.*: prepare the data again"):
+        prepare_shards(recipe_of(source), run_units)
+    (folder,) = (open_storage(None) / preparing.SHARDS).iterdir()
+    assert ShardIndex.find(folder) is None
+
+
 def test_other_settings_make_other_shards_and_other_windows_do_not(tmp_path: Path) -> None:
     write_table(tmp_path / "rows.csv", ROWS)
     source = tmp_path / "rows.csv"

@@ -17,7 +17,7 @@ from app.data.examples import REASONS, CleaningReport, Input, Modality, Reason
 from app.data.preparation.near_duplicates import NearDuplicates
 from app.data.preparation.progress import UnitProgress
 from app.data.preparation.survey import KEPT, SPLITS, Sample, Survey, Surveys, resolve
-from app.data.preparation.units import TABLE_KINDS, cut_units, fingerprint_of, list_files
+from app.data.preparation.units import TABLE_KINDS, SourceFile, cut_units, fingerprint_of, list_files
 from app.data.preparation.work import EXAMPLES, UnitResult, UnitWork
 from app.data.preparation.writers import block_schema, labelled_schema
 from app.data.shards import FORMAT, Shard, ShardIndex
@@ -58,7 +58,7 @@ class Preparer:
         """
         config = self.recipe.data
         assert config.shards is not None
-        files = list_files(config, self.modality, self.recipe.is_language_model)
+        files = self._files()
         if config.group_column and (file := next((file for file in files if file.kind not in TABLE_KINDS), None)):
             raise DataError(
                 f"data.group_column is {config.group_column!r}, and {file.path!r} is no table: leave it out"
@@ -75,8 +75,22 @@ class Preparer:
         report, labels = self._decide(work)
         self._save_codec(work, labels)
         self._run("writing shards", work, work.write, "unit-")
+        self._require_unchanged(files, folder)
         self._publish(work, folder, fingerprint, settings, report)
         return folder
+
+    def _files(self) -> list[SourceFile]:
+        return list_files(self.recipe.data, self.modality, self.recipe.is_language_model)
+
+    def _require_unchanged(self, files: list[SourceFile], folder: UPath) -> None:
+        """List the source again. Raises DataError if it is not as it was: its fingerprint would tell a lie."""
+        changed = sorted({file.path for file in {*files} ^ {*self._files()}})
+        # A source can have storage in it.
+        if changed := [path for path in changed if not path.startswith(f"{folder}/")]:
+            raise DataError(
+                f"data.source {self.recipe.data.source!r} changed while it was prepared ({len(changed):,} files, such "
+                f"as {changed[0]!r}): prepare the data again"
+            )
 
     def _settings(self) -> dict[str, Any]:
         """Return everything but the source that the shards depend on."""

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby
+from hashlib import blake2b
+from itertools import groupby, repeat
 from typing import Any, BinaryIO
 
 import orjson
@@ -49,6 +50,25 @@ class Rows:
     inputs: Sequence[Input]
     labels: Sequence[str] | None = None
     groups: Sequence[str] | None = None
+
+
+class RowsDigest:
+    """A hash of rows in their order, however they come in batches. Two passes over a source compare theirs."""
+
+    def __init__(self) -> None:
+        self._hash = blake2b(digest_size=16)
+
+    def add(self, rows: Rows) -> None:
+        """Add rows, with their labels and groups."""
+        for row in zip(rows.inputs, rows.labels or repeat(""), rows.groups or repeat("")):  # noqa: B905
+            for cell in row:
+                content = cell.encode("utf-8", "surrogatepass") if isinstance(cell, str) else cell
+                self._hash.update(len(content).to_bytes(8))
+                self._hash.update(content)
+
+    def digest(self) -> bytes:
+        """Return the hash of all rows that were added."""
+        return self._hash.digest()
 
 
 def read_unit(unit: Unit, columns: Columns) -> Iterator[Rows]:

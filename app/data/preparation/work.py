@@ -11,13 +11,14 @@ from upath import UPath
 from app.config import DataConfig
 from app.data.examples import REASONS, Input, Modality, Reason
 from app.data.preparation.near_duplicates import PERMUTATIONS, SignatureFiles, signatures_of
-from app.data.preparation.rows import Columns, read_unit
+from app.data.preparation.rows import Columns, RowsDigest, read_unit
 from app.data.preparation.survey import KEPT, SPLITS, Cleaner, SplitRule, Survey, Surveyor
 from app.data.preparation.units import Unit
 from app.data.preparation.writers import BlockWriter, LabelledWriter, SplitWriter
 from app.data.shards import Shard
 from app.data.targets import load_labels
 from app.data.tokenizer import LanguageTokenizer
+from app.errors import DataError
 from app.storage import to_path, write_atomically
 
 EXAMPLES = 10
@@ -66,6 +67,10 @@ class UnitWork:
         """One byte for each row of a unit: whether it is kept."""
         return self.work / f"codes-{number:05d}.bin"
 
+    def digest_file(self, number: int) -> UPath:
+        """The ``RowsDigest`` of a unit, by which the second pass notices that the source changed."""
+        return self.work / f"digest-{number:05d}.bin"
+
     def result_file(self, number: int) -> UPath:
         """The ``UnitResult`` of a unit, written when its shards are."""
         return self.work / f"unit-{number:05d}.json"
@@ -74,26 +79,32 @@ class UnitWork:
         """Survey a unit, and return its number."""
         rule = SplitRule(self.config.seed, self.config.validation_fraction, self.config.test_fraction or 0.0)
         surveyor = Surveyor(self._cleaner, rule, self.sample_fraction)
-        signatures = [np.empty((0, PERMUTATIONS), np.uint32)]
+        signatures, digest = [np.empty((0, PERMUTATIONS), np.uint32)], RowsDigest()
         for rows in read_unit(self.units[number], self._columns):
+            digest.add(rows)
             cleaned = surveyor.add(rows)
             if self.config.clean.near_duplicates:
                 signatures.append(signatures_of(cleaned))
         survey, sample = surveyor.finish()
         if self.config.clean.near_duplicates:
             self.signature_files(number).save(np.concatenate(signatures), self.config.clean.near_duplicates)
+        write_atomically(self.digest_file(number), digest.digest())
         sample.save(self.sample_file(number))
         survey.save(self.survey_file(number))  # last: it says that the unit is done
         return number
 
     def write(self, number: int) -> int:
-        """Write the shards of a unit, and return its number."""
+        """Write the shards of a unit, and return its number. Raises DataError if the source changed meanwhile."""
         survey = Survey.load(self.survey_file(number))
         codes = np.frombuffer(self.codes_file(number).read_bytes(), np.uint8)
         examples: dict[Reason, list[str]] = {}
         writers = {split: self._writer(split, number) for split in SPLITS}
-        for start, inputs, labels in self._converted(number):
+        names = [*survey.label_names, ""]  # -1 is no label
+        for start, inputs in self._converted(number):
             part = slice(start, start + len(inputs))
+            if part.stop > len(codes):
+                raise self._changed(number)
+            labels = [names[label] for label in survey.labels[part]]
             self._add(writers, inputs, labels, codes[part], survey.splits[part])
             _collect(examples, inputs, codes[part])
         shards = {split: writer.close() for split, writer in writers.items()}
@@ -101,12 +112,20 @@ class UnitWork:
         write_atomically(self.result_file(number), result.model_dump_json().encode())
         return number
 
-    def _converted(self, number: int) -> Iterator[tuple[int, list[Input | None], list[str]]]:
-        """Yield the first row, the converted inputs and the labels of each batch of a unit."""
-        start, cleaner = 0, self._cleaner
+    def _converted(self, number: int) -> Iterator[tuple[int, list[Input | None]]]:
+        """Yield the first row and the converted inputs of each batch of a unit."""
+        start, cleaner, digest = 0, self._cleaner, RowsDigest()
         for rows in read_unit(self.units[number], self._columns):
-            yield start, [cleaner.convert(item) for item in rows.inputs], list(rows.labels or [""] * len(rows.inputs))
+            digest.add(rows)
+            yield start, [cleaner.convert(item) for item in rows.inputs]
             start += len(rows.inputs)
+        if digest.digest() != self.digest_file(number).read_bytes():
+            raise self._changed(number)
+
+    def _changed(self, number: int) -> DataError:
+        pieces = self.units[number].pieces
+        where = repr(pieces[0].path) + (f" and {len(pieces) - 1} more parts" if len(pieces) > 1 else "")
+        return DataError(f"{where} changed since the first pass over the source: prepare the data again")
 
     @staticmethod
     def _add(
