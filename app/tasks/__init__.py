@@ -2,7 +2,15 @@
 
 from app.tasks.base import Encoded, ServedTask, Task
 from app.tasks.metrics import Metric, sum_and_count
-from app.tasks.registry import find_served_task, find_task, load_prepared, load_with_test, prepare, prepare_shards
+from app.tasks.registry import (
+    find_served_task,
+    find_task,
+    load_prepared,
+    load_with_test,
+    prepare,
+    prepare_shards,
+    require_keys,
+)
 
 __all__ = [
     "Encoded",
@@ -15,5 +23,6 @@ __all__ = [
     "load_with_test",
     "prepare",
     "prepare_shards",
+    "require_keys",
     "sum_and_count",
 ]

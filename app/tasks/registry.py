@@ -97,9 +97,8 @@ def prepare(recipe: Recipe) -> PreparedData:
     """Load, clean, split and encode the data of a recipe. Raises RecipeError or DataError."""
     if recipe.data.shards:
         return prepare_shards(recipe)
-    task = find_task(recipe.task)
-    _require_keys(recipe, task)
-    return task.prepare(recipe)
+    require_keys(recipe)
+    return find_task(recipe.task).prepare(recipe)
 
 
 def prepare_shards(recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
@@ -107,13 +106,16 @@ def prepare_shards(recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
 
     ``run_units`` does the work on the parts of the source, in this process unless it is given.
     """
+    require_keys(recipe)
+    return find_task(recipe.task).prepare_shards(recipe, run_units)
+
+
+def require_keys(recipe: Recipe) -> None:
+    """Raise RecipeError if the recipe has keys for classes, and the task has none, or metrics that the task has not.
+
+    ``prepare`` calls it. Call it where data are prepared already.
+    """
     task = find_task(recipe.task)
-    _require_keys(recipe, task)
-    return task.prepare_shards(recipe, run_units)
-
-
-def _require_keys(recipe: Recipe, task: Task) -> None:
-    """Raise RecipeError if the recipe has keys for classes, and the task has none, or metrics that the task has not."""
     if not (isinstance(task, ServedTask) and task.learns_classes and issubclass(task.targets, Classes)):
         for key, is_set in (
             ("train.class_weights", recipe.train.class_weights is not None),

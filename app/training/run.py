@@ -10,11 +10,12 @@ from upath import UPath
 
 from app.artifacts import ADAPTER, CHECKPOINTS, DATA, FAILURE_FILE, METRICS_FILE, WEIGHTS
 from app.checksums import CHECKSUMS_FILE, verify_checksums
-from app.config import AutoPlan, TrainConfig, load_stored_recipe, refusal
+from app.config import AutoPlan, Recipe, TrainConfig, load_stored_recipe, refusal
 from app.config.layout import MAX_MICRO_BATCH
 from app.data.augmentation import augmentation_of
 from app.data.classification import LINEAR_BASELINE, ClassificationData, LabelledDataset, linear_baseline
 from app.data.prepared import DataReport, PreparedData
+from app.data.targets import Classes
 from app.errors import RecipeError, StorageError
 from app.models.blueprint import Blueprint
 from app.models.factory import blueprint_of
@@ -29,7 +30,8 @@ from app.reports.run_folder import write_page
 from app.reports.training import training_page
 from app.runs import CONFIG_FILE, Outcome, Run
 from app.storage import to_path
-from app.tasks import load_prepared, load_with_test, prepare
+from app.tasks import find_task, load_prepared, load_with_test, prepare, require_keys
+from app.tasks.metrics import Accuracy
 from app.tasks.objective import class_weights
 from app.telemetry.profiler import PROFILE
 from app.training.augmented_samples import augmented_samples
@@ -67,6 +69,7 @@ def prepare_run(
         TrainingError: there are fewer samples than one batch takes.
     """
     recipe = run.recipe
+    require_keys(recipe)
     data = _data_of(run, prepared)
     print(f"data {recipe.data.source}: {f'as prepared in {prepared}' if prepared else data.summary}", flush=True)
     blueprint = _blueprint_of(run, data)
@@ -91,7 +94,7 @@ def prepare_run(
         print(f"teacher {recipe.train.teacher.model}: gives its logits for each batch", flush=True)
     augmentation_of(recipe.train, data)
     if recipe.train.linear_baseline:
-        _texts_of(data)
+        _texts_of(recipe, data)
     if recipe.train.class_weights:
         class_weights(recipe.train.class_weights, data)
     return data
@@ -159,9 +162,7 @@ def finish_run(
     if recipe.train.report_samples:
         evaluating = partial(write_evaluation, weights, data, recipe, run.folder)
         best_effort(evaluating, "the report has no predictions", "the job")
-    baseline = linear_baseline(_texts_of(data)) if recipe.train.linear_baseline else None
-    if baseline is not None:
-        print(f"val_accuracy {best.val_accuracy:.4f}; {LINEAR_BASELINE}: {baseline:.4f}", flush=True)
+    baseline = _baseline_of(recipe, data, best) if recipe.train.linear_baseline else None
     predictions: list[Prediction | None] = []
 
     def compare() -> None:
@@ -282,8 +283,25 @@ def skipped_workers(config: TrainConfig) -> str | None:
     )
 
 
-def _texts_of(data: PreparedData) -> ClassificationData:
+def _texts_of(recipe: Recipe, data: PreparedData) -> ClassificationData:
     """Return ``data`` if the linear baseline can be fitted on it. Raises RecipeError otherwise."""
-    if not isinstance(data, ClassificationData) or data.processor.modality != "text" or not data.labels:
-        raise RecipeError("train.linear_baseline is for texts with labels: set it to false")
+    has_accuracy = any(isinstance(metric, Accuracy) for metric in find_task(recipe.task).metrics)
+    is_text = isinstance(data, ClassificationData) and data.processor.modality == "text"
+    if not (isinstance(data, ClassificationData) and is_text and isinstance(data.targets, Classes) and has_accuracy):
+        raise RecipeError(
+            f"train.linear_baseline is for texts with one label each and a task with an accuracy, which {recipe.task} "
+            "has not: set it to false"
+        )
     return data
+
+
+def _baseline_of(recipe: Recipe, data: PreparedData, best: EpochRecord) -> float | None:
+    """Return the accuracy of the linear baseline, and print it beside the model's. None: it cannot be fitted."""
+    baselines: list[float] = []
+
+    def fit() -> None:
+        baselines.append(linear_baseline(_texts_of(recipe, data)))
+        print(f"val_accuracy {best.val_accuracy:.4f}; {LINEAR_BASELINE}: {baselines[0]:.4f}", flush=True)
+
+    best_effort(fit, "the linear baseline cannot be fitted", "the job")
+    return next(iter(baselines), None)

@@ -15,7 +15,7 @@ from app.planner.cluster import Cluster
 from app.planner.recipe import fastest_plans
 from app.runs import Run
 from app.storage import is_local
-from app.tasks import load_prepared, prepare
+from app.tasks import load_prepared, prepare, require_keys
 from app.training.run import prepare_run
 from app.tuning.space import Space
 from app.tuning.trial_config import trial_recipe
@@ -32,6 +32,7 @@ def prepare_trials(
     Raises:
         RayloomError: what ``prepare_run`` raises.
     """
+    require_keys(run.recipe)  # a trial's recipe has no tune section
     trial = trial_recipe(run.recipe, {}, config)
     if isinstance(trial.train.plan, AutoPlan) and (key := space.key_that_plans_depend_on):
         print(f"train.plan auto: ZeRO 1 unless the space says otherwise, since it gives {key}", flush=True)

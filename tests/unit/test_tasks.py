@@ -2,6 +2,7 @@
 
 import math
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,12 +19,14 @@ from app.data.targets import Classes
 from app.data.text import TextProcessor
 from app.errors import RecipeError
 from app.repository.manifest import ModelCard
+from app.runs import Run
 from app.tasks import Metric, ServedTask, Task, find_served_task, find_task, prepare, sum_and_count
 from app.tasks.metrics import Accuracy, Perplexity
 from app.tasks.objective import CrossEntropy, Objective, RowLoss, class_weights
 from app.tasks.registry import TASKS
 from app.training.data.batches import train_batches
 from app.training.records import EpochRecord, best_of, should_stop
+from app.training.run import prepare_run
 from tests.helpers import ROOT, documented
 from tests.publishing import CARD
 
@@ -154,6 +157,17 @@ def test_weights_of_classes_keep_the_mean_and_add_up_over_ranks() -> None:
     with pytest.raises(RecipeError, match=r"train.class_weights has the labels 1: expected 0, 1"):
         class_weights({"1": 2.0}, data)
     assert np.ptp(class_weights("balanced", data)) < 0.1  # the digits come about equally often
+
+
+def test_a_linear_baseline_is_refused_before_training_where_rows_have_several_labels(tmp_path: Path) -> None:
+    rows = "".join(f"text {number},{'a|b' if number % 2 else 'b'}\n" for number in range(80))
+    (tmp_path / "rows.csv").write_text(f"input,label\n{rows}", encoding="utf-8")
+    keys = [f"data.source={tmp_path / 'rows.csv'}", "task=text-multilabel", "train.linear_baseline=true"]
+    keys += ["train.label_smoothing=0.0", "train.early_stopping=null", "tune=null", "train.global_batch_size=8"]
+    keys += ["data.columns={input: input, label: label}"]
+    recipe = load_recipe(str(ROOT / "recipes/reviews.yaml"), keys)
+    with pytest.raises(RecipeError, match="is for texts with one label each and a task with an accuracy, which text-m"):
+        prepare_run(Run.start("train", recipe))
 
 
 @pytest.mark.parametrize("key", ["train.class_weights=balanced", "data.sampling=balanced", "train.label_smoothing=0.1"])

@@ -6,9 +6,12 @@ import pytest
 from upath import UPath
 
 from app.config import load_recipe
+from app.errors import RecipeError
+from app.planner.cluster import local_cluster
 from app.runs import Run
 from app.training.run import open_run, prepare_run
-from app.tuning.trial_data import find_data, prepare_data
+from app.tuning.space import load_space
+from app.tuning.trial_data import find_data, prepare_data, prepare_trials
 from tests.helpers import ROOT
 
 
@@ -31,3 +34,19 @@ def test_training_takes_what_the_search_has_prepared_for_the_same_data(
     assert saved == {file.name: file.read_bytes() for file in location.iterdir()}
     assert "test.parquet" in saved, "what is published is measured on it"
     assert f"data builtin:digits: as prepared in {location}" in capsys.readouterr().out
+
+
+def test_a_metric_that_the_task_has_not_is_refused_with_prepared_data_too(tmp_path: Path) -> None:
+    keys = [f"storage={tmp_path}", "train.early_stopping={metric: val_typo, mode: max}"]
+    recipe = load_recipe(ROOT / "recipes/digits.yaml", keys)
+    location = prepare_data(load_recipe(ROOT / "recipes/digits.yaml", keys[:1]), UPath(tmp_path / "data"))
+    with pytest.raises(RecipeError, match=r"early_stopping.metric is val_typo, and task image-classification has val"):
+        prepare_run(Run.start("train", recipe), prepared=location)
+
+
+def test_a_search_for_a_metric_that_the_task_has_not_is_refused(tmp_path: Path) -> None:
+    search = "tune={space: 'tune_spaces.image:space', metric: val_typo, mode: max}"
+    recipe = load_recipe(ROOT / "recipes/digits.yaml", [f"storage={tmp_path}", search, "data.source=/nowhere"])
+    assert recipe.tune
+    with pytest.raises(RecipeError, match=r"tune.metric is val_typo"):
+        prepare_trials(Run.start("tune", recipe), recipe.tune, load_space(recipe.tune.space, recipe), local_cluster)
