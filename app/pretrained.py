@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from filelock import FileLock
 from upath import UPath
@@ -18,7 +18,9 @@ from app.storage import HOME, is_local, to_path
 
 CONFIG_FILE, TOKENIZER_FILE, IMAGE_FILE = "config.json", "tokenizer.json", "preprocessor_config.json"
 _ONE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", IMAGE_FILE)
+Companion = Literal[
+    "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "preprocessor_config.json"
+]
 """Files that transformers reads beside the tokenizer. A run keeps them."""
 _OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "vocab.txt", "merges.txt"]
@@ -60,7 +62,7 @@ class PretrainedFolder:
     @property
     def companions(self) -> Mapping[str, bytes]:
         """The small files that transformers reads beside the tokenizer, by name."""
-        return {name: (self.path / name).read_bytes() for name in _COMPANIONS if (self.path / name).is_file()}
+        return {name: (self.path / name).read_bytes() for name in get_args(Companion) if (self.path / name).is_file()}
 
     def special_token(self, kind: str) -> str | None:
         """Return a special token, such as ``pad_token``; None if the tokenizer has none of this kind."""

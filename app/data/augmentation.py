@@ -1,13 +1,15 @@
-"""Random changes of training samples. Each is drawn from the seed, the epoch and the sample's row alone.
+"""Random changes of training samples, drawn from the seed, the epoch, the global batch and the sample's row alone.
 
 So a sample changes in the same way on any number of workers, and in a run that was resumed.
 """
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,8 @@ Generator = np.random.Generator
 _ASPECT = math.log(4 / 3)
 """A part that is cut out is at most so much wider or taller than the image, as a logarithm."""
 _MAX_MAGNITUDE = 10.0
+_UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
+"""Letters of Thai, Lao, Burmese, Khmer, Japanese and Chinese, which have no spaces between words."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +39,10 @@ class Augmentation:
     change: Callable[[Any, Generator], Any]
     seed: int
 
-    def of(self, row: int, epoch: int) -> Change:
-        """Return the change of a sample in an epoch."""
+    def of(self, row: int, epoch: int, batch: int) -> Change:
+        """Return the change of a sample in a global batch of an epoch, in which balanced sampling may repeat it."""
         # NumPy takes no negative seeds.
-        entropy = (self.seed % 2**64, epoch, row)
+        entropy = (self.seed % 2**64, epoch, batch, row)
         return lambda item: self.change(item, np.random.default_rng(entropy))
 
 
@@ -78,10 +82,12 @@ class TextAugmentation:
         """Raises RecipeError if the synonyms cannot be read."""
         self._config = config
         groups = _read_synonyms(config.synonyms) if config.synonyms else []
-        self._others = {word: [other for other in group if other != word] for group in groups for word in group}
+        self._others = defaultdict[str, list[str]](list)
+        for word, other in (pair for group in groups for pair in permutations(group, 2)):
+            self._others[word.lower()].append(other)
         # The longest first: a word may begin with another one.
         words = sorted(self._others, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(_whole_word, words)) or "(?!)")
+        self._pattern = re.compile("|".join(map(_whole_word, words)) or "(?!)", re.IGNORECASE)
 
     def __call__(self, text: str, generator: Generator) -> str:
         """Return the changed text."""
@@ -94,7 +100,7 @@ class TextAugmentation:
     def _replaced(self, generator: Generator, found: re.Match[str]) -> str:
         if generator.random() >= self._config.synonym_share:
             return found[0]
-        return str(generator.choice(self._others[found[0]]))
+        return str(generator.choice(self._others[found[0].lower()]))
 
 
 def _read_synonyms(location: str) -> list[list[str]]:
@@ -112,8 +118,8 @@ def _read_synonyms(location: str) -> list[list[str]]:
 
 
 def _whole_word(word: str) -> str:
-    """Return a pattern for a word. Scripts without spaces have no boundaries to look for."""
-    return rf"\b{re.escape(word)}\b" if word.isascii() else re.escape(word)
+    """Return a pattern for a word. In scripts without spaces it has no boundaries."""
+    return re.escape(word) if _UNSPACED.search(word) else rf"(?<!\w){re.escape(word)}(?!\w)"
 
 
 def _swapped(words: list[str], share: float, generator: Generator) -> list[str]:

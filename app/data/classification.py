@@ -59,11 +59,11 @@ class LabelledDataset:
         inputs, values = self.split.take(indices)
         return Batch(self.processor.encode(inputs), self.targets.batch(values))
 
-    def changed_batch(self, indices: Sequence[int], augmentation: "Augmentation", epoch: int) -> Batch:
-        """Return the samples as they are in an epoch of training. Raises DataError for one that cannot be read."""
+    def changed_batch(self, indices: Sequence[int], augmentation: "Augmentation", epoch: int, number: int) -> Batch:
+        """Return samples of a global batch as training sees them. Raises DataError for one that cannot be read."""
         inputs, values = self.split.take(indices)
         assert isinstance(self.processor, AugmentingProcessor)
-        changes = [augmentation.of(index, epoch) for index in indices]
+        changes = [augmentation.of(index, epoch, number) for index in indices]
         return Batch(self.processor.encode_changed(inputs, changes), self.targets.batch(values))
 
 

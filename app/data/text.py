@@ -13,7 +13,7 @@ from app.config import DataConfig
 from app.data.examples import Input, Modality
 from app.data.tokenizer import read_tokenizer
 from app.errors import DataError
-from app.pretrained import TOKENIZER_FILE, PretrainedFolder
+from app.pretrained import TOKENIZER_FILE, Companion, PretrainedFolder
 from app.storage import write_atomically
 from app.tensors import Tensors, TensorSpec
 
@@ -27,8 +27,8 @@ class _TextSettings(BaseModel):
     buckets: list[int]
     pad_id: int = 0
     unknown_id: int = SPECIAL_TOKENS.index(UNKNOWN)
-    companions: list[str] = []
-    """Names of files that are kept beside the tokenizer."""
+    companions: list[Companion] = []
+    """Names of files that are kept beside the tokenizer. No others, since whoever publishes a version writes this."""
 
 
 class TextProcessor:
@@ -133,9 +133,8 @@ class TextProcessor:
 
     def save(self, folder: UPath) -> None:
         write_atomically(folder / TOKENIZER_FILE, self._tokenizer.to_str(pretty=True).encode())
-        settings = _TextSettings(
-            buckets=self._buckets, pad_id=self._pad_id, unknown_id=self._unknown_id, companions=[*self._companions]
-        )
+        ids = {"pad_id": self._pad_id, "unknown_id": self._unknown_id}
+        settings = _TextSettings.model_validate({"buckets": self._buckets, "companions": [*self._companions], **ids})
         write_atomically(folder / SETTINGS_FILE, settings.model_dump_json().encode())
         for name, content in self._companions.items():
             write_atomically(folder / name, content)
@@ -144,5 +143,5 @@ class TextProcessor:
     def load(cls, folder: UPath) -> Self:
         settings = _TextSettings.model_validate_json((folder / SETTINGS_FILE).read_bytes())
         tokenizer = Tokenizer.from_str((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
-        companions = {name: (folder / name).read_bytes() for name in settings.companions}
+        companions: dict[str, bytes] = {name: (folder / name).read_bytes() for name in settings.companions}
         return cls(tokenizer, settings.buckets, settings.pad_id, settings.unknown_id, companions)

@@ -26,11 +26,11 @@ class ShownInput(BaseModel):
 
 
 class AugmentedSamples(BaseModel):
-    """Samples as they are, each with what training sees of it in the first epochs."""
+    """Samples as they are, each with several of its changes."""
 
     before: list[ShownInput]
     after: list[list[ShownInput]]
-    """For each sample the epochs 1, 2 and 3."""
+    """The changes of each sample."""
 
     def save(self, run_folder: UPath) -> None:
         """Write the samples for ``load``."""
@@ -45,9 +45,9 @@ class AugmentedSamples(BaseModel):
     def add_to(self, page: Page) -> None:
         """Add a table of the samples to a page."""
         page.add_heading("Augmentation")
-        epochs = [f"epoch {number}" for number in range(1, 1 + len(self.after[0]))]
+        changes = [f"change {number}" for number in range(1, 1 + len(self.after[0]))]
         rows = [
             [sample.cell, *(shown.cell for shown in changed)]
             for sample, changed in zip(self.before, self.after, strict=True)
         ]
-        page.add_table(["sample", *epochs], rows)
+        page.add_table(["sample", *changes], rows)

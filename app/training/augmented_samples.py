@@ -1,7 +1,6 @@
 """Ten training samples as ``train.augment`` changes them, for the run's page."""
 
 import io
-from functools import partial
 
 import numpy as np
 from PIL import Image
@@ -13,15 +12,15 @@ from app.data.processor import Change
 from app.reports.augmentation import AugmentedSamples, ShownInput
 from app.training.evaluation import shorten, small_png
 
-_SAMPLES, _EPOCHS = 10, (1, 2, 3)
+_SAMPLES, _CHANGES = 10, 3
 
 
 def augmented_samples(augmentation: Augmentation, dataset: LabelledDataset) -> AugmentedSamples:
-    """Return samples from all over the split, each as it is and in the first epochs."""
+    """Return samples from all over the split, each as it is and after several changes."""
     rows = np.unique(np.linspace(0, len(dataset) - 1, min(_SAMPLES, len(dataset)), dtype=int)).tolist()
     inputs, _ = dataset.split.take(rows)
     shown = [
-        [_shown(item, change) for change in (None, *map(partial(augmentation.of, row), _EPOCHS))]
+        [_shown(item, change) for change in (None, *(augmentation.of(row, 1, number) for number in range(_CHANGES)))]
         for item, row in zip(inputs, rows, strict=True)
     ]
     return AugmentedSamples(before=[first for first, *_ in shown], after=[changed for _, *changed in shown])

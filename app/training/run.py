@@ -138,7 +138,13 @@ def open_run(run: Run, data: PreparedData) -> None:
     if not _is_saved(run):
         data.save(run.folder / DATA)
         DataReport.of(run.recipe.data.source, data).save(run.folder)
-    if (augmentation := augmentation_of(run.recipe.train, data)) and isinstance(data.train, LabelledDataset):
+        best_effort(partial(_show_changes, run, data), "the report has no changed samples", "the job")
+
+
+def _show_changes(run: Run, data: PreparedData) -> None:
+    """Keep samples for the run's page, as ``train.augment`` changes them, if it does."""
+    augmentation = augmentation_of(run.recipe.train, data)
+    if augmentation is not None and isinstance(data.train, LabelledDataset):
         augmented_samples(augmentation, data.train).save(run.folder)
 
 

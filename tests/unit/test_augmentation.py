@@ -63,6 +63,12 @@ def test_texts_lose_words_but_never_all_and_get_synonyms(tmp_path: Path) -> None
     assert {word for text in seen for word in text.split()} == {"a", "good", "fine", "great", "book"}
     assert all(seen)
     assert any(text.split().index("book") == 0 for text in seen if "book" in text and " " in text)
+    (tmp_path / "words.txt").write_text("он, она\nfast, quick\nfast, rapid\n", encoding="utf-8")
+    change = TextAugmentation(config.model_copy(update={"drop": 0.0, "swap": 0.0}))
+    seen = [change("слон Fast он", np.random.default_rng(seed)) for seed in range(50)]
+    assert {text.split()[0] for text in seen} == {"слон"}
+    assert {word for text in seen for word in text.split()[1:]} == {"Fast", "quick", "rapid", "он", "она"}
+    (tmp_path / "words.txt").write_text("好, 棒\n", encoding="utf-8")
     chinese = TextAugmentation(config.model_copy(update={"drop": 0.0, "swap": 0.0}))
     assert chinese("这本书很好", np.random.default_rng(0)) == "这本书很棒"
     assert TextAugmentation(AugmentTextConfig())("goods  are good", np.random.default_rng(0)) == "goods are good"

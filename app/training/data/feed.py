@@ -71,10 +71,12 @@ class BatchRequest:
     entropy: tuple[int, ...]
     """Seed sequence of the loader process while it reads this micro-batch: seed, epoch, rank, number."""
     weight: float | None = None
+    batch: int = 0
+    """Number of the global batch. Random changes of the samples depend on it, and on the epoch."""
 
     @property
     def epoch(self) -> int:
-        """The epoch, which random changes of the samples depend on."""
+        """Number of the epoch."""
         return self.entropy[1]
 
 
@@ -169,7 +171,7 @@ class Feed:
     ) -> BatchRequest:
         """Return the request for micro-batch ``number`` of the epoch. Its seed is the same in a resumed run."""
         entropy = (self.config.seed % 2**64, epoch, self._rank.rank, number)
-        return BatchRequest(split, indices.tolist(), entropy, weight)
+        return BatchRequest(split, indices.tolist(), entropy, weight, number // self.layout.gradient_accumulation)
 
     @property
     def _rank(self) -> DataRank:
@@ -255,4 +257,4 @@ class _Reader(TorchDataset[MicroBatch]):
         if self._augmentation is None or request.split != "train":
             return samples.batch(indices)
         assert isinstance(samples, LabelledDataset)
-        return samples.changed_batch(indices, self._augmentation, request.epoch)
+        return samples.changed_batch(indices, self._augmentation, request.epoch, request.batch)
