@@ -19,9 +19,11 @@ import pytest
 import trustme
 import yaml
 from onnx import TensorProto, helper, numpy_helper
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_diabetes, load_digits
 from sklearn.linear_model import LogisticRegression
 
+from app.config import DataConfig
+from app.data.sources import load_examples
 from tests.helpers import BIN, ROOT, local_cluster, wait_until
 from tests.pages import blocks, commands, mark_of
 
@@ -264,6 +266,27 @@ def test_bring_your_own_task(reader: Reader) -> None:
     shutil.copy(template / "data/examples.csv", reader.folder / "data/tickets.csv")
     shutil.copy(template / "my_project/models.py", reader.folder / "my_models.py")
     assert "RESULT " in reader.paste_all("bring_your_own_task.md")
+
+
+def test_learn_from_a_table(reader: Reader) -> None:
+    (recipe,) = blocks(HOW_TO / "learn_from_a_table.md", "yaml")
+    (reader.folder / "patients.yaml").write_text(recipe, encoding="utf-8")
+    table = load_diabetes(as_frame=True, scaled=False).frame
+    table = table.rename(columns={"bp": "pressure", "target": "progression"})
+    table.assign(sex=table.sex.map({1.0: "f", 2.0: "m"})).to_csv(reader.folder / "patients.csv", index=False)
+    shown = reader.paste_all("learn_from_a_table.md")
+    assert "val_mae" in shown
+    assert 25 < float(re.findall(r"[\d.]+", shown.splitlines()[-1])[0]) < 346
+
+
+def test_give_several_labels(reader: Reader) -> None:
+    """On a tenth of the functions, and for fewer epochs."""
+    (recipe,) = blocks(HOW_TO / "give_several_labels.md", "yaml")
+    (reader.folder / "functions.yaml").write_text(recipe.replace("epochs: 12", "epochs: 2"), encoding="utf-8")
+    functions = load_examples(DataConfig(source="builtin:functions"))
+    rows = [{"code": code, "modules": json.loads(labels)} for code, labels in functions]
+    (reader.folder / "functions.jsonl").write_text("\n".join(map(json.dumps, rows[::10])), encoding="utf-8")
+    assert "val_exact_match" in reader.paste_all("give_several_labels.md")
 
 
 def test_embed_sentences(reader: Reader) -> None:

@@ -331,7 +331,13 @@ def test_a_damaged_variant_is_kept_out_with_its_numbers(
     source_model: SourceModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def damage(
-        source: Path, samples: object, config: object, evaluate: Callable[[Path], Verdict], target: Path, log: object
+        source: Path,
+        samples: object,
+        config: object,
+        evaluate: Callable[[Path], Verdict],
+        target: Path,
+        log: object,
+        finetune: object,
     ) -> Quantization:
         model = onnx.load(source)
         weight = max(model.graph.initializer, key=lambda each: np.prod(each.dims))

@@ -11,7 +11,7 @@ from app.errors import ClusterError, RequestError
 from app.project.scaffold import create_project
 from tests.helpers import ROOT, run
 
-JOBS = ["compile", "deploy", "lifecycle", "plan", "train", "tune", "undeploy"]
+JOBS = ["compile", "deploy", "lifecycle", "plan", "prepare", "train", "tune", "undeploy"]
 
 
 def test_a_new_project_passes_its_own_test(tmp_path: Path) -> None:
