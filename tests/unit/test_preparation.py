@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer
 from app.errors import DataError, RecipeError
 from app.storage import open_storage, to_path
 from app.tasks import load_prepared, load_with_test, prepare, prepare_shards
+from app.training.coordination.heartbeat import HEARTBEAT_FILE
 
 WORDS = ["river", "stone", "lantern", "orchard", "velvet", "copper", "meadow", "harbour", "thistle", "ember"]
 
@@ -217,10 +219,11 @@ def test_a_killed_preparation_goes_on_and_a_second_one_does_nothing(
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*-0000[01]-*.arrow")}
     assert len(before) > 4
 
+    monkeypatch.setattr("app.training.coordination.heartbeat._TIMEOUT_S", 0.5)
     resumed = prepare(recipe)
     assert "writing shards: goes on after 2 of 6 parts" in capsys.readouterr().out
     assert before == {path.name: path.stat().st_mtime_ns for path in folder.glob("*-0000[01]-*.arrow")}
-    assert not [path for path in folder.rglob("*") if path.name.startswith(".")]
+    assert not [path for path in folder.rglob("*") if path.name.startswith(".") and path.name != ".lock"]
 
     def forbidden(work: Callable[[int], int], numbers: Sequence[int]) -> Iterable[int]:
         raise AssertionError("it is prepared already")
@@ -228,6 +231,34 @@ def test_a_killed_preparation_goes_on_and_a_second_one_does_nothing(
     again = prepare_shards(recipe, forbidden)
     monkeypatch.setenv("RAYLOOM_STORAGE", str(tmp_path / "other"))
     assert again.fingerprint == resumed.fingerprint == prepare(recipe).fingerprint
+
+
+def test_a_second_job_waits_for_the_first_and_returns_its_shards(
+    storage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_table(tmp_path / "rows.jsonl", ROWS)
+    recipe = recipe_of(tmp_path / "rows.jsonl", f"storage={storage}")
+    begun, released = threading.Event(), threading.Event()
+
+    def slow(work: Callable[[int], int], numbers: Sequence[int]) -> Iterable[int]:
+        begun.set()
+        assert released.wait(30)
+        return map(work, numbers)
+
+    def forbidden(work: Callable[[int], int], numbers: Sequence[int]) -> Iterable[int]:
+        raise AssertionError("the first job prepares it")
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(prepare_shards, recipe, slow)
+        assert begun.wait(30)
+        second = pool.submit(prepare_shards, recipe, forbidden)
+        with pytest.raises(TimeoutError):
+            second.result(1.0)
+        released.set()
+        assert second.result(30).fingerprint == first.result(30).fingerprint
+    assert "another job was preparing" in capsys.readouterr().out
+    (folder,) = (to_path(storage) / preparing.SHARDS).iterdir()
+    assert not (folder / HEARTBEAT_FILE).exists()
 
 
 @pytest.mark.parametrize("changed", ["rows", "content", "label", "file"])

@@ -26,6 +26,7 @@ from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer
 from app.errors import DataError
 from app.pretrained import open_pretrained
 from app.storage import list_names, write_atomically
+from app.training.coordination.heartbeat import wait_for_lock
 
 SHARDS = "data"
 """Folder of storage that has the shards of each source and way to prepare it."""
@@ -68,6 +69,15 @@ class Preparer:
         folder = self.storage / SHARDS / fingerprint[:16]
         if ShardIndex.find(folder) is not None:
             return folder
+        with wait_for_lock(folder, f"preparing {config.source!r}"):
+            if ShardIndex.find(folder) is None:  # else the job that had the lock has made it
+                self._make(folder, files, fingerprint, settings)
+        return folder
+
+    def _make(self, folder: UPath, files: list[SourceFile], fingerprint: str, settings: dict[str, Any]) -> None:
+        """Make the shards, or go on where an earlier job was interrupted."""
+        config = self.recipe.data
+        assert config.shards is not None
         units = cut_units(files, _UNIT_SHARDS * config.shards.size)
         fraction = min(1.0, SAMPLE_BYTES / max(1, sum(unit.bytes for unit in units)))
         work = UnitWork(str(folder), config, tuple(units), self.modality, self.recipe.is_language_model, fraction)
@@ -77,7 +87,6 @@ class Preparer:
         self._run("writing shards", work, work.write, "unit-")
         self._require_unchanged(files, folder)
         self._publish(work, folder, fingerprint, settings, report)
-        return folder
 
     def _files(self) -> list[SourceFile]:
         return list_files(self.recipe.data, self.modality, self.recipe.is_language_model)

@@ -54,6 +54,46 @@ def run_lock(run_folder: UPath) -> Iterator[None]:
         best_effort(lambda: path.unlink(missing_ok=True), f"{str(path)!r} cannot be removed", "the job")
 
 
+@contextmanager
+def wait_for_lock(folder: UPath, what: str) -> Iterator[None]:
+    """Lock a folder for this job, once no other job has it: it ended, or its heartbeat stopped.
+
+    Args:
+        folder: has the heartbeat.
+        what: the job's work, for messages.
+    """
+    path = folder / HEARTBEAT_FILE
+    folder.mkdir(parents=True, exist_ok=True)
+    while not _try_lock(path, _last_beat(path, what)):
+        print(f"another job began {what} first", flush=True)
+    try:
+        with keep_heartbeat(folder):
+            yield
+    finally:
+        best_effort(lambda: path.unlink(missing_ok=True), f"{str(path)!r} cannot be removed", "the job")
+
+
+def _last_beat(path: UPath, what: str) -> bytes:
+    """Wait until a heartbeat stops, and return what is left of it: nothing, unless its job was killed."""
+    if not (last := read(path)):
+        return b""
+    print(f"another job was {what}: waiting until it ends", flush=True)
+    deadline = time.monotonic() + _TIMEOUT_S
+    while last and time.monotonic() < deadline:
+        time.sleep(0.2)
+        if (beat := read(path)) != last:
+            last, deadline = beat, time.monotonic() + _TIMEOUT_S
+    return last or b""
+
+
+def _try_lock(path: UPath, expected: bytes) -> bool:
+    try:
+        _replace(path, expected, uuid.uuid4().hex.encode())
+    except StorageError:  # another job was faster
+        return False
+    return True
+
+
 def require_not_running(run_folder: UPath) -> None:
     """Check that no job trains the run. A worker whose job was killed may need a few seconds to end: wait for it.
 
