@@ -5,6 +5,7 @@ import time
 
 from pydantic import BaseModel
 
+from app.heartbeat import run_lock
 from app.pages.page import REPORT_FILE
 from app.reports.deployment import DeploymentRecord, Laps, deployment_page
 from app.reports.run_folder import write_page
@@ -15,7 +16,6 @@ from app.serving.cascade.rule import CascadeRule
 from app.serving.config import DeployedModel, EndpointConfig
 from app.serving.deployment import deployed_model, promote_named
 from app.telemetry.tracing import stage
-from app.training.coordination.heartbeat import run_lock
 from jobs._cluster import connect
 from jobs._endpoint import (
     await_routes,

@@ -12,13 +12,13 @@ from app.cluster.state import MARK, read_state
 from app.compile.variants import requested_variants
 from app.config import Recipe, load_recipe
 from app.errors import RayloomError
+from app.heartbeat import require_not_running, run_lock
 from app.pages.page import REPORT_FILE
 from app.reports.lifecycle import lifecycle_page, note_part
 from app.reports.run_folder import write_page
 from app.runs import RESULT_FILE, Outcome, Result, Run, Step, execute, has_succeeded, runs_folder
 from app.storage import write_atomically
 from app.tasks import find_served_task
-from app.training.coordination.heartbeat import require_not_running, run_lock
 from app.training.resume import newest_unfinished, start_or_resume
 from app.training.stop_request import read_stop_request
 from app.tuning.trial_actor import DATA

@@ -6,10 +6,10 @@ from functools import partial
 
 from app.config import Recipe, TuneConfig
 from app.errors import RecipeError
+from app.heartbeat import run_lock
 from app.runs import Outcome, Run
 from app.storage import open_storage, write_atomically
 from app.telemetry.tracing import stage
-from app.training.coordination.heartbeat import run_lock
 from app.training.ray_worker import resources_of
 from app.training.resume import newest_unfinished
 from app.tuning.budget import SearchBudget

@@ -8,9 +8,9 @@ from upath import UPath
 
 from app.artifacts import METRICS_FILE
 from app.config import dump_recipe, load_recipe
+from app.heartbeat import HEARTBEAT_FILE
 from app.runs import CONFIG_FILE, RESULT_FILE, Result, runs_folder
 from app.telemetry.events import EVENTS_FILE, Event
-from app.training.coordination.heartbeat import HEARTBEAT_FILE
 from tests.helpers import ROOT
 
 

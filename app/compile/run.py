@@ -16,13 +16,13 @@ from app.compile.timing import OperatingPoint
 from app.compile.variants import Skipped, requested_variants
 from app.engines.architecture import usable_cores
 from app.errors import RayloomError
+from app.heartbeat import run_lock
 from app.repository.manifest import ServingDefaults
 from app.repository.repository import Repository
 from app.runs import Outcome, Run, latest_result
 from app.storage import to_path
 from app.tasks import find_served_task
 from app.telemetry.tracing import stage
-from app.training.coordination.heartbeat import run_lock
 
 
 class CompileMetrics(BaseModel):

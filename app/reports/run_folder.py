@@ -11,13 +11,13 @@ from pydantic import ValidationError
 from upath import UPath
 
 from app.conditional import read
+from app.heartbeat import HEARTBEAT_FILE
 from app.pages.content import Link, Mood, State
 from app.pages.page import REPORT_FILE, Page
 from app.pages.words import energy, hours, number
 from app.repository.score import Scored
 from app.runs import CONFIG_FILE, RESULT_FILE, Result
 from app.telemetry.usage import Usage, read_usage
-from app.training.coordination.heartbeat import HEARTBEAT_FILE
 from app.warnings import best_effort
 
 Status = Literal["succeeded", "stopped", "failed", "running", "interrupted"]

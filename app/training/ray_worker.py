@@ -19,11 +19,11 @@ from app.artifacts import DATA, FAILURE_FILE
 from app.cluster.state import MARK
 from app.config import Recipe, TrainConfig
 from app.errors import NonFiniteLossError, RayloomError, TopologyError, TrainingError, UnsharedStorageError
+from app.heartbeat import keep_heartbeat
 from app.storage import no_op, to_path
 from app.tasks import load_prepared
 from app.telemetry import catalog
 from app.telemetry.metrics import Publisher
-from app.training.coordination.heartbeat import keep_heartbeat
 from app.training.coordination.shared_folder import marked, require_shared
 from app.training.coordination.topology import require_groups_within_nodes
 from app.training.ray_trainer import FailureCounter, LightTrainer

@@ -6,9 +6,9 @@ from upath import UPath
 
 from app.config import AutoPlan, Recipe, load_stored_recipe
 from app.errors import RecipeError, StorageError
+from app.heartbeat import require_not_running
 from app.runs import CONFIG_FILE, Run, has_succeeded, newest_first, recipe_named_in, runs_folder
 from app.storage import open_storage
-from app.training.coordination.heartbeat import require_not_running
 
 LATEST = "latest"
 _FIXED_KEYS = (

@@ -17,6 +17,7 @@ from app.data.classification import LINEAR_BASELINE, ClassificationData, Labelle
 from app.data.prepared import DataReport, PreparedData
 from app.data.targets import Classes
 from app.errors import RecipeError, StorageError
+from app.heartbeat import run_lock
 from app.models.blueprint import Blueprint
 from app.models.factory import blueprint_of
 from app.models.pretrained import described, match_weights
@@ -36,7 +37,6 @@ from app.tasks.objective import class_weights
 from app.telemetry.profiler import PROFILE
 from app.training.augmented_samples import augmented_samples
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
-from app.training.coordination.heartbeat import run_lock
 from app.training.data.batches import count_steps
 from app.training.engine.batch_norm import has_batch_norm, has_mixed_batch_norm
 from app.training.engine.deepspeed_engine import deepspeed_config

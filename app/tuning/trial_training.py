@@ -15,8 +15,8 @@ from upath import UPath
 
 from app.config import Recipe
 from app.errors import StorageError
+from app.heartbeat import HEARTBEAT_FILE, require_not_running
 from app.telemetry.mirror import Mirror
-from app.training.coordination.heartbeat import HEARTBEAT_FILE, require_not_running
 from app.training.ray_worker import fit
 from app.training.records import Ending, EpochRecord
 from app.training.reporting.recorder import Report

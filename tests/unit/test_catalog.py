@@ -15,13 +15,13 @@ from upath import UPath
 
 from app.cli.main import app
 from app.errors import RayloomError
+from app.heartbeat import HEARTBEAT_FILE
 from app.pages.content import Chart
 from app.reports.catalog import delete_run, find_run, list_runs, recipe_differences
 from app.reports.curves import CurveFile
 from app.run_log import LOG_FILE, keep_log
 from app.storage import to_path
 from app.telemetry.events import Event
-from app.training.coordination.heartbeat import HEARTBEAT_FILE
 from tests.stored_runs import add_steps, write_run
 
 OLDER, NEWER, LIVE = "20260101-000000-digits-aaaa", "20260102-000000-digits-bbbb", "20260103-000000-digits-cccc"

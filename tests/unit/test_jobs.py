@@ -9,8 +9,8 @@ from pydantic import BaseModel
 from app.compile.run import compile_model
 from app.config import load_recipe
 from app.errors import RayloomError
+from app.heartbeat import run_lock
 from app.runs import Outcome, Run, execute
-from app.training.coordination.heartbeat import run_lock
 from app.training.stop_request import StopRequest, read_stop_request, request_stop
 from jobs._runner import main, on_sigterm
 from jobs.deploy import deploy

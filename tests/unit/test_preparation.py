@@ -26,9 +26,9 @@ from app.data.sharded_data import ShardedClassificationData, ShardedLanguageData
 from app.data.shards import ShardIndex, ShardWriter
 from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer
 from app.errors import DataError, RecipeError
+from app.heartbeat import HEARTBEAT_FILE
 from app.storage import open_storage, to_path
 from app.tasks import load_prepared, load_with_test, prepare, prepare_shards
-from app.training.coordination.heartbeat import HEARTBEAT_FILE
 
 WORDS = ["river", "stone", "lantern", "orchard", "velvet", "copper", "meadow", "harbour", "thistle", "ember"]
 
@@ -219,7 +219,7 @@ def test_a_killed_preparation_goes_on_and_a_second_one_does_nothing(
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*-0000[01]-*.arrow")}
     assert len(before) > 4
 
-    monkeypatch.setattr("app.training.coordination.heartbeat._TIMEOUT_S", 0.5)
+    monkeypatch.setattr("app.heartbeat._TIMEOUT_S", 0.5)
     resumed = prepare(recipe)
     assert "writing shards: goes on after 2 of 6 parts" in capsys.readouterr().out
     assert before == {path.name: path.stat().st_mtime_ns for path in folder.glob("*-0000[01]-*.arrow")}

@@ -15,11 +15,11 @@ from app.conditional import change
 from app.config import Recipe, dump_recipe, load_recipe
 from app.data.prepared import PreparedData
 from app.errors import RecipeError, StorageError
+from app.heartbeat import HEARTBEAT_FILE
 from app.runs import CONFIG_FILE, RESULT_FILE, Outcome, Result, Run, execute
 from app.storage import to_path
 from app.tasks import prepare
 from app.training.coordination import heartbeat
-from app.training.coordination.heartbeat import HEARTBEAT_FILE
 from app.training.records import StoppedTrainMetrics
 from app.training.resume import LATEST, start_or_resume
 from app.training.run import open_run, prepare_run

@@ -18,8 +18,8 @@ from app.config import CompileConfig
 from app.engines.architecture import usable_cores
 from app.engines.base import Signature
 from app.errors import CompileError
+from app.heartbeat import run_lock
 from app.runs import Outcome, Run
-from app.training.coordination.heartbeat import run_lock
 
 _CALIBRATED = ("int8", "fp8")
 

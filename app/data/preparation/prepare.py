@@ -24,9 +24,9 @@ from app.data.shards import FORMAT, Shard, ShardIndex
 from app.data.targets import save_labels
 from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer
 from app.errors import DataError
+from app.heartbeat import wait_for_lock
 from app.pretrained import open_pretrained
 from app.storage import list_names, write_atomically
-from app.training.coordination.heartbeat import wait_for_lock
 
 SHARDS = "data"
 """Folder of storage that has the shards of each source and way to prepare it."""

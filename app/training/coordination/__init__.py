@@ -1,1 +1,1 @@
-"""Coordination of a run's workers: sync, watchdog, heartbeat and the check of shared storage."""
+"""Coordination of a run's workers: sync, watchdog and the check of shared storage."""

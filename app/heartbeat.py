@@ -1,4 +1,4 @@
-"""A run's heartbeat: a file that the job rewrites every few seconds while it trains the run, and its lock."""
+"""The heartbeat of a run or a preparation, and its lock: a file that the job rewrites every few seconds while it works."""
 
 import time
 import uuid
