@@ -1,4 +1,4 @@
-"""The heartbeat of a run or a preparation, and its lock: a file that the job rewrites every few seconds while it works."""
+"""The heartbeat of a job on a folder, and its lock: a file that the job rewrites every few seconds while it works."""
 
 import time
 import uuid
