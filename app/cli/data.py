@@ -25,7 +25,8 @@ def list_command(storage: Storage = None) -> None:
     for one in found:
         index = one.index
         if index is None:
-            rows.append((one.name, "incomplete", "", "", "", str(len(one.runs))))
+            state = "unreadable" if one.problem else "incomplete"
+            rows.append((one.name, state, "", "", "", str(len(one.runs))))
             continue
         created = f"{index.created:%Y-%m-%d %H:%M}"
         rows.append(
@@ -43,6 +44,8 @@ def show(
 
     found = find_shards(chosen_storage(storage), name)
     index = found.index
+    if found.problem:
+        raise StorageError(found.problem)
     if index is None:
         raise StorageError(
             f"data {found.name} is incomplete: its preparation is under way, or was interrupted and goes on with "
@@ -68,8 +71,8 @@ def show(
 @data.command()
 def delete(
     names: Annotated[list[str] | None, typer.Argument(metavar="[NAME...]", help="Names, or their beginnings.")] = None,
-    unused: Annotated[bool, typer.Option("--unused", help="All complete data that no run reads.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Also data that runs read.")] = False,
+    unused: Annotated[bool, typer.Option("--unused", help="All that no run reads, of over an hour ago.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also data that runs read, or of the last hour.")] = False,
     storage: Storage = None,
 ) -> None:
     """Delete prepared data. Runs that read it can no longer go on or be compiled."""
@@ -78,7 +81,7 @@ def delete(
     if bool(names) == unused:
         raise RequestError("give the names of data, or --unused, and not both")
     root = chosen_storage(storage)
-    found = [one for one in list_shards(root) if one.index and not one.runs] if unused else []
+    found = [one for one in list_shards(root) if one.is_unused and (force or not one.is_young)] if unused else []
     found += [find_shards(root, name) for name in names or ()]
     for one in found:
         if one.runs and not force:

@@ -2,7 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import Self
 
 from upath import UPath
 
@@ -18,6 +21,8 @@ from app.storage import list_names
 
 _JOBS = ("train", "tune")
 """Jobs whose runs keep a reference to shards."""
+_YOUNG = timedelta(hours=1)
+"""A run prepares shards before it has a reference to them."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +31,29 @@ class ShardSet:
 
     path: UPath
     index: ShardIndex | None
-    """None: its preparation was interrupted, or is under way."""
+    """None: its preparation was interrupted, or is under way, or the index cannot be read."""
     runs: Sequence[str] = field(default=())
     """Runs that read it, as JOB/RUN."""
+    problem: str | None = None
+    """Why the index cannot be read, if there is one that cannot."""
+
+    @classmethod
+    def open(cls, path: UPath, runs: Sequence[str] = ()) -> Self:
+        """Return the shards in a folder. One index that cannot be read keeps nobody from the others."""
+        try:
+            return cls(path, ShardIndex.find(path), runs)
+        except StorageError as error:
+            return cls(path, None, runs, str(error))
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether it is complete and no run reads it."""
+        return self.index is not None and not self.runs
+
+    @property
+    def is_young(self) -> bool:
+        """Whether a run that is starting may be about to read it."""
+        return self.index is not None and datetime.now(UTC) - self.index.created < _YOUNG
 
     @property
     def name(self) -> str:
@@ -38,12 +63,11 @@ class ShardSet:
 
 def list_shards(storage: UPath) -> list[ShardSet]:
     """List all shards in storage, the newest first. Takes a request for each, and for each run."""
-    root, runs = storage / SHARDS, readers(storage)
-
-    def shard_set(name: str) -> ShardSet:
-        return ShardSet(root / name, ShardIndex.find(root / name), runs.get(name, ()))
-
-    found = map_concurrently(storage, shard_set, sorted(list_names(root)))
+    root = storage / SHARDS
+    found = map_concurrently(storage, lambda name: ShardSet.open(root / name), sorted(list_names(root)))
+    # Runs come last: one that began meanwhile is seen.
+    runs = readers(storage)
+    found = [replace(one, runs=runs.get(one.name, ())) for one in found]
     return sorted(found, key=lambda one: one.index.created.timestamp() if one.index else 0.0, reverse=True)
 
 
@@ -54,7 +78,7 @@ def find_shards(storage: UPath, named: str) -> ShardSet:
         found = f"{len(names)} data, such as {sorted(names)[0]}: give more of the name" if names else "no such data"
         raise StorageError(f"storage {str(storage)!r} has {found} ({named!r}): 'rayloom data list' shows them")
     path = storage / SHARDS / names[0]
-    return ShardSet(path, ShardIndex.find(path), readers(storage).get(names[0], ()))
+    return ShardSet.open(path, readers(storage).get(names[0], ()))
 
 
 def readers(storage: UPath) -> Mapping[str, list[str]]:
@@ -83,4 +107,5 @@ def _references(folder: UPath) -> set[str]:
 def delete_shards(shards: ShardSet) -> None:
     """Remove shards for good. The index goes first: what has none is not read."""
     (shards.path / INDEX_FILE).unlink(missing_ok=True)
-    shards.path.fs.rm(shards.path.path, recursive=True)
+    with suppress(FileNotFoundError):  # in an object store a folder ends with its last file
+        shards.path.fs.rm(shards.path.path, recursive=True)
