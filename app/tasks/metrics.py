@@ -53,8 +53,8 @@ class Metric(ABC):
         if self.mode == "max":
             return before - after
         if not before:
-            return float("inf") if after else 0.0
-        return after / before - 1.0
+            return math.copysign(math.inf, after) if after else 0.0
+        return (after - before) / abs(before)
 
 
 def sum_and_count(values: "Tensor") -> "Tensor":

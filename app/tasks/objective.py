@@ -71,6 +71,13 @@ class Objective:
         """Return the mean loss per target, float32 of shape ()."""
         return self.loss.mean(output, targets, taught)
 
+    def counted_share(self, targets: Tensor) -> Tensor | float:
+        """Return the share of a micro-batch's targets that ``mean`` divides by.
+
+        A step weighs means by it, so that its loss does not depend on how targets that do not count are shared out.
+        """
+        return (targets != IGNORED).float().mean() if isinstance(self.loss, CrossEntropy) else 1.0
+
     def sums(self, output: object, targets: Tensor) -> Tensor:
         """Return the sums of the loss, then of each metric, float64 of shape (``num_sums``,)."""
         outputs, counted = select_counted(logits_of(output).float(), targets)
@@ -132,7 +139,7 @@ class CrossEntropy(MeanLoss):
     """The weight of each class in training, with a mean of 1 over the rows. None: all 1."""
 
     def mean(self, output: object, targets: Tensor, taught: Tensor | None = None) -> Tensor:
-        """Return the mean loss per target, float32 of shape ().
+        """Return the mean loss per target that counts, float32 of shape (); 0 if none does.
 
         Args:
             taught: the teacher's logits, float32 of shape (batch, classes).
@@ -150,7 +157,8 @@ class CrossEntropy(MeanLoss):
         """
         smoothing = self.label_smoothing
         if self.weights is None:
-            return functional.cross_entropy(logits, targets, ignore_index=IGNORED, label_smoothing=smoothing)
+            mean = functional.cross_entropy(logits, targets, ignore_index=IGNORED, label_smoothing=smoothing)
+            return torch.where((targets != IGNORED).any(), mean, torch.zeros_like(mean))
         weights = logits.new_tensor(self.weights)
         total = functional.cross_entropy(
             logits, targets, weights, ignore_index=IGNORED, label_smoothing=smoothing, reduction="sum"
@@ -174,14 +182,13 @@ class CrossEntropy(MeanLoss):
 
 @dataclass(frozen=True)
 class RowLoss(MeanLoss):
-    """A function from outputs and targets to the loss of each row, which is averaged over the rows."""
+    """A function from outputs and targets to the loss of each row, whose mean is minimized."""
 
     loss: Callable[[Tensor, Tensor], Tensor]
 
     def mean(self, output: object, targets: Tensor, taught: Tensor | None = None) -> Tensor:  # noqa: ARG002
-        """Return the mean loss per row; 0 for a batch without rows that count."""
-        losses = self._losses(output, targets)
-        return losses.sum() / max(1, len(losses))
+        """Return the sum of the losses divided by all rows: those that do not count have a loss of 0."""
+        return self._losses(output, targets).sum() / max(1, len(targets))
 
     def sums(self, output: object, targets: Tensor) -> Tensor:
         """Return the sum of losses and the number of rows, float64 of shape (2,)."""

@@ -19,7 +19,7 @@ from app.training.checkpoints.state import Position
 from app.training.coordination.sync import LocalStep, StepSync
 from app.training.data.feed import Feed, MicroBatch
 from app.training.engine import TrainingEngine
-from app.training.engine.engine import average_buffers
+from app.training.engine.engine import average_buffers, sums_to_add
 from app.training.records import EpochRecord, should_stop
 from app.training.reporting.meter import Meter
 from app.training.reporting.recorder import Recorder
@@ -198,7 +198,9 @@ class Loop:
     def _validate(self) -> dict[str, float]:
         """Return ``val_loss`` and the metrics, after averaging the buffers of all workers. Each sample counts once."""
         average_buffers(self.engine)
-        return self.engine.objective.values(self.worker.all_reduce(self.engine.evaluate(self._validation_batches())))
+        sums = self.engine.evaluate(self._validation_batches())
+        own = sums_to_add(sums, self.feed.layout, self.worker.rank)
+        return self.engine.objective.values(self.worker.all_reduce(own))
 
     def _validation_batches(self) -> Iterator[MicroBatch]:
         for batch in self.feed.validation():

@@ -11,7 +11,8 @@ import pytest
 import torch
 from upath import UPath
 
-from app.config import Recipe, TrainConfig, load_recipe
+from app.config import PlanConfig, Recipe, TrainConfig, load_recipe
+from app.config.layout import lay_out
 from app.config.metrics import MODES
 from app.data.classification import ClassificationData
 from app.data.prepared import IGNORED, PreparedData
@@ -25,6 +26,7 @@ from app.tasks.metrics import Accuracy, Perplexity
 from app.tasks.objective import CrossEntropy, Objective, RowLoss, class_weights
 from app.tasks.registry import TASKS
 from app.training.data.batches import train_batches
+from app.training.engine.engine import sums_to_add
 from app.training.records import EpochRecord, best_of, should_stop
 from app.training.run import prepare_run
 from tests.helpers import ROOT, documented
@@ -122,6 +124,68 @@ def test_uneven_parts_and_an_empty_one_add_up_to_the_whole(
     assert sums.shape == (objective.num_sums,)
     assert objective.values(sums) == pytest.approx(objective.values(objective.sums(outputs, targets)))
     assert objective.values(sums)["val_loss"] == pytest.approx(objective.mean(outputs, targets).item())
+
+
+@pytest.mark.parametrize(
+    ("loss", "outputs", "targets"),
+    [
+        (CrossEntropy(label_smoothing=0.1), torch.randn(6, 3), torch.tensor([0, IGNORED, IGNORED, 2, 1, 1])),
+        (CrossEntropy(), torch.randn(2, 3, 4), torch.tensor([[1, 2, IGNORED], [IGNORED] * 3])),
+        (RowLoss(absolute_error), torch.randn(6, 1), torch.tensor([0.5, math.nan, math.nan, 1.0, 2.0, math.nan])),
+    ],
+)
+def test_rows_that_do_not_count_make_no_difference_to_how_a_step_is_shared_out(
+    loss: CrossEntropy | RowLoss, outputs: torch.Tensor, targets: torch.Tensor
+) -> None:
+    objective, rows = Objective(loss), len(targets)
+
+    def step(*sizes: int) -> list[float]:
+        """Return the loss of a step in such parts, then its gradient, as an engine adds them up."""
+        given = outputs.clone().requires_grad_()
+        total = torch.zeros(())
+        for part, own in zip(given.split(sizes), targets.split(sizes), strict=True):  # type: ignore[no-untyped-call]
+            total = total + objective.mean(part, own) * (len(own) / rows * objective.counted_share(own))
+        total.backward()  # type: ignore[no-untyped-call]
+        assert given.grad is not None
+        return [total.item(), *given.grad.flatten().tolist()]
+
+    whole = step(rows)
+    assert whole[0] > 0
+    for first in range(1, rows):
+        assert step(first, rows - first) == pytest.approx(whole, abs=1e-6)
+    assert step(*[1] * rows) == pytest.approx(whole, abs=1e-6), "some parts have no target that counts"
+
+
+def test_targets_that_all_count_leave_a_mean_to_the_bit() -> None:
+    outputs, targets = torch.randn(7, 5, 3), torch.randint(3, (7, 5))
+    objective = Objective(CrossEntropy(label_smoothing=0.1))
+    plain = torch.nn.functional.cross_entropy(outputs.reshape(-1, 3), targets.reshape(-1), label_smoothing=0.1)
+    share = 7 * 3 / 20
+    assert torch.equal(objective.mean(outputs, targets) * (share * objective.counted_share(targets)), plain * share)
+
+
+class LogLikelihood(Metric):
+    """A metric that may be negative."""
+
+    name, mode = "nll", "min"
+
+    def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return sum_and_count(-outputs[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "drop"),
+    [(-2.0, -1.5, 0.25), (-2.0, -2.5, -0.25), (2.0, 2.5, 0.25), (0.0, 0.1, math.inf), (0.0, -0.1, -math.inf)],
+)
+def test_a_rise_of_an_error_is_worse_whatever_its_sign(before: float, after: float, drop: float) -> None:
+    assert LogLikelihood().drop(before, after) == pytest.approx(drop)
+
+
+def test_tensor_parallel_ranks_add_to_a_validation_once() -> None:
+    layout = lay_out(PlanConfig(tensor=2, micro_batch=2), global_batch_size=8, workers=4)
+    parts = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]
+    given = [sums_to_add(parts[layout.data_rank(rank)], layout, rank) for rank in range(4)]
+    assert torch.stack(given).sum(0).tolist() == [4.0, 6.0]
 
 
 def test_an_accuracy_of_an_older_version_is_its_score() -> None:

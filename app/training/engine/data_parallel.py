@@ -73,11 +73,12 @@ class DataParallelEngine:
         self.deepspeed.train()  # not in each step, because it visits all modules
         return sums
 
-    def _weight(self, batch: MicroBatch) -> float:
+    def _weight(self, batch: MicroBatch) -> Tensor | float:
         """Return the loss weight for a mean over samples or targets instead of micro-batches; 1 if they are equal."""
         if batch.weight is not None:
             return batch.weight
-        return len(batch.targets) * self.layout.gradient_accumulation / self.layout.share
+        share = len(batch.targets) * self.layout.gradient_accumulation / self.layout.share
+        return share * self.objective.counted_share(batch.targets)
 
     def _reduction(self, is_last: bool) -> AbstractContextManager[None]:
         """Have torch reduce gradients after the last micro-batch only. DeepSpeed does so by itself."""

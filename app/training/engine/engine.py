@@ -81,6 +81,11 @@ def create_engine(
     return engine
 
 
+def sums_to_add(sums: Tensor, layout: Layout, rank: int) -> Tensor:
+    """Return what a worker adds to the sums of all. Tensor-parallel ranks have the same: the first adds them."""
+    return sums if layout.tensor_rank(rank) == 0 else torch.zeros_like(sums)
+
+
 def _recompute_activations(model: nn.Module) -> None:
     """Keep only what passes between the layers of a staged or Hugging Face model (Chen et al. 2016, arXiv:1604.06174).
 
