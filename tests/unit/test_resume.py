@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from upath import UPath
 
+from app import heartbeat
 from app.artifacts import RECIPE_FILE
 from app.conditional import change
 from app.config import Recipe, dump_recipe, load_recipe
@@ -19,7 +20,6 @@ from app.heartbeat import HEARTBEAT_FILE
 from app.runs import CONFIG_FILE, RESULT_FILE, Outcome, Result, Run, execute
 from app.storage import to_path
 from app.tasks import prepare
-from app.training.coordination import heartbeat
 from app.training.records import StoppedTrainMetrics
 from app.training.resume import LATEST, start_or_resume
 from app.training.run import open_run, prepare_run
