@@ -22,8 +22,11 @@ from app.engines.torch import TorchEngine
 from app.errors import CompileError, StorageError
 from app.models.sparsity import prune_2_to_4
 from app.repository.manifest import Lineage
-from app.tensors import Tensors
+from app.serving.model.loaded import check_answers
+from app.tensors import OUTPUT, Tensors
 from app.training.weights import TrainedModel, load_weights
+
+_ANSWERED_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,7 @@ def load_source_model(weights: UPath, recipe: Recipe, threads: int) -> SourceMod
     Raises:
         StorageError: a folder is missing, or one of its files was changed.
         CompileError: the weights are of another task, or the model takes other inputs than its processor makes.
+        EngineError: the task cannot answer the model's outputs.
     """
     trained = load_weights(weights)
     if trained.recipe.task != recipe.task:
@@ -144,7 +148,10 @@ def load_source_model(weights: UPath, recipe: Recipe, threads: int) -> SourceMod
         )
     _check_inputs(trained, weights)
     data = _prepared_data(weights, trained)
-    return _evaluated(trained, weights, data, threads)
+    source_model = _evaluated(trained, weights, data, threads)
+    _, outputs = next(source_model.reference.batches(_ANSWERED_ROWS))
+    check_answers(trained.task, outputs[OUTPUT], trained.targets)
+    return source_model
 
 
 def _evaluated(trained: TrainedModel, weights: UPath, data: PreparedData, threads: int) -> SourceModel:

@@ -18,9 +18,10 @@ from app.data.classification import ClassificationData
 from app.data.prepared import IGNORED, PreparedData
 from app.data.targets import Classes
 from app.data.text import TextProcessor
-from app.errors import RecipeError
+from app.errors import EngineError, RecipeError
 from app.repository.manifest import ModelCard
 from app.runs import Run
+from app.serving.model.loaded import check_answers
 from app.tasks import Metric, ServedTask, Task, find_served_task, find_task, prepare, sum_and_count
 from app.tasks.metrics import Accuracy, Perplexity
 from app.tasks.objective import CrossEntropy, Objective, RowLoss, class_weights
@@ -193,6 +194,22 @@ def test_an_accuracy_of_an_older_version_is_its_score() -> None:
     card = ModelCard.model_validate(stored)
     assert (card.accuracy, card.score_in_words) == (0.75, "accuracy 0.7500 on the validation split")
     assert ModelCard.model_validate_json(card.model_dump_json()) == card
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        (lambda outputs: [{"label": 3}] * len(outputs), r"task own:Own cannot answer outputs of shape \(2, 3\)"),
+        (lambda outputs: [{"top": np.float32(row[0])} for row in outputs], "cannot answer .*float32"),
+        (lambda outputs: [{"top": row[9]} for row in outputs.tolist()], "IndexError.*: correct its answer"),
+        (lambda _: [{"top": 1}], "gives 1 answers for 2 rows"),
+    ],
+)
+def test_answers_that_no_request_would_get_are_refused_with_the_task(answers: Any, words: str) -> None:
+    task: Any = type("Own", (TASKS["text-classification"],), {"answer": lambda _, outputs, __: answers(outputs)})()
+    task.name = "own:Own"
+    with pytest.raises(EngineError, match=words):
+        check_answers(task, np.zeros((2, 3), np.float32), Classes(["a", "b", "c"]))
 
 
 def test_classes_are_answered_with_probabilities() -> None:

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from upath import UPath
 
 from app.config import TENSORS
@@ -127,7 +128,7 @@ class LoadedModel:
             length: the dynamic size beside the batch; by default the maximum of the processor, or that of ``probe``.
 
         Raises:
-            EngineError: the engine fails, or answers numbers that are not finite.
+            EngineError: the engine fails, or answers numbers that are not finite, or the task cannot answer them.
             RequestError: it does not take the processor's tensors.
         """
         outputs = self.engine.infer(self._blank(rows, length)) if self.probe is None else self._probed(rows, length)
@@ -137,6 +138,8 @@ class LoadedModel:
                     f"model {self.manifest.name!r}, version {self.version}, answers {rows} probe rows with {name!r} "
                     "that is not finite: publish another version"
                 )
+        if self.task and self.targets and self.manifest.scores:
+            check_answers(self.task, outputs[self.manifest.scores], self.targets)
 
     def _blank(self, rows: int, length: int | None) -> Tensors:
         return {
@@ -161,6 +164,27 @@ class LoadedModel:
                     tensor = np.take(tensor, range(length), axis=axis, mode="wrap")
             tensors[spec.name] = tensor
         return self.engine.run(tensors)
+
+
+def check_answers(task: ServedTask, outputs: NDArray[np.float32], targets: Outputs) -> None:
+    """Have the task answer ``outputs``, so that an error in its code comes before a request does.
+
+    Raises:
+        EngineError: the task fails, or its answers are no objects of JSON, one for each row.
+    """
+    try:
+        answers = task.answer(outputs, targets)
+        for answer in answers:
+            Prediction.model_validate(answer).model_dump_json()
+    except Exception as error:  # code of the user's own
+        raise EngineError(
+            f"task {task.name} cannot answer outputs of shape {outputs.shape} ({type(error).__name__}: {error}): "
+            "correct its answer, or the decode of its targets"
+        ) from error
+    if len(answers) != len(outputs):
+        raise EngineError(
+            f"task {task.name} gives {len(answers)} answers for {len(outputs)} rows: expected one for each row"
+        )
 
 
 def load_model(
