@@ -45,12 +45,13 @@ def publish_version(
     labels: list[str],
     key: Mapping[str, str] | None = None,
     train_run: str = "t",
+    task: str | None = None,
 ) -> int:
     """One more version of a model that ONNX Runtime serves."""
     here = {"engine": "onnxruntime", "engine_version": "of another day", "architecture": architecture_of("cpu", "fp32")}
     card = CARD.model_copy(
         update={
-            "task": f"{processor.modality}-classification",
+            "task": task or f"{processor.modality}-classification",
             "engine_key": CARD.engine_key.model_copy(update={**here, **(key or {})}),
             "lineage": CARD.lineage.model_copy(update={"train_run": train_run}),
             "inputs": tuple(map(Tensor.of, signature.inputs)),

@@ -16,7 +16,7 @@ from app.config import Recipe
 from app.data.classification import ClassificationData, LabelledDataset
 from app.data.examples import Input
 from app.data.prepared import Batch, PreparedData
-from app.data.targets import LABELS_FILE, load_labels
+from app.data.targets import LABELS_FILE, Classes, load_labels
 from app.errors import RecipeError
 from app.repository.repository import Repository
 from app.serving.model.loaded import LoadedModel, load_model
@@ -29,7 +29,7 @@ def with_resolved_teacher(recipe: Recipe, data: PreparedData, storage: UPath) ->
 
     Raises:
         StorageError: there is no such model or version.
-        RecipeError: the teacher takes other inputs or has other labels than the data.
+        RecipeError: the teacher takes other inputs or has other labels than the data, or gives several for a row.
     """
     teacher = recipe.train.teacher
     assert teacher is not None
@@ -40,6 +40,12 @@ def with_resolved_teacher(recipe: Recipe, data: PreparedData, storage: UPath) ->
     title = f"{name}/{manifest.version}"
     if manifest.scores is None or LABELS_FILE not in manifest.files:
         raise RecipeError(f"train.teacher.model {title} has no labels: import it with --labels, or name another")
+    task = find_served_task(manifest.task)
+    if not issubclass(task.targets, Classes):
+        raise RecipeError(
+            f"train.teacher.model {title} is of task {manifest.task}, which does not give one label to each row: name "
+            "a model that does"
+        )
     labels = load_labels(repository.folder(name, manifest.version))
     # Their order may differ. ``TaughtDataset`` reorders the logits.
     if sorted(labels) != sorted(data.labels):
@@ -47,7 +53,7 @@ def with_resolved_teacher(recipe: Recipe, data: PreparedData, storage: UPath) ->
             f"train.teacher.model {title} has the labels {', '.join(labels)}, the data {', '.join(data.labels)}: name "
             "a model that was trained on data like these"
         )
-    if (given := find_served_task(manifest.task).processor.modality) != data.processor.modality:
+    if (given := task.processor.modality) != data.processor.modality:
         raise RecipeError(f"train.teacher.model {title} takes {given}s, the data holds {data.processor.modality}s")
     if recipe.train.plan.pipeline > 1:
         raise RecipeError("train.teacher is only for plans without a pipeline: set train.plan.pipeline to 1")

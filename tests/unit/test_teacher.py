@@ -19,6 +19,7 @@ from app.tasks import prepare
 from app.tasks.objective import CrossEntropy
 from app.tensors import TensorSpec
 from app.training.teacher import TaughtDataset, with_resolved_teacher
+from tests.engine_contract import PROCESSOR, SIGNATURE
 from tests.helpers import ROOT, SGD, folder_of, losses, train_alone
 from tests.toy import publish_version
 
@@ -128,6 +129,13 @@ def recipe_with(**teacher: object) -> Recipe:
 def test_a_teacher_that_does_not_suit_is_refused(data: ClassificationData, storage: UPath) -> None:
     with pytest.raises(RecipeError, match=r"letters/1 has the labels a, b, .* the data 0, 1, "):
         with_resolved_teacher(recipe_with(model="letters/1"), data, storage)
+    several = publish_version(
+        storage, "several", b"-", SIGNATURE, PROCESSOR, list("0123456789"), task="text-multilabel"
+    )
+    with pytest.raises(
+        RecipeError, match=r"several/1 is of task text-multilabel, which does not give one label to each"
+    ):
+        with_resolved_teacher(recipe_with(model=f"several/{several}"), data, storage)
     with pytest.raises(StorageError, match=r"no model 'nobody'|has no version in production"):
         with_resolved_teacher(recipe_with(model="nobody"), data, storage)
     with pytest.raises(RecipeError, match=r"train.teacher.model is 'A B': expected a model, NAME or NAME/VERSION"):
